@@ -1,0 +1,51 @@
+"""
+The memory's columns: what each is indexed by, what it holds, and how it starts.
+
+Every reading builds its memory from these tables, so that a column exists once.
+"""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+__all__ = ["CONFIG", "Column"]
+
+
+@frozen
+class Column:
+    """
+    One column of the contract's memory.
+
+    Args:
+        index: Sort of the index: one of ``one, slot, cell, stage, domain, link, pool, buffer``.
+        values: Sort of the values: an index sort, or ``int`` (a count or an epoch mark),
+            ``flag`` (0 or 1), ``mask`` (consumer bits), ``generation``, ``ticket`` (a serial, or
+            0 for none), ``opaque`` (compared for equality only).
+        initial: The value every entry starts with; None where a configuration must give it.
+    """
+
+    index: str
+    values: str = "int"
+    initial: int | None = 0
+
+
+#: Configured columns: no transition writes them.
+CONFIG = {
+    "generation_max": Column("one", "generation", None),
+    "slot_stage": Column("slot", "stage", None),
+    "domain_of": Column("stage", "domain", None),
+    "domain_at": Column("link", "domain", None),
+    "owes": Column("stage", "mask", None),  # consumers of a fresh tape
+    "matrices": Column("stage", "opaque", None),  # the matrices a dW must cover
+    "cells": Column("stage", "int", None),  # tapes of one epoch
+    "declared": Column("domain", "flag", None),  # 1: the order of F and dI is declared
+    "forward_at": Column("cell", "int", None),  # declared position of the cell's F
+    "dgrad_at": Column("cell", "int", None),  # declared position of the cell's dI
+    "destination_of": Column("cell", "opaque", None),
+    "buffer_of": Column("cell", "buffer", None),
+    "pool_of": Column("slot", "pool", None),
+    "forward_rank": Column("slot", "int", None),
+    "dgrad_rank": Column("slot", "int", None),
+    "wgrad_rank": Column("slot", "int", None),
+    "reduces": Column("stage", "flag", None),  # 1: the stage's gradients are reduced
+}

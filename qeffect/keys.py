@@ -1,0 +1,80 @@
+"""
+Names of retained work: what a tape is (its key) and where it is (its reference).
+"""
+
+from __future__ import annotations
+
+from attrs import field, frozen
+from attrs.validators import ge, instance_of
+
+__all__ = ["Cell", "TapeKey", "TapeRef"]
+
+#: A key without its epoch: (stage, microbatch, block, invocation).
+Cell = tuple[int, int, int, int]
+
+_index = [instance_of(int), ge(0)]
+
+
+@frozen(eq=True, order=True, cache_hash=True)
+class TapeKey:
+    """
+    The logical name of one stage execution (paper, III-A).
+
+    A key says nothing of addresses: the same slot serves many keys, and a key is forwarded at
+    most once in an epoch.
+
+    Args:
+        epoch: Optimizer epoch, that is, the weight version the execution must see.
+        stage: Global stage index of the pipeline.
+        microbatch: Microbatch index within the optimizer step.
+        block: Sub-layer block of the stage, when its blocks are taped apart.
+        invocation: Invocation counter within the block.
+
+    Raises:
+        TypeError, ValueError: A part is not an integer, or negative.
+
+    >>> TapeKey(epoch=3, stage=1, microbatch=0).cell
+    (1, 0, 0, 0)
+    >>> print(TapeKey(3, 1, 0))
+    e3.s1.m0.b0.i0
+    """
+
+    epoch: int = field(validator=_index)
+    stage: int = field(validator=_index)
+    microbatch: int = field(validator=_index)
+    block: int = field(default=0, validator=_index)
+    invocation: int = field(default=0, validator=_index)
+    cell: Cell = field(init=False, repr=False, eq=False, order=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(
+            self, "cell", (self.stage, self.microbatch, self.block, self.invocation)
+        )
+
+    def __str__(self) -> str:
+        return f"e{self.epoch}.s{self.stage}.m{self.microbatch}.b{self.block}.i{self.invocation}"
+
+
+@frozen
+class TapeRef:
+    """
+    The physical place of a tape: a slot, the generation it had, and who issued it (paper, III-A).
+
+    Args:
+        slot: Index into the bounded pool.
+        generation: The slot's generation when the tape was bound; it rises at every release, so
+            a reference to an earlier tenant never matches again.
+        incarnation: Random 64-bit number of the memory that issued the reference. It is logged
+            and never persisted: after a restart generations begin again at zero, and only the
+            incarnation tells an old reference from a new one.
+
+    >>> print(TapeRef(slot=2, generation=5, incarnation=0x1f))
+    slot 2 generation 5 incarnation 000000000000001f
+    """
+
+    slot: int
+    generation: int
+    incarnation: int = 0
+
+    def __str__(self) -> str:
+        return f"slot {self.slot} generation {self.generation} incarnation {self.incarnation:016x}"

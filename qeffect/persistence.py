@@ -1,0 +1,27 @@
+"""
+Persistence: a checkpoint is taken only when nothing is live, and a restore begins a new incarnation
+in which every older reference is refused (paper, III-E; Invariant 4).
+"""
+
+from __future__ import annotations
+
+from .columns import Column
+from .constants import State
+from .refusals import Refused
+
+#: ``incarnation`` is the random number that this memory puts into the references it issues.
+STATE = {"incarnation": Column("one")}
+
+
+def checkpoint_guards(st: State):
+    if not st.every(st.pending, 0):
+        raise Refused("persistence.live-tape")
+
+
+def restore_guards(st: State, epoch, incarnation):
+    if incarnation == st.incarnation[0]:
+        raise Refused("persistence.same-incarnation")
+
+
+def restore_writes(st: State, epoch, incarnation):
+    st.incarnation[0] = incarnation

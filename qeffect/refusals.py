@@ -1,0 +1,99 @@
+"""
+The one exception that every guard raises, and the plain record it turns into.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import asdict, frozen
+
+__all__ = ["Refusal", "Refused"]
+
+
+@frozen
+class Refusal:
+    """
+    A refusal as data: JSON-ready, the same wherever it was raised.
+
+    Args:
+        clause: Stable id of the clause that was violated, for example ``order.token``.
+        transition: The transition that checked it, for example ``check_forward``.
+        presented: What the caller presented.
+        expected: What the contract wanted instead.
+        cause: The likely cause.
+        remedy: What to do about it.
+        section: Where the clause comes from in the paper, or ``design``.
+    """
+
+    clause: str
+    transition: str = ""
+    presented: str = ""
+    expected: str = ""
+    cause: str = ""
+    remedy: str = ""
+    section: str = ""
+
+    def asdict(self) -> dict[str, str]:
+        """Return the record as a plain dictionary."""
+        return asdict(self)
+
+
+class Refused(Exception):  # noqa: N818 - the contract's own word, not an error of ours
+    """
+    A transition was refused; the state is exactly as it was.
+
+    Guards raise it with the clause alone. The embedding API fills in what was presented and
+    expected before it reaches the caller.
+
+    >>> raise Refused("order.token")
+    Traceback (most recent call last):
+    ...
+    qeffect.refusals.Refused: order.token
+    """
+
+    __slots__ = ("clause", "expected", "presented", "transition")
+
+    def __init__(self, clause: str) -> None:
+        self.clause = clause
+        self.transition = ""
+        self.presented = ""
+        self.expected = ""
+
+    @property
+    def relation(self) -> str:
+        """The relation whose clause was violated: the part of the id before the dot."""
+        return self.clause.partition(".")[0]
+
+    def record(self) -> Refusal:
+        """Return the refusal as a plain record, with the clause's cause and remedy."""
+        from spec.clauses import CLAUSES
+
+        clause = CLAUSES.get(self.clause)
+        return Refusal(
+            clause=self.clause,
+            transition=self.transition,
+            presented=str(self.presented),
+            expected=str(self.expected),
+            cause=clause.cause if clause else "",
+            remedy=clause.remedy if clause else "",
+            section=clause.section if clause else "",
+        )
+
+    def __str__(self) -> str:
+        if not self.transition:
+            return self.clause
+        r = self.record()
+        return (
+            f"{r.clause} in {r.transition}: presented {r.presented}; expected {r.expected}. "
+            f"Likely cause: {r.cause} What to do: {r.remedy}"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (self.clause, self.transition, self.presented, self.expected))
+
+
+def _rebuild(clause: str, transition: str, presented: str, expected: str) -> Refused:
+    refused = Refused(clause)
+    refused.transition, refused.presented, refused.expected = transition, presented, expected
+    return refused
