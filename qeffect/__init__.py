@@ -1,0 +1,24 @@
+"""
+State and resource contracts for low-precision pipeline training under captured graphs.
+"""
+
+from .checkpoint import Checkpoint
+from .config import StageConfig
+from .contract import Contract, Ticket
+from .guarded import guarded
+from .keys import TapeKey, TapeRef
+from .layout import Destination
+from .refusals import Refusal, Refused
+
+__all__ = [
+    "Checkpoint",
+    "Contract",
+    "Destination",
+    "Refusal",
+    "Refused",
+    "StageConfig",
+    "TapeKey",
+    "TapeRef",
+    "Ticket",
+    "guarded",
+]

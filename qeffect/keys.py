@@ -47,9 +47,7 @@ class TapeKey:
     cell: Cell = field(init=False, repr=False, eq=False, order=False)
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(
-            self, "cell", (self.stage, self.microbatch, self.block, self.invocation)
-        )
+        object.__setattr__(self, "cell", (self.stage, self.microbatch, self.block, self.invocation))
 
     def __str__(self) -> str:
         return f"e{self.epoch}.s{self.stage}.m{self.microbatch}.b{self.block}.i{self.invocation}"

@@ -78,11 +78,7 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
         raise Refused("ownership.foreign-slot")
     if st.held[slot] != 0:
         raise Refused("ownership.pending")
-    if mask != 0 and (
-        mask != RESERVED
-        or st.cell_at[slot] != c
-        or st.epoch_at[slot] != e
-    ):
+    if mask != 0 and (mask != RESERVED or st.cell_at[slot] != c or st.epoch_at[slot] != e):
         raise Refused("ownership.slot-busy")
     if mask == 0 and st.slot_of[c] != NO_SLOT:
         raise Refused("ownership.key-live")

@@ -1,0 +1,42 @@
+"""
+What a checkpoint of the contract holds, and as importantly what it never holds (paper, III-E).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from .config import StageConfig
+
+__all__ = ["Checkpoint"]
+
+
+@frozen
+class Checkpoint:
+    """
+    The persistent part of a contract.
+
+    It has no tokens, streams, events, generations, addresses or cache contents: those belong to
+    a process and are rebuilt. Weight caches are stale after every restore.
+
+    Args:
+        epoch: Weight epoch of the process.
+        stages: Configuration of its stages.
+        relations: Relations that its transitions were composed from.
+        state: Handle of the numerical state, saved by the caller.
+        recipe: Precision recipe.
+    """
+
+    epoch: int
+    stages: tuple[StageConfig, ...]
+    relations: tuple[str, ...]
+    state: Any = None
+    recipe: Any = None
+
+    def summary(self) -> str:
+        """Say in a line what was checkpointed."""
+        stages = ", ".join(f"{c.stage} (M={c.microbatches}, {c.slots} slots)" for c in self.stages)
+        return f"stages {stages} under {', '.join(self.relations)}"

@@ -1,0 +1,591 @@
+"""
+The contract of one process: what a training runtime asks before, and tells after, every action.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from attrs import define, field
+
+from .checkpoint import Checkpoint
+from .config import StageConfig, lay_out
+from .constants import GENERATION_MAX, GRAD, NO_SLOT, OUT
+from .explain import explain
+from .guarded import Dgrad, Forward, Refresh, Wgrad
+from .keys import Cell, TapeKey, TapeRef
+from .layout import Destination
+from .memory import Snapshot
+from .refusals import Refused
+from .stage import transitions
+
+__all__ = ["Contract", "Observer", "Ticket"]
+
+#: Called after every accepted transition with its name, its arguments and what it returned.
+Observer = Callable[[str, tuple[Any, ...], Any], None]
+
+
+@define(slots=True)
+class Ticket:
+    """
+    What a check reserved; commit or abort redeems it, once.
+
+    Args:
+        action: ``F``, ``dI``, ``dW`` or ``refresh``.
+        key: Key of the tape; None for a refresh.
+        slot: Slot of the tape, or the stage of a refresh.
+        serial: Serial of the check that issued the ticket.
+        ref: Reference the action consumes; None before a forward's commit.
+    """
+
+    action: str
+    key: TapeKey | None
+    slot: int
+    serial: int
+    ref: TapeRef | None = None
+
+
+class Contract:
+    """
+    The state and resource contract of one process (paper, Section III).
+
+    ``check_*`` runs every guard and reserves what the action will touch, ``commit`` redeems the
+    ticket after the physical action succeeded, ``abort`` after it failed. ``forward``, ``dgrad``,
+    ``wgrad`` and ``refresh`` do this as context managers. A refused call leaves the contract
+    exactly as it was.
+
+    Args:
+        stages: The stages of this process.
+        omit: Relations that the backend does not use, from ``qeffect.stage.OPTIONAL``.
+        callers: Names of the streams that call into the graph streams.
+        capture_order: Order of capture of graphs that share a pool; see ``config.lay_out``.
+        declared: Declared order of F and dI per domain; see ``config.lay_out``.
+        generation_max: The last generation that a slot may reach.
+        epoch: Weight epoch to begin in.
+        observer: Called after every accepted transition; None costs nothing.
+
+    Raises:
+        ValueError: The configuration is unusable.
+        Refused: The gradient destinations are.
+
+    >>> contract = Contract([StageConfig(0, microbatches=1, slots=1, matrices=("w",))])
+    >>> key = TapeKey(epoch=0, stage=0, microbatch=0)
+    >>> with contract.refresh(0):
+    ...     pass  # quantize the weights
+    >>> with contract.forward(key) as f:
+    ...     pass  # replay F
+    >>> contract.bind(key)
+    >>> contract.wait()
+    >>> with contract.dgrad(key, f.ref) as i:
+    ...     i.queued = ("w",)  # replay dI
+    >>> with contract.wgrad(key, f.ref, first=True) as w:
+    ...     w.covered = ("w",)  # replay dW
+    >>> contract.check_wgrad(key, f.ref).serial
+    Traceback (most recent call last):
+    ...
+    qeffect.refusals.Refused: ownership.stale-reference in check_wgrad: presented ...
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageConfig],
+        *,
+        omit: Iterable[str] = (),
+        callers: Sequence[Hashable] = ("main",),
+        capture_order: Iterable[tuple[int, int, str]] = (),
+        declared: Mapping[Hashable, Sequence[tuple[str, Cell]]] | None = None,
+        generation_max: int = GENERATION_MAX,
+        epoch: int = 0,
+        observer: Observer | None = None,
+    ) -> None:
+        self.stages = tuple(stages)
+        self.transitions = transitions(omit)
+        laid = lay_out(
+            self.stages,
+            self.transitions,
+            callers=callers,
+            capture_order=capture_order,
+            declared=declared,
+            generation_max=generation_max,
+        )
+        self.memory = laid.memory
+        self.observer = observer
+        self._slots = laid.slots
+        self._domains = laid.domains
+        self._links = laid.links
+        self._cells = laid.cells
+        self._callers = tuple(callers)
+        self._free = {stage: list(reversed(slots)) for stage, slots in laid.slots.items()}
+        self._num_slots = len(self.memory.pending)
+        self.memory.incarnation[0] = secrets.randbits(64)
+        self.memory.fill(self.memory.weight_epoch, epoch)
+        t = self.transitions
+        self._check_forward, self._commit_forward = t.check_forward, t.commit_forward
+        self._check_dgrad, self._commit_dgrad = t.check_dgrad, t.commit_dgrad
+        self._check_wgrad, self._commit_wgrad = t.check_wgrad, t.commit_wgrad
+
+    # Reading
+
+    @property
+    def incarnation(self) -> int:
+        """The random number in every reference that this contract issues."""
+        return int(self.memory.incarnation[0])
+
+    @property
+    def epoch(self) -> int:
+        """The weight epoch of the process; commit is atomic over its stages."""
+        return int(self.memory.weight_epoch[self.stages[0].stage])
+
+    def token(self, stage: int) -> int:
+        """The effect token of the stage's domain: F and dI committed in this incarnation."""
+        return int(self.memory.token[self.memory.domain_of[stage]])
+
+    def link(self, caller: Hashable = "main", domain: Hashable | None = None) -> int:
+        """Index of the link between a caller stream and a domain's graph stream."""
+        name = self.stages[0].domain if domain is None else domain
+        try:
+            return self._links[caller, name]
+        except KeyError:
+            raise ValueError(
+                f"no link of caller {caller!r} and domain {name!r}; there are {list(self._links)}"
+            ) from None
+
+    def first_writer(self, key: TapeKey) -> bool:
+        """Whether the key's dW would be the first write of its buffer in this epoch."""
+        st = self.memory
+        return bool(st.opened[st.buffer_of[key.cell]] != key.epoch)
+
+    def live(self) -> dict[TapeKey, TapeRef]:
+        """Every live tape: its key and the reference that names it."""
+        st = self.memory
+        return {
+            TapeKey(st.epoch_at[slot], *st.cell_at[slot]): TapeRef(
+                slot, st.generation[slot], st.incarnation[0]
+            )
+            for slot, mask in enumerate(st.pending)
+            if mask
+        }
+
+    def snapshot(self) -> Snapshot:
+        """The whole state as plain values; equal before and after a refusal."""
+        return self.memory.snapshot()
+
+    # F, dI, dW and refresh: check, then commit or abort
+
+    def check_refresh(self, stage: int, link: int = 0) -> Ticket:
+        """Reserve a stage's domain for a refresh of its quantized weight cache (clause 3)."""
+        return Ticket("refresh", None, stage, self._run("check_refresh", stage, link))
+
+    def check_forward(
+        self,
+        key: TapeKey,
+        *,
+        slot: int | None = None,
+        token: int | None = None,
+        link: int = 0,
+        refresh: bool = False,
+    ) -> Ticket:
+        """
+        Reserve a slot and the state domain for F.
+
+        Args:
+            key: Key of the execution.
+            slot: Slot to use; by default the one the key reserved, or a free one.
+            token: Effect token the caller threads; by default the domain's own.
+            link: Link of the calling stream.
+            refresh: This F also refreshes the weight cache.
+
+        Raises:
+            Refused: A clause of ownership, version, order, capture or completion.
+        """
+        st = self.memory
+        try:
+            if slot is None:
+                free = self._free[key.stage]
+                slot = st.slot_of[key.cell]
+                if slot < 0:
+                    slot = free[-1] if free else NO_SLOT
+                elif st.held[slot] != 0:
+                    slot = free[-1] if free else slot
+            if token is None:
+                token = st.token[st.domain_of[key.stage]]
+            serial = self._check_forward(st, key, slot, token, link, 1 if refresh else 0)
+        except Refused as refused:
+            raise explain(refused, "check_forward", st, (key, slot, token, link, refresh)) from None
+        except (KeyError, IndexError):
+            raise self._unknown("check_forward", (key, slot, token, link, refresh)) from None
+        free = self._free[key.stage]
+        if free and free[-1] == slot:
+            free.pop()
+        elif slot in free:
+            free.remove(slot)
+        if self.observer is not None:
+            self.observer("check_forward", (key, slot, token, link, int(refresh)), serial)
+        return Ticket("F", key, slot, serial)
+
+    def check_dgrad(
+        self, key: TapeKey, ref: TapeRef, *, token: int | None = None, link: int = 0
+    ) -> Ticket:
+        """
+        Reserve a tape and the state domain for dI.
+
+        Raises:
+            Refused: A clause of ownership, version, order, arena, capture or completion.
+        """
+        st = self.memory
+        try:
+            if token is None:
+                token = st.token[st.domain_of[key.stage]]
+            if not 0 <= ref.slot < self._num_slots:
+                raise IndexError(ref.slot)
+            serial = self._check_dgrad(st, key, ref, token, link)
+        except Refused as refused:
+            raise explain(refused, "check_dgrad", st, (key, ref, token, link)) from None
+        except (KeyError, IndexError):
+            raise self._unknown("check_dgrad", (key, ref, token, link)) from None
+        if self.observer is not None:
+            self.observer("check_dgrad", (key, ref, token, link), serial)
+        return Ticket("dI", key, ref.slot, serial, ref)
+
+    def check_wgrad(
+        self,
+        key: TapeKey,
+        ref: TapeRef,
+        *,
+        destination: tuple[Destination, ...] | None = None,
+        first: bool | None = None,
+        link: int = 0,
+    ) -> Ticket:
+        """
+        Reserve a tape and its destinations for dW.
+
+        Args:
+            key: Key of the execution; its microbatch and the reference must name one slot.
+            ref: Reference that the forward's commit returned.
+            destination: The destinations about to be written; by default the configured ones.
+            first: Whether the write overwrites; by default what the ledger says.
+            link: Link of the calling stream.
+
+        Raises:
+            Refused: A clause of ownership, version, arena, capture or completion.
+        """
+        st = self.memory
+        try:
+            if not 0 <= ref.slot < self._num_slots:
+                raise IndexError(ref.slot)
+            if destination is None:
+                destination = st.destination_of[key.cell]
+            if first is None:
+                first = st.opened[st.buffer_of[key.cell]] != key.epoch
+            serial = self._check_wgrad(st, key, ref, link, destination, 1 if first else 0)
+        except Refused as refused:
+            raise explain(
+                refused, "check_wgrad", st, (key, ref, link, destination, first)
+            ) from None
+        except (KeyError, IndexError):
+            raise self._unknown("check_wgrad", (key, ref, link, destination, first)) from None
+        if self.observer is not None:
+            self.observer("check_wgrad", (key, ref, link, destination, int(first)), serial)
+        return Ticket("dW", key, ref.slot, serial, ref)
+
+    def commit(self, ticket: Ticket, evidence: Iterable[str] = ()) -> TapeRef | None:
+        """
+        Redeem a ticket after its physical action succeeded.
+
+        No other action can make a commit fail. Only its own evidence can: dI must have queued
+        deferred work for every matrix, dW must have covered every matrix exactly once. The
+        action has then failed, and is aborted before the refusal is raised.
+
+        Args:
+            ticket: What the check returned.
+            evidence: For dI the matrices whose gradient work was queued, for dW those whose
+                gradient was written, each as often as it was.
+
+        Returns:
+            For F the reference of the new tape, else None.
+
+        Raises:
+            Refused: ``ownership.unknown-ticket``, ``ownership.work-not-queued`` or
+                ``ownership.matrix-coverage``.
+        """
+        st = self.memory
+        slot, serial, action = ticket.slot, ticket.serial, ticket.action
+        if action == "F":
+            self._act("commit_forward", self._commit_forward, slot, serial)
+            ticket.ref = TapeRef(slot, st.generation[slot], st.incarnation[0])
+            return ticket.ref
+        if action == "refresh":
+            self._run("commit_refresh", slot, serial)
+            return None
+        given = evidence if evidence is st.matrices[st.slot_stage[slot]] else _sorted(evidence)
+        name, function = (
+            ("commit_dgrad", self._commit_dgrad)
+            if action == "dI"
+            else ("commit_wgrad", self._commit_wgrad)
+        )
+        try:
+            self._act(name, function, slot, serial, given)
+        except Refused as refused:
+            if refused.clause != "ownership.unknown-ticket":
+                self.abort(ticket)
+            raise
+        if st.pending[slot] == 0:
+            self._free[st.slot_stage[slot]].append(slot)
+        return None
+
+    def abort(self, ticket: Ticket) -> None:
+        """
+        Redeem a ticket after its physical action failed.
+
+        The tape is dropped and the epoch spoiled. A failed F, dI or refresh also poisons the
+        state domain: its scaling state may be half updated (paper, IV-E).
+
+        Raises:
+            Refused: ``ownership.unknown-ticket`` or ``version.unknown-ticket``.
+        """
+        name = {
+            "F": "abort_forward",
+            "dI": "abort_dgrad",
+            "dW": "abort_wgrad",
+            "refresh": "abort_refresh",
+        }
+        self._run(name[ticket.action], ticket.slot, ticket.serial)
+        if ticket.action != "refresh":
+            self._free[self.memory.slot_stage[ticket.slot]].append(ticket.slot)
+
+    # The same as context managers
+
+    def refresh(self, stage: int, link: int = 0) -> Refresh:
+        """Guard a refresh of a stage's weight cache: ``with contract.refresh(stage): ...``."""
+        return Refresh(self, stage, link)
+
+    def forward(self, key: TapeKey, **options: Any) -> Forward:
+        """Guard F: ``with contract.forward(key) as f: ...``, then ``f.ref``."""
+        return Forward(self, key, options)
+
+    def dgrad(self, key: TapeKey, ref: TapeRef, **options: Any) -> Dgrad:
+        """Guard dI: ``with contract.dgrad(key, ref) as i: ...; i.queued = matrices``."""
+        return Dgrad(self, key, ref, options)
+
+    def wgrad(self, key: TapeKey, ref: TapeRef, **options: Any) -> Wgrad:
+        """Guard dW: ``with contract.wgrad(key, ref) as w: ...; w.covered = matrices``."""
+        return Wgrad(self, key, ref, options)
+
+    # Slots, destinations and readers
+
+    def reserve(self, key: TapeKey, slot: int | None = None) -> TapeRef:
+        """
+        Claim a slot for a key before its forward, so that a receive can fill its input buffer.
+
+        Raises:
+            Refused: A clause of ownership, version or order.
+        """
+        if slot is None:
+            free = self._free.get(key.stage)
+            slot = free[-1] if free else NO_SLOT
+        self._run("reserve", key, slot)
+        self._free[key.stage].remove(slot)
+        return TapeRef(slot, self.memory.generation[slot], self.memory.incarnation[0])
+
+    def bind(self, key: TapeKey, destination: tuple[Destination, ...] | None = None) -> None:
+        """
+        Bind the destinations of a key's matrix gradients; must precede its dI (paper, III-D).
+
+        Raises:
+            Refused: ``arena.mismatch``, ``arena.duplicate-bind``, ``arena.unusable`` or
+                ``version.wrong-epoch``.
+        """
+        if destination is None:
+            destination = self.memory.destination_of.get(key.cell)
+        self._run("bind", key, destination)
+
+    def read(self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0) -> None:
+        """
+        Check that a stream may now read a tape's output (or input gradient).
+
+        Raises:
+            Refused: A clause of ownership, or ``completion.graph-to-caller``.
+        """
+        self._run("read", key, self._known(ref, key, "read"), GRAD if gradient else OUT, link)
+
+    def finish_read(self, key: TapeKey, ref: TapeRef, *, gradient: bool = False) -> None:
+        """
+        Tell that the reader of a tape's output (or input gradient) is done with it.
+
+        Raises:
+            Refused: A clause of ownership.
+        """
+        bit = GRAD if gradient else OUT
+        self._run("finish_read", key, self._known(ref, key, "finish_read"), bit)
+        self._reclaim(ref.slot)
+
+    def drop(self, key: TapeKey, ref: TapeRef) -> None:
+        """
+        Abort one tape that has no action in flight; its epoch can no longer commit.
+
+        Raises:
+            Refused: A clause of ownership, or ``reduction.in-flight``.
+        """
+        self._run("drop", key, self._known(ref, key, "drop"))
+        self._reclaim(ref.slot)
+
+    def purge(self, epoch: int) -> int:
+        """Abort every live tape of an epoch; return how many there were."""
+        tapes = [(key, ref) for key, ref in self.live().items() if key.epoch == epoch]
+        for key, ref in tapes:
+            self.drop(key, ref)
+        return len(tapes)
+
+    def invalidate(self, stage: int) -> None:
+        """Declare a stage's weight cache lost, for example re-created at another address."""
+        self._run("invalidate", stage)
+
+    # Completion
+
+    def submit(self, caller: Hashable = "main") -> None:
+        """Tell that a caller stream enqueued work which later replays must see."""
+        for (name, _), link in self._links.items():
+            if name == caller:
+                self._run("submit", link)
+
+    def join(self, link: int = 0) -> None:
+        """Tell that the graph stream waits for everything the caller submitted."""
+        self._run("join", link)
+
+    def wait(self, link: int = 0) -> None:
+        """Tell that the caller waits for everything replayed so far on the graph stream."""
+        self._run("wait", link)
+
+    def drain(self) -> None:
+        """Tell that the host has seen all device work of every domain finish."""
+        for domain in self._domains.values():
+            self._run("drain", domain)
+
+    # The end of an epoch
+
+    def finalize(self, stage: int, link: int = 0) -> None:
+        """
+        Declare a stage's gradients whole.
+
+        Raises:
+            Refused: ``order.incomplete``, ``arena.incomplete``, ``arena.unusable`` and others.
+        """
+        self._run("finalize", stage, link)
+
+    def start_reduction(self, stage: int) -> None:
+        """Tell that the data-parallel reduction of a finalized stage starts."""
+        self._run("start_reduction", stage)
+
+    def finish_reduction(self, stage: int) -> None:
+        """Tell that a reduction finished."""
+        self._run("finish_reduction", stage)
+
+    def fail_reduction(self, stage: int) -> None:
+        """Tell that a reduction failed; the epoch can no longer commit."""
+        self._run("fail_reduction", stage)
+
+    def commit_epoch(self, epoch: int | None = None) -> int:
+        """
+        Advance every stage to the next weight epoch; call it with the optimizer's update.
+
+        Across processes the caller makes it a barrier.
+
+        Returns:
+            The new epoch.
+
+        Raises:
+            Refused: Work is live or in flight, or a stage is not final.
+        """
+        current = self.epoch if epoch is None else epoch
+        self._run("commit_epoch", current)
+        return current + 1
+
+    def checkpoint(self, *, state: Any = None, recipe: Any = None) -> Checkpoint:
+        """
+        Return what persists, when nothing is live (paper, III-E; Invariant 4).
+
+        Args:
+            state: Handle of the numerical state that the caller saves alongside.
+            recipe: Precision recipe, any JSON value.
+
+        Raises:
+            Refused: A clause of persistence.
+        """
+        self._run("checkpoint")
+        return Checkpoint(
+            epoch=self.epoch,
+            stages=self.stages,
+            relations=self.transitions.relations,
+            state=state,
+            recipe=recipe,
+        )
+
+    def restore(self, checkpoint: Checkpoint, *, incarnation: int | None = None) -> None:
+        """
+        Begin a new incarnation at a checkpoint's epoch, in this process or a fresh one.
+
+        Every older reference is refused afterwards and every weight cache is stale. The caller
+        restores the numerical state first.
+
+        Raises:
+            Refused: ``persistence.configuration``, or work is still in flight.
+        """
+        if (checkpoint.stages, checkpoint.relations) != (self.stages, self.transitions.relations):
+            refused = Refused("persistence.configuration")
+            refused.transition = "restore"
+            refused.presented = f"a checkpoint of {checkpoint.summary()}"
+            refused.expected = f"one of {self.checkpoint_summary()}"
+            raise refused
+        fresh = secrets.randbits(64) if incarnation is None else incarnation
+        self._run("restore", checkpoint.epoch, fresh)
+        self._free = {stage: list(reversed(slots)) for stage, slots in self._slots.items()}
+
+    def checkpoint_summary(self) -> str:
+        """Say in a line what configuration a checkpoint of this contract has."""
+        return Checkpoint(self.epoch, self.stages, self.transitions.relations).summary()
+
+    # Inside
+
+    def _run(self, transition: str, *arguments: Any) -> Any:
+        return self._act(transition, self.transitions.functions[transition], *arguments)
+
+    def _act(self, transition: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            result = function(self.memory, *arguments)
+        except Refused as refused:
+            raise explain(refused, transition, self.memory, arguments) from None
+        except (KeyError, IndexError):
+            raise self._unknown(transition, arguments) from None
+        if self.observer is not None:
+            self.observer(transition, arguments, result)
+        return result
+
+    def _unknown(self, transition: str, arguments: tuple[Any, ...]) -> Refused | ValueError:
+        """Name the argument that was never configured."""
+        key = arguments[0] if arguments and isinstance(arguments[0], TapeKey) else None
+        if key is not None and key.cell not in self._cells:
+            refused = Refused("ownership.unknown-key")
+        elif key is not None and len(arguments) > 1 and isinstance(arguments[1], TapeRef | int):
+            refused = Refused("ownership.unknown-slot")
+        else:
+            return ValueError(f"{transition}{arguments}: no such stage, slot, link or domain")
+        return explain(refused, transition, self.memory, arguments)
+
+    def _known(self, ref: TapeRef, key: TapeKey, transition: str) -> TapeRef:
+        if not 0 <= ref.slot < self._num_slots:
+            refused = Refused("ownership.unknown-slot")
+            refused.transition = transition
+            refused.presented = f"{key} in {ref}"
+            refused.expected = f"a slot from 0 to {self._num_slots - 1}"
+            raise refused
+        return ref
+
+    def _reclaim(self, slot: int) -> None:
+        if self.memory.pending[slot] == 0:
+            self._free[self.memory.slot_stage[slot]].append(slot)
+
+
+def _sorted(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(names))

@@ -1,0 +1,314 @@
+"""
+What a refusal says: the value presented and the value the contract wanted, for every clause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .constants import DI, DW, GRAD, NO_SLOT, OUT, RESERVED
+from .refusals import Refused
+from .stage import TRANSITIONS
+
+__all__ = ["EXPLANATIONS", "explain", "mask_text"]
+
+Arguments = Mapping[str, Any]
+Explanation = Callable[[Any, Arguments], tuple[str, str]]
+
+
+def mask_text(mask: int) -> str:
+    """Spell a consumer mask.
+
+    >>> mask_text(3)
+    'dI and dW'
+    """
+    names = {DI: "dI", DW: "dW", OUT: "output reader", GRAD: "gradient reader"}
+    if mask == RESERVED:
+        return "its forward"
+    return " and ".join(name for bit, name in names.items() if mask & bit) or "nobody"
+
+
+def _stage(st: Any, a: Arguments) -> int:
+    if "stage" in a:
+        return int(a["stage"])
+    if "key" in a:
+        return int(a["key"].stage)
+    return int(st.slot_stage[a["slot"]])
+
+
+def _domain(st: Any, a: Arguments) -> int:
+    return int(st.domain_of[_stage(st, a)])
+
+
+def _tape(st: Any, slot: int) -> str:
+    if st.pending[slot] == 0:
+        return f"slot {slot} generation {st.generation[slot]}, free"
+    e, (s, m, b, i) = st.epoch_at[slot], st.cell_at[slot]
+    return (
+        f"slot {slot} generation {st.generation[slot]} holding e{e}.s{s}.m{m}.b{b}.i{i}, "
+        f"which waits for {mask_text(st.pending[slot])}"
+    )
+
+
+def _slot(a: Arguments) -> int:
+    return int(a["ref"].slot if "ref" in a else a["slot"])
+
+
+def _ref(st: Any, a: Arguments) -> tuple[str, str]:
+    return f"{a['key']} in {a['ref']}", _tape(st, a["ref"].slot)
+
+
+def _live(column: Any) -> str:
+    entries = column.items() if isinstance(column, dict) else enumerate(column)
+    return ", ".join(f"{index}: {value}" for index, value in entries if value not in (0, -1))
+
+
+def _position(st: Any, a: Arguments, column: str, action: str) -> tuple[str, str]:
+    d = _domain(st, a)
+    return (
+        f"{action} of {a['key']} as update {st.position[d]} of the epoch",
+        f"it as update {getattr(st, column)[a['key'].cell]}, as declared",
+    )
+
+
+EXPLANATIONS: Mapping[str, Explanation] = {
+    "ownership.pool-exhausted": lambda st, a: (
+        f"{a['key']} with no free slot",
+        f"one of the {sum(s == a['key'].stage for s in st.slot_stage)} slots of the stage free",
+    ),
+    "ownership.foreign-slot": lambda st, a: (
+        f"{a['key']} in slot {a['slot']}",
+        f"a slot of stage {a['key'].stage}; slot {a['slot']} is of stage "
+        f"{st.slot_stage[a['slot']]}",
+    ),
+    "ownership.slot-busy": lambda st, a: (f"{a['key']}", f"a free slot; {_tape(st, a['slot'])}"),
+    "ownership.key-live": lambda st, a: (
+        f"{a['key']} in slot {a['slot']}",
+        f"a key that is not live; it is live in slot {st.slot_of[a['key'].cell]}",
+    ),
+    "ownership.generation-exhausted": lambda st, a: (
+        f"generation {st.generation[a['slot']]} of slot {a['slot']}",
+        f"a generation below {st.generation_max[0]}",
+    ),
+    "ownership.foreign-incarnation": lambda st, a: (
+        str(a["ref"]),
+        f"a reference of incarnation {st.incarnation[0]:016x}",
+    ),
+    "ownership.stale-reference": _ref,
+    "ownership.wrong-key": _ref,
+    "ownership.not-forwarded": _ref,
+    "ownership.duplicate-dgrad": _ref,
+    "ownership.wgrad-before-dgrad": _ref,
+    "ownership.duplicate-wgrad": _ref,
+    "ownership.read-before-dgrad": _ref,
+    "ownership.no-such-reader": lambda st, a: (
+        f"{mask_text(a['bit'])} of {a['key']}",
+        _tape(st, a["ref"].slot),
+    ),
+    "ownership.pending": lambda st, a: (
+        "an action on a slot with one in flight" if "key" in a else "a restore",
+        f"no action in flight; slots in flight {_live(st.held)} (slot: ticket)",
+    ),
+    "ownership.unknown-ticket": lambda st, a: (
+        f"ticket {a['ticket']} on slot {a['slot']}",
+        f"ticket {st.held[a['slot']] or 'none'} in flight there; {_tape(st, a['slot'])}",
+    ),
+    "ownership.work-not-queued": lambda st, a: (
+        f"deferred work for {a['queued'] or 'no matrix'}",
+        f"work queued for {st.matrices[_stage(st, a)]}",
+    ),
+    "ownership.matrix-coverage": lambda st, a: (
+        f"gradients of {a['covered'] or 'no matrix'}",
+        f"each of {st.matrices[_stage(st, a)]} exactly once",
+    ),
+    "ownership.live-tape": lambda st, a: (
+        f"live tapes in slots {[slot for slot, mask in enumerate(st.pending) if mask]}",
+        "no tape that waits for a consumer",
+    ),
+    "ownership.unknown-key": lambda st, a: (str(a["key"]), "a key that was configured"),
+    "ownership.unknown-slot": lambda st, a: (
+        f"slot {_slot(a)}",
+        f"a slot from 0 to {len(st.pending) - 1}",
+    ),
+    "version.wrong-epoch": lambda st, a: (
+        f"{a['key']}" if "key" in a else f"epoch {a['epoch']}",
+        f"weight epoch {st.weight_epoch[_stage(st, a)]}"
+        if "key" in a
+        else f"the weight epochs {st.weight_epoch}",
+    ),
+    "version.stale-cache": lambda st, a: (
+        f"{a['key']} over a weight cache of epoch {st.cache_epoch[_stage(st, a)]}",
+        f"a cache of epoch {a['key'].epoch}",
+    ),
+    "version.already-fresh": lambda st, a: (
+        f"a refresh of stage {_stage(st, a)}",
+        f"a stale cache; it already holds epoch {st.cache_epoch[_stage(st, a)]}",
+    ),
+    "version.late-refresh": lambda st, a: (
+        f"a refresh of stage {_stage(st, a)} after {st.forwards[_stage(st, a)]} forwards",
+        "a refresh directly before the stage's first forward of the epoch",
+    ),
+    "version.refresh-interrupted": lambda st, a: (
+        f"an action of stage {_stage(st, a)}",
+        f"the first forward of stage {st.refreshed[_domain(st, a)]}, whose cache was refreshed",
+    ),
+    "version.unknown-ticket": lambda st, a: (
+        f"refresh ticket {a['ticket']} of stage {a['stage']}",
+        f"ticket {st.refreshing[a['stage']] or 'none'}",
+    ),
+    "order.pending": lambda st, a: (
+        "an update while another is in flight",
+        f"no F, dI or refresh in flight; domains in flight {_live(st.busy)} (domain: ticket)",
+    ),
+    "order.poisoned": lambda st, a: (
+        "an action over scaling state that a failed F, dI or refresh left half updated",
+        "a domain restored from the last commit's snapshot",
+    ),
+    "order.token": lambda st, a: (
+        f"effect token {a['token']}",
+        f"token {st.token[_domain(st, a)]}",
+    ),
+    "order.repeated-forward": lambda st, a: (
+        f"{a['key']} again",
+        "each key forwarded once in an epoch, also after its release or abort",
+    ),
+    "order.reordered": lambda st, a: _position(
+        st, a, "dgrad_at" if "ref" in a else "forward_at", "dI" if "ref" in a else "F"
+    ),
+    "order.incomplete": lambda st, a: (
+        f"{st.forwards[a['stage']]} forwards and {st.dgrads[a['stage']]} input gradients",
+        f"{st.cells[a['stage']]} of each",
+    ),
+    "arena.unusable": lambda st, a: (
+        f"stage {_stage(st, a)}, spoiled in epoch {st.spoiled[_stage(st, a)]}",
+        "gradients that no failed action half wrote",
+    ),
+    "arena.duplicate-bind": lambda st, a: (
+        f"{a['key']} bound again",
+        "one bind of a key's destinations in an epoch",
+    ),
+    "arena.mismatch": lambda st, a: (
+        _difference(a["destination"], st.destination_of[a["key"].cell], 0),
+        _difference(a["destination"], st.destination_of[a["key"].cell], 1),
+    ),
+    "arena.unbound": lambda st, a: (
+        f"{a['key']} with no destinations bound",
+        "destinations bound before dI",
+    ),
+    "arena.pending": lambda st, a: (
+        f"{a['key']} into a buffer with a write in flight",
+        f"no write in flight; ticket {st.writing[st.buffer_of[a['key'].cell]]} is",
+    ),
+    "arena.overwrite": lambda st, a: (
+        f"{a['key']} as the buffer's first write",
+        "an accumulating write: the buffer was already written in this epoch",
+    ),
+    "arena.stale-accumulation": lambda st, a: (
+        f"{a['key']} accumulated into a buffer last opened in epoch "
+        f"{st.opened[st.buffer_of[a['key'].cell]]}",
+        "an overwriting first write in this epoch",
+    ),
+    "arena.incomplete": lambda st, a: (
+        f"{st.wgrads[a['stage']]} weight-gradient writes",
+        f"{st.cells[a['stage']]}, one for every configured microbatch",
+    ),
+    "capture.out-of-order": lambda st, a: (
+        f"{a['key']} in slot {_slot(a)} after the graph of capture rank "
+        f"{st.cursor[st.pool_of[_slot(a)]]}",
+        "graphs of one memory pool replayed in capture order while a tape is live in it",
+    ),
+    "completion.wrong-stream": lambda st, a: (
+        f"link {a['link']} of domain {st.domain_at[a['link']]}",
+        f"a link of domain {_domain(st, a)}",
+    ),
+    "completion.caller-to-graph": lambda st, a: (
+        f"a replay after the graph stream waited for {st.joined[a['link']]} of the caller's work",
+        f"a wait for all {st.submitted[a['link']]}",
+    ),
+    "completion.graph-to-caller": lambda st, a: (
+        f"a consumer whose stream waited up to replay {st.waited[a['link']]}",
+        f"a wait at or after replay "
+        f"{st.produced[a['ref'].slot] if 'ref' in a else st.landed[a['stage']]}",
+    ),
+    "reduction.before-final": lambda st, a: (
+        f"a reduction of stage {a['stage']}",
+        "a finalized stage",
+    ),
+    "reduction.in-flight": lambda st, a: (
+        f"stages with a reduction in flight: {_live(st.reducing)}",
+        "none in flight",
+    ),
+    "reduction.duplicate": lambda st, a: (
+        f"another reduction of stage {a['stage']}",
+        "one reduction of a stage in an epoch, where configured",
+    ),
+    "reduction.not-started": lambda st, a: (f"stage {a['stage']}", "a reduction in flight"),
+    "reduction.missing": lambda st, a: (
+        f"stages not yet reduced: {_live(st.unreduced)}",
+        "every configured reduction finished",
+    ),
+    "epoch.spoiled": lambda st, a: (
+        f"stage {a['stage']}, spoiled in epoch {st.spoiled[a['stage']]}",
+        "an epoch in which no action failed",
+    ),
+    "epoch.incomplete": lambda st, a: (
+        f"{st.wgrads[a['stage']]} weight gradients",
+        f"{st.cells[a['stage']]}",
+    ),
+    "epoch.already-final": lambda st, a: (f"stage {a['stage']} again", "one finalize in an epoch"),
+    "epoch.not-final": lambda st, a: (
+        f"stages final in epochs {st.final}",
+        f"all final in epoch {a['epoch']}",
+    ),
+    "persistence.live-tape": lambda st, a: (
+        f"live tapes in slots {[slot for slot, mask in enumerate(st.pending) if mask]}",
+        "none live",
+    ),
+    "persistence.pending-action": lambda st, a: (
+        f"domains with an action in flight: {_live(st.busy)}",
+        "none in flight",
+    ),
+    "persistence.mid-epoch": lambda st, a: (
+        f"an epoch with {sum(_values(st.forwards))} forwards done",
+        "a checkpoint directly after a commit",
+    ),
+    "persistence.device-work": lambda st, a: (
+        f"domains with device work not known to be finished: {_live(st.undrained)}",
+        "all drained",
+    ),
+    "persistence.reduction-in-flight": lambda st, a: (
+        f"stages with a reduction in flight: {_live(st.reducing)}",
+        "none in flight",
+    ),
+    "persistence.same-incarnation": lambda st, a: (
+        f"incarnation {a['incarnation']:016x}",
+        "a fresh random one",
+    ),
+}
+
+
+def _values(column: Any) -> Any:
+    return column.values() if isinstance(column, dict) else column
+
+
+def _difference(presented: Any, configured: Any, side: int) -> str:
+    """Name the first destination and field in which two bindings differ."""
+    for ours, theirs in zip(presented or (), configured or (), strict=False):
+        if ours != theirs:
+            for name in ("matrix", "microbatch", "shape", "dtype", "device", "address", "nbytes"):
+                pair = getattr(ours, name, None), getattr(theirs, name, None)
+                if pair[0] != pair[1]:
+                    return f"{theirs.matrix} {name} {pair[side]}"
+    both = (presented, configured)[side]
+    return f"{len(both) if both else 0} destinations"
+
+
+def explain(refused: Refused, transition: str, st: Any, arguments: tuple[Any, ...]) -> Refused:
+    """Fill in what a refusal presented and expected, from the unchanged state."""
+    refused.transition = transition
+    given = dict(zip(TRANSITIONS[transition], arguments, strict=True))
+    if given.get("slot") == NO_SLOT and refused.clause != "ownership.pool-exhausted":
+        return refused
+    refused.presented, refused.expected = EXPLANATIONS[refused.clause](st, given)
+    return refused

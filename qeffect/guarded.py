@@ -1,0 +1,167 @@
+"""
+Guarded actions: context managers that check on entry, commit on exit and abort on an exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from .keys import TapeKey, TapeRef
+
+if TYPE_CHECKING:
+    from .contract import Contract, Ticket
+
+__all__ = ["Dgrad", "Forward", "Refresh", "Wgrad", "guarded"]
+
+
+class _Guarded:
+    """One guarded action; a ticket exists between entry and exit."""
+
+    __slots__ = ("contract", "ticket")
+
+    ticket: Ticket
+
+    def check(self) -> Ticket:
+        raise NotImplementedError  # each action has its own
+
+    def evidence(self) -> Iterable[str]:
+        return ()
+
+    def __enter__(self) -> Any:
+        self.ticket = self.check()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> Literal[False]:
+        if kind is None:
+            self.contract.commit(self.ticket, self.evidence())  # type: ignore[has-type]
+        else:
+            self.contract.abort(self.ticket)  # type: ignore[has-type]
+        return False
+
+
+class Refresh(_Guarded):
+    """A guarded refresh of a stage's quantized weight cache."""
+
+    __slots__ = ("link", "stage")
+
+    def __init__(self, contract: Contract, stage: int, link: int) -> None:
+        self.contract, self.stage, self.link = contract, stage, link
+
+    def check(self) -> Ticket:
+        return self.contract.check_refresh(self.stage, self.link)
+
+
+class Forward(_Guarded):
+    """A guarded F; ``slot`` is reserved inside the block, ``ref`` valid after it."""
+
+    __slots__ = ("key", "options")
+
+    def __init__(self, contract: Contract, key: TapeKey, options: dict[str, Any]) -> None:
+        self.contract, self.key, self.options = contract, key, options
+
+    def check(self) -> Ticket:
+        return self.contract.check_forward(self.key, **self.options)
+
+    @property
+    def slot(self) -> int:
+        """The slot that the check reserved."""
+        return self.ticket.slot
+
+    @property
+    def ref(self) -> TapeRef:
+        """Reference of the tape, once the block has ended.
+
+        Raises:
+            RuntimeError: The block has not ended, or its action failed.
+        """
+        if self.ticket.ref is None:
+            raise RuntimeError("a forward's reference exists only after its block has ended well")
+        return self.ticket.ref
+
+
+class Dgrad(_Guarded):
+    """A guarded dI; set ``queued`` to the matrices whose gradient work dI deferred."""
+
+    __slots__ = ("key", "options", "queued", "ref")
+
+    def __init__(
+        self, contract: Contract, key: TapeKey, ref: TapeRef, options: dict[str, Any]
+    ) -> None:
+        self.contract, self.key, self.ref, self.options = contract, key, ref, options
+        self.queued: Iterable[str] = ()
+
+    def check(self) -> Ticket:
+        return self.contract.check_dgrad(self.key, self.ref, **self.options)
+
+    def evidence(self) -> Iterable[str]:
+        return self.queued
+
+
+class Wgrad(_Guarded):
+    """A guarded dW; set ``covered`` to the matrices whose gradient was written."""
+
+    __slots__ = ("covered", "key", "options", "ref")
+
+    def __init__(
+        self, contract: Contract, key: TapeKey, ref: TapeRef, options: dict[str, Any]
+    ) -> None:
+        self.contract, self.key, self.ref, self.options = contract, key, ref, options
+        self.covered: Iterable[str] = ()
+
+    def check(self) -> Ticket:
+        return self.contract.check_wgrad(self.key, self.ref, **self.options)
+
+    def evidence(self) -> Iterable[str]:
+        return self.covered
+
+
+def guarded(
+    contract: Contract, action: Literal["F", "dI", "dW"]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """
+    Decorate a physical action so that every call is checked, then committed or aborted.
+
+    The decorated F is called as ``f(key, ...)`` and returns ``(ref, result)``. The decorated dI
+    and dW are called as ``f(key, ref, ...)``; the function itself returns
+    ``(matrices, result)``, the matrices it queued or covered, and the caller gets ``result``.
+
+    Raises:
+        ValueError: The action is none of the three.
+        Refused: As ``Contract.check_*`` and ``Contract.commit``.
+    """
+    if action not in ("F", "dI", "dW"):
+        raise ValueError(f"action must be 'F', 'dI' or 'dW', got {action!r}")
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if action == "F":
+
+            @wraps(function)
+            def run_forward(key: TapeKey, *args: Any, **kwargs: Any) -> Any:
+                with contract.forward(key) as block:
+                    result = function(key, *args, **kwargs)
+                return block.ref, result
+
+            return run_forward
+
+        @wraps(function)
+        def run_backward(key: TapeKey, ref: TapeRef, *args: Any, **kwargs: Any) -> Any:
+            block = (contract.dgrad if action == "dI" else contract.wgrad)(key, ref)
+            with block:
+                matrices, result = function(key, ref, *args, **kwargs)
+                if isinstance(block, Dgrad):
+                    block.queued = matrices
+                else:
+                    block.covered = matrices
+            return result
+
+        return run_backward
+
+    return decorate
