@@ -1,0 +1,3 @@
+"""
+Pipeline schedules: tables in, actions out, and what can be said about them before anything runs.
+"""

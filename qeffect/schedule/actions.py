@@ -1,0 +1,270 @@
+"""
+Actions, cells and schedules: the vocabulary that every reader produces and every check consumes.
+
+A *cell* is what one rank does at one step of a schedule table. It is idle, or holds one `Action`.
+An action is what `torch.distributed.pipelining` calls an action: a computation on one stage and one
+microbatch, a message, a sharding step, a reduction, or an overlapped pair of computations.
+
+Cells are matched whole. torch's own pattern is not anchored and reads ``0F0xyz`` as ``0F0``; a
+checker that guesses what a cell meant has already lost, so here it is refused.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+import attrs
+
+MAX_INDEX_DIGITS = 6
+
+
+class ScheduleError(ValueError):
+    """
+    A schedule that cannot be used at all, as opposed to one that can be read and is wrong.
+
+    The message is one line. The place is kept beside it, so that a command line can print it as a
+    record.
+
+    Args:
+        message: What was expected, what was found, what to do.
+        rank: The rank (row) concerned, where there is one.
+        step: The step (column) concerned, where there is one.
+        cell: The text of the cell concerned, where there is one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        cell: str | None = None,
+    ) -> None:
+        place = ""
+        if rank is not None:
+            place = f"rank {rank}: " if step is None else f"rank {rank}, step {step}: "
+        super().__init__(place + message)
+        self.rank = rank
+        self.step = step
+        self.cell = cell
+
+
+class Kind(enum.StrEnum):
+    """What an action does. The values are torch's names, as they stand in a table."""
+
+    FORWARD = "F"
+    DGRAD = "I"
+    WGRAD = "W"
+    BACKWARD = "B"
+    OVERLAP_F_B = "OVERLAP_F_B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.DGRAD, Kind.WGRAD, Kind.BACKWARD})
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
+SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD})
+PER_STAGE = SHARDING | {Kind.REDUCE_GRAD}
+
+_INDEX = rf"(0|[1-9][0-9]{{0,{MAX_INDEX_DIGITS - 1}}})"
+_CELL = re.compile(
+    rf"{_INDEX}(?:(F|I|W|B|SEND_F|RECV_F|SEND_B|RECV_B){_INDEX}|(UNSHARD|RESHARD|REDUCE_GRAD))"
+)
+_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_EXPECTED = (
+    "expected stage, action and microbatch (0F1, 2I0, 3SEND_F2), a stage's UNSHARD, RESHARD or "
+    "REDUCE_GRAD (1UNSHARD), or (0F1;3B0)OVERLAP_F_B"
+)
+
+
+class Atom(NamedTuple):
+    """One indivisible step of an action: `BACKWARD` is split into its dgrad and its wgrad."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    step: int
+    action: Action
+
+
+@attrs.frozen
+class Action:
+    """
+    One action of a schedule.
+
+    >>> Action.parse("2I0")
+    Action(kind=<Kind.DGRAD: 'I'>, stage=2, microbatch=0, parts=())
+    >>> [str(part) for part in Action.parse("(0F3;3B1)OVERLAP_F_B").parts]
+    ['0F3', '3B1']
+
+    Args:
+        kind: What it does.
+        stage: The pipeline stage, counted over all ranks; -1 for an overlap, whose parts have
+            their own.
+        microbatch: The microbatch; -1 for an overlap and for an action of a whole stage.
+        parts: The computations of an overlap, in the order in which torch runs them.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int = -1
+    parts: tuple[Action, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """
+        Read one cell, whole.
+
+        Args:
+            text: The cell, surrounding blanks allowed.
+
+        Raises:
+            ScheduleError: The text is not exactly one action.
+        """
+        cell = text.strip()
+        match = _CELL.fullmatch(cell)
+        if match is not None:
+            stage, kind, microbatch, whole_stage = match.groups()
+            if whole_stage is not None:
+                return cls(Kind(whole_stage), int(stage))
+            return cls(Kind(kind), int(stage), int(microbatch))
+        overlap = _OVERLAP.fullmatch(cell)
+        if overlap is None:
+            raise ScheduleError(f"cell {shorten(cell)!r} is no action: {_EXPECTED}", cell=cell)
+        return cls.overlap(*(cls.parse(part) for part in overlap[1].split(";")))
+
+    @classmethod
+    def overlap(cls, *parts: Action) -> Action:
+        """
+        An OVERLAP_F_B of the given computations.
+
+        Raises:
+            ScheduleError: There are fewer than two parts, or one is not a computation.
+        """
+        action = cls(Kind.OVERLAP_F_B, -1, -1, parts)
+        if len(parts) < 2 or any(part.kind not in COMPUTE for part in parts):
+            raise ScheduleError(
+                f"cell {shorten(str(action))!r}: an overlap has two or more of F, I, W and B",
+                cell=str(action),
+            )
+        return action
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether it computes: F, I, W, B or an overlap of them."""
+        return self.kind in COMPUTE or self.kind is Kind.OVERLAP_F_B
+
+    def leaves(self) -> tuple[Action, ...]:
+        """The parts of an overlap; the action alone otherwise."""
+        return self.parts or (self,)
+
+    def atoms(self, step: int = 0) -> Iterator[Atom]:
+        """The indivisible steps in order: overlaps flattened, `B` as `I` then `W`."""
+        for leaf in self.leaves():
+            if leaf.kind is Kind.BACKWARD:
+                yield Atom(Kind.DGRAD, leaf.stage, leaf.microbatch, step, self)
+                yield Atom(Kind.WGRAD, leaf.stage, leaf.microbatch, step, self)
+            else:
+                yield Atom(leaf.kind, leaf.stage, leaf.microbatch, step, self)
+
+    def __str__(self) -> str:
+        """The cell as torch writes it."""
+        if self.kind is Kind.OVERLAP_F_B:
+            return f"({';'.join(map(str, self.parts))})OVERLAP_F_B"
+        return f"{self.stage}{self.kind.value}{self.microbatch if self.microbatch >= 0 else ''}"
+
+
+Row = tuple[Action | None, ...]
+
+
+@attrs.frozen
+class Schedule:
+    """
+    One step of pipeline training as a table: what every rank does, in order.
+
+    Use `qeffect.schedule.infer.schedule_of` or a reader rather than this constructor: they infer
+    what a table leaves unsaid.
+
+    Args:
+        rows: Per rank, its cells; the position in a row is the step, `None` is an idle cell.
+        stage_to_rank: Where each stage lives.
+        num_stages: Stages of the whole pipeline.
+        num_microbatches: Microbatches of one step.
+        source: Where the table came from, for people.
+        complete: Whether all ranks are present. If not, what comes from elsewhere is not checked.
+        notes: Facts about the source that a reader should know.
+    """
+
+    rows: tuple[Row, ...]
+    stage_to_rank: Mapping[int, int]
+    num_stages: int
+    num_microbatches: int
+    source: str
+    complete: bool = True
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the table, idle ones included."""
+        return len(self.rows)
+
+    @property
+    def num_steps(self) -> int:
+        """The length of the longest row."""
+        return max(map(len, self.rows), default=0)
+
+    @cached_property
+    def num_actions(self) -> int:
+        """Cells that are not idle."""
+        return sum(action is not None for row in self.rows for action in row)
+
+    @cached_property
+    def has_comms(self) -> bool:
+        """Whether this is a compute+comms table: it names messages or sharding."""
+        return any(
+            action is not None and (action.kind in SENDS | RECEIVES | SHARDING)
+            for row in self.rows
+            for action in row
+        )
+
+    @property
+    def format(self) -> str:
+        """torch's name for the table's format."""
+        return "compute_comms" if self.has_comms else "compute_only"
+
+    @cached_property
+    def atoms(self) -> tuple[tuple[Atom, ...], ...]:
+        """Per rank, the indivisible steps in order."""
+        return tuple(
+            tuple(
+                atom
+                for step, action in enumerate(row)
+                if action is not None
+                for atom in action.atoms(step)
+            )
+            for row in self.rows
+        )
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that live on a rank, ascending."""
+        return tuple(sorted(s for s, home in self.stage_to_rank.items() if home == rank))
+
+    def cell(self, rank: int, step: int) -> Action | None:
+        """The action at a place; `None` when the cell is idle or lies past the row's end."""
+        row = self.rows[rank]
+        return row[step] if 0 <= step < len(row) else None
+
+
+def shorten(text: str, width: int = 60) -> str:
+    """Keep the head of a long text, for messages about input that may be huge."""
+    return text if len(text) <= width else text[: width - 3] + "..."

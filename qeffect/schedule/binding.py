@@ -1,0 +1,226 @@
+"""
+Binding disciplines: how a runtime decides which retained work a weight gradient consumes.
+
+An input gradient leaves deferred work behind; a later weight gradient takes it up. A runtime that
+names work by key cannot take the wrong one. One that has no keys takes what its data structure
+offers:
+
+- `contract`: the work of the presented stage and microbatch.
+- `fifo`: the oldest of the stage, as a module's own queue of deferred work gives it.
+- `latest`: the stage's most recent input gradient, as Transformer Engine's graph API binds it.
+- `global`: the oldest of the rank, one queue for all stages.
+
+Whether the offer is right depends on the schedule alone, so it can be decided before anything
+runs. `B` is `I` then `W`, so that a full backward with older work pending takes that work up too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+import attrs
+
+from qeffect.schedule.actions import Atom, Kind, Schedule, ScheduleError
+from qeffect.schedule.findings import Finding, finding, place
+
+Cell = tuple[int, int]
+"""A stage and a microbatch."""
+
+
+class Discipline(Protocol):
+    """How one rank pairs weight gradients with retained work."""
+
+    def retain(self, work: Cell) -> None:
+        """An input gradient left this work behind."""
+
+    def pick(self, work: Cell) -> Cell | None:
+        """The work that the weight gradient of `work` is given; `None` if there is none."""
+
+
+class ByContract:
+    """Keyed: a weight gradient is given its own work."""
+
+    def __init__(self) -> None:
+        self._retained: set[Cell] = set()
+
+    def retain(self, work: Cell) -> None:
+        """Remember the work under its key."""
+        self._retained.add(work)
+
+    def pick(self, work: Cell) -> Cell | None:
+        """Its own, once."""
+        if work not in self._retained:
+            return None
+        self._retained.remove(work)
+        return work
+
+
+class OldestOfStage:
+    """A queue per stage."""
+
+    def __init__(self) -> None:
+        self._queues: dict[int, deque[Cell]] = defaultdict(deque)
+
+    def retain(self, work: Cell) -> None:
+        """Queue the work behind the stage's other work."""
+        self._queues[work[0]].append(work)
+
+    def pick(self, work: Cell) -> Cell | None:
+        """The stage's oldest."""
+        queue = self._queues[work[0]]
+        return queue.popleft() if queue else None
+
+
+class LatestOfStage:
+    """One binding per stage, which every input gradient overwrites."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, Cell] = {}
+
+    def retain(self, work: Cell) -> None:
+        """Overwrite what the stage bound before."""
+        self._latest[work[0]] = work
+
+    def pick(self, work: Cell) -> Cell | None:
+        """Whatever the stage bound last, even if it was consumed already."""
+        return self._latest.get(work[0])
+
+
+class OldestOfRank:
+    """One queue for all stages of a rank."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Cell] = deque()
+
+    def retain(self, work: Cell) -> None:
+        """Queue the work behind all other work."""
+        self._queue.append(work)
+
+    def pick(self, work: Cell) -> Cell | None:
+        """The rank's oldest."""
+        return self._queue.popleft() if self._queue else None
+
+
+DISCIPLINES: Mapping[str, Callable[[], Discipline]] = MappingProxyType(
+    {
+        "contract": ByContract,
+        "fifo": OldestOfStage,
+        "latest": LatestOfStage,
+        "global": OldestOfRank,
+    }
+)
+
+
+@attrs.frozen
+class Mismatch:
+    """
+    A weight gradient that would be given other work than its own.
+
+    Args:
+        binding: The discipline.
+        rank: The rank.
+        step: The step of the weight gradient.
+        action: Its cell.
+        expected: The stage and microbatch that it is for.
+        got: The stage and microbatch whose work it is given; `None` if there is none.
+        finding: The same as a finding, for reports and pictures.
+    """
+
+    binding: str
+    rank: int
+    step: int
+    action: str
+    expected: Cell
+    got: Cell | None
+    finding: Finding
+
+
+def discipline(binding: str) -> Discipline:
+    """
+    A fresh discipline for one rank.
+
+    Raises:
+        ScheduleError: There is no such discipline.
+    """
+    if binding not in DISCIPLINES:
+        raise ScheduleError(
+            f"unknown binding {binding!r}; expected one of {', '.join(DISCIPLINES)}"
+        )
+    return DISCIPLINES[binding]()
+
+
+def mismatches(schedule: Schedule, binding: str) -> tuple[Mismatch, ...]:
+    """
+    All weight gradients that a discipline would pair wrongly, by rank and then step.
+
+    Args:
+        schedule: The schedule, free of findings of `check_ranks`.
+        binding: The discipline's name.
+
+    Raises:
+        ScheduleError: There is no such discipline.
+    """
+    found: list[Mismatch] = []
+    for rank, atoms in enumerate(schedule.atoms):
+        pairing = discipline(binding)
+        left: dict[Cell, Atom] = {}
+        for atom in atoms:
+            work = (atom.stage, atom.microbatch)
+            if atom.kind is Kind.DGRAD:
+                pairing.retain(work)
+                left[work] = atom
+            elif atom.kind is Kind.WGRAD:
+                got = pairing.pick(work)
+                if got != work:
+                    found.append(_mismatch(binding, rank, atom, got, left))
+    return tuple(found)
+
+
+def first_mismatch(schedule: Schedule, binding: str) -> Mismatch | None:
+    """
+    The mismatch that stands at the lowest step, or `None`.
+
+    Args:
+        schedule: The schedule, free of findings of `check_ranks`.
+        binding: The discipline's name.
+
+    Raises:
+        ScheduleError: There is no such discipline.
+    """
+    return min(
+        mismatches(schedule, binding), key=lambda found: (found.step, found.rank), default=None
+    )
+
+
+def _mismatch(
+    binding: str, rank: int, atom: Atom, got: Cell | None, left: Mapping[Cell, Atom]
+) -> Mismatch:
+    work = (atom.stage, atom.microbatch)
+    mine = f"{work[0]}I{work[1]}"
+    wrong = "nothing" if got is None else f"{got[0]}I{got[1]}"
+    related = []
+    if work in left:
+        related.append(place(rank, left[work], "owner"))
+    if got is not None:
+        related.append(place(rank, left[got], "picked"))
+    return Mismatch(
+        binding=binding,
+        rank=rank,
+        step=atom.step,
+        action=str(atom.action),
+        expected=work,
+        got=got,
+        finding=finding(
+            "binding-mismatch",
+            f"under {binding!r} binding, {atom.stage}W{atom.microbatch} would consume what {wrong} "
+            f"left behind, not {mine}",
+            rank=rank,
+            atom=atom,
+            expected=f"the work of {mine}",
+            found=f"the work of {wrong}",
+            related=tuple(related),
+        ),
+    )

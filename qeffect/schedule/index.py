@@ -1,0 +1,86 @@
+"""
+One pass over a schedule that says where everything is; the checks then only compare positions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import attrs
+
+from qeffect.schedule.actions import PER_STAGE, Atom, Kind, Schedule
+
+Event = tuple[Kind, int, int]
+
+
+class Spot(NamedTuple):
+    """Where an indivisible step stands: its rank, and its position among the rank's steps."""
+
+    rank: int
+    position: int
+    atom: Atom
+
+
+@attrs.frozen
+class Index:
+    """
+    The first occurrence of every event, and what cannot be indexed.
+
+    Args:
+        schedule: What is indexed.
+        first: The first occurrence of each (kind, stage, microbatch), rows taken in rank order.
+        repeated: Later occurrences of messages and computations, each with the first one.
+        stray_stages: Actions of stages that the pipeline does not have.
+        misplaced: Actions on another rank than their stage's.
+        stray_microbatches: Actions of microbatches past the configured number.
+        per_stage: UNSHARD, RESHARD and REDUCE_GRAD, in order of position within each rank.
+    """
+
+    schedule: Schedule
+    first: dict[Event, Spot]
+    repeated: list[tuple[Spot, Spot]]
+    stray_stages: list[Spot]
+    misplaced: list[Spot]
+    stray_microbatches: list[Spot]
+    per_stage: list[Spot]
+
+    def get(self, kind: Kind, stage: int, microbatch: int) -> Spot | None:
+        """The first occurrence of an event, if there is one."""
+        return self.first.get((kind, stage, microbatch))
+
+    def home(self, stage: int) -> int | None:
+        """The rank of a stage, if the pipeline has it and this table shows it."""
+        return self.schedule.stage_to_rank.get(stage)
+
+    def before(self, earlier: Spot | None, later: Spot) -> bool:
+        """Whether one step stands before another on the same rank."""
+        return (
+            earlier is not None and earlier.rank == later.rank and earlier.position < later.position
+        )
+
+
+def index_of(schedule: Schedule) -> Index:
+    """Index a schedule, in time linear in its actions."""
+    index = Index(schedule, {}, [], [], [], [], [])
+    homes = schedule.stage_to_rank
+    for rank, atoms in enumerate(schedule.atoms):
+        for position, atom in enumerate(atoms):
+            spot = Spot(rank, position, atom)
+            home = homes.get(atom.stage)
+            if home is None:
+                index.stray_stages.append(spot)
+                continue
+            if home != rank:
+                index.misplaced.append(spot)
+                # Indexed all the same: it is in the table, so its absence is not reported too.
+            if atom.kind in PER_STAGE:
+                index.per_stage.append(spot)
+                continue
+            if atom.microbatch >= schedule.num_microbatches:
+                index.stray_microbatches.append(spot)
+                continue
+            event = (atom.kind, atom.stage, atom.microbatch)
+            earlier = index.first.setdefault(event, spot)
+            if earlier is not spot:
+                index.repeated.append((spot, earlier))
+    return index

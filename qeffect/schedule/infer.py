@@ -1,0 +1,203 @@
+"""
+What a table leaves unsaid: how many stages and microbatches there are, and which rank a stage
+lives on.
+
+A table that is wrong in one cell must still be read as the table it was meant to be, or one wrong
+cell would be reported as a hundred missing ones. So the counts are votes, not maxima: the
+microbatches are the most frequent number of distinct microbatches that a stage forwards, a stage
+exists when it has at least half the computations of the median stage, and it lives where most of
+its computations are.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from qeffect.schedule.actions import COMPUTE, Action, Kind, Row, Schedule, ScheduleError, shorten
+
+MAX_CELLS = 1_000_000
+MAX_RANKS = 65_536
+MAX_MICROBATCHES = 1_000_000
+
+
+def schedule_of(
+    rows: Iterable[Iterable[Action | None]],
+    *,
+    source: str,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    stage_to_rank: Mapping[int, int] | None = None,
+    complete: bool | None = None,
+    notes: Sequence[str] = (),
+) -> Schedule:
+    """
+    Build a schedule from rows of actions, inferring what is not given.
+
+    Args:
+        rows: Per rank, its actions in order, `None` for an idle cell.
+        source: Where they came from, for people.
+        num_stages: Stages of the pipeline; inferred when left out.
+        num_microbatches: Microbatches; inferred when left out.
+        stage_to_rank: Where stages live; inferred when left out.
+        complete: Whether all ranks are present; inferred when left out (a single row whose stages
+            are not exactly 0, 1, 2, ... is one rank of a larger pipeline).
+        notes: Facts about the source that a reader should know.
+
+    Raises:
+        ScheduleError: There is nothing to check, or more than the limits allow.
+    """
+    table: tuple[Row, ...] = tuple(tuple(row) for row in rows)
+    _check_size(table, num_microbatches)
+    votes: dict[int, Counter[int]] = defaultdict(Counter)
+    seen: dict[tuple[int, Kind], set[int]] = defaultdict(set)
+    for rank, row in enumerate(table):
+        for action in row:
+            for leaf in action.leaves() if action is not None else ():
+                if leaf.kind in COMPUTE:
+                    votes[leaf.stage][rank] += 1
+                    seen[leaf.stage, leaf.kind].add(leaf.microbatch)
+    if not votes:
+        raise ScheduleError(f"{source}: no cell computes anything; expected F, I, W or B actions")
+    real = _real_stages(votes)
+    if complete is None:
+        complete = len(table) > 1 or real == list(range(len(real)))
+    if num_stages is None:
+        num_stages = real[-1] + 1
+    if num_microbatches is None:
+        num_microbatches = _vote_microbatches(seen)
+    homes = (
+        dict(stage_to_rank)
+        if stage_to_rank is not None
+        else {s: _home(votes[s]) for s in sorted(votes) if s < num_stages}
+    )
+    for stage, rank in homes.items():
+        if not (0 <= stage < num_stages and 0 <= rank < len(table)):
+            raise ScheduleError(
+                f"{source}: the stage map puts stage {stage} on rank {rank}, but there are "
+                f"{num_stages} stages and {len(table)} ranks"
+            )
+    return Schedule(
+        rows=table,
+        stage_to_rank=homes,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        source=source,
+        complete=complete,
+        notes=tuple(notes),
+    )
+
+
+def from_actions(
+    rows: Mapping[int, Iterable[object]] | Iterable[object],
+    *,
+    source: str = "actions",
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    stage_to_rank: Mapping[int, int] | None = None,
+    complete: bool | None = None,
+    notes: Sequence[str] = (),
+) -> Schedule:
+    """
+    Read a plain Python list of actions.
+
+    A cell is an `Action`, a string as it stands in a table, a `(stage, kind, microbatch)` tuple,
+    anything that prints as a cell (torch's own actions do), or `None` or "" for idle. A flat list
+    is one rank; a list of lists, or a mapping from rank to list, is one row a rank.
+
+    >>> from_actions([["0F0", "0I0", "0W0"]]).num_microbatches
+    1
+    >>> from_actions(["0F0", (0, "B", 0)]).num_actions
+    2
+
+    Args:
+        rows: The cells.
+        source: Where they came from, for people.
+        num_stages: As in `schedule_of`.
+        num_microbatches: As in `schedule_of`.
+        stage_to_rank: As in `schedule_of`.
+        complete: As in `schedule_of`.
+        notes: As in `schedule_of`.
+
+    Raises:
+        ScheduleError: A cell is no action, or the rows are not numbered 0, 1, 2, ...
+    """
+    if isinstance(rows, Mapping):
+        if sorted(rows) != list(range(len(rows))):
+            raise ScheduleError(f"{source}: ranks must be 0, 1, 2, ...; found {sorted(rows)[:8]}")
+        table: list[object] = [rows[rank] for rank in range(len(rows))]
+    else:
+        table = list(rows)
+        if not any(isinstance(row, list) for row in table):
+            table = [table]
+    parsed: list[list[Action | None]] = []
+    for rank, row in enumerate(table):
+        if isinstance(row, str) or not isinstance(row, Iterable):
+            raise ScheduleError(
+                f"{source}: expected a list of cells, found {shorten(repr(row))}", rank=rank
+            )
+        parsed.append([_cell(cell, rank, step) for step, cell in enumerate(row)])
+    return schedule_of(
+        parsed,
+        source=source,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        stage_to_rank=stage_to_rank,
+        complete=complete,
+        notes=notes,
+    )
+
+
+def parse_cell(text: str, rank: int, step: int) -> Action | None:
+    """
+    Read one cell of a table, naming its place when it is no action.
+
+    Raises:
+        ScheduleError: The cell is neither blank nor exactly one action.
+    """
+    if not text.strip():
+        return None
+    try:
+        return Action.parse(text)
+    except ScheduleError as error:
+        raise ScheduleError(str(error), rank=rank, step=step, cell=error.cell) from None
+
+
+def _cell(cell: object, rank: int, step: int) -> Action | None:
+    if cell is None or isinstance(cell, Action):
+        return cell
+    if type(cell) is tuple and 2 <= len(cell) <= 3:
+        cell = "".join(str(part) for part in cell if part is not None)
+    return parse_cell(str(cell), rank, step)
+
+
+def _check_size(table: tuple[Row, ...], num_microbatches: int | None) -> None:
+    cells = sum(map(len, table))
+    if len(table) > MAX_RANKS or cells > MAX_CELLS:
+        raise ScheduleError(
+            f"{len(table)} ranks with {cells} cells are too many: "
+            f"at most {MAX_RANKS} ranks and {MAX_CELLS} cells are read"
+        )
+    if num_microbatches is not None and not 1 <= num_microbatches <= MAX_MICROBATCHES:
+        raise ScheduleError(
+            f"{num_microbatches} microbatches: expected between 1 and {MAX_MICROBATCHES}"
+        )
+
+
+def _real_stages(votes: Mapping[int, Counter[int]]) -> list[int]:
+    sizes = {stage: counter.total() for stage, counter in votes.items()}
+    median = statistics.median_low(sizes.values())
+    return sorted(stage for stage, size in sizes.items() if 2 * size >= median)
+
+
+def _vote_microbatches(seen: Mapping[tuple[int, Kind], set[int]]) -> int:
+    # Stages may split B into I and W for some microbatches only: F alone names every microbatch.
+    counts = Counter(len(mbs) for (_, kind), mbs in seen.items() if kind is Kind.FORWARD)
+    if not counts:
+        counts = Counter(len(mbs) for mbs in seen.values())
+    return max(counts, key=lambda n: (counts[n], n))
+
+
+def _home(counter: Counter[int]) -> int:
+    return max(counter, key=lambda rank: (counter[rank], -rank))

@@ -1,0 +1,156 @@
+"""
+Checks of messages: every input arrives before it is used, every send is received, in one order.
+
+A forward input of stage s comes from stage s-1, a gradient from stage s+1. If that stage is on the
+same rank it is handed over without a message; otherwise a compute+comms table shows a send and a
+receive. A compute-only table shows neither, and arrival across ranks is then left to the
+simulation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from qeffect.schedule.actions import RECEIVES, SENDS, Kind
+from qeffect.schedule.findings import Finding, finding, place
+from qeffect.schedule.index import Index, Spot
+
+# For each message: what computes it, its counterpart, and where the counterpart's stage is.
+_PRODUCER = {Kind.SEND_F: Kind.FORWARD, Kind.SEND_B: Kind.DGRAD}
+_COUNTERPART = {
+    Kind.SEND_F: (Kind.RECV_F, 1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, 1),
+}
+# For each computation with an input: the receive that brings it, and where it comes from.
+INPUTS = {Kind.FORWARD: (Kind.RECV_F, -1), Kind.DGRAD: (Kind.RECV_B, 1)}
+
+
+def check_inputs(index: Index) -> Iterator[Finding]:
+    """Every computation follows the arrival of its input on its rank."""
+    comms = index.schedule.has_comms and index.schedule.complete
+    for (kind, stage, microbatch), spot in index.first.items():
+        if kind not in INPUTS:
+            continue
+        receive, offset = INPUTS[kind]
+        source = index.home(stage + offset)
+        if source is None:
+            continue
+        if source == spot.rank:
+            wanted = index.get(kind, stage + offset, microbatch)
+            name = f"{stage + offset}{kind.value}{microbatch}"
+            how = "is computed on this rank"
+            if wanted is None or wanted.rank != spot.rank:
+                continue
+        elif comms:
+            wanted = index.get(receive, stage, microbatch)
+            name = f"{stage}{receive.value}{microbatch}"
+            how = "is received"
+        else:
+            continue
+        if index.before(wanted, spot):
+            continue
+        where = "nowhere" if wanted is None else f"at step {wanted.atom.step}"
+        yield finding(
+            "use-before-receive",
+            f"{stage}{kind.value}{microbatch} runs before its input {how}: {name} stands {where}",
+            rank=spot.rank,
+            atom=spot.atom,
+            expected=f"{name} earlier on rank {spot.rank}",
+            found=f"{name} {where}",
+            related=() if wanted is None else (place(wanted.rank, wanted.atom, "needs"),),
+        )
+
+
+def check_messages(index: Index) -> Iterator[Finding]:
+    """Every message has its counterpart, is sent after it was computed, and goes somewhere else."""
+    if not index.schedule.complete:
+        return
+    for (kind, stage, microbatch), spot in index.first.items():
+        if kind not in _COUNTERPART:
+            continue
+        counterpart, offset = _COUNTERPART[kind]
+        peer = index.home(stage + offset)
+        name = f"{stage + offset}{counterpart.value}{microbatch}"
+        if peer is None or peer == spot.rank:
+            reason = (
+                f"stage {stage} has no neighbour there"
+                if peer is None
+                else f"stage {stage + offset} is on the same rank"
+            )
+            yield finding(
+                "message-misplaced",
+                f"{spot.atom.action} has no use: {reason}",
+                rank=spot.rank,
+                atom=spot.atom,
+                expected="a message between neighbour stages on different ranks",
+                found=reason,
+            )
+            continue
+        if index.get(counterpart, stage + offset, microbatch) is None:
+            sends = kind in SENDS
+            yield finding(
+                "send-without-receive" if sends else "receive-without-send",
+                f"{spot.atom.action} has no counterpart: {name} is not in rank {peer}'s row",
+                rank=spot.rank,
+                atom=spot.atom,
+                expected=f"{name} on rank {peer}",
+                found="none",
+            )
+        if kind in _PRODUCER:
+            producer = index.get(_PRODUCER[kind], stage, microbatch)
+            if (
+                producer is not None
+                and producer.rank == spot.rank
+                and not index.before(producer, spot)
+            ):
+                yield finding(
+                    "send-before-compute",
+                    f"{spot.atom.action} sends what {producer.atom.action} computes only at step "
+                    f"{producer.atom.step}",
+                    rank=spot.rank,
+                    atom=spot.atom,
+                    expected=f"{producer.atom.action} before step {spot.atom.step}",
+                    found=f"{producer.atom.action} at step {producer.atom.step}",
+                    related=(place(producer.rank, producer.atom, "needs"),),
+                )
+
+
+def check_message_order(index: Index) -> Iterator[Finding]:
+    """Between two ranks, messages are received in the order in which they are sent."""
+    if not index.schedule.complete:
+        return
+    sent: dict[tuple[int, int], list[Spot]] = defaultdict(list)
+    received: dict[tuple[int, int], list[Spot]] = defaultdict(list)
+    for (kind, stage, microbatch), spot in index.first.items():
+        if kind not in _COUNTERPART:
+            continue
+        counterpart, offset = _COUNTERPART[kind]
+        other = index.get(counterpart, stage + offset, microbatch)
+        if other is None or other.rank == spot.rank:
+            continue
+        if kind in SENDS:
+            sent[spot.rank, other.rank].append(spot)
+        elif kind in RECEIVES:
+            received[other.rank, spot.rank].append(spot)
+    for (source, target), sends in sent.items():
+        for send, receive in zip(sends, received[source, target], strict=False):
+            counterpart, offset = _COUNTERPART[send.atom.kind]
+            wanted = (counterpart, send.atom.stage + offset, send.atom.microbatch)
+            atom = receive.atom
+            if wanted == (atom.kind, atom.stage, atom.microbatch):
+                continue
+            name = f"{wanted[1]}{wanted[0].value}{wanted[2]}"
+            yield finding(
+                "message-order",
+                f"rank {target} receives {atom.action} where rank {source} sends "
+                f"{send.atom.action} (step {send.atom.step}): the tensors would be exchanged",
+                rank=target,
+                atom=atom,
+                expected=name,
+                found=str(atom.action),
+                related=(place(send.rank, send.atom, "peer"),),
+            )
+            break

@@ -1,0 +1,238 @@
+"""
+What a schedule needs: live tapes, pending weight gradients, slots, captured graphs and gradient
+memory.
+
+Two ways to provision are compared (paper, Section IV, "Static binding and resource cost"). The
+paper captures one F, dI and dW graph for every microbatch of every local stage, `3 * M * L`, and
+gives every matrix one destination for every microbatch, `M * sum(W)`. With generation-checked
+slots the same schedule needs graphs for as many slots as its stages have tapes live at once, and
+one destination for every matrix: the first weight gradient of a step overwrites it and the others
+accumulate.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from qeffect.schedule.actions import Kind, Schedule, ScheduleError
+
+DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
+GRAPHS_PER_TAPE = 3
+
+
+@attrs.frozen
+class Layers:
+    """
+    The layers of one stage, as far as their matrix gradients go.
+
+    A transformer layer with fused QKV has four matrices: QKV `3h x h`, projection `h x h`, FC1
+    `ffn x h` and FC2 `h x ffn`.
+
+    >>> Layers(hidden=4096, ffn=11008).bytes_per_stage
+    314572800
+
+    Args:
+        hidden: The hidden size h.
+        ffn: The feed-forward size.
+        per_stage: Transformer layers in each stage.
+        dtype: The gradients' type: bf16, fp16 or fp32.
+    """
+
+    hidden: int
+    ffn: int
+    per_stage: int = 1
+    dtype: str = "bf16"
+
+    def __attrs_post_init__(self) -> None:
+        """
+        Refuse what has no size.
+
+        Raises:
+            ScheduleError: A dimension is below one, or the type is unknown.
+        """
+        for name in ("hidden", "ffn", "per_stage"):
+            if getattr(self, name) < 1:
+                raise ScheduleError(f"layers: {name} must be at least 1, not {getattr(self, name)}")
+        if self.dtype not in DTYPE_BYTES:
+            raise ScheduleError(
+                f"layers: gradient type {self.dtype!r}; expected one of {', '.join(DTYPE_BYTES)}"
+            )
+
+    @property
+    def matrices(self) -> dict[str, int]:
+        """The elements of each matrix of one layer."""
+        h, ffn = self.hidden, self.ffn
+        return {"qkv": 3 * h * h, "proj": h * h, "fc1": ffn * h, "fc2": h * ffn}
+
+    @property
+    def bytes_per_stage(self) -> int:
+        """Bytes of one gradient of every matrix of a stage."""
+        return sum(self.matrices.values()) * self.per_stage * DTYPE_BYTES[self.dtype]
+
+
+@attrs.frozen
+class StagePlan:
+    """
+    What one stage needs.
+
+    Args:
+        stage: The stage.
+        forwards: Its forwards in one step.
+        peak_live: Tapes live at once: forwards whose weight gradient is still to come.
+        peak_pending: Weight gradients pending at once: input gradients whose weight gradient is to
+            come.
+    """
+
+    stage: int
+    forwards: int
+    peak_live: int
+    peak_pending: int
+
+
+@attrs.frozen
+class Provision:
+    """
+    What one way to provision costs a rank.
+
+    Args:
+        graphs: Graphs captured.
+        tapes: Tapes with storage of their own.
+        arena_bytes: Bytes of gradient destinations; `None` without layer dimensions.
+    """
+
+    graphs: int
+    tapes: int
+    arena_bytes: int | None
+
+
+@attrs.frozen
+class RankPlan:
+    """
+    What one rank needs.
+
+    Args:
+        rank: The rank.
+        stages: Its stages.
+        peak_live: Tapes live at once over all its stages.
+        peak_pending: Weight gradients pending at once over all its stages.
+        delayed: Weight gradients that do not directly follow their own input gradient.
+        slots: Slots to provide: the sum of its stages' peaks, since a slot's graphs belong to one
+            stage.
+        paper: One tape and one destination for every microbatch.
+        live_slots: A tape for every slot, one cache refresh for every stage, accumulating
+            destinations.
+    """
+
+    rank: int
+    stages: tuple[StagePlan, ...]
+    peak_live: int
+    peak_pending: int
+    delayed: int
+    slots: int
+    paper: Provision
+    live_slots: Provision
+
+
+@attrs.frozen
+class Plan:
+    """
+    What a schedule needs.
+
+    Args:
+        source: The schedule's source.
+        num_microbatches: Its microbatches.
+        ranks: What each rank needs.
+        layers: The dimensions that were given.
+    """
+
+    source: str
+    num_microbatches: int
+    ranks: tuple[RankPlan, ...]
+    layers: Layers | None
+
+    @property
+    def slots(self) -> dict[int, int]:
+        """Slots to provide for each stage."""
+        return {stage.stage: stage.peak_live for rank in self.ranks for stage in rank.stages}
+
+    def record(self) -> dict[str, Any]:
+        """The plan as plain data, for JSON."""
+        return attrs.asdict(self)
+
+
+def plan(schedule: Schedule, layers: Layers | None = None) -> Plan:
+    """
+    Plan a schedule's tapes, graphs and gradient memory.
+
+    Args:
+        schedule: The schedule, free of findings of `check_ranks`.
+        layers: The layers of each stage; without them there are no byte counts.
+    """
+    return Plan(
+        source=schedule.source,
+        num_microbatches=schedule.num_microbatches,
+        ranks=tuple(_plan_rank(schedule, rank, layers) for rank in range(schedule.num_ranks)),
+        layers=layers,
+    )
+
+
+def _plan_rank(schedule: Schedule, rank: int, layers: Layers | None) -> RankPlan:
+    local = schedule.stages_of(rank)
+    live: dict[int, int] = defaultdict(int)
+    pending: dict[int, int] = defaultdict(int)
+    peak_live: dict[int, int] = defaultdict(int)
+    peak_pending: dict[int, int] = defaultdict(int)
+    forwards: dict[int, int] = defaultdict(int)
+    all_live = all_pending = most_live = most_pending = delayed = 0
+    previous: tuple[Kind, int, int] | None = None
+    for atom in schedule.atoms[rank]:
+        stage = atom.stage
+        if atom.kind is Kind.FORWARD:
+            forwards[stage] += 1
+            live[stage] += 1
+            all_live += 1
+            peak_live[stage] = max(peak_live[stage], live[stage])
+            most_live = max(most_live, all_live)
+        elif atom.kind is Kind.DGRAD:
+            pending[stage] += 1
+            all_pending += 1
+            peak_pending[stage] = max(peak_pending[stage], pending[stage])
+            most_pending = max(most_pending, all_pending)
+        elif atom.kind is Kind.WGRAD:
+            delayed += previous != (Kind.DGRAD, stage, atom.microbatch)
+            live[stage] -= 1
+            pending[stage] -= 1
+            all_live -= 1
+            all_pending -= 1
+        else:
+            continue
+        previous = (atom.kind, stage, atom.microbatch)
+    slots = sum(peak_live[stage] for stage in local)
+    tapes = schedule.num_microbatches * len(local)
+    one = None if layers is None else layers.bytes_per_stage * len(local)
+    return RankPlan(
+        rank=rank,
+        stages=tuple(
+            StagePlan(stage, forwards[stage], peak_live[stage], peak_pending[stage])
+            for stage in local
+        ),
+        peak_live=most_live,
+        peak_pending=most_pending,
+        delayed=delayed,
+        slots=slots,
+        paper=Provision(
+            graphs=GRAPHS_PER_TAPE * tapes,
+            tapes=tapes,
+            arena_bytes=None if one is None else schedule.num_microbatches * one,
+        ),
+        live_slots=Provision(
+            graphs=GRAPHS_PER_TAPE * slots + len(local),
+            tapes=slots,
+            arena_bytes=one,
+        ),
+    )

@@ -1,0 +1,147 @@
+"""
+A dry run of all ranks at once: each runs its row in order and waits for what comes from other
+ranks.
+
+In a compute+comms table a receive blocks until its send was run; sends do not block. In a
+compute-only table a computation blocks until the neighbour stage's computation was run. Waiting
+for something that is nowhere in the table, or later in the same row, does not block: other checks
+report that. So ranks that stop short wait for each other, and following one rank's wait leads into
+a cycle.
+
+The run takes time linear in the table. It also yields start times, with F, I and W one unit each,
+as torch's visualizer draws them, and messages without duration.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+
+import attrs
+
+from qeffect.schedule.actions import RECEIVES, Atom, Kind
+from qeffect.schedule.findings import Finding, finding, place
+from qeffect.schedule.index import Event, Index, Spot
+from qeffect.schedule.messages import INPUTS
+
+_SEND_OF = {Kind.RECV_F: (Kind.SEND_F, -1), Kind.RECV_B: (Kind.SEND_B, 1)}
+_UNIT = frozenset({Kind.FORWARD, Kind.DGRAD, Kind.WGRAD})
+
+
+@attrs.frozen
+class Wait:
+    """
+    A rank that stopped.
+
+    Args:
+        rank: The rank.
+        atom: The step that it cannot run.
+        needs: Where the step stands that it waits for.
+    """
+
+    rank: int
+    atom: Atom
+    needs: Spot
+
+
+@attrs.frozen
+class Run:
+    """
+    The result of a dry run.
+
+    Args:
+        start: Start time of each cell that ran, by (rank, step).
+        finish: End time of each cell that ran, by (rank, step).
+        waits: The ranks that stopped short; none if all reached the end.
+        cycle: The ranks that wait for each other, each for the next, the last for the first.
+    """
+
+    start: dict[tuple[int, int], int]
+    finish: dict[tuple[int, int], int]
+    waits: tuple[Wait, ...]
+    cycle: tuple[Wait, ...]
+
+
+def simulate(index: Index) -> Run:
+    """Run all ranks of an indexed schedule until they end or stop."""
+    rows = index.schedule.atoms
+    position = [0] * len(rows)
+    clock = [0] * len(rows)
+    start: dict[tuple[int, int], int] = {}
+    finish: dict[tuple[int, int], int] = {}
+    done: dict[Event, int] = {}
+    sleeping: dict[Event, list[int]] = defaultdict(list)
+    waiting: dict[int, Wait] = {}
+    ready = deque(range(len(rows)))
+    while ready:
+        rank = ready.popleft()
+        atoms = rows[rank]
+        while position[rank] < len(atoms):
+            atom = atoms[position[rank]]
+            needs = _needs(index, rank, atom)
+            if needs is not None:
+                event = (needs.atom.kind, needs.atom.stage, needs.atom.microbatch)
+                if event not in done:
+                    waiting[rank] = Wait(rank, atom, needs)
+                    sleeping[event].append(rank)
+                    break
+                clock[rank] = max(clock[rank], done[event])
+            start.setdefault((rank, atom.step), clock[rank])
+            clock[rank] += atom.kind in _UNIT
+            finish[rank, atom.step] = clock[rank]
+            position[rank] += 1
+            event = (atom.kind, atom.stage, atom.microbatch)
+            done.setdefault(event, clock[rank])
+            for woken in sleeping.pop(event, ()):
+                del waiting[woken]
+                ready.append(woken)
+    return Run(start, finish, tuple(waiting[r] for r in sorted(waiting)), _cycle(waiting))
+
+
+def check_deadlock(run: Run) -> Iterator[Finding]:
+    """All ranks reach the end of their rows."""
+    if not run.cycle:
+        return
+    head = run.cycle[0]
+    legs = [
+        f"rank {wait.rank} stops at step {wait.atom.step} ({wait.atom.action}) until rank "
+        f"{wait.needs.rank} runs step {wait.needs.atom.step} ({wait.needs.atom.action})"
+        for wait in run.cycle
+    ]
+    yield finding(
+        "deadlock",
+        f"{len(run.cycle)} ranks wait for each other: {'; '.join(legs)}",
+        rank=head.rank,
+        atom=head.atom,
+        expected=f"{head.needs.atom.action} to run on rank {head.needs.rank} first",
+        found=f"rank {head.needs.rank} stopped before its step {head.needs.atom.step}",
+        related=tuple(place(wait.rank, wait.atom, "waits") for wait in run.cycle[1:])
+        + tuple(place(wait.needs.rank, wait.needs.atom, "needs") for wait in run.cycle),
+    )
+
+
+def _needs(index: Index, rank: int, atom: Atom) -> Spot | None:
+    """What a step waits for on another rank, or `None` if nothing holds it up."""
+    if atom.kind in RECEIVES:
+        kind, offset = _SEND_OF[atom.kind]
+    elif atom.kind in INPUTS and not index.schedule.has_comms:
+        kind, offset = atom.kind, INPUTS[atom.kind][1]
+    else:
+        return None
+    spot = index.get(kind, atom.stage + offset, atom.microbatch)
+    return None if spot is None or spot.rank == rank else spot
+
+
+def _cycle(waiting: dict[int, Wait]) -> tuple[Wait, ...]:
+    if not waiting:
+        return ()
+    seen: dict[int, int] = {}
+    path: list[Wait] = []
+    rank = min(waiting)
+    while rank not in seen:
+        seen[rank] = len(path)
+        path.append(waiting[rank])
+        rank = waiting[rank].needs.rank
+    cycle = path[seen[rank] :]
+    first = min(range(len(cycle)), key=lambda i: (cycle[i].atom.step, cycle[i].rank))
+    return tuple(cycle[first:] + cycle[:first])

@@ -1,0 +1,146 @@
+"""
+Schedule tables as CSV: one row a rank, one cell an action, an empty cell is idle.
+
+Both of torch's formats are read and told apart by what stands in them: `compute_only` (F, I, W, B,
+OVERLAP_F_B, idle cells, sometimes REDUCE_GRAD) and `compute_comms` (with sends, receives and
+sharding). A file is data from elsewhere: whatever it holds, reading it ends in a `Schedule` or in
+one clear line.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from qeffect.schedule.actions import Action, Schedule, ScheduleError
+from qeffect.schedule.infer import MAX_CELLS, MAX_RANKS, parse_cell, schedule_of
+
+MAX_BYTES = 16 * 1024 * 1024
+_FIXTURES = "fixtures"
+
+
+def read_table(
+    path: str | Path | Traversable,
+    *,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+) -> Schedule:
+    """
+    Read a schedule table from a file.
+
+    Args:
+        path: The CSV file.
+        num_stages: Stages of the pipeline; inferred from the table when left out.
+        num_microbatches: Microbatches; inferred from the table when left out.
+
+    Raises:
+        ScheduleError: The file cannot be read, is empty, binary, larger than 16 MiB or malformed.
+    """
+    name = path.name if isinstance(path, Path | Traversable) else str(path)
+    target = Path(path) if isinstance(path, str) else path
+    try:
+        with target.open("rb") as stream:
+            # One byte more than the limit also bounds devices and pipes, which have no size.
+            data = stream.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ScheduleError(f"{name}: cannot be read: {reason}") from None
+    if len(data) > MAX_BYTES:
+        raise ScheduleError(f"{name}: larger than {MAX_BYTES >> 20} MiB, the largest table read")
+    if b"\0" in data:
+        raise ScheduleError(f"{name}: binary data; expected a CSV table of actions such as 0F0")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ScheduleError(
+            f"{name}: byte {error.start} is not UTF-8; expected a CSV table of actions such as 0F0"
+        ) from None
+    return parse_table(text, source=name, num_stages=num_stages, num_microbatches=num_microbatches)
+
+
+def parse_table(
+    text: str,
+    *,
+    source: str = "table",
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+) -> Schedule:
+    r"""
+    Read a schedule table from text.
+
+    >>> parse_table("0F0,0I0,0W0\n").num_ranks
+    1
+    >>> parse_table("0F0xyz\n")
+    Traceback (most recent call last):
+      ...
+    qeffect.schedule.actions.ScheduleError: rank 0, step 0: cell '0F0xyz' is no action: ...
+
+    Args:
+        text: The table.
+        source: Where it came from, for people.
+        num_stages: Stages of the pipeline; inferred from the table when left out.
+        num_microbatches: Microbatches; inferred from the table when left out.
+
+    Raises:
+        ScheduleError: The table is empty, too large or malformed.
+    """
+    if not text.strip():
+        raise ScheduleError(f"{source}: empty; expected one row of cells per rank")
+    rows: list[list[Action | None]] = []
+    cells = 0
+    blank_row: int | None = None
+    try:
+        for record in csv.reader(io.StringIO(text, newline=""), strict=True):
+            if not record:
+                blank_row = len(rows) if blank_row is None else blank_row
+                continue
+            rank = len(rows)
+            if blank_row is not None:
+                raise ScheduleError(
+                    f"{source}: a blank line between ranks; write an idle rank as one comma",
+                    rank=blank_row,
+                )
+            cells += len(record)
+            if cells > MAX_CELLS or rank >= MAX_RANKS:
+                raise ScheduleError(
+                    f"{source}: more than {MAX_RANKS} ranks or {MAX_CELLS} cells, the most read"
+                )
+            rows.append([parse_cell(cell, rank, step) for step, cell in enumerate(record)])
+    except csv.Error as error:
+        raise ScheduleError(f"{source}: not a CSV table: {error}", rank=len(rows)) from None
+    return schedule_of(
+        rows, source=source, num_stages=num_stages, num_microbatches=num_microbatches
+    )
+
+
+def write_table(schedule: Schedule) -> str:
+    """The schedule as torch would write it; reading it gives the same rows."""
+    out = io.StringIO(newline="")
+    writer = csv.writer(out)
+    for row in schedule.rows:
+        writer.writerow(["" if action is None else str(action) for action in row] or ["", ""])
+    return out.getvalue()
+
+
+def fixture_names() -> tuple[str, ...]:
+    """The tables shipped with the package: torch's own, written by torch 2.13."""
+    folder = resources.files(__package__) / _FIXTURES
+    return tuple(sorted(p.name for p in folder.iterdir() if p.name.endswith(".csv")))
+
+
+def read_fixture(name: str) -> Schedule:
+    """
+    Read one of the shipped tables.
+
+    Args:
+        name: One of `fixture_names`.
+
+    Raises:
+        ScheduleError: There is no such table.
+    """
+    if name not in fixture_names():
+        raise ScheduleError(f"no shipped table {name!r}; there are {', '.join(fixture_names())}")
+    return read_table(resources.files(__package__) / _FIXTURES / name)

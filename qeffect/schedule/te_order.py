@@ -1,0 +1,111 @@
+"""
+Transformer Engine's `_order` lists, as `make_graphed_callables` takes them.
+
+An entry names a model chunk, counted from one: `+chunk` is its forward, `-chunk` its backward, and
+`-chunk - 0.5` the weight gradient that was deferred from an earlier `-chunk`. Microbatches are not
+named: the k-th entry of a kind and chunk is microbatch k, as Transformer Engine counts them. A
+chunk that has a deferred weight gradient anywhere has all of them deferred; its backward is then
+the input gradient alone.
+
+One list is one rank. What it receives from other ranks is not in it, so nothing across ranks is
+checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from qeffect.schedule.actions import Action, Kind, Schedule, ScheduleError, shorten
+from qeffect.schedule.infer import MAX_CELLS, schedule_of
+
+MAX_CHUNKS = 4096
+
+
+def te_order(order: str | Iterable[float | int | str], *, source: str = "te-order") -> Schedule:
+    """
+    Read an `_order` list into a schedule of one rank, whose stages are the chunks counted from
+    zero.
+
+    >>> [str(action) for action in te_order("1,1,-1,-1.5,-1,-1.5").rows[0]]
+    ['0F0', '0F1', '0I0', '0W0', '0I1', '0W1']
+
+    Args:
+        order: The entries, or their text with commas or blanks between, brackets allowed.
+        source: Where they came from, for people.
+
+    Raises:
+        ScheduleError: An entry is no such number, or a chunk's entries do not come in equal
+        numbers.
+    """
+    entries = _split(order) if isinstance(order, str) else list(order)
+    if not entries:
+        raise ScheduleError(f"{source}: empty; expected entries such as 1,1,-1,-1")
+    if len(entries) > MAX_CELLS:
+        raise ScheduleError(f"{source}: more than {MAX_CELLS} entries, the most that are read")
+    steps = [_entry(entry, step) for step, entry in enumerate(entries)]
+    deferred = {chunk for kind, chunk in steps if kind is Kind.WGRAD}
+    counts: Counter[tuple[Kind, int]] = Counter()
+    row: list[Action] = []
+    for kind, chunk in steps:
+        if kind is Kind.DGRAD and chunk not in deferred:
+            kind = Kind.BACKWARD
+        row.append(Action(kind, chunk, counts[kind, chunk]))
+        counts[kind, chunk] += 1
+    _check_counts(counts, source)
+    return schedule_of(
+        [row],
+        source=source,
+        num_stages=max(chunk for _, chunk in counts) + 1,
+        complete=False,
+        notes=("microbatches are counted, not named, in this format",),
+    )
+
+
+def _split(text: str) -> list[str]:
+    return text.strip().strip("[]()").replace(",", " ").split()
+
+
+def _entry(entry: object, step: int) -> tuple[Kind, int]:
+    try:
+        value = float(str(entry))
+    except ValueError:
+        value = math.nan
+    half = value < 0 and (2 * value) % 2 == 1
+    if not math.isfinite(value) or value == 0 or not (value.is_integer() or half):
+        raise ScheduleError(
+            f"entry {shorten(str(entry))!r} is none of +chunk, -chunk, -chunk-0.5 (chunks from 1)",
+            rank=0,
+            step=step,
+            cell=str(entry),
+        )
+    chunk = math.floor(abs(value)) - 1
+    if not 0 <= chunk < MAX_CHUNKS:
+        raise ScheduleError(
+            f"entry {shorten(str(entry))!r} names no chunk between 1 and {MAX_CHUNKS}",
+            rank=0,
+            step=step,
+            cell=str(entry),
+        )
+    return (Kind.FORWARD if value > 0 else Kind.WGRAD if half else Kind.DGRAD), chunk
+
+
+def _check_counts(counts: Counter[tuple[Kind, int]], source: str) -> None:
+    if not any(kind is Kind.FORWARD for kind, _ in counts):
+        raise ScheduleError(f"{source}: no forward entry; expected some +chunk")
+    for chunk in sorted({chunk for _, chunk in counts}):
+        by_kind = {kind: n for (kind, c), n in counts.items() if c == chunk}
+        forwards = by_kind.get(Kind.FORWARD, 0)
+        for kind, name in (
+            (Kind.BACKWARD, f"-{chunk + 1}"),
+            (Kind.DGRAD, f"-{chunk + 1}"),
+            (Kind.WGRAD, f"-{chunk + 1}.5"),
+        ):
+            if by_kind.get(kind, forwards) != forwards:
+                raise ScheduleError(
+                    f"{source}: chunk {chunk + 1} has {forwards} forwards but {by_kind[kind]} "
+                    f"entries {name}; microbatches cannot be counted"
+                )
+        if len(by_kind) == 1:
+            raise ScheduleError(f"{source}: chunk {chunk + 1} has no backward -{chunk + 1}")

@@ -1,0 +1,228 @@
+"""
+The tables of torch's schedule classes, made on a CPU with no process group and no devices.
+
+Classes with several stages a rank (`ScheduleInterleaved1F1B`, `ScheduleInterleavedZeroBubble`,
+`ScheduleZBVZeroBubble`, `ScheduleDualPipeV`, `ScheduleLoopedBFS`) execute a table, and it is taken
+as it is. Classes with one stage a rank (`Schedule1F1B`, `ScheduleGPipe`) execute a loop instead:
+here the loop itself is run against stages that only write down what they are asked to do. Their
+`pipeline_order` is a separate drawing of that loop, and for `Schedule1F1B` a wrong one in torch
+2.13: on the last rank it starts at microbatch 1. Ask for it with `drawn=True` to see it refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from qeffect.schedule.actions import Schedule, ScheduleError
+from qeffect.schedule.infer import MAX_CELLS, from_actions
+
+SINGLE = ("Schedule1F1B", "ScheduleGPipe")
+LOOPED = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")
+V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+CLASSES = SINGLE + LOOPED + V_SHAPED
+
+
+def torch_schedule(
+    name: str,
+    *,
+    pp: int,
+    microbatches: int,
+    vpp: int | None = None,
+    comms: bool = False,
+    drawn: bool = False,
+) -> Schedule:
+    """
+    The table of one of torch's schedule classes.
+
+    Args:
+        name: The class, with or without its leading "Schedule", in any case.
+        pp: Ranks of the pipeline.
+        microbatches: Microbatches of one step.
+        vpp: Stages (model chunks) a rank; 1 for 1F1B and GPipe and 2 for the others when left out.
+        comms: Give the table with sends, receives and sharding.
+        drawn: For 1F1B and GPipe, the class's `pipeline_order` instead of what it executes.
+
+    Raises:
+        ScheduleError: torch is missing, the class is unknown, or it refuses this combination.
+    """
+    cls_name = class_name(name)
+    vpp = (1 if cls_name in SINGLE else 2) if vpp is None else vpp
+    what = f"{cls_name} pp={pp} vpp={vpp} microbatches={microbatches}"
+    _check_arguments(cls_name, what, pp, vpp, microbatches, comms, drawn)
+    torch, schedules = _import_torch()
+    try:
+        if cls_name in SINGLE and not drawn:
+            rows = [
+                _run_single(schedules, cls_name, rank, pp, microbatches, comms)
+                for rank in range(pp)
+            ]
+        else:
+            rows = _table(torch, schedules, cls_name, pp, vpp, microbatches, comms)
+    except ScheduleError:
+        raise
+    except Exception as error:
+        # Whatever a constructor trips over (several raise IndexError, or AssertionError with the
+        # whole table as text) means that torch has no such schedule.
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ScheduleError(f"torch refuses {what}: {' '.join(lines[0].split())}") from error
+    version = str(torch.__version__).split("+")[0]
+    return from_actions(
+        dict(enumerate(rows)),
+        source=f"torch {version} {what} {'comms' if comms else 'compute'}",
+        num_stages=pp * vpp,
+        num_microbatches=microbatches,
+        complete=True,
+        notes=("torch draws this table and does not execute it",) if drawn else (),
+    )
+
+
+def class_name(name: str) -> str:
+    """
+    torch's full name of a schedule class.
+
+    >>> class_name("zbvzerobubble")
+    'ScheduleZBVZeroBubble'
+
+    Raises:
+        ScheduleError: There is no such class.
+    """
+    wanted = name.lower().removeprefix("schedule")
+    for cls_name in CLASSES:
+        if cls_name.lower().removeprefix("schedule") == wanted:
+            return cls_name
+    raise ScheduleError(f"unknown schedule class {name!r}; expected one of {', '.join(CLASSES)}")
+
+
+def _check_arguments(
+    cls_name: str, what: str, pp: int, vpp: int, microbatches: int, comms: bool, drawn: bool
+) -> None:
+    if min(pp, vpp, microbatches) < 1:
+        raise ScheduleError(f"{what}: pp, vpp and microbatches must be at least 1")
+    if cls_name in SINGLE and vpp != 1:
+        raise ScheduleError(f"{what}: {cls_name} has exactly 1 stage a rank; expected vpp=1")
+    if cls_name in V_SHAPED and vpp != 2:
+        raise ScheduleError(f"{what}: {cls_name} has exactly 2 stages a rank; expected vpp=2")
+    if drawn and (comms or cls_name not in SINGLE):
+        raise ScheduleError(f"{what}: only 1F1B and GPipe have a drawn table, and it has no comms")
+    # Three computations a stage and microbatch, and about as many messages.
+    if pp * vpp * microbatches * 8 > MAX_CELLS:
+        raise ScheduleError(f"{what}: more than {MAX_CELLS} cells, the most that are read")
+
+
+def _import_torch() -> tuple[ModuleType, ModuleType]:
+    try:
+        import torch
+        from torch.distributed.pipelining import schedules
+    except ImportError:
+        raise ScheduleError(
+            "torch's schedule tables need torch: pip install 'qeffect[torch]' "
+            "(tables saved as CSV are read without it)"
+        ) from None
+    return torch, schedules
+
+
+class _Stage:
+    """A stage that is asked for its place only: all that torch's constructors read."""
+
+    def __init__(self, index: int, rank: int, pp: int, vpp: int, submod: object) -> None:
+        self.stage_index = index
+        self.num_stages = pp * vpp
+        self.group_size = pp
+        self.group_rank = rank
+        self.submod = submod
+        self.is_first = index == 0
+        self.is_last = index == pp * vpp - 1
+        self.has_backward = True
+        self.stage_index_to_group_rank: dict[int, int] | None = None
+
+
+class _RecordingStage(_Stage):
+    """A stage that writes down what the execution loop of a single-stage class asks it to do."""
+
+    def __init__(self, rank: int, pp: int, comms: bool) -> None:
+        super().__init__(rank, rank, pp, 1, None)
+        self.cells: list[str] = []
+        self._comms = comms
+
+    def _note(self, kind: str, microbatch: int) -> None:
+        self.cells.append(f"{self.stage_index}{kind}{microbatch}")
+
+    def _message(self, kind: str, microbatch: int, at_end: bool) -> list[Any]:
+        if self._comms and not at_end:
+            self._note(kind, microbatch)
+        return []
+
+    def get_fwd_recv_ops(self, microbatch: int) -> list[Any]:
+        return self._message("RECV_F", microbatch, self.is_first)
+
+    def get_fwd_send_ops(self, microbatch: int) -> list[Any]:
+        return self._message("SEND_F", microbatch, self.is_last)
+
+    def get_bwd_recv_ops(self, microbatch: int) -> list[Any]:
+        return self._message("RECV_B", microbatch, self.is_last)
+
+    def get_bwd_send_ops(self, microbatch: int) -> list[Any]:
+        return self._message("SEND_B", microbatch, self.is_first)
+
+    def forward_one_chunk(self, microbatch: int, *_: object, **__: object) -> None:
+        self._note("F", microbatch)
+
+    def backward_one_chunk(self, microbatch: int, *_: object, **__: object) -> None:
+        self._note("B", microbatch)
+
+    def perform_reduce_grad(self, *_: object) -> None:
+        if self._comms:
+            self.cells.append(f"{self.stage_index}REDUCE_GRAD")
+
+
+def _quietly(schedules: ModuleType, make: Callable[[], Any]) -> Any:
+    # The constructors log the class in use; a checker's output is not the place for it.
+    logger = logging.getLogger(schedules.__name__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return make()
+    finally:
+        logger.setLevel(level)
+
+
+def _run_single(
+    schedules: ModuleType, cls_name: str, rank: int, pp: int, microbatches: int, comms: bool
+) -> list[str]:
+    stage = _RecordingStage(rank, pp, comms)
+
+    def run() -> None:
+        schedule = getattr(schedules, cls_name)(stage, microbatches)
+        # Initialisation negotiates tensor shapes with other processes; there are none.
+        schedule._initialize_stage = lambda *_, **__: None
+        schedule._step_microbatches([()] * microbatches, [{}] * microbatches, return_outputs=False)
+
+    _quietly(schedules, run)
+    return stage.cells
+
+
+def _table(
+    torch: ModuleType,
+    schedules: ModuleType,
+    cls_name: str,
+    pp: int,
+    vpp: int,
+    microbatches: int,
+    comms: bool,
+) -> list[list[Any]]:
+    submod = torch.nn.Identity()
+    local = [0, 2 * pp - 1] if cls_name in V_SHAPED else [pp * chunk for chunk in range(vpp)]
+    stages = [_Stage(index, 0, pp, vpp, submod) for index in local]
+    made = _quietly(
+        schedules,
+        lambda: getattr(schedules, cls_name)(
+            stages[0] if cls_name in SINGLE else stages, microbatches
+        ),
+    )
+    order = made.pipeline_order_with_comms if comms else made.pipeline_order
+    if order is None:
+        raise ScheduleError(f"this torch has no table for {cls_name}")
+    return [list(order[rank]) for rank in range(pp)]
