@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine: `make check` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: check test lint types bench clean
+
+# The main job: real schedules, random ones, exploration, proofs, the fault table.
+check: $(VENV)/.verify
+	$(BIN)/qeffect check --fixtures
+	$(BIN)/qeffect check --random 2000 --seed 0
+	$(BIN)/qeffect explore
+	$(BIN)/qeffect prove
+	$(BIN)/qeffect faults
+
+# The whole test suite, on the CPU.
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+bench: $(VENV)/.verify
+	$(BIN)/qeffect bench
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.verify: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[verify]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.verify
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[verify,cvc5,torch,plots,test,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
