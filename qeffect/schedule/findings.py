@@ -42,7 +42,8 @@ class Place:
         rank: Its rank.
         step: Its step.
         action: Its text.
-        role: What it has to do with it: `first`, `needs`, `peer`, `owner`, `picked` or `waits`.
+        role: What it has to do with it: `first`, `needs`, `peer`, `owner`, `picked`,
+            `awaited` or `waits`.
     """
 
     rank: int

@@ -2,8 +2,8 @@
 Everything that can be said about a schedule without the kernel, in time linear in its actions.
 
 The findings come in an order in which the first one is the cause and later ones may be its
-consequences: wrong places, missing and repeated actions, order on a rank, messages, reductions,
-deadlock.
+consequences: wrong places, repeated and missing actions, order on a rank, messages, deadlock,
+message order, reductions.
 """
 
 from __future__ import annotations
@@ -24,12 +24,19 @@ from qeffect.schedule.structure import (
     check_sharding,
 )
 
+
+def _check_deadlock(index: Index) -> Iterator[Finding]:
+    if index.schedule.complete:
+        yield from check_deadlock(simulate(index))
+
+
 _PHASES: tuple[tuple[Callable[[Index], Iterator[Finding]], ...], ...] = (
     (check_places,),
     (check_repeats,),
     (check_missing,),
     (check_order,),
     (check_messages, check_inputs),
+    (_check_deadlock,),
     (check_message_order,),
     (check_reductions, check_sharding),
 )
@@ -49,8 +56,6 @@ def check_ranks(schedule: Schedule) -> tuple[Finding, ...]:
     found: list[Finding] = []
     for phase in _PHASES:
         found.extend(sorted((f for check in phase for f in check(index)), key=_by_place))
-    if schedule.complete:
-        found.extend(check_deadlock(simulate(index)))
     return tuple(found)
 
 

@@ -115,8 +115,8 @@ def check_deadlock(run: Run) -> Iterator[Finding]:
         atom=head.atom,
         expected=f"{head.needs.atom.action} to run on rank {head.needs.rank} first",
         found=f"rank {head.needs.rank} stopped before its step {head.needs.atom.step}",
-        related=tuple(place(wait.rank, wait.atom, "waits") for wait in run.cycle[1:])
-        + tuple(place(wait.needs.rank, wait.needs.atom, "needs") for wait in run.cycle),
+        related=tuple(place(wait.needs.rank, wait.needs.atom, "awaited") for wait in run.cycle)
+        + tuple(place(wait.rank, wait.atom, "waits") for wait in run.cycle[1:]),
     )
 
 

@@ -1,0 +1,90 @@
+"""
+A schedule as torch prints one: a row a step, a column a rank, with the refused cell marked.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from qeffect.schedule.actions import Schedule
+from qeffect.schedule.findings import Finding
+
+_ROLE_MARKS = {
+    "owner": "+",
+    "picked": "!",
+    "first": "+",
+    "needs": "+",
+    "peer": "+",
+    "awaited": "+",
+    "waits": "!",
+}
+
+
+def grid(schedule: Schedule, finding: Finding | None = None, *, context: int | None = 12) -> str:
+    """
+    Print a schedule as a grid.
+
+    The refused cell stands in `>..<`; cells that belong to the finding are marked `+` (what should
+    have been there, or stood there first) or `!` (what was taken instead, or waits as well).
+
+    Args:
+        schedule: The schedule.
+        finding: What to mark.
+        context: Steps to show before and after the refused one; `None` shows all.
+    """
+    marks = _marks(finding)
+    digits = len(str(max(schedule.num_steps - 1, 0)))
+    columns = [
+        [marks.get((rank, step), "{}").format(action or "") for step, action in enumerate(row)]
+        for rank, row in enumerate(schedule.rows)
+    ]
+    heads = [f"Rank {rank}" for rank in range(schedule.num_ranks)]
+    widths = [max(map(len, (head, *column))) for head, column in zip(heads, columns, strict=True)]
+    lines = [(" " * (len("Step ") + digits + 2) + _join(heads, widths)).rstrip()]
+    first, last = _window(schedule.num_steps, finding, context)
+    if first > 0:
+        lines.append(f"... {first} steps")
+    for step, cells in enumerate(zip_longest(*columns, fillvalue="")):
+        if first <= step <= last:
+            label = f"Step {step:0{digits}d}: "
+            tail = ""
+            if finding is not None and finding.step == step:
+                tail = f" <-- {finding.clause} on rank {finding.rank}"
+            lines.append((label + _join(list(cells), widths)).rstrip() + tail)
+    if last < schedule.num_steps - 1:
+        lines.append(f"... {schedule.num_steps - 1 - last} steps")
+    if finding is not None:
+        lines += ["", *explanation(finding)]
+    return "\n".join(lines) + "\n"
+
+
+def explanation(finding: Finding) -> list[str]:
+    """A finding in four lines: what, expected, found, what to do."""
+    return [
+        str(finding),
+        f"  expected: {finding.expected}",
+        f"  found:    {finding.found}",
+        f"  remedy:   {finding.remedy}",
+    ]
+
+
+def _marks(finding: Finding | None) -> dict[tuple[int, int], str]:
+    if finding is None:
+        return {}
+    marks = {
+        (other.rank, other.step): _ROLE_MARKS.get(other.role, "+") + "{}"
+        for other in finding.related
+    }
+    if finding.rank is not None and finding.step is not None:
+        marks[finding.rank, finding.step] = ">{}<"
+    return marks
+
+
+def _window(steps: int, finding: Finding | None, context: int | None) -> tuple[int, int]:
+    if context is None or finding is None or finding.step is None:
+        return 0, steps - 1
+    return max(0, finding.step - context), min(steps - 1, finding.step + context)
+
+
+def _join(cells: list[str], widths: list[int]) -> str:
+    return " ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))

@@ -1,0 +1,87 @@
+"""
+When each cell of a schedule is drawn: the placement that timeline and trace share.
+
+A compute-only table is drawn as it stands, a column a step, since its idle cells say when it
+waits. A compute+comms table has no idle cells, so there the time is that of a dry run: F, I and W
+take one unit, `B` two, messages none.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from qeffect.schedule.actions import Action, Schedule
+from qeffect.schedule.index import index_of
+from qeffect.schedule.simulate import simulate
+
+
+@attrs.frozen
+class Placed:
+    """
+    A cell and when it runs.
+
+    Args:
+        rank: Its rank.
+        step: Its step.
+        action: What it does.
+        start: When it begins.
+        length: How long it takes; zero for messages, sharding and reductions.
+        ran: Whether the dry run came this far.
+    """
+
+    rank: int
+    step: int
+    action: Action
+    start: int
+    length: int
+    ran: bool = True
+
+
+@attrs.frozen
+class Layout:
+    """
+    All cells of a schedule with their times.
+
+    Args:
+        cells: The cells, by rank and then step.
+        unit: What a unit of time is: `step` or `time`.
+        end: The end of the last cell.
+    """
+
+    cells: tuple[Placed, ...]
+    unit: str
+    end: int
+
+
+def layout(schedule: Schedule) -> Layout:
+    """
+    Place every cell of a schedule in time.
+
+    Cells behind a deadlock are placed after the stop, one after the other, and marked as not run.
+
+    Args:
+        schedule: The schedule.
+    """
+    by_step = not schedule.has_comms
+    run = None if by_step else simulate(index_of(schedule))
+    placed: list[Placed] = []
+    for rank, row in enumerate(schedule.rows):
+        clock = 0
+        for step, action in enumerate(row):
+            if action is None:
+                continue
+            if run is None:
+                start, length, ran = step, 1, True
+            else:
+                ran = (rank, step) in run.finish
+                start = run.start.get((rank, step), clock)
+                length = sum(leaf.is_compute for leaf in action.leaves())
+                if ran:
+                    length = run.finish[rank, step] - start
+            clock = start + length
+            placed.append(Placed(rank, step, action, start, length, ran))
+    return Layout(
+        tuple(placed),
+        "step" if by_step else "time",
+        max((cell.start + cell.length for cell in placed), default=0),
+    )

@@ -1,0 +1,139 @@
+"""
+A schedule as Chrome trace JSON, which Perfetto and chrome://tracing open.
+
+A process is a rank; its threads are computation, messages, and sharding with reductions. Sends and
+their receives are joined by flow arrows. The refused cell carries its clause, and an instant event
+marks it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from qeffect.schedule.actions import RECEIVES, SENDS, Kind, Schedule
+from qeffect.schedule.findings import Finding
+from qeffect.schedule.layout import Placed, layout
+
+MICROSECONDS = 1000
+_THREADS = ("computation", "messages", "sharding and reduction")
+_CATEGORIES = {
+    Kind.FORWARD: "forward",
+    Kind.DGRAD: "dgrad",
+    Kind.WGRAD: "wgrad",
+    Kind.BACKWARD: "backward",
+    Kind.OVERLAP_F_B: "overlap",
+}
+_RECEIVER = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
+_BLINK = MICROSECONDS // 20
+
+
+def trace(schedule: Schedule, finding: Finding | None = None) -> dict[str, Any]:
+    """
+    A schedule as the object that a Chrome trace file holds.
+
+    Args:
+        schedule: The schedule.
+        finding: What to mark.
+    """
+    return {
+        "traceEvents": list(_events(schedule, finding)),
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "source": schedule.source,
+            "format": schedule.format,
+            "clause": "" if finding is None else finding.clause,
+            "message": "" if finding is None else finding.message,
+        },
+    }
+
+
+def trace_json(schedule: Schedule, finding: Finding | None = None) -> str:
+    """The text of a Chrome trace file; arguments as for `trace`."""
+    return json.dumps(trace(schedule, finding), indent=1)
+
+
+def _events(schedule: Schedule, finding: Finding | None) -> Iterator[dict[str, Any]]:
+    for rank in range(schedule.num_ranks):
+        stages = ", ".join(map(str, schedule.stages_of(rank)))
+        yield _metadata("process_name", rank, 0, f"rank {rank} (stage {stages})")
+        for thread, name in enumerate(_THREADS):
+            yield _metadata("thread_name", rank, thread, name)
+    cells = layout(schedule).cells
+    receives = {
+        (c.action.kind, c.action.stage, c.action.microbatch): c
+        for c in cells
+        if c.action.kind in RECEIVES
+    }
+    for number, cell in enumerate(cells):
+        yield _slice(cell, finding)
+        action = cell.action
+        if action.kind in SENDS:
+            kind, offset = _RECEIVER[action.kind]
+            receive = receives.get((kind, action.stage + offset, action.microbatch))
+            if receive is not None:
+                yield _flow("s", number, cell)
+                yield _flow("f", number, receive)
+        if finding is not None and (cell.rank, cell.step) == (finding.rank, finding.step):
+            yield {
+                "name": f"refused: {finding.clause}",
+                "cat": "refused",
+                "ph": "i",
+                "s": "p",
+                "pid": cell.rank,
+                "tid": _thread(cell),
+                "ts": cell.start * MICROSECONDS,
+                "args": {
+                    "message": finding.message,
+                    "expected": finding.expected,
+                    "found": finding.found,
+                },
+            }
+
+
+def _metadata(name: str, rank: int, thread: int, value: str) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": rank, "tid": thread, "args": {"name": value}}
+
+
+def _thread(cell: Placed) -> int:
+    if cell.action.is_compute:
+        return 0
+    return 1 if cell.action.kind in SENDS | RECEIVES else 2
+
+
+def _slice(cell: Placed, finding: Finding | None) -> dict[str, Any]:
+    args: dict[str, Any] = {"step": cell.step}
+    if cell.action.stage >= 0:
+        args["stage"] = cell.action.stage
+    if cell.action.microbatch >= 0:
+        args["microbatch"] = cell.action.microbatch
+    if not cell.ran:
+        args["ran"] = False
+    if finding is not None and (cell.rank, cell.step) == (finding.rank, finding.step):
+        args["refused"] = finding.clause
+    return {
+        "name": str(cell.action),
+        "cat": _CATEGORIES.get(cell.action.kind, _THREADS[_thread(cell)]),
+        "ph": "X",
+        "pid": cell.rank,
+        "tid": _thread(cell),
+        "ts": cell.start * MICROSECONDS,
+        "dur": cell.length * MICROSECONDS or _BLINK,
+        "args": args,
+    }
+
+
+def _flow(phase: str, number: int, cell: Placed) -> dict[str, Any]:
+    event: dict[str, Any] = {
+        "name": "message",
+        "cat": "messages",
+        "ph": phase,
+        "id": number,
+        "pid": cell.rank,
+        "tid": _thread(cell),
+        "ts": cell.start * MICROSECONDS,
+    }
+    if phase == "f":
+        event["bp"] = "e"
+    return event
