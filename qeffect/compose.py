@@ -73,9 +73,11 @@ def compose(
         CompositionError: The halves cannot be joined without changing their meaning.
     """
     joiner = _Joiner(transition, parameters, dict(replaced or {}))
-    for relation in relations:
-        for part, function in halves(relation, transition):
-            joiner.add(relation, part, function)
+    exported = [
+        (relation, *half) for relation in relations for half in halves(relation, transition)
+    ]
+    for relation, part, function in sorted(exported, key=lambda half: half[1] == "writes"):
+        joiner.add(relation, part, function)  # guards first: their locals must precede them
     return joiner.build()
 
 
