@@ -1,0 +1,342 @@
+"""
+What a stateful layer library must reveal so that its F, dI and dW can be guarded.
+
+Two protocols. A `StateDomain` is the numerical state that every F and every dI moves, with all the
+stages that share it: in Transformer Engine it is the whole process, because each update rolls the
+history of every registered module. A `StageBackend` is one pipeline stage (one chunk): it maps a
+tuple of tensors to a tuple of tensors, keeps the work between dI and dW on a `Tape`, and says which
+of the kernel's relations it needs. The paper lists the same questions in "What a backend contract
+would need" (Section VI).
+
+A backend guards nothing and knows no epoch, key or generation. It answers, and the runtime asks the
+kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+import torch
+from torch import Tensor
+
+RELATIONS = (
+    "ownership",
+    "version",
+    "order",
+    "arena",
+    "capture",
+    "completion",
+    "reduction",
+    "persistence",
+)
+"""The kernel's relations by name; a backend lists those that it uses."""
+
+
+class BackendError(RuntimeError):
+    """A backend cannot do what was asked; the message says what is missing and what to do."""
+
+
+@attrs.frozen
+class TensorSpec:
+    """
+    Shape, type and place of one tensor that crosses a stage boundary.
+
+    Args:
+        shape: The fixed shape; captured graphs need one.
+        dtype: The element type.
+        device: Where the tensor lives.
+        differentiable: Whether a gradient flows back through it. Token ids, targets and the input
+            of a first stage are not.
+    """
+
+    shape: tuple[int, ...] = attrs.field()
+    dtype: torch.dtype
+    device: torch.device
+    differentiable: bool = True
+
+    def buffer(self) -> Tensor:
+        """A zeroed static buffer, a leaf of autograd where a gradient flows through it."""
+        made = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return made.requires_grad_() if self.differentiable else made
+
+    def mismatch(self, tensor: Tensor) -> str | None:
+        """What differs between a tensor and this, in words; None when nothing does."""
+        if tuple(tensor.shape) != self.shape:
+            return f"expected shape {self.shape}, found {tuple(tensor.shape)}"
+        if tensor.dtype != self.dtype:
+            return f"expected dtype {self.dtype}, found {tensor.dtype}"
+        if tensor.device != self.device:
+            return f"expected device {self.device}, found {tensor.device}"
+        return None
+
+
+@attrs.frozen(eq=False)
+class Matrix:
+    """
+    A parameter whose gradient comes out of dW.
+
+    Args:
+        name: Its name within the stage.
+        parameter: The parameter itself.
+        start: First row of its gradient within its unit's.
+        stop: One past the last.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    start: int
+    stop: int
+
+
+@attrs.frozen(eq=False)
+class WgradUnit:
+    """
+    One piece of deferred work: one matrix product whose result is the gradient of its matrices.
+
+    Split QKV has one unit for three matrices, because the library multiplies the three as one; so a
+    destination belongs to a unit, and its matrices are adjacent rows of it.
+    """
+
+    name: str
+    matrices: tuple[Matrix, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of all matrices together, and their common width."""
+        return self.matrices[-1].stop, int(self.matrices[0].parameter.shape[1])
+
+    def rows(self, gradient: Tensor) -> Iterable[tuple[Matrix, Tensor]]:
+        """Each matrix with its rows of the unit's gradient."""
+        for matrix in self.matrices:
+            yield matrix, gradient[matrix.start : matrix.stop]
+
+
+@attrs.frozen(eq=False)
+class NonMatrix:
+    """A parameter whose gradient comes out of dI (norm weights, biases, an embedding)."""
+
+    name: str
+    parameter: torch.nn.Parameter
+
+
+@attrs.define(eq=False)
+class DeferredWork:
+    """One unit's retained operands and the function that multiplies them."""
+
+    unit: WgradUnit
+    operands: Sequence[Any]
+    compute: Callable[..., Any]
+
+
+@attrs.define(eq=False)
+class Tape:
+    """
+    What one slot retains from its F until its dW: outputs with their graph, then deferred work.
+
+    Args:
+        slot: The slot that owns it.
+        stores: Where the library queues deferred work; one private set for each slot, because a
+            store is a bare FIFO queue without key or owner.
+    """
+
+    slot: int
+    stores: tuple[Any, ...]
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    work: list[DeferredWork] = attrs.field(factory=list)
+    bound: Mapping[str, Tensor] | None = None
+
+    @property
+    def queued(self) -> tuple[str, ...]:
+        """Names of the units whose work waits, in the order in which dI queued them."""
+        return tuple(w.unit.name for w in self.work)
+
+    def clear(self) -> None:
+        """Drop everything retained, as after dW or an abort."""
+        self.inputs = ()
+        self.outputs = ()
+        self.work.clear()
+        self.bound = None
+
+
+@attrs.frozen(eq=False)
+class InputGradients:
+    """
+    What dI returned.
+
+    Args:
+        inputs: One gradient for each differentiable input, in order; empty on a first stage.
+        non_matrix: One for each of the stage's `non_matrix` parameters, in order.
+        queued: The units whose work is now deferred.
+    """
+
+    inputs: tuple[Tensor, ...]
+    non_matrix: tuple[Tensor, ...]
+    queued: tuple[str, ...]
+
+
+@attrs.frozen(eq=False)
+class WeightGradients:
+    """
+    What dW covered.
+
+    Args:
+        covered: Names of the matrices whose gradient was computed, in order, each as often as it
+            was computed: the runtime checks that this is every matrix once.
+        by_unit: The gradients by unit, in the bound destination or in the backend's own memory,
+            which is valid until the slot is used again.
+    """
+
+    covered: tuple[str, ...]
+    by_unit: Mapping[str, Tensor]
+
+
+@runtime_checkable
+class StateDomain(Protocol):
+    """The numerical state that F and dI move, and every stage that shares it; it owns capture."""
+
+    @property
+    def name(self) -> str:
+        """The library's name, as reports show it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the domain's stages run."""
+
+    @property
+    def stages(self) -> Sequence[StageBackend]:
+        """Every stage of the domain, in the order in which they joined."""
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the set of modules is closed: captured graphs bake it in."""
+
+    def freeze(self) -> None:
+        """
+        Close the set of modules before capture.
+
+        Raises:
+            BackendError: A stage is not warm yet, or a module outside the domain shares its state.
+        """
+
+    def check_membership(self) -> None:
+        """
+        Look whether a module has joined the shared state since `freeze`.
+
+        Raises:
+            BackendError: One has; captured graphs would not move its state.
+        """
+
+    def extra_state(self) -> Mapping[str, Tensor]:
+        """Live numerical state that belongs to no single stage."""
+
+    def capture_obstacles(self) -> tuple[str, ...]:
+        """Why the domain cannot be captured, each in one line; empty when it can."""
+
+    def environment(self) -> Mapping[str, str]:
+        """Versions and settings that results depend on, for reports."""
+
+    def recipe(self) -> Mapping[str, Any]:
+        """The precision recipe as plain data: a restart under another one is refused."""
+
+
+@runtime_checkable
+class StageBackend(Protocol):
+    """One pipeline stage of a stateful library."""
+
+    @property
+    def index(self) -> int:
+        """The stage's index in the pipeline."""
+
+    @property
+    def domain(self) -> StateDomain:
+        """The numerical state that this stage's F and dI move."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What F takes."""
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """What F returns; dI takes one gradient for each differentiable one."""
+
+    @property
+    def units(self) -> tuple[WgradUnit, ...]:
+        """The deferred products of one dW."""
+
+    @property
+    def non_matrix(self) -> tuple[NonMatrix, ...]:
+        """The parameters whose gradients come out of dI, in a fixed order."""
+
+    @property
+    def relations(self) -> frozenset[str]:
+        """The kernel's relations that this backend uses; the others are left out."""
+
+    @property
+    def survives_restart(self) -> frozenset[str]:
+        """What a checkpoint keeps; everything else is rebuilt."""
+
+    def new_tape(self, slot: int) -> Tape:
+        """Empty retained work for one slot, with stores of its own."""
+
+    def warm(self) -> None:
+        """Create whatever the library creates on first use. Moves numerical state: restore it."""
+
+    def forward(self, tape: Tape, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """F: the outputs, with everything that dI needs left on the tape."""
+
+    def bind(self, tape: Tape, destinations: Mapping[str, Tensor] | None) -> None:
+        """Say where the gradient of each unit goes, before dI; None lets the library allocate."""
+
+    def input_gradient(self, tape: Tape, output_gradients: Sequence[Tensor]) -> InputGradients:
+        """dI: input and non-matrix gradients; matrix work is left on the tape."""
+
+    def weight_gradient(
+        self, tape: Tape, *, accumulate: bool, keep: bool = False
+    ) -> WeightGradients:
+        """
+        dW: run the tape's deferred work into its bound destinations.
+
+        Args:
+            tape: The tape that its own dI filled.
+            accumulate: Add to the destination instead of overwriting it.
+            keep: Leave the work on the tape, to capture it a second time.
+        """
+
+    def refresh_cache(self) -> None:
+        """Quantize every weight into its cache again, in place, with this stage's current scale."""
+
+    def cache_is_current(self) -> bool:
+        """Whether no parameter has changed since the cache was last refreshed, as the host saw."""
+
+    def cached_weights(self) -> Mapping[str, Tensor]:
+        """Live tensors of the weight cache by name."""
+
+    def numerical_state(self) -> Mapping[str, Tensor]:
+        """Live tensors of the numerical state by name, in a form any rank can load."""
+
+    def addresses(self) -> Mapping[str, int]:
+        """Addresses that a captured graph bakes in: parameters, numerical state, caches."""
+
+    def capture_obstacles(self) -> tuple[str, ...]:
+        """Why this stage cannot be captured, each in one line; empty when it can."""
+
+    def native_forward(self, inputs: Sequence[Tensor], *, first: bool) -> tuple[Tensor, ...]:
+        """F of the library's ordinary full backward, refreshing its cache on `first`."""
+
+    def native_bind(self, destinations: Mapping[str, Tensor] | None) -> None:
+        """Let the full backward accumulate into these instead of `.grad`."""
+
+
+def matrices(stage: StageBackend) -> tuple[Matrix, ...]:
+    """Every matrix parameter of a stage, in the order of its units."""
+    return tuple(matrix for unit in stage.units for matrix in unit.matrices)
+
+
+def parameters(stage: StageBackend) -> dict[str, torch.nn.Parameter]:
+    """Every parameter of a stage by name: matrices first, then the others."""
+    found = {m.name: m.parameter for m in matrices(stage)}
+    found.update((p.name, p.parameter) for p in stage.non_matrix)
+    return found

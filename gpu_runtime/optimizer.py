@@ -1,0 +1,104 @@
+"""
+AdamW over the stages of one process, with master weights where destinations are not bf16.
+
+Torch's AdamW refuses parameters and gradients of different types, so fp32 destinations want fp32
+master weights: the optimizer updates the masters and writes them back rounded. Every parameter has
+one then, also those whose gradients stay bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gpu_runtime.backend import BackendError, StageBackend, parameters
+from gpu_runtime.workload import Gradients
+
+
+class Optimizer:
+    """
+    One fused AdamW over every stage.
+
+    Args:
+        stages: The stages whose parameters it owns.
+        lr: Learning rate.
+        weight_decay: AdamW's decoupled decay.
+        master_dtype: Type of the master weights; None updates the parameters themselves.
+        capturable: Keep the step count on the device, so that a graph can hold the update.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageBackend],
+        *,
+        lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        master_dtype: torch.dtype | None = None,
+        capturable: bool = False,
+    ) -> None:
+        self.master_dtype = master_dtype
+        self.named: dict[str, Tensor] = {}
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        for stage in stages:
+            for name, parameter in parameters(stage).items():
+                target: Tensor = parameter
+                if master_dtype is not None:
+                    target = parameter.detach().to(master_dtype, copy=True).requires_grad_()
+                    self._pairs.append((parameter, target))
+                self.named[f"stages.{stage.index}.{name}"] = target
+        self.adamw = torch.optim.AdamW(
+            list(self.named.values()),
+            lr=lr,
+            weight_decay=weight_decay,
+            fused=True,
+            capturable=capturable,
+        )
+
+    def step(self, gradients: Gradients) -> None:
+        """
+        Update every parameter from the gradients of one epoch.
+
+        Args:
+            gradients: By stage and parameter name; every parameter needs one.
+
+        Raises:
+            BackendError: A parameter has no gradient; nothing was updated.
+        """
+        flat = {
+            f"stages.{index}.{name}": gradient
+            for index, named in gradients.items()
+            for name, gradient in named.items()
+        }
+        if odd := sorted(self.named.keys() ^ flat.keys()):
+            raise BackendError(
+                f"gradients and parameters disagree on {len(odd)} names, first {odd[0]}; "
+                "finalize every stage before the optimizer step"
+            )
+        for name, target in self.named.items():
+            target.grad = flat[name].to(target.dtype)
+        self.update()
+
+    def update(self) -> None:
+        """Run AdamW on the gradients that are set, and write masters back into parameters."""
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        if self._pairs:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [parameter for parameter, _ in self._pairs],
+                    [master for _, master in self._pairs],
+                )
+
+    def state_tensors(self) -> Mapping[str, Tensor]:
+        """AdamW's state by parameter and kind, with the masters."""
+        state = {
+            f"{name}.{key}": value
+            for name, target in self.named.items()
+            for key, value in self.adamw.state[target].items()
+            if isinstance(value, Tensor)
+        }
+        if self._pairs:
+            state.update((f"{name}.master", target.detach()) for name, target in self.named.items())
+        return state

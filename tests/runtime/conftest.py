@@ -1,0 +1,19 @@
+"""
+Shared by the runtime's tests: one thread, because results on a CPU depend on the thread count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Pin torch to one thread for every runtime test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,144 @@
+"""
+F, dI and dW over a backend with no guard at all: what a runtime that never asks would do.
+
+The backend's numerics are tested through it, and so is what goes wrong when a guard is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from gpu_runtime.arena import Arena, Rule, by_matrix
+from gpu_runtime.backend import StageBackend, Tape
+from gpu_runtime.compare import Recording
+from gpu_runtime.native import matrix_names, record_step, record_sum
+from gpu_runtime.numerical import live_state
+from gpu_runtime.optimizer import Optimizer
+from gpu_runtime.workload import Kind, Order, Step, Workload, by_index
+
+
+@attrs.define(eq=False)
+class UnguardedRun:
+    """Split training over some stages, one tape for each microbatch."""
+
+    stages: Sequence[StageBackend]
+    order: Order
+    workload: Workload
+    rule: Rule
+    dtype: torch.dtype
+    optimizer: Optimizer
+    recording: Recording | None = None
+    refresh_all_at_start: bool = False
+    _arenas: dict[int, Arena] = attrs.field(factory=dict, init=False)
+    _tapes: dict[tuple[int, int], Tape] = attrs.field(factory=dict, init=False)
+    _non_matrix: dict[int, dict[str, Tensor]] = attrs.field(factory=dict, init=False)
+    _written: dict[int, int] = attrs.field(factory=dict, init=False)
+    _cache_epoch: dict[int, int] = attrs.field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        for stage in self.stages:
+            self._arenas[stage.index] = Arena.for_stage(
+                stage, self.rule, self.order.num_microbatches, self.dtype
+            )
+
+    def run(self, num_steps: int) -> None:
+        """Train for some optimizer steps."""
+        for number in range(num_steps):
+            self.step(number)
+
+    def step(self, number: int) -> None:
+        """One optimizer step."""
+        stages = by_index(self.stages)
+        self._written = dict.fromkeys(stages, 0)
+        self._non_matrix = {}
+        seen: set[int] = set()
+        if self.refresh_all_at_start:
+            for stage in self.stages:
+                self._refresh(stage, number)
+                seen.add(stage.index)
+        for action in self.order.steps:
+            stage = stages[action.stage]
+            if action.kind is Kind.FORWARD:
+                if stage.index not in seen:
+                    self._refresh(stage, number)
+                    seen.add(stage.index)
+                self._forward(stage, number, action)
+            elif action.kind is Kind.DGRAD:
+                self._input_gradient(stage, number, action)
+            else:
+                self._weight_gradient(stage, number, action)
+        self._update(number)
+
+    def _refresh(self, stage: StageBackend, number: int) -> None:
+        stage.refresh_cache()
+        self._cache_epoch[stage.index] = number
+
+    def _forward(self, stage: StageBackend, number: int, action: Step) -> None:
+        tape = self._tapes[stage.index, action.microbatch] = stage.new_tape(action.microbatch)
+        inputs = [spec.buffer() for spec in stage.inputs]
+        with torch.no_grad():
+            for buffer, value in zip(
+                inputs, self.workload.inputs(stage, number, action.microbatch), strict=True
+            ):
+                buffer.copy_(value)
+        outputs = stage.forward(tape, inputs)
+        if (r := self.recording) is not None:
+            where = f"step {number} {action}"
+            r.add_all("outputs", where, {str(n): y for n, y in enumerate(outputs)})
+            r.add("versions", f"{where} weight epoch", number)
+            r.add("versions", f"{where} cache epoch", self._cache_epoch[stage.index])
+            r.add("versions", f"{where} cache is current", int(stage.cache_is_current()))
+            r.add_state(where, live_state(stage.domain))
+
+    def _input_gradient(self, stage: StageBackend, number: int, action: Step) -> None:
+        tape = self._tapes[stage.index, action.microbatch]
+        stage.bind(tape, self._arenas[stage.index].destinations(action.microbatch))
+        result = stage.input_gradient(
+            tape, self.workload.output_gradients(stage, number, action.microbatch)
+        )
+        assert len(result.queued) == len(stage.units)
+        named = dict(zip((p.name for p in stage.non_matrix), result.non_matrix, strict=True))
+        held = self._non_matrix.setdefault(stage.index, {})
+        for name, gradient in named.items():
+            held[name] = held[name] + gradient if name in held else gradient
+        if (r := self.recording) is not None:
+            where = f"step {number} {action}"
+            r.add_all("input gradients", where, {str(n): g for n, g in enumerate(result.inputs)})
+            place = f"step {number} stage {stage.index} m{action.microbatch}"
+            r.add_all("microbatch gradients", place, named)
+            r.add_state(where, live_state(stage.domain))
+
+    def _weight_gradient(self, stage: StageBackend, number: int, action: Step) -> None:
+        tape = self._tapes.pop((stage.index, action.microbatch))
+        accumulate = self.rule == "accumulate" and self._written[stage.index] > 0
+        result = stage.weight_gradient(tape, accumulate=accumulate)
+        assert tuple(sorted(result.covered)) == matrix_names(stage)
+        self._written[stage.index] += 1
+        if self.rule == "copied":
+            self._arenas[stage.index].keep_copies(action.microbatch, result.by_unit)
+        if (r := self.recording) is not None:
+            if self.rule == "accumulate":
+                record_sum(r, stage, number, self._written[stage.index], result.by_unit)
+            else:
+                place = f"step {number} stage {stage.index} m{action.microbatch}"
+                r.add_all("microbatch gradients", place, by_matrix(stage.units, result.by_unit))
+
+    def _update(self, number: int) -> None:
+        gradients = {}
+        for stage in self.stages:
+            total = self._arenas[stage.index].total(
+                self.order.microbatches(stage.index, Kind.DGRAD)
+            )
+            gradients[stage.index] = {
+                **by_matrix(stage.units, total),
+                **self._non_matrix[stage.index],
+            }
+        record_step(self.recording, number, self.stages, gradients, before_update=True)
+        self.optimizer.step(gradients)
+        for arena in self._arenas.values():
+            arena.start_epoch()
+        record_step(self.recording, number, self.stages, gradients, optimizer=self.optimizer)
