@@ -12,8 +12,8 @@ from .refusals import Refused
 #: A link is one pair of a caller stream and a domain's graph stream. ``submitted`` counts the
 #: caller's work, ``joined`` how much of it the graph stream has waited for; ``replays`` counts
 #: the graph stream's work, ``waited`` how much of it the caller has waited for, ``undrained``
-#: whether the host has yet to see it finish. ``produced`` and ``landed`` say which replay wrote a slot
-#: and a stage's gradients.
+#: whether the host has yet to see it finish. ``produced`` and ``landed`` say which replay wrote
+#: a slot and a stage's gradients.
 STATE = {
     "submitted": Column("link"),
     "joined": Column("link"),

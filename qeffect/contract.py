@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from attrs import define, field
+from attrs import define
 
 from .checkpoint import Checkpoint
 from .config import StageConfig, lay_out

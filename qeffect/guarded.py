@@ -22,6 +22,7 @@ class _Guarded:
 
     __slots__ = ("contract", "ticket")
 
+    contract: Contract
     ticket: Ticket
 
     def check(self) -> Ticket:
@@ -41,9 +42,9 @@ class _Guarded:
         traceback: TracebackType | None,
     ) -> Literal[False]:
         if kind is None:
-            self.contract.commit(self.ticket, self.evidence())  # type: ignore[has-type]
+            self.contract.commit(self.ticket, self.evidence())
         else:
-            self.contract.abort(self.ticket)  # type: ignore[has-type]
+            self.contract.abort(self.ticket)
         return False
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
@@ -90,7 +91,7 @@ def require_disjoint(destinations: Iterable[Destination]) -> None:
         Refused: ``arena.overlapping-destinations``, naming both.
     """
     ranged = sorted((d for d in destinations if d.nbytes), key=lambda d: (d.device, d.address))
-    for before, after in zip(ranged, ranged[1:], strict=False):
+    for before, after in pairwise(ranged):
         if before.device == after.device and before.address + before.nbytes > after.address:
             raise _refused(
                 "arena.overlapping-destinations",

@@ -5,7 +5,7 @@ The concrete memory: one plain list or dictionary per column of the contract.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .columns import CONFIG, Column
 from .stage import STATE
@@ -44,6 +44,11 @@ class Memory:
                 setattr(self, name, [column.initial] * members)
             else:
                 setattr(self, name, dict.fromkeys(members, column.initial))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Columns are lists or dictionaries; the halves that read them are duck-typed."""
 
     @staticmethod
     def every(column: Any, value: Any) -> bool:

@@ -1,0 +1,97 @@
+"""
+The command line: ``qeffect check``, ``faults``, ``plan``, ``replay``, ``bench``, and the commands
+that other layers register.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.metadata import entry_points
+from typing import NoReturn
+
+from ..refusals import Refused
+from .bench import Bench
+from .check import Check
+from .command import Command, Exit, Outcome, Progress, Unusable
+from .faults import Faults
+from .plan import Plan
+from .replay import Replay
+
+__all__ = ["main"]
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are one line and exit with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Unusable(f"{message} (see '{self.prog} --help')")
+
+
+def commands() -> Iterable[Command]:
+    """Yield the kernel's commands, then those of the layers above it."""
+    yield from (Check(), Faults(), Plan(), Replay(), Bench())
+    for entry in sorted(entry_points(group="qeffect.commands"), key=lambda e: e.name):
+        yield entry.load()()
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    root = _Parser(
+        prog="qeffect",
+        description="Check that FP8 pipeline training over captured graphs keeps its contract.",
+    )
+    subparsers = root.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    for command in commands():
+        sub = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        command.add_arguments(sub)
+        sub.add_argument("--json", action="store_true", help="print one JSON object")
+        sub.add_argument("--quiet", action="store_true", help="show no progress")
+        sub.set_defaults(run=command.run)
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Run a command.
+
+    Args:
+        argv: Arguments without the program's name; by default the process's own.
+
+    Returns:
+        0 when everything kept the contract, 1 when something did not, 2 for unusable input.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in given
+    try:
+        args = parser().parse_args(given)
+        outcome = args.run(args, Progress(enabled=not args.quiet and not as_json))
+    except Unusable as error:
+        return _unusable(str(error), as_json)
+    except Refused as refused:  # a configuration that the contract refuses
+        return _unusable(str(refused), as_json)
+    except KeyboardInterrupt:
+        return _unusable("interrupted", as_json)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(Exit.UNUSABLE)
+    _print(outcome, as_json)
+    return int(outcome.exit)
+
+
+def _print(outcome: Outcome, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"verdict": outcome.verdict, **outcome.data}))
+    else:
+        print("\n".join(outcome.text))
+
+
+def _unusable(message: str, as_json: bool) -> int:
+    line = " ".join(message.split())
+    if as_json:
+        print(json.dumps({"verdict": "unusable", "error": line}))
+    print(f"qeffect: {line}", file=sys.stderr)
+    return int(Exit.UNUSABLE)

@@ -1,0 +1,115 @@
+"""
+``qeffect check``: does every action of a schedule keep the contract?
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from ..schedule.actions import Schedule
+from ..schedule.binding import DISCIPLINES
+from ..schedule.check import Verdict, check
+from ..schedule.grid import grid
+from ..schedule.tables import fixture_names, read_fixture
+from ..schedule.timeline import timeline
+from ..schedule.trace import trace_json
+from .command import Outcome, Progress, Unusable, needs
+from .source import add_source, read_source
+
+__all__ = ["Check"]
+
+
+class Check:
+    """Check a schedule, the shipped ones, or random ones."""
+
+    name = "check"
+    help = "check a pipeline schedule against the contract"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the options."""
+        add_source(parser)
+        parser.add_argument("--fixtures", action="store_true", help="check every shipped table")
+        parser.add_argument("--random", type=int, metavar="N", help="check N random schedules")
+        parser.add_argument("--seed", type=int, default=0, help="seed of --random (default 0)")
+        parser.add_argument(
+            "--binding",
+            choices=tuple(DISCIPLINES),
+            default="contract",
+            help="how the runtime pairs dW with retained work (default: contract)",
+        )
+        parser.add_argument("--svg", type=Path, metavar="F", help="write a timeline")
+        parser.add_argument("--trace", type=Path, metavar="F", help="write a Chrome trace")
+
+    def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
+        """Check and report."""
+        if args.random is not None:
+            return _random(args, progress)
+        if args.fixtures:
+            return _fixtures(args.binding, progress)
+        schedule = read_source(args)
+        verdict = check(schedule, binding=args.binding)
+        for path, text in (
+            (args.svg, lambda: timeline(schedule, verdict.finding)),
+            (args.trace, lambda: trace_json(schedule, verdict.finding)),
+        ):
+            if path is not None:
+                _write(path, text())
+        return Outcome(verdict.verdict, verdict.record(), _lines(schedule, verdict))
+
+
+def _lines(schedule: Schedule, verdict: Verdict) -> list[str]:
+    if verdict.finding is None:
+        return [
+            f"accepted: {schedule.source}",
+            f"  {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+            f"{schedule.num_microbatches} microbatches, {verdict.actions} actions checked; "
+            f"slots a stage: {verdict.slots_text}",
+        ]
+    finding = verdict.finding
+    return [
+        f"refused: {schedule.source}",
+        grid(schedule, finding),
+        "",
+        str(finding),
+        f"  expected: {finding.expected}",
+        f"  found:    {finding.found}",
+        f"  do:       {finding.remedy}",
+    ]
+
+
+def _fixtures(binding: str, progress: Progress) -> Outcome:
+    rows: list[dict[str, Any]] = []
+    text = []
+    for name in fixture_names():
+        progress(f"Checking. {name}")
+        verdict = check(read_fixture(name), binding=binding)
+        rows.append({"table": name, **verdict.record()})
+        said = "accepted" if verdict.finding is None else f"refused  {verdict.finding}"
+        text.append(f"{said:9} {name} ({verdict.actions} actions)")
+    refused = [row for row in rows if row["verdict"] != "accepted"]
+    first = {k: refused[0][k] for k in ("clause", "rank", "step", "action")} if refused else {}
+    text.append(f"{len(rows) - len(refused)} of {len(rows)} shipped tables accepted.")
+    return Outcome(
+        "refused" if refused else "accepted", {**first, "tables": rows, "binding": binding}, text
+    )
+
+
+def _random(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """Hand over to the layer above: the machine needs Hypothesis."""
+    if args.random < 1:
+        raise Unusable(f"--random wants a positive number of schedules, got {args.random}")
+    for entry in entry_points(group="qeffect.random"):
+        run = needs("verify", entry.load)
+        outcome: Outcome = needs("verify", lambda: run(args, progress))  # noqa: B023
+        return outcome
+    raise Unusable("random schedules need the verification layer: pip install 'qeffect[verify]'")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Unusable(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,70 @@
+"""
+``qeffect plan``: what a schedule needs in tapes, slots, graphs and gradient memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from ..schedule.actions import ScheduleError
+from ..schedule.plan import Layers, Provision, plan
+from ..schedule.ranks import check_ranks
+from .command import Outcome, Progress, Unusable
+from .source import add_source, read_source
+
+__all__ = ["Plan"]
+
+
+class Plan:
+    """Plan a schedule's resources in both provisionings."""
+
+    name = "plan"
+    help = "plan the tapes, slots, graphs and gradient bytes of a schedule"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the options."""
+        add_source(parser)
+        parser.add_argument("--hidden", type=int, help="hidden size, for byte counts")
+        parser.add_argument("--ffn", type=int, help="feed-forward size (default 4 * hidden)")
+        parser.add_argument("--layers", type=int, default=1, help="layers a stage (default 1)")
+        parser.add_argument("--dtype", default="bf16", help="gradient type (default bf16)")
+
+    def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
+        """Plan and report."""
+        schedule = read_source(args)
+        findings = check_ranks(schedule)
+        if findings:
+            raise Unusable(f"plan a schedule that keeps the contract; this one: {findings[0]}")
+        try:
+            layers = (
+                Layers(args.hidden, args.ffn or 4 * args.hidden, args.layers, args.dtype)
+                if args.hidden is not None
+                else None
+            )
+        except ScheduleError as error:
+            raise Unusable(str(error)) from error
+        planned = plan(schedule, layers)
+        lines = [
+            f"{planned.source}",
+            "rank  live tapes  pending dW  slots  graphs live/paper  arena live/paper",
+        ]
+        for rank in planned.ranks:
+            lines.append(
+                f"{rank.rank:4}  {rank.peak_live:10}  {rank.peak_pending:10}  {rank.slots:5}  "
+                f"{rank.live_slots.graphs:6} / {rank.paper.graphs:<6}    "
+                f"{_bytes(rank.live_slots)} / {_bytes(rank.paper)}"
+            )
+            for stage in rank.stages:
+                lines.append(
+                    f"      stage {stage.stage}: {stage.peak_live} live, "
+                    f"{stage.peak_pending} pending, {stage.forwards} forwards"
+                )
+        if layers is None:
+            lines.append("give --hidden for bytes")
+        return Outcome("accepted", {"plan": planned.record()}, lines)
+
+
+def _bytes(provision: Provision) -> str:
+    if provision.arena_bytes is None:
+        return "-"
+    return f"{provision.arena_bytes / 2**20:,.0f} MiB"

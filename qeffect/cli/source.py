@@ -1,0 +1,64 @@
+"""
+Where a command's schedule comes from: a CSV table, a torch class by name, or a TE order list.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from ..schedule.actions import Schedule, ScheduleError
+from .command import Unusable
+
+__all__ = ["add_source", "read_source"]
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that name a schedule."""
+    parser.add_argument("file", nargs="?", metavar="FILE.csv", help="a torch schedule table")
+    parser.add_argument("--torch", metavar="CLASS", help="a schedule class of torch, by name")
+    parser.add_argument("--pp", type=int, default=2, help="pipeline ranks (with --torch)")
+    parser.add_argument("--vpp", type=int, help="stages a rank (with --torch)")
+    parser.add_argument("--microbatches", type=int, help="microbatches of one step")
+    parser.add_argument("--comms", action="store_true", help="with sends and receives")
+    parser.add_argument("--te-order", metavar="LIST", help="a Transformer Engine _order list")
+
+
+def read_source(args: argparse.Namespace) -> Schedule:
+    """
+    Read the schedule that the arguments name.
+
+    Raises:
+        Unusable: None or several are named, or the one named cannot be read.
+    """
+    named = [
+        option
+        for option, value in (
+            ("FILE.csv", args.file),
+            ("--torch", args.torch),
+            ("--te-order", args.te_order),
+        )
+        if value is not None
+    ]
+    if len(named) != 1:
+        got = " and ".join(named) or "none"
+        raise Unusable(f"name one schedule: FILE.csv, --torch CLASS or --te-order LIST; got {got}")
+    try:
+        if args.torch is not None:
+            from ..schedule.torch_tables import torch_schedule
+
+            return torch_schedule(
+                args.torch,
+                pp=args.pp,
+                vpp=args.vpp,
+                microbatches=4 if args.microbatches is None else args.microbatches,
+                comms=args.comms,
+            )
+        if args.te_order is not None:
+            from ..schedule.te_order import te_order
+
+            return te_order(args.te_order)
+        from ..schedule.tables import read_table
+
+        return read_table(args.file, num_microbatches=args.microbatches)
+    except ScheduleError as error:
+        raise Unusable(str(error)) from error

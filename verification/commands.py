@@ -1,0 +1,167 @@
+"""
+The verification layer's commands: ``qeffect explore``, ``qeffect prove``, ``check --random``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from qeffect.cli.command import Outcome, Progress, Unusable, needs
+
+__all__ = ["Explore", "Prove", "random_schedules"]
+
+
+class Explore:
+    """Walk every reachable state of small contracts."""
+
+    name = "explore"
+    help = "explore every reachable state of small contracts"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the options."""
+        parser.add_argument("--slots", type=int, help="explore the slot pool with this many slots")
+        parser.add_argument("--keys", type=int, help="keys of the slot pool (default: slots)")
+        parser.add_argument("--generations", type=int, help="its generations (default 3)")
+        parser.add_argument("--scope", help="explore one named scope; see the README for them")
+        parser.add_argument("--batch", action="store_true", help="use the NumPy reading")
+        parser.add_argument("--symmetry", action="store_true", help="one state of each orbit")
+
+    def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
+        """Explore and report."""
+        explorer = needs("verify", _explorer)
+        scopes = explorer.standard_scopes()
+        if args.slots is not None or args.keys is not None or args.generations is not None:
+            if args.scope is not None:
+                raise Unusable("give either --scope or --slots, --keys and --generations")
+            slots = 3 if args.slots is None else args.slots
+            try:
+                chosen = [
+                    explorer.pool_scope(
+                        slots,
+                        slots if args.keys is None else args.keys,
+                        3 if args.generations is None else args.generations,
+                    )
+                ]
+            except ValueError as error:
+                raise Unusable(str(error)) from error
+        elif args.scope is not None:
+            if args.scope not in scopes:
+                raise Unusable(f"no scope {args.scope!r}; there are {', '.join(scopes)}")
+            chosen = [scopes[args.scope]]
+        else:
+            chosen = list(scopes.values())
+        try:
+            reports = [
+                explorer.run(scope, batch=args.batch, symmetry=args.symmetry, progress=progress)
+                for scope in chosen
+            ]
+        except ValueError as error:
+            raise Unusable(str(error)) from error
+        rows = [report.asdict() for report in reports]
+        missing = [] if len(chosen) == 1 else explorer.unwitnessed(reports)
+        violation = next((row["violation"] for row in rows if row["violation"]), None)
+        text = []
+        for row in rows:
+            text.append(
+                f"{row['scope']:24} {row['states']:>10,} states {row['transitions']:>12,} "
+                f"transitions {row['refused']:>12,} refused  depth {row['depth']:>3}  "
+                f"{row['rate']:>11,.0f}/s"
+            )
+        if violation:
+            text.append(f"violated: {violation}")
+        for name in missing:
+            text.append(f"never witnessed: {name}")
+        if len(chosen) > 1 and not missing:
+            text.append("every transition was accepted and every refusal clause witnessed.")
+        verdict = "refused" if violation or missing else "accepted"
+        return Outcome(verdict, {"scopes": rows, "unwitnessed": missing}, text)
+
+
+class Prove:
+    """Prove the guards, and show that each is needed."""
+
+    name = "prove"
+    help = "prove the invariants over every path of every transition"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the options."""
+        parser.add_argument("--mutants", action="store_true", help="delete every guard and update")
+        parser.add_argument(
+            "--seeds", type=int, default=1, help="solver seeds to sweep (default 1)"
+        )
+        parser.add_argument("--cvc5", action="store_true", help="also ask a second solver")
+
+    def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
+        """Prove and report."""
+        if args.seeds < 1:
+            raise Unusable(f"--seeds wants a positive number, got {args.seeds}")
+        prove = needs("verify", _prove)
+        solvers = ("z3", "cvc5") if args.cvc5 else ("z3",)
+        run = lambda: prove.run(progress=progress, seeds=range(args.seeds), solvers=solvers)
+        report = needs("cvc5", run) if args.cvc5 else run()
+        data: dict[str, Any] = report.asdict()
+        lines = [
+            f"{data['unsat']} of {len(data['obligations'])} obligations proved, "
+            f"{data['unknown']} unknown, in {data['seconds']:.1f} s"
+        ]
+        lines += [
+            f"  {o['verdict']:8} {o['transition']} {o['path']}: {o['name']}"
+            for o in data["obligations"]
+            if not o["proved"]
+        ]
+        good = data["unsat"] == len(data["obligations"])
+        data |= {"mutants": None, "killed": None}
+        if args.mutants:
+            mutants = needs("verify", _mutants).run(progress=progress).asdict()
+            data |= {"mutants": mutants["mutants"], "killed": mutants["killed"]}
+            data["mutant_report"] = mutants
+            good = good and not mutants["survivors"]
+            lines.append(
+                f"{mutants['killed']} of {mutants['mutants']} mutants killed, "
+                f"{len(mutants['survivors'])} survive, in {mutants['seconds']:.1f} s"
+            )
+            lines += [f"  {name}: {count}" for name, count in mutants["by_class"].items()]
+        return Outcome("accepted" if good else "refused", data, lines)
+
+
+def random_schedules(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """Run ``qeffect check --random N --seed S``."""
+    machine = needs("verify", _machine)
+    report = machine.run(args.random, args.seed, progress=progress)
+    data = report.asdict()
+    if data["failure"]:
+        lines = [str(data["failure"])]
+    else:
+        lines = [
+            f"{data['schedules']:,} random schedules, {data['actions']:,} actions at "
+            f"{data['actions_per_second']:,.0f}/s: every legal one accepted, every illegal one "
+            "refused with nothing changed.",
+        ]
+    lines += [f"never exercised: {name}" for name in data["uncovered"]]
+    bad = bool(data["failure"] or data["uncovered"])
+    return Outcome("refused" if bad else "accepted", data, lines)
+
+
+def _explorer() -> Any:
+    from verification import explorer
+
+    return explorer
+
+
+def _prove() -> Any:
+    from verification import prove
+
+    return prove
+
+
+def _mutants() -> Any:
+    from verification import mutants
+
+    return mutants
+
+
+def _machine() -> Any:
+    from verification import machine
+
+    return machine
