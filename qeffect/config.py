@@ -21,6 +21,16 @@ __all__ = ["Layout", "StageConfig", "lay_out"]
 _count = [instance_of(int), ge(1)]
 
 
+def _names(names: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(names, str):
+        raise TypeError(f"matrices must be a sequence of names, got the string {names!r}")
+    return tuple(sorted(names))
+
+
+def _destinations(destinations: Iterable[Destination]) -> tuple[Destination, ...]:
+    return tuple(destinations)
+
+
 @frozen
 class StageConfig:
     """
@@ -54,8 +64,8 @@ class StageConfig:
     domain: Hashable = 0
     blocks: int = field(default=1, validator=_count)
     invocations: int = field(default=1, validator=_count)
-    matrices: tuple[str, ...] = field(default=(), converter=lambda names: tuple(sorted(names)))
-    destinations: tuple[Destination, ...] = field(default=(), converter=tuple)
+    matrices: tuple[str, ...] = field(default=(), converter=_names)
+    destinations: tuple[Destination, ...] = field(default=(), converter=_destinations)
     sends_output: bool = False
     sends_gradient: bool = False
     reduces: bool = False

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["Destination", "placements", "require_layout"]
 
 
+def _shape(shape: Iterable[int]) -> tuple[int, ...]:
+    return tuple(shape)
+
+
 @frozen
 class Destination:
     """
@@ -40,7 +44,7 @@ class Destination:
 
     matrix: str
     microbatch: int | None = None
-    shape: tuple[int, ...] = field(default=(), converter=tuple)
+    shape: tuple[int, ...] = field(default=(), converter=_shape)
     dtype: str = ""
     device: str = ""
     address: int = 0
