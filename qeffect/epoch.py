@@ -71,7 +71,7 @@ def commit_epoch_writes(st: State, epoch):
 
 
 def checkpoint_guards(st: State):
-    if not st.every(st.wgrads, 0):
+    if not st.every(st.forwards, 0) or not st.every(st.wgrads, 0):
         raise Refused("persistence.mid-epoch")
 
 

@@ -158,8 +158,6 @@ def checkpoint_guards(st: State):
         raise Refused("persistence.pending-action")
     if not st.every(st.poisoned, 0):
         raise Refused("order.poisoned")
-    if not st.every(st.forwards, 0):
-        raise Refused("persistence.mid-epoch")
 
 
 def restore_guards(st: State, epoch, incarnation):

@@ -13,11 +13,6 @@ from .refusals import Refused
 STATE = {"incarnation": Column("one")}
 
 
-def checkpoint_guards(st: State):
-    if not st.every(st.pending, 0):
-        raise Refused("persistence.live-tape")
-
-
 def restore_guards(st: State, epoch, incarnation):
     if incarnation == st.incarnation[0]:
         raise Refused("persistence.same-incarnation")
