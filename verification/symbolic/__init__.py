@@ -1,0 +1,29 @@
+"""
+The symbolic reading: every path of every composed transition, as Z3 terms.
+
+``path_table`` runs the very functions that guard the GPU over symbolic memory and returns what
+each path requires and leaves behind. The proofs ask Z3 about the table; the batch explorer
+compiles it to NumPy.
+"""
+
+from .encoding import ARGUMENTS, Encoding, Memory, flat_arguments
+from .paths import Path, PathTable, merged, path_table
+from .terms import Array, Run, Scalar, Sym, UndecidedError, lift, raw
+
+__all__ = [
+    "ARGUMENTS",
+    "Array",
+    "Encoding",
+    "Memory",
+    "Path",
+    "PathTable",
+    "Run",
+    "Scalar",
+    "Sym",
+    "UndecidedError",
+    "flat_arguments",
+    "lift",
+    "merged",
+    "path_table",
+    "raw",
+]

@@ -1,0 +1,253 @@
+"""
+How the contract's sorts become Z3 sorts, and how memory and arguments are built from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import z3
+from attrs import define, field
+
+from qeffect.columns import CONFIG, Column
+from qeffect.stage import STATE, TRANSITIONS
+
+from .terms import Array, Constants, Run, Scalar, Sym, Term, lift
+
+__all__ = ["ARGUMENTS", "Encoding", "Memory", "flat_arguments"]
+
+#: Sort of every parameter of every transition. A key is its cell and epoch (the cell says its
+#: stage); a reference is its slot, generation and incarnation.
+ARGUMENTS: Mapping[str, str] = {
+    "slot": "slot",
+    "stage": "stage",
+    "domain": "domain",
+    "link": "link",
+    "token": "int",
+    "ticket": "int",
+    "epoch": "int",
+    "incarnation": "int",
+    "refresh": "flag",
+    "first": "flag",
+    "bit": "mask",
+    "destination": "opaque",
+    "queued": "opaque",
+    "covered": "opaque",
+    "key.cell": "cell",
+    "key.epoch": "int",
+    "ref.slot": "slot",
+    "ref.generation": "generation",
+    "ref.incarnation": "int",
+}
+
+#: The stage of every cell: what ``key.stage`` reads. Configured, and known to no transition.
+STAGE_OF = "stage_of"
+
+_INDEX_SORTS = ("slot", "cell", "stage", "domain", "link", "pool", "buffer", "opaque")
+_NULL = ("slot", "stage")  # sorts with a sentinel, written -1: NO_SLOT and NO_STAGE
+_MASK_BITS = 5
+
+
+def flat_arguments(transition: str) -> dict[str, str]:
+    """
+    Return the flat arguments of a transition and their sorts.
+
+    >>> flat_arguments("drop")
+    {'key.cell': 'cell', 'key.epoch': 'int', 'ref.slot': 'slot', 'ref.generation': \
+'generation', 'ref.incarnation': 'int'}
+    """
+    return {
+        name: sort
+        for parameter in TRANSITIONS[transition]
+        for name, sort in ARGUMENTS.items()
+        if name == parameter or name.startswith(f"{parameter}.")
+    }
+
+
+@define
+class Encoding:
+    """
+    One choice of Z3 sorts for slots, cells, stages, domains, links, pools, buffers and values.
+
+    ``Encoding.sorted()`` is unbounded: every index sort is uninterpreted, so that a proof holds
+    for any number of its members. ``Encoding.finite(scope)`` gives each a few members and
+    expands every quantifier. ``Encoding.integers()`` makes everything an integer, for the NumPy
+    compiler: there ``every(column, value)`` is an application of an uninterpreted predicate
+    named ``every``, and ``fill`` a constant array.
+
+    Counts, epochs, tickets and generations are unbounded integers unless ``generation_bits``
+    says how wide a generation is; consumer masks are bit vectors of five.
+
+    Args:
+        sorts: Z3 sort of every sort name of ``qeffect.columns``.
+        constants: Meaning of plain values in uninterpreted sorts.
+        members: Members of each finite index sort without its sentinel; empty when unbounded.
+        generation_bits: Width of a generation, or None for an unbounded integer.
+    """
+
+    sorts: Mapping[str, Any]
+    constants: Constants
+    members: Mapping[str, tuple[Term, ...]] = field(factory=dict)
+    generation_bits: int | None = None
+
+    @classmethod
+    def sorted(cls, generation_bits: int | None = None) -> Encoding:
+        """Uninterpreted index sorts: nothing is bounded."""
+        sorts = {name: z3.DeclareSort(name.capitalize()) for name in _INDEX_SORTS}
+        constants = {(sorts[n].name(), -1): z3.Const(f"no_{n}", sorts[n]) for n in _NULL}
+        return cls(_values(sorts, generation_bits), constants, {}, generation_bits)
+
+    @classmethod
+    def finite(cls, scope: Mapping[str, int], generation_bits: int | None = None) -> Encoding:
+        """Index sorts of a few members each, sentinels not counted; one where none is given."""
+        sorts: dict[str, Any] = {}
+        members: dict[str, tuple[Term, ...]] = {}
+        constants: dict[tuple[str, Any], Term] = {}
+        for name in _INDEX_SORTS:
+            names = [f"{name}{i}" for i in range(scope.get(name, 1))]
+            null = [f"no_{name}"] if name in _NULL else []
+            label = "_".join((name.capitalize(), str(len(names))))
+            sorts[name], values = z3.EnumSort(label, null + names)
+            members[name] = tuple(values[len(null) :])
+            if null:
+                constants[label, -1] = values[0]
+        return cls(_values(sorts, generation_bits), constants, members, generation_bits)
+
+    @classmethod
+    def integers(cls) -> Encoding:
+        """Every sort an integer; for compilers, not for proofs."""
+        return cls(_values(dict.fromkeys(_INDEX_SORTS, z3.IntSort()), None), {})
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether quantifiers range over uninterpreted sorts."""
+        return not self.members and self.sorts["slot"].kind() == z3.Z3_UNINTERPRETED_SORT
+
+    # Terms
+
+    def const(self, name: str, sort: str) -> Term:
+        """Return the constant of a name and a sort name."""
+        return z3.Const(name, self.sorts[sort])
+
+    def column(self, name: str, column: Column) -> Term:
+        """Return a column in the state before a transition: an array, or a term if it has one
+        entry."""
+        if column.index == "one":
+            return self.const(name, column.values)
+        return z3.Const(name, z3.ArraySort(self.sorts[column.index], self.sorts[column.values]))
+
+    def view(self, term: Term, run: Run | None = None) -> Array | Scalar:
+        """Return a column that Python code can index."""
+        return (Array if z3.is_array(term) else Scalar)(term, self.constants, run)
+
+    def sym(self, term: Term, run: Run | None = None) -> Sym:
+        """Return a term that Python code can compute with."""
+        return Sym(term, self.constants, run)
+
+    def null(self, sort: str) -> Term | None:
+        """Return the sentinel of an index sort, or None if it has none."""
+        return self.constants.get((self.sorts[sort].name(), -1))
+
+    def every(self, term: Term, value: Any) -> Term:
+        """Return that all entries of a column, its sentinel's aside, equal a value."""
+        if not z3.is_array(term):
+            return term == lift(value, term.sort(), self.constants)
+        lifted = lift(value, term.sort().range(), self.constants)
+        domain = term.sort().domain()
+        if domain.kind() == z3.Z3_INT_SORT:
+            return z3.Function("every", term.sort(), lifted.sort(), z3.BoolSort())(term, lifted)
+        null = self.constants.get((domain.name(), -1))
+        for members in self.members.values():
+            if members and members[0].sort() == domain:
+                return z3.And([z3.Select(term, i) == lifted for i in members])
+        index = z3.Const("every!", domain)
+        body = z3.Select(term, index) == lifted
+        return z3.ForAll([index], body if null is None else z3.Or(index == null, body))
+
+    def close(self, variables: Mapping[str, str], body: Term) -> Iterator[Term]:
+        """Yield a body for all values of its variables: quantified, or expanded when finite."""
+        terms = [(self.const(name, sort), sort) for name, sort in variables.items()]
+        finite = [(term, self.members[sort]) for term, sort in terms if sort in self.members]
+        rest = [term for term, sort in terms if sort not in self.members]
+        for values in product(*(members for _, members in finite)):
+            pairs = zip((term for term, _ in finite), values, strict=True)
+            one = z3.substitute(body, *pairs) if finite else body
+            yield z3.ForAll(rest, one) if rest else one
+
+    # Memory and arguments
+
+    def memory(self, run: Run | None = None) -> Memory:
+        """Return the memory before a transition."""
+        columns = {**CONFIG, **STATE}
+        return Memory(self, {n: self.column(n, c) for n, c in columns.items()}, run)
+
+    def arguments(self, transition: str, run: Run | None = None) -> tuple[Any, ...]:
+        """Return the arguments of a transition, as its composed function takes them."""
+        made: dict[str, Any] = {}
+        for flat, sort in flat_arguments(transition).items():
+            parameter, _, part = flat.partition(".")
+            value = self.sym(self.const(f"arg.{flat}", sort), run)
+            if part:
+                setattr(made.setdefault(parameter, SimpleNamespace()), part, value)
+            else:
+                made[parameter] = value
+        if "key" in made:
+            stage_of = self.column(STAGE_OF, Column("cell", "stage"))
+            stage = z3.Select(stage_of, made["key"].cell.term)
+            made["key"].stage = self.sym(stage, run)
+        return tuple(made[parameter] for parameter in TRANSITIONS[transition])
+
+
+def _values(index_sorts: Mapping[str, Any], generation_bits: int | None) -> dict[str, Any]:
+    integer = z3.IntSort()
+    generation = integer if generation_bits is None else z3.BitVecSort(generation_bits)
+    return {
+        **index_sorts,
+        "int": integer,
+        "flag": integer,
+        "ticket": integer,
+        "mask": z3.BitVecSort(_MASK_BITS),
+        "generation": generation,
+    }
+
+
+class Memory:
+    """
+    Symbolic memory: one attribute per column, and the quantifiers of the kernel's language.
+
+    Args:
+        encoding: What the sorts are.
+        terms: Z3 term of every column.
+        run: The run that decides tests; None for predicates, which must not branch.
+    """
+
+    def __init__(
+        self, encoding: Encoding, terms: Mapping[str, Term], run: Run | None = None
+    ) -> None:
+        self._encoding = encoding
+        self._names = tuple(terms)
+        self._run = run
+        for name, term in terms.items():
+            setattr(self, name, encoding.view(term, run))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"there is no column {name!r}")
+
+    def every(self, column: Any, value: Any) -> Sym:
+        """Whether every entry of a column equals the value."""
+        return self._encoding.sym(self._encoding.every(column.term, value), self._run)
+
+    def fill(self, column: Any, value: Any) -> None:
+        """Set every entry of a column to the value."""
+        if isinstance(column, Scalar):
+            column[0] = value
+            return
+        sort = column.term.sort()
+        column.term = z3.K(sort.domain(), lift(value, sort.range(), self._encoding.constants))
+
+    def terms(self) -> dict[str, Term]:
+        """Return every column's current term."""
+        return {name: getattr(self, name).term for name in self._names}

@@ -1,0 +1,171 @@
+"""
+Every path of every transition: what it requires, what it leaves behind, what it answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import z3
+from attrs import evolve, frozen
+
+from qeffect.refusals import Refused
+from qeffect.stage import Transitions
+
+from .encoding import Encoding
+from .terms import Run, Term, raw
+
+__all__ = ["Path", "PathTable", "merged", "path_table", "paths"]
+
+
+@frozen(slots=False)
+class Path:
+    """
+    One path through a transition.
+
+    Constants in its terms are the columns before the transition, by name, and its flat
+    arguments, by name after ``arg.`` (see ``encoding.flat_arguments``).
+
+    Args:
+        transition: Name of the transition.
+        index: Position among the transition's paths.
+        tests: The decided tests whose conjunction is the path's condition.
+        columns: Term of every column after it.
+        clause: Clause of the refusal, or None when accepted.
+        returned: What it returned; the ticket of a check.
+        before: Term of every column before it.
+    """
+
+    transition: str
+    index: int
+    tests: tuple[Term, ...]
+    columns: Mapping[str, Term]
+    clause: str | None
+    returned: Term | None
+    before: Mapping[str, Term]
+
+    @cached_property
+    def condition(self) -> Term:
+        """When this path is taken."""
+        return z3.And(self.tests) if self.tests else z3.BoolVal(True)
+
+    @cached_property
+    def written(self) -> dict[str, Term]:
+        """The columns that the path assigned, whatever to."""
+        return {n: t for n, t in self.columns.items() if not t.eq(self.before[n])}
+
+    @property
+    def label(self) -> str:
+        """A short name: the clause, or ``accepted``, with the path's position."""
+        return f"{self.clause or 'accepted'}#{self.index}"
+
+
+#: The paths of each transition.
+PathTable = dict[str, tuple[Path, ...]]
+
+
+def paths(transition: str, function: Callable[..., Any], encoding: Encoding) -> Iterator[Path]:
+    """Yield every path of one composed function."""
+    before = encoding.memory().terms()
+    todo: list[list[bool]] = [[]]
+    index = 0
+    while todo:
+        run = Run(todo.pop())
+        memory = encoding.memory(run)
+        clause = returned = None
+        try:
+            returned = raw(function(memory, *encoding.arguments(transition, run)))
+        except Refused as refused:
+            clause = refused.clause
+        for i in range(len(run.taken) - 1, len(run.prefix) - 1, -1):
+            todo.append([*run.taken[:i], not run.taken[i]])
+        yield Path(
+            transition, index, tuple(run.condition), memory.terms(), clause, returned, before
+        )
+        index += 1
+
+
+def merged(table: PathTable) -> PathTable:
+    """
+    Join the paths of each transition that leave and answer the same.
+
+    A guard ``a and b`` forks twice although both ways of not refusing go on alike. Joined, a
+    transition has one path per clause and one per way of writing, under equivalent conditions.
+    """
+    return {name: tuple(_merge(list(found))) for name, found in table.items()}
+
+
+def _merge(found: list[Path]) -> Iterator[Path]:
+    groups: list[list[Path]] = []
+    for path in found:
+        for group in groups:
+            if _alike(group[0], path):
+                group.append(path)
+                break
+        else:
+            groups.append([path])
+    for index, group in enumerate(groups):
+        inside = {path.index for path in group}
+        tests = _conjuncts(found, inside, 0)
+        assert tests is not None
+        yield evolve(group[0], index=index, tests=tuple(tests))
+
+
+def _alike(one: Path, other: Path) -> bool:
+    if one.clause != other.clause or (one.returned is None) != (other.returned is None):
+        return False
+    if one.returned is not None and not one.returned.eq(other.returned):
+        return False
+    return all(term.eq(other.columns[name]) for name, term in one.columns.items())
+
+
+def _conjuncts(found: list[Path], inside: set[int], depth: int) -> list[Term] | None:
+    """Return conjuncts that hold of these paths' inputs exactly on those inside; None if never."""
+    chosen = [path for path in found if path.index in inside]
+    if not chosen:
+        return None
+    if len(chosen) == len(found):
+        return []
+    test = found[0].tests[depth]
+    test = test.arg(0) if z3.is_not(test) else test
+    yes = _conjuncts([p for p in found if p.tests[depth].eq(test)], inside, depth + 1)
+    no = _conjuncts([p for p in found if not p.tests[depth].eq(test)], inside, depth + 1)
+    if yes is None:
+        assert no is not None
+        return [z3.Not(test), *no]
+    if no is None:
+        return [test, *yes]
+    common = [term for term in yes if any(term.eq(other) for other in no)]
+    only_yes = [term for term in yes if not any(term.eq(other) for other in common)]
+    only_no = [term for term in no if not any(term.eq(other) for other in common)]
+    split = []
+    if only_yes:
+        split.append(z3.Or(z3.Not(test), _all(only_yes)))
+    if only_no:
+        split.append(z3.Or(test, _all(only_no)))
+    return [*split, *common]
+
+
+def _all(terms: list[Term]) -> Term:
+    return terms[0] if len(terms) == 1 else z3.And(terms)
+
+
+def path_table(transitions: Transitions, encoding: Encoding | None = None) -> PathTable:
+    """
+    Return every path of every transition.
+
+    Args:
+        transitions: The composed transitions.
+        encoding: What the sorts are; unbounded by default.
+
+    >>> from qeffect.stage import transitions
+    >>> [path.clause for path in path_table(transitions())["finish_reduction"]]
+    ['reduction.not-started', None]
+    """
+    chosen = Encoding.sorted() if encoding is None else encoding
+    return {
+        name: tuple(paths(name, function, chosen))
+        for name, function in transitions.functions.items()
+    }
