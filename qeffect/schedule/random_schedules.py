@@ -1,0 +1,233 @@
+"""
+Random schedules that are legal and far from LIFO, and schedules that one edit has made illegal.
+
+A legal schedule is a random run of the pipeline written down: at every moment some rank does
+something that its inputs and free slots allow. Microbatches come in any order, a weight gradient
+waits as long as it likes, stages lie anywhere. Since it was written down in the order of one run,
+no rank can deadlock. Nor can the run get stuck for want of slots: the deepest stage that holds a
+tape can always go on with it.
+
+Everything is a function of a `random.Random`, so a seed names a schedule.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from random import Random
+
+import attrs
+
+from qeffect.schedule.actions import Action, Kind, Schedule
+from qeffect.schedule.infer import schedule_of
+
+
+@attrs.frozen
+class Shape:
+    """
+    What a random schedule is for.
+
+    Args:
+        homes: The rank of each stage.
+        microbatches: Microbatches of one step.
+        slots: The most tapes that each stage may have live at once.
+        comms: Write sends, receives, sharding and reductions into the table.
+        delay: How long weight gradients wait: 0 runs them as soon as any, 1 at the very end.
+        full: The share of backwards that are not split.
+        overlap: The share of forwards that are overlapped with a backward.
+        ordered: Run microbatches in ascending order where there is a choice.
+    """
+
+    homes: tuple[int, ...]
+    microbatches: int
+    slots: tuple[int, ...]
+    comms: bool = False
+    delay: float = 0.5
+    full: float = 0.1
+    overlap: float = 0.1
+    ordered: bool = False
+
+
+def random_shape(
+    rng: Random, *, max_ranks: int = 4, max_chunks: int = 3, max_microbatches: int = 8
+) -> Shape:
+    """
+    A random shape: stages in a loop, in a V, or anywhere.
+
+    Args:
+        rng: Where randomness comes from.
+        max_ranks: The most ranks.
+        max_chunks: The most stages a rank.
+        max_microbatches: The most microbatches.
+    """
+    ranks = rng.randint(1, max_ranks)
+    stages = ranks * rng.randint(1, max_chunks)
+    style = rng.choice(("loop", "v", "anywhere"))
+    homes = [stage % ranks for stage in range(stages)]
+    if style == "v":
+        homes = [h if stage // ranks % 2 == 0 else ranks - 1 - h for stage, h in enumerate(homes)]
+    elif style == "anywhere":
+        rng.shuffle(homes)
+    microbatches = rng.randint(1, max_microbatches)
+    return Shape(
+        homes=tuple(homes),
+        microbatches=microbatches,
+        slots=tuple(rng.randint(1, microbatches) for _ in homes),
+        comms=rng.random() < 0.5,
+        delay=rng.random(),
+        full=rng.choice((0.0, 0.1, 0.5)),
+        overlap=rng.choice((0.0, 0.0, 0.2)),
+        ordered=rng.random() < 0.5,
+    )
+
+
+def random_schedule(seed: int | Random, shape: Shape | None = None) -> Schedule:
+    """
+    A random legal schedule.
+
+    >>> random_schedule(7) == random_schedule(7)
+    True
+
+    Args:
+        seed: A seed, or where randomness comes from.
+        shape: What it is for; random when left out.
+    """
+    rng = seed if isinstance(seed, Random) else Random(seed)
+    chosen = random_shape(rng) if shape is None else shape
+    source = "random schedule" if isinstance(seed, Random) else f"random schedule, seed {seed}"
+    return schedule_of(
+        _Run(rng, chosen).rows(),
+        source=source,
+        num_stages=len(chosen.homes),
+        num_microbatches=chosen.microbatches,
+        stage_to_rank=dict(enumerate(chosen.homes)),
+        complete=True,
+    )
+
+
+class _Run:
+    """One random run of the pipeline, and the rows that it leaves."""
+
+    def __init__(self, rng: Random, shape: Shape) -> None:
+        self.rng = rng
+        self.shape = shape
+        self.last = len(shape.homes) - 1
+        ranks = max(shape.homes) + 1
+        self.written: list[list[Action | None]] = [[] for _ in range(ranks)]
+        self.ready: dict[Kind, list[list[tuple[int, int]]]] = {
+            kind: [[] for _ in range(ranks)] for kind in (Kind.FORWARD, Kind.DGRAD, Kind.WGRAD)
+        }
+        self.live = [0] * len(shape.homes)
+        self.to_settle = [shape.microbatches] * len(shape.homes)
+        # What was sent to a rank and not received yet, by sender, in order.
+        self.inbox: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
+        self.ready[Kind.FORWARD][shape.homes[0]] = [(0, m) for m in range(shape.microbatches)]
+
+    def rows(self) -> list[list[Action | None]]:
+        if self.shape.comms:
+            for stage, rank in enumerate(self.shape.homes):
+                self.written[rank].append(Action(Kind.UNSHARD, stage))
+        # F, dI and dW of every stage and microbatch; an unsplit backward counts twice.
+        left = 3 * len(self.shape.homes) * self.shape.microbatches
+        while left:
+            rank = self.rng.randrange(len(self.written))
+            left -= self._act(rank)
+            if not self.shape.comms and self.written[rank] and self.rng.random() < 0.05:
+                self.written[rank].append(None)
+        return self.written
+
+    def _act(self, rank: int) -> int:
+        """Let a rank do something if it can; returns how many steps of the schedule it did."""
+        options = [kind for kind in self.ready if self._choices(kind, rank)]
+        if not options:
+            return 0
+        weights = [1 - self.shape.delay if k is Kind.WGRAD else 1.0 for k in options]
+        kind = self.rng.choices(options, weights)[0] if sum(weights) else options[0]
+        stage, microbatch = self._take(kind, rank)
+        action = Action(kind, stage, microbatch)
+        if kind is Kind.FORWARD:
+            return self._forward(rank, action)
+        if kind is Kind.DGRAD:
+            return self._backward(rank, self._maybe_full(action))
+        self.written[rank].append(action)
+        self._settle(rank, stage)
+        return 1
+
+    def _choices(self, kind: Kind, rank: int) -> list[tuple[int, int]]:
+        cells = self.ready[kind][rank]
+        if kind is Kind.FORWARD:
+            return [cell for cell in cells if self.live[cell[0]] < self.shape.slots[cell[0]]]
+        return cells
+
+    def _take(self, kind: Kind, rank: int) -> tuple[int, int]:
+        choices = self._choices(kind, rank)
+        if self.shape.ordered and kind is not Kind.WGRAD:
+            first = min(microbatch for _, microbatch in choices)
+            choices = [cell for cell in choices if cell[1] == first]
+        cell = self.rng.choice(choices)
+        self.ready[kind][rank].remove(cell)
+        return cell
+
+    def _maybe_full(self, dgrad: Action) -> Action:
+        if self.rng.random() < self.shape.full:
+            return Action(Kind.BACKWARD, dgrad.stage, dgrad.microbatch)
+        return dgrad
+
+    def _forward(self, rank: int, forward: Action) -> int:
+        self._receive(rank, forward, Kind.RECV_F, -1)
+        self.live[forward.stage] += 1
+        if forward.stage == self.last:
+            self.ready[Kind.DGRAD][rank].append((forward.stage, forward.microbatch))
+        if self.ready[Kind.DGRAD][rank] and self.rng.random() < self.shape.overlap:
+            stage, microbatch = self._take(Kind.DGRAD, rank)
+            backward = self._maybe_full(Action(Kind.DGRAD, stage, microbatch))
+            self._receive(rank, backward, Kind.RECV_B, 1)
+            self.written[rank].append(Action.overlap(forward, backward))
+            self._hand_on(rank, forward, Kind.FORWARD, Kind.SEND_F, Kind.RECV_F, 1)
+            return 1 + self._after_backward(rank, backward)
+        self.written[rank].append(forward)
+        self._hand_on(rank, forward, Kind.FORWARD, Kind.SEND_F, Kind.RECV_F, 1)
+        return 1
+
+    def _backward(self, rank: int, backward: Action) -> int:
+        self._receive(rank, backward, Kind.RECV_B, 1)
+        self.written[rank].append(backward)
+        return self._after_backward(rank, backward)
+
+    def _after_backward(self, rank: int, backward: Action) -> int:
+        self._hand_on(rank, backward, Kind.DGRAD, Kind.SEND_B, Kind.RECV_B, -1)
+        if backward.kind is Kind.BACKWARD:
+            self._settle(rank, backward.stage)
+            return 2
+        self.ready[Kind.WGRAD][rank].append((backward.stage, backward.microbatch))
+        return 1
+
+    def _settle(self, rank: int, stage: int) -> None:
+        self.live[stage] -= 1
+        self.to_settle[stage] -= 1
+        if self.shape.comms and not self.to_settle[stage]:
+            self.written[rank].append(Action(Kind.REDUCE_GRAD, stage))
+            self.written[rank].append(Action(Kind.RESHARD, stage))
+
+    def _hand_on(
+        self, rank: int, done: Action, kind: Kind, send: Kind, receive: Kind, offset: int
+    ) -> None:
+        target = done.stage + offset
+        if not 0 <= target <= self.last:
+            return
+        home = self.shape.homes[target]
+        self.ready[kind][home].append((target, done.microbatch))
+        if self.shape.comms and home != rank:
+            self.written[rank].append(Action(send, done.stage, done.microbatch))
+            self.inbox[rank, home].append(Action(receive, target, done.microbatch))
+            while self.inbox[rank, home] and self.rng.random() < 0.4:
+                self.written[home].append(self.inbox[rank, home].popleft())
+
+    def _receive(self, rank: int, action: Action, kind: Kind, offset: int) -> None:
+        source = action.stage + offset
+        if not 0 <= source <= self.last:
+            return
+        # Messages of one sender are received in the order in which they were sent.
+        inbox = self.inbox[self.shape.homes[source], rank]
+        wanted = Action(kind, action.stage, action.microbatch)
+        while wanted in inbox:
+            self.written[rank].append(inbox.popleft())
