@@ -8,8 +8,10 @@ from .columns import Column
 from .constants import NEVER, State
 from .refusals import Refused
 
-#: ``spoiled`` and ``final`` mark the epoch in which a stage was spoiled or finalized.
+#: ``weight_epoch`` counts a stage's optimizer updates; ``spoiled`` and ``final`` mark the epoch in
+#: which a stage was spoiled or finalized.
 STATE = {
+    "weight_epoch": Column("stage"),
     "wgrads": Column("stage"),
     "spoiled": Column("stage", initial=NEVER),
     "final": Column("stage", initial=NEVER),
@@ -67,6 +69,7 @@ def commit_epoch_guards(st: State, epoch):
 
 
 def commit_epoch_writes(st: State, epoch):
+    st.fill(st.weight_epoch, epoch + 1)
     st.fill(st.wgrads, 0)
 
 
@@ -76,6 +79,7 @@ def checkpoint_guards(st: State):
 
 
 def restore_writes(st: State, epoch, incarnation):
+    st.fill(st.weight_epoch, epoch)
     st.fill(st.wgrads, 0)
     st.fill(st.spoiled, NEVER)
     st.fill(st.final, NEVER)

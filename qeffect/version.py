@@ -12,7 +12,6 @@ from .refusals import Refused
 #: ``refreshed`` names the stage whose first forward must come next in the domain, or NO_STAGE;
 #: ``refreshing`` is the serial of the refresh in flight on a stage, or 0.
 STATE = {
-    "weight_epoch": Column("stage"),
     "cache_epoch": Column("stage", initial=NEVER),
     "refreshed": Column("domain", "stage", NO_STAGE),
     "refreshing": Column("stage", "ticket"),
@@ -122,16 +121,11 @@ def commit_epoch_guards(st: State, epoch):
         raise Refused("version.wrong-epoch")
 
 
-def commit_epoch_writes(st: State, epoch):
-    st.fill(st.weight_epoch, epoch + 1)
-
-
 def checkpoint_guards(st: State):
     if not st.every(st.refreshed, NO_STAGE):
         raise Refused("persistence.mid-epoch")
 
 
 def restore_writes(st: State, epoch, incarnation):
-    st.fill(st.weight_epoch, epoch)
     st.fill(st.cache_epoch, NEVER)
     st.fill(st.refreshed, NO_STAGE)
