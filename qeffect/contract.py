@@ -19,7 +19,7 @@ from .keys import Cell, TapeKey, TapeRef
 from .layout import Destination
 from .memory import Snapshot
 from .refusals import Refused
-from .stage import transitions
+from .stage import TRANSITIONS, transitions
 
 __all__ = ["Contract", "Observer", "Ticket"]
 
@@ -45,6 +45,15 @@ class Ticket:
     slot: int
     serial: int
     ref: TapeRef | None = None
+
+
+_COMMITS = {
+    "F": "commit_forward",
+    "dI": "commit_dgrad",
+    "dW": "commit_wgrad",
+    "refresh": "commit_refresh",
+}
+_ABORTS = {action: name.replace("commit", "abort") for action, name in _COMMITS.items()}
 
 
 class Contract:
@@ -117,7 +126,8 @@ class Contract:
         self._links = laid.links
         self._cells = laid.cells
         self._callers = tuple(callers)
-        self._free = {stage: list(reversed(slots)) for stage, slots in laid.slots.items()}
+        self._free = _all_free(laid.slots)
+        self._reserved: dict[Cell, int] = {}
         self._num_slots = len(self.memory.pending)
         self.memory.incarnation[0] = secrets.randbits(64)
         self.memory.fill(self.memory.weight_epoch, epoch)
@@ -176,6 +186,7 @@ class Contract:
 
     def check_refresh(self, stage: int, link: int = 0) -> Ticket:
         """Reserve a stage's domain for a refresh of its quantized weight cache (clause 3)."""
+        self._configured("check_refresh", stage=stage, link=link)
         return Ticket("refresh", None, stage, self._run("check_refresh", stage, link))
 
     def check_forward(
@@ -202,13 +213,15 @@ class Contract:
         """
         st = self.memory
         try:
+            if link < 0:
+                raise IndexError(link)
             if slot is None:
-                free = self._free[key.stage]
-                slot = st.slot_of[key.cell]
-                if slot < 0:
-                    slot = free[-1] if free else NO_SLOT
-                elif st.held[slot] != 0:
-                    slot = free[-1] if free else slot
+                if self._reserved and key.cell in self._reserved:
+                    slot = self._reserved[key.cell]
+                else:
+                    slot = next(reversed(self._free[key.stage]), NO_SLOT)
+            elif slot < NO_SLOT:
+                raise IndexError(slot)
             if token is None:
                 token = st.token[st.domain_of[key.stage]]
             serial = self._check_forward(st, key, slot, token, link, 1 if refresh else 0)
@@ -216,11 +229,8 @@ class Contract:
             raise explain(refused, "check_forward", st, (key, slot, token, link, refresh)) from None
         except (KeyError, IndexError):
             raise self._unknown("check_forward", (key, slot, token, link, refresh)) from None
-        free = self._free[key.stage]
-        if free and free[-1] == slot:
-            free.pop()
-        elif slot in free:
-            free.remove(slot)
+        if self._free[key.stage].pop(slot, 1):
+            self._reserved.pop(key.cell, None)
         if self.observer is not None:
             self.observer("check_forward", (key, slot, token, link, int(refresh)), serial)
         return Ticket("F", key, slot, serial)
@@ -238,7 +248,7 @@ class Contract:
         try:
             if token is None:
                 token = st.token[st.domain_of[key.stage]]
-            if not 0 <= ref.slot < self._num_slots:
+            if link < 0 or not 0 <= ref.slot < self._num_slots:
                 raise IndexError(ref.slot)
             serial = self._check_dgrad(st, key, ref, token, link)
         except Refused as refused:
@@ -273,7 +283,7 @@ class Contract:
         """
         st = self.memory
         try:
-            if not 0 <= ref.slot < self._num_slots:
+            if link < 0 or not 0 <= ref.slot < self._num_slots:
                 raise IndexError(ref.slot)
             if destination is None:
                 destination = st.destination_of[key.cell]
@@ -312,27 +322,33 @@ class Contract:
         """
         st = self.memory
         slot, serial, action = ticket.slot, ticket.serial, ticket.action
-        if action == "F":
-            self._act("commit_forward", self._commit_forward, slot, serial)
-            ticket.ref = TapeRef(slot, st.generation[slot], st.incarnation[0])
-            return ticket.ref
-        if action == "refresh":
-            self._run("commit_refresh", slot, serial)
-            return None
-        given = evidence if evidence is st.matrices[st.slot_stage[slot]] else _sorted(evidence)
-        name, function = (
-            ("commit_dgrad", self._commit_dgrad)
-            if action == "dI"
-            else ("commit_wgrad", self._commit_wgrad)
-        )
+        name = _COMMITS[action]
+        arguments: tuple[Any, ...] = (slot, serial)
         try:
-            self._act(name, function, slot, serial, given)
+            if action == "F":
+                self._commit_forward(st, slot, serial)
+            elif action == "refresh":
+                self.transitions.commit_refresh(st, slot, serial)
+            else:
+                if evidence is not st.matrices[st.slot_stage[slot]]:
+                    evidence = tuple(sorted(evidence))
+                arguments = (slot, serial, evidence)
+                if action == "dI":
+                    self._commit_dgrad(st, slot, serial, evidence)
+                else:
+                    self._commit_wgrad(st, slot, serial, evidence)
         except Refused as refused:
-            if refused.clause != "ownership.unknown-ticket":
+            explain(refused, name, st, arguments)
+            if not refused.clause.endswith("unknown-ticket"):
                 self.abort(ticket)
             raise
-        if st.pending[slot] == 0:
-            self._free[st.slot_stage[slot]].append(slot)
+        if self.observer is not None:
+            self.observer(name, arguments, None)
+        if action == "F":
+            ticket.ref = TapeRef(slot, st.generation[slot], st.incarnation[0])
+            return ticket.ref
+        if action == "dW" and st.pending[slot] == 0:
+            self._free[st.slot_stage[slot]][slot] = None
         return None
 
     def abort(self, ticket: Ticket) -> None:
@@ -345,15 +361,9 @@ class Contract:
         Raises:
             Refused: ``ownership.unknown-ticket`` or ``version.unknown-ticket``.
         """
-        name = {
-            "F": "abort_forward",
-            "dI": "abort_dgrad",
-            "dW": "abort_wgrad",
-            "refresh": "abort_refresh",
-        }
-        self._run(name[ticket.action], ticket.slot, ticket.serial)
+        self._run(_ABORTS[ticket.action], ticket.slot, ticket.serial)
         if ticket.action != "refresh":
-            self._free[self.memory.slot_stage[ticket.slot]].append(ticket.slot)
+            self._reclaim(ticket.slot)
 
     # The same as context managers
 
@@ -385,6 +395,8 @@ class Contract:
         if slot is None:
             free = self._free.get(key.stage)
             slot = free[-1] if free else NO_SLOT
+        elif slot < NO_SLOT:
+            raise self._unknown("reserve", (key, slot))
         self._run("reserve", key, slot)
         self._free[key.stage].remove(slot)
         return TapeRef(slot, self.memory.generation[slot], self.memory.incarnation[0])
@@ -408,6 +420,7 @@ class Contract:
         Raises:
             Refused: A clause of ownership, or ``completion.graph-to-caller``.
         """
+        self._configured("read", link=link)
         self._run("read", key, self._known(ref, key, "read"), GRAD if gradient else OUT, link)
 
     def finish_read(self, key: TapeKey, ref: TapeRef, *, gradient: bool = False) -> None:
@@ -429,6 +442,7 @@ class Contract:
             Refused: A clause of ownership, or ``reduction.in-flight``.
         """
         self._run("drop", key, self._known(ref, key, "drop"))
+        self._reserved.pop(key.cell, None)
         self._reclaim(ref.slot)
 
     def purge(self, epoch: int) -> int:
@@ -440,6 +454,7 @@ class Contract:
 
     def invalidate(self, stage: int) -> None:
         """Declare a stage's weight cache lost, for example re-created at another address."""
+        self._configured("invalidate", stage=stage)
         self._run("invalidate", stage)
 
     # Completion
@@ -452,10 +467,12 @@ class Contract:
 
     def join(self, link: int = 0) -> None:
         """Tell that the graph stream waits for everything the caller submitted."""
+        self._configured("join", link=link)
         self._run("join", link)
 
     def wait(self, link: int = 0) -> None:
         """Tell that the caller waits for everything replayed so far on the graph stream."""
+        self._configured("wait", link=link)
         self._run("wait", link)
 
     def drain(self) -> None:
@@ -472,18 +489,22 @@ class Contract:
         Raises:
             Refused: ``order.incomplete``, ``arena.incomplete``, ``arena.unusable`` and others.
         """
+        self._configured("finalize", stage=stage, link=link)
         self._run("finalize", stage, link)
 
     def start_reduction(self, stage: int) -> None:
         """Tell that the data-parallel reduction of a finalized stage starts."""
+        self._configured("start_reduction", stage=stage)
         self._run("start_reduction", stage)
 
     def finish_reduction(self, stage: int) -> None:
         """Tell that a reduction finished."""
+        self._configured("finish_reduction", stage=stage)
         self._run("finish_reduction", stage)
 
     def fail_reduction(self, stage: int) -> None:
         """Tell that a reduction failed; the epoch can no longer commit."""
+        self._configured("fail_reduction", stage=stage)
         self._run("fail_reduction", stage)
 
     def commit_epoch(self, epoch: int | None = None) -> int:
@@ -540,7 +561,8 @@ class Contract:
             raise refused
         fresh = secrets.randbits(64) if incarnation is None else incarnation
         self._run("restore", checkpoint.epoch, fresh)
-        self._free = {stage: list(reversed(slots)) for stage, slots in self._slots.items()}
+        self._free = _all_free(self._slots)
+        self._reserved.clear()
 
     def checkpoint_summary(self) -> str:
         """Say in a line what configuration a checkpoint of this contract has."""
@@ -565,13 +587,22 @@ class Contract:
     def _unknown(self, transition: str, arguments: tuple[Any, ...]) -> Refused | ValueError:
         """Name the argument that was never configured."""
         key = arguments[0] if arguments and isinstance(arguments[0], TapeKey) else None
+        given = dict(zip(TRANSITIONS[transition], arguments, strict=True))
+        slot = given["ref"].slot if "ref" in given else given.get("slot", NO_SLOT)
         if key is not None and key.cell not in self._cells:
             refused = Refused("ownership.unknown-key")
-        elif key is not None and len(arguments) > 1 and isinstance(arguments[1], TapeRef | int):
+        elif not NO_SLOT <= slot < self._num_slots:
             refused = Refused("ownership.unknown-slot")
         else:
             return ValueError(f"{transition}{arguments}: no such stage, slot, link or domain")
         return explain(refused, transition, self.memory, arguments)
+
+    def _configured(self, transition: str, *, stage: int | None = None, link: int = 0) -> None:
+        """Refuse an index that a list would count from its end."""
+        if stage is not None and stage not in self._slots:
+            raise ValueError(f"{transition}: no stage {stage}; there are {list(self._slots)}")
+        if not 0 <= link < len(self._links):
+            raise ValueError(f"{transition}: no link {link}; there are {len(self._links)}")
 
     def _known(self, ref: TapeRef, key: TapeKey, transition: str) -> TapeRef:
         if not 0 <= ref.slot < self._num_slots:
@@ -584,8 +615,9 @@ class Contract:
 
     def _reclaim(self, slot: int) -> None:
         if self.memory.pending[slot] == 0:
-            self._free[self.memory.slot_stage[slot]].append(slot)
+            self._free[self.memory.slot_stage[slot]][slot] = None
 
 
-def _sorted(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(names))
+def _all_free(slots: Mapping[int, tuple[int, ...]]) -> dict[int, dict[int, None]]:
+    """Return every stage's free slots, as an ordered set whose last is taken first."""
+    return {stage: dict.fromkeys(reversed(own)) for stage, own in slots.items()}

@@ -12,6 +12,9 @@ __all__ = ["Cell", "TapeKey", "TapeRef"]
 #: A key without its epoch: (stage, microbatch, block, invocation).
 Cell = tuple[int, int, int, int]
 
+#: One object per cell: the memory's look-ups then compare by identity.
+_cells: dict[Cell, Cell] = {}
+
 _index = [instance_of(int), ge(0)]
 
 
@@ -47,7 +50,8 @@ class TapeKey:
     cell: Cell = field(init=False, repr=False, eq=False, order=False)
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "cell", (self.stage, self.microbatch, self.block, self.invocation))
+        cell = (self.stage, self.microbatch, self.block, self.invocation)
+        object.__setattr__(self, "cell", _cells.setdefault(cell, cell))
 
     def __str__(self) -> str:
         return f"e{self.epoch}.s{self.stage}.m{self.microbatch}.b{self.block}.i{self.invocation}"
