@@ -392,13 +392,14 @@ class Contract:
         Raises:
             Refused: A clause of ownership, version or order.
         """
-        if slot is None:
-            free = self._free.get(key.stage)
-            slot = free[-1] if free else NO_SLOT
-        elif slot < NO_SLOT:
+        if key.cell not in self._cells or (slot is not None and slot < NO_SLOT):
             raise self._unknown("reserve", (key, slot))
+        if slot is None:
+            free = self._free[key.stage]
+            slot = free[-1] if free else NO_SLOT
         self._run("reserve", key, slot)
-        self._free[key.stage].remove(slot)
+        self._free[key.stage].pop(slot)
+        self._reserved[key.cell] = slot
         return TapeRef(slot, self.memory.generation[slot], self.memory.incarnation[0])
 
     def bind(self, key: TapeKey, destination: tuple[Destination, ...] | None = None) -> None:
@@ -588,10 +589,10 @@ class Contract:
         """Name the argument that was never configured."""
         key = arguments[0] if arguments and isinstance(arguments[0], TapeKey) else None
         given = dict(zip(TRANSITIONS[transition], arguments, strict=True))
-        slot = given["ref"].slot if "ref" in given else given.get("slot", NO_SLOT)
+        slot = given["ref"].slot if "ref" in given else given.get("slot")
         if key is not None and key.cell not in self._cells:
             refused = Refused("ownership.unknown-key")
-        elif not NO_SLOT <= slot < self._num_slots:
+        elif slot is not None and not 0 <= slot < self._num_slots:
             refused = Refused("ownership.unknown-slot")
         else:
             return ValueError(f"{transition}{arguments}: no such stage, slot, link or domain")
