@@ -395,8 +395,7 @@ class Contract:
         if key.cell not in self._cells or (slot is not None and slot < NO_SLOT):
             raise self._unknown("reserve", (key, slot))
         if slot is None:
-            free = self._free[key.stage]
-            slot = free[-1] if free else NO_SLOT
+            slot = next(reversed(self._free[key.stage]), NO_SLOT)
         self._run("reserve", key, slot)
         self._free[key.stage].pop(slot)
         self._reserved[key.cell] = slot
