@@ -53,19 +53,7 @@ def grid(schedule: Schedule, finding: Finding | None = None, *, context: int | N
             lines.append((label + _join(list(cells), widths)).rstrip() + tail)
     if last < schedule.num_steps - 1:
         lines.append(f"... {schedule.num_steps - 1 - last} steps")
-    if finding is not None:
-        lines += ["", *explanation(finding)]
     return "\n".join(lines) + "\n"
-
-
-def explanation(finding: Finding) -> list[str]:
-    """A finding in four lines: what, expected, found, what to do."""
-    return [
-        str(finding),
-        f"  expected: {finding.expected}",
-        f"  found:    {finding.found}",
-        f"  remedy:   {finding.remedy}",
-    ]
 
 
 def _marks(finding: Finding | None) -> dict[tuple[int, int], str]:

@@ -8,18 +8,21 @@ gives every matrix one destination for every microbatch, `M * sum(W)`. With gene
 slots the same schedule needs graphs for as many slots as its stages have tapes live at once, and
 one destination for every matrix: the first weight gradient of a step overwrites it and the others
 accumulate.
+
+A tape is live from its forward until everybody is done with it: its weight gradient, and where the
+table shows messages, the sends that read its output and its input gradient.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import attrs
 
-from qeffect.schedule.actions import Kind, Schedule, ScheduleError
+from qeffect.schedule.actions import SENDS, Kind, Schedule, ScheduleError
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
 GRAPHS_PER_TAPE = 3
@@ -83,7 +86,7 @@ class StagePlan:
     Args:
         stage: The stage.
         forwards: Its forwards in one step.
-        peak_live: Tapes live at once: forwards whose weight gradient is still to come.
+        peak_live: Tapes live at once: forwards whose last consumer is still to come.
         peak_pending: Weight gradients pending at once: input gradients whose weight gradient is to
             come.
     """
@@ -190,6 +193,11 @@ def _plan_rank(schedule: Schedule, rank: int, layers: Layers | None) -> RankPlan
     forwards: dict[int, int] = defaultdict(int)
     all_live = all_pending = most_live = most_pending = delayed = 0
     previous: tuple[Kind, int, int] | None = None
+    consumers = Counter(
+        (atom.stage, atom.microbatch)
+        for atom in schedule.atoms[rank]
+        if atom.kind is Kind.WGRAD or atom.kind in SENDS
+    )
     for atom in schedule.atoms[rank]:
         stage = atom.stage
         if atom.kind is Kind.FORWARD:
@@ -205,13 +213,17 @@ def _plan_rank(schedule: Schedule, rank: int, layers: Layers | None) -> RankPlan
             most_pending = max(most_pending, all_pending)
         elif atom.kind is Kind.WGRAD:
             delayed += previous != (Kind.DGRAD, stage, atom.microbatch)
-            live[stage] -= 1
             pending[stage] -= 1
-            all_live -= 1
             all_pending -= 1
-        else:
+        elif atom.kind not in SENDS:
             continue
-        previous = (atom.kind, stage, atom.microbatch)
+        if atom.kind is Kind.WGRAD or atom.kind in SENDS:
+            consumers[stage, atom.microbatch] -= 1
+            if not consumers[stage, atom.microbatch]:
+                live[stage] -= 1
+                all_live -= 1
+        if atom.kind not in SENDS:
+            previous = (atom.kind, stage, atom.microbatch)
     slots = sum(peak_live[stage] for stage in local)
     tapes = schedule.num_microbatches * len(local)
     one = None if layers is None else layers.bytes_per_stage * len(local)

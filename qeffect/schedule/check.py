@@ -1,0 +1,324 @@
+"""
+The verdict on a schedule: what can be read off the table, then every action through the contract.
+
+Each rank becomes one process with one `Contract`: its stages share a state domain, as Transformer
+Engine's modules do, and each stage has as many slots as the plan says it needs. The rank's row is
+then run as a runtime would run it: refresh before a stage's first forward, both halves of the
+stream handshake around every replay, destinations bound before dI, sends as readers of what they
+send, finalize and reduce where the table says so or at the row's end, then commit, drain and
+checkpoint. The row is run for two optimizer steps, since a table is run again and again and must
+leave the contract as it found it.
+
+Under another binding than `contract`, dW presents the reference that the discipline would pick,
+and it is the contract that refuses it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import attrs
+
+from qeffect.config import StageConfig
+from qeffect.contract import Contract
+from qeffect.keys import TapeKey, TapeRef
+from qeffect.refusals import Refused
+from qeffect.schedule.actions import SENDS, Atom, Kind, Schedule, ScheduleError
+from qeffect.schedule.binding import Cell, Discipline, discipline
+from qeffect.schedule.findings import Finding, Place, place
+from qeffect.schedule.plan import Plan, plan
+from qeffect.schedule.ranks import check_ranks
+
+MATRICES = ("fc1", "fc2", "proj", "qkv")
+_SHOWN = 100
+
+
+@attrs.frozen
+class Verdict:
+    """
+    What was decided about a schedule.
+
+    Args:
+        verdict: `accepted` or `refused`.
+        source: The schedule's source.
+        binding: The binding discipline that it was checked under.
+        findings: Why it was refused, the cause first; none if it was accepted.
+        counts: How often each action went through the contract, over all ranks and steps.
+        plan: What the schedule needs; `None` when the table alone is refused.
+    """
+
+    verdict: str
+    source: str
+    binding: str
+    findings: tuple[Finding, ...]
+    counts: dict[str, int]
+    plan: Plan | None
+
+    @property
+    def finding(self) -> Finding | None:
+        """The first finding, if the schedule was refused."""
+        return self.findings[0] if self.findings else None
+
+    @property
+    def clause(self) -> str | None:
+        """The clause of the first finding."""
+        return self.findings[0].clause if self.findings else None
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of the first finding."""
+        return self.findings[0].rank if self.findings else None
+
+    @property
+    def step(self) -> int | None:
+        """The step of the first finding."""
+        return self.findings[0].step if self.findings else None
+
+    @property
+    def action(self) -> str | None:
+        """The refused cell of the first finding."""
+        return self.findings[0].action if self.findings else None
+
+    @property
+    def actions(self) -> int:
+        """F, dI and dW that the contract accepted."""
+        return sum(self.counts.get(kind, 0) for kind in ("F", "dI", "dW"))
+
+    @property
+    def slots_text(self) -> str:
+        """The slots of each stage, for people."""
+        if self.plan is None:
+            return "unknown"
+        return ", ".join(f"{stage}: {slots}" for stage, slots in sorted(self.plan.slots.items()))
+
+    def record(self) -> dict[str, Any]:
+        """The verdict as plain data, for JSON; at most the first hundred findings."""
+        return {
+            "verdict": self.verdict,
+            "clause": self.clause,
+            "rank": self.rank,
+            "step": self.step,
+            "action": self.action,
+            "source": self.source,
+            "binding": self.binding,
+            "actions": self.actions,
+            "counts": self.counts,
+            "findings": [found.record() for found in self.findings[:_SHOWN]],
+            "num_findings": len(self.findings),
+            "plan": None if self.plan is None else self.plan.record(),
+        }
+
+
+def check(
+    schedule: Schedule, binding: str = "contract", *, steps: int = 2, shared_pool: bool = False
+) -> Verdict:
+    """
+    Check a schedule against the contract.
+
+    Args:
+        schedule: The schedule.
+        binding: How the runtime pairs dW with retained work; see `qeffect.schedule.binding`.
+        steps: Optimizer steps to run the table for.
+        shared_pool: Let all graphs of a rank share one capture-memory pool, captured all F, then
+            all dI, then all dW, instead of a pool for every slot.
+
+    Raises:
+        ScheduleError: The binding is unknown, or `steps` is below one.
+    """
+    discipline(binding)
+    if steps < 1:
+        raise ScheduleError(f"steps must be at least 1, not {steps}")
+    found = check_ranks(schedule)
+    if found:
+        return Verdict("refused", schedule.source, binding, found, {}, None)
+    needs = plan(schedule)
+    counts: Counter[str] = Counter()
+    refusals: list[Finding] = []
+    for rank in range(schedule.num_ranks):
+        if not schedule.stages_of(rank):
+            continue
+        process = _Process(schedule, rank, needs, discipline(binding), shared_pool)
+        try:
+            for _ in range(steps):
+                process.run_step()
+        except Refused as refused:
+            refusals.append(process.explain(refused, binding))
+        counts.update(process.counts)
+    refusals.sort(key=lambda f: (f.step is None, f.step or 0, f.rank or 0))
+    return Verdict(
+        "refused" if refusals else "accepted",
+        schedule.source,
+        binding,
+        tuple(refusals),
+        dict(counts),
+        needs,
+    )
+
+
+class _Process:
+    """One rank as a process: its contract, and the references that its runtime holds."""
+
+    def __init__(
+        self, schedule: Schedule, rank: int, needs: Plan, pairing: Discipline, shared_pool: bool
+    ) -> None:
+        self.schedule = schedule
+        self.rank = rank
+        self.pairing = pairing
+        self.atoms = schedule.atoms[rank]
+        self.counts: Counter[str] = Counter()
+        self.at: Atom | None = None
+        self.picked: Cell | None = None
+        self.refs: dict[Cell, TapeRef] = {}
+        sends = {(atom.kind, atom.stage) for atom in self.atoms if atom.kind in SENDS}
+        self.reduced = {atom.stage for atom in self.atoms if atom.kind is Kind.REDUCE_GRAD}
+        self.stages = schedule.stages_of(rank)
+        self.contract = Contract(
+            [
+                StageConfig(
+                    stage,
+                    microbatches=schedule.num_microbatches,
+                    slots=needs.slots[stage],
+                    matrices=MATRICES,
+                    sends_output=(Kind.SEND_F, stage) in sends,
+                    sends_gradient=(Kind.SEND_B, stage) in sends,
+                    reduces=stage in self.reduced,
+                    pool="rank" if shared_pool else None,
+                )
+                for stage in self.stages
+            ]
+        )
+        self.evidence = self.contract.stages[0].matrices
+
+    def run_step(self) -> None:
+        """
+        One optimizer step: the row, then everything that ends a step.
+
+        Raises:
+            Refused: An action breaks the contract; `at` is that action.
+        """
+        contract = self.contract
+        epoch = contract.epoch
+        fresh: set[int] = set()
+        for atom in self.atoms:
+            self.at = atom
+            kind, stage = atom.kind, atom.stage
+            if kind is Kind.FORWARD:
+                if stage not in fresh:
+                    fresh.add(stage)
+                    self._refresh(stage)
+                self._forward(TapeKey(epoch, stage, atom.microbatch))
+            elif kind is Kind.DGRAD:
+                self._dgrad(TapeKey(epoch, stage, atom.microbatch))
+            elif kind is Kind.WGRAD:
+                self._wgrad(TapeKey(epoch, stage, atom.microbatch))
+            elif kind in SENDS:
+                self._send(TapeKey(epoch, stage, atom.microbatch), kind is Kind.SEND_B)
+            elif kind is Kind.REDUCE_GRAD:
+                contract.finalize(stage)
+                contract.start_reduction(stage)
+                self.counts["reduce"] += 1
+        self.at = None
+        for stage in self.stages:
+            if stage in self.reduced:
+                contract.finish_reduction(stage)
+            else:
+                contract.finalize(stage)
+            self.counts["finalize"] += 1
+        contract.commit_epoch(epoch)
+        contract.drain()
+        contract.checkpoint()
+        self.counts["commit"] += 1
+        self.counts["checkpoint"] += 1
+
+    def _hand_over(self) -> None:
+        # The caller filled the input buffers; the graph stream must wait for that.
+        self.contract.submit()
+        self.contract.join()
+
+    def _refresh(self, stage: int) -> None:
+        self._hand_over()
+        self.contract.commit(self.contract.check_refresh(stage))
+        self.contract.wait()
+        self.counts["refresh"] += 1
+
+    def _forward(self, key: TapeKey) -> None:
+        self._hand_over()
+        ref = self.contract.commit(self.contract.check_forward(key))
+        assert ref is not None
+        self.contract.wait()
+        self.refs[key.stage, key.microbatch] = ref
+        self.counts["F"] += 1
+
+    def _dgrad(self, key: TapeKey) -> None:
+        cell = (key.stage, key.microbatch)
+        self.contract.bind(key)
+        self._hand_over()
+        self.contract.commit(self.contract.check_dgrad(key, self.refs[cell]), self.evidence)
+        self.contract.wait()
+        self.pairing.retain(cell)
+        self.counts["dI"] += 1
+
+    def _wgrad(self, key: TapeKey) -> None:
+        self.picked = self.pairing.pick((key.stage, key.microbatch))
+        # Every dW of a checked row follows a dI, so that something was left to pick.
+        assert self.picked is not None
+        self._hand_over()
+        ticket = self.contract.check_wgrad(key, self.refs[self.picked])
+        self.contract.commit(ticket, self.evidence)
+        self.contract.wait()
+        self.counts["dW"] += 1
+
+    def _send(self, key: TapeKey, gradient: bool) -> None:
+        ref = self.refs[key.stage, key.microbatch]
+        self.contract.read(key, ref, gradient=gradient)
+        self.contract.finish_read(key, ref, gradient=gradient)
+        self.counts["send"] += 1
+
+    def explain(self, refused: Refused, binding: str) -> Finding:
+        """
+        Turn a refusal of the contract into a finding at the action that met it.
+
+        Args:
+            refused: The refusal.
+            binding: The discipline in force.
+        """
+        record = refused.record()
+        atom = self.at
+        message = record.cause or f"{record.transition} was refused"
+        expected, found = record.expected, record.presented
+        related: tuple[Place, ...] = ()
+        if atom is not None:
+            work = (atom.stage, atom.microbatch)
+            if atom.kind is Kind.WGRAD and self.picked is not None and self.picked != work:
+                own, other = f"{work[0]}I{work[1]}", f"{self.picked[0]}I{self.picked[1]}"
+                message = (
+                    f"under {binding!r} binding, {atom.stage}W{atom.microbatch} presents the "
+                    f"reference of {other} instead of {own}"
+                )
+                expected = f"the reference of {own}, {_where(self.refs[work])}"
+                found = f"the reference of {other}, {_where(self.refs[self.picked])}"
+                related = self._dgrads((work, "owner"), (self.picked, "picked"))
+        epoch = self.contract.epoch
+        return Finding(
+            clause=record.clause,
+            rank=self.rank,
+            step=None if atom is None else atom.step,
+            action=None if atom is None else str(atom.action),
+            message=message + (f" (optimizer step {epoch})" if epoch else ""),
+            expected=expected,
+            found=found,
+            remedy=record.remedy,
+            related=related,
+        )
+
+    def _dgrads(self, *wanted: tuple[Cell, str]) -> tuple[Place, ...]:
+        places = {
+            (atom.stage, atom.microbatch): atom for atom in self.atoms if atom.kind is Kind.DGRAD
+        }
+        return tuple(place(self.rank, places[cell], role) for cell, role in wanted)
+
+
+def _where(ref: TapeRef) -> str:
+    # Without the incarnation, which is random, so that a report is the same each time.
+    return f"slot {ref.slot} generation {ref.generation}"
