@@ -153,6 +153,10 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"an action of stage {_stage(st, a)}",
         f"the first forward of stage {st.refreshed[_domain(st, a)]}, whose cache was refreshed",
     ),
+    "version.pending": lambda st, a: (
+        "a weight cache with a refresh in flight",
+        f"no refresh in flight; stages in flight {_live(st.refreshing)} (stage: ticket)",
+    ),
     "version.unknown-ticket": lambda st, a: (
         f"refresh ticket {a['ticket']} of stage {a['stage']}",
         f"ticket {st.refreshing[a['stage']] or 'none'}",

@@ -10,7 +10,7 @@ from .constants import NEVER, NO_STAGE, State
 from .refusals import Refused
 
 #: ``refreshed`` names the stage whose first forward must come next in the domain, or NO_STAGE;
-#: ``refreshing`` is the serial of the refresh in flight on a stage, or 0.
+#: ``refreshing`` is the serial of the refresh (or refreshing F) in flight on a stage, or 0.
 STATE = {
     "cache_epoch": Column("stage", initial=NEVER),
     "refreshed": Column("domain", "stage", NO_STAGE),
@@ -27,6 +27,8 @@ def reserve_guards(st: State, key, slot):
 
 def check_refresh_guards(st: State, stage, link):
     d = st.domain_of[stage]
+    if st.refreshing[stage] != 0:
+        raise Refused("version.pending")
     if st.cache_epoch[stage] == st.weight_epoch[stage]:
         raise Refused("version.already-fresh")
     if st.forwards[stage] != 0:
@@ -69,6 +71,8 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
     waiting = st.refreshed[d]
     if e != st.weight_epoch[s]:
         raise Refused("version.wrong-epoch")
+    if refresh != 0 and st.refreshing[s] != 0:
+        raise Refused("version.pending")
     if refresh == 0 and cached != e:
         raise Refused("version.stale-cache")
     if refresh != 0 and cached == e:
@@ -79,11 +83,26 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
         raise Refused("version.refresh-interrupted")
 
 
+def check_forward_writes(st: State, key, slot, token, link, refresh):
+    s = key.stage
+    ticket = st.serial[0] + 1
+    if refresh != 0:
+        st.refreshing[s] = ticket
+
+
 def commit_forward_writes(st: State, slot, ticket):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
-    st.cache_epoch[s] = st.epoch_at[slot]
+    if st.refreshing[s] == ticket:
+        st.cache_epoch[s] = st.epoch_at[slot]
+        st.refreshing[s] = 0
     st.refreshed[d] = NO_STAGE
+
+
+def abort_forward_writes(st: State, slot, ticket):
+    s = st.slot_stage[slot]
+    if st.refreshing[s] == ticket:
+        st.refreshing[s] = 0
 
 
 def check_dgrad_guards(st: State, key, ref, token, link):
@@ -112,6 +131,11 @@ def bind_guards(st: State, key, destination):
         raise Refused("version.wrong-epoch")
 
 
+def invalidate_guards(st: State, stage):
+    if st.refreshing[stage] != 0:
+        raise Refused("version.pending")
+
+
 def invalidate_writes(st: State, stage):
     st.cache_epoch[stage] = NEVER
 
@@ -119,11 +143,20 @@ def invalidate_writes(st: State, stage):
 def commit_epoch_guards(st: State, epoch):
     if not st.every(st.weight_epoch, epoch):
         raise Refused("version.wrong-epoch")
+    if not st.every(st.refreshing, 0):
+        raise Refused("version.pending")
 
 
 def checkpoint_guards(st: State):
+    if not st.every(st.refreshing, 0):
+        raise Refused("persistence.pending-action")
     if not st.every(st.refreshed, NO_STAGE):
         raise Refused("persistence.mid-epoch")
+
+
+def restore_guards(st: State, epoch, incarnation):
+    if not st.every(st.refreshing, 0):
+        raise Refused("version.pending")
 
 
 def restore_writes(st: State, epoch, incarnation):
