@@ -10,7 +10,7 @@ from .constants import DW, RESERVED, State
 from .refusals import Refused
 
 #: ``cursor`` is the capture rank of the pool's latest replay, ``tenants`` how many live tapes
-#: keep memory in the pool. Configured: ``pool_of`` a slot, and the capture ranks of its three
+#: keep memory in the pool, from the check of their forward on. Configured: ``pool_of`` a slot, and the capture ranks of its three
 #: graphs within that pool. A pool serves the slots of one state domain.
 STATE = {"cursor": Column("pool"), "tenants": Column("pool")}
 
@@ -24,11 +24,12 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
 def check_forward_writes(st: State, key, slot, token, link, refresh):
     p = st.pool_of[slot]
     st.cursor[p] = st.forward_rank[slot]
-
-
-def commit_forward_writes(st: State, slot, ticket):
-    p = st.pool_of[slot]
     st.tenants[p] = st.tenants[p] + 1
+
+
+def abort_forward_writes(st: State, slot, ticket):
+    p = st.pool_of[slot]
+    st.tenants[p] = st.tenants[p] - 1
 
 
 def check_dgrad_guards(st: State, key, ref, token, link):
