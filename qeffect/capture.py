@@ -10,8 +10,9 @@ from .constants import DW, RESERVED, State
 from .refusals import Refused
 
 #: ``cursor`` is the capture rank of the pool's latest replay, ``tenants`` how many live tapes
-#: keep memory in the pool, from the check of their forward on. Configured: ``pool_of`` a slot, and the capture ranks of its three
-#: graphs within that pool. A pool serves the slots of one state domain.
+#: keep memory in the pool, from the check of their forward on. Configured: ``pool_of`` a slot,
+#: and the capture ranks of its three graphs within that pool. A pool serves the slots of one
+#: state domain.
 STATE = {"cursor": Column("pool"), "tenants": Column("pool")}
 
 
