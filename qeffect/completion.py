@@ -12,8 +12,8 @@ from .refusals import Refused
 #: A link is one pair of a caller stream and a domain's graph stream. ``submitted`` counts the
 #: caller's work, ``joined`` how much of it the graph stream has waited for; ``replays`` counts
 #: the graph stream's work, ``waited`` how much of it the caller has waited for, ``undrained``
-#: whether the host has yet to see it finish. ``produced`` and ``landed`` say which replay wrote
-#: a slot and a stage's gradients.
+#: whether the host has yet to see it finish; a failed action may have enqueued some. ``produced``
+#: and ``landed`` say which replay wrote a slot and a stage's gradients.
 STATE = {
     "submitted": Column("link"),
     "joined": Column("link"),
@@ -106,6 +106,29 @@ def commit_wgrad_writes(st: State, slot, ticket, covered):
     d = st.domain_of[s]
     st.landed[s] = st.replays[d] + 1
     replayed(st, d)
+
+
+def abort_refresh_writes(st: State, stage, ticket):
+    d = st.domain_of[stage]
+    st.undrained[d] = 1
+
+
+def abort_forward_writes(st: State, slot, ticket):
+    s = st.slot_stage[slot]
+    d = st.domain_of[s]
+    st.undrained[d] = 1
+
+
+def abort_dgrad_writes(st: State, slot, ticket):
+    s = st.slot_stage[slot]
+    d = st.domain_of[s]
+    st.undrained[d] = 1
+
+
+def abort_wgrad_writes(st: State, slot, ticket):
+    s = st.slot_stage[slot]
+    d = st.domain_of[s]
+    st.undrained[d] = 1
 
 
 def read_guards(st: State, key, ref, bit, link):
