@@ -173,7 +173,7 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"effect token {a['token']}",
         f"token {st.token[_domain(st, a)]}",
     ),
-    "order.repeated-forward": lambda st, a: (
+    "ownership.repeated-forward": lambda st, a: (
         f"{a['key']} again",
         "each key forwarded once in an epoch, also after its release or abort",
     ),

@@ -6,27 +6,19 @@ Invariant 1).
 from __future__ import annotations
 
 from .columns import Column
-from .constants import NEVER, State
+from .constants import State
 from .refusals import Refused
 
 #: ``busy`` is the serial of the F, dI or refresh in flight on a domain, or 0; ``position`` counts
-#: the updates of this epoch; ``forwarded`` marks the epoch of a cell's last forward.
+#: the updates of this epoch.
 STATE = {
     "token": Column("domain"),
     "position": Column("domain"),
     "busy": Column("domain", "ticket"),
     "poisoned": Column("domain", "flag"),
-    "forwarded": Column("cell", initial=NEVER),
     "forwards": Column("stage"),
     "dgrads": Column("stage"),
 }
-
-
-def reserve_guards(st: State, key, slot):
-    e = key.epoch
-    c = key.cell
-    if st.forwarded[c] == e:
-        raise Refused("order.repeated-forward")
 
 
 def check_refresh_guards(st: State, stage, link):
@@ -56,7 +48,6 @@ def abort_refresh_writes(st: State, stage, ticket):
 
 def check_forward_guards(st: State, key, slot, token, link, refresh):
     s = key.stage
-    e = key.epoch
     c = key.cell
     d = st.domain_of[s]
     if st.busy[d] != 0:
@@ -65,20 +56,15 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
         raise Refused("order.poisoned")
     if st.token[d] != token:
         raise Refused("order.token")
-    if st.forwarded[c] == e:
-        raise Refused("order.repeated-forward")
     if st.declared[d] != 0 and st.forward_at[c] != st.position[d]:
         raise Refused("order.reordered")
 
 
 def check_forward_writes(st: State, key, slot, token, link, refresh):
     s = key.stage
-    e = key.epoch
-    c = key.cell
     d = st.domain_of[s]
     ticket = st.serial[0] + 1
     st.busy[d] = ticket
-    st.forwarded[c] = e
 
 
 def commit_forward_writes(st: State, slot, ticket):
@@ -169,6 +155,5 @@ def restore_writes(st: State, epoch, incarnation):
     st.fill(st.token, 0)
     st.fill(st.position, 0)
     st.fill(st.poisoned, 0)
-    st.fill(st.forwarded, NEVER)
     st.fill(st.forwards, 0)
     st.fill(st.dgrads, 0)

@@ -8,7 +8,8 @@ from .columns import Column
 from .constants import DI, DW, GRAD, NEVER, NO_SLOT, RESERVED, State
 from .refusals import Refused
 
-#: ``cell_at`` and ``epoch_at`` are the tape's key; ``held`` is the ticket in flight on a slot.
+#: ``cell_at`` and ``epoch_at`` are the tape's key; ``held`` is the ticket in flight on a slot;
+#: ``forwarded`` marks the epoch of a cell's last forward.
 STATE = {
     "pending": Column("slot", "mask"),
     "generation": Column("slot", "generation"),
@@ -16,6 +17,7 @@ STATE = {
     "epoch_at": Column("slot", initial=NEVER),
     "held": Column("slot", "ticket"),
     "slot_of": Column("cell", "slot", NO_SLOT),
+    "forwarded": Column("cell", initial=NEVER),
 }
 
 
@@ -44,6 +46,7 @@ def require_reference(st: State, key, ref):
 
 def reserve_guards(st: State, key, slot):
     s = key.stage
+    e = key.epoch
     c = key.cell
     mask = st.pending[slot]
     if slot == NO_SLOT:
@@ -54,6 +57,8 @@ def reserve_guards(st: State, key, slot):
         raise Refused("ownership.slot-busy")
     if st.slot_of[c] != NO_SLOT:
         raise Refused("ownership.key-live")
+    if st.forwarded[c] == e:
+        raise Refused("ownership.repeated-forward")
     if st.generation[slot] == st.generation_max[0]:
         raise Refused("ownership.generation-exhausted")
 
@@ -82,6 +87,8 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
         raise Refused("ownership.slot-busy")
     if mask == 0 and st.slot_of[c] != NO_SLOT:
         raise Refused("ownership.key-live")
+    if st.forwarded[c] == e:
+        raise Refused("ownership.repeated-forward")
     if st.generation[slot] == st.generation_max[0]:
         raise Refused("ownership.generation-exhausted")
 
@@ -95,6 +102,7 @@ def check_forward_writes(st: State, key, slot, token, link, refresh):
     st.epoch_at[slot] = e
     st.pending[slot] = RESERVED
     st.held[slot] = ticket
+    st.forwarded[c] = e
 
 
 def commit_forward_guards(st: State, slot, ticket):
@@ -270,3 +278,4 @@ def restore_writes(st: State, epoch, incarnation):
     st.fill(st.pending, 0)
     st.fill(st.generation, 0)
     st.fill(st.slot_of, NO_SLOT)
+    st.fill(st.forwarded, NEVER)
