@@ -1,0 +1,45 @@
+"""
+The contract's clauses: every promise, by its stable id, with its cause and remedy when broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from . import (
+    arena,
+    capture,
+    completion,
+    epoch,
+    log,
+    order,
+    ownership,
+    persistence,
+    reduction,
+    version,
+)
+from .model import Clause, Part
+
+__all__ = ["CLAUSES", "PARTS", "Clause", "Part"]
+
+#: The parts in the normative order: guards of a transition run in this order, so that a refusal
+#: has one name.
+PARTS: Final[tuple[Part, ...]] = (
+    ownership.PART,
+    version.PART,
+    order.PART,
+    arena.PART,
+    capture.PART,
+    completion.PART,
+    reduction.PART,
+    epoch.PART,
+    persistence.PART,
+    log.PART,
+)
+
+#: Every clause by its id, in the normative order.
+CLAUSES: Final[Mapping[str, Clause]] = MappingProxyType(
+    {clause.id: clause for part in PARTS for clause in part.clauses}
+)

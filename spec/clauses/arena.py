@@ -1,0 +1,186 @@
+"""
+Arena: each matrix gradient of each microbatch lands in its configured destination exactly once.
+"""
+
+from __future__ import annotations
+
+from .model import Clause, Part
+
+_BUFFER = "The destination, what was written to it, and the tape."
+_NOTHING = "No contract is built."
+
+PART = Part(
+    name="arena",
+    title="Gradient arena",
+    hidden="the destinations of matrix gradients",
+    without="a gradient is lost, added twice, or written over another one",
+    holder="a ledger of destinations: bound before dI, written once by dW, whole at finalize",
+    intro="""\
+Direct placement lets dW accumulate into preallocated buffers, Transformer Engine's `main_grad`,
+whose addresses a captured graph has fixed. A stage is configured with one destination per matrix
+and microbatch, or with one accumulating destination per matrix. The kernel compares descriptors
+(matrix, microbatch, shape, dtype, device, address, length) for equality and byte ranges for
+overlap; it never touches memory.
+
+Destinations are bound before dI, because that is where `main_grad` is read. The first writer of a
+buffer in an epoch overwrites it, later ones accumulate. A dW that fails may have written half a
+gradient: the stage's epoch is then unusable until it is rebuilt. Finalize wants every configured
+microbatch exactly once. The *copied* path, without an arena, leaves this part out and keeps all
+others.""",
+    clauses=(
+        Clause(
+            id="arena.unusable",
+            number="4.1",
+            title="A half-written arena is not used",
+            invariant="In an epoch in which an action of the stage failed or was aborted, nothing "
+            "is bound, written or finalized.",
+            transitions=("bind", "check_wgrad", "finalize"),
+            argument="key.stage",
+            unchanged="The destinations, and the mark that makes them unusable.",
+            section="IV-E",
+            cause="An earlier F, dI or dW of this stage raised, or a tape was dropped, so that the "
+            "sum in the buffers lacks or half contains a microbatch.",
+            remedy="Purge the epoch, restore the last commit and run the epoch again.",
+        ),
+        Clause(
+            id="arena.duplicate-bind",
+            number="4.2",
+            title="A key's destinations are bound once",
+            invariant="Destinations of a cell are bound once in an epoch.",
+            transitions=("bind",),
+            argument="key",
+            unchanged="The binding that exists.",
+            section="III-D",
+            cause="Two places bind `main_grad` for the same microbatch.",
+            remedy="Bind in one place, between the forward and its dI.",
+        ),
+        Clause(
+            id="arena.mismatch",
+            number="4.3",
+            title="Gradients go where they were configured to go",
+            invariant="The destinations presented equal the configured ones of that cell in "
+            "matrix, microbatch, shape, dtype, device, address and length.",
+            transitions=("bind", "check_wgrad"),
+            argument="destination",
+            unchanged=_BUFFER,
+            section="III-D",
+            cause="A gradient buffer was reallocated, re-viewed, moved or cast after capture, or "
+            "the views of another microbatch were bound.",
+            remedy="Allocate the arena once before capture; compare `data_ptr` before binding.",
+        ),
+        Clause(
+            id="arena.unbound",
+            number="4.4",
+            title="Destinations are bound before dI",
+            invariant="dI runs after the destinations of its cell were bound in this epoch.",
+            transitions=("check_dgrad",),
+            argument="key",
+            unchanged="The tape and the effect token.",
+            section="III-D",
+            cause="`main_grad` was bound between dI and dW; dI has then captured the old one.",
+            remedy="Bind before dI.",
+        ),
+        Clause(
+            id="arena.pending",
+            number="4.5",
+            title="One writer at a time",
+            invariant="A buffer has at most one dW in flight.",
+            transitions=("check_wgrad",),
+            argument="destination",
+            unchanged=_BUFFER,
+            section="III-D",
+            cause="Two dW of one accumulating buffer overlap: a ticket was not redeemed, or two "
+            "threads write.",
+            remedy="Commit or abort the first dW, or give every microbatch its own destination.",
+        ),
+        Clause(
+            id="arena.overwrite",
+            number="4.6",
+            title="Only the first writer overwrites",
+            invariant="A dW that overwrites its buffer is the buffer's first in the epoch.",
+            transitions=("check_wgrad",),
+            argument="first",
+            unchanged=_BUFFER,
+            section="III-D",
+            cause="A graph captured for microbatch 0 (is_first_microbatch, overwrite_main_grad) "
+            "was replayed for a later one and would erase what was accumulated.",
+            remedy="Ask `first_writer(key)` which graph to replay.",
+        ),
+        Clause(
+            id="arena.stale-accumulation",
+            number="4.7",
+            title="Nothing accumulates into last epoch's gradient",
+            invariant="A dW that accumulates finds its buffer already opened in this epoch.",
+            transitions=("check_wgrad",),
+            argument="first",
+            unchanged=_BUFFER,
+            section="III-D",
+            cause="The schedule reorders dW, so that microbatch 0 is not the first writer, or the "
+            "buffer was zeroed by hand instead of being overwritten.",
+            remedy="Let the epoch's first writer overwrite, whichever microbatch it is.",
+        ),
+        Clause(
+            id="arena.incomplete",
+            number="4.8",
+            title="A final arena is whole",
+            invariant="Finalize wants one committed dW for every cell of the stage.",
+            transitions=("finalize",),
+            argument="stage",
+            unchanged="The stage, which is not final; the missing dW may still run.",
+            section="III-D",
+            cause="A delayed dW has not run yet, or the schedule lost it.",
+            remedy="Run the pending dW; `contract.live()` names the tapes that wait for one.",
+        ),
+        Clause(
+            id="arena.unknown-matrix",
+            number="4.9",
+            title="Destinations name the stage's matrices",
+            invariant="Every configured destination receives a matrix of its stage.",
+            transitions=("configure",),
+            argument="destination.matrix",
+            unchanged=_NOTHING,
+            section="III-D",
+            cause="Names of parameters and names of matrices differ, or a chunk was configured "
+            "with another chunk's destinations.",
+            remedy="Use the names listed in `matrices`.",
+        ),
+        Clause(
+            id="arena.duplicate-destination",
+            number="4.10",
+            title="A gradient has one destination",
+            invariant="No matrix of a microbatch is configured with two destinations.",
+            transitions=("configure",),
+            argument="destination",
+            unchanged=_NOTHING,
+            section="III-D",
+            cause="A shared (tied) weight was listed twice, or per-microbatch views were listed "
+            "next to an accumulating buffer.",
+            remedy="List each matrix once for every microbatch, or once in all.",
+        ),
+        Clause(
+            id="arena.missing-destination",
+            number="4.11",
+            title="Every gradient has a destination",
+            invariant="Every matrix of every microbatch is configured with a destination.",
+            transitions=("configure",),
+            argument="destination",
+            unchanged=_NOTHING,
+            section="III-D",
+            cause="The arena was built for fewer microbatches than the stage runs, or a matrix "
+            "was forgotten.",
+            remedy="Build one view per matrix and microbatch, or one accumulating buffer.",
+        ),
+        Clause(
+            id="arena.overlapping-destinations",
+            number="4.12",
+            title="Destinations do not overlap",
+            invariant="The byte ranges of two destinations on one device are disjoint.",
+            transitions=("configure",),
+            argument="destination.address",
+            unchanged=_NOTHING,
+            section="III-D",
+            cause="Views were cut from one arena at wrong offsets, or two stages share a buffer.",
+            remedy="Give each destination its own aligned range.",
+        ),
+    ),
+)

@@ -1,0 +1,78 @@
+"""
+Completion: a replay waits for its caller, and a consumer waits for the replay.
+"""
+
+from __future__ import annotations
+
+from .model import Clause, Part
+
+_STREAMS = "The streams' counters; nothing was enqueued."
+
+PART = Part(
+    name="completion",
+    title="Completion",
+    hidden="caller and graph streams",
+    without="a replay reads inputs that are not there yet, or a consumer half-updated state",
+    holder="a caller-to-graph wait before each replay, a graph-to-caller event before consumption",
+    intro="""\
+A replay returns to the host at once, and its output tensors always exist. Two device-level edges
+make them right: the graph stream waits for the caller's work before the replay, and the caller
+waits for the graph's tail before it consumes. The contract counts: per *link* (one caller stream
+and one domain's graph stream) the work that the caller submitted and how much of it the graph
+stream has waited for; per graph stream its replays, and per link how many of them the caller has
+waited for. A missing half is refused on its own side.
+
+The host's order of calls stands for the order of enqueueing. That the waits really are on the
+streams is the runtime's duty.""",
+    clauses=(
+        Clause(
+            id="completion.wrong-stream",
+            number="6.1",
+            title="A link connects the action's own graph stream",
+            invariant="The link presented belongs to the state domain of the action's stage.",
+            transitions=(
+                "check_refresh",
+                "check_forward",
+                "check_dgrad",
+                "check_wgrad",
+                "read",
+                "finalize",
+            ),
+            argument="link",
+            unchanged=_STREAMS,
+            section="IV-D",
+            cause="With several domains the default link 0 was used for a stage of another one.",
+            remedy="Ask `contract.link(caller, domain)` for the link.",
+        ),
+        Clause(
+            id="completion.caller-to-graph",
+            number="6.2",
+            title="A replay waits for its caller",
+            invariant="Before a replay the graph stream has waited for all the work that this "
+            "caller submitted.",
+            transitions=("check_refresh", "check_forward", "check_dgrad", "check_wgrad"),
+            argument="link",
+            unchanged=_STREAMS,
+            section="IV-D",
+            cause="The caller enqueued input copies or an optimizer update after the graph "
+            "stream's last wait_stream, so the replay could read its inputs too early.",
+            remedy="Make the graph stream wait for the caller's stream before the replay, and "
+            "tell it with `join`.",
+        ),
+        Clause(
+            id="completion.graph-to-caller",
+            number="6.3",
+            title="A consumer waits for the replay",
+            invariant="A consumer's stream has waited for the replay that produced what it "
+            "consumes.",
+            transitions=("check_dgrad", "read", "finalize"),
+            argument="link",
+            unchanged=_STREAMS,
+            section="II-C",
+            cause="An output was sent or used, a gradient was computed from it, or the optimizer "
+            "started, before the caller's stream waited for the graph's tail event.",
+            remedy="Make the caller's stream wait for the event recorded at the graph's tail, and "
+            "tell it with `wait`.",
+        ),
+    ),
+)

@@ -1,0 +1,122 @@
+"""
+Order: F and dI advance a state domain's effect token exactly once, dW never.
+"""
+
+from __future__ import annotations
+
+from .model import Clause, Part
+
+_TOKEN = "The effect token, and with it the scaling state's position."
+
+PART = Part(
+    name="order",
+    title="Order",
+    hidden="FP8 scaling state",
+    without="a scale update is skipped, doubled or reordered, while the loss stays finite",
+    holder="one effect token per state domain; F and dI advance it, dW cannot",
+    intro="""\
+With delayed scaling F and dI update amax histories and scales; dW consumes what dI retained and
+must not update them again. The *state domain* is whatever is rolled together: Transformer Engine
+rolls every module of the process at each update, so all chunks of a rank share one domain. A
+domain has an effect token, a count of the F and dI committed in it. A caller threads the token: it
+presents the value that it saw, and each F and dI is accepted only at the current one. dW takes no
+token and has none to advance.
+
+A token proves that updates happened once each, and one after another. Which microbatch goes before
+which is judged only against a declared sequence, where the caller gives one. An F, dI or refresh
+that fails on the device leaves scales half updated: its domain is *poisoned* until the numerical
+state of the last commit is restored. Abort never rewinds the token.""",
+    clauses=(
+        Clause(
+            id="order.pending",
+            number="3.1",
+            title="One update at a time",
+            invariant="At most one F, dI or refresh of a state domain is in flight, and none at a "
+            "commit or a restore.",
+            transitions=(
+                "check_refresh",
+                "check_forward",
+                "check_dgrad",
+                "commit_epoch",
+                "restore",
+            ),
+            argument="",
+            unchanged=_TOKEN,
+            section="III-B",
+            cause="An F, dI or refresh of the domain was checked and neither committed nor "
+            "aborted, or two host threads drive chunks that share scaling state.",
+            remedy="Commit or abort it first; give chunks separate domains only if nothing rolls "
+            "their scales together.",
+        ),
+        Clause(
+            id="order.poisoned",
+            number="3.2",
+            title="Half-updated scales are not used",
+            invariant="No F, dI, refresh, finalize or checkpoint happens in a state domain in "
+            "which an F, dI or refresh has failed since the last restore.",
+            transitions=("check_refresh", "check_forward", "check_dgrad", "finalize", "checkpoint"),
+            argument="",
+            unchanged=_TOKEN,
+            section="IV-E",
+            cause="A replay raised. Transformer Engine's autocast rolls scales even when the "
+            "forward inside raised, so the state cannot be trusted.",
+            remedy="Restore the numerical state of the last commit, then `restore` the contract "
+            "and run the epoch again.",
+        ),
+        Clause(
+            id="order.token",
+            number="3.3",
+            title="Updates are threaded",
+            invariant="F and dI present the current effect token of their domain.",
+            transitions=("check_forward", "check_dgrad"),
+            argument="token",
+            unchanged=_TOKEN,
+            section="III-B",
+            cause="The caller kept a token across another F or dI of the domain: an update was "
+            "skipped, repeated or run in another order than the host believed.",
+            remedy="Pass the token that the last F or dI of the domain returned; leave it out only "
+            "where the host's order of checks is the order that is wanted.",
+        ),
+        Clause(
+            id="order.repeated-forward",
+            number="3.4",
+            title="A key is forwarded once in an epoch",
+            invariant="A key's forward is accepted once, also after its release or abort.",
+            transitions=("reserve", "check_forward"),
+            argument="key",
+            unchanged=_TOKEN,
+            section="III-B",
+            cause="A microbatch was run again after it had finished or failed, or activation "
+            "recomputation re-runs F under the same key and would roll the amax history twice.",
+            remedy="Give recomputation its own invocation and no state update; to repeat a failed "
+            "microbatch restore and run the whole epoch again.",
+        ),
+        Clause(
+            id="order.reordered",
+            number="3.5",
+            title="A declared order is kept",
+            invariant="Where a domain declares the order of its F and dI, each comes at its "
+            "declared position.",
+            transitions=("check_forward", "check_dgrad"),
+            argument="key",
+            unchanged=_TOKEN,
+            section="III-B",
+            cause="The runtime left the schedule that was declared, for example by starting "
+            "whichever microbatch arrived first.",
+            remedy="Follow the table, or declare the order that the runtime really follows.",
+        ),
+        Clause(
+            id="order.incomplete",
+            number="3.6",
+            title="A final stage has run every F and dI",
+            invariant="Finalize wants one committed F and dI for every cell of the stage.",
+            transitions=("finalize",),
+            argument="stage",
+            unchanged="The stage, which is not final; the missing actions may still run.",
+            section="IV-E",
+            cause="A microbatch was left out, or the stage is configured with more microbatches, "
+            "blocks or invocations than the schedule runs.",
+            remedy="Run the missing F and dI, or correct the configuration.",
+        ),
+    ),
+)

@@ -1,0 +1,358 @@
+"""
+Ownership: each retained tape has one key, one slot and one generation.
+"""
+
+from __future__ import annotations
+
+from .model import Clause, Part
+
+_TENANT = "The slot's tenant, its generation and the consumers that it still waits for."
+_POOL = "The pool: no slot is claimed, and every live tape stays where it is."
+_FLIGHT = "The action in flight, its reservation and its tape."
+
+PART = Part(
+    name="ownership",
+    title="Ownership",
+    hidden="retained dW work",
+    without="a dW consumes another microbatch's work, or a slot that was reused",
+    holder="`TapeKey` -> `TapeRef`, a consumer mask, a generation that rises at every release",
+    intro="""\
+A forward leaves a *tape*: saved activations, and after dI the deferred weight-gradient work. Its
+logical name is the key `TapeKey(epoch, stage, microbatch, block, invocation)`; the key without its
+epoch is a *cell*. Its physical place is the reference `TapeRef(slot, generation, incarnation)`: a
+slot of a bounded pool, the generation which that slot had when the tape was bound, and the random
+number of the memory that issued the reference. Captured graphs replay over fixed addresses, so the
+same slot serves many keys, and an address says nothing about whose work lies there.
+
+A slot carries a mask of the consumers that have yet to visit it: dI, dW, and a reader of the
+output and of the input gradient where the stage is configured with one. It is free when the mask
+is empty; the last consumer's commit releases it, and abort or purge release it early. A generation
+rises once, at that release, never at allocation. An occupied slot is never preempted. Every
+consumer presents the key *and* the reference, and both must name the same live tape.
+
+A check reserves the slot under a *ticket*, the next of a series of serial numbers; while a ticket
+is out on a slot, every other action on it is refused. A commit or an abort redeems the ticket,
+once.""",
+    clauses=(
+        Clause(
+            id="ownership.pool-exhausted",
+            number="1.1",
+            title="Live tapes are bounded by the pool",
+            invariant="A forward or a reservation takes a free slot; with none free it is refused.",
+            transitions=("reserve", "check_forward"),
+            argument="slot",
+            unchanged=_POOL,
+            section="III-A",
+            cause="The schedule keeps more tapes live than the stage has slots: forwards run ahead "
+            "of their dI and dW, or an earlier tape was never consumed.",
+            remedy="Give the stage its schedule's peak of live tapes (`qeffect plan` prints it), "
+            "or look for a dW or a reader that was never committed.",
+        ),
+        Clause(
+            id="ownership.foreign-slot",
+            number="1.2",
+            title="Slots belong to stages",
+            invariant="A key of a stage is placed in a slot of that stage.",
+            transitions=("reserve", "check_forward"),
+            argument="slot",
+            unchanged=_POOL,
+            section="III-A",
+            cause="The slot index was computed within a stage, or by another chunk of this rank; "
+            "slots are numbered over all stages of the process.",
+            remedy="Let the contract choose the slot, or add the stage's first slot to the index.",
+        ),
+        Clause(
+            id="ownership.slot-busy",
+            number="1.3",
+            title="An occupied slot is never preempted",
+            invariant="A slot takes a new tenant only when nobody waits for the old one; a "
+            "reserved slot takes only the key that reserved it.",
+            transitions=("reserve", "check_forward"),
+            argument="slot",
+            unchanged=_TENANT,
+            section="III-A",
+            cause="The runtime picks slots itself, by microbatch modulo the pool's size, and a "
+            "delayed dW still needs this one.",
+            remedy="Let the contract choose a free slot; with static binding provide one slot for "
+            "every tape that the schedule keeps live.",
+        ),
+        Clause(
+            id="ownership.key-live",
+            number="1.4",
+            title="A key has at most one tape",
+            invariant="The live mapping is injective: a cell that holds a live tape is given no "
+            "second one.",
+            transitions=("reserve", "check_forward"),
+            argument="key",
+            unchanged=_TENANT,
+            section="III-A",
+            cause="The same microbatch, block and invocation is forwarded or reserved again while "
+            "its tape is live; often two calls share one invocation counter.",
+            remedy="Count invocations of a block within a microbatch, or consume or abort the "
+            "first tape before the second forward.",
+        ),
+        Clause(
+            id="ownership.generation-exhausted",
+            number="1.5",
+            title="Generations never wrap",
+            invariant="A slot whose generation has reached the counter's maximum takes no tenant, "
+            "so that no release can wrap the counter.",
+            transitions=("reserve", "check_forward"),
+            argument="slot",
+            unchanged=_POOL,
+            section="design",
+            cause="The counter was configured narrower than the number of tapes this process "
+            "serves; 64 bits last longer than any run.",
+            remedy="Restore from a checkpoint, which begins a new incarnation at generation zero, "
+            "or configure a wider counter.",
+        ),
+        Clause(
+            id="ownership.pending",
+            number="1.6",
+            title="One action at a time on a slot",
+            invariant="While a ticket is out on a slot no other action touches it, and no restore "
+            "happens.",
+            transitions=(
+                "check_forward",
+                "check_dgrad",
+                "check_wgrad",
+                "read",
+                "finish_read",
+                "drop",
+                "restore",
+            ),
+            argument="ref.slot",
+            unchanged=_FLIGHT,
+            section="design",
+            cause="An action was checked and neither committed nor aborted: an exception passed "
+            "between check and commit, or two host threads drive one stage.",
+            remedy="Use the context managers, which abort on an exception; otherwise commit or "
+            "abort the ticket on every exit.",
+        ),
+        Clause(
+            id="ownership.foreign-incarnation",
+            number="1.7",
+            title="References do not outlive their process",
+            invariant="A reference is accepted only by the incarnation that issued it.",
+            transitions=("check_dgrad", "check_wgrad", "read", "finish_read", "drop"),
+            argument="ref.incarnation",
+            unchanged=_TENANT,
+            section="design",
+            cause="The reference was issued before a restore, or by another process, and was kept "
+            "in saved values, a queue or a pickle. Rebuilt generations start again at zero, so "
+            "slot and generation alone would have matched.",
+            remedy="Drop every reference at a restore and run the forwards of the epoch again.",
+        ),
+        Clause(
+            id="ownership.stale-reference",
+            number="1.8",
+            title="A reference dies with its tape",
+            invariant="The slot named by a reference is occupied and has the reference's "
+            "generation.",
+            transitions=("check_dgrad", "check_wgrad", "read", "finish_read", "drop"),
+            argument="ref.generation",
+            unchanged=_TENANT,
+            section="III-A",
+            cause="The tape was released, aborted or purged, and its slot perhaps given to another "
+            "microbatch; the caller kept the old reference, or consumed the tape twice.",
+            remedy="Carry the reference that this forward's commit returned next to the key, and "
+            "drop it after the last consumer.",
+        ),
+        Clause(
+            id="ownership.wrong-key",
+            number="1.9",
+            title="Key and reference name one tape",
+            invariant="The key presented is the key of the tape in the reference's slot.",
+            transitions=("check_dgrad", "check_wgrad", "read", "finish_read", "drop"),
+            argument="key",
+            unchanged=_TENANT,
+            section="IV-B",
+            cause="dW was paired with the work of another microbatch: a FIFO, or the chunk's most "
+            "recent dI, was taken instead of the key's own. ZB-V reorders dW against dI.",
+            remedy="Look retained work up by key; `qeffect check --binding` shows which discipline "
+            "mispairs which schedule.",
+        ),
+        Clause(
+            id="ownership.not-forwarded",
+            number="1.10",
+            title="Backward follows the forward's commit",
+            invariant="dI and dW consume a tape whose forward has been committed.",
+            transitions=("check_dgrad", "check_wgrad"),
+            argument="key",
+            unchanged="The reservation and the slot it holds.",
+            section="III-A",
+            cause="The slot was only reserved, to receive an input, and its forward has not run.",
+            remedy="Run and commit the forward of this key first.",
+        ),
+        Clause(
+            id="ownership.duplicate-dgrad",
+            number="1.11",
+            title="dI consumes its tape once",
+            invariant="A tape's dI is accepted only while the tape waits for it.",
+            transitions=("check_dgrad",),
+            argument="key",
+            unchanged="The tape, which still waits for its dW, and the effect token.",
+            section="III-A",
+            cause="The schedule or a retry ran dI of this microbatch twice; a second run would "
+            "roll the gradients' amax history again and queue deferred work twice.",
+            remedy="Remove the repeated dI. After a failed dI abort the epoch instead of retrying.",
+        ),
+        Clause(
+            id="ownership.wgrad-before-dgrad",
+            number="1.12",
+            title="dW follows its own dI",
+            invariant="A tape's dW is accepted only after that tape's dI was committed.",
+            transitions=("check_wgrad",),
+            argument="key",
+            unchanged="The tape, which still waits for dI and dW, and its destinations.",
+            section="III-A",
+            cause="dW was scheduled before dI of the same microbatch, or dI is checked but not yet "
+            "committed. The dI of another microbatch does not do: it queued other work.",
+            remedy="Move dI of this key before its dW.",
+        ),
+        Clause(
+            id="ownership.duplicate-wgrad",
+            number="1.13",
+            title="dW consumes its tape once",
+            invariant="A tape's dW is accepted only while the tape waits for it.",
+            transitions=("check_wgrad",),
+            argument="key",
+            unchanged="The tape, which its reader still holds, and the gradient already written.",
+            section="III-A",
+            cause="dW ran already; the tape is live only because a reader has not finished.",
+            remedy="Remove the repeated dW; a second one would add the gradient again.",
+        ),
+        Clause(
+            id="ownership.work-not-queued",
+            number="1.14",
+            title="dI queues the deferred work",
+            invariant="dI commits only when deferred work was queued for every matrix of its "
+            "stage, each once.",
+            transitions=("commit_dgrad",),
+            argument="queued",
+            unchanged="Everything; the embedding API then aborts the tape, since its dI has run.",
+            section="IV-A",
+            cause="A module's deferred weight gradient is off, or another slot's WeightGradStore "
+            "was installed at the forward, so that its entries went elsewhere.",
+            remedy="Install the slot's own stores before F, and report each matrix whose entry the "
+            "store holds after dI.",
+        ),
+        Clause(
+            id="ownership.matrix-coverage",
+            number="1.15",
+            title="dW covers every matrix once",
+            invariant="dW commits only when the gradient of every matrix of its stage was "
+            "produced exactly once, also where gradients are copied.",
+            transitions=("commit_wgrad",),
+            argument="covered",
+            unchanged="Everything; the embedding API then aborts the tape, since its dW has run.",
+            section="IV-A",
+            cause="A store was drained partly or twice; LayerNormMLP, for example, puts two "
+            "entries into its one store.",
+            remedy="Drain every entry of the slot's stores, and report each matrix as often as its "
+            "gradient was written.",
+        ),
+        Clause(
+            id="ownership.no-such-reader",
+            number="1.16",
+            title="Readers are configured, and finish once",
+            invariant="A tape is read only by a reader that it waits for.",
+            transitions=("read", "finish_read"),
+            argument="bit",
+            unchanged=_TENANT,
+            section="design",
+            cause="The stage was configured without `sends_output` or `sends_gradient`, or this "
+            "reader has already finished.",
+            remedy="Configure the reader, or finish it once, when the send has completed.",
+        ),
+        Clause(
+            id="ownership.read-before-dgrad",
+            number="1.17",
+            title="An input gradient is read after dI",
+            invariant="A tape's input gradient is read only after its dI was committed.",
+            transitions=("read", "finish_read"),
+            argument="key",
+            unchanged=_TENANT,
+            section="design",
+            cause="The send of an input gradient was posted before dI of that microbatch; the "
+            "buffer still holds the gradient of the slot's previous tenant.",
+            remedy="Post the send after dI's commit.",
+        ),
+        Clause(
+            id="ownership.unknown-ticket",
+            number="1.18",
+            title="A ticket is redeemed once, by its own kind",
+            invariant="Commit and abort are accepted only with the ticket that is out on the slot, "
+            "for the action that it was issued for.",
+            transitions=(
+                "commit_forward",
+                "abort_forward",
+                "commit_dgrad",
+                "abort_dgrad",
+                "commit_wgrad",
+                "abort_wgrad",
+            ),
+            argument="ticket",
+            unchanged=_FLIGHT,
+            section="design",
+            cause="The ticket was already committed or aborted, or belongs to another slot or to "
+            "an action before a restore.",
+            remedy="Redeem each ticket exactly once; commit after success, abort after failure.",
+        ),
+        Clause(
+            id="ownership.live-tape",
+            number="1.19",
+            title="A commit finds no live tape",
+            invariant="The optimizer's commit happens when every slot of every stage of the "
+            "process is free.",
+            transitions=("commit_epoch",),
+            argument="",
+            unchanged="Every live tape, and the weight epoch.",
+            section="IV-E",
+            cause="A dW or a reader has not finished, or a slot is still reserved for a receive.",
+            remedy="Run what the tapes wait for, or purge the epoch and rebuild it.",
+        ),
+        Clause(
+            id="ownership.unknown-key",
+            number="1.20",
+            title="Keys are configured",
+            invariant="A key names a stage, microbatch, block and invocation of this process.",
+            transitions=(
+                "reserve",
+                "bind",
+                "check_forward",
+                "check_dgrad",
+                "check_wgrad",
+                "read",
+                "finish_read",
+                "drop",
+            ),
+            argument="key",
+            unchanged="Everything.",
+            section="III-A",
+            cause="The microbatch is out of range, or the stage lives on another rank.",
+            remedy="Configure the stage with as many microbatches, blocks and invocations as the "
+            "schedule uses.",
+        ),
+        Clause(
+            id="ownership.unknown-slot",
+            number="1.21",
+            title="Slots are configured",
+            invariant="A slot index lies within the process's pool.",
+            transitions=(
+                "reserve",
+                "check_forward",
+                "check_dgrad",
+                "check_wgrad",
+                "read",
+                "finish_read",
+                "drop",
+            ),
+            argument="ref.slot",
+            unchanged="Everything.",
+            section="III-A",
+            cause="The reference was issued by another contract, or the index computed by hand.",
+            remedy="Pass on the reference that the forward's commit returned.",
+        ),
+    ),
+)

@@ -1,0 +1,114 @@
+"""
+Persistence: a checkpoint is taken only when nothing is live, a restore begins a new incarnation.
+"""
+
+from __future__ import annotations
+
+from .model import Clause, Part
+
+_WITHHELD = "Everything; the checkpoint is withheld."
+_RUNNING = "Everything; the running incarnation goes on."
+
+PART = Part(
+    name="persistence",
+    title="Persistence",
+    hidden="process-local handles among what is saved",
+    without="a resumed run trusts addresses, tokens or caches of a process that is gone",
+    holder="a checkpoint only when quiescent; a fresh incarnation and stale caches at a restore",
+    intro="""\
+A checkpoint is taken directly after a commit, when nothing is live: no tape, no action in flight,
+no reduction, no device work that the host has not seen finish. A restore loads the numerical state
+first, then begins a new *incarnation*: every slot is free, every generation zero, every reference
+issued before is refused, every weight cache is stale. That holds also when one checkpoint is
+restored twice, because the incarnation is a fresh random number that is never persisted.""",
+    clauses=(
+        Clause(
+            id="persistence.live-tape",
+            number="9.1",
+            title="No checkpoint with a live tape",
+            invariant="A checkpoint is taken when every slot is free.",
+            transitions=("checkpoint",),
+            argument="",
+            unchanged=_WITHHELD,
+            section="III-E",
+            cause="The checkpoint hook ran in mid-step, or a delayed dW or a reader is pending.",
+            remedy="Checkpoint directly after `commit_epoch`.",
+        ),
+        Clause(
+            id="persistence.mid-epoch",
+            number="9.2",
+            title="No checkpoint within an epoch",
+            invariant="A checkpoint is taken when no forward and no dW of the current epoch was "
+            "committed, and no refresh waits for its forward.",
+            transitions=("checkpoint",),
+            argument="",
+            unchanged=_WITHHELD,
+            section="III-E",
+            cause="The step has begun: scaling state and gradients belong to no optimizer version.",
+            remedy="Checkpoint directly after `commit_epoch`, before the next refresh or forward.",
+        ),
+        Clause(
+            id="persistence.pending-action",
+            number="9.3",
+            title="No checkpoint with an action in flight",
+            invariant="A checkpoint is taken when no F, dI or refresh is in flight.",
+            transitions=("checkpoint",),
+            argument="",
+            unchanged=_WITHHELD,
+            section="III-E",
+            cause="An action was checked and neither committed nor aborted.",
+            remedy="Commit or abort it, then checkpoint after the commit.",
+        ),
+        Clause(
+            id="persistence.device-work",
+            number="9.4",
+            title="Device work counts as live until it is seen to finish",
+            invariant="A checkpoint or a restore happens when the host has seen every replay "
+            "finish.",
+            transitions=("checkpoint", "restore"),
+            argument="",
+            unchanged="Everything; the checkpoint or restore is withheld.",
+            section="III-E",
+            cause="Replays were enqueued after the last device synchronisation, so the numerical "
+            "state could still change while it is saved or loaded.",
+            remedy="Synchronise the device and tell it with `drain`.",
+        ),
+        Clause(
+            id="persistence.reduction-in-flight",
+            number="9.5",
+            title="No checkpoint with a reduction in flight",
+            invariant="A checkpoint is taken when no reduction is in flight.",
+            transitions=("checkpoint",),
+            argument="",
+            unchanged=_WITHHELD,
+            section="III-E",
+            cause="An asynchronous all-reduce was started and not waited for.",
+            remedy="Finish the reduction, commit, then checkpoint.",
+        ),
+        Clause(
+            id="persistence.same-incarnation",
+            number="9.6",
+            title="A restore begins a new incarnation",
+            invariant="The incarnation given to a restore differs from the current one.",
+            transitions=("restore",),
+            argument="incarnation",
+            unchanged=_RUNNING,
+            section="design",
+            cause="An incarnation was saved, or derived from a seed or a rank, and given back.",
+            remedy="Leave it out: the contract draws a fresh random one.",
+        ),
+        Clause(
+            id="persistence.configuration",
+            number="9.7",
+            title="A checkpoint fits the configuration that restores it",
+            invariant="A checkpoint is restored only into the same stages and relations.",
+            transitions=("restore",),
+            argument="checkpoint",
+            unchanged=_RUNNING,
+            section="III-E",
+            cause="The number of stages, microbatches or slots, the destinations or the chosen "
+            "relations changed between save and load; checkpoints preserve the topology.",
+            remedy="Restore with the configuration of the run that saved it.",
+        ),
+    ),
+)

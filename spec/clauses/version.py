@@ -1,0 +1,119 @@
+"""
+Version: every action sees the weights, and the quantized weight cache, of its key's epoch.
+"""
+
+from __future__ import annotations
+
+from .model import Clause, Part
+
+_CACHE = "The weight cache and its epoch, and the stage's slots."
+
+PART = Part(
+    name="version",
+    title="Version",
+    hidden="quantized weight cache",
+    without="a fixed address holds the quantized weights of an earlier optimizer step",
+    holder="a weight epoch and a cache epoch per stage; the first F refreshes, later ones verify",
+    intro="""\
+A captured forward reads quantized weights at a fixed address, and nothing at that address says
+which optimizer step they were quantized from. Each stage therefore has a weight epoch, which the
+commit advances, and a cache epoch, which a refresh sets to the weight epoch. The cache is stale
+after a commit, after a restart and after `invalidate`.
+
+A refresh is an action of its own or a flag of F. It belongs directly before its stage's first
+forward of the epoch, with no F, dI or other refresh of its state domain between: the weight's amax
+belongs to that forward's update interval, and every F and dI of a domain rolls the histories of
+all its modules. A forward that finds the cache stale and does not refresh it is refused.""",
+    clauses=(
+        Clause(
+            id="version.wrong-epoch",
+            number="2.1",
+            title="A key's epoch is the weight epoch",
+            invariant="F, dI, dW, a bind and a reservation carry a key of the stage's weight "
+            "epoch, and a commit names the weight epoch of every stage.",
+            transitions=(
+                "reserve",
+                "bind",
+                "check_forward",
+                "check_dgrad",
+                "check_wgrad",
+                "commit_epoch",
+            ),
+            argument="key.epoch",
+            unchanged="The weight epochs, the slots and the bindings.",
+            section="III-C",
+            cause="The optimizer stepped without `commit_epoch`, a key was built from a step "
+            "counter that runs apart from it, or a backward was carried over a step.",
+            remedy="Build keys from `contract.epoch`, and commit exactly where the optimizer "
+            "updates the parameters.",
+        ),
+        Clause(
+            id="version.stale-cache",
+            number="2.2",
+            title="The weight cache is current",
+            invariant="F and dI run over a weight cache of their key's epoch, or F refreshes it.",
+            transitions=("check_forward", "check_dgrad"),
+            argument="key.epoch",
+            unchanged=_CACHE,
+            section="III-C",
+            cause="The first forward after an optimizer step or a restart replayed a graph that "
+            "was captured with is_first_microbatch=False, and nothing refreshed the cache.",
+            remedy="Refresh the stage's cache directly before its first forward of the epoch, or "
+            "let that forward refresh it (`refresh=True`).",
+        ),
+        Clause(
+            id="version.already-fresh",
+            number="2.3",
+            title="A cache is refreshed once in an epoch",
+            invariant="A refresh happens only while the cache is stale.",
+            transitions=("check_refresh", "check_forward"),
+            argument="refresh",
+            unchanged=_CACHE,
+            section="III-C",
+            cause="Two microbatches believe to be the first, or an explicit refresh is followed by "
+            "a forward that refreshes again; the second one rolls the weight's amax once more.",
+            remedy="Refresh in one place: the action, or the first forward's flag.",
+        ),
+        Clause(
+            id="version.late-refresh",
+            number="2.4",
+            title="A refresh precedes the stage's forwards",
+            invariant="A refresh happens before the stage's first committed forward of the epoch.",
+            transitions=("check_refresh", "check_forward"),
+            argument="refresh",
+            unchanged=_CACHE,
+            section="design",
+            cause="The cache was invalidated in mid-epoch, for example because a module re-created "
+            "its workspace at another address.",
+            remedy="Abort the epoch and rebuild it: microbatches of one step must not see two "
+            "quantizations of the weights. Create workspaces before capture and keep them.",
+        ),
+        Clause(
+            id="version.refresh-interrupted",
+            number="2.5",
+            title="Nothing comes between a refresh and its forward",
+            invariant="After a refresh the next F, dI or refresh of the state domain is that "
+            "stage's forward, or that stage's refresh again.",
+            transitions=("check_refresh", "check_forward", "check_dgrad"),
+            argument="key.stage",
+            unchanged=_CACHE,
+            section="design",
+            cause="All chunks are refreshed at the start of the epoch, or another chunk's action "
+            "was scheduled between. With a long amax history that gives other scales.",
+            remedy="Replay each stage's refresh directly before its own first forward.",
+        ),
+        Clause(
+            id="version.unknown-ticket",
+            number="2.6",
+            title="A refresh's ticket is redeemed once",
+            invariant="Commit and abort of a refresh are accepted only with the ticket that is "
+            "out on the stage.",
+            transitions=("commit_refresh", "abort_refresh"),
+            argument="ticket",
+            unchanged="The refresh in flight, and the cache's epoch.",
+            section="design",
+            cause="The ticket was already redeemed, or belongs to another stage.",
+            remedy="Redeem each ticket exactly once, or use the context manager.",
+        ),
+    ),
+)
