@@ -40,6 +40,11 @@ class Check:
             default="contract",
             help="how the runtime pairs dW with retained work (default: contract)",
         )
+        parser.add_argument(
+            "--shared-pool",
+            action="store_true",
+            help="let all graphs of a rank share one capture-memory pool",
+        )
         parser.add_argument("--svg", type=Path, metavar="F", help="write a timeline")
         parser.add_argument("--trace", type=Path, metavar="F", help="write a Chrome trace")
 
@@ -48,9 +53,9 @@ class Check:
         if args.random is not None:
             return _random(args, progress)
         if args.fixtures:
-            return _fixtures(args.binding, progress)
+            return _fixtures(args, progress)
         schedule = read_source(args)
-        verdict = check(schedule, binding=args.binding)
+        verdict = check(schedule, binding=args.binding, shared_pool=args.shared_pool)
         for path, text in (
             (args.svg, lambda: timeline(schedule, verdict.finding)),
             (args.trace, lambda: trace_json(schedule, verdict.finding)),
@@ -80,12 +85,12 @@ def _lines(schedule: Schedule, verdict: Verdict) -> list[str]:
     ]
 
 
-def _fixtures(binding: str, progress: Progress) -> Outcome:
+def _fixtures(args: argparse.Namespace, progress: Progress) -> Outcome:
     rows: list[dict[str, Any]] = []
     text = []
     for name in fixture_names():
         progress(f"Checking. {name}")
-        verdict = check(read_fixture(name), binding=binding)
+        verdict = check(read_fixture(name), binding=args.binding, shared_pool=args.shared_pool)
         rows.append({"table": name, **verdict.record()})
         said = "accepted" if verdict.finding is None else f"refused  {verdict.finding}"
         text.append(f"{said:9} {name} ({verdict.actions} actions)")
@@ -93,7 +98,9 @@ def _fixtures(binding: str, progress: Progress) -> Outcome:
     first = {k: refused[0][k] for k in ("clause", "rank", "step", "action")} if refused else {}
     text.append(f"{len(rows) - len(refused)} of {len(rows)} shipped tables accepted.")
     return Outcome(
-        "refused" if refused else "accepted", {**first, "tables": rows, "binding": binding}, text
+        "refused" if refused else "accepted",
+        {**first, "tables": rows, "binding": args.binding},
+        text,
     )
 
 
