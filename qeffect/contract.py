@@ -14,6 +14,7 @@ from .checkpoint import Checkpoint
 from .config import StageConfig, lay_out
 from .constants import GENERATION_MAX, GRAD, NO_SLOT, OUT
 from .explain import explain
+from .freelist import FreeSlots
 from .guarded import Dgrad, Forward, Refresh, Wgrad
 from .keys import Cell, TapeKey, TapeRef
 from .layout import Destination
@@ -126,7 +127,7 @@ class Contract:
         self._links = laid.links
         self._cells = laid.cells
         self._callers = tuple(callers)
-        self._free = _all_free(laid.slots)
+        self._free = {stage: FreeSlots(own) for stage, own in laid.slots.items()}
         self._reserved: dict[Cell, int] = {}
         self._num_slots = len(self.memory.pending)
         self.memory.incarnation[0] = secrets.randbits(64)
@@ -216,10 +217,11 @@ class Contract:
             if link < 0:
                 raise IndexError(link)
             if slot is None:
+                free = self._free[key.stage]
                 if self._reserved and key.cell in self._reserved:
                     slot = self._reserved[key.cell]
                 else:
-                    slot = next(reversed(self._free[key.stage]), NO_SLOT)
+                    slot = free[-1] if free else st.slot_of[key.cell]
             elif slot < NO_SLOT:
                 raise IndexError(slot)
             if token is None:
@@ -229,8 +231,11 @@ class Contract:
             raise explain(refused, "check_forward", st, (key, slot, token, link, refresh)) from None
         except (KeyError, IndexError):
             raise self._unknown("check_forward", (key, slot, token, link, refresh)) from None
-        if self._free[key.stage].pop(slot, 1):
-            self._reserved.pop(key.cell, None)
+        free = self._free[key.stage]
+        if free and free[-1] == slot:
+            free.pop()
+        elif not free.take(slot):
+            del self._reserved[key.cell]
         if self.observer is not None:
             self.observer("check_forward", (key, slot, token, link, int(refresh)), serial)
         return Ticket("F", key, slot, serial)
@@ -348,7 +353,7 @@ class Contract:
             ticket.ref = TapeRef(slot, st.generation[slot], st.incarnation[0])
             return ticket.ref
         if action == "dW" and st.pending[slot] == 0:
-            self._free[st.slot_stage[slot]][slot] = None
+            self._reclaim(slot)
         return None
 
     def abort(self, ticket: Ticket) -> None:
@@ -395,9 +400,10 @@ class Contract:
         if key.cell not in self._cells or (slot is not None and slot < NO_SLOT):
             raise self._unknown("reserve", (key, slot))
         if slot is None:
-            slot = next(reversed(self._free[key.stage]), NO_SLOT)
+            free = self._free[key.stage]
+            slot = free[-1] if free else self.memory.slot_of[key.cell]
         self._run("reserve", key, slot)
-        self._free[key.stage].pop(slot)
+        self._free[key.stage].take(slot)
         self._reserved[key.cell] = slot
         return TapeRef(slot, self.memory.generation[slot], self.memory.incarnation[0])
 
@@ -561,7 +567,7 @@ class Contract:
             raise refused
         fresh = secrets.randbits(64) if incarnation is None else incarnation
         self._run("restore", checkpoint.epoch, fresh)
-        self._free = _all_free(self._slots)
+        self._free = {stage: FreeSlots(own) for stage, own in self._slots.items()}
         self._reserved.clear()
 
     def checkpoint_summary(self) -> str:
@@ -614,10 +620,10 @@ class Contract:
         return ref
 
     def _reclaim(self, slot: int) -> None:
-        if self.memory.pending[slot] == 0:
-            self._free[self.memory.slot_stage[slot]][slot] = None
-
-
-def _all_free(slots: Mapping[int, tuple[int, ...]]) -> dict[int, dict[int, None]]:
-    """Return every stage's free slots, as an ordered set whose last is taken first."""
-    return {stage: dict.fromkeys(reversed(own)) for stage, own in slots.items()}
+        st = self.memory
+        if st.pending[slot] == 0:
+            free = self._free[st.slot_stage[slot]]
+            if st.generation[slot] == st.generation_max[0]:
+                free.retire(slot)
+            else:
+                free.put(slot)
