@@ -10,9 +10,10 @@ from typing import Any
 
 from attrs import define
 
+from .arguments import Arguments
 from .checkpoint import Checkpoint
 from .config import StageConfig, lay_out
-from .constants import GENERATION_MAX, GRAD, NO_SLOT, OUT
+from .constants import GENERATION_MAX, GRAD, OUT
 from .explain import explain
 from .freelist import FreeSlots
 from .guarded import Dgrad, Forward, Refresh, Wgrad
@@ -20,7 +21,7 @@ from .keys import Cell, TapeKey, TapeRef
 from .layout import Destination
 from .memory import Snapshot
 from .refusals import Refused
-from .stage import TRANSITIONS, transitions
+from .stage import transitions
 
 __all__ = ["Contract", "Observer", "Ticket"]
 
@@ -38,6 +39,7 @@ class Ticket:
         key: Key of the tape; None for a refresh.
         slot: Slot of the tape, or the stage of a refresh.
         serial: Serial of the check that issued the ticket.
+        incarnation: Of the memory that issued it; no other redeems it.
         ref: Reference the action consumes; None before a forward's commit.
     """
 
@@ -45,6 +47,7 @@ class Ticket:
     key: TapeKey | None
     slot: int
     serial: int
+    incarnation: int
     ref: TapeRef | None = None
 
 
@@ -54,6 +57,8 @@ _COMMITS = {
     "dW": "commit_wgrad",
     "refresh": "commit_refresh",
 }
+#: What Python raises where a transition is run over a name that was never configured.
+_UNUSABLE = (KeyError, IndexError, TypeError, AttributeError)
 _ABORTS = {action: name.replace("commit", "abort") for action, name in _COMMITS.items()}
 
 
@@ -125,7 +130,7 @@ class Contract:
         self._slots = laid.slots
         self._domains = laid.domains
         self._links = laid.links
-        self._cells = laid.cells
+        self._arguments = Arguments(laid.cells, laid.slots, len(laid.links))
         self._callers = tuple(callers)
         self._free = {stage: FreeSlots(own) for stage, own in laid.slots.items()}
         self._reserved: dict[Cell, int] = {}
@@ -187,8 +192,10 @@ class Contract:
 
     def check_refresh(self, stage: int, link: int = 0) -> Ticket:
         """Reserve a stage's domain for a refresh of its quantized weight cache (clause 3)."""
-        self._configured("check_refresh", stage=stage, link=link)
-        return Ticket("refresh", None, stage, self._run("check_refresh", stage, link))
+        self._arguments.stage("check_refresh", stage)
+        self._arguments.link("check_refresh", link)
+        serial = self._run("check_refresh", stage, link)
+        return Ticket("refresh", None, stage, serial, self.memory.incarnation[0])
 
     def check_forward(
         self,
@@ -222,15 +229,17 @@ class Contract:
                     slot = self._reserved[key.cell]
                 else:
                     slot = free[-1] if free else st.slot_of[key.cell]
-            elif slot < NO_SLOT:
+            elif slot < 0 or key.cell not in st.slot_of:
                 raise IndexError(slot)
             if token is None:
                 token = st.token[st.domain_of[key.stage]]
             serial = self._check_forward(st, key, slot, token, link, 1 if refresh else 0)
         except Refused as refused:
             raise explain(refused, "check_forward", st, (key, slot, token, link, refresh)) from None
-        except (KeyError, IndexError):
-            raise self._unknown("check_forward", (key, slot, token, link, refresh)) from None
+        except _UNUSABLE as error:
+            raise self._arguments.unusable(
+                error, "check_forward", (key, slot, token, link, refresh)
+            ) from None
         free = self._free[key.stage]
         if free and free[-1] == slot:
             free.pop()
@@ -238,7 +247,7 @@ class Contract:
             del self._reserved[key.cell]
         if self.observer is not None:
             self.observer("check_forward", (key, slot, token, link, int(refresh)), serial)
-        return Ticket("F", key, slot, serial)
+        return Ticket("F", key, slot, serial, st.incarnation[0])
 
     def check_dgrad(
         self, key: TapeKey, ref: TapeRef, *, token: int | None = None, link: int = 0
@@ -258,11 +267,11 @@ class Contract:
             serial = self._check_dgrad(st, key, ref, token, link)
         except Refused as refused:
             raise explain(refused, "check_dgrad", st, (key, ref, token, link)) from None
-        except (KeyError, IndexError):
-            raise self._unknown("check_dgrad", (key, ref, token, link)) from None
+        except _UNUSABLE as error:
+            raise self._arguments.unusable(error, "check_dgrad", (key, ref, token, link)) from None
         if self.observer is not None:
             self.observer("check_dgrad", (key, ref, token, link), serial)
-        return Ticket("dI", key, ref.slot, serial, ref)
+        return Ticket("dI", key, ref.slot, serial, ref.incarnation, ref)
 
     def check_wgrad(
         self,
@@ -299,11 +308,13 @@ class Contract:
             raise explain(
                 refused, "check_wgrad", st, (key, ref, link, destination, first)
             ) from None
-        except (KeyError, IndexError):
-            raise self._unknown("check_wgrad", (key, ref, link, destination, first)) from None
+        except _UNUSABLE as error:
+            raise self._arguments.unusable(
+                error, "check_wgrad", (key, ref, link, destination, first)
+            ) from None
         if self.observer is not None:
             self.observer("check_wgrad", (key, ref, link, destination, int(first)), serial)
-        return Ticket("dW", key, ref.slot, serial, ref)
+        return Ticket("dW", key, ref.slot, serial, ref.incarnation, ref)
 
     def commit(self, ticket: Ticket, evidence: Iterable[str] = ()) -> TapeRef | None:
         """
@@ -326,18 +337,21 @@ class Contract:
                 ``ownership.matrix-coverage``.
         """
         st = self.memory
-        slot, serial, action = ticket.slot, ticket.serial, ticket.action
-        name = _COMMITS[action]
-        arguments: tuple[Any, ...] = (slot, serial)
+        arguments: tuple[Any, ...]
         try:
+            slot, serial, action = ticket.slot, ticket.serial, ticket.action
+            name = _COMMITS[action]
+            if slot < 0 or ticket.incarnation != st.incarnation[0]:
+                raise IndexError(slot)
+            arguments = slot, serial
             if action == "F":
                 self._commit_forward(st, slot, serial)
             elif action == "refresh":
                 self.transitions.commit_refresh(st, slot, serial)
             else:
                 if evidence is not st.matrices[st.slot_stage[slot]]:
-                    evidence = tuple(sorted(evidence))
-                arguments = (slot, serial, evidence)
+                    evidence = _names(evidence)
+                arguments = slot, serial, evidence
                 if action == "dI":
                     self._commit_dgrad(st, slot, serial, evidence)
                 else:
@@ -347,6 +361,8 @@ class Contract:
             if not refused.clause.endswith("unknown-ticket"):
                 self.abort(ticket)
             raise
+        except _UNUSABLE:
+            raise self._arguments.ticket("commit", ticket, self.incarnation) from None
         if self.observer is not None:
             self.observer(name, arguments, None)
         if action == "F":
@@ -366,7 +382,17 @@ class Contract:
         Raises:
             Refused: ``ownership.unknown-ticket`` or ``version.unknown-ticket``.
         """
-        self._run(_ABORTS[ticket.action], ticket.slot, ticket.serial)
+        try:
+            name, slot = _ABORTS[ticket.action], ticket.slot
+            if slot < 0 or ticket.incarnation != self.memory.incarnation[0]:
+                raise IndexError(slot)
+            self.transitions.functions[name](self.memory, slot, ticket.serial)
+        except Refused as refused:
+            raise explain(refused, name, self.memory, (slot, ticket.serial)) from None
+        except _UNUSABLE:
+            raise self._arguments.ticket("abort", ticket, self.incarnation) from None
+        if self.observer is not None:
+            self.observer(name, (slot, ticket.serial), None)
         if ticket.action != "refresh":
             self._reclaim(ticket.slot)
 
@@ -397,11 +423,12 @@ class Contract:
         Raises:
             Refused: A clause of ownership, version or order.
         """
-        if key.cell not in self._cells or (slot is not None and slot < NO_SLOT):
-            raise self._unknown("reserve", (key, slot))
+        self._arguments.key("reserve", key)
         if slot is None:
             free = self._free[key.stage]
             slot = free[-1] if free else self.memory.slot_of[key.cell]
+        else:
+            self._arguments.slot("reserve", key, slot)
         self._run("reserve", key, slot)
         self._free[key.stage].take(slot)
         self._reserved[key.cell] = slot
@@ -415,8 +442,9 @@ class Contract:
             Refused: ``arena.mismatch``, ``arena.duplicate-bind``, ``arena.unusable`` or
                 ``version.wrong-epoch``.
         """
+        self._arguments.key("bind", key)
         if destination is None:
-            destination = self.memory.destination_of.get(key.cell)
+            destination = self.memory.destination_of[key.cell]
         self._run("bind", key, destination)
 
     def read(self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0) -> None:
@@ -426,8 +454,9 @@ class Contract:
         Raises:
             Refused: A clause of ownership, or ``completion.graph-to-caller``.
         """
-        self._configured("read", link=link)
-        self._run("read", key, self._known(ref, key, "read"), GRAD if gradient else OUT, link)
+        self._arguments.link("read", link)
+        self._arguments.tape("read", key, ref)
+        self._run("read", key, ref, GRAD if gradient else OUT, link)
 
     def finish_read(self, key: TapeKey, ref: TapeRef, *, gradient: bool = False) -> None:
         """
@@ -436,8 +465,9 @@ class Contract:
         Raises:
             Refused: A clause of ownership.
         """
+        self._arguments.tape("finish_read", key, ref)
         bit = GRAD if gradient else OUT
-        self._run("finish_read", key, self._known(ref, key, "finish_read"), bit)
+        self._run("finish_read", key, ref, bit)
         self._reclaim(ref.slot)
 
     def drop(self, key: TapeKey, ref: TapeRef) -> None:
@@ -447,38 +477,58 @@ class Contract:
         Raises:
             Refused: A clause of ownership, or ``reduction.in-flight``.
         """
-        self._run("drop", key, self._known(ref, key, "drop"))
+        self._arguments.tape("drop", key, ref)
+        self._run("drop", key, ref)
         self._reserved.pop(key.cell, None)
         self._reclaim(ref.slot)
 
     def purge(self, epoch: int) -> int:
-        """Abort every live tape of an epoch; return how many there were."""
+        """
+        Abort every live tape of an epoch; return how many there were.
+
+        Raises:
+            Refused: ``ownership.pending`` or ``reduction.in-flight`` for one of them; then none
+                is aborted.
+        """
         tapes = [(key, ref) for key, ref in self.live().items() if key.epoch == epoch]
+        rehearsal = self.memory.copy()
+        for key, ref in tapes:
+            try:
+                self.transitions.drop(rehearsal, key, ref)
+            except Refused as refused:
+                raise explain(refused, "drop", rehearsal, (key, ref)) from None
         for key, ref in tapes:
             self.drop(key, ref)
         return len(tapes)
 
     def invalidate(self, stage: int) -> None:
         """Declare a stage's weight cache lost, for example re-created at another address."""
-        self._configured("invalidate", stage=stage)
+        self._arguments.stage("invalidate", stage)
         self._run("invalidate", stage)
 
     # Completion
 
     def submit(self, caller: Hashable = "main") -> None:
-        """Tell that a caller stream enqueued work which later replays must see."""
+        """
+        Tell that a caller stream enqueued work which later replays must see.
+
+        Raises:
+            ValueError: No caller has that name.
+        """
+        if caller not in self._callers:
+            raise ValueError(f"submit: no caller {caller!r}; there are {list(self._callers)}")
         for (name, _), link in self._links.items():
             if name == caller:
                 self._run("submit", link)
 
     def join(self, link: int = 0) -> None:
         """Tell that the graph stream waits for everything the caller submitted."""
-        self._configured("join", link=link)
+        self._arguments.link("join", link)
         self._run("join", link)
 
     def wait(self, link: int = 0) -> None:
         """Tell that the caller waits for everything replayed so far on the graph stream."""
-        self._configured("wait", link=link)
+        self._arguments.link("wait", link)
         self._run("wait", link)
 
     def drain(self) -> None:
@@ -495,22 +545,23 @@ class Contract:
         Raises:
             Refused: ``order.incomplete``, ``arena.incomplete``, ``arena.unusable`` and others.
         """
-        self._configured("finalize", stage=stage, link=link)
+        self._arguments.stage("finalize", stage)
+        self._arguments.link("finalize", link)
         self._run("finalize", stage, link)
 
     def start_reduction(self, stage: int) -> None:
         """Tell that the data-parallel reduction of a finalized stage starts."""
-        self._configured("start_reduction", stage=stage)
+        self._arguments.stage("start_reduction", stage)
         self._run("start_reduction", stage)
 
     def finish_reduction(self, stage: int) -> None:
         """Tell that a reduction finished."""
-        self._configured("finish_reduction", stage=stage)
+        self._arguments.stage("finish_reduction", stage)
         self._run("finish_reduction", stage)
 
     def fail_reduction(self, stage: int) -> None:
         """Tell that a reduction failed; the epoch can no longer commit."""
-        self._configured("fail_reduction", stage=stage)
+        self._arguments.stage("fail_reduction", stage)
         self._run("fail_reduction", stage)
 
     def commit_epoch(self, epoch: int | None = None) -> int:
@@ -558,7 +609,14 @@ class Contract:
 
         Raises:
             Refused: ``persistence.configuration``, or work is still in flight.
+            TypeError, ValueError: No checkpoint, or an incarnation outside 64 bits.
         """
+        if not isinstance(checkpoint, Checkpoint):
+            raise TypeError(f"restore: expected a Checkpoint, got {checkpoint!r}")
+        if incarnation is not None and not (
+            isinstance(incarnation, int) and 0 <= incarnation < 1 << 64
+        ):
+            raise ValueError(f"restore: an incarnation has 64 bits, got {incarnation!r}")
         if (checkpoint.stages, checkpoint.relations) != (self.stages, self.transitions.relations):
             refused = Refused("persistence.configuration")
             refused.transition = "restore"
@@ -584,40 +642,11 @@ class Contract:
             result = function(self.memory, *arguments)
         except Refused as refused:
             raise explain(refused, transition, self.memory, arguments) from None
-        except (KeyError, IndexError):
-            raise self._unknown(transition, arguments) from None
+        except _UNUSABLE as error:
+            raise self._arguments.unusable(error, transition, arguments) from None
         if self.observer is not None:
             self.observer(transition, arguments, result)
         return result
-
-    def _unknown(self, transition: str, arguments: tuple[Any, ...]) -> Refused | ValueError:
-        """Name the argument that was never configured."""
-        key = arguments[0] if arguments and isinstance(arguments[0], TapeKey) else None
-        given = dict(zip(TRANSITIONS[transition], arguments, strict=True))
-        slot = given["ref"].slot if "ref" in given else given.get("slot")
-        if key is not None and key.cell not in self._cells:
-            refused = Refused("ownership.unknown-key")
-        elif slot is not None and not 0 <= slot < self._num_slots:
-            refused = Refused("ownership.unknown-slot")
-        else:
-            return ValueError(f"{transition}{arguments}: no such stage, slot, link or domain")
-        return explain(refused, transition, self.memory, arguments)
-
-    def _configured(self, transition: str, *, stage: int | None = None, link: int = 0) -> None:
-        """Refuse an index that a list would count from its end."""
-        if stage is not None and stage not in self._slots:
-            raise ValueError(f"{transition}: no stage {stage}; there are {list(self._slots)}")
-        if not 0 <= link < len(self._links):
-            raise ValueError(f"{transition}: no link {link}; there are {len(self._links)}")
-
-    def _known(self, ref: TapeRef, key: TapeKey, transition: str) -> TapeRef:
-        if not 0 <= ref.slot < self._num_slots:
-            refused = Refused("ownership.unknown-slot")
-            refused.transition = transition
-            refused.presented = f"{key} in {ref}"
-            refused.expected = f"a slot from 0 to {self._num_slots - 1}"
-            raise refused
-        return ref
 
     def _reclaim(self, slot: int) -> None:
         st = self.memory
@@ -627,3 +656,11 @@ class Contract:
                 free.retire(slot)
             else:
                 free.put(slot)
+
+
+def _names(evidence: Iterable[str]) -> tuple[Any, ...]:
+    """Sort evidence; what is no collection of names is evidence of nothing."""
+    try:
+        return tuple(sorted(evidence))
+    except Exception as error:  # the caller's iterable may raise anything; the action has failed
+        return (error,)

@@ -66,6 +66,14 @@ class Memory:
         else:
             column[:] = [value] * len(column)
 
+    def copy(self) -> Memory:
+        """Return a memory with the same contents, on which a transition can be rehearsed."""
+        twin = object.__new__(Memory)
+        twin._names = self._names
+        for name in self._names:
+            setattr(twin, name, getattr(self, name).copy())
+        return twin
+
     def snapshot(self) -> Snapshot:
         """Return the contents as plain values; two memories are equal when these are."""
         result: Snapshot = {}

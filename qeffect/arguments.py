@@ -1,0 +1,186 @@
+"""
+What a caller may name: the check of stages, slots, links and keys that were never configured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import index
+from typing import Any
+
+from attrs import frozen
+
+from .keys import Cell, TapeKey, TapeRef
+from .refusals import Refused
+from .stage import TRANSITIONS
+
+__all__ = ["Arguments"]
+
+_CLASSES = {"key": TapeKey, "ref": TapeRef}
+_INDICES = frozenset({"slot", "stage", "link", "domain"})
+
+
+@frozen
+class Arguments:
+    """
+    The names that a process was configured with, and clear errors for any other.
+
+    The hot path does not ask beforehand: a wrong name fails in the transition's guards, which
+    write nothing, and `unusable` then says what was wrong. Only indices below zero, which a list
+    would count from its end, are looked at first.
+
+    Args:
+        cells: Every configured cell.
+        slots: Slots of each stage.
+        num_links: How many links there are.
+    """
+
+    cells: frozenset[Cell]
+    slots: Mapping[int, tuple[int, ...]]
+    num_links: int
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots all stages have together."""
+        return sum(len(own) for own in self.slots.values())
+
+    def stage(self, transition: str, stage: Any) -> None:
+        """
+        Require a configured stage.
+
+        Raises:
+            TypeError, ValueError: It is none.
+        """
+        self._index(transition, "stage", stage)
+        if stage not in self.slots:
+            raise ValueError(f"{transition}: no stage {stage}; there are {list(self.slots)}")
+
+    def link(self, transition: str, link: Any) -> None:
+        """
+        Require a configured link.
+
+        Raises:
+            TypeError, ValueError: It is none.
+        """
+        self._index(transition, "link", link)
+        if not 0 <= link < self.num_links:
+            raise ValueError(f"{transition}: no link {link}; there are {self.num_links}")
+
+    def slot(self, transition: str, key: Any, slot: Any) -> None:
+        """
+        Require a slot of the pool.
+
+        Raises:
+            TypeError: It is no index.
+            Refused: ``ownership.unknown-slot``.
+        """
+        self._index(transition, "slot", slot)
+        if not 0 <= slot < self.num_slots:
+            raise self._refused("ownership.unknown-slot", transition, key, slot)
+
+    def tape(self, transition: str, key: Any, ref: Any) -> None:
+        """
+        Require a key and a reference into the pool.
+
+        Raises:
+            TypeError: One is of another class.
+            Refused: ``ownership.unknown-slot``.
+        """
+        self._class(transition, "key", key)
+        self._class(transition, "ref", ref)
+        self.slot(transition, key, ref.slot)
+
+    def key(self, transition: str, key: Any) -> None:
+        """
+        Require a configured key.
+
+        Raises:
+            TypeError: It is no key.
+            Refused: ``ownership.unknown-key``.
+        """
+        self._class(transition, "key", key)
+        if key.cell not in self.cells:
+            raise self._refused("ownership.unknown-key", transition, key, None)
+
+    def ticket(self, transition: str, ticket: Any, incarnation: int) -> Exception:
+        """
+        Return what to raise for a ticket that this contract cannot have issued.
+
+        Args:
+            transition: ``commit`` or ``abort``.
+            ticket: What was presented.
+            incarnation: Of this contract.
+        """
+        missing = [n for n in ("action", "slot", "serial", "incarnation") if not hasattr(ticket, n)]
+        if missing:
+            return TypeError(f"{transition}: expected a Ticket, got {ticket!r}")
+        refused = Refused("ownership.unknown-ticket")
+        refused.transition = transition
+        refused.presented = (
+            f"ticket {ticket.serial} of {ticket.action} in slot {ticket.slot}, issued by "
+            f"incarnation {ticket.incarnation:016x}"
+        )
+        refused.expected = f"a ticket of F, dI, dW or refresh issued by {incarnation:016x}"
+        return refused
+
+    def unusable(self, error: Exception, transition: str, arguments: tuple[Any, ...]) -> Exception:
+        """
+        Return what to raise for a transition that could not be run at all.
+
+        Args:
+            error: What Python said of it; returned where no argument is at fault.
+            transition: The transition.
+            arguments: Its arguments; None for one that was to be chosen.
+        """
+        given = dict(zip(TRANSITIONS[transition], arguments, strict=True))
+        try:
+            for name, value in given.items():
+                if name in _CLASSES:
+                    self._class(transition, name, value)
+                elif name in _INDICES and value is not None:
+                    self._index(transition, name, value)
+            if "key" in given:
+                self.key(transition, given["key"])
+            if "ref" in given:
+                self.tape(transition, given["key"], given["ref"])
+            if given.get("slot") is not None and "ticket" not in given:
+                self.slot(transition, given.get("key"), given["slot"])
+            if "stage" in given:
+                self.stage(transition, given["stage"])
+            if "link" in given:
+                self.link(transition, given["link"])
+        except Refused as refused:
+            return refused
+        except (TypeError, ValueError) as wrong:
+            return wrong
+        return error
+
+    def _class(self, transition: str, name: str, value: Any) -> None:
+        wanted = _CLASSES[name]
+        if not isinstance(value, wanted):
+            raise TypeError(f"{transition}: {name} must be a {wanted.__name__}, got {value!r}")
+
+    def _index(self, transition: str, name: str, value: Any) -> None:
+        try:
+            index(value)
+        except TypeError:
+            raise TypeError(f"{transition}: {name} must be an index, got {value!r}") from None
+
+    def _refused(self, clause: str, transition: str, key: Any, slot: Any) -> Refused:
+        refused = Refused(clause)
+        refused.transition = transition
+        if clause == "ownership.unknown-key":
+            refused.presented = str(key)
+            refused.expected = f"a key of {self._configured(key)}"
+        else:
+            refused.presented = f"slot {slot}" + (f" for {key}" if key is not None else "")
+            refused.expected = f"a slot from 0 to {self.num_slots - 1}"
+        return refused
+
+    def _configured(self, key: TapeKey) -> str:
+        """Say which keys there are, as near to the given one as possible."""
+        own = [cell for cell in self.cells if cell[0] == key.stage]
+        if not own:
+            return f"one of the stages {list(self.slots)}"
+        m, b, i = (max(cell[part] for cell in own) + 1 for part in (1, 2, 3))
+        return f"stage {key.stage}: {m} microbatches, {b} blocks, {i} invocations"
