@@ -4,11 +4,11 @@ What a process is configured with: its stages, their slots, destinations, pools 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from attrs import Factory, field, frozen
-from attrs.validators import ge, instance_of
+from attrs import Attribute, Factory, field, frozen
 
 from .constants import DI, DW, GENERATION_MAX, GRAD, OUT
 from .keys import Cell
@@ -18,17 +18,40 @@ from .stage import Transitions
 
 __all__ = ["Layout", "StageConfig", "lay_out"]
 
-_count = [instance_of(int), ge(1)]
+
+def _at_least(least: int) -> Callable[[Any, Attribute[int], Any], None]:
+    def validate(config: Any, attribute: Attribute[int], value: Any) -> None:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{attribute.name} must be an integer, got {value!r}")
+        if value < least:
+            raise ValueError(f"{attribute.name} must be at least {least}, got {value}")
+
+    return validate
+
+
+def _hashable(config: Any, attribute: Attribute[Any], value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(f"{attribute.name} must be a hashable name, got {value!r}") from None
 
 
 def _names(names: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(names, str):
-        raise TypeError(f"matrices must be a sequence of names, got the string {names!r}")
-    return tuple(sorted(names))
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(f"matrices must be a sequence of names, got {names!r}")
+    given = tuple(names)
+    if not all(isinstance(name, str) for name in given):
+        raise TypeError(f"matrices must be names, got {given!r}")
+    if len(set(given)) != len(given):
+        raise ValueError(f"matrices must be named once each, got {given!r}")
+    return tuple(sorted(given))
 
 
 def _destinations(destinations: Iterable[Destination]) -> tuple[Destination, ...]:
-    return tuple(destinations)
+    given = tuple(destinations) if isinstance(destinations, Iterable) else (destinations,)
+    if not all(isinstance(destination, Destination) for destination in given):
+        raise TypeError(f"destinations must be Destination objects, got {given!r}")
+    return given
 
 
 @frozen
@@ -55,21 +78,22 @@ class StageConfig:
             slot a pool of its own.
 
     Raises:
-        TypeError, ValueError: A count is not a positive integer.
+        TypeError, ValueError: A count is not a positive integer, a matrix is named twice, or a
+            name cannot be one.
     """
 
-    stage: int = field(validator=[instance_of(int), ge(0)])
-    microbatches: int = field(validator=_count)
-    slots: int = field(validator=_count)
-    domain: Hashable = 0
-    blocks: int = field(default=1, validator=_count)
-    invocations: int = field(default=1, validator=_count)
+    stage: int = field(validator=_at_least(0))
+    microbatches: int = field(validator=_at_least(1))
+    slots: int = field(validator=_at_least(1))
+    domain: Hashable = field(default=0, validator=_hashable)
+    blocks: int = field(default=1, validator=_at_least(1))
+    invocations: int = field(default=1, validator=_at_least(1))
     matrices: tuple[str, ...] = field(default=(), converter=_names)
     destinations: tuple[Destination, ...] = field(default=(), converter=_destinations)
     sends_output: bool = False
     sends_gradient: bool = False
     reduces: bool = False
-    pool: Hashable | None = None
+    pool: Hashable | None = field(default=None, validator=_hashable)
 
     def cells(self) -> tuple[Cell, ...]:
         """Every key of the stage without its epoch, in microbatch order."""
@@ -129,9 +153,20 @@ def lay_out(
         generation_max: The last generation that a slot may reach.
 
     Raises:
-        ValueError: A stage is configured twice, or a declared order is not a permutation.
+        TypeError, ValueError: A stage is configured twice, a declared order is not a permutation,
+            or what is configured needs a relation that was left out.
         Refused: Destinations overlap, or a matrix of a microbatch has none or two.
     """
+    for config in stages:
+        if not isinstance(config, StageConfig):
+            raise TypeError(f"stages must be StageConfig objects, got {config!r}")
+    _require_relations(stages, functions, declared or {})
+    if isinstance(callers, str) or len(set(callers)) != len(callers) or not callers:
+        raise ValueError(f"callers must be different names, at least one, got {callers!r}")
+    if not isinstance(generation_max, int) or not 0 <= generation_max <= GENERATION_MAX:
+        raise ValueError(
+            f"generation_max must be from 0 to {GENERATION_MAX}, got {generation_max!r}"
+        )
     indices = [config.stage for config in stages]
     if len(set(indices)) != len(indices) or not indices:
         raise ValueError(f"every stage must be configured exactly once, got stages {indices}")
@@ -150,7 +185,10 @@ def lay_out(
     pools, ranks = _pools(stages, slots, domains, capture_order)
     cells = [cell for config in stages for cell in config.cells()]
     destination_of, buffer_of, buffers = placements(stages)
-    forward_at, dgrad_at, has_order = _positions(cells, domains, declared or {})
+    members = {
+        name: [cell for c in stages if c.domain == name for cell in c.cells()] for name in domains
+    }
+    forward_at, dgrad_at, has_order = _positions(cells, domains, members, declared or {})
     dense = sorted(indices) == list(range(len(indices)))
 
     def by_stage(values: Mapping[int, Any]) -> Any:
@@ -191,6 +229,23 @@ def lay_out(
     return Layout(memory, slots, domains, links, frozenset(cells))
 
 
+def _require_relations(
+    stages: Sequence[StageConfig],
+    functions: Transitions,
+    declared: Mapping[Hashable, Sequence[tuple[str, Cell]]],
+) -> None:
+    """Refuse a configuration that a left-out relation would silently ignore."""
+    asked = {
+        "order": ("a declared order", bool(declared)),
+        "arena": ("destinations", any(config.destinations for config in stages)),
+        "capture": ("a shared pool", any(config.pool is not None for config in stages)),
+        "reduction": ("reduces=True", any(config.reduces for config in stages)),
+    }
+    for relation, (what, given) in asked.items():
+        if given and relation not in functions.relations:
+            raise ValueError(f"{what} is configured but the relation {relation!r} is left out")
+
+
 def _pools(
     stages: Sequence[StageConfig],
     slots: Mapping[int, tuple[int, ...]],
@@ -207,10 +262,20 @@ def _pools(
             if owner.setdefault(name, config.domain) != config.domain:
                 raise ValueError(f"pool {config.pool!r} is shared by two state domains")
             pools.append(names.setdefault(name, len(names)))
-    order = [(slots[stage][local], kind) for stage, local, kind in capture_order]
+    order = []
+    for graph in capture_order:
+        match graph:
+            case (stage, int(local), "F" | "dI" | "dW" as kind) if (
+                0 <= local < len(slots.get(stage, ()))
+            ):
+                order.append((slots[stage][local], kind))
+            case _:
+                raise ValueError(
+                    f"the capture order names {graph!r}; expected (stage, local slot, F | dI | dW)"
+                )
     if not order:
         order = [(slot, kind) for kind in ("F", "dI", "dW") for slot in range(len(pools))]
-    if len(set(order)) != 3 * len(pools):
+    if len(order) != 3 * len(pools) or len(set(order)) != len(order):
         raise ValueError(
             f"the capture order must name F, dI and dW of all {len(pools)} slots once, "
             f"got {len(order)} graphs"
@@ -221,14 +286,23 @@ def _pools(
 def _positions(
     cells: Sequence[Cell],
     domains: Mapping[Hashable, int],
+    members: Mapping[Hashable, Sequence[Cell]],
     declared: Mapping[Hashable, Sequence[tuple[str, Cell]]],
 ) -> tuple[dict[Cell, int], dict[Cell, int], list[int]]:
     """Return the declared position of each cell's F and dI, and which domains declare any."""
     positions = {"F": dict.fromkeys(cells, -1), "dI": dict.fromkeys(cells, -1)}
     has_order = [0] * len(domains)
     for name, sequence in declared.items():
-        if len(set(sequence)) != len(sequence):
-            raise ValueError(f"the declared order of domain {name!r} names an action twice")
+        if name not in domains:
+            raise ValueError(f"an order is declared for domain {name!r}; there are {[*domains]}")
+        wanted = {(kind, cell) for cell in members[name] for kind in ("F", "dI")}
+        given = Counter(tuple(action) for action in sequence)
+        for action in (*given, *wanted):
+            if given[action] != 1 or action not in wanted:
+                raise ValueError(
+                    f"the declared order of domain {name!r} names {action!r} {given[action]} "
+                    f"times; expected each of its {len(wanted)} (F | dI, cell) pairs once"
+                )
         has_order[domains[name]] = 1
         for position, (kind, cell) in enumerate(sequence):
             positions[kind][cell] = position

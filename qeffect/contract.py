@@ -115,6 +115,8 @@ class Contract:
         epoch: int = 0,
         observer: Observer | None = None,
     ) -> None:
+        if not isinstance(epoch, int) or epoch < 0:
+            raise ValueError(f"epoch must be a number from 0, got {epoch!r}")
         self.stages = tuple(stages)
         self.transitions = transitions(omit)
         laid = lay_out(

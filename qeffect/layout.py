@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from attrs import field, frozen
+from attrs import Attribute, field, frozen
 
 from .keys import Cell
 from .refusals import Refused
@@ -23,6 +23,14 @@ __all__ = ["Destination", "placements", "require_layout"]
 
 def _shape(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(shape)
+
+
+def _not_negative(destination: Any, attribute: Attribute[int], value: Any) -> None:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(
+            f"{attribute.name} of the destination of {destination.matrix!r} must be a number from "
+            f"0, got {value!r}"
+        )
 
 
 @frozen
@@ -40,6 +48,9 @@ class Destination:
         device: Name of the device, for example ``cuda:0``.
         address: First byte; what ``data_ptr`` returns.
         nbytes: Length in bytes; zero for a symbolic destination, which overlaps nothing.
+
+    Raises:
+        ValueError: An address or a length is no count of bytes.
     """
 
     matrix: str
@@ -47,8 +58,8 @@ class Destination:
     shape: tuple[int, ...] = field(default=(), converter=_shape)
     dtype: str = ""
     device: str = ""
-    address: int = 0
-    nbytes: int = 0
+    address: int = field(default=0, validator=_not_negative)
+    nbytes: int = field(default=0, validator=_not_negative)
 
 
 def require_layout(config: StageConfig) -> None:
@@ -111,8 +122,9 @@ def placements(
     """
     Return each cell's destinations, the index of the buffer they are, and how many buffers.
 
-    A buffer is a set of destinations that are written together: one per stage and block when
-    they accumulate, one per cell when every microbatch has its own.
+    A buffer is a set of destinations that are written together: one per stage when they
+    accumulate, one per microbatch when every microbatch has its own. The blocks and invocations
+    of a microbatch share it; the first of them to write overwrites.
     """
     destination_of: dict[Cell, tuple[Destination, ...]] = {}
     buffer_of: dict[Cell, int] = {}
