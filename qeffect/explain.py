@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .constants import DI, DW, GRAD, NO_SLOT, OUT, RESERVED
+from .constants import DI, DW, GRAD, NO_STAGE, OUT, RESERVED
 from .refusals import Refused
 from .stage import TRANSITIONS
 
@@ -51,6 +51,15 @@ def _tape(st: Any, slot: int) -> str:
     )
 
 
+def _what(a: Arguments) -> str:
+    """Say what was asked for: the transition in the field's words, and its subject."""
+    word = a["transition"].removeprefix("check_")
+    word = {"forward": "F", "dgrad": "dI", "wgrad": "dW"}.get(word, word)
+    if "key" in a:
+        return f"{word} of {a['key']}"
+    return f"{word} of stage {a['stage']}" if "stage" in a else word
+
+
 def _slot(a: Arguments) -> int:
     return int(a["ref"].slot if "ref" in a else a["slot"])
 
@@ -64,6 +73,10 @@ def _live(column: Any) -> str:
     return ", ".join(f"{index}: {value}" for index, value in entries if value not in (0, -1))
 
 
+def _waiting(st: Any) -> str:
+    return ", ".join(f"stage {stage}" for stage in st.refreshed if stage != NO_STAGE)
+
+
 def _position(st: Any, a: Arguments, column: str, action: str) -> tuple[str, str]:
     d = _domain(st, a)
     return (
@@ -75,7 +88,7 @@ def _position(st: Any, a: Arguments, column: str, action: str) -> tuple[str, str
 EXPLANATIONS: Mapping[str, Explanation] = {
     "ownership.pool-exhausted": lambda st, a: (
         f"{a['key']} with no free slot",
-        f"one of the {sum(s == a['key'].stage for s in st.slot_stage)} slots of the stage free",
+        f"a free slot of stage {a['key'].stage}",
     ),
     "ownership.foreign-slot": lambda st, a: (
         f"{a['key']} in slot {a['slot']}",
@@ -107,8 +120,10 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         _tape(st, a["ref"].slot),
     ),
     "ownership.pending": lambda st, a: (
-        "an action on a slot with one in flight" if "key" in a else "a restore",
-        f"no action in flight; slots in flight {_live(st.held)} (slot: ticket)",
+        f"{a['key']} in slot {_slot(a)}" if "key" in a else "a restore",
+        f"no action in flight there; ticket {st.held[_slot(a)]} is"
+        if "key" in a
+        else f"no action in flight; slots in flight {_live(st.held)} (slot: ticket)",
     ),
     "ownership.unknown-ticket": lambda st, a: (
         f"ticket {a['ticket']} on slot {a['slot']}",
@@ -125,11 +140,6 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     "ownership.live-tape": lambda st, a: (
         f"live tapes in slots {[slot for slot, mask in enumerate(st.pending) if mask]}",
         "no tape that waits for a consumer",
-    ),
-    "ownership.unknown-key": lambda st, a: (str(a["key"]), "a key that was configured"),
-    "ownership.unknown-slot": lambda st, a: (
-        f"slot {_slot(a)}",
-        f"a slot from 0 to {len(st.pending) - 1}",
     ),
     "version.wrong-epoch": lambda st, a: (
         f"{a['key']}" if "key" in a else f"epoch {a['epoch']}",
@@ -154,7 +164,7 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"the first forward of stage {st.refreshed[_domain(st, a)]}, whose cache was refreshed",
     ),
     "version.pending": lambda st, a: (
-        "a weight cache with a refresh in flight",
+        _what(a),
         f"no refresh in flight; stages in flight {_live(st.refreshing)} (stage: ticket)",
     ),
     "version.unknown-ticket": lambda st, a: (
@@ -162,11 +172,11 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"ticket {st.refreshing[a['stage']] or 'none'}",
     ),
     "order.pending": lambda st, a: (
-        "an update while another is in flight",
+        _what(a),
         f"no F, dI or refresh in flight; domains in flight {_live(st.busy)} (domain: ticket)",
     ),
     "order.poisoned": lambda st, a: (
-        "an action over scaling state that a failed F, dI or refresh left half updated",
+        f"{_what(a)} over scaling state that a failed F, dI or refresh left half updated",
         "a domain restored from the last commit's snapshot",
     ),
     "order.token": lambda st, a: (
@@ -274,7 +284,8 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         "none in flight",
     ),
     "persistence.mid-epoch": lambda st, a: (
-        f"an epoch with {sum(_values(st.forwards))} forwards done",
+        f"an epoch with {sum(_values(st.forwards))} forwards and {sum(_values(st.wgrads))} weight "
+        f"gradients done, refreshed and not yet forwarded {_waiting(st) or 'none'}",
         "a checkpoint directly after a commit",
     ),
     "persistence.device-work": lambda st, a: (
@@ -298,21 +309,22 @@ def _values(column: Any) -> Any:
 
 def _difference(presented: Any, configured: Any, side: int) -> str:
     """Name the first destination and field in which two bindings differ."""
-    for ours, theirs in zip(presented or (), configured or (), strict=False):
-        if ours != theirs:
-            for name in ("matrix", "microbatch", "shape", "dtype", "device", "address", "nbytes"):
-                pair = getattr(ours, name, None), getattr(theirs, name, None)
-                if pair[0] != pair[1]:
-                    return f"{theirs.matrix} {name} {pair[side]}"
-    both = (presented, configured)[side]
-    return f"{len(both) if both else 0} destinations"
+    if not isinstance(presented, tuple) or len(presented) != len(configured):
+        both = (presented, configured)[side]
+        return f"{len(both)} destinations" if isinstance(both, tuple) else repr(both)
+    for ours, theirs in zip(presented, configured, strict=True):
+        for name in ("matrix", "microbatch", "shape", "dtype", "device", "address", "nbytes"):
+            pair = getattr(ours, name, "unknown"), getattr(theirs, name)
+            if pair[0] != pair[1]:
+                value = hex(pair[side]) if name == "address" else pair[side]
+                return f"{theirs.matrix} microbatch {theirs.microbatch} {name} {value}"
+    return repr((presented, configured)[side])
 
 
 def explain(refused: Refused, transition: str, st: Any, arguments: tuple[Any, ...]) -> Refused:
     """Fill in what a refusal presented and expected, from the unchanged state."""
     refused.transition = transition
     given = dict(zip(TRANSITIONS[transition], arguments, strict=True))
-    if given.get("slot") == NO_SLOT and refused.clause != "ownership.pool-exhausted":
-        return refused
+    given["transition"] = transition
     refused.presented, refused.expected = EXPLANATIONS[refused.clause](st, given)
     return refused
