@@ -316,7 +316,7 @@ def _difference(presented: Any, configured: Any, side: int) -> str:
         for name in ("matrix", "microbatch", "shape", "dtype", "device", "address", "nbytes"):
             pair = getattr(ours, name, "unknown"), getattr(theirs, name)
             if pair[0] != pair[1]:
-                value = hex(pair[side]) if name == "address" else pair[side]
+                value = f"{pair[side]:#x}" if name == "address" else pair[side]
                 return f"{theirs.matrix} microbatch {theirs.microbatch} {name} {value}"
     return repr((presented, configured)[side])
 
