@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from qeffect.schedule.actions import Kind, shorten
+from qeffect.schedule.actions import Kind
 from qeffect.schedule.findings import Finding, finding, place
 from qeffect.schedule.index import Index, Spot
 
@@ -203,7 +203,8 @@ def check_sharding(index: Index) -> Iterator[Finding]:
     sharded = {s.atom.stage for s in index.per_stage if s.atom.kind is Kind.UNSHARD}
     for rank, atoms in enumerate(schedule.atoms):
         gathered: set[int] = set()
-        for position, atom in enumerate(atoms):
+        told: set[int] = set()
+        for atom in atoms:
             stage = atom.stage
             if atom.kind in (Kind.UNSHARD, Kind.RESHARD):
                 if (atom.kind is Kind.UNSHARD) is (stage in gathered):
@@ -216,17 +217,20 @@ def check_sharding(index: Index) -> Iterator[Finding]:
                         expected="UNSHARD and RESHARD of a stage in turn",
                         found=f"stage {stage} {state}",
                     )
-                gathered ^= {stage}
-            elif atom.kind in _NAMES and stage in sharded and stage not in gathered:
+                if atom.kind is Kind.UNSHARD:
+                    gathered.add(stage)
+                else:
+                    gathered.discard(stage)
+            elif atom.kind in _NAMES and stage in sharded and stage not in gathered | told:
+                told.add(stage)
                 yield finding(
                     "use-while-resharded",
-                    f"{shorten(str(atom.action))} computes while stage {stage} is resharded",
+                    f"{atom.action} computes while stage {stage} is resharded",
                     rank=rank,
                     atom=atom,
-                    expected=f"{stage}UNSHARD before",
-                    found=f"stage {stage} resharded at position {position}",
+                    expected=f"{stage}UNSHARD before step {atom.step}",
+                    found=f"stage {stage} resharded",
                 )
-                gathered.add(stage)
 
 
 def _once_per_cell(spots: list[Spot]) -> Iterator[Spot]:

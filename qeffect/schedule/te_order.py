@@ -107,5 +107,5 @@ def _check_counts(counts: Counter[tuple[Kind, int]], source: str) -> None:
                     f"{source}: chunk {chunk + 1} has {forwards} forwards but {by_kind[kind]} "
                     f"entries {name}; microbatches cannot be counted"
                 )
-        if len(by_kind) == 1:
+        if Kind.BACKWARD not in by_kind and Kind.DGRAD not in by_kind:
             raise ScheduleError(f"{source}: chunk {chunk + 1} has no backward -{chunk + 1}")

@@ -1,0 +1,3 @@
+"""
+Tests of `qeffect.schedule`: tables, checks of ranks, bindings, plans, pictures and verdicts.
+"""

@@ -1,0 +1,235 @@
+"""
+Cells and actions.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from qeffect.schedule.actions import Action, Kind, Schedule, ScheduleError, shorten
+from qeffect.schedule.infer import from_actions, schedule_of
+
+CELLS = (
+    "0F0",
+    "12I345",
+    "3W7",
+    "1B2",
+    "0SEND_F1",
+    "1RECV_F1",
+    "2SEND_B0",
+    "3RECV_B9",
+    "0UNSHARD",
+    "0RESHARD",
+    "7REDUCE_GRAD",
+    "(0F3;3B1)OVERLAP_F_B",
+    "(0F3;3I1;3W1)OVERLAP_F_B",
+)
+
+NOT_CELLS = (
+    "0F0xyz",
+    "x0F0",
+    "0F",
+    "F0",
+    "0",
+    "0f0",
+    "0X0",
+    "0F-1",
+    "-1F0",
+    "00F0",
+    "0F01",
+    "0F 0",
+    "0F0 0F1",
+    "0F0;0F1",
+    "0UNSHARD3",
+    "0SEND_F",
+    "0OVERLAP_F_B",
+    "\u0663F0",
+    "0F1000000",
+    "(0F3;3B1)",
+    "(0F3)OVERLAP_F_B",
+    "()OVERLAP_F_B",
+    "(0F3;)OVERLAP_F_B",
+    "(0F3;3SEND_B1)OVERLAP_F_B",
+    "(0F3;(1F1;2B2)OVERLAP_F_B)OVERLAP_F_B",
+    "(0F3;3B1)OVERLAP_F_Bx",
+)
+
+
+class TestParse:
+    @pytest.mark.parametrize("cell", CELLS)
+    def test_round_trip(self, cell: str) -> None:
+        """A cell that is read prints as it stood."""
+        assert cell == str(Action.parse(cell))
+
+    @pytest.mark.parametrize("cell", NOT_CELLS)
+    def test_refused_whole(self, cell: str) -> None:
+        """What is not exactly one action is refused, with the cell in the error."""
+        with pytest.raises(ScheduleError) as caught:
+            Action.parse(cell)
+
+        assert caught.value.cell is not None
+        assert caught.value.cell in cell
+        assert "\n" not in str(caught.value)
+
+    def test_blanks_around(self) -> None:
+        """Blanks around a cell do not matter, as in torch."""
+        assert Action(Kind.FORWARD, 1, 2) == Action.parse("  1F2 ")
+
+    def test_long_garbage_is_shortened(self) -> None:
+        """An error about a huge cell stays one short line."""
+        with pytest.raises(ScheduleError) as caught:
+            Action.parse("A" * 100_000)
+
+        assert len(str(caught.value)) < 300
+
+    def test_torch_is_laxer(self) -> None:
+        """torch reads a cell with a tail as if the tail were not there."""
+        from torch.distributed.pipelining.schedules import _Action
+
+        assert "0F0" == str(_Action.from_str("0F0xyz"))
+
+
+class TestAtoms:
+    def test_backward_is_two(self) -> None:
+        """B is I then W."""
+        atoms = [(a.kind, a.stage, a.microbatch) for a in Action.parse("2B3").atoms(5)]
+
+        assert [(Kind.DGRAD, 2, 3), (Kind.WGRAD, 2, 3)] == atoms
+
+    def test_overlap_is_flat(self) -> None:
+        """An overlap is its parts in order, all at its own step and under its own cell."""
+        action = Action.parse("(0F3;3B1)OVERLAP_F_B")
+        atoms = list(action.atoms(7))
+
+        assert ["F", "I", "W"] == [a.kind.value for a in atoms]
+        assert {7} == {a.step for a in atoms}
+        assert {"(0F3;3B1)OVERLAP_F_B"} == {str(a.action) for a in atoms}
+
+
+class TestInference:
+    def test_counts(self) -> None:
+        """Stages, microbatches and homes come from the table."""
+        schedule = from_actions(
+            [["0F0", "0F1", "", "0B0", "0B1"], [None, "1F0", "1F1", "1B0", "1B1"]]
+        )
+
+        assert (2, 2, {0: 0, 1: 1}) == (
+            schedule.num_stages,
+            schedule.num_microbatches,
+            schedule.stage_to_rank,
+        )
+        assert schedule.complete
+        assert schedule.rows[1][0] is None
+        assert (5, 8) == (schedule.num_steps, schedule.num_actions)
+
+    def test_one_wrong_microbatch_does_not_move_the_count(self) -> None:
+        """A single absurd microbatch is an outlier, not a new number of microbatches."""
+        schedule = from_actions(
+            [["0F0", "0F1", "0F999", "0B0", "0B1", "0B2"], ["1F0", "1F1", "1F2"]]
+        )
+
+        assert 3 == schedule.num_microbatches
+
+    def test_one_wrong_stage_does_not_move_the_count(self) -> None:
+        """A single absurd stage is an outlier, not a new number of stages."""
+        row = ["0F0", "0F1", "0F2", "0B0", "0B1", "99B2"]
+        schedule = from_actions([row, ["1F0", "1F1", "1F2", "1B0", "1B1", "1B2"]])
+
+        assert 2 == schedule.num_stages
+        assert 99 not in schedule.stage_to_rank
+
+    def test_home_is_where_most_actions_are(self) -> None:
+        """One action on the wrong rank does not move its stage there."""
+        schedule = from_actions([["0F0", "1B1", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B0"]])
+
+        assert {0: 0, 1: 1} == schedule.stage_to_rank
+
+    def test_single_row_of_a_larger_pipeline(self) -> None:
+        """A row whose stages are not 0, 1, ... is one rank, and its neighbours are not checked."""
+        schedule = from_actions(["1F0", "2F0", "2B0", "1B0"])
+
+        assert not schedule.complete
+        assert 3 == schedule.num_stages
+        assert (1, 2) == schedule.stages_of(0)
+
+    def test_stated_counts_win(self) -> None:
+        """What the caller states is not inferred."""
+        schedule = from_actions(
+            [["0F0", "0B0"]], num_stages=3, num_microbatches=5, stage_to_rank={0: 0}, complete=True
+        )
+
+        assert (3, 5, True) == (schedule.num_stages, schedule.num_microbatches, schedule.complete)
+
+
+class TestFromActions:
+    def test_every_way_to_write_a_cell(self) -> None:
+        """Texts, tuples, actions, torch's actions and idle cells mean the same."""
+        from torch.distributed.pipelining.schedules import _Action, _ComputationType
+
+        rows = [["0F0", (0, "F", 1), Action.parse("0F2"), None, ""]]
+        rows[0].append(_Action(0, _ComputationType.FULL_BACKWARD, 0))
+        schedule = from_actions(rows)
+
+        assert ["0F0", "0F1", "0F2", "None", "None", "0B0"] == [str(a) for a in schedule.rows[0]]
+
+    def test_mapping(self) -> None:
+        """A mapping from rank to row is read in rank order."""
+        schedule = from_actions({1: ["1F0", "1B0"], 0: ["0F0", "0B0"]})
+
+        assert "0F0" == str(schedule.rows[0][0])
+
+    @pytest.mark.parametrize(
+        ("rows", "said"),
+        [
+            ([["0F0", "what"]], "rank 0, step 1: cell 'what' is no action"),
+            ({1: ["0F0"]}, "ranks must be 0, 1, 2"),
+            ([["0F0"], "1F0"], "rank 1: .*expected a list of cells"),
+            ([["0F0"], 3], "rank 1: .*expected a list of cells, found 3"),
+            ([], "no cell computes anything"),
+            ([[None, ""]], "no cell computes anything"),
+            ([["0UNSHARD"]], "no cell computes anything"),
+        ],
+    )
+    def test_unusable(self, rows: object, said: str) -> None:
+        """What cannot be a schedule is refused with its place."""
+        with pytest.raises(ScheduleError, match=said):
+            from_actions(rows)  # type: ignore[arg-type]
+
+    def test_limits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """More cells than the limit are refused."""
+        monkeypatch.setattr("qeffect.schedule.infer.MAX_CELLS", 3)
+
+        with pytest.raises(ScheduleError, match="1 ranks with 4 cells are too many"):
+            from_actions(["0F0", "0F1", "0B0", "0B1"])
+
+    @pytest.mark.parametrize("microbatches", [0, -1, 10**9])
+    def test_microbatch_limits(self, microbatches: int) -> None:
+        """A stated number of microbatches must be one."""
+        with pytest.raises(ScheduleError, match="expected between 1 and"):
+            from_actions([["0F0", "0B0"]], num_microbatches=microbatches)
+
+    @pytest.mark.parametrize("homes", [{0: 1}, {5: 0}, {-1: 0}])
+    def test_stage_map_within_range(self, homes: dict[int, int]) -> None:
+        """A stated stage map names stages and ranks that exist."""
+        with pytest.raises(ScheduleError, match="the stage map puts stage"):
+            schedule_of([[Action.parse("0F0")]], source="t", stage_to_rank=homes)
+
+
+class TestSchedule:
+    def test_cell(self) -> None:
+        """A place outside a row is idle."""
+        schedule: Schedule = from_actions([["0F0", "0B0"]])
+
+        assert "0B0" == str(schedule.cell(0, 1))
+        assert schedule.cell(0, 2) is None
+        assert schedule.cell(0, -1) is None
+
+    def test_format(self) -> None:
+        """Messages or sharding make a table one with communication; a reduction does not."""
+        assert "compute_only" == from_actions([["0F0", "0B0", "0REDUCE_GRAD"]]).format
+        assert "compute_comms" == from_actions([["0UNSHARD", "0F0", "0B0"]]).format
+
+    def test_shorten(self) -> None:
+        """Short texts are kept."""
+        assert "abc" == shorten("abc")
+        assert 60 == len(shorten("a" * 61))

@@ -1,0 +1,324 @@
+"""
+Grid, timeline and trace: the refused cell is marked in each, and each shows the whole table.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from qeffect.schedule.binding import first_mismatch
+from qeffect.schedule.faults import FAULTS, random_illegal
+from qeffect.schedule.findings import Finding
+from qeffect.schedule.grid import grid
+from qeffect.schedule.infer import from_actions
+from qeffect.schedule.layout import layout
+from qeffect.schedule.ranks import check_ranks
+from qeffect.schedule.tables import fixture_names, parse_table, read_fixture
+from qeffect.schedule.timeline import COLOURS, timeline
+from qeffect.schedule.trace import trace, trace_json
+
+from .edits import LOOP_COMMS, ZBV, ZBV_COMMS, Rows, edited, move
+
+SVG = "{http://www.w3.org/2000/svg}"
+RED = "#d11a2a"
+
+
+@pytest.fixture
+def mismatch() -> Finding:
+    """The mismatch of ZB-V under `latest`."""
+    found = first_mismatch(read_fixture(ZBV), "latest")
+    assert found is not None
+    return found.finding
+
+
+def deadlock() -> tuple[Any, Finding]:
+    """A schedule with a deadlock, and the finding."""
+
+    def edit(rows: Rows) -> None:
+        move(rows[0], "2RECV_B0", before="0SEND_F1")
+
+    schedule = edited(LOOP_COMMS, edit)
+    return schedule, check_ranks(schedule)[0]
+
+
+class TestGrid:
+    @pytest.mark.parametrize("name", [n for n in fixture_names() if "_pp2_" in n])
+    def test_is_torchs(self, name: str) -> None:
+        """Without a finding, the grid says what torch's own print says."""
+        from torch.distributed.pipelining.schedules import _Action, _format_pipeline_order
+
+        schedule = read_fixture(name)
+        theirs = _format_pipeline_order(
+            {
+                rank: [None if a is None else _Action.from_str(str(a)) for a in row]
+                for rank, row in enumerate(schedule.rows)
+            }
+        )
+
+        assert [line.split() for line in theirs.splitlines()] == [
+            line.split() for line in grid(schedule).splitlines()
+        ]
+
+    def test_marks(self, mismatch: Finding) -> None:
+        """The refused cell, what it owns and what it was given are marked, and its line named."""
+        lines = grid(read_fixture(ZBV), mismatch, context=3).splitlines()
+
+        assert [
+            "         Rank 0 Rank 1",
+            "... 19 steps",
+            "Step 19: 3W3    +1I2",
+            "Step 20: 0I2    2I3",
+            "Step 21: 0W2    !1I3",
+            "Step 22: 0I3    >1W2< <-- schedule.binding-mismatch on rank 1",
+            "Step 23: 0W3    2W3",
+            "Step 24:        1W3",
+        ] == lines
+
+    def test_cut_at_both_ends(self, mismatch: Finding) -> None:
+        """What is cut off is counted."""
+        lines = grid(read_fixture(ZBV), mismatch, context=1).splitlines()
+
+        assert ("... 21 steps", "... 1 steps") == (lines[1], lines[-1])
+
+    def test_whole(self, mismatch: Finding) -> None:
+        """Nothing is cut when nothing is asked to be."""
+        assert 26 == len(grid(read_fixture(ZBV), mismatch, context=None).splitlines())
+
+    def test_without_a_step(self) -> None:
+        """A finding about something missing marks no cell and cuts nothing."""
+        schedule = edited(ZBV, lambda rows: rows[0].remove("3W2"))
+        found = check_ranks(schedule)[0]
+
+        assert ">" not in grid(schedule, found)
+        assert 26 == len(grid(schedule, found).splitlines())
+
+
+def shapes(svg: str, tag: str) -> list[dict[str, str]]:
+    """The attributes of all elements of a kind."""
+    return [dict(e.attrib) for e in ET.fromstring(svg).iter(f"{SVG}{tag}")]
+
+
+def texts(svg: str) -> list[str]:
+    """All texts, in order."""
+    return ["".join(e.itertext()) for e in ET.fromstring(svg).iter(f"{SVG}text")]
+
+
+class TestTimeline:
+    def test_every_cell_is_drawn(self) -> None:
+        """Each computation is a rectangle of its kind's colour with its cell as text."""
+        schedule = read_fixture(ZBV)
+        svg = timeline(schedule)
+
+        cells = [str(a) for row in schedule.rows for a in row if a]
+        drawn = texts(svg)
+        assert all(cell in drawn for cell in cells)
+        fills = {shape.get("fill") for shape in shapes(svg, "rect")}
+        assert {COLOURS[k] for k in COLOURS if k.value in "FIW"} <= fills
+
+    def test_titles_name_places(self) -> None:
+        """Every cell's tooltip says its rank and step."""
+        titles = [e.text for e in ET.fromstring(timeline(read_fixture(ZBV))).iter(f"{SVG}title")]
+
+        assert "rank 1, step 22: 1W2" in titles
+
+    def test_self_contained(self, mismatch: Finding) -> None:
+        """The file needs no script, style sheet, font or image from elsewhere."""
+        svg = timeline(read_fixture(ZBV), mismatch)
+        root = ET.fromstring(svg)
+
+        tags = {e.tag.removeprefix(SVG) for e in root.iter()}
+        assert not tags & {"script", "style", "image", "foreignObject", "use", "a"}
+        assert 1 == svg.count("http://")
+        for element in root.iter():
+            assert not [v for v in element.attrib.values() if "url(" in v and "url(#" not in v]
+
+    def test_refused_cell_is_outlined(self, mismatch: Finding) -> None:
+        """A red outline lies exactly over the refused cell, and the picture says the clause."""
+        schedule = read_fixture(ZBV)
+        svg = timeline(schedule, mismatch)
+        red = [r for r in shapes(svg, "rect") if r.get("stroke") == RED and "fill" in r]
+        outline = next(r for r in red if "stroke-dasharray" not in r)
+        step_width = float(outline["width"])
+
+        assert 76 + 22 * step_width == float(outline["x"])
+        assert "schedule.binding-mismatch" in "".join(texts(svg))
+        assert mismatch.message in texts(svg)
+        assert not [r for r in shapes(timeline(schedule), "rect") if r.get("stroke") == RED]
+
+    def test_binding_arcs(self, mismatch: Finding) -> None:
+        """One arc comes from the owned work, a dashed one from the work that was taken."""
+        svg = timeline(read_fixture(ZBV), mismatch)
+        arcs = [p for p in shapes(svg, "path") if "marker-end" in p]
+
+        assert [False, True] == ["stroke-dasharray" in p for p in arcs]
+        assert ["url(#ink)", "url(#red)"] == [p["marker-end"] for p in arcs]
+
+    def test_missing_action_outlines_the_row(self) -> None:
+        """Where there is no cell to mark, the row is."""
+        schedule = edited(ZBV, lambda rows: rows[0].remove("3W2"))
+        svg = timeline(schedule, check_ranks(schedule)[0])
+
+        dashed = [r for r in shapes(svg, "rect") if r.get("stroke-dasharray") == "7 4"]
+        assert 1 == len(dashed)
+
+    def test_finding_without_a_rank(self) -> None:
+        """A finding about no rank is written below and marks nothing."""
+        schedule = parse_table("0F0,0I0,0W0\n", num_stages=2)
+        svg = timeline(schedule, check_ranks(schedule)[0])
+
+        assert "schedule.stage-missing" in "".join(texts(svg))
+
+    def test_deadlock(self) -> None:
+        """Every waiting rank is outlined, and what never ran is pale."""
+        schedule, found = deadlock()
+        svg = timeline(schedule, found)
+
+        reds = [r for r in shapes(svg, "rect") if r.get("stroke") == RED]
+        assert 2 == len(reds)
+        assert [r for r in shapes(svg, "rect") if r.get("fill-opacity")]
+
+    def test_long_schedules_are_cut(self) -> None:
+        """A long schedule is cut around the refused cell, and says so."""
+        schedule = read_fixture("ScheduleZBVZeroBubble_pp8_vpp2_m64.compute.csv")
+        found = first_mismatch(schedule, "latest")
+        assert found is not None
+        cut = timeline(schedule, found.finding)
+        whole = timeline(schedule, found.finding, window=None)
+
+        assert found.action in texts(cut)
+        assert "(earlier part cut)" in texts(cut)
+        assert "(earlier part cut)" not in texts(whole)
+        assert len(cut) < len(whole) / 3
+
+    def test_cut_at_the_start(self) -> None:
+        """Without a finding a long schedule is shown from its start."""
+        schedule = read_fixture("ScheduleZBVZeroBubble_pp8_vpp2_m64.compute.csv")
+
+        assert "(later part cut)" in texts(timeline(schedule))
+
+    def test_names_are_escaped(self) -> None:
+        """A source's name cannot break the file."""
+        schedule = from_actions([["0F0", "0B0"]], source='<b>"&')
+
+        assert '<b>"&' in texts(timeline(schedule))[0]
+
+    @pytest.mark.parametrize("name", fixture_names())
+    def test_every_shipped_table_is_well_formed(self, name: str) -> None:
+        """All formats, overlaps and sizes give valid XML."""
+        assert ET.fromstring(timeline(read_fixture(name))).tag == f"{SVG}svg"
+
+    @pytest.mark.parametrize("fault", sorted(FAULTS))
+    @pytest.mark.parametrize("seed", range(4))
+    def test_every_finding_can_be_drawn(self, fault: str, seed: int) -> None:
+        """Whatever is found is drawn in all three pictures and named in each."""
+        illegal = random_illegal(seed, fault)
+        for found in check_ranks(illegal.schedule):
+            svg = timeline(illegal.schedule, found)
+            assert found.clause in "".join(ET.fromstring(svg).itertext())
+            assert json.loads(trace_json(illegal.schedule, found))["otherData"]["clause"] == (
+                found.clause
+            )
+            if found.step is not None:
+                assert f"<-- {found.clause} on rank {found.rank}" in grid(illegal.schedule, found)
+
+
+class TestLayout:
+    def test_compute_by_step(self) -> None:
+        """A compute-only table is drawn as it stands."""
+        placed = layout(read_fixture(ZBV))
+
+        assert "step" == placed.unit
+        assert all((c.start, c.length) == (c.step, 1) for c in placed.cells)
+
+    def test_comms_by_time(self) -> None:
+        """A table with messages is drawn by a dry run: nothing starts before its input is there."""
+        placed = layout(read_fixture(ZBV_COMMS))
+        ends = {str(c.action): c.start + c.length for c in placed.cells}
+        starts = {str(c.action): c.start for c in placed.cells}
+
+        assert "time" == placed.unit
+        assert starts["1F0"] >= ends["0F0"]
+        assert starts["0I0"] >= ends["1I0"]
+        for rank in range(2):
+            row = [c for c in placed.cells if c.rank == rank]
+            assert all(a.start + a.length <= b.start for a, b in pairwise(row))
+
+    def test_backward_takes_two(self) -> None:
+        """B takes as long as I and W."""
+        cells = {str(c.action): c.length for c in layout(read_fixture(LOOP_COMMS)).cells}
+
+        assert (1, 2, 0) == (cells["0F0"], cells["0B0"], cells["0SEND_F0"])
+
+    def test_deadlock_marks_what_did_not_run(self) -> None:
+        """Behind the stop nothing ran."""
+        schedule, found = deadlock()
+        cells = [c for c in layout(schedule).cells if c.rank == found.rank]
+
+        assert [c.step < (found.step or 0) for c in cells] == [c.ran for c in cells]
+
+
+class TestTrace:
+    def test_slices(self) -> None:
+        """Every cell is a slice of its rank's process, with its place as arguments."""
+        schedule = read_fixture(ZBV_COMMS)
+        events = trace(schedule)["traceEvents"]
+        slices = [e for e in events if e["ph"] == "X"]
+
+        assert schedule.num_actions == len(slices)
+        assert {0, 1} == {e["pid"] for e in slices}
+        one = next(e for e in slices if e["name"] == "2I3")
+        assert (1, 2, 3, "dgrad") == (
+            one["pid"],
+            one["args"]["stage"],
+            one["args"]["microbatch"],
+            one["cat"],
+        )
+        assert all(e["dur"] > 0 for e in slices)
+
+    def test_flows_join_messages(self) -> None:
+        """Each send has an arrow to its receive on the other rank."""
+        events = trace(read_fixture(ZBV_COMMS))["traceEvents"]
+        starts = {e["id"]: e for e in events if e["ph"] == "s"}
+        ends = {e["id"]: e for e in events if e["ph"] == "f"}
+
+        assert 16 == len(starts)
+        assert starts.keys() == ends.keys()
+        for number, start in starts.items():
+            assert start["pid"] != ends[number]["pid"]
+            assert start["ts"] <= ends[number]["ts"]
+
+    def test_refused(self, mismatch: Finding) -> None:
+        """The refused slice and an instant event carry the clause, and nothing else does."""
+        events = trace(read_fixture(ZBV), mismatch)["traceEvents"]
+        marked = [e for e in events if "refused" in e["args"]]
+        instants = [e for e in events if e["ph"] == "i"]
+
+        assert [("1W2", mismatch.clause)] == [(e["name"], e["args"]["refused"]) for e in marked]
+        assert ["refused: schedule.binding-mismatch"] == [e["name"] for e in instants]
+        assert mismatch.message == instants[0]["args"]["message"]
+
+    def test_names(self) -> None:
+        """Processes and threads are named."""
+        events = trace(read_fixture(ZBV))["traceEvents"]
+        names = [e["args"]["name"] for e in events if e["ph"] == "M"]
+
+        assert "rank 0 (stage 0, 3)" in names
+        assert "messages" in names
+
+    def test_not_run(self) -> None:
+        """What a deadlock keeps from running is marked."""
+        schedule, found = deadlock()
+        events = trace(schedule, found)["traceEvents"]
+
+        assert any(e.get("args", {}).get("ran") is False for e in events)
+
+    def test_json(self) -> None:
+        """The text is the object."""
+        schedule = read_fixture(ZBV)
+
+        assert trace(schedule) == json.loads(trace_json(schedule))

@@ -1,0 +1,174 @@
+"""
+CSV tables: both formats, every way in which a file can be unusable, and the shipped tables.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qeffect.schedule import tables
+from qeffect.schedule.actions import ScheduleError
+from qeffect.schedule.tables import (
+    fixture_names,
+    parse_table,
+    read_fixture,
+    read_table,
+    write_table,
+)
+
+
+class TestFormats:
+    def test_compute(self) -> None:
+        """A compute-only table keeps its idle cells."""
+        schedule = parse_table("0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
+
+        assert "compute_only" == schedule.format
+        assert schedule.rows[0][2] is None
+        assert schedule.rows[1][0] is None
+
+    def test_comms(self) -> None:
+        """A table with messages is told apart by them."""
+        schedule = parse_table("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+
+        assert "compute_comms" == schedule.format
+        assert 8 == schedule.num_actions
+
+    def test_overlap_cell(self) -> None:
+        """An overlap is one cell; its semicolon separates no columns."""
+        schedule = parse_table("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
+
+        assert 3 == len(schedule.rows[0])
+
+    @pytest.mark.parametrize("newline", ["\n", "\r\n"])
+    def test_newlines_and_last_line(self, newline: str) -> None:
+        """Either newline does, and blank lines at the end are no ranks."""
+        text = newline.join(["0F0,0B0", "1F0,1B0", "", ""])
+
+        assert 2 == parse_table(text).num_ranks
+
+    def test_quoted_cells(self) -> None:
+        """A spreadsheet's quotes are CSV's business."""
+        assert 1 == parse_table('"0F0","0B0"\n').num_microbatches
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize("name", fixture_names())
+    def test_shipped(self, name: str) -> None:
+        """Writing a shipped table gives what was read, and says its format and size."""
+        schedule = read_fixture(name)
+        again = parse_table(write_table(schedule))
+        _, ranks, chunks, microbatches = name.split(".")[0].split("_")
+
+        assert schedule.rows == again.rows
+        assert ("compute_comms" if ".comms." in name else "compute_only") == schedule.format
+        assert int(ranks[2:]) == schedule.num_ranks
+        assert int(ranks[2:]) * int(chunks[3:]) == schedule.num_stages
+        assert int(microbatches[1:]) == schedule.num_microbatches
+
+    def test_idle_rank(self) -> None:
+        """A rank without any cell survives being written."""
+        schedule = parse_table("0F0,0B0\n,\n")
+
+        assert 2 == parse_table(write_table(schedule)).num_ranks
+
+
+class TestFixtures:
+    def test_all_classes_are_there(self) -> None:
+        """Every schedule class of torch has tables in both formats."""
+        from qeffect.schedule.torch_tables import CLASSES
+
+        names = fixture_names()
+        for cls in CLASSES:
+            assert any(n.startswith(f"{cls}_") and n.endswith(".compute.csv") for n in names)
+            assert any(n.startswith(f"{cls}_") and n.endswith(".comms.csv") for n in names)
+
+    def test_unknown(self) -> None:
+        """An unknown table is refused with the list of known ones."""
+        with pytest.raises(ScheduleError, match="no shipped table 'nope'; there are Schedule1F1B"):
+            read_fixture("nope")
+
+
+class TestUnusable:
+    @pytest.mark.parametrize(
+        ("data", "said"),
+        [
+            (b"", "empty"),
+            (b" \n\n", "empty"),
+            (b"\x00\x01\x02", "binary data"),
+            (b"0F0,\x00\n", "binary data"),
+            (b"\xff\xfe0F0", "byte 0 is not UTF-8"),
+            (b"\x89PNG\r\n\x1a\n", "byte 0 is not UTF-8"),
+            (b"0F0,0B0xyz\n", "rank 0, step 1: cell '0B0xyz' is no action"),
+            (b"0F0\n1F0,hello\n", "rank 1, step 1: cell 'hello' is no action"),
+            (b"rank,step\n0F0,0B0\n", "rank 0, step 0: cell 'rank' is no action"),
+            (b"0F0,0B0\n\n1F0,1B0\n", "rank 1: .*blank line between ranks"),
+            (b",,,\n,,\n", "no cell computes anything"),
+            (b'"0F0,0B0\n', "not a CSV table"),
+            (b'"0F0"x,0B0\n', "not a CSV table"),
+            (b'{"a": 1}', "is no action"),
+        ],
+    )
+    def test_contents(self, tmp_path: Path, data: bytes, said: str) -> None:
+        """Unusable contents give one line that says what was expected or found."""
+        path = tmp_path / "table.csv"
+        path.write_bytes(data)
+
+        with pytest.raises(ScheduleError, match=said) as caught:
+            read_table(path)
+
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 400
+
+    def test_place_is_kept(self) -> None:
+        """The error carries rank, step and cell, not only their text."""
+        with pytest.raises(ScheduleError) as caught:
+            parse_table("0F0\n1F0,oops\n")
+
+        assert (1, 1, "oops") == (caught.value.rank, caught.value.step, caught.value.cell)
+
+    def test_byte_order_mark(self, tmp_path: Path) -> None:
+        """A spreadsheet's byte order mark is no part of the first cell."""
+        path = tmp_path / "table.csv"
+        path.write_bytes(b"\xef\xbb\xbf0F0,0B0\n")
+
+        assert 2 == read_table(path).num_actions
+
+    def test_missing_and_directory(self, tmp_path: Path) -> None:
+        """A path that is no readable file says why."""
+        with pytest.raises(ScheduleError, match=r"none\.csv: cannot be read: No such file"):
+            read_table(tmp_path / "none.csv")
+        with pytest.raises(ScheduleError, match="cannot be read: Is a directory"):
+            read_table(str(tmp_path))
+        with pytest.raises(ScheduleError, match=r"cannot be read: .*null"):
+            read_table("a\0b")
+
+    def test_huge_file(self, tmp_path: Path) -> None:
+        """A file above the limit is refused without being parsed, and names the limit."""
+        path = tmp_path / "huge.csv"
+        with path.open("wb") as stream:
+            stream.truncate(tables.MAX_BYTES + 1)
+
+        with pytest.raises(ScheduleError, match="larger than 16 MiB"):
+            read_table(path)
+
+    def test_endless_file(self) -> None:
+        """A file without an end is read up to the limit only."""
+        with pytest.raises(ScheduleError, match="larger than 16 MiB"):
+            read_table("/dev/zero")
+
+    def test_too_many_cells(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A table above the limit of cells is refused while it is read."""
+        monkeypatch.setattr(tables, "MAX_CELLS", 4)
+
+        with pytest.raises(ScheduleError, match="ranks or 4 cells, the most read"):
+            parse_table("0F0,0B0\n1F0,1B0\n2F0,2B0\n")
+
+    def test_stated_microbatches(self, tmp_path: Path) -> None:
+        """What the caller states reaches the schedule."""
+        path = tmp_path / "table.csv"
+        path.write_text("0F0,0B0\n")
+        schedule = read_table(path, num_microbatches=4, num_stages=2)
+
+        assert (4, 2) == (schedule.num_microbatches, schedule.num_stages)
