@@ -12,47 +12,32 @@ Three rules say where dW writes and what the optimizer then reads:
     One fixed buffer for every matrix: the first dW of an epoch overwrites it, later ones add to it.
     Its size does not depend on the number of microbatches, its value depends on the order of dW.
 
-The kernel's arena ledger decides which microbatch may write and whether all have. This module holds
-the memory and checks, at every bind, that it is still the memory that graphs were captured with.
+The kernel's arena ledger decides which microbatch may write, whether all have, and whether what is
+bound is what was configured. This module holds the memory, and describes it to the kernel as it is
+now: shape, dtype, device and address are read again at every bind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import torch
 from torch import Tensor
 
-from gpu_runtime.backend import BackendError, StageBackend, WgradUnit
+from gpu_runtime.backend import StageBackend, WgradUnit
+from qeffect.layout import Destination
 
 Rule = Literal["copied", "per_microbatch", "accumulate"]
 RULES: tuple[Rule, ...] = ("copied", "per_microbatch", "accumulate")
 
+Facts = tuple[int, Any, torch.dtype, torch.device]
 
-@attrs.frozen
-class Descriptor:
+
+def facts_of(tensor: Tensor) -> Facts:
     """What identifies a destination: a captured graph writes to exactly this."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
-    data_ptr: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Descriptor:
-        """Describe a tensor as it is now."""
-        return cls(tuple(tensor.shape), str(tensor.dtype), str(tensor.device), tensor.data_ptr())
-
-    def mismatch(self, found: Descriptor) -> str | None:
-        """The first field that differs, in words; None when none does."""
-        for field in attrs.fields(Descriptor):
-            mine, theirs = getattr(self, field.name), getattr(found, field.name)
-            if mine != theirs:
-                return f"{field.name}: expected {mine}, found {theirs}"
-        return None
+    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device
 
 
 @attrs.define(eq=False)
@@ -75,7 +60,8 @@ class Arena:
     dtype: torch.dtype
     device: torch.device
     _buffers: list[dict[str, Tensor]] = attrs.field(init=False, factory=list)
-    _descriptors: list[dict[str, Descriptor]] = attrs.field(init=False, factory=list)
+    _configured: list[tuple[Destination, ...]] = attrs.field(init=False, factory=list)
+    _facts: list[list[tuple[Tensor, Facts]]] = attrs.field(init=False, factory=list)
     _copies: dict[int, dict[str, Tensor]] = attrs.field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
@@ -88,8 +74,10 @@ class Arena:
                 for unit in self.units
             }
             self._buffers.append(buffers)
-            self._descriptors.append({name: Descriptor.of(t) for name, t in buffers.items()})
-        self._check_overlap()
+        for index in range(self.num_microbatches if self.rule != "accumulate" else 1):
+            self._configured.append(self._described(index))
+            held = self._buffers[index].values() if self.direct else ()
+            self._facts.append([(tensor, facts_of(tensor)) for tensor in held])
 
     @classmethod
     def for_stage(
@@ -97,16 +85,6 @@ class Arena:
     ) -> Arena:
         """The arena of a stage, on the stage's device."""
         return cls(stage.units, rule, num_microbatches, dtype, stage.domain.device)
-
-    def _check_overlap(self) -> None:
-        spans = sorted(
-            (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), name)
-            for buffers in self._buffers
-            for name, tensor in buffers.items()
-        )
-        for (_, end, first), (start, _, second) in pairwise(spans):
-            if start < end:
-                raise BackendError(f"destinations of {first} and {second} overlap in memory")
 
     @property
     def direct(self) -> bool:
@@ -122,41 +100,63 @@ class Arena:
             for tensor in buffers.values()
         )
 
+    def buffers(self, index: int) -> Mapping[str, Tensor] | None:
+        """One set of destinations by unit; None for index -1, the library's own memory."""
+        return None if index < 0 else self._buffers[index]
+
     def index_of(self, microbatch: int) -> int:
-        """Which set of buffers a microbatch writes."""
-        return 0 if self.rule == "accumulate" else microbatch
+        """Which set of destinations a microbatch writes."""
+        return {"copied": -1, "per_microbatch": microbatch, "accumulate": 0}[self.rule]
 
     def destinations(self, microbatch: int) -> Mapping[str, Tensor] | None:
-        """The buffers that a microbatch's dW writes, by unit; None under `copied`."""
-        return self._buffers[self.index_of(microbatch)] if self.direct else None
+        """The destinations that a microbatch's dW writes, by unit; None under `copied`."""
+        return self.buffers(self.index_of(microbatch))
 
-    def descriptors(self, microbatch: int) -> Mapping[str, Descriptor]:
-        """What those buffers were when the arena was made."""
-        return self._descriptors[self.index_of(microbatch)] if self.direct else {}
+    def configured(self) -> tuple[Destination, ...]:
+        """Every destination, as the kernel is configured with."""
+        return tuple(d for described in self._configured for d in described)
 
-    def check(self, microbatch: int, bound: Mapping[str, Tensor]) -> str | None:
+    def present(self, microbatch: int) -> tuple[Destination, ...]:
         """
-        Compare what is bound with what was configured.
+        What a microbatch's dW would write now, for the kernel to compare with what it should.
 
-        Args:
-            microbatch: Whose dW will write.
-            bound: The destinations presented, by unit.
-
-        Returns:
-            What differs, in words; None when nothing does.
+        The tensors are looked at each time. Where nothing about them has changed, the configured
+        description itself is returned, which the kernel compares by identity.
         """
-        expected = self.descriptors(microbatch)
-        if expected.keys() != bound.keys():
-            odd = sorted(expected.keys() ^ bound.keys())
-            return f"units: {odd[0]} is configured or bound, but not both"
-        for name, descriptor in expected.items():
-            if found := descriptor.mismatch(Descriptor.of(bound[name])):
-                return f"{name} {found}"
-        return None
+        index = 0 if self.rule == "accumulate" else microbatch
+        for tensor, facts in self._facts[index]:
+            if facts_of(tensor) != facts:
+                return self._described(index)
+        return self._configured[index]
+
+    def _described(self, index: int) -> tuple[Destination, ...]:
+        owner = None if self.rule == "accumulate" else index
+        if not self.direct:
+            found = [Destination(m.name, owner) for unit in self.units for m in unit.matrices]
+        else:
+            found = [
+                Destination(
+                    matrix.name,
+                    owner,
+                    tuple(rows.shape),
+                    str(rows.dtype).removeprefix("torch."),
+                    str(rows.device),
+                    rows.data_ptr(),
+                    rows.numel() * rows.element_size(),
+                )
+                for unit in self.units
+                for matrix, rows in unit.rows(self._buffers[index][unit.name])
+            ]
+        return tuple(sorted(found, key=lambda d: d.matrix))
 
     def keep_copies(self, microbatch: int, by_unit: Mapping[str, Tensor]) -> None:
         """Under `copied`, clone what dW left in the library's memory before its slot is reused."""
         self._copies[microbatch] = {name: tensor.clone() for name, tensor in by_unit.items()}
+
+    def written(self, microbatch: int) -> Mapping[str, Tensor]:
+        """What a microbatch's dW wrote, by unit."""
+        held = self.destinations(microbatch)
+        return self._copies[microbatch] if held is None else held
 
     def spoil(self, microbatch: int) -> None:
         """Forget a half-written copy; the ledger marks arena buffers unusable."""
@@ -176,6 +176,12 @@ class Arena:
         for microbatch in order[1:]:
             torch._foreach_add_(total, [sets[microbatch][name] for name in names])
         return dict(zip(names, total, strict=True))
+
+    def zero(self) -> None:
+        """Clear the buffers, as they were when the arena was made."""
+        for buffers in self._buffers:
+            for tensor in buffers.values():
+                tensor.zero_()
 
     def start_epoch(self) -> None:
         """Release the last epoch's copies."""

@@ -23,26 +23,32 @@ from gpu_runtime.numerical import live_state
 from gpu_runtime.optimizer import Optimizer
 from gpu_runtime.workload import Gradients, Kind, Order, Step, Workload, by_index
 
-NativeRule = Literal["grad", "main_grad", "ordered"]
+NativeRule = Literal["grad", "main_grad", "dgrad_order", "wgrad_order"]
+
+_EXACT = ("dgrad_order", "wgrad_order")
 
 
-def rule_for(order: Order, destination_rule: str) -> NativeRule:
+def rule_for(
+    order: Order, destination_rule: str, dtype: torch.dtype = torch.bfloat16
+) -> NativeRule:
     """
     The native accumulation that is the same sum as a destination rule.
 
-    `.grad` for `copied` and `per_microbatch`, whose finalize sums rounded gradients in dI order.
-    For `accumulate`, fused `main_grad` where every stage's dW follows its dI and starts with the
-    microbatch whose F came first (the library overwrites on that one); otherwise the full
-    backward's own unrounded gradients, summed in the order of dW, which only a backend that can
-    produce them allows (`ordered`).
+    `.grad` for `copied` and bf16 `per_microbatch`, whose finalize sums rounded gradients in dI
+    order. For `accumulate`, fused `main_grad` where every stage's dW follows its dI and starts with
+    the microbatch whose F came first (the library overwrites on that one). Otherwise the full
+    backward's own unrounded gradients, summed in the order of dI (fp32 `per_microbatch`) or of dW
+    (`accumulate`); only a backend that can produce them allows that.
     """
+    if destination_rule == "per_microbatch" and dtype == torch.float32:
+        return "dgrad_order"
     if destination_rule != "accumulate":
         return "grad"
     starts_alike = all(
         order.microbatches(s, Kind.DGRAD)[0] == order.microbatches(s, Kind.FORWARD)[0]
         for s in order.stages
     )
-    return "main_grad" if order.wgrads_follow_dgrads and starts_alike else "ordered"
+    return "main_grad" if order.wgrads_follow_dgrads and starts_alike else "wgrad_order"
 
 
 @attrs.define(eq=False)
@@ -73,7 +79,7 @@ class NativeRun:
     _num_added: dict[int, int] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
-        if self.rule == "ordered" and any(s.domain.name != "reference" for s in self.stages):
+        if self.rule in _EXACT and any(s.domain.name != "reference" for s in self.stages):
             raise BackendError(
                 "the library rounds gradients into main_grad, so its full backward has no exact "
                 "per-microbatch gradient to sum in the order of dW; compare with split eager"
@@ -114,7 +120,9 @@ class NativeRun:
             elif action.kind is Kind.DGRAD:
                 inputs, outputs = live.pop((stage.index, action.microbatch))
                 self._backward(stage, number, action, inputs, outputs, where)
-            elif self.rule == "ordered":
+                if self.rule == "dgrad_order":
+                    self._accumulate(stage, number, action.microbatch)
+            elif self.rule == "wgrad_order":
                 self._accumulate(stage, number, action.microbatch)
         self._update(number)
 
@@ -146,7 +154,7 @@ class NativeRun:
         outputs: tuple[Tensor, ...],
         where: str,
     ) -> None:
-        if self.rule == "ordered":
+        if self.rule in _EXACT:
             self._kept[stage.index, action.microbatch] = self._buffers(stage, torch.float32)
             stage.native_bind(self._kept[stage.index, action.microbatch])
         seen: dict[str, Tensor] = {}
@@ -171,10 +179,14 @@ class NativeRun:
 
     def _accumulate(self, stage: StageBackend, number: int, microbatch: int) -> None:
         kept = self._kept.pop((stage.index, microbatch))
+        if self.rule == "dgrad_order" and self.recording is not None:
+            place = f"step {number} stage {stage.index} m{microbatch}"
+            self.recording.add_all("microbatch gradients", place, by_matrix(stage.units, kept))
         into = self._main_grads.setdefault(stage.index, self._buffers(stage))
         for name, value in kept.items():
             into[name].copy_(torch.add(into[name], value))
-        self._record_sum(stage, number)
+        if self.rule == "wgrad_order":
+            self._record_sum(stage, number)
 
     def _record_sum(self, stage: StageBackend, number: int) -> None:
         added = self._num_added[stage.index] = self._num_added.get(stage.index, 0) + 1

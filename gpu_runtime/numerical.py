@@ -7,7 +7,8 @@ scales even when F raises, and no abort can rewind that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import attrs
 import torch
@@ -94,6 +95,25 @@ class NumericalState:
         )
 
 
+@contextmanager
+def preserving(domain: StateDomain) -> Iterator[None]:
+    """
+    Leave the numerical state as it was, whatever warms up inside.
+
+    State that only comes into being inside starts fresh afterwards: nothing seen, unit scales.
+    """
+    before = {name: tensor.detach().clone() for name, tensor in live_state(domain).items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in live_state(domain).items():
+                if name in before:
+                    tensor.copy_(before[name])
+                else:
+                    tensor.fill_(1.0 if name.endswith("scale") else 0.0)
+
+
 @attrs.define(eq=False)
 class Snapshot:
     """
@@ -103,7 +123,7 @@ class Snapshot:
         live: The tensors to copy; their addresses must not change.
     """
 
-    live: Sequence[Tensor] = attrs.field(converter=tuple)
+    live: Sequence[Tensor]
     _kept: list[Tensor] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:

@@ -1,0 +1,122 @@
+"""
+What F, dI, dW and a cache refresh do to memory, once the kernel has allowed them.
+
+An executor performs; it asks nothing and remembers nothing of epochs or keys. The eager one calls
+the backend, the captured one (`gpu_runtime.capture`) replays graphs of the very same calls, so that
+both run under the same guards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from gpu_runtime.arena import Arena
+from gpu_runtime.backend import StageBackend, WeightGradients, WgradUnit, matrices
+from gpu_runtime.provision import WgradVariant
+from gpu_runtime.slots import Slot, SlotTable
+
+
+@attrs.define(eq=False)
+class StageMemory:
+    """
+    Everything physical that the runtime holds for one stage.
+
+    Args:
+        stage: The backend's stage.
+        table: Its slots.
+        arena: Its matrix-gradient destinations.
+        sums: Sums of its non-matrix gradients over the microbatches, in dI order.
+    """
+
+    stage: StageBackend
+    table: SlotTable
+    arena: Arena
+    sums: list[Tensor] = attrs.field(init=False)
+    all_units: tuple[str, ...] = attrs.field(init=False)
+    all_matrices: tuple[str, ...] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        # -0.0 is the identity of addition for every float, -0.0 included; 0.0 is not.
+        self.sums = [torch.full_like(p.parameter, -0.0).detach() for p in self.stage.non_matrix]
+        self.all_units = tuple(unit.name for unit in self.stage.units)
+        self.all_matrices = tuple(sorted(m.name for m in matrices(self.stage)))
+
+    def open_epoch(self) -> None:
+        """Empty the sums; part of the refresh, the first thing a stage does in an epoch."""
+        for total in self.sums:
+            total.fill_(-0.0)
+
+    def evidence_of(self, units: Sequence[str]) -> tuple[str, ...]:
+        """Names of the matrices of units, as the kernel compares them."""
+        if tuple(units) == self.all_units:
+            return self.all_matrices
+        by_name: dict[str, WgradUnit] = {unit.name: unit for unit in self.stage.units}
+        return tuple(m.name for name in units for m in by_name[name].matrices)
+
+
+class Executor(Protocol):
+    """Physical actions on slots."""
+
+    def refresh(self, memory: StageMemory) -> None:
+        """Quantize the stage's weights into their caches and open its epoch."""
+
+    def forward(self, memory: StageMemory, slot: Slot) -> None:
+        """F from the slot's input buffers; leaves its outputs."""
+
+    def input_gradient(
+        self, memory: StageMemory, slot: Slot, variant: WgradVariant
+    ) -> tuple[str, ...]:
+        """dI from the slot's gradient buffers; returns the matrices whose work is queued."""
+
+    def weight_gradient(
+        self, memory: StageMemory, slot: Slot, variant: WgradVariant
+    ) -> tuple[str, ...]:
+        """dW into the variant's destination; returns the matrices it covered."""
+
+
+class EagerExecutor:
+    """Calls the backend."""
+
+    def refresh(self, memory: StageMemory) -> None:
+        """Refresh the cache, empty the sums."""
+        memory.stage.refresh_cache()
+        memory.open_epoch()
+
+    def forward(self, memory: StageMemory, slot: Slot) -> None:
+        """F."""
+        outputs = memory.stage.forward(slot.tape, slot.inputs)
+        slot.outputs = tuple(output.detach() for output in outputs)
+
+    def input_gradient(
+        self, memory: StageMemory, slot: Slot, variant: WgradVariant
+    ) -> tuple[str, ...]:
+        """dI, with the destinations bound before it."""
+        bound = memory.arena.buffers(variant.destination)
+        memory.stage.bind(slot.tape, bound)
+        result = memory.stage.input_gradient(slot.tape, slot.output_gradients)
+        torch._foreach_add_(memory.sums, list(result.non_matrix))
+        slot.input_gradients = result.inputs
+        slot.non_matrix = result.non_matrix
+        return memory.evidence_of(result.queued)
+
+    def weight_gradient(
+        self, memory: StageMemory, slot: Slot, variant: WgradVariant
+    ) -> tuple[str, ...]:
+        """dW."""
+        result = self.run_work(memory, slot, variant, keep=False)
+        return result.covered
+
+    @staticmethod
+    def run_work(
+        memory: StageMemory, slot: Slot, variant: WgradVariant, *, keep: bool
+    ) -> WeightGradients:
+        """Run a tape's deferred work for one variant; `keep` it to run another."""
+        slot.tape.bound = memory.arena.buffers(variant.destination)
+        result = memory.stage.weight_gradient(slot.tape, accumulate=variant.accumulate, keep=keep)
+        slot.weight_gradients = {} if memory.arena.direct else result.by_unit
+        return result

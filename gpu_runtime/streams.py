@@ -1,0 +1,114 @@
+"""
+One graph stream, and both halves of the handoff with the streams that call into it.
+
+Warmup, copies, capture and replay all run on one stream that the runtime owns. A caller's work must
+be visible to a replay (the graph stream waits for the caller), and a replay's results to the caller
+(the caller waits for an event at the graph's tail). With the first half only, a consumer reads
+half-updated state, silently. A CPU has no streams: there both halves are counted and do nothing, so
+that the completion guards run the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import attrs
+import torch
+
+
+class Handoff(Protocol):
+    """The two halves, and the scope in which the graph stream is current."""
+
+    handoffs: int
+
+    def wait_for_caller(self) -> None:
+        """Make the graph stream wait for everything the current stream has been given."""
+
+    def record_tail(self) -> None:
+        """Mark the end of what the graph stream has been given; in a capture, inside the graph."""
+
+    def caller_waits(self) -> None:
+        """Make the current stream wait for the latest tail."""
+
+    def scope(self) -> Any:
+        """A context in which the graph stream is the current one."""
+
+    def synchronize(self) -> None:
+        """Let the host wait until the graph stream is empty."""
+
+
+@attrs.define
+class HostHandoff:
+    """A CPU's: program order is the only order there is."""
+
+    handoffs: int = 0
+
+    def wait_for_caller(self) -> None:
+        """Counted only."""
+        self.handoffs += 1
+
+    def caller_waits(self) -> None:
+        """Counted only."""
+        self.handoffs += 1
+
+    def record_tail(self) -> None:
+        """Nothing to mark."""
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Nothing changes."""
+        yield
+
+    def synchronize(self) -> None:
+        """Nothing is in flight."""
+
+
+class GraphStream:
+    """
+    The manager-owned stream of one CUDA device.
+
+    Args:
+        device: The device.
+        two_way: False leaves the second half out. Only the test that shows why that is wrong
+            may do so.
+    """
+
+    def __init__(self, device: torch.device, *, two_way: bool = True) -> None:
+        self.device = device
+        self.two_way = two_way
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.handoffs = 0
+        self._from_caller = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # Recorded inside graphs at their tail, and by eager actions at their end.
+        self.tail = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+
+    def wait_for_caller(self) -> None:
+        """Record the caller's position and let the graph stream wait for it."""
+        self._from_caller.record(torch.cuda.current_stream(self.device))
+        self.stream.wait_event(self._from_caller)
+        self.handoffs += 1
+
+    def record_tail(self) -> None:
+        """Record the graph stream's position; inside a capture this becomes a node of the graph."""
+        self.tail.record(self.stream)
+
+    def caller_waits(self) -> None:
+        """Let the caller wait for the latest tail."""
+        if self.two_way:
+            torch.cuda.current_stream(self.device).wait_event(self.tail)
+        self.handoffs += 1
+
+    def scope(self) -> Any:
+        """Make the graph stream current."""
+        return torch.cuda.stream(self.stream)
+
+    def synchronize(self) -> None:
+        """Let the host wait for the graph stream."""
+        self.stream.synchronize()
+
+
+def handoff_for(device: torch.device) -> Handoff:
+    """The handoff of a device."""
+    return GraphStream(device) if device.type == "cuda" else HostHandoff()
