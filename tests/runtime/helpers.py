@@ -1,0 +1,140 @@
+"""Small runs that the tests compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gpu_runtime.arena import Rule
+from gpu_runtime.compare import Comparison, Recording, compare
+from gpu_runtime.domain import Runtime, RuntimeConfig
+from gpu_runtime.layers import LayerConfig
+from gpu_runtime.native import NativeRun, rule_for
+from gpu_runtime.optimizer import Optimizer
+from gpu_runtime.provision import Provisioning
+from gpu_runtime.reference import ReferenceDomain, ReferenceStage
+from gpu_runtime.train import GuardedRun
+from gpu_runtime.workload import Order, Workload
+from qeffect.contract import Observer
+
+from .unguarded import UnguardedRun
+
+SMALL = LayerConfig(hidden=128, ffn=256, heads=2, sequence=64)
+LARGE = LayerConfig(hidden=512, ffn=2048, heads=8, sequence=256)
+TINY = LayerConfig(hidden=32, ffn=64, heads=2, sequence=16)
+
+
+def reference_stages(
+    order: Order, history: int, config: LayerConfig = SMALL, *, num_layers: int = 1
+) -> list[ReferenceStage]:
+    """Fresh stages in one fresh state domain, the same bits each time."""
+    domain = ReferenceDomain(history)
+    return [
+        ReferenceStage(index, domain, config, num_layers=num_layers, seed=index)
+        for index in order.stages
+    ]
+
+
+def optimizer_for(stages: list[ReferenceStage], dtype: torch.dtype) -> Optimizer:
+    """AdamW, with master weights of the destinations' type where it is not the parameters'."""
+    return Optimizer(stages, master_dtype=None if dtype == torch.bfloat16 else dtype)
+
+
+def native(
+    order: Order,
+    history: int,
+    rule: Rule,
+    dtype: torch.dtype,
+    num_steps: int,
+    config: LayerConfig = SMALL,
+    *,
+    num_layers: int = 1,
+) -> Recording:
+    """A recorded run of the backend's own full backward."""
+    stages = reference_stages(order, history, config, num_layers=num_layers)
+    same_sum = rule_for(order, rule, dtype)
+    recording = Recording(f"native, {same_sum}")
+    NativeRun(
+        stages,
+        order,
+        Workload(),
+        same_sum,
+        dtype,
+        optimizer_for(stages, dtype),
+        recording,
+    ).run(num_steps)
+    return recording
+
+
+def unguarded(
+    order: Order,
+    history: int,
+    rule: Rule,
+    dtype: torch.dtype,
+    num_steps: int,
+    config: LayerConfig = SMALL,
+    *,
+    num_layers: int = 1,
+    change: Callable[[UnguardedRun], None] = lambda run: None,
+) -> Recording:
+    """A recorded run of F, dI and dW with no guards; `change` may spoil it first."""
+    stages = reference_stages(order, history, config, num_layers=num_layers)
+    recording = Recording(f"split, {rule}")
+    run = UnguardedRun(
+        stages, order, Workload(), rule, dtype, optimizer_for(stages, dtype), recording
+    )
+    change(run)
+    run.run(num_steps)
+    return recording
+
+
+def guarded_run(
+    order: Order,
+    history: int = 4,
+    rule: Rule = "accumulate",
+    dtype: torch.dtype = torch.bfloat16,
+    config: LayerConfig = TINY,
+    *,
+    num_layers: int = 1,
+    provisioning: Provisioning = "live",
+    readers: bool = True,
+    observer: Observer | None = None,
+) -> GuardedRun:
+    """A fresh guarded runtime over reference stages, with data and an optimizer."""
+    stages = reference_stages(order, history, config, num_layers=num_layers)
+    runtime = Runtime(
+        stages,
+        order,
+        RuntimeConfig(rule=rule, dtype=dtype, provisioning=provisioning, readers=readers),
+        observer=observer,
+    )
+    return GuardedRun(runtime, Workload(), optimizer_for(stages, dtype))
+
+
+def guarded(
+    order: Order,
+    history: int,
+    rule: Rule,
+    dtype: torch.dtype,
+    num_steps: int,
+    config: LayerConfig = SMALL,
+    *,
+    num_layers: int = 1,
+    provisioning: Provisioning = "live",
+) -> Recording:
+    """A recorded run of the guarded runtime."""
+    run = guarded_run(
+        order, history, rule, dtype, config, num_layers=num_layers, provisioning=provisioning
+    )
+    run.recording = Recording(f"guarded, {rule}, {provisioning}")
+    run.run(num_steps)
+    return run.recording
+
+
+def assert_same(reference: Recording, candidate: Recording) -> Comparison:
+    """Every value of every category, bit for bit, and something in each category."""
+    result = compare(reference, candidate)
+    assert result.mismatched == 0, str(result)
+    assert all(category.compared for category in result.categories)
+    return result

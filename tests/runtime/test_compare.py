@@ -1,0 +1,102 @@
+"""Comparing recorded runs: what is counted, and what cannot pass."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from gpu_runtime.compare import CATEGORIES, Recording, compare
+
+
+def recording(**values: torch.Tensor | int) -> Recording:
+    """A recording of some outputs."""
+    made = Recording("test")
+    for label, value in values.items():
+        made.add("outputs", label, value)
+    return made
+
+
+class TestCompare:
+    def test_equal(self) -> None:
+        """Equal bits are no mismatch, and each value counts."""
+        a, b = recording(x=torch.ones(3), y=4), recording(x=torch.ones(3), y=4)
+
+        result = compare(a, b, categories=["outputs"])
+
+        assert (2, 0) == (result.compared, result.mismatched)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            torch.tensor([0.0, -0.0]),
+            torch.tensor([0.0, 0.0]).bfloat16(),
+            torch.tensor([[0.0, 0.0]]),
+            torch.nextafter(torch.zeros(2), torch.ones(2)),
+        ],
+        ids=["sign of zero", "dtype", "shape", "one ulp"],
+    )
+    def test_any_bit_counts(self, other: torch.Tensor) -> None:
+        """There is no tolerance: a sign, a type, a shape or one bit is a mismatch."""
+        result = compare(recording(x=torch.zeros(2)), recording(x=other), categories=["outputs"])
+
+        assert 1 == result.mismatched
+        assert ("x",) == result["outputs"].first
+
+    def test_nan_equals_itself(self) -> None:
+        """Raw bits: the same NaN is the same."""
+        nan = torch.tensor([float("nan")])
+
+        assert 0 == compare(recording(x=nan), recording(x=nan), categories=["outputs"]).mismatched
+
+    @pytest.mark.parametrize("swap", [False, True])
+    def test_missing_label_is_a_mismatch(self, swap: bool) -> None:
+        """A value that only one side recorded is a mismatch, whichever side it is."""
+        a, b = recording(x=1, y=2), recording(x=1)
+        if swap:
+            a, b = b, a
+
+        result = compare(a, b, categories=["outputs"])
+
+        assert (2, 1) == (result.compared, result.mismatched)
+
+    def test_empty_category_refused(self) -> None:
+        """Comparing a category in which nothing was recorded is an error, not a pass."""
+        with pytest.raises(ValueError, match="recorded nothing under 'scales'"):
+            compare(recording(x=1), recording(x=1), categories=["outputs", "scales"])
+
+    def test_all_categories_by_default(self) -> None:
+        """Every category is compared unless some are named."""
+        a = Recording("all")
+        for category in CATEGORIES:
+            a.add(category, "x", 1)  # type: ignore[arg-type]
+
+        assert CATEGORIES == tuple(c.category for c in compare(a, a).categories)
+
+
+class TestRecording:
+    def test_label_once(self) -> None:
+        """A label that is used twice would hide a value, so it is an error."""
+        made = recording(x=1)
+
+        with pytest.raises(ValueError, match="label 'x' was recorded before"):
+            made.add("outputs", "x", 1)
+
+    def test_json_round_trip(self) -> None:
+        """Recordings cross processes as JSON."""
+        made = recording(x=torch.ones(2), y=torch.ones(2).to(torch.float8_e4m3fn))
+
+        again = Recording.from_json(json.loads(json.dumps(made.to_json())))
+
+        assert made == again
+
+    def test_records_a_copy(self) -> None:
+        """What is recorded is what the tensor held then."""
+        x = torch.zeros(2)
+        before, after = Recording("a"), Recording("b")
+        before.add("outputs", "x", x)
+        x.add_(1)
+        after.add("outputs", "x", x)
+
+        assert 1 == compare(before, after, categories=["outputs"]).mismatched
