@@ -19,7 +19,7 @@ from qeffect.schedule.actions import Action, Schedule, ScheduleError
 from qeffect.schedule.infer import MAX_CELLS, MAX_RANKS, parse_cell, schedule_of
 
 MAX_BYTES = 16 * 1024 * 1024
-_FIXTURES = "fixtures"
+_REFUSED = "refused"
 
 
 def read_table(
@@ -125,9 +125,15 @@ def write_table(schedule: Schedule) -> str:
     return out.getvalue()
 
 
-def fixture_names() -> tuple[str, ...]:
-    """The tables shipped with the package: torch's own, written by torch 2.13."""
-    folder = resources.files(__package__) / _FIXTURES
+def fixture_names(*, refused: bool = False) -> tuple[str, ...]:
+    """
+    The tables shipped with the package, all written by torch 2.13.
+
+    Args:
+        refused: Those that torch draws but does not execute, and that are wrong; otherwise those
+            that it executes.
+    """
+    folder = _folder() / _REFUSED if refused else _folder()
     return tuple(sorted(p.name for p in folder.iterdir() if p.name.endswith(".csv")))
 
 
@@ -136,11 +142,17 @@ def read_fixture(name: str) -> Schedule:
     Read one of the shipped tables.
 
     Args:
-        name: One of `fixture_names`.
+        name: One of `fixture_names`, of either sort.
 
     Raises:
         ScheduleError: There is no such table.
     """
-    if name not in fixture_names():
-        raise ScheduleError(f"no shipped table {name!r}; there are {', '.join(fixture_names())}")
-    return read_table(resources.files(__package__) / _FIXTURES / name)
+    if name in fixture_names():
+        return read_table(_folder() / name)
+    if name in fixture_names(refused=True):
+        return read_table(_folder() / _REFUSED / name)
+    raise ScheduleError(f"no shipped table {name!r}; there are {', '.join(fixture_names())}")
+
+
+def _folder() -> Traversable:
+    return resources.files(__package__) / "fixtures"

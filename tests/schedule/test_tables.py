@@ -10,6 +10,7 @@ import pytest
 
 from qeffect.schedule import tables
 from qeffect.schedule.actions import ScheduleError
+from qeffect.schedule.ranks import check_ranks
 from qeffect.schedule.tables import (
     fixture_names,
     parse_table,
@@ -83,6 +84,19 @@ class TestFixtures:
         for cls in CLASSES:
             assert any(n.startswith(f"{cls}_") and n.endswith(".compute.csv") for n in names)
             assert any(n.startswith(f"{cls}_") and n.endswith(".comms.csv") for n in names)
+
+    def test_refused_ones(self) -> None:
+        """The table that torch draws of 1F1B is shipped apart, and refused on the last rank."""
+        names = fixture_names(refused=True)
+        found = check_ranks(read_fixture(names[0]))
+
+        assert ("Schedule1F1B_pp4_vpp1_m8.drawn.csv",) == names
+        assert not set(names) & set(fixture_names())
+        assert ("schedule.microbatch-out-of-range", 3, 14) == (
+            found[0].clause,
+            found[0].rank,
+            found[0].step,
+        )
 
     def test_unknown(self) -> None:
         """An unknown table is refused with the list of known ones."""
