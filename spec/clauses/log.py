@@ -64,7 +64,7 @@ refusal.""",
             remedy="Attach the recorder before the first transition and leave it attached.",
         ),
         Clause(
-            id="log.truncated",
+            id="log.closing",
             number="10.4",
             title="A log is closed",
             invariant="The last line of a log is its closing line, with the number of its events, "

@@ -78,22 +78,8 @@ state of the last commit is restored. Abort never rewinds the token.""",
             "where the host's order of checks is the order that is wanted.",
         ),
         Clause(
-            id="order.repeated-forward",
-            number="3.4",
-            title="A key is forwarded once in an epoch",
-            invariant="A key's forward is accepted once, also after its release or abort.",
-            transitions=("reserve", "check_forward"),
-            argument="key",
-            unchanged=_TOKEN,
-            section="III-B",
-            cause="A microbatch was run again after it had finished or failed, or activation "
-            "recomputation re-runs F under the same key and would roll the amax history twice.",
-            remedy="Give recomputation its own invocation and no state update; to repeat a failed "
-            "microbatch restore and run the whole epoch again.",
-        ),
-        Clause(
             id="order.reordered",
-            number="3.5",
+            number="3.4",
             title="A declared order is kept",
             invariant="Where a domain declares the order of its F and dI, each comes at its "
             "declared position.",
@@ -107,7 +93,7 @@ state of the last commit is restored. Abort never rewinds the token.""",
         ),
         Clause(
             id="order.incomplete",
-            number="3.6",
+            number="3.5",
             title="A final stage has run every F and dI",
             invariant="Finalize wants one committed F and dI for every cell of the stage.",
             transitions=("finalize",),

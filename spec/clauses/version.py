@@ -103,8 +103,27 @@ all its modules. A forward that finds the cache stale and does not refresh it is
             remedy="Replay each stage's refresh directly before its own first forward.",
         ),
         Clause(
-            id="version.unknown-ticket",
+            id="version.pending",
             number="2.6",
+            title="One refresh at a time",
+            invariant="While a refresh of a stage's cache is in flight, that cache is neither "
+            "refreshed again nor invalidated, and nothing commits or restores.",
+            transitions=(
+                "check_refresh",
+                "check_forward",
+                "invalidate",
+                "commit_epoch",
+                "restore",
+            ),
+            argument="stage",
+            unchanged="The refresh in flight, and the cache's epoch.",
+            section="design",
+            cause="A refresh was checked and neither committed nor aborted.",
+            remedy="Commit or abort it on every exit, or use the context manager.",
+        ),
+        Clause(
+            id="version.unknown-ticket",
+            number="2.7",
             title="A refresh's ticket is redeemed once",
             invariant="Commit and abort of a refresh are accepted only with the ticket that is "
             "out on the stage.",

@@ -1,0 +1,559 @@
+"""
+The physical history: what really happened beside the contract, told without asking the contract.
+
+Each function below says what one accepted transition means for the world: which work ran, what a
+buffer or a cache now holds, who has waited for whom. It follows the action and its arguments and
+the configuration, never the contract's own state and never a guard, so that a property of the
+history is a claim about the world and not the guard said twice. (A reference's generation and
+incarnation are read from the memory, because that is what the caller is handed.) Time is told
+conservatively: from its check to its commit an action may touch the device at any moment.
+
+Some ghosts follow one thing only, chosen once and for all and arbitrary: a reference, a ticket, a
+slot, a link and a stage. A property proved of an arbitrary one holds of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+from .predicates import DI, DW, NEVER, RESERVED, choose
+
+__all__ = ["ADVANCE", "DGRAD", "FORWARD", "GHOSTS", "REFRESH", "WGRAD", "Ghost", "advance"]
+
+State = Any
+History = Any
+
+#: Kinds of a ticket.
+NONE: Final = 0
+FORWARD: Final = 1
+DGRAD: Final = 2
+WGRAD: Final = 3
+REFRESH: Final = 4
+#: Stations of a reduction.
+RUNNING: Final = 1
+DONE: Final = 2
+
+
+class Ghost(NamedTuple):
+    """A column of the history: sorts of its index and values, and what it starts with."""
+
+    index: tuple[str, ...]
+    values: str = "int"
+    initial: int | None = 0
+
+
+def _each(index: str, *names: str, **options: Any) -> dict[str, Ghost]:
+    return {name: Ghost(tuple(index.split()), **options) for name in names}
+
+
+#: The history's columns. An initial value of None is arbitrary.
+GHOSTS: Final[Mapping[str, Ghost]] = {
+    # The work that was last put into a slot, its key, the consumers that still have to visit it,
+    # actions in flight on it, what its dI left queued, whether its F fills the cache, and the fill
+    # that its F read.
+    **_each("slot", "tenant", values="cell", initial=None),
+    **_each("slot", "tenant_epoch", initial=NEVER),
+    **_each("slot", "owing", values="mask"),
+    **_each("slot", "acting"),
+    **_each("slot", "queued", values="opaque", initial=None),
+    **_each("slot", "filling", values="flag"),
+    **_each("slot", "fill_read"),
+    # How often each action of a cell succeeded since the weights last changed, where it was
+    # bound, and what its dW covered.
+    **_each("cell", "ran_forward", "ran_dgrad", "ran_wgrad", "binds"),
+    **_each("cell", "bound_to", "covered", values="opaque", initial=None),
+    # The same of each stage; and its cells in some order, those whose dW ran first.
+    **_each("stage", "num_forwards", "num_dgrads", "num_wgrads"),
+    **_each("cell", "place", initial=None),
+    **_each("stage place", "placed", values="cell", initial=None),
+    # The optimizer updates of the weights, the version of the weights in each cache, how often
+    # the cache was filled, the fill that the epoch's first F read, whether the fill in progress
+    # was lost, and the scaling updates that the fill had seen.
+    **_each("one", "weights"),
+    **_each("stage", "cached", "fill_of_epoch", initial=NEVER),
+    **_each("stage", "fills", "filled_after"),
+    **_each("stage", "lost", values="flag"),
+    # The last epoch whose gradients a failure ruined, or left half written.
+    **_each("stage", "ruined", "half_written", initial=NEVER),
+    **_each("stage", "reduction"),
+    # Scaling updates since the last restore, and of this epoch; F, dI and refreshes in flight;
+    # whether scaling state is broken, whether it was touched since the last commit and by whose F
+    # or refresh; whether device work may be unfinished and on which slot or stage it began last.
+    **_each("domain", "updates", "updates_of_epoch", "running"),
+    **_each("domain", "broken", "touched", "device", values="flag"),
+    **_each("domain", "toucher", "refresher", values="stage", initial=None),
+    **_each("domain", "updater", "beginner", values="slot", initial=None),
+    # The epoch whose gradients a buffer holds, and who is writing it.
+    **_each("buffer", "content", initial=NEVER),
+    **_each("buffer", "writers"),
+    **_each("buffer", "writer", values="slot", initial=None),
+    # The slots that keep memory in a pool, in some order; the capture rank of a slot's latest
+    # replay, and the slot that a pool last replayed.
+    **_each("pool", "tapes"),
+    **_each("slot", "in_pool", values="flag"),
+    **_each("slot", "seat", "last_rank"),
+    **_each("pool place", "seated", values="slot", initial=None),
+    **_each("pool", "last_replayed", values="slot", initial=None),
+    # Whether the graph stream has yet to wait for work of a caller.
+    **_each("link", "behind", values="flag"),
+    # Arbitrary ones.
+    **_each("one", "slot", values="slot", initial=None),
+    **_each("one", "link", values="link", initial=None),
+    **_each("one", "stage", values="stage", initial=None),
+    # The slot's retained memory was overwritten by an earlier graph; the link waited for the
+    # replay that wrote the slot's output; and for the one that wrote the stage's gradients.
+    **_each("one", "clobbered", "seen", values="flag"),
+    **_each("one", "seen_gradients", values="flag", initial=1),
+    # An arbitrary reference: was it issued, for what, and is the work it named gone.
+    **_each("one", "ref_slot", values="slot", initial=None),
+    **_each("one", "ref_generation", values="generation", initial=None),
+    **_each("one", "ref_incarnation", initial=None),
+    **_each("one", "issued", "dead", values="flag"),
+    **_each("one", "ref_cell", values="cell", initial=None),
+    **_each("one", "ref_epoch", initial=NEVER),
+    # An arbitrary ticket: what it is good for now, and where.
+    **_each("one", "ticket", values="ticket", initial=None),
+    **_each("one", "outstanding"),
+    **_each("one", "ticket_slot", values="slot", initial=None),
+    **_each("one", "ticket_stage", values="stage", initial=None),
+}
+
+
+def domain_of_slot(st: State, slot: Any) -> Any:
+    return st.domain_of[st.slot_stage[slot]]
+
+
+# What happens to the arbitrary reference and ticket
+
+
+def issue(st: State, h: History, key: Any, slot: Any) -> None:
+    """A reference to the slot is handed to the key's owner."""
+    same = (
+        (slot == h.ref_slot[0])
+        & (st.generation[slot] == h.ref_generation[0])
+        & (st.incarnation[0] == h.ref_incarnation[0])
+    )
+    h.ref_cell[0] = choose(same, key.cell, h.ref_cell[0])
+    h.ref_epoch[0] = choose(same, key.epoch, h.ref_epoch[0])
+    h.issued[0] = choose(same, 1, h.issued[0])
+
+
+def bury(h: History, slot: Any) -> None:
+    """The work in the slot is gone; references handed out for it are dead."""
+    h.dead[0] = choose((slot == h.ref_slot[0]) & (h.issued[0] == 1), 1, h.dead[0])
+
+
+def reserve_ticket(h: History, ticket: Any, kind: int, slot: Any, stage: Any) -> None:
+    same = ticket == h.ticket[0]
+    h.outstanding[0] = choose(same, kind, h.outstanding[0])
+    h.ticket_slot[0] = choose(same, slot, h.ticket_slot[0])
+    h.ticket_stage[0] = choose(same, stage, h.ticket_stage[0])
+
+
+def redeem(h: History, ticket: Any) -> None:
+    h.outstanding[0] = choose(ticket == h.ticket[0], NONE, h.outstanding[0])
+
+
+# What happens to capture memory
+
+
+def replay(st: State, h: History, slot: Any, rank: Any) -> None:
+    """A graph of the slot is replayed: it scratches on what later graphs of its pool keep."""
+    pool = st.pool_of[slot]
+    kept = (h.in_pool[h.slot[0]] == 1) & (st.pool_of[h.slot[0]] == pool)
+    h.clobbered[0] = choose(kept & (rank <= h.last_rank[h.slot[0]]), 1, h.clobbered[0])
+    h.last_rank[slot] = rank
+    h.last_replayed[pool] = slot
+
+
+def enter_pool(st: State, h: History, slot: Any) -> None:
+    pool = st.pool_of[slot]
+    h.clobbered[0] = choose(slot == h.slot[0], 0, h.clobbered[0])
+    h.in_pool[slot] = 1
+    h.seat[slot] = h.tapes[pool]
+    h.seated[pool, h.tapes[pool]] = slot
+    h.tapes[pool] = h.tapes[pool] + 1
+
+
+def leave_pool(st: State, h: History, slot: Any, leaves: Any) -> None:
+    """Where ``leaves``, the slot keeps no memory any more; the last of the pool takes its seat."""
+    pool = st.pool_of[slot]
+    last = h.seated[pool, h.tapes[pool] - 1]
+    seat = h.seat[slot]
+    h.seat[last] = choose(leaves, seat, h.seat[last])
+    h.seated[pool, seat] = choose(leaves, last, h.seated[pool, seat])
+    h.in_pool[slot] = choose(leaves, 0, h.in_pool[slot])
+    h.tapes[pool] = h.tapes[pool] - choose(leaves, 1, 0)
+
+
+def vacate(st: State, h: History, slot: Any) -> None:
+    """The work in a slot is lost."""
+    leave_pool(st, h, slot, h.in_pool[slot] == 1)
+    h.owing[slot] = 0
+    bury(h, slot)
+
+
+def visit(st: State, h: History, slot: Any, bit: Any) -> None:
+    """A consumer is done with the work in a slot; the last one frees it."""
+    left = h.owing[slot] & ~bit
+    leave_pool(st, h, slot, left == 0)
+    h.dead[0] = choose((slot == h.ref_slot[0]) & (h.issued[0] == 1) & (left == 0), 1, h.dead[0])
+    h.owing[slot] = left
+
+
+# What happens between a check and its commit
+
+
+def begin(st: State, h: History, slot: Any) -> None:
+    d = domain_of_slot(st, slot)
+    h.acting[slot] = h.acting[slot] + 1
+    h.device[d] = 1
+    h.beginner[d] = slot
+
+
+def end(st: State, h: History, slot: Any) -> None:
+    """Also what was enqueued after a drain is device work."""
+    h.acting[slot] = h.acting[slot] - 1
+    h.device[domain_of_slot(st, slot)] = 1
+
+
+# What happens to scaling state
+
+
+def begin_update(h: History, d: Any) -> None:
+    h.running[d] = h.running[d] + 1
+    h.touched[d] = 1
+
+
+def end_update(h: History, d: Any) -> None:
+    h.running[d] = h.running[d] - 1
+    h.updates[d] = h.updates[d] + 1
+    h.updates_of_epoch[d] = h.updates_of_epoch[d] + 1
+
+
+def break_update(h: History, d: Any) -> None:
+    h.running[d] = h.running[d] - 1
+    h.broken[d] = 1
+
+
+# What each accepted transition means
+
+
+def reserve(st: State, h: History, key: Any, slot: Any) -> None:
+    h.tenant[slot] = key.cell
+    h.tenant_epoch[slot] = key.epoch
+    h.owing[slot] = RESERVED
+    issue(st, h, key, slot)
+
+
+def bind(st: State, h: History, key: Any, destination: Any) -> None:
+    h.binds[key.cell] = h.binds[key.cell] + 1
+    h.bound_to[key.cell] = destination
+
+
+def check_refresh(st: State, h: History, stage: Any, link: Any, ticket: Any) -> None:
+    d = st.domain_of[stage]
+    begin_update(h, d)
+    h.device[d] = 1
+    h.toucher[d] = stage
+    h.refresher[d] = stage
+    h.cached[stage] = NEVER
+    h.lost[stage] = 0
+    reserve_ticket(h, ticket, REFRESH, h.ticket_slot[0], stage)
+
+
+def commit_refresh(st: State, h: History, stage: Any, ticket: Any) -> None:
+    d = st.domain_of[stage]
+    h.running[d] = h.running[d] - 1
+    h.device[d] = 1
+    h.cached[stage] = choose(h.lost[stage] == 0, h.weights[0], NEVER)
+    h.fills[stage] = h.fills[stage] + 1
+    h.filled_after[stage] = h.updates[d]
+    redeem(h, ticket)
+
+
+def abort_refresh(st: State, h: History, stage: Any, ticket: Any) -> None:
+    d = st.domain_of[stage]
+    break_update(h, d)
+    h.device[d] = 1
+    redeem(h, ticket)
+
+
+def check_forward(
+    st: State,
+    h: History,
+    key: Any,
+    slot: Any,
+    token: Any,
+    link: Any,
+    refresh: Any,
+    ticket: Any,
+) -> None:
+    s = key.stage
+    d = st.domain_of[s]
+    fills = refresh != 0
+    begin(st, h, slot)
+    begin_update(h, d)
+    h.toucher[d] = s
+    h.updater[d] = slot
+    h.tenant[slot] = key.cell
+    h.tenant_epoch[slot] = key.epoch
+    h.owing[slot] = RESERVED
+    h.filling[slot] = refresh
+    h.cached[s] = choose(fills, NEVER, h.cached[s])
+    h.lost[s] = choose(fills, 0, h.lost[s])
+    h.fills[s] = choose(fills, h.fills[s] + 1, h.fills[s])
+    h.fill_read[slot] = h.fills[s]
+    h.fill_of_epoch[s] = choose(h.fill_of_epoch[s] == NEVER, h.fills[s], h.fill_of_epoch[s])
+    replay(st, h, slot, st.forward_rank[slot])
+    enter_pool(st, h, slot)
+    reserve_ticket(h, ticket, FORWARD, slot, h.ticket_stage[0])
+
+
+def commit_forward(st: State, h: History, slot: Any, ticket: Any) -> None:
+    s = st.slot_stage[slot]
+    cell = h.tenant[slot]
+    end(st, h, slot)
+    end_update(h, st.domain_of[s])
+    h.ran_forward[cell] = h.ran_forward[cell] + 1
+    h.num_forwards[s] = h.num_forwards[s] + 1
+    filled = (h.filling[slot] != 0) & (h.lost[s] == 0)
+    h.cached[s] = choose(filled, h.weights[0], h.cached[s])
+    h.owing[slot] = st.owes[s]
+    h.seen[0] = choose(slot == h.slot[0], 0, h.seen[0])
+    issue(st, h, _key(h, slot), slot)
+    redeem(h, ticket)
+
+
+def abort_forward(st: State, h: History, slot: Any, ticket: Any) -> None:
+    s = st.slot_stage[slot]
+    end(st, h, slot)
+    break_update(h, st.domain_of[s])
+    h.ruined[s] = h.tenant_epoch[slot]
+    vacate(st, h, slot)
+    redeem(h, ticket)
+
+
+def check_dgrad(
+    st: State, h: History, key: Any, ref: Any, token: Any, link: Any, ticket: Any
+) -> None:
+    d = st.domain_of[key.stage]
+    begin(st, h, ref.slot)
+    begin_update(h, d)
+    h.updater[d] = ref.slot
+    replay(st, h, ref.slot, st.dgrad_rank[ref.slot])
+    reserve_ticket(h, ticket, DGRAD, ref.slot, h.ticket_stage[0])
+
+
+def commit_dgrad(st: State, h: History, slot: Any, ticket: Any, queued: Any) -> None:
+    s = st.slot_stage[slot]
+    cell = h.tenant[slot]
+    end(st, h, slot)
+    end_update(h, st.domain_of[s])
+    h.ran_dgrad[cell] = h.ran_dgrad[cell] + 1
+    h.num_dgrads[s] = h.num_dgrads[s] + 1
+    h.queued[slot] = queued
+    h.owing[slot] = h.owing[slot] & ~DI
+    h.seen[0] = choose(slot == h.slot[0], 0, h.seen[0])
+    redeem(h, ticket)
+
+
+def abort_dgrad(st: State, h: History, slot: Any, ticket: Any) -> None:
+    abort_forward(st, h, slot, ticket)
+
+
+def check_wgrad(
+    st: State,
+    h: History,
+    key: Any,
+    ref: Any,
+    link: Any,
+    destination: Any,
+    first: Any,
+    ticket: Any,
+) -> None:
+    buffer = st.buffer_of[key.cell]
+    begin(st, h, ref.slot)
+    h.writers[buffer] = h.writers[buffer] + 1
+    h.writer[buffer] = ref.slot
+    replay(st, h, ref.slot, st.wgrad_rank[ref.slot])
+    reserve_ticket(h, ticket, WGRAD, ref.slot, h.ticket_stage[0])
+
+
+def commit_wgrad(st: State, h: History, slot: Any, ticket: Any, covered: Any) -> None:
+    s = st.slot_stage[slot]
+    cell = h.tenant[slot]
+    buffer = st.buffer_of[cell]
+    end(st, h, slot)
+    h.writers[buffer] = h.writers[buffer] - 1
+    h.content[buffer] = h.tenant_epoch[slot]
+    h.covered[cell] = covered
+    # The cell changes places with the first whose dW has not run.
+    place, n = h.place[cell], h.num_wgrads[s]
+    other = h.placed[s, n]
+    h.place[other] = place
+    h.place[cell] = n
+    h.placed[s, place] = other
+    h.placed[s, n] = cell
+    h.num_wgrads[s] = n + 1
+    h.ran_wgrad[cell] = h.ran_wgrad[cell] + 1
+    h.seen_gradients[0] = choose(s == h.stage[0], 0, h.seen_gradients[0])
+    visit(st, h, slot, DW)
+    redeem(h, ticket)
+
+
+def abort_wgrad(st: State, h: History, slot: Any, ticket: Any) -> None:
+    s = st.slot_stage[slot]
+    buffer = st.buffer_of[h.tenant[slot]]
+    end(st, h, slot)
+    h.writers[buffer] = h.writers[buffer] - 1
+    h.half_written[s] = h.tenant_epoch[slot]
+    h.ruined[s] = h.tenant_epoch[slot]
+    vacate(st, h, slot)
+    redeem(h, ticket)
+
+
+def finish_read(st: State, h: History, key: Any, ref: Any, bit: Any) -> None:
+    visit(st, h, ref.slot, bit)
+
+
+def drop(st: State, h: History, key: Any, ref: Any) -> None:
+    h.ruined[key.stage] = key.epoch
+    vacate(st, h, ref.slot)
+
+
+def invalidate(st: State, h: History, stage: Any) -> None:
+    h.cached[stage] = NEVER
+    h.lost[stage] = 1
+
+
+def submit(st: State, h: History, link: Any) -> None:
+    h.behind[link] = 1
+
+
+def join(st: State, h: History, link: Any) -> None:
+    h.behind[link] = 0
+
+
+def wait(st: State, h: History, link: Any) -> None:
+    """The caller waits for all that its domain's graph stream was given."""
+    d = st.domain_at[link]
+    mine = link == h.link[0]
+    h.seen[0] = choose(mine & (domain_of_slot(st, h.slot[0]) == d), 1, h.seen[0])
+    stage_there = st.domain_of[h.stage[0]] == d
+    h.seen_gradients[0] = choose(mine & stage_there, 1, h.seen_gradients[0])
+
+
+def drain(st: State, h: History, domain: Any) -> None:
+    h.device[domain] = 0
+
+
+def start_reduction(st: State, h: History, stage: Any) -> None:
+    h.reduction[stage] = RUNNING
+
+
+def finish_reduction(st: State, h: History, stage: Any) -> None:
+    h.reduction[stage] = DONE
+
+
+def fail_reduction(st: State, h: History, stage: Any) -> None:
+    h.reduction[stage] = NONE
+    h.ruined[stage] = h.weights[0]
+
+
+def forget_epoch(st: State, h: History) -> None:
+    """The weights are others now; what ran, ran for the old ones."""
+    for count in (h.ran_forward, h.ran_dgrad, h.ran_wgrad, h.binds):
+        st.fill(count, 0)
+    for count in (h.num_forwards, h.num_dgrads, h.num_wgrads, h.reduction):
+        st.fill(count, 0)
+    st.fill(h.fill_of_epoch, NEVER)
+    st.fill(h.updates_of_epoch, 0)
+    st.fill(h.touched, 0)
+
+
+def commit_epoch(st: State, h: History, epoch: Any) -> None:
+    """The optimizer updates the weights of every stage of the process, once."""
+    h.weights[0] = h.weights[0] + 1
+    forget_epoch(st, h)
+
+
+def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
+    """Numerical state comes from a checkpoint; streams, events, slots and pools are new."""
+    h.weights[0] = epoch
+    forget_epoch(st, h)
+    st.fill(h.cached, NEVER)
+    st.fill(h.ruined, NEVER)
+    st.fill(h.half_written, NEVER)
+    st.fill(h.content, NEVER)
+    st.fill(h.updates, 0)
+    st.fill(h.broken, 0)
+    st.fill(h.owing, 0)
+    st.fill(h.in_pool, 0)
+    st.fill(h.tapes, 0)
+    st.fill(h.behind, 0)
+    h.seen_gradients[0] = 1
+    h.dead[0] = choose(h.issued[0] == 1, 1, h.dead[0])
+
+
+class _Key(NamedTuple):
+    cell: Any
+    epoch: Any
+
+
+def _key(h: History, slot: Any) -> _Key:
+    return _Key(h.tenant[slot], h.tenant_epoch[slot])
+
+
+#: What each transition means for the world; one that is absent means nothing.
+ADVANCE: Final[Mapping[str, Callable[..., None]]] = {
+    function.__name__: function
+    for function in (
+        reserve,
+        bind,
+        check_refresh,
+        commit_refresh,
+        abort_refresh,
+        check_forward,
+        commit_forward,
+        abort_forward,
+        check_dgrad,
+        commit_dgrad,
+        abort_dgrad,
+        check_wgrad,
+        commit_wgrad,
+        abort_wgrad,
+        finish_read,
+        drop,
+        invalidate,
+        submit,
+        join,
+        wait,
+        drain,
+        start_reduction,
+        finish_reduction,
+        fail_reduction,
+        commit_epoch,
+        restore,
+    )
+}
+
+
+def advance(
+    transition: str, st: State, h: History, arguments: tuple[Any, ...], ticket: Any = None
+) -> None:
+    """
+    Tell the history that a transition was accepted.
+
+    Args:
+        transition: Its name.
+        st: The memory as it was before the transition.
+        h: The history, changed in place.
+        arguments: The transition's arguments.
+        ticket: The ticket that a check returned.
+    """
+    function = ADVANCE.get(transition)
+    if function is not None:
+        extra = () if ticket is None else (ticket,)
+        function(st, h, *arguments, *extra)

@@ -1,0 +1,130 @@
+"""
+What a predicate of the specification is, and the two words that Python has no operator for.
+
+A predicate is a function of the contract's memory ``st``, for some predicates of the history
+``h`` too, and of variables: it holds for all their values. It uses only comparisons, ``+``, ``&``,
+``|``, ``implies`` and ``choose``, so that it runs over plain memory and over symbolic terms alike.
+It never branches on what it compares. An entry outside a column is an unspecified value, as in
+``implies(slot != NO_SLOT, st.pending[slot] != 0)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from attrs import field, frozen
+
+__all__ = [
+    "DI",
+    "DW",
+    "GRAD",
+    "NEVER",
+    "NO_SLOT",
+    "NO_STAGE",
+    "OUT",
+    "RESERVED",
+    "Predicate",
+    "Register",
+    "choose",
+    "implies",
+]
+
+#: The sentinels and consumer bits of the contract's columns.
+NO_SLOT: Final = -1
+NO_STAGE: Final = -1
+NEVER: Final = -1
+DI: Final = 1
+DW: Final = 2
+OUT: Final = 4
+GRAD: Final = 8
+RESERVED: Final = 16
+
+
+def implies(premise: Any, conclusion: Any) -> Any:
+    """Whether the premise fails or the conclusion holds; ``<=`` is that order of truth values."""
+    return premise <= conclusion
+
+
+def choose(condition: Any, yes: Any, no: Any) -> Any:
+    """Return ``yes`` where the condition holds, else ``no``."""
+    chooser = getattr(condition, "choose", None)
+    if chooser is None:
+        return yes if condition else no
+    return chooser(yes, no)
+
+
+@frozen
+class Predicate:
+    """
+    One predicate of the specification.
+
+    Args:
+        name: ``relation.what-holds``.
+        function: Of the memory, perhaps the history, perhaps the arguments, then the variables.
+        variables: Sort of each variable: an index sort of ``qeffect.columns``, or ``place``, a
+            number from 0 to the count of some sort's members.
+        needs: Relations that it speaks of; it is claimed only where all of them take part.
+        transitions: For a step property, the transitions whose acceptance it must hold at.
+    """
+
+    name: str
+    function: Callable[..., Any] = field(repr=False)
+    variables: Mapping[str, str] = field(factory=dict)
+    needs: frozenset[str] = frozenset()
+    transitions: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """What it says, in a sentence."""
+        return " ".join((self.function.__doc__ or "").split())
+
+
+class Register:
+    """
+    A list of predicates that decorated functions join, in the order of their definition.
+
+    >>> invariants = Register()
+    >>> @invariants("ownership.no-phantom", slot="slot")
+    ... def no_phantom(st, slot):
+    ...     '''A slot without consumers holds nothing.'''
+    >>> [predicate.name for predicate in invariants]
+    ['ownership.no-phantom']
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, Predicate] = {}
+
+    def __call__(
+        self, name: str, *transitions: str, needs: str = "", **variables: str
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """
+        Enter the decorated function under a name.
+
+        Args:
+            name: Name of the predicate; the relation before its dot is one that it needs.
+            transitions: For a step property, where it must hold.
+            needs: Other relations that it needs, separated by spaces.
+            variables: Sort of each variable.
+
+        Raises:
+            ValueError: The name is taken.
+        """
+        if name in self._found:
+            raise ValueError(f"two predicates are named {name}")
+
+        def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+            needed = frozenset({name.partition(".")[0], *needs.split()})
+            self._found[name] = Predicate(name, function, variables, needed, transitions)
+            return function
+
+        return enter
+
+    def __iter__(self) -> Any:
+        return iter(self._found.values())
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, name: str) -> Predicate:
+        return self._found[name]
