@@ -3,7 +3,7 @@ When each cell of a schedule is drawn: the placement that timeline and trace sha
 
 A compute-only table is drawn as it stands, a column a step, since its idle cells say when it
 waits. A compute+comms table has no idle cells, so there the time is that of a dry run: F, I and W
-take one unit, `B` two, messages none.
+take one unit, `B` two, messages none; a receive is drawn where its message arrives.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import attrs
 
 from qeffect.schedule.actions import Action, Schedule
 from qeffect.schedule.index import index_of
-from qeffect.schedule.simulate import simulate
+from qeffect.schedule.simulate import Run, simulate
 
 
 @attrs.frozen
@@ -63,7 +63,7 @@ def layout(schedule: Schedule) -> Layout:
         schedule: The schedule.
     """
     by_step = not schedule.has_comms
-    run = None if by_step else simulate(index_of(schedule))
+    run = None if by_step else _run(schedule)
     placed: list[Placed] = []
     for rank, row in enumerate(schedule.rows):
         clock = 0
@@ -85,3 +85,10 @@ def layout(schedule: Schedule) -> Layout:
         "step" if by_step else "time",
         max((cell.start + cell.length for cell in placed), default=0),
     )
+
+
+def _run(schedule: Schedule) -> Run:
+    index = index_of(schedule)
+    run = simulate(index)
+    # Where ranks stop, the picture shows where; otherwise it shows when things really happen.
+    return run if run.waits else simulate(index, blocking=False)

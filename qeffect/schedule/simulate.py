@@ -9,7 +9,10 @@ report that. So ranks that stop short wait for each other, and following one ran
 a cycle.
 
 The run takes time linear in the table. It also yields start times, with F, I and W one unit each,
-as torch's visualizer draws them, and messages without duration.
+as torch's visualizer draws them, and messages without duration. torch's runtime posts its receives
+and waits where they are used, so its times are those of a run that does not block on receives; that
+a schedule also ends when they block is what makes it safe on NCCL, which runs the messages of a
+pair of ranks in order.
 """
 
 from __future__ import annotations
@@ -62,8 +65,14 @@ class Run:
     cycle: tuple[Wait, ...]
 
 
-def simulate(index: Index) -> Run:
-    """Run all ranks of an indexed schedule until they end or stop."""
+def simulate(index: Index, *, blocking: bool = True) -> Run:
+    """
+    Run all ranks of an indexed schedule until they end or stop.
+
+    Args:
+        index: The schedule.
+        blocking: Wait at a receive; otherwise wait at the computation that uses what it brings.
+    """
     rows = index.schedule.atoms
     position = [0] * len(rows)
     clock = [0] * len(rows)
@@ -78,7 +87,7 @@ def simulate(index: Index) -> Run:
         atoms = rows[rank]
         while position[rank] < len(atoms):
             atom = atoms[position[rank]]
-            needs = _needs(index, rank, atom)
+            needs = _needs(index, rank, atom, blocking)
             if needs is not None:
                 event = (needs.atom.kind, needs.atom.stage, needs.atom.microbatch)
                 if event not in done:
@@ -95,6 +104,14 @@ def simulate(index: Index) -> Run:
             for woken in sleeping.pop(event, ()):
                 del waiting[woken]
                 ready.append(woken)
+    if not blocking:
+        for rank, atoms in enumerate(rows):
+            for atom in atoms[: position[rank]]:
+                sent = _needs(index, rank, atom, True) if atom.kind in RECEIVES else None
+                if sent is not None:
+                    event = (sent.atom.kind, sent.atom.stage, sent.atom.microbatch)
+                    arrival = max(start[rank, atom.step], done.get(event, 0))
+                    start[rank, atom.step] = finish[rank, atom.step] = arrival
     return Run(start, finish, tuple(waiting[r] for r in sorted(waiting)), _cycle(waiting))
 
 
@@ -120,12 +137,14 @@ def check_deadlock(run: Run) -> Iterator[Finding]:
     )
 
 
-def _needs(index: Index, rank: int, atom: Atom) -> Spot | None:
+def _needs(index: Index, rank: int, atom: Atom, blocking: bool) -> Spot | None:
     """What a step waits for on another rank, or `None` if nothing holds it up."""
-    if atom.kind in RECEIVES:
+    if atom.kind in RECEIVES and blocking:
         kind, offset = _SEND_OF[atom.kind]
     elif atom.kind in INPUTS and not index.schedule.has_comms:
         kind, offset = atom.kind, INPUTS[atom.kind][1]
+    elif atom.kind in INPUTS and not blocking:
+        kind, offset = _SEND_OF[INPUTS[atom.kind][0]]
     else:
         return None
     spot = index.get(kind, atom.stage + offset, atom.microbatch)

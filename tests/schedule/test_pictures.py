@@ -11,13 +11,17 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from qeffect.schedule.actions import RECEIVES
 from qeffect.schedule.binding import first_mismatch
 from qeffect.schedule.faults import FAULTS, random_illegal
 from qeffect.schedule.findings import Finding
 from qeffect.schedule.grid import grid
+from qeffect.schedule.index import index_of
 from qeffect.schedule.infer import from_actions
 from qeffect.schedule.layout import layout
+from qeffect.schedule.random_schedules import random_schedule
 from qeffect.schedule.ranks import check_ranks
+from qeffect.schedule.simulate import simulate
 from qeffect.schedule.tables import fixture_names, parse_table, read_fixture
 from qeffect.schedule.timeline import COLOURS, timeline
 from qeffect.schedule.trace import trace, trace_json
@@ -245,8 +249,25 @@ class TestLayout:
         assert starts["1F0"] >= ends["0F0"]
         assert starts["0I0"] >= ends["1I0"]
         for rank in range(2):
-            row = [c for c in placed.cells if c.rank == rank]
+            row = [c for c in placed.cells if c.rank == rank and c.action.kind not in RECEIVES]
             assert all(a.start + a.length <= b.start for a, b in pairwise(row))
+
+    @pytest.mark.parametrize("seed", range(30))
+    def test_waiting_at_the_use_is_never_later(self, seed: int) -> None:
+        """A run that waits where a message is used ends, and no cell of it ends later."""
+        index = index_of(random_schedule(seed))
+        blocking, drawn = simulate(index), simulate(index, blocking=False)
+
+        assert () == blocking.waits == drawn.waits
+        assert blocking.finish.keys() == drawn.finish.keys()
+        assert all(drawn.finish[cell] <= blocking.finish[cell] for cell in drawn.finish)
+
+    def test_receives_lie_where_they_arrive(self) -> None:
+        """A receive that was posted early is drawn when its message comes."""
+        rows = [["0F0", "0F1", "0SEND_F0", "0SEND_F1"], ["1RECV_F0", "1RECV_F1", "1F0", "1F1"]]
+        cells = {str(c.action): c for c in layout(from_actions(rows)).cells}
+
+        assert (2, 2, 2, 3) == tuple(cells[c].start for c in ("1RECV_F0", "1RECV_F1", "1F0", "1F1"))
 
     def test_backward_takes_two(self) -> None:
         """B takes as long as I and W."""
