@@ -4,14 +4,26 @@ What a checkpoint of the contract holds, and as importantly what it never holds 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import evolve, field, frozen
 
 if TYPE_CHECKING:
     from .config import StageConfig
 
 __all__ = ["Checkpoint"]
+
+
+def _without_places(stages: Iterable[StageConfig]) -> tuple[StageConfig, ...]:
+    """Configurations without the addresses and devices of their destinations."""
+    return tuple(
+        evolve(
+            config,
+            destinations=tuple(evolve(d, address=0, device="") for d in config.destinations),
+        )
+        for config in stages
+    )
 
 
 @frozen
@@ -24,14 +36,15 @@ class Checkpoint:
 
     Args:
         epoch: Weight epoch of the process.
-        stages: Configuration of its stages.
+        stages: Configuration of its stages, without where their destinations are: addresses are
+            made anew in every process.
         relations: Relations that its transitions were composed from.
         state: Handle of the numerical state, saved by the caller.
         recipe: Precision recipe.
     """
 
     epoch: int
-    stages: tuple[StageConfig, ...]
+    stages: tuple[StageConfig, ...] = field(converter=_without_places)
     relations: tuple[str, ...]
     state: Any = None
     recipe: Any = None

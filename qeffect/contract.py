@@ -619,7 +619,8 @@ class Contract:
             isinstance(incarnation, int) and 0 <= incarnation < 1 << 64
         ):
             raise ValueError(f"restore: an incarnation has 64 bits, got {incarnation!r}")
-        if (checkpoint.stages, checkpoint.relations) != (self.stages, self.transitions.relations):
+        own = Checkpoint(self.epoch, self.stages, self.transitions.relations)
+        if (checkpoint.stages, checkpoint.relations) != (own.stages, own.relations):
             refused = Refused("persistence.configuration")
             refused.transition = "restore"
             refused.presented = f"a checkpoint of {checkpoint.summary()}"
