@@ -8,8 +8,9 @@ pending work, update, next epoch). Actions are in `gpu_runtime.actions`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import attrs
 import torch
@@ -26,9 +27,12 @@ from gpu_runtime.streams import Handoff, handoff_for
 from gpu_runtime.workload import Gradients, Kind, Order
 from qeffect.checkpoint import Checkpoint
 from qeffect.config import StageConfig
-from qeffect.contract import Contract, Observer
+from qeffect.contract import Contract
+from qeffect.eventlog import Recorder
 from qeffect.keys import TapeKey
 from qeffect.stage import OPTIONAL
+
+Reducer = Callable[[int, Mapping[str, torch.Tensor]], None]
 
 
 @attrs.frozen(kw_only=True)
@@ -67,7 +71,10 @@ class Runtime:
         stages: Every stage of the domain, that is of the process.
         order: The rank's row of the schedule: slots are a function of it.
         config: How to run.
-        observer: Receives every accepted transition; an event log's recorder.
+        event_log: Where to write every accepted transition: a path, a binary file, or True for
+            memory (`recorder.lines`). None costs nothing. `close` ends the log.
+        reducer: Reduces the gradients of a finalized stage in place over data-parallel ranks; it
+            is given the stage and its gradients.
 
     Raises:
         BackendError: The order names other stages, the backend cannot be captured, or a stage does
@@ -80,9 +87,11 @@ class Runtime:
         order: Order,
         config: RuntimeConfig | None = None,
         *,
-        observer: Observer | None = None,
+        event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
+        reducer: Reducer | None = None,
     ) -> None:
         self.config = config or RuntimeConfig()
+        self.reducer = reducer
         self.order = order
         self.stages = {stage.index: stage for stage in stages}
         self.domain = _one_domain(stages)
@@ -103,8 +112,10 @@ class Runtime:
             omit=sorted(OPTIONAL - frozenset.union(*(s.relations for s in stages))),
             callers=self.config.callers,
             declared=self._declared(),
-            observer=observer,
         )
+        self.recorder: Recorder | None = None
+        if event_log is not None and event_log is not False:
+            self.recorder = Recorder(self.contract, None if event_log is True else event_log)
         self.executor: Executor = self._make_executor()
         self.actions = GuardedActions(
             self.contract,
@@ -140,6 +151,7 @@ class Runtime:
             destinations=memory.arena.configured(),
             sends_output=self.config.readers,
             sends_gradient=self.config.readers and any(s.differentiable for s in stage.inputs),
+            reduces=self.reducer is not None,
             pool=self.config.pool,
         )
 
@@ -213,9 +225,22 @@ class Runtime:
             self.contract.finalize(index, link)
         with self.handoff.scope():
             gradients = {index: self._gradients(memory) for index, memory in self.memories.items()}
+            for index, named in gradients.items():
+                self._reduce(index, named)
             self.handoff.record_tail()
         self.actions._leave(link)
         return gradients
+
+    def _reduce(self, stage: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        if self.reducer is None:
+            return
+        self.contract.start_reduction(stage)
+        try:
+            self.reducer(stage, gradients)
+        except BaseException:
+            self.contract.fail_reduction(stage)
+            raise
+        self.contract.finish_reduction(stage)
 
     def _gradients(self, memory: StageMemory) -> dict[str, torch.Tensor]:
         stage = memory.stage
@@ -330,6 +355,11 @@ class Runtime:
             memory.arena.start_epoch()
         self._committed.take()
         self.actions.unusable = None
+
+    def close(self) -> None:
+        """End the event log, if one is written."""
+        if self.recorder is not None:
+            self.recorder.close()
 
 
 def _one_domain(stages: Sequence[StageBackend]) -> StateDomain:

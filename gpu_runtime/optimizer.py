@@ -41,6 +41,7 @@ class Optimizer:
         self.master_dtype = master_dtype
         self.named: dict[str, Tensor] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._parameters = [p for stage in stages for p in parameters(stage).values()]
         for stage in stages:
             for name, parameter in parameters(stage).items():
                 target: Tensor = parameter
@@ -90,6 +91,10 @@ class Optimizer:
                     [parameter for parameter, _ in self._pairs],
                     [master for _, master in self._pairs],
                 )
+        # Fused AdamW moves weights without moving their version counters, which are how a backend
+        # sees that its cache is stale.
+        for parameter in self._parameters:
+            torch.autograd.graph.increment_version(parameter)
 
     def state_tensors(self) -> Mapping[str, Tensor]:
         """AdamW's state by parameter and kind, with the masters."""
@@ -102,3 +107,29 @@ class Optimizer:
         if self._pairs:
             state.update((f"{name}.master", target.detach()) for name, target in self.named.items())
         return state
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """
+        Continue from what `state_tensors` of another optimizer over the same stages held.
+
+        Raises:
+            BackendError: A name is missing or one too many; nothing was loaded.
+        """
+        expected = {f"{name}.{key}" for name in self.named for key in _ADAMW_STATE}
+        if self._pairs:
+            expected |= {f"{name}.master" for name in self.named}
+        if odd := sorted(expected ^ state.keys()):
+            raise BackendError(
+                f"optimizer state disagrees on {len(odd)} names, first {odd[0]}; build the "
+                "optimizer over the same stages with the same master weights"
+            )
+        for name, target in self.named.items():
+            if self._pairs:
+                with torch.no_grad():
+                    target.copy_(state[f"{name}.master"])
+            held = self.adamw.state[target]
+            for key in _ADAMW_STATE:
+                held[key] = state[f"{name}.{key}"].detach().clone().to(target.device)
+
+
+_ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")

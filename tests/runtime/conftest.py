@@ -9,6 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from gpu_runtime.compare import Recording
+
+from .injection import native_final
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
@@ -17,3 +21,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(one_thread: None) -> Recording:
+    """What an undisturbed native run of the injections' training leaves."""
+    return native_final()

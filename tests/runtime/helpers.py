@@ -8,7 +8,7 @@ import torch
 
 from gpu_runtime.arena import Rule
 from gpu_runtime.compare import Comparison, Recording, compare
-from gpu_runtime.domain import Runtime, RuntimeConfig
+from gpu_runtime.domain import Reducer, Runtime, RuntimeConfig
 from gpu_runtime.layers import LayerConfig
 from gpu_runtime.native import NativeRun, rule_for
 from gpu_runtime.optimizer import Optimizer
@@ -16,7 +16,6 @@ from gpu_runtime.provision import Provisioning
 from gpu_runtime.reference import ReferenceDomain, ReferenceStage
 from gpu_runtime.train import GuardedRun
 from gpu_runtime.workload import Order, Workload
-from qeffect.contract import Observer
 
 from .unguarded import UnguardedRun
 
@@ -99,7 +98,8 @@ def guarded_run(
     num_layers: int = 1,
     provisioning: Provisioning = "live",
     readers: bool = True,
-    observer: Observer | None = None,
+    event_log: bool = False,
+    reducer: Reducer | None = None,
 ) -> GuardedRun:
     """A fresh guarded runtime over reference stages, with data and an optimizer."""
     stages = reference_stages(order, history, config, num_layers=num_layers)
@@ -107,7 +107,8 @@ def guarded_run(
         stages,
         order,
         RuntimeConfig(rule=rule, dtype=dtype, provisioning=provisioning, readers=readers),
-        observer=observer,
+        event_log=event_log,
+        reducer=reducer,
     )
     return GuardedRun(runtime, Workload(), optimizer_for(stages, dtype))
 

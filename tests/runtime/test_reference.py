@@ -205,4 +205,4 @@ class TestCache:
 def test_bad_dimensions(wrong: dict[str, int], says: str) -> None:
     """Dimensions that FP8 or the heads cannot take are refused in one line."""
     with pytest.raises(ValueError, match=says):
-        attrs.evolve(TINY, **wrong)
+        attrs.evolve(TINY, **wrong)  # type: ignore[arg-type]

@@ -1,0 +1,160 @@
+"""A run that stops before one action for a fault, and then goes on or starts over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_runtime.backend import StageBackend, parameters
+from gpu_runtime.compare import Recording, compare
+from gpu_runtime.native import NativeRun, rule_for
+from gpu_runtime.numerical import live_state, same_bits
+from gpu_runtime.train import GuardedRun
+from gpu_runtime.workload import Kind, Order, Step, Workload
+from qeffect.keys import TapeRef
+from qeffect.refusals import Refused
+
+from .helpers import TINY, guarded_run, optimizer_for, reference_stages
+from .orders import table_order
+
+ORDER = table_order("ScheduleZBVZeroBubble", 1)
+NUM_STEPS = 3
+FINAL = ("parameters", "AdamW state", "amax histories", "scales", "caches")
+
+
+def final_of(stages: list[Any], optimizer: Any) -> Recording:
+    """What training left, recorded."""
+    recording = Recording("final")
+    recording.add_state("final", live_state(stages[0].domain))
+    for stage in stages:
+        recording.add_all("parameters", str(stage.index), dict(stage.named_parameters()))
+        recording.add_all("caches", str(stage.index), stage.cached_weights())
+    recording.add_all("AdamW state", "final", optimizer.state_tensors())
+    return recording
+
+
+def native_final() -> Recording:
+    """The oracle: native full backward, never disturbed."""
+    stages = reference_stages(ORDER, 4, TINY)
+    optimizer = optimizer_for(stages, torch.bfloat16)
+    rule = rule_for(ORDER, "accumulate")
+    NativeRun(stages, ORDER, Workload(), rule, torch.bfloat16, optimizer).run(NUM_STEPS)
+    return final_of(stages, optimizer)
+
+
+class Injection:
+    """A run that is stopped before one action of its second epoch, to do something there."""
+
+    def __init__(self, **options: Any) -> None:
+        self.run: GuardedRun = guarded_run(ORDER, **options)
+        self.actions = self.run.runtime.actions
+        self.contract = self.run.runtime.contract
+        self.done: list[Step] = []
+        self.run.step()
+
+    def until(self, cell: str) -> None:
+        """Run the current epoch up to, and not including, an action."""
+        stop = Order.parse(cell).steps[0]
+        for step in ORDER.steps[len(self.done) :]:
+            if step == stop:
+                return
+            self.act(step)
+        raise AssertionError(f"{cell} is not ahead")
+
+    def act(self, step: Step) -> None:
+        """Run one action in order, refreshing before a stage's first F."""
+        first = step.kind is Kind.FORWARD and step.stage not in {s.stage for s in self.done}
+        if first:
+            self.actions.refresh(step.stage)
+        if not self.done:
+            self.run._added = dict.fromkeys(self.run.runtime.stages, 0)
+            self.run._refs.clear()
+        self.run.act(step)
+        self.done.append(step)
+
+    def ref(self, stage: int, microbatch: int) -> TapeRef:
+        """The reference of a live tape."""
+        return self.run._refs[self.run.runtime.key(stage, microbatch)]
+
+    def go_on(self, undisturbed: Recording) -> None:
+        """Finish training, and compare with the undisturbed native run."""
+        for step in ORDER.steps[len(self.done) :]:
+            self.act(step)
+        self.run.finish()
+        while self.run.runtime.epoch < NUM_STEPS:
+            self.run.step()
+        self.assert_final(undisturbed)
+
+    def start_over(self, undisturbed: Recording) -> None:
+        """Rebuild, run the epoch again from its start, finish, and compare."""
+        self.run.runtime.rebuild()
+        while self.run.runtime.epoch < NUM_STEPS:
+            self.run.step()
+        self.assert_final(undisturbed)
+
+    def assert_final(self, undisturbed: Recording) -> None:
+        """The same bits as if nothing had happened."""
+        stages = list(self.run.runtime.stages.values())
+        result = compare(undisturbed, final_of(stages, self.run.optimizer), categories=FINAL)
+        assert result.mismatched == 0, str(result)
+
+    def refused(self, clause: str, action: Callable[[], object]) -> None:
+        """The action is refused by a clause, and nothing has changed: no tensor, no ledger."""
+        before, contents = self.settled(), self.contents()
+        with pytest.raises(Refused) as caught:
+            action()
+        assert clause == caught.value.clause
+        assert before == self.settled()
+        after = self.contents()
+        assert contents.keys() == after.keys()
+        assert all(same_bits(contents[name], after[name]) for name in contents)
+
+    def settled(self) -> Mapping[str, object]:
+        """The kernel's state, without the handoffs that even a refused call makes."""
+        found = dict(self.contract.snapshot())
+        for name in ("submitted", "joined", "waited"):
+            found.pop(name)
+        return found
+
+    def contents(self) -> dict[str, torch.Tensor]:
+        """Every tensor that the runtime holds."""
+        runtime = self.run.runtime
+        found = {f"state {n}": t.clone() for n, t in live_state(runtime.domain).items()}
+        for index, memory in runtime.memories.items():
+            for n, total in enumerate(memory.sums):
+                found[f"{index} sum {n}"] = total.clone()
+            for name, tensor in memory.arena.written(0).items():
+                found[f"{index} arena {name}"] = tensor.clone()
+            for name, parameter in parameters(memory.stage).items():
+                found[f"{index} {name}"] = parameter.detach().clone()
+            for name, cached in memory.stage.cached_weights().items():
+                found[f"{index} cache {name}"] = cached.clone()
+            for slot in memory.table:
+                for n, tensor in enumerate((*slot.outputs, *slot.input_gradients)):
+                    found[f"{slot.index} left {n}"] = tensor.clone()
+                for n, tensor in enumerate((*slot.inputs, *slot.output_gradients)):
+                    found[f"{slot.index} buffer {n}"] = tensor.detach().clone()
+        return found
+
+
+def parameters_of(stage: StageBackend) -> list[torch.nn.Parameter]:
+    """A stage's parameters."""
+    return list(parameters(stage).values())
+
+
+def half_a_wgrad(real: Callable[..., Any]) -> Callable[..., Any]:
+    """A dW that writes, then raises."""
+
+    def act(*args: Any, **options: Any) -> Any:
+        real(*args, **options)
+        raise RuntimeError("injected")
+
+    return act
+
+
+def boom(*_: object, **__: object) -> None:
+    """Raise, as a failing kernel would."""
+    raise RuntimeError("injected")

@@ -1,0 +1,269 @@
+"""
+Failures that only a running runtime has: actions that raise, work that is not deferred, memory that
+moves, streams that were not waited for. As with the fault table, training then ends bit for bit as
+if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from gpu_runtime.backend import BackendError, StageBackend
+from gpu_runtime.compare import Recording, compare
+from gpu_runtime.numerical import NumericalState
+from gpu_runtime.reference import ReferenceStage
+from gpu_runtime.reference.linear import ScaledLinear
+from gpu_runtime.workload import Kind, Step, Workload
+from qeffect.refusals import Refused
+
+from .helpers import guarded_run
+from .injection import FINAL, NUM_STEPS, ORDER, Injection, boom, final_of
+
+
+def linears_of(stage: StageBackend) -> tuple[ScaledLinear, ...]:
+    """The products of a reference stage, in the order of F."""
+    assert isinstance(stage, ReferenceStage)
+    return stage.linears
+
+
+class TestActionsThatRaise:
+    def test_forward(self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+        """F that raises has rolled the scales: the domain is poisoned until it is rebuilt."""
+        injected = Injection()
+        injected.until("2F1")
+        runtime = injected.run.runtime
+        before = NumericalState.of(runtime.domain)
+        with monkeypatch.context() as broken:
+            broken.setattr(linears_of(runtime.stages[2])[3], "forward", boom)
+            with pytest.raises(RuntimeError, match="injected"):
+                injected.act(Step(Kind.FORWARD, 2, 1))
+        assert NumericalState.of(runtime.domain).differences(before)
+
+        key, ref = runtime.key(1, 0), injected.ref(1, 0)
+        gradients = Workload().output_gradients(runtime.stages[1], 1, 0)
+        injected.actions.bind(key)
+        injected.refused(
+            "order.poisoned", lambda: injected.actions.input_gradient(key, ref, gradients)
+        )
+
+        injected.start_over(undisturbed)
+
+    def test_dgrad(self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+        """dI that raises half way poisons the domain and drops its tape."""
+        injected = Injection()
+        injected.until("1I1")
+        runtime = injected.run.runtime
+        with monkeypatch.context() as broken:
+            broken.setattr(linears_of(runtime.stages[1])[0], "quantize_gradient", boom)
+            with pytest.raises(RuntimeError, match="injected"):
+                injected.act(Step(Kind.DGRAD, 1, 1))
+        assert runtime.key(1, 1) not in injected.contract.live()
+
+        with pytest.raises(Refused) as caught:
+            injected.act(Step(Kind.DGRAD, 2, 2))
+        assert "order.poisoned" == caught.value.clause
+
+        injected.start_over(undisturbed)
+
+    def test_refresh(self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A refresh that raises half way poisons the domain: amaxes were recorded."""
+        injected = Injection()
+        runtime = injected.run.runtime
+        with monkeypatch.context() as broken:
+            broken.setattr(runtime.stages[1], "refresh_cache", boom)
+            with pytest.raises(RuntimeError, match="injected"):
+                injected.actions.refresh(1)
+
+        injected.refused("order.poisoned", lambda: injected.actions.refresh(1))
+
+        injected.start_over(undisturbed)
+
+    def test_optimizer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An update that raises half way leaves weights that no snapshot covers."""
+        injected = Injection()
+        for step in ORDER.steps:
+            injected.act(step)
+        monkeypatch.setattr(injected.run.optimizer, "update", boom)
+        with pytest.raises(RuntimeError, match="injected"):
+            injected.run.finish()
+
+        for act in (injected.run.runtime.rebuild, lambda: injected.actions.refresh(1)):
+            with pytest.raises(BackendError, match="load a checkpoint into a fresh runtime"):
+                act()
+
+    def test_reducer(self, undisturbed: Recording) -> None:
+        """A reduction that fails makes the epoch uncommittable; rebuilt, it goes on."""
+        failing = [True]
+
+        def reduce(stage: int, gradients: Mapping[str, torch.Tensor]) -> None:
+            if failing:
+                raise ConnectionError("injected")
+
+        run = guarded_run(ORDER, reducer=reduce)
+        with pytest.raises(ConnectionError, match="injected"):
+            run.step()
+        with pytest.raises(Refused) as caught:
+            run.runtime.contract.commit_epoch()
+        assert caught.value.relation in ("epoch", "reduction")
+        failing.clear()
+
+        run.runtime.rebuild()
+        while run.runtime.epoch < NUM_STEPS:
+            run.step()
+
+        stages = list(run.runtime.stages.values())
+        result = compare(undisturbed, final_of(stages, run.optimizer), categories=FINAL)
+        assert result.mismatched == 0, str(result)
+
+
+class TestEvidence:
+    def test_work_not_queued(self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+        """dI that deferred less than every matrix is refused at its commit."""
+        injected = Injection()
+        injected.until("1I1")
+        stage = injected.run.runtime.stages[1]
+        with monkeypatch.context() as broken:
+            real = stage.input_gradient
+
+            def without_one(tape: Any, gradients: Any) -> Any:
+                result = real(tape, gradients)
+                tape.work.pop()
+                return attrs.evolve(result, queued=tape.queued)
+
+            broken.setattr(stage, "input_gradient", without_one)
+            with pytest.raises(Refused) as caught:
+                injected.act(Step(Kind.DGRAD, 1, 1))
+
+        assert "ownership.work-not-queued" == caught.value.clause
+        injected.start_over(undisturbed)
+
+    @pytest.mark.parametrize("twice", [False, True])
+    def test_matrix_coverage(
+        self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch, twice: bool
+    ) -> None:
+        """dW that covers a matrix twice, or not at all, is refused at its commit."""
+        injected = Injection()
+        injected.until("1W1")
+        stage = injected.run.runtime.stages[1]
+        with monkeypatch.context() as broken:
+            real = stage.weight_gradient
+
+            def other(tape: Any, **options: Any) -> Any:
+                if twice:
+                    tape.work.append(tape.work[0])
+                else:
+                    tape.work.pop()
+                return real(tape, **options)
+
+            broken.setattr(stage, "weight_gradient", other)
+            with pytest.raises(Refused) as caught:
+                injected.act(Step(Kind.WGRAD, 1, 1))
+
+        assert "ownership.matrix-coverage" == caught.value.clause
+        injected.start_over(undisturbed)
+
+    def test_destination_moved(self, undisturbed: Recording) -> None:
+        """A destination whose memory was swapped is refused at bind, and again at dW."""
+        injected = Injection()
+        injected.until("1I1")
+        key = injected.run.runtime.key(1, 1)
+        buffer = (injected.run.runtime.memories[1].arena.destinations(1) or {})["layers.0.fc1"]
+        right = buffer.data
+        buffer.data = right.clone()
+        injected.refused("arena.mismatch", lambda: injected.actions.bind(key))
+        buffer.data = right
+        injected.until("1W1")
+        ref = injected.ref(1, 1)
+        buffer.data = right.clone()
+
+        injected.refused("arena.mismatch", lambda: injected.actions.weight_gradient(key, ref))
+
+        buffer.data = right
+        injected.go_on(undisturbed)
+
+
+class TestOrderAndTime:
+    def test_refresh_too_early(self, undisturbed: Recording) -> None:
+        """Refreshing a stage and then running another's F first is refused."""
+        injected = Injection()
+        injected.actions.refresh(1)
+
+        injected.refused("version.refresh-interrupted", lambda: injected.actions.refresh(2))
+
+        injected.run._added = dict.fromkeys(injected.run.runtime.stages, 0)
+        injected.run._refs.clear()
+        injected.run.act(ORDER.steps[0])
+        injected.done.append(ORDER.steps[0])
+        injected.go_on(undisturbed)
+
+    def test_reordered(self, undisturbed: Recording) -> None:
+        """An F out of the declared order of the state domain is refused."""
+        injected = Injection()
+        injected.until("1F1")
+        stage = injected.run.runtime.stages[1]
+        key = injected.run.runtime.key(1, 2)
+
+        injected.refused(
+            "order.reordered",
+            lambda: injected.actions.forward(key, Workload().inputs(stage, 1, 2)),
+        )
+
+        injected.go_on(undisturbed)
+
+    def test_no_wait_for_caller(
+        self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A replay that did not wait for its caller is refused."""
+        injected = Injection()
+        injected.until("1W1")
+        key, ref = injected.run.runtime.key(1, 1), injected.ref(1, 1)
+
+        with monkeypatch.context() as broken:
+            broken.setattr(injected.contract, "join", lambda link: None)
+            injected.refused(
+                "completion.caller-to-graph",
+                lambda: injected.actions.weight_gradient(key, ref),
+            )
+
+        injected.go_on(undisturbed)
+
+    def test_no_wait_for_graph(
+        self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Reading an output before the caller waited for the replay is refused."""
+        injected = Injection()
+        injected.until("1F1")
+        key = injected.run.runtime.key(1, 1)
+        inputs = Workload().inputs(injected.run.runtime.stages[1], 1, 1)
+        with monkeypatch.context() as broken:
+            broken.setattr(injected.contract, "wait", lambda link: None)
+            ref = injected.actions.forward(key, inputs)
+
+        injected.refused("completion.graph-to-caller", lambda: injected.actions.outputs(key, ref))
+
+        injected.contract.wait()
+        injected.actions.finish_outputs(key, ref)
+        injected.run._refs[key] = ref
+        injected.done.append(Step(Kind.FORWARD, 1, 1))
+        injected.go_on(undisturbed)
+
+    def test_old_references_after_rebuild(self, undisturbed: Recording) -> None:
+        """After a rebuild every older reference is of a foreign incarnation."""
+        injected = Injection()
+        injected.until("1W0")
+        old = injected.ref(1, 0)
+        injected.run.runtime.rebuild()
+        injected.done.clear()
+        injected.until("1W0")
+
+        injected.refused(
+            "ownership.foreign-incarnation",
+            lambda: injected.actions.weight_gradient(injected.run.runtime.key(1, 0), old),
+        )
+
+        injected.go_on(undisturbed)
