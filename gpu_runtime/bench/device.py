@@ -1,0 +1,116 @@
+"""
+The device as it is found: its name, clocks and memory by nvidia-smi, which is only ever asked.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+STATE = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu", "pstate")
+IDENTITY = ("name", "driver_version", "memory.total")
+
+
+def query(fields: Sequence[str]) -> dict[str, Any] | None:
+    """
+    Ask nvidia-smi for some fields of the first device.
+
+    Returns:
+        The values, numbers where they are numbers; None when there is no nvidia-smi to ask.
+    """
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            [*command, "--id=0"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return parse(fields, done.stdout)
+
+
+def parse(fields: Sequence[str], line: str) -> dict[str, Any]:
+    """
+    Read one line of nvidia-smi's answer.
+
+    >>> parse(("clocks.sm", "pstate"), "1980, P0")
+    {'clocks.sm': 1980.0, 'pstate': 'P0'}
+    """
+    values = [value.strip() for value in line.strip().splitlines()[0].split(",")]
+    return {field: _number(value) for field, value in zip(fields, values, strict=True)}
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+class MemoryPoll:
+    """
+    The most memory that the driver reports while something runs, every 20 ms.
+
+    nvidia-smi does the polling in a process of its own, so neither the interpreter nor the context
+    under test is disturbed. On a machine without it every rise is None.
+    """
+
+    def __init__(self) -> None:
+        self._samples = 0
+        self._latest = 0
+        self._first = 0
+        self._peak = 0
+        self._process: subprocess.Popen[str] | None = None
+        self._thread: threading.Thread | None = None
+        self._sampled = threading.Condition()
+
+    def __enter__(self) -> MemoryPoll:
+        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        try:
+            self._process = subprocess.Popen(
+                [*command, "--id=0", "--loop-ms=20"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        except OSError:
+            return self
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        return self
+
+    def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip().isdigit():
+                self.sample(int(line) * 1024 * 1024)
+
+    def sample(self, used: int) -> None:
+        """Take in one reading."""
+        with self._sampled:
+            self._samples += 1
+            self._latest = used
+            self._peak = max(self._peak, used)
+            self._sampled.notify_all()
+
+    def mark(self, timeout_s: float = 5.0) -> None:
+        """Count from the next reading on."""
+        with self._sampled:
+            if self._process is not None:
+                seen = self._samples
+                self._sampled.wait_for(lambda: self._samples > seen, timeout_s)
+            self._first = self._peak = self._latest
+
+    def rise(self) -> int | None:
+        """How far the readings have been above the marked one; None without any reading."""
+        with self._sampled:
+            return None if not self._samples else self._peak - self._first
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is None or self._thread is None:
+            return
+        self._process.terminate()
+        self._process.wait(timeout=30)
+        self._thread.join(timeout=30)

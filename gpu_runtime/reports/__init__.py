@@ -1,0 +1,35 @@
+"""
+The checked-in measurements, their schema, and nothing written by hand.
+
+`python -m gpu_runtime bench | streams | compare` write a report; its derived part is a function of
+its raw part (`gpu_runtime.bench.derive`), and a test computes every one of them again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+SCHEMA_PATH = FOLDER / "report.schema.json"
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema that every report follows."""
+    read: dict[str, Any] = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
+    return read
+
+
+def paths(folder: Path = FOLDER) -> list[Path]:
+    """Every report of a folder, the schema left out."""
+    return sorted(p for p in folder.glob("*.json") if p.name != SCHEMA_PATH.name)
+
+
+def load(folder: Path = FOLDER, *, kind: str | None = None) -> Iterator[dict[str, Any]]:
+    """Reports of a folder, of one kind or of all."""
+    for path in paths(folder):
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if kind is None or report["kind"] == kind:
+            yield report
