@@ -1,0 +1,69 @@
+"""
+``python -m gpu_runtime doctor | demo | compare | bench | streams | plots``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Run a command of the runtime.
+
+    Returns:
+        0 fine, 1 a violation or a mismatch was found, 2 unusable input or a missing need.
+    """
+    parser = argparse.ArgumentParser(prog="python -m gpu_runtime", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    # Before torch is imported: the doctor says what is missing instead of failing for want of it.
+    from gpu_runtime.doctor import run_doctor
+
+    doctor = commands.add_parser("doctor", help="what is here, what works, what is missing")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.set_defaults(run=run_doctor)
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError:
+        args = parser.parse_args(["doctor"])
+        print("torch is not installed; only `doctor` works:", file=sys.stderr)
+        run_doctor(args)
+        return 2
+    _register(commands)
+    args = parser.parse_args(argv)
+    return int(args.run(args))
+
+
+def _register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from gpu_runtime.bench.cli import add_bench_arguments, run_bench
+    from gpu_runtime.demo import add_demo_arguments, run_demo
+    from gpu_runtime.evidence.command import add_compare_arguments, run_compare
+    from gpu_runtime.plots import add_plots_arguments, run_plots
+    from gpu_runtime.streamcheck import add_streams_arguments, run_streams
+
+    for name, help_text, add, run in (
+        (
+            "demo",
+            "guarded steps, then the same natively, and the comparison",
+            add_demo_arguments,
+            run_demo,
+        ),
+        ("compare", "native, eager and captured, bit for bit", add_compare_arguments, run_compare),
+        ("bench", "step times, memory, set-up, copies and guards", add_bench_arguments, run_bench),
+        (
+            "streams",
+            "stale reads of one-way and two-way handoffs",
+            add_streams_arguments,
+            run_streams,
+        ),
+        ("plots", "draw the reports", add_plots_arguments, run_plots),
+    ):
+        sub = commands.add_parser(name, help=help_text)
+        add(sub)
+        sub.set_defaults(run=run)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,168 @@
+"""
+What is compared: dimensions, an order, an amax history and a destination, covered pairwise.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import attrs
+import torch
+
+from gpu_runtime.arena import Rule
+from gpu_runtime.layers import LayerConfig
+from gpu_runtime.native import NativeRule, rule_for
+from gpu_runtime.workload import Kind, Order, Step
+from qeffect.schedule.torch_tables import torch_schedule
+
+Scaling = Literal["delayed", "current", "block"]
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@attrs.frozen
+class Case:
+    """
+    One comparison.
+
+    Args:
+        name: What reports call it.
+        schedule: A schedule class of torch, of which one rank's row of PP=2, VPP=2, M=4 runs, or
+            `random`.
+        rank: The rank, or the seed of a random order.
+        history: Entries of each amax history.
+        rule: Where dW writes.
+        dtype: Type of the destinations.
+        fused_qkv: One parameter for query, key and value, or three.
+        hidden: Width of the residual stream.
+        ffn: Width of the MLP.
+        heads: Attention heads.
+        sequence: Tokens of a microbatch.
+        steps: Optimizer steps.
+        scaling: The FP8 recipe.
+        num_layers: Layers in each stage.
+    """
+
+    name: str
+    schedule: str
+    rank: int
+    history: int
+    rule: Rule
+    dtype: str = "bfloat16"
+    fused_qkv: bool = True
+    hidden: int = 512
+    ffn: int = 2048
+    heads: int = 4
+    sequence: int = 256
+    steps: int = 20
+    scaling: Scaling = "delayed"
+    num_layers: int = 1
+
+    @property
+    def config(self) -> LayerConfig:
+        """The dimensions as backends take them."""
+        return LayerConfig(
+            self.hidden, self.ffn, self.heads, self.sequence, fused_qkv=self.fused_qkv
+        )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Type of the destinations."""
+        return DTYPES[self.dtype]
+
+    def order(self) -> Order:
+        """The order of F, dI and dW."""
+        if self.schedule == "random":
+            return random_order(self.rank)
+        return Order.of_rank(torch_schedule(self.schedule, pp=2, vpp=2, microbatches=4), self.rank)
+
+    def native_rule(self, backend: str) -> NativeRule | None:
+        """
+        How native accumulates the same sum; None where its library cannot, so that split eager is
+        the reference.
+        """
+        rule = rule_for(self.order(), self.rule, self.torch_dtype)
+        exact = rule in ("dgrad_order", "wgrad_order")
+        if backend != "reference" and (exact or (rule == "main_grad" and not self.fused_qkv)):
+            return None
+        return rule
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, for reports and other processes."""
+        return attrs.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Case:
+        """The case that `to_json` wrote."""
+        return cls(**data)
+
+
+def random_order(seed: int, *, num_stages: int = 2, num_microbatches: int = 4) -> Order:
+    """A legal order with arbitrary delays: only F before dI before dW of one tape is kept."""
+    rng = random.Random(seed)
+    after = {Kind.FORWARD: Kind.DGRAD, Kind.DGRAD: Kind.WGRAD}
+    ready = [
+        Step(Kind.FORWARD, stage, microbatch)
+        for stage in range(num_stages)
+        for microbatch in range(num_microbatches)
+    ]
+    steps = []
+    while ready:
+        step = ready.pop(rng.randrange(len(ready)))
+        steps.append(step)
+        if step.kind in after:
+            ready.append(step._replace(kind=after[step.kind]))
+    return Order(tuple(steps), f"random, seed {seed}")
+
+
+_IL, _IZB, _ZBV = (
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+)
+
+#: Hidden 512, 20 steps. Orders, destinations and histories so that every pair of two occurs.
+STEPWISE: tuple[Case, ...] = (
+    Case("il-copied-h4", _IL, 0, 4, "copied"),
+    Case("il-arena-h64", _IL, 1, 64, "per_microbatch"),
+    Case("il-accumulate-h4", _IL, 0, 4, "accumulate", "float32"),
+    Case("izb-copied-h64", _IZB, 1, 64, "copied"),
+    Case("izb-arena-h4", _IZB, 0, 4, "per_microbatch", fused_qkv=False),
+    Case("izb-accumulate-h64", _IZB, 0, 64, "accumulate"),
+    Case("zbv-copied-h4", _ZBV, 0, 4, "copied", fused_qkv=False),
+    Case("zbv-arena-h64", _ZBV, 1, 64, "per_microbatch"),
+    Case("zbv-accumulate-h64", _ZBV, 1, 64, "accumulate", "float32"),
+    Case("zbv-accumulate-h4", _ZBV, 0, 4, "accumulate"),
+    Case("random-copied-h64", "random", 3, 64, "copied"),
+    Case("random-arena-h4", "random", 5, 4, "per_microbatch"),
+    Case("random-accumulate-h4", "random", 7, 4, "accumulate", "float32", fused_qkv=False),
+    Case("random-accumulate-h64", "random", 9, 64, "accumulate", "float32"),
+    Case("zbv-two-layers-h4", _ZBV, 1, 4, "accumulate", num_layers=2),
+)
+
+_WIDE: dict[str, Any] = {"hidden": 2048, "ffn": 8192, "heads": 16, "steps": 6}
+
+#: Hidden 2,048, 6 steps.
+WIDE: tuple[Case, ...] = (
+    Case("wide-il-copied-h4", _IL, 0, 4, "copied", **_WIDE),
+    Case("wide-izb-arena-h64", _IZB, 1, 64, "per_microbatch", **_WIDE),
+    Case("wide-zbv-accumulate-h4", _ZBV, 1, 4, "accumulate", "float32", **_WIDE),
+)
+
+#: Recipes without delayed scaling's state; they leave out the relations that they do not use.
+RECIPES: tuple[Case, ...] = (
+    Case("current-scaling", _ZBV, 1, 4, "copied", scaling="current", steps=6),
+    Case("block-scaling", _ZBV, 1, 4, "copied", scaling="block", steps=6),
+)
+
+SETS: Mapping[str, tuple[Case, ...]] = {
+    "stepwise": STEPWISE,
+    "wide": WIDE,
+    "recipes": RECIPES,
+}
+
+
+def small(case: Case) -> Case:
+    """The same comparison at hidden 128, for a CPU."""
+    return attrs.evolve(case, hidden=128, ffn=256, heads=2, sequence=64, steps=min(case.steps, 6))

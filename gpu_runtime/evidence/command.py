@@ -1,0 +1,203 @@
+"""
+``python -m gpu_runtime compare``: native, eager and captured, in processes of their own, bit for
+bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_runtime.bench.report import Report, UnusableError, argv, environment
+from gpu_runtime.bench.tables import table
+from gpu_runtime.compare import CATEGORIES, Recording, compare
+from gpu_runtime.evidence.cases import SETS, Case, small
+from gpu_runtime.evidence.sides import SIDES, record
+
+__all__ = ["add_compare_arguments", "compare_cases", "run_compare"]
+
+#: Deterministic on both sides: nondeterministic attention is allowed by default.
+DETERMINISTIC = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `compare`."""
+    parser.add_argument("--sets", nargs="+", choices=tuple(SETS), default=list(SETS))
+    parser.add_argument("--cases", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument("--steps", type=int, metavar="N", help="fewer steps, to see it run")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="sides to run; all by default")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu compares the reference backend at hidden 128, without capture",
+    )
+    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
+    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot say")
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    """
+    Compare and print.
+
+    Returns:
+        0; 1 when a bit differs or a side failed; 2 when nothing could be compared.
+    """
+    try:
+        cases = _chosen(args)
+        if args.device == "cuda" and not torch.cuda.device_count():
+            raise UnusableError("no CUDA device is here; --device cpu compares the reference")
+        sides = args.sides or (
+            SIDES if args.device == "cuda" else ("native", "native-again", "eager")
+        )
+        report = Report(
+            "compare",
+            args.out,
+            environment(argv(), args.commit),
+            {"sides": list(sides), "device": args.device},
+            {"runs": [], "failures": []},
+        )
+        compare_cases(cases, sides, args.device, report)
+    except (UnusableError, ValueError) as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    finished = report.finish()
+    print("\n".join(_lines(finished)))
+    return int(bool(finished["derived"]["mismatched"] or report.raw["failures"]))
+
+
+def _chosen(args: argparse.Namespace) -> list[Case]:
+    import attrs
+
+    cases = [case for name in args.sets for case in SETS[name]]
+    if args.cases:
+        known = {case.name: case for case in cases}
+        if missing := [name for name in args.cases if name not in known]:
+            raise ValueError(f"unknown case {missing[0]!r}; choose from {', '.join(known)}")
+        cases = [known[name] for name in args.cases]
+    if args.device == "cpu":
+        cases = [small(case) for case in cases if case.scaling == "delayed"]
+    if args.steps is not None:
+        if args.steps < 1:
+            raise ValueError(f"--steps must be at least 1, not {args.steps}")
+        cases = [attrs.evolve(case, steps=args.steps) for case in cases]
+    return cases
+
+
+def compare_cases(cases: Sequence[Case], sides: Sequence[str], device: str, report: Report) -> None:
+    """Run every side in a process of its own, all at once, and compare as cases come in."""
+    context = multiprocessing.get_context("spawn")
+    backend = "transformer-engine" if device == "cuda" else "reference"
+    os.environ.update(DETERMINISTIC)
+    pipes, processes = {}, []
+    for side in sides:
+        mine, theirs = context.Pipe()
+        process = context.Process(
+            target=_serve,
+            args=(theirs, side, backend, device, [case.to_json() for case in cases]),
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        pipes[side] = mine
+        processes.append(process)
+    report.save()
+    for case in cases:
+        recordings: dict[str, Recording] = {}
+        for side, pipe in pipes.items():
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                kind, value = "failed", "the process ended"
+            if kind == "failed":
+                report.raw["failures"].append({"case": case.name, "side": side, "error": value})
+            elif value is not None:
+                recordings[side] = Recording.from_json(json.loads(value))
+        for run in _compared(case, recordings):
+            report.raw["runs"].append(run)
+            print(_line(run), file=sys.stderr, flush=True)
+        report.save()
+    for process in processes:
+        process.join(timeout=30)
+
+
+def _compared(case: Case, recordings: Mapping[str, Recording]) -> list[dict[str, Any]]:
+    """Compare the sides of one case with its reference: native, or split eager without one."""
+    reference = "native" if "native" in recordings else "eager"
+    if reference not in recordings:
+        return []
+    base = recordings[reference]
+    runs = []
+    for side, recording in recordings.items():
+        if side == reference:
+            continue
+        held = [c for c in CATEGORIES if base.values.get(c)]
+        result = compare(base, recording, categories=held)
+        runs.append(
+            {
+                "case": case.to_json(),
+                "reference": base.what,
+                "candidate": side,
+                "categories": [
+                    {
+                        "category": c.category,
+                        "compared": c.compared,
+                        "mismatched": c.mismatched,
+                        "first": list(c.first),
+                    }
+                    for c in result.categories
+                ],
+            }
+        )
+    return runs
+
+
+def _serve(
+    pipe: Any, side: str, backend: str, device: str, cases: Sequence[Mapping[str, Any]]
+) -> None:
+    """Run one side of every case; the state domain of the library is this process."""
+    if device == "cpu":
+        torch.set_num_threads(1)
+    for data in cases:
+        case = Case.from_json(data)
+        try:
+            recording = record(case, side, backend, device)
+            text = None if recording is None else json.dumps(recording.to_json())
+            pipe.send(("done", text))
+        except Exception:
+            pipe.send(("failed", traceback.format_exc(limit=-6)))
+
+
+def _line(run: Mapping[str, Any]) -> str:
+    compared = sum(c["compared"] for c in run["categories"])
+    differ = {c["category"]: c["mismatched"] for c in run["categories"] if c["mismatched"]}
+    said = f"DIFFER {differ}" if differ else "all the same"
+    name = run["case"]["name"]
+    return f"{name}: {run['candidate']} against {run['reference']}: {compared} compared, {said}"
+
+
+def _lines(report: Mapping[str, Any]) -> list[str]:
+    derived = report["derived"]
+    rows = [
+        (name, str(total["compared"]), str(total["mismatched"]))
+        for name, total in derived["categories"].items()
+    ]
+    lines = table(("category", "compared", "mismatched"), rows)
+    lines += [f"failed: {f['case']} {f['side']}: {f['error']}" for f in report["raw"]["failures"]]
+    lines.append(
+        f"{derived['compared']} values of {derived['runs']} comparisons, "
+        f"{derived['mismatched']} mismatched."
+    )
+    return lines

@@ -1,0 +1,147 @@
+"""
+The sides of a comparison, each run for one case from fresh stages, and recorded.
+
+`native` and `native-again` are the library's own full backward; `eager` and `captured` are the
+guarded runtime; `disturbed` is the captured runtime (on a CPU the eager one) with faults injected
+while its graphs are live, whose epochs are recorded once they have been rebuilt and run to their
+end.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gpu_runtime.arena import Rule
+from gpu_runtime.backend import StageBackend
+from gpu_runtime.compare import Recording
+from gpu_runtime.domain import Runtime, RuntimeConfig
+from gpu_runtime.evidence.cases import Case
+from gpu_runtime.evidence.faults import disturb
+from gpu_runtime.native import NativeRun
+from gpu_runtime.numerical import live_state, preserving
+from gpu_runtime.optimizer import Optimizer
+from gpu_runtime.train import GuardedRun
+from gpu_runtime.workload import Workload
+
+__all__ = ["SIDES", "fresh_stages", "record"]
+
+NATIVE = ("native", "native-again")
+GUARDED = ("eager", "captured", "disturbed")
+SIDES = (*NATIVE, *GUARDED)
+
+
+def fresh_stages(
+    case: Case, backend: str, *, fuse: bool | None = None, device: str = "cuda"
+) -> list[StageBackend]:
+    """
+    Stages of a case in a state domain of their own, the same bits each time.
+
+    Args:
+        case: The case.
+        backend: `transformer-engine` or `reference`.
+        fuse: Whether the library accumulates into `main_grad` itself; None lets the backend choose.
+        device: Where the reference backend runs.
+    """
+    indices = case.order().stages
+    if backend == "reference":
+        from gpu_runtime.reference import ReferenceDomain, ReferenceStage
+
+        domain = ReferenceDomain(case.history, device=torch.device(device))
+        return [
+            ReferenceStage(n, domain, case.config, num_layers=case.num_layers, seed=n)
+            for n in indices
+        ]
+    from gpu_runtime.te import TransformerEngineDomain, reset_process
+    from gpu_runtime.te_stage import TransformerEngineStage
+
+    reset_process()
+    te_domain = TransformerEngineDomain(case.scaling, case.history)
+    return [
+        TransformerEngineStage(
+            n,
+            te_domain,
+            case.config,
+            num_layers=case.num_layers,
+            fuse_wgrad_accumulation=fuse,
+            seed=n,
+        )
+        for n in indices
+    ]
+
+
+def record(case: Case, side: str, backend: str, device: str = "cuda") -> Recording | None:
+    """
+    Run one side of a case.
+
+    Returns:
+        What it produced; None for a native side whose library cannot form the same sum.
+    """
+    gc.collect()
+    if side in NATIVE:
+        return _native(case, side, backend, device)
+    return _guarded(case, side, backend, device)
+
+
+def _optimizer(case: Case, stages: list[StageBackend]) -> Optimizer:
+    master = None if case.torch_dtype == case.config.dtype else case.torch_dtype
+    return Optimizer(stages, master_dtype=master)
+
+
+def _native(case: Case, side: str, backend: str, device: str) -> Recording | None:
+    rule = case.native_rule(backend)
+    if rule is None:
+        return None
+    stages = fresh_stages(case, backend, fuse=rule == "main_grad", device=device)
+    domain = stages[0].domain
+    # Both sides begin from warm modules in the state of fresh ones: state exists, caches are stale.
+    with preserving(domain):
+        for stage in stages:
+            stage.warm()
+    recording = Recording(f"{side}, {rule}")
+    NativeRun(
+        stages,
+        case.order(),
+        Workload(),
+        rule,
+        case.torch_dtype,
+        _optimizer(case, stages),
+        recording,
+    ).run(case.steps)
+    return recording
+
+
+def _fuse(case: Case, rule: Rule) -> bool | None:
+    """Copied gradients need a library that does not write into `main_grad`."""
+    return False if rule == "copied" else None
+
+
+def _guarded(case: Case, side: str, backend: str, device: str) -> Recording:
+    stages = fresh_stages(case, backend, fuse=_fuse(case, case.rule), device=device)
+    runtime = Runtime(
+        stages,
+        case.order(),
+        RuntimeConfig(
+            rule=case.rule,
+            dtype=case.torch_dtype,
+            captured=side != "eager" and device != "cpu",
+            readers=True,
+        ),
+    )
+    recording = Recording(side)
+    run = GuardedRun(runtime, Workload(), _optimizer(case, stages), recording)
+    before: Callable[[GuardedRun, int], Any] = disturb if side == "disturbed" else _nothing
+    for number in range(case.steps):
+        before(run, number)
+        run.step()
+    if device == "cuda" and torch.cuda.is_available():
+        torch.cuda.synchronize()
+    assert live_state(runtime.domain) or case.scaling != "delayed"
+    return recording
+
+
+def _nothing(run: GuardedRun, number: int) -> None:
+    """An undisturbed step has nothing before it."""
