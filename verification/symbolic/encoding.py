@@ -114,6 +114,8 @@ class Encoding:
             members[name] = tuple(values[len(null) :])
             if null:
                 constants[label, -1] = values[0]
+        places = max(scope.get("cell", 1), scope.get("slot", 1))
+        members["place"] = tuple(z3.IntVal(i) for i in range(places))
         return cls(_values(sorts, generation_bits), constants, members, generation_bits)
 
     @classmethod
@@ -168,14 +170,17 @@ class Encoding:
         return z3.ForAll([index], body if null is None else z3.Or(index == null, body))
 
     def close(self, variables: Mapping[str, str], body: Term) -> Iterator[Term]:
-        """Yield a body for all values of its variables: quantified, or expanded when finite."""
+        """Yield a body for all members of its variables' sorts, sentinels aside: quantified, or
+        expanded when finite."""
         terms = [(self.const(name, sort), sort) for name, sort in variables.items()]
         finite = [(term, self.members[sort]) for term, sort in terms if sort in self.members]
-        rest = [term for term, sort in terms if sort not in self.members]
+        rest = [(term, self.null(sort)) for term, sort in terms if sort not in self.members]
+        spared = [term == null for term, null in rest if null is not None]
         for values in product(*(members for _, members in finite)):
             pairs = zip((term for term, _ in finite), values, strict=True)
             one = z3.substitute(body, *pairs) if finite else body
-            yield z3.ForAll(rest, one) if rest else one
+            one = z3.Or(*spared, one) if spared else one
+            yield z3.ForAll([term for term, _ in rest], one) if rest else one
 
     # Memory and arguments
 
@@ -207,6 +212,7 @@ def _values(index_sorts: Mapping[str, Any], generation_bits: int | None) -> dict
     return {
         **index_sorts,
         "int": integer,
+        "place": integer,
         "flag": integer,
         "ticket": integer,
         "mask": z3.BitVecSort(_MASK_BITS),

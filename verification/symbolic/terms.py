@@ -145,6 +145,13 @@ class Sym:
         term = z3.Not(self.term) if z3.is_bool(self.term) else ~self.term
         return Sym(term, self.constants, self.run)
 
+    def choose(self, yes: Any, no: Any) -> Sym:
+        """Return ``yes`` where this holds, else ``no``."""
+        given = raw(yes) if isinstance(raw(yes), z3.ExprRef) else raw(no)
+        sort = given.sort() if isinstance(given, z3.ExprRef) else z3.IntSort()
+        either = [lift(value, sort, self.constants) for value in (yes, no)]
+        return Sym(z3.If(self.term, *either), self.constants, self.run)
+
     def __bool__(self) -> bool:
         if self.run is None:
             raise UndecidedError(
@@ -168,7 +175,7 @@ def _at_most(a: Term, b: Term) -> Term:
 
 
 class Array:
-    """A column as a Z3 array: reading selects, assigning stores."""
+    """A column as a Z3 array: reading selects, assigning stores; a pair indexes one of two."""
 
     __slots__ = ("constants", "run", "term")
 
@@ -177,15 +184,17 @@ class Array:
         self.constants = constants
         self.run = run
 
-    def _index(self, index: Any) -> Term:
-        return lift(index, self.term.sort().domain(), self.constants)
+    def _indices(self, index: Any) -> list[Term]:
+        sort = self.term.sort()
+        given = index if isinstance(index, tuple) else (index,)
+        return [lift(one, sort.domain_n(i), self.constants) for i, one in enumerate(given)]
 
     def __getitem__(self, index: Any) -> Sym:
-        return Sym(z3.Select(self.term, self._index(index)), self.constants, self.run)
+        return Sym(z3.Select(self.term, *self._indices(index)), self.constants, self.run)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         lifted = lift(value, self.term.sort().range(), self.constants)
-        self.term = z3.Store(self.term, self._index(index), lifted)
+        self.term = z3.Store(self.term, *self._indices(index), lifted)
 
 
 class Scalar:

@@ -1,0 +1,181 @@
+"""
+The specification's predicates as terms: over the state before a transition and after a path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import z3
+from attrs import field, frozen
+
+from qeffect.columns import CONFIG, Column
+from qeffect.stage import STATE, TRANSITIONS
+from spec.history import GHOSTS, advance
+from spec.invariants import CONFIGURATION, INVARIANTS
+from spec.predicates import Predicate
+from spec.properties import ASSUMED, HISTORY, ORIGIN, STEPS
+
+from .symbolic import Encoding, Memory, Path
+from .symbolic.encoding import STAGE_OF
+from .symbolic.terms import Term, raw
+
+__all__ = ["MANDATORY", "Claim", "Moment", "Vocabulary"]
+
+#: Relations that every composition has, whatever predicates call them.
+MANDATORY = frozenset({"ownership", "epoch", "persistence", "tickets"})
+
+#: Transitions whose ``slot`` may be the sentinel: the caller found no free slot.
+_MAY_FIND_NO_SLOT = frozenset({"reserve", "check_forward"})
+
+
+@frozen
+class Claim:
+    """
+    A predicate as a term over its variables.
+
+    Args:
+        name: The predicate's name.
+        variables: Sort of each variable.
+        body: Term over constants named ``var.NAME``.
+    """
+
+    name: str
+    variables: Mapping[str, str]
+    body: Term = field(repr=False)
+
+
+@frozen
+class Moment:
+    """The memory and the history at one moment, as terms by column name."""
+
+    state: Mapping[str, Term]
+    history: Mapping[str, Term]
+
+    def columns(self) -> Iterator[tuple[str, Term]]:
+        """Yield every column of both; those of the history are named ``ghost.NAME``."""
+        yield from self.state.items()
+        for name, term in self.history.items():
+            yield f"ghost.{name}", term
+
+
+class Vocabulary:
+    """
+    The predicates of one composition in one encoding.
+
+    Args:
+        encoding: What the sorts are.
+        relations: Relations that take part; predicates that need another are left out.
+    """
+
+    def __init__(self, encoding: Encoding, relations: Iterable[str]) -> None:
+        self.encoding = encoding
+        self.relations = frozenset(relations) | MANDATORY
+        self.before = Moment(
+            {n: encoding.column(n, c) for n, c in {**CONFIG, **STATE}.items()},
+            {n: self._ghost(n) for n in GHOSTS},
+        )
+        self._stage_of = encoding.column(STAGE_OF, Column("cell", "stage"))
+
+    def _ghost(self, name: str) -> Term:
+        ghost = GHOSTS[name]
+        values = self.encoding.sorts[ghost.values]
+        indices = [self.encoding.sorts[i] for i in ghost.index if i != "one"]
+        sort = z3.ArraySort(*indices, values) if indices else values
+        return z3.Const(f"ghost.{name}", sort)
+
+    def speaks_of(self, predicate: Predicate) -> bool:
+        """Whether every relation that the predicate needs takes part."""
+        return predicate.needs <= self.relations
+
+    # Building terms
+
+    def state(self, moment: Moment) -> Memory:
+        """Return the memory at a moment, with the stage of every cell."""
+        return Memory(self.encoding, {**moment.state, STAGE_OF: self._stage_of})
+
+    def history(self, moment: Moment) -> Memory:
+        """Return the history at a moment."""
+        return Memory(self.encoding, moment.history)
+
+    def after(self, path: Path) -> Moment:
+        """Return the moment after an accepted path."""
+        st, h = self.state(self.before), self.history(self.before)
+        ticket = None if path.returned is None else self.encoding.sym(path.returned)
+        advance(path.transition, st, h, self.encoding.arguments(path.transition), ticket)
+        return Moment(dict(path.columns), h.terms())
+
+    def claim(self, predicate: Predicate, *subjects: Any) -> Claim:
+        """Return a predicate of some subjects (memory, history, arguments) as a term."""
+        variables = {
+            name: self.encoding.sym(self.encoding.const(f"var.{name}", sort))
+            for name, sort in predicate.variables.items()
+        }
+        body = raw(predicate.function(*subjects, **variables))
+        return Claim(predicate.name, predicate.variables, body)
+
+    def close(self, claim: Claim) -> Iterator[Term]:
+        """Yield the claim for all values of its variables: quantified, or one by one."""
+        yield from self.encoding.close(
+            {f"var.{n}": sort for n, sort in claim.variables.items()}, claim.body
+        )
+
+    def denied(self, claim: Claim) -> Term:
+        """Return that the claim fails for some values of its variables."""
+        if not self.encoding.unbounded:
+            return z3.Not(z3.And(list(self.close(claim))))
+        members = [
+            self.encoding.const(f"var.{n}", sort) != self.encoding.null(sort)
+            for n, sort in claim.variables.items()
+            if self.encoding.null(sort) is not None
+        ]
+        return z3.And(*members, z3.Not(claim.body))
+
+    # The predicates that are claimed
+
+    def invariants(self, moment: Moment) -> list[Claim]:
+        """Return what must hold at every moment."""
+        st, h = self.state(moment), self.history(moment)
+        return [self.claim(p, st) for p in INVARIANTS if self.speaks_of(p)] + [
+            self.claim(p, st, h) for p in HISTORY if self.speaks_of(p)
+        ]
+
+    def configuration(self) -> list[Claim]:
+        """Return what a configuration is trusted with."""
+        st = self.state(self.before)
+        return [self.claim(p, st) for p in CONFIGURATION]
+
+    def origin(self) -> list[Claim]:
+        """Return what arbitrary ghosts are trusted to start with."""
+        st, h = self.state(self.before), self.history(self.before)
+        return [self.claim(p, st, h) for p in ORIGIN]
+
+    def steps(self, transition: str) -> list[Claim]:
+        """Return what must hold before the transition if it is accepted."""
+        return self._about(STEPS, transition, self.speaks_of)
+
+    def assumed(self, transition: str) -> list[Term]:
+        """Return what is assumed of a transition's arguments."""
+        enc = self.encoding
+        found = [c.body for c in self._about(ASSUMED, transition, self.speaks_of)]
+        for parameter in TRANSITIONS[transition]:
+            name, sort = ("ref.slot", "slot") if parameter == "ref" else (parameter, parameter)
+            if sort not in ("slot", "stage"):
+                continue
+            if parameter == "slot" and transition in _MAY_FIND_NO_SLOT:
+                continue
+            found.append(enc.const(f"arg.{name}", sort) != enc.null(sort))
+        for name in ("ghost.slot", "ghost.stage"):
+            sort = name.removeprefix("ghost.")
+            found.append(enc.const(name, sort) != enc.null(sort))
+        return found
+
+    def _about(self, register: Any, transition: str, speaks: Any) -> list[Claim]:
+        arguments = self.encoding.arguments(transition)
+        given = SimpleNamespace(**dict(zip(TRANSITIONS[transition], arguments, strict=True)))
+        st, h = self.state(self.before), self.history(self.before)
+        return [
+            self.claim(p, st, h, given) for p in register if transition in p.transitions and speaks(p)
+        ]
