@@ -1,0 +1,122 @@
+"""
+States in columns: a chunk of a frontier, and the drafts of where its moves lead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .packing import Packing, Words
+from .program import Value
+
+__all__ = ["Chunk", "Draft", "narrowed"]
+
+Rows = NDArray[np.intp]
+
+
+def narrowed(value: Value, rows: Rows | None) -> Value:
+    """Return a value for some of the states only; None keeps all."""
+    if rows is None or not isinstance(value, np.ndarray):
+        return value
+    return value.take(rows)
+
+
+class Chunk:
+    """
+    Some states of a frontier.
+
+    Args:
+        packing: How states are packed.
+        words: The states.
+    """
+
+    __slots__ = ("_entries", "_packing", "known", "size", "words")
+
+    def __init__(self, packing: Packing, words: Words) -> None:
+        self._packing = packing
+        self.words = words
+        self.size = words.shape[1]
+        self._entries = packing.unpack(words)
+        self.known: dict[Any, Value] = {}
+
+    def entry(self, column: str, index: int) -> Value:
+        """Return an entry of a column."""
+        value = self._entries.get((column, index))
+        return self._packing.constant(column, index) if value is None else value
+
+    def width(self, column: str) -> int:
+        """Return how many entries a column has."""
+        return self._packing.width(column)
+
+
+class Draft:
+    """
+    Some states of a chunk while a move changes them.
+
+    Args:
+        chunk: Where they come from.
+        rows: Which they are; None for all.
+        pinned: Entries that the move's conditions fix for all of them.
+        changed: Entries changed so far.
+    """
+
+    __slots__ = ("_taken", "changed", "chunk", "pinned", "rows")
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        rows: Rows | None,
+        pinned: Mapping[tuple[str, int], int],
+        changed: dict[tuple[str, int], Value],
+    ) -> None:
+        self.chunk = chunk
+        self.rows = rows
+        self.pinned = pinned
+        self.changed = changed
+        self._taken: dict[tuple[str, int], Value] = {}
+
+    def entry(self, column: str, index: int) -> Value:
+        """Return an entry as it is now."""
+        key = (column, index)
+        if key in self.changed:
+            return self.changed[key]
+        return self.before(key)
+
+    def before(self, key: tuple[str, int]) -> Value:
+        """Return an entry as it was in the chunk."""
+        try:
+            return self._taken[key]
+        except KeyError:
+            value = self.pinned.get(key)
+            if value is None:
+                value = narrowed(self.chunk.entry(*key), self.rows)
+            self._taken[key] = value
+            return value
+
+    def width(self, column: str) -> int:
+        """Return how many entries a column has."""
+        return self.chunk.width(column)
+
+    def narrow(self, rows: Rows) -> Draft:
+        """Return a draft of some of these states."""
+        return Draft(
+            self.chunk,
+            rows if self.rows is None else self.rows.take(rows),
+            self.pinned,
+            {key: narrowed(value, rows) for key, value in self.changed.items()},
+        )
+
+    def words(self, packing: Packing) -> Words:
+        """Return the states as they are now."""
+        source = self.chunk.words
+        words = source.copy() if self.rows is None else source.take(self.rows, axis=1)
+        for key, after in self.changed.items():
+            if key in packing.fields:
+                before = self.before(key)
+                if before is not after:
+                    packing.move(words, key, before, after)
+        return words

@@ -1,0 +1,209 @@
+"""
+Packing: a state as one or two integers, in mixed radix, without loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+from qeffect.constants import RESERVED
+from qeffect.stage import STATE
+from verification.explorer.flat import TICKETS, FlatMemory
+from verification.explorer.scopes import Scope, configuration, sizes
+
+__all__ = ["Field", "OutOfRangeError", "Packing", "Words", "ranges"]
+
+#: Packed states: one row for each word, one column for each state.
+Words = NDArray[np.int64]
+
+_LIMIT: Final = 1 << 63
+
+
+class OutOfRangeError(ArithmeticError):
+    """A transition left a value that the scope has no room for; nothing is silently cut off."""
+
+
+def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
+    """
+    Return the least and greatest value that each column can hold in normal form.
+
+    A bound too tight is found out while exploring and stops it; it never merges states.
+    """
+    n, config = sizes(scope), configuration(scope)
+    epoch = (-1, 0) if scope.fresh_keys else (-1, scope.epochs - 1)
+    now = (-1, scope.epochs)
+    marks = n["slot"] + n["stage"]
+    updates = 2 * sum(scope.cells)
+    tapes = sum(scope.slots) * scope.generation_max
+    most = max(scope.cells) if "order" not in scope.omit else tapes
+    ticket = (0, n["slot"] + n["stage"] if scope.tickets else 0)
+    bounds = {
+        "pending": (0, RESERVED),
+        "generation": (0, scope.generation_max),
+        "cell_at": (-1, n["cell"] - 1),
+        "epoch_at": epoch,
+        "slot_of": (-1, n["slot"] - 1),
+        "forwarded": epoch,
+        "cache_epoch": now,
+        "refreshed": (-1, n["stage"] - 1),
+        "weight_epoch": (0, scope.epochs),
+        "wgrads": (0, most),
+        "spoiled": now,
+        "final": epoch,
+        "token": (0, updates * scope.epochs),
+        "position": (0, updates),
+        "forwards": (0, most),
+        "dgrads": (0, most),
+        "bound": epoch,
+        "opened": epoch,
+        "cursor": (0, max(config["wgrad_rank"])),
+        "tenants": (0, n["slot"] if scope.shared_pool else 1),
+        "joined": (0, 0),
+        "submitted": (0, 1),
+        "waited": (0, marks),
+        "replays": (0, marks),
+        "produced": (0, marks),
+        "landed": (0, marks),
+        "serial": ticket,
+        "incarnation": (0, 0),
+    }
+    for name, column in STATE.items():
+        if name in TICKETS:
+            bounds[name] = ticket
+        elif column.values == "flag":
+            bounds[name] = (0, 1)
+    return bounds
+
+
+@frozen
+class Field:
+    """
+    Where one entry of a column is packed.
+
+    Args:
+        word: Which word.
+        weight: What one is worth in it.
+        low: Least value.
+        size: How many values there are.
+        gap: For a mask, how far below RESERVED its code lies; masks in between do not occur.
+    """
+
+    word: int
+    weight: int
+    low: int
+    size: int
+    gap: int = 0
+
+
+class Packing:
+    """
+    A scope's states as integers.
+
+    Args:
+        scope: What is explored.
+        kept: Columns that make a state.
+
+    Raises:
+        ValueError: A state does not fit in two words.
+    """
+
+    def __init__(self, scope: Scope, kept: Iterable[str]) -> None:
+        self.scope = scope
+        self.layout = FlatMemory(scope, kept).layout
+        self.fields: dict[tuple[str, int], Field] = {}
+        self._config = configuration(scope)
+        bounds = ranges(scope)
+        masks = max(self._config["owes"])
+        word, weight = 0, 1
+        for name in self.layout:
+            low, high = bounds[name]
+            gap = RESERVED - masks - 1 if STATE[name].values == "mask" else 0
+            size = high - low + 1 - gap
+            for index in range(len(self.layout[name])):
+                if weight * size > _LIMIT:
+                    word, weight = word + 1, 1
+                self.fields[name, index] = Field(word, weight, low, size, gap)
+                weight *= size
+        self.num_words = word + 1
+        self.bits = 63 * word + (weight - 1).bit_length()
+        if self.num_words > 2:
+            raise ValueError(f"scope {scope.name}: a state takes {self.bits} bits, more than 126")
+
+    def width(self, column: str) -> int:
+        """Return how many entries a column has."""
+        if column in self.layout:
+            return len(self.layout[column])
+        return len(self._config[column])
+
+    def constant(self, column: str, index: int) -> int:
+        """Return an entry of a configured column."""
+        return self._config[column][index]
+
+    def pack(self, columns: Mapping[str, Any]) -> tuple[int, ...]:
+        """
+        Return one state's words.
+
+        Raises:
+            OutOfRangeError: A value is outside its column's range.
+        """
+        words = [0] * self.num_words
+        for (name, index), where in self.fields.items():
+            code = self._code(name, where, columns[name][index])
+            words[where.word] += code * where.weight
+        return tuple(words)
+
+    def _code(self, name: str, where: Field, value: int) -> int:
+        code = value - (where.gap if value == RESERVED and where.gap else 0) - where.low
+        if not 0 <= code < where.size:
+            raise OutOfRangeError(f"scope {self.scope.name}: {name} reached {value}")
+        return code
+
+    def unpack(self, words: Words) -> dict[tuple[str, int], Any]:
+        """Return every entry over many states, as signed bytes; numbers where a range is one."""
+        found: dict[tuple[str, int], Any] = {}
+        rest = [word.copy() for word in words]
+        for key, where in self.fields.items():
+            if where.size == 1:
+                found[key] = where.low
+                continue
+            left = rest[where.word] // where.size
+            code = (rest[where.word] - left * where.size).astype(np.int8)
+            rest[where.word] = left
+            if where.gap:
+                code += (code == where.size - 1).view(np.int8) * np.int8(where.gap)
+            found[key] = code + np.int8(where.low) if where.low else code
+        return found
+
+    def move(self, words: Words, key: tuple[str, int], before: Any, after: Any) -> None:
+        """
+        Change one entry of every state, in place.
+
+        Raises:
+            OutOfRangeError: A value is outside its column's range.
+        """
+        where = self.fields[key]
+        old, new = self._codes(where, before), self._codes(where, after)
+        low, high = (int(new), int(new)) if isinstance(new, int) else (int(new.min()), int(new.max()))
+        if low < where.low or high >= where.low + where.size:
+            raise OutOfRangeError(
+                f"scope {self.scope.name}: {key[0]} reached {low if low < where.low else high}"
+            )
+        step = new - old
+        if isinstance(step, int):
+            if step:
+                words[where.word] += step * where.weight
+        else:
+            words[where.word] += step.astype(np.int64) * where.weight
+
+    @staticmethod
+    def _codes(where: Field, values: Any) -> Any:
+        if not where.gap:
+            return values
+        if isinstance(values, int):
+            return values - where.gap * (values == RESERVED)
+        return values - (values == RESERVED).view(np.int8) * np.int8(where.gap)

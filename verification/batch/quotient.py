@@ -1,0 +1,155 @@
+"""
+The normal form of ``verification.explorer.quotient``, over many states at a time.
+
+Only entries that a move changed are looked at: the states it started from were in normal form.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qeffect.constants import NEVER, RESERVED
+from qeffect.stage import STATE
+from verification.explorer.flat import TICKETS
+from verification.explorer.scopes import Scope, configuration, sizes
+
+from .drafts import Draft
+from .program import Value, select
+
+__all__ = ["Quotient"]
+
+
+def _bit(value: Value) -> Value:
+    """The set of one number, as bits."""
+    if isinstance(value, int):
+        return 1 << value
+    return np.left_shift(np.int16(1), value, dtype=np.int16)
+
+
+def _rank(marks: Value, value: Value) -> Value:
+    """How many marks are at most the value."""
+    if isinstance(value, int):
+        below: Value = (2 << value) - 1
+    else:
+        below = np.left_shift(np.int16(2), value, dtype=np.int16) - np.int16(1)
+    return _count(marks & below)
+
+
+def _count(marks: Value) -> Value:
+    if isinstance(marks, int):
+        return marks.bit_count()
+    return np.bitwise_count(marks).astype(np.int8)
+
+
+class Quotient:
+    """
+    Brings drafts into normal form.
+
+    Args:
+        scope: What is explored.
+        kept: Columns that make a state.
+    """
+
+    def __init__(self, scope: Scope, kept: frozenset[str]) -> None:
+        self.scope = scope
+        self.kept = kept
+        self.n = sizes(scope)
+        config: dict[str, Any] = configuration(scope)
+        self.tickets = [
+            (name, index)
+            for name in TICKETS
+            if name in kept
+            for index in range(self.n[STATE[name].index])
+        ]
+        at = config["domain_of"]
+        self.marked = {
+            d: [("produced", s) for s, g in enumerate(config["slot_stage"]) if at[g] == d]
+            + [("landed", g) for g, dd in enumerate(at) if dd == d]
+            for d in range(self.n["domain"])
+        }
+        self.counted = {
+            d: [("waited", k) for k, dd in enumerate(config["domain_at"]) if dd == d]
+            + [("replays", d)]
+            for d in range(self.n["domain"])
+        }
+
+    def normalise(self, draft: Draft) -> None:
+        """Bring a draft into normal form, in place."""
+        changed = draft.changed
+        touched = {column for column, _ in changed}
+        if touched & {"pending", "produced"}:
+            self._free_slots(draft)
+            touched = {column for column, _ in changed}
+        if "serial" in touched or touched & set(TICKETS):
+            self._tickets(draft)
+        if touched & {"submitted", "joined"}:
+            self._joins(draft)
+        if touched & {"produced", "landed", "waited", "replays"}:
+            self._ranks(draft)
+        if touched & {"cursor", "tenants"} and "cursor" in self.kept:
+            self._empty_pools(draft)
+        if "incarnation" in touched:
+            changed["incarnation", 0] = 0
+        if self.scope.fresh_keys and touched & {"slot_of", "forwarded"}:
+            self._fresh_keys(draft)
+
+    def _free_slots(self, draft: Draft) -> None:
+        changed = draft.changed
+        for slot in range(self.n["slot"]):
+            mask = draft.entry("pending", slot)
+            free = mask == 0
+            if ("pending", slot) in changed:
+                changed["cell_at", slot] = select(free, -1, draft.entry("cell_at", slot))
+                changed["epoch_at", slot] = select(free, NEVER, draft.entry("epoch_at", slot))
+            if "produced" in self.kept and (
+                ("pending", slot) in changed or ("produced", slot) in changed
+            ):
+                idle = free | (mask == RESERVED)
+                changed["produced", slot] = select(idle, 0, draft.entry("produced", slot))
+
+    def _tickets(self, draft: Draft) -> None:
+        tickets = {key: draft.entry(*key) for key in self.tickets}
+        flying: Value = 0
+        for ticket in tickets.values():
+            flying = flying | _bit(ticket)
+        flying = flying & ~1
+        for key, ticket in tickets.items():
+            if not (isinstance(ticket, int) and ticket == 0):
+                draft.changed[key] = select(ticket == 0, 0, _rank(flying, ticket))
+        draft.changed["serial", 0] = _count(flying)
+
+    def _joins(self, draft: Draft) -> None:
+        for link in range(self.n["link"]):
+            if ("submitted", link) in draft.changed or ("joined", link) in draft.changed:
+                ahead = draft.entry("submitted", link) - draft.entry("joined", link)
+                sign = select(ahead > 0, 1, select(ahead < 0, -1, 0))
+                draft.changed["submitted", link] = sign
+                draft.changed["joined", link] = 0
+
+    def _ranks(self, draft: Draft) -> None:
+        for domain, marked in self.marked.items():
+            keys = [*marked, *self.counted[domain]]
+            if not any(key in draft.changed for key in keys):
+                continue
+            marks: Value = 0
+            for key in marked:
+                marks = marks | _bit(draft.entry(*key))
+            marks = marks & ~1
+            for key in keys:
+                draft.changed[key] = _rank(marks, draft.entry(*key))
+
+    def _empty_pools(self, draft: Draft) -> None:
+        for pool in range(self.n["pool"]):
+            if ("cursor", pool) in draft.changed or ("tenants", pool) in draft.changed:
+                empty = draft.entry("tenants", pool) == 0
+                draft.changed["cursor", pool] = select(empty, 0, draft.entry("cursor", pool))
+
+    def _fresh_keys(self, draft: Draft) -> None:
+        for cell in range(self.n["cell"]):
+            if ("slot_of", cell) in draft.changed or ("forwarded", cell) in draft.changed:
+                gone = draft.entry("slot_of", cell) == -1
+                held = draft.entry("forwarded", cell)
+                draft.changed["forwarded", cell] = select(gone, NEVER, held)
+

@@ -1,0 +1,120 @@
+"""
+What a transition looks at: the columns and arguments that its outcome can depend on.
+
+An exploration keeps the columns that some guard of its transitions can ever see and leaves out
+the rest; two states that differ only there have the same futures.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from attrs import field, frozen
+
+__all__ = ["Dependence", "dependence", "visible_columns"]
+
+
+@frozen
+class Dependence:
+    """
+    How one composed function depends on its state and arguments.
+
+    Args:
+        guards: Columns that decide whether it is refused.
+        writes: For each column that it writes, the columns that decide where and what.
+        arguments: Arguments that it reads, as ``token`` or ``key.cell``.
+    """
+
+    guards: frozenset[str]
+    writes: Mapping[str, frozenset[str]]
+    arguments: frozenset[str]
+
+
+def dependence(function: Callable[..., Any]) -> Dependence:
+    """Return what a composed function depends on, from its syntax tree."""
+    source = "".join(linecache.cache[function.__code__.co_filename][2])  # type: ignore[misc]
+    tree = ast.parse(source).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    return _Reader(tree).result()
+
+
+def visible_columns(found: Iterable[Dependence]) -> frozenset[str]:
+    """Return the columns that some guard can see now, or after any sequence of transitions."""
+    all_found = list(found)
+    seen = frozenset().union(*(one.guards for one in all_found))
+    while True:
+        more = seen.union(
+            *(
+                sources
+                for one in all_found
+                for column, sources in one.writes.items()
+                if column in seen
+            )
+        )
+        if more == seen:
+            return seen
+        seen = more
+
+
+@frozen
+class _Reader:
+    tree: ast.FunctionDef
+    locals: dict[str, frozenset[str]] = field(factory=dict)
+    guards: set[str] = field(factory=set)
+    writes: dict[str, set[str]] = field(factory=dict)
+
+    def result(self) -> Dependence:
+        for statement in self.tree.body:
+            self.statement(statement, frozenset())
+        return Dependence(
+            frozenset(self.guards),
+            {column: frozenset(sources) for column, sources in self.writes.items()},
+            self.arguments(),
+        )
+
+    def statement(self, node: ast.stmt, under: frozenset[str]) -> None:
+        if isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
+            self.guards.update(self.columns(node.test))
+        elif isinstance(node, ast.If):
+            inside = under | self.columns(node.test)
+            for statement in (*node.body, *node.orelse):
+                self.statement(statement, inside)
+        elif isinstance(node, ast.Assign):
+            target = node.targets[0]
+            if isinstance(target, ast.Name):
+                self.locals[target.id] = self.columns(node.value)
+            else:
+                assert isinstance(target, ast.Subscript)
+                assert isinstance(target.value, ast.Attribute)
+                sources = under | self.columns(target.slice) | self.columns(node.value)
+                self.writes.setdefault(target.value.attr, set()).update(sources)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            filled, value = node.value.args
+            assert isinstance(filled, ast.Attribute)
+            self.writes.setdefault(filled.attr, set()).update(under | self.columns(value))
+
+    def columns(self, node: ast.expr) -> frozenset[str]:
+        found: set[str] = set()
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Attribute) and _base(inner) == "st":
+                found.add(inner.attr)
+            elif isinstance(inner, ast.Name):
+                found |= self.locals.get(inner.id, frozenset())
+        return frozenset(found - {"every", "fill"})
+
+    def arguments(self) -> frozenset[str]:
+        names = {a.arg for a in self.tree.args.args} - {"st"}
+        found = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute) and _base(node) in names:
+                found.add(f"{_base(node)}.{node.attr}")
+            elif isinstance(node, ast.Name) and node.id in names - {"key", "ref"}:
+                found.add(node.id)
+        return frozenset(found)
+
+
+def _base(node: ast.Attribute) -> str:
+    return node.value.id if isinstance(node.value, ast.Name) else ""

@@ -1,0 +1,122 @@
+"""
+The plain reading: breadth first over every reachable state, running the composed functions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from attrs import define, field
+
+from qeffect.refusals import Refused
+from qeffect.stage import Transitions
+
+from .report import ExploreReport, peak_rss_mb
+from .scopes import Scope
+from .walker import Walker, broken_promise
+
+__all__ = ["Exploration", "explore"]
+
+Progress = Callable[[str], None]
+
+#: What holds of every state; returns the name of an invariant that does not, or None.
+Check = Callable[[object], str | None]
+
+
+@define
+class Exploration:
+    """
+    Everything a plain exploration saw.
+
+    Args:
+        walker: The memory and moves that it ran.
+        parents: Every state in normal form, with the state that first led to it.
+        accepted: Accepted moves by move.
+        refused: Refused moves by (move, clause).
+        first_accepted: First state in which each move was accepted.
+        first_refused: First state in which each (move, clause) was refused.
+        depth: Levels below the initial state.
+        violation: What was broken, in which state and by which move there; or None.
+    """
+
+    walker: Walker
+    parents: dict[bytes, bytes]
+    accepted: list[int]
+    refused: Counter[tuple[int, str]] = field(factory=Counter)
+    first_accepted: dict[int, bytes] = field(factory=dict)
+    first_refused: dict[tuple[int, str], bytes] = field(factory=dict)
+    depth: int = 0
+    violation: tuple[str, bytes, int | None] | None = None
+
+
+def explore(
+    walker: Walker,
+    *,
+    check: Check | None = None,
+    canonical: Callable[[], None] | None = None,
+    progress: Progress | None = None,
+) -> Exploration:
+    """
+    Walk every reachable state, breadth first, and stop at the first violation.
+
+    Args:
+        walker: The scope's memory and moves.
+        check: Says which invariant a state breaks; checked on every distinct state.
+        canonical: Brings the memory's state to the representative of its orbit, in place.
+        progress: Called with a line now and then.
+    """
+    memory, normalise = walker.memory, walker.normalise
+    buffer = memory.buffer
+    found = Exploration(walker, {}, [0] * len(walker.moves))
+    parents, accepted, refused = found.parents, found.accepted, found.refused
+    owed = [move.right and "ticket" in move.arguments for move in walker.moves]
+    start = walker.initial
+    if canonical is not None:
+        memory.thaw(start)
+        canonical()
+        start = memory.freeze()
+    parents[start] = start
+    frontier = [start]
+    memory.thaw(start)
+    broken = check(memory) if check else None
+    if broken:
+        found.violation = (broken, start, None)
+        return found
+    while frontier:
+        following: list[bytes] = []
+        for state in frontier:
+            buffer[:] = state
+            for group in walker.ready():
+                for index, first, arguments, last, place, evidence in group:
+                    try:
+                        ticket = first(memory, *arguments)
+                        if last is not None:
+                            last(memory, place, ticket, *evidence)
+                    except Refused as refusal:
+                        refused[index, refusal.clause] += 1
+                        if bytes(buffer) != state or owed[index]:
+                            broken = broken_promise(walker, index, refusal.clause, state)
+                            if broken:
+                                found.violation = (broken, state, index)
+                                return found
+                        continue
+                    accepted[index] += 1
+                    normalise()
+                    if canonical is not None:
+                        canonical()
+                    after = bytes(buffer)
+                    if after not in parents:
+                        parents[after] = state
+                        following.append(after)
+                        if check is not None:
+                            broken = check(memory)
+                            if broken:
+                                found.violation = (broken, state, index)
+                                return found
+                    buffer[:] = state
+        if progress is not None: progress(f"Exploring. states={len(parents):,} transitions={sum(accepted):,} depth={found.depth}")
+        if following: found.depth += 1
+        frontier = following
+    return found

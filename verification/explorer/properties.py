@@ -1,0 +1,129 @@
+"""
+The specification's invariants over flat memory: which are claimed in a scope, and a fast check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+from operator import itemgetter
+from typing import Any
+
+from attrs import define, field
+
+from qeffect.stage import STATE
+from spec.predicates import Predicate
+
+from .flat import FlatMemory
+from .scopes import Scope, sizes
+from .walker import Walker
+
+__all__ = ["Checker", "claimed", "instances_of"]
+
+_KNOWN_MAX = 200_000  # remembered verdicts of one group; more would cost more than asking again
+
+
+class _Recorder:
+    """A memory that remembers which columns were asked for."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+        self.asked: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.add(name)
+        return getattr(self.memory, name)
+
+
+def _columns(predicate: Predicate, memory: FlatMemory) -> frozenset[str]:
+    """Columns that a predicate reads; it never branches, so one evaluation reads them all."""
+    recorder = _Recorder(memory)
+    predicate.function(recorder, *(0 for _ in predicate.variables))
+    return frozenset(recorder.asked)
+
+
+def claimed(walker: Walker, predicates: Iterable[Predicate]) -> tuple[Predicate, ...]:
+    """
+    Return the predicates that speak only of what a scope has and remembers.
+
+    A column that no transition of the scope writes is remembered although no state holds it.
+    """
+    relations = {*walker.transitions.relations, "tickets"}
+    written = walker.written
+    chosen = []
+    for predicate in predicates:
+        if predicate.needs <= relations:
+            asked = _columns(predicate, walker.memory) & STATE.keys()
+            if asked <= walker.kept | (STATE.keys() - written):
+                chosen.append(predicate)
+    return tuple(chosen)
+
+
+@define
+class _Group:
+    """Predicates over the same columns; their verdict is remembered by what those hold."""
+
+    instances: tuple[tuple[str, Callable[..., Any], tuple[int, ...]], ...]
+    key: Callable[[Any], Any]
+    known: dict[Any, str | None] = field(factory=dict)
+
+
+@define
+class Checker:
+    """
+    Says which predicate a walker's memory breaks.
+
+    Args:
+        walker: The walker whose memory is checked.
+        predicates: What must hold.
+    """
+
+    walker: Walker
+    predicates: tuple[Predicate, ...]
+    _groups: list[_Group] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        by_columns: dict[frozenset[str], list[Predicate]] = {}
+        for predicate in self.predicates:
+            asked = _columns(predicate, self.walker.memory) & self.walker.kept
+            by_columns.setdefault(asked, []).append(predicate)
+        self._groups = [self._group(asked, found) for asked, found in by_columns.items()]
+
+    def _group(self, asked: frozenset[str], found: list[Predicate]) -> _Group:
+        layout = self.walker.memory.layout
+        where = sorted(offset for column in asked for offset in layout[column])
+        instances = tuple(
+            (predicate.name, predicate.function, values)
+            for predicate in found
+            for values in instances_of(self.walker.scope, predicate)
+        )
+        key = itemgetter(*where) if where else lambda _: None
+        return _Group(instances, key)
+
+    def __call__(self, memory: Any) -> str | None:
+        """Return the name of a predicate that the memory breaks, or None."""
+        buffer = memory.buffer
+        for group in self._groups:
+            key = group.key(buffer)
+            try:
+                broken = group.known[key]
+            except KeyError:
+                broken = self._ask(group, memory)
+                if len(group.known) < _KNOWN_MAX:
+                    group.known[key] = broken
+            if broken is not None:
+                return broken
+        return None
+
+    @staticmethod
+    def _ask(group: _Group, memory: Any) -> str | None:
+        for name, function, values in group.instances:
+            if not function(memory, *values):
+                return name
+        return None
+
+
+def instances_of(scope: Scope, predicate: Predicate) -> Iterator[tuple[int, ...]]:
+    """Yield every choice of a predicate's variables."""
+    n = sizes(scope)
+    return product(*(range(n[sort]) for sort in predicate.variables.values()))

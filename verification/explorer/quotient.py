@@ -1,0 +1,177 @@
+"""
+The normal form of a state: what no guard can ever tell apart is written one way.
+
+Serials only ever grow, counters of stream work too, and a freed slot remembers its last tenant.
+Without a normal form nearly every path would end in a state of its own. Each rule replaces
+values by others with the same futures; a test runs states and their normal forms side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from qeffect.constants import NEVER, RESERVED
+
+from .flat import TICKETS, FlatMemory
+from .scopes import Scope, configuration, sizes
+
+__all__ = ["normal_form"]
+
+Rule = Callable[[Any], None]
+
+
+def normal_form(scope: Scope, memory: FlatMemory) -> Callable[[], None]:
+    """
+    Return what brings a memory's state into normal form, in place.
+
+    Args:
+        scope: What is explored.
+        memory: The memory; rules about columns that it does not keep are left out.
+    """
+    kept = memory.layout.keys()
+    rules: list[Callable[[], None]] = []
+    if "pending" in kept:
+        rules.append(_free_slots(memory, sizes(scope)["slot"]))
+    if "serial" in kept:
+        rules.append(_tickets(memory, [n for n in TICKETS if n in kept]))
+    if "replays" in kept:
+        rules += _stream_work(scope, memory)
+    if "cursor" in kept:
+        rules.append(_empty_pools(memory, sizes(scope)["pool"]))
+    if "incarnation" in kept:
+        rules.append(_incarnation(memory))
+    if scope.fresh_keys:
+        rules.append(_fresh_keys(memory, sizes(scope)["cell"]))
+
+    def normalise() -> None:
+        for rule in rules:
+            rule()
+
+    return normalise
+
+
+def _free_slots(st: Any, slots: int) -> Callable[[], None]:
+    """A free slot's last tenant is never asked for, nor is its output before its forward ran."""
+    members = range(slots)
+    pending, cell_at, epoch_at = st.pending, st.cell_at, st.epoch_at
+    produced = st.produced if "produced" in st.layout else None
+
+    def rule() -> None:
+        for slot in members:
+            mask = pending[slot]
+            if mask == 0:
+                cell_at[slot] = -1
+                epoch_at[slot] = NEVER
+                if produced is not None:
+                    produced[slot] = 0
+            elif mask == RESERVED and produced is not None:
+                produced[slot] = 0
+
+    return rule
+
+
+def _tickets(st: Any, names: list[str]) -> Callable[[], None]:
+    """Tickets are compared for equality only: number those in flight from 1, in their order."""
+    serial = st.serial
+    columns = [getattr(st, name) for name in names]
+    whole = st.buffer[: sum(map(len, columns))]
+    none = bytes(len(whole))
+
+    def rule() -> None:
+        if whole == none:
+            serial[0] = 0
+            return
+        flying = 0
+        for column in columns:
+            for ticket in column:
+                flying |= 1 << ticket
+        flying &= ~1
+        if flying:
+            for column in columns:
+                for index, ticket in enumerate(column):
+                    if ticket:
+                        column[index] = (flying & ((2 << ticket) - 1)).bit_count()
+        serial[0] = flying.bit_count()
+
+    return rule
+
+
+def _stream_work(scope: Scope, st: Any) -> list[Callable[[], None]]:
+    """
+    Stream work is compared only as "waited for": per domain, number the replays that wrote a
+    live tape or a stage's gradients from 1, in their order, and count waits by how many of those
+    they cover. A caller's work is joined or not.
+    """
+    config, n = configuration(scope), sizes(scope)
+    submitted, joined, waited = st.submitted, st.joined, st.waited
+    replays, produced, landed = st.replays, st.produced, st.landed
+    links = range(n["link"])
+
+    def joins() -> None:
+        for link in links:
+            ahead = submitted[link] - joined[link]
+            if ahead or joined[link]:
+                submitted[link] = (ahead > 0) - (ahead < 0)
+                joined[link] = 0
+
+    def ranks(domain: int) -> Callable[[], None]:
+        at = config["domain_of"]
+        slots = [s for s, stage in enumerate(config["slot_stage"]) if at[stage] == domain]
+        stages = [s for s, d in enumerate(at) if d == domain]
+        callers = [link for link, d in enumerate(config["domain_at"]) if d == domain]
+
+        def rule() -> None:
+            marks = 0
+            for slot in slots:
+                marks |= 1 << produced[slot]
+            for stage in stages:
+                marks |= 1 << landed[stage]
+            marks &= ~1
+            for slot in slots:
+                produced[slot] = (marks & ((2 << produced[slot]) - 1)).bit_count()
+            for stage in stages:
+                landed[stage] = (marks & ((2 << landed[stage]) - 1)).bit_count()
+            for link in callers:
+                waited[link] = (marks & ((2 << waited[link]) - 1)).bit_count()
+            replays[domain] = (marks & ((2 << replays[domain]) - 1)).bit_count()
+
+        return rule
+
+    return [joins, *(ranks(domain) for domain in range(n["domain"]))]
+
+
+def _empty_pools(st: Any, pools: int) -> Callable[[], None]:
+    """A pool that keeps nobody's memory may be replayed from the start."""
+    cursor, tenants = st.cursor, st.tenants
+    members = range(pools)
+
+    def rule() -> None:
+        for pool in members:
+            if tenants[pool] == 0:
+                cursor[pool] = 0
+
+    return rule
+
+
+def _incarnation(st: Any) -> Callable[[], None]:
+    """An incarnation is only ever equal to itself: call the current one 0."""
+    incarnation = st.incarnation
+
+    def rule() -> None:
+        incarnation[0] = 0
+
+    return rule
+
+
+def _fresh_keys(st: Any, cells: int) -> Callable[[], None]:
+    """Every next key of a cell is fresh, so only whether its live tape was forwarded counts."""
+    members = range(cells)
+    slot_of, forwarded = st.slot_of, st.forwarded
+
+    def rule() -> None:
+        for cell in members:
+            if slot_of[cell] == -1:
+                forwarded[cell] = NEVER
+
+    return rule

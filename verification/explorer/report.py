@@ -1,0 +1,74 @@
+"""
+What an exploration found.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+from attrs import asdict, field, frozen
+
+__all__ = ["ExploreReport", "peak_rss_mb"]
+
+
+@frozen
+class ExploreReport:
+    """
+    What an exploration found.
+
+    Args:
+        scope: Name of the scope.
+        reading: ``plain`` or ``batch``.
+        symmetry: Whether one state stands for its orbit.
+        states: Distinct states, in normal form.
+        transitions: Accepted moves, each counted in each state.
+        refused: Refused moves.
+        by_clause: Refused moves by clause.
+        by_transition: Accepted moves by label.
+        depth: Length of the longest shortest schedule to a state.
+        invariants: How many invariants every state was checked against.
+        violation: What was broken and the schedule that breaks it, or None.
+        witnesses: A shortest schedule for everything that happened, by name: transitions and
+            their paths accepted, clauses refused.
+        seconds: Wall time.
+        rate: Accepted moves a second.
+        attempted_rate: Accepted and refused moves a second.
+        peak_rss_mb: Largest memory of the process so far.
+    """
+
+    scope: str
+    reading: str
+    symmetry: bool
+    states: int
+    transitions: int
+    refused: int
+    by_clause: dict[str, int]
+    by_transition: dict[str, int]
+    depth: int
+    invariants: int
+    violation: str | None
+    witnesses: dict[str, list[str]] = field(repr=False)
+    seconds: float
+    peak_rss_mb: float
+
+    @property
+    def rate(self) -> float:
+        """Accepted moves a second."""
+        return self.transitions / max(self.seconds, 1e-9)
+
+    @property
+    def attempted_rate(self) -> float:
+        """Accepted and refused moves a second."""
+        return (self.transitions + self.refused) / max(self.seconds, 1e-9)
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        return asdict(self) | {"rate": self.rate, "attempted_rate": self.attempted_rate}
+
+
+def peak_rss_mb() -> float:
+    """Return the largest resident memory of this process so far, in MiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)

@@ -1,0 +1,214 @@
+"""
+Scopes: how much of the contract one exploration walks, and the standard ones by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from attrs import field, frozen
+from attrs.validators import deep_iterable, ge, instance_of
+
+from qeffect.constants import DI, DW, GRAD, OUT
+from qeffect.stage import OPTIONAL, TRANSITIONS
+
+__all__ = ["Scope", "configuration", "pool_scope", "sizes", "standard_scopes"]
+
+_count = [instance_of(int), ge(1)]
+_counts = deep_iterable(_count, instance_of(tuple))
+
+#: The transitions that the slot pool alone consists of.
+_POOL: Final = (
+    "reserve",
+    "check_forward",
+    "commit_forward",
+    "abort_forward",
+    "check_dgrad",
+    "commit_dgrad",
+    "abort_dgrad",
+    "check_wgrad",
+    "commit_wgrad",
+    "abort_wgrad",
+    "drop",
+)
+
+
+@frozen
+class Scope:
+    """
+    A small contract, and which of its moves an exploration tries.
+
+    Args:
+        name: What reports call it.
+        slots: Slots of each stage's pool.
+        cells: Microbatches of each stage.
+        domains: State domain of each stage; all share domain 0 by default.
+        callers: Streams that call into the graph streams; each has a link to every domain.
+        epochs: Epochs whose keys are presented, so that the weight epoch reaches this number.
+        generation_max: The last generation that a slot may reach.
+        omit: Relations left out.
+        only: Transitions that take part; all by default.
+        tickets: Explore checks, commits and aborts one by one, with several tickets outstanding.
+            Otherwise a check runs in one step with its commit, or with its abort.
+        readers: Output and gradient readers of every tape: bits of OUT | GRAD.
+        reduces: Stages reduce their gradients.
+        accumulate: One accumulating buffer for each stage, or else one buffer for each cell.
+        shared_pool: The slots of a domain share one capture-memory pool.
+        declared: F of every cell in order, then dI of every cell, is declared for each domain.
+        fresh_keys: The epoch of every presented key is one its cell has not been forwarded in,
+            so that keys never run out. Only where neither the weight epoch nor a repeated
+            forward is asked about.
+        wrong_arguments: Present each move also with one argument wrong.
+
+    Raises:
+        TypeError, ValueError: A count is not a positive integer, or a name is unknown.
+    """
+
+    name: str
+    slots: tuple[int, ...] = field(default=(2,), validator=_counts)
+    cells: tuple[int, ...] = field(default=(2,), validator=_counts)
+    domains: tuple[int, ...] = ()
+    callers: int = field(default=1, validator=_count)
+    epochs: int = field(default=1, validator=_count)
+    generation_max: int = field(default=2, validator=_count)
+    omit: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    tickets: bool = False
+    readers: int = 0
+    reduces: bool = False
+    accumulate: bool = True
+    shared_pool: bool = False
+    declared: bool = False
+    fresh_keys: bool = False
+    wrong_arguments: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        stages = len(self.slots)
+        if len(self.cells) != stages or len(self.domains) not in (0, stages):
+            raise ValueError(
+                f"scope {self.name}: {stages} stages have slots, so give {stages} cells and domains"
+            )
+        if set(self.domains) != set(range(len(set(self.domains)))):
+            raise ValueError(f"scope {self.name}: domains must be numbered from 0")
+        for given, known in ((self.omit, OPTIONAL), (self.only, TRANSITIONS)):
+            unknown = sorted(set(given) - set(known))
+            if unknown:
+                raise ValueError(f"scope {self.name}: unknown {', '.join(unknown)}")
+        if self.readers & ~(OUT | GRAD):
+            raise ValueError(f"scope {self.name}: readers are bits of OUT | GRAD")
+        if self.fresh_keys and ("version" not in self.omit or "finalize" in self.transitions):
+            raise ValueError(f"scope {self.name}: fresh keys need the epoch to be out of play")
+
+    @property
+    def transitions(self) -> tuple[str, ...]:
+        """Names of the transitions that take part."""
+        return self.only or tuple(TRANSITIONS)
+
+    @property
+    def domain_of(self) -> tuple[int, ...]:
+        """State domain of each stage."""
+        return self.domains or (0,) * len(self.slots)
+
+
+def sizes(scope: Scope) -> dict[str, int]:
+    """Return how many members each index sort has."""
+    slots, cells, domains = sum(scope.slots), sum(scope.cells), len(set(scope.domain_of))
+    return {
+        "one": 1,
+        "slot": slots,
+        "cell": cells,
+        "stage": len(scope.slots),
+        "domain": domains,
+        "link": scope.callers * domains,
+        "pool": domains if scope.shared_pool else slots,
+        "buffer": len(scope.slots) if scope.accumulate else cells,
+    }
+
+
+def configuration(scope: Scope) -> dict[str, list[int]]:
+    """
+    Return every configured column, as ``qeffect.config.lay_out`` fills them but over dense cells.
+
+    Two more say where things are: ``stage_of`` each cell, which keys carry themselves.
+    Destinations and matrices are opaque numbers. Capture ranks count within a slot's own pool,
+    so that slots differ in nothing.
+    """
+    n = sizes(scope)
+    stage_of = [s for s, count in enumerate(scope.cells) for _ in range(count)]
+    slot_stage = [s for s, count in enumerate(scope.slots) for _ in range(count)]
+    order: dict[int, list[int]] = {d: [] for d in range(n["domain"])}
+    for cell, stage in enumerate(stage_of):
+        order[scope.domain_of[stage]].append(cell)
+    position = [order[scope.domain_of[s]].index(c) for c, s in enumerate(stage_of)]
+    updates = [len(order[scope.domain_of[s]]) for s in stage_of]
+    if scope.shared_pool:
+        pools = [scope.domain_of[s] for s in slot_stage]
+        ranks = [[kind * n["slot"] + slot for slot in range(n["slot"])] for kind in range(3)]
+    else:
+        pools = list(range(n["slot"]))
+        ranks = [[kind] * n["slot"] for kind in range(3)]
+    return {
+        "stage_of": stage_of,
+        "generation_max": [scope.generation_max],
+        "slot_stage": slot_stage,
+        "domain_of": list(scope.domain_of),
+        "domain_at": [link % n["domain"] for link in range(n["link"])],
+        "owes": [DI | DW | scope.readers] * n["stage"],
+        "matrices": [1] * n["stage"],
+        "cells": list(scope.cells),
+        "declared": [int(scope.declared)] * n["domain"],
+        "forward_at": position if scope.declared else [-1] * n["cell"],
+        "dgrad_at": [u + p for u, p in zip(updates, position, strict=True)]
+        if scope.declared
+        else [-1] * n["cell"],
+        "destination_of": stage_of if scope.accumulate else list(range(n["cell"])),
+        "buffer_of": stage_of if scope.accumulate else list(range(n["cell"])),
+        "pool_of": pools,
+        "forward_rank": ranks[0],
+        "dgrad_rank": ranks[1],
+        "wgrad_rank": ranks[2],
+        "reduces": [int(scope.reduces)] * n["stage"],
+    }
+
+
+def pool_scope(slots: int, keys: int, generations: int, **options: Any) -> Scope:
+    """
+    Return the slot pool alone: ownership without the epoch, every check run with its commit.
+
+    Args:
+        slots: Slots of the pool.
+        keys: Keys that compete for them; a key returns after its release.
+        generations: Tenants that each slot may have, one after another.
+        options: Further arguments of ``Scope``.
+
+    Raises:
+        TypeError, ValueError: A count is not a positive integer.
+
+    >>> pool_scope(4, 4, 3).name
+    'pool-4-4-3'
+    """
+    return Scope(
+        name=f"pool-{slots}-{keys}-{generations}",
+        slots=(slots,),
+        cells=(keys,),
+        generation_max=generations,
+        omit=tuple(sorted(OPTIONAL)),
+        only=_POOL,
+        fresh_keys=True,
+        **options,
+    )
+
+
+def standard_scopes() -> Mapping[str, Scope]:
+    """
+    Return the scopes whose counts the tests pin, by name.
+
+    Together they reach every accepting path of every transition and every refusal clause.
+    """
+    scopes = (
+        pool_scope(2, 2, 2),
+        pool_scope(3, 3, 2),
+        Scope("stage-small", slots=(1,), cells=(1,)),
+    )
+    return {scope.name: scope for scope in scopes}
