@@ -165,7 +165,8 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     ),
     "version.pending": lambda st, a: (
         _what(a),
-        f"no refresh in flight; stages in flight {_live(st.refreshing)} (stage: ticket)",
+        f"no refresh in flight, by itself or by an F; stages in flight {_live(st.refreshing)} and "
+        f"{_live(st.filling)} (stage: ticket)",
     ),
     "version.unknown-ticket": lambda st, a: (
         f"refresh ticket {a['ticket']} of stage {a['stage']}",

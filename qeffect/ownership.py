@@ -5,7 +5,7 @@ Ownership: each retained tape has one key, one slot and one generation (paper, I
 from __future__ import annotations
 
 from .columns import Column
-from .constants import DI, DW, GRAD, NEVER, NO_SLOT, RESERVED, State
+from .constants import DI, DW, GRAD, NEVER, NO_SLOT, OUT, RESERVED, State
 from .refusals import Refused
 
 #: ``cell_at`` and ``epoch_at`` are the tape's key; ``held`` is the ticket in flight on a slot;
@@ -222,7 +222,7 @@ def read_guards(st: State, key, ref, bit, link):
     slot = ref.slot
     mask = st.pending[slot]
     require_reference(st, key, ref)
-    if mask == RESERVED or mask & bit == 0:
+    if (bit != OUT and bit != GRAD) or mask & bit == 0:
         raise Refused("ownership.no-such-reader")
     if bit == GRAD and mask & DI != 0:
         raise Refused("ownership.read-before-dgrad")
@@ -232,9 +232,7 @@ def finish_read_guards(st: State, key, ref, bit):
     slot = ref.slot
     mask = st.pending[slot]
     require_reference(st, key, ref)
-    if mask == RESERVED or mask & bit == 0:
-        raise Refused("ownership.no-such-reader")
-    if bit == DI or bit == DW:
+    if (bit != OUT and bit != GRAD) or mask & bit == 0:
         raise Refused("ownership.no-such-reader")
     if bit == GRAD and mask & DI != 0:
         raise Refused("ownership.read-before-dgrad")

@@ -10,11 +10,13 @@ from .constants import NEVER, NO_STAGE, State
 from .refusals import Refused
 
 #: ``refreshed`` names the stage whose first forward must come next in the domain, or NO_STAGE;
-#: ``refreshing`` is the serial of the refresh (or refreshing F) in flight on a stage, or 0.
+#: ``refreshing`` is the serial of the refresh in flight on a stage, ``filling`` that of the F in
+#: flight that refreshes the cache itself, or 0.
 STATE = {
     "cache_epoch": Column("stage", initial=NEVER),
     "refreshed": Column("domain", "stage", NO_STAGE),
     "refreshing": Column("stage", "ticket"),
+    "filling": Column("stage", "ticket"),
 }
 
 
@@ -27,7 +29,7 @@ def reserve_guards(st: State, key, slot):
 
 def check_refresh_guards(st: State, stage, link):
     d = st.domain_of[stage]
-    if st.refreshing[stage] != 0:
+    if st.refreshing[stage] != 0 or st.filling[stage] != 0:
         raise Refused("version.pending")
     if st.cache_epoch[stage] == st.weight_epoch[stage]:
         raise Refused("version.already-fresh")
@@ -71,7 +73,7 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
     waiting = st.refreshed[d]
     if e != st.weight_epoch[s]:
         raise Refused("version.wrong-epoch")
-    if refresh != 0 and st.refreshing[s] != 0:
+    if refresh != 0 and (st.refreshing[s] != 0 or st.filling[s] != 0):
         raise Refused("version.pending")
     if refresh == 0 and cached != e:
         raise Refused("version.stale-cache")
@@ -87,22 +89,22 @@ def check_forward_writes(st: State, key, slot, token, link, refresh):
     s = key.stage
     ticket = st.serial[0] + 1
     if refresh != 0:
-        st.refreshing[s] = ticket
+        st.filling[s] = ticket
 
 
 def commit_forward_writes(st: State, slot, ticket):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
-    if st.refreshing[s] == ticket:
+    if st.filling[s] == ticket:
         st.cache_epoch[s] = st.epoch_at[slot]
-        st.refreshing[s] = 0
+        st.filling[s] = 0
     st.refreshed[d] = NO_STAGE
 
 
 def abort_forward_writes(st: State, slot, ticket):
     s = st.slot_stage[slot]
-    if st.refreshing[s] == ticket:
-        st.refreshing[s] = 0
+    if st.filling[s] == ticket:
+        st.filling[s] = 0
 
 
 def check_dgrad_guards(st: State, key, ref, token, link):
@@ -132,7 +134,7 @@ def bind_guards(st: State, key, destination):
 
 
 def invalidate_guards(st: State, stage):
-    if st.refreshing[stage] != 0:
+    if st.refreshing[stage] != 0 or st.filling[stage] != 0:
         raise Refused("version.pending")
 
 
