@@ -54,7 +54,7 @@ def _ref(value: Any) -> bool:
     if type(value) is not list or len(value) != 3:
         return False
     slot, generation, incarnation = value
-    return _integer(slot) and _natural(generation) and _hex(incarnation)
+    return _natural(slot) and _natural(generation) and _hex(incarnation)
 
 
 def _names(value: Any) -> bool:

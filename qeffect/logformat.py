@@ -167,6 +167,10 @@ def rebuild(header: Mapping[str, Any]) -> Contract:
         generation_max=header["generation_max"],
         epoch=header["epoch"],
     )
+    if list(contract.transitions.relations) != header["relations"]:
+        raise ValueError(f"the relations come in the order {contract.transitions.relations}")
+    if len(header["declared"]) != len({domain for domain, _ in header["declared"]}):
+        raise ValueError("a domain declares its order twice")
     contract.memory.incarnation[0] = int(header["incarnation"], 16)
     return contract
 

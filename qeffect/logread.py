@@ -85,6 +85,12 @@ class Converters:
             "epoch": _natural,
             "incarnation": self.incarnations.__getitem__,
         }
+        # A relation that is left out checks nothing; its arguments are still numbers.
+        relations = self.contract.transitions.relations
+        if "order" not in relations:
+            converts["token"] = _natural
+        if "version" not in relations:
+            converts["ticket"] = _natural
         return {
             name: (
                 FIELDS[name],
@@ -94,7 +100,11 @@ class Converters:
                     for i, field in enumerate(FIELDS[name])
                     if field in self.members
                 ),
-                tuple((i, converts[f]) for i, f in enumerate(FIELDS[name]) if f in converts),
+                tuple(
+                    (i, self.claiming_key if f == "key" and "ref" not in parameters else convert)
+                    for i, f in enumerate(FIELDS[name])
+                    if (convert := converts.get(f))
+                ),
                 2 + len(parameters),
             )
             for name, parameters in TRANSITIONS.items()
@@ -107,11 +117,17 @@ class Converters:
 
     def key(self, raw: Any) -> Any:
         epoch, stage, microbatch, block, invocation = raw
-        cell = (stage, microbatch, block, invocation)
-        if epoch < 0 or cell not in self.cells:
+        if epoch < 0:
             raise ValueError(raw)
         key = self._key
-        key.epoch, key.stage, key.cell = epoch, stage, cell
+        key.epoch, key.stage, key.cell = epoch, stage, (stage, microbatch, block, invocation)
+        return key
+
+    def claiming_key(self, raw: Any) -> Any:
+        """A key without a reference beside it, which no guard would otherwise compare."""
+        key = self.key(raw)
+        if key.cell not in self.cells:
+            raise ValueError(raw)
         return key
 
     def ref(self, raw: Any) -> Any:

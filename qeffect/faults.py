@@ -1,0 +1,350 @@
+"""
+The paper's fault table, run: seven injections in six families, each through the public API.
+
+Every injection begins with work that keeps the contract, makes one invalid call, and afterwards
+shows that what the table says was preserved really was: the tape, the epoch or the reduction is
+taken to its regular end. No device is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from attrs import asdict, frozen
+
+from spec.document import fault_rows
+
+from .config import StageConfig
+from .contract import Contract
+from .keys import TapeKey, TapeRef
+from .layout import Destination
+from .refusals import Refused
+
+__all__ = ["FaultReport", "FaultRow", "run"]
+
+MATRICES: Final = ("fc1", "fc2")
+
+
+@frozen
+class FaultRow:
+    """
+    One injection and what became of it.
+
+    Args:
+        injection: The injected violation, in the paper's words.
+        family: The family it belongs to.
+        detected_at: Where it was detected, in the paper's words.
+        transition: The transition that refused it; empty when none did.
+        clause: The clause that refused it; empty when none did.
+        refused: It was refused, at its first invalid operation, under the clause of the table,
+            and the state was the same before and after.
+        preserved: What was preserved, as shown by using it afterwards; or what was not.
+        holds: Refused, and preserved.
+        accepted: Transitions that were accepted before it.
+    """
+
+    injection: str
+    family: str
+    detected_at: str
+    transition: str
+    clause: str
+    refused: bool
+    preserved: str
+    holds: bool
+    accepted: int
+
+
+@frozen
+class FaultReport:
+    """
+    The fault table as it came out.
+
+    Args:
+        verdict: ``accepted`` when every row holds, else ``refused``.
+        rows: One row per injection, in the paper's order.
+    """
+
+    verdict: str
+    rows: tuple[FaultRow, ...]
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the report as a plain dictionary."""
+        return {**asdict(self), "rows": [asdict(row) for row in self.rows]}
+
+
+def run() -> FaultReport:
+    """
+    Inject every fault of the table.
+
+    >>> report = run()
+    >>> [row.clause for row in report.rows if row.family == "checkpoint in flight"]
+    ['persistence.live-tape', 'persistence.reduction-in-flight']
+    """
+    rows = tuple(_inject(row) for row in fault_rows())
+    return FaultReport("accepted" if all(row.holds for row in rows) else "refused", rows)
+
+
+def _inject(row: Mapping[str, str]) -> FaultRow:
+    injection = _INJECTIONS[row["id"]]()
+    refusal, unchanged, preserved = None, False, ""
+    try:
+        injection.prepare()
+        accepted = injection.accepted
+        before = injection.contract.snapshot()
+        try:
+            injection.violate()
+        except Refused as refused:
+            refusal = refused
+        unchanged = before == injection.contract.snapshot() and injection.accepted == accepted
+        injection.go_on()
+    except Refused as refused:
+        preserved = f"not preserved: {refused}"
+        accepted = injection.accepted
+    refused_so = (
+        refusal is not None
+        and (refusal.clause, refusal.transition) == (row["clause"], row["transition"])
+        and unchanged
+    )
+    return FaultRow(
+        injection=row["violation"],
+        family=row["family"],
+        detected_at=row["detected_at"],
+        transition=refusal.transition if refusal else "",
+        clause=refusal.clause if refusal else "",
+        refused=refused_so,
+        preserved=preserved or row["preserved"],
+        holds=refused_so and not preserved,
+        accepted=accepted,
+    )
+
+
+class _Injection:
+    """One process with two microbatches, and what is done to it."""
+
+    slots = 2
+    reduces = False
+
+    def __init__(self) -> None:
+        self.accepted = 0
+        self.contract = Contract(
+            [
+                StageConfig(
+                    0,
+                    microbatches=2,
+                    slots=self.slots,
+                    matrices=MATRICES,
+                    destinations=[
+                        Destination(name, None, (8, 8), "float32", "cuda:0", 4096 + 256 * i, 256)
+                        for i, name in enumerate(MATRICES)
+                    ],
+                    reduces=self.reduces,
+                )
+            ],
+            observer=self._count,
+        )
+        self.start = self.contract.checkpoint()
+        self.refs: dict[int, TapeRef] = {}
+
+    def prepare(self) -> None:
+        """Do what keeps the contract, up to the fault."""
+        raise NotImplementedError  # each injection has its own
+
+    def violate(self) -> None:
+        """Make the one invalid call."""
+        raise NotImplementedError
+
+    def go_on(self) -> None:
+        """Use what must have been preserved; a refusal here says that it was not."""
+        raise NotImplementedError
+
+    def _count(self, transition: str, arguments: tuple[Any, ...], result: Any) -> None:
+        self.accepted += 1
+
+    def key(self, microbatch: int) -> TapeKey:
+        return TapeKey(self.contract.epoch, 0, microbatch)
+
+    def refresh(self) -> None:
+        with self.contract.refresh(0):
+            pass
+
+    def forward(self, microbatch: int) -> None:
+        with self.contract.forward(self.key(microbatch)) as action:
+            pass
+        self.refs[microbatch] = action.ref
+
+    def dgrad(self, microbatch: int) -> None:
+        self.contract.bind(self.key(microbatch))
+        self.contract.wait()
+        with self.contract.dgrad(self.key(microbatch), self.refs[microbatch]) as action:
+            action.queued = MATRICES
+
+    def wgrad(self, microbatch: int) -> None:
+        with self.contract.wgrad(self.key(microbatch), self.refs[microbatch]) as action:
+            action.covered = MATRICES
+
+    def whole(self, microbatch: int) -> None:
+        self.forward(microbatch)
+        self.dgrad(microbatch)
+        self.wgrad(microbatch)
+
+    def finalize(self) -> None:
+        self.contract.wait()
+        self.contract.finalize(0)
+
+    def step(self) -> None:
+        """One whole optimizer step."""
+        self.refresh()
+        self.whole(0)
+        self.whole(1)
+        self.finalize()
+        self.contract.commit_epoch()
+
+    def save(self) -> None:
+        """A checkpoint, after the device has finished."""
+        self.contract.drain()
+        self.contract.checkpoint()
+
+
+class _OldReference(_Injection):
+    """dW presents the right key and the reference of the slot's previous tenant."""
+
+    slots = 1
+
+    def prepare(self) -> None:
+        self.refresh()
+        self.whole(0)
+        self.forward(1)
+        self.dgrad(1)
+
+    def violate(self) -> None:
+        self.contract.check_wgrad(self.key(1), self.refs[0])
+
+    def go_on(self) -> None:
+        self.wgrad(1)
+        self.finalize()
+        self.contract.commit_epoch()
+
+
+class _RepeatedDgrad(_Injection):
+    """dI of one microbatch is asked for twice."""
+
+    def prepare(self) -> None:
+        self.refresh()
+        self.forward(0)
+        self.dgrad(0)
+        self.contract.wait()
+
+    def violate(self) -> None:
+        self.contract.check_dgrad(self.key(0), self.refs[0])
+
+    def go_on(self) -> None:
+        self.wgrad(0)
+        self.whole(1)
+        self.finalize()
+        self.contract.commit_epoch()
+
+
+class _MissingWgrad(_Injection):
+    """A stage is finalized while one delayed dW is still to run."""
+
+    def prepare(self) -> None:
+        self.refresh()
+        self.whole(0)
+        self.forward(1)
+        self.dgrad(1)
+        self.contract.wait()
+
+    def violate(self) -> None:
+        self.contract.finalize(0)
+
+    def go_on(self) -> None:
+        self.wgrad(1)
+        self.finalize()
+        self.contract.commit_epoch()
+
+
+class _WriteAfterAbort(_Injection):
+    """After one dW raised while writing, another dW of the same epoch starts."""
+
+    def prepare(self) -> None:
+        self.refresh()
+        for microbatch in (0, 1):
+            self.forward(microbatch)
+            self.dgrad(microbatch)
+        self.contract.abort(self.contract.check_wgrad(self.key(0), self.refs[0]))
+
+    def violate(self) -> None:
+        self.contract.check_wgrad(self.key(1), self.refs[1])
+
+    def go_on(self) -> None:
+        self.contract.purge(self.contract.epoch)
+        self.contract.drain()
+        self.contract.restore(self.start)
+        self.step()
+
+
+class _StaleCache(_Injection):
+    """The first forward after an optimizer step neither finds nor makes a fresh weight cache."""
+
+    def prepare(self) -> None:
+        self.step()
+
+    def violate(self) -> None:
+        self.contract.check_forward(self.key(0))
+
+    def go_on(self) -> None:
+        self.step()
+
+
+class _CheckpointLiveTape(_Injection):
+    """A checkpoint is asked for in mid-step, while a tape waits for its backward."""
+
+    def prepare(self) -> None:
+        self.refresh()
+        self.forward(0)
+        self.contract.drain()
+
+    def violate(self) -> None:
+        self.contract.checkpoint()
+
+    def go_on(self) -> None:
+        self.dgrad(0)
+        self.wgrad(0)
+        self.whole(1)
+        self.finalize()
+        self.contract.commit_epoch()
+        self.save()
+
+
+class _CheckpointReduction(_Injection):
+    """A checkpoint is asked for while gradients are being reduced."""
+
+    reduces = True
+
+    def prepare(self) -> None:
+        self.refresh()
+        self.whole(0)
+        self.whole(1)
+        self.finalize()
+        self.contract.start_reduction(0)
+        self.contract.drain()
+
+    def violate(self) -> None:
+        self.contract.checkpoint()
+
+    def go_on(self) -> None:
+        self.contract.finish_reduction(0)
+        self.contract.commit_epoch()
+        self.save()
+
+
+_INJECTIONS: Final[Mapping[str, Callable[[], _Injection]]] = {
+    "old-reference": _OldReference,
+    "repeated-dgrad": _RepeatedDgrad,
+    "missing-wgrad": _MissingWgrad,
+    "write-after-abort": _WriteAfterAbort,
+    "stale-cache": _StaleCache,
+    "checkpoint-live-tape": _CheckpointLiveTape,
+    "checkpoint-reduction": _CheckpointReduction,
+}

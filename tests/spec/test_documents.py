@@ -1,0 +1,99 @@
+"""
+The written contract and the fault table are what their data say.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import spec
+from qeffect.stage import OPTIONAL, RELATIONS
+from spec.__main__ import main
+from spec.clauses import CLAUSES, PARTS
+from spec.document import DOCUMENTS, contract, fault_rows
+
+FOLDER = Path(spec.__file__).parent
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_checked_in_document_is_current(name: str) -> None:
+    """A checked-in document equals what its data render."""
+    assert DOCUMENTS[name]() == (FOLDER / name).read_text(encoding="utf-8")
+
+
+def test_check_passes_on_current_documents_and_writes_nothing(tmp_path: Path) -> None:
+    """Written documents are current, and a check of them finds nothing."""
+    assert main(["--folder", str(tmp_path)]) == 0
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+
+    assert main(["--folder", str(tmp_path), "--check"]) == 0
+    assert stamps == {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_check_fails_on_a_stale_document(name: str, tmp_path: Path) -> None:
+    """An edited or missing document exits with 1 and is left as it is."""
+    main(["--folder", str(tmp_path)])
+    (tmp_path / name).write_text("edited", encoding="utf-8")
+
+    assert main(["--folder", str(tmp_path), "--check"]) == 1
+    assert (tmp_path / name).read_text(encoding="utf-8") == "edited"
+
+    (tmp_path / name).unlink()
+
+    assert main(["--folder", str(tmp_path), "--check"]) == 1
+    assert not (tmp_path / name).exists()
+
+
+def test_every_clause_stands_in_the_contract_once() -> None:
+    """The normative text has each clause's heading and id exactly once."""
+    text = contract()
+    for clause in CLAUSES.values():
+        assert text.count(f"### {clause.number} {clause.title}\n") == 1
+        assert text.count(f"\n`{clause.id}` (") == 1
+
+
+def test_parts_stand_in_the_order_in_which_guards_run() -> None:
+    """The text's parts are the stage's relations in the normative order, then the event log."""
+    relations = [name for name in RELATIONS if name != "tickets"]
+
+    assert [*relations, "log"] == [part.name for part in PARTS]
+
+
+def test_the_text_names_the_parts_that_may_be_left_out() -> None:
+    """The chapter on parts lists exactly the optional relations."""
+    sentence = re.search(r"leaves the part out:\s+([^.]*) are optional", contract())
+    assert sentence is not None
+
+    assert set(OPTIONAL) == set(re.findall(r"[a-z]+", sentence[1])) - {"and"}
+
+
+def test_the_specification_imports_no_other_layer() -> None:
+    """Importing every module of the folder brings in none of the layers above it, nor torch."""
+    program = (
+        "import pkgutil, sys, spec\n"
+        "for m in pkgutil.walk_packages(spec.__path__, 'spec.'):\n"
+        "    m.name.endswith('__main__') or __import__(m.name)\n"
+        "layers = ('qeffect', 'verification', 'gpu_runtime', 'torch')\n"
+        "print([m for m in layers if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_fault_table_is_seven_injections_in_six_families() -> None:
+    """The table's rows are the paper's, and each names a clause and a transition that checks it."""
+    rows = fault_rows()
+
+    assert len(rows) == len({row["id"] for row in rows}) == 7
+    assert len({row["family"] for row in rows}) == 6
+    for row in rows:
+        assert row["transition"] in CLAUSES[row["clause"]].transitions

@@ -1,0 +1,3 @@
+"""
+The example logs of ``spec/logs``: valid ones recorded from scenarios, rejected ones a field away.
+"""

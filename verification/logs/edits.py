@@ -1,0 +1,181 @@
+"""
+One-field edits of a log: every semantic field that the schema marks, changed one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from hashlib import blake2b
+from importlib import resources
+from typing import Any, Final
+
+from attrs import frozen
+
+from qeffect.eventlog import seal
+from qeffect.logformat import DIGEST_BYTES, FIELDS, compact
+
+__all__ = ["Edit", "edits", "line_schema", "reseal", "schema", "semantic_fields"]
+
+Path = tuple[str | int, ...]
+_MOST: Final = 4  # values tried for one place
+
+
+@frozen
+class Edit:
+    """
+    One field of one line, changed.
+
+    Args:
+        line: Line of the log, counted from 1.
+        path: Where in the line.
+        was: The value there.
+        now: The value after.
+    """
+
+    line: int
+    path: Path
+    was: Any
+    now: Any
+
+    @property
+    def field(self) -> str:
+        """The place as text, for example ``ref[1]``."""
+        head, *rest = self.path
+        return str(head) + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in rest)
+
+    def apply(self, lines: Sequence[str], sealed: bool = True) -> list[str]:
+        """
+        Return the log with this change.
+
+        Args:
+            lines: The log.
+            sealed: Whether to compute the digests of this and all later lines anew.
+        """
+        bodies = [_body(line) for line in lines]
+        bodies[self.line - 1] = compact(
+            _replaced(_fields(lines[self.line - 1]), self.path, self.now)
+        )[:-1]
+        if sealed:
+            return reseal(bodies)
+        changed = list(lines)
+        changed[self.line - 1] = bodies[self.line - 1] + lines[self.line - 1][-_END:]
+        return changed
+
+
+_END: Final = len(',"digest":""}\n') + 2 * DIGEST_BYTES
+
+
+def reseal(bodies: Iterable[str]) -> list[str]:
+    """Return a log's lines from their bodies, with every digest computed anew."""
+    chain = blake2b(digest_size=DIGEST_BYTES)
+    return [seal(body, chain) for body in bodies]
+
+
+@cache
+def schema() -> Mapping[str, Any]:
+    """Return the schema of a log's lines."""
+    text = (resources.files("spec") / "event-log.schema.json").read_text(encoding="utf-8")
+    loaded: Mapping[str, Any] = json.loads(text)
+    return loaded
+
+
+def line_schema(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of the schema that is about a line like this one."""
+    if "qeffect" in fields:
+        name = "header"
+    elif "events" in fields:
+        name = "closing"
+    else:
+        name = f"event.{fields['transition']}"
+    part: Mapping[str, Any] = schema()["$defs"][name]
+    return part
+
+
+def semantic_fields(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of a line's fields that the schema marks as semantic."""
+    for name, part in line_schema(fields)["properties"].items():
+        if part.get("x-semantic"):
+            yield name
+
+
+def edits(lines: Sequence[str]) -> Iterator[Edit]:
+    """
+    Yield edits of every place in every semantic field of a log.
+
+    A place gets its neighbouring numbers, a changed digit or letter, and values that the same
+    field has elsewhere in the log, since those are the mistakes that a runtime makes.
+    """
+    parsed = [_fields(line) for line in lines]
+    seen: dict[Path, list[Any]] = {}
+    for fields in parsed:
+        for name in semantic_fields(fields):
+            for path, value in _places((name,), fields[name]):
+                values = seen.setdefault(path, [])
+                if value not in values:
+                    values.append(value)
+    for number, fields in enumerate(parsed, 1):
+        for name in semantic_fields(fields):
+            for path, value in _places((name,), fields[name]):
+                others = seen[path] if number > 1 else []
+                for now in _alternatives(path, value, others, fields):
+                    yield Edit(number, path, value, now)
+
+
+def _places(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield every leaf under a value, and every list as a whole."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _places((*path, name), part)
+    elif isinstance(value, list):
+        yield path, value
+        for place, part in enumerate(value):
+            yield from _places((*path, place), part)
+    else:
+        yield path, value
+
+
+def _alternatives(
+    path: Path, value: Any, others: Sequence[Any], fields: Mapping[str, Any]
+) -> Iterator[Any]:
+    if path == ("transition",):
+        own = FIELDS[value]
+        yield from (name for name, names in FIELDS.items() if names == own and name != value)
+        return
+    near: list[Any]
+    if isinstance(value, bool):
+        near = [not value]
+    elif isinstance(value, int):
+        near = [value + 1, value - 1]
+    elif isinstance(value, str):
+        near = [value[:-1] + ("0" if value[-1:] != "0" else "1")]
+    elif isinstance(value, list):
+        # Keys, references and the like have a fixed length; only lists of names vary.
+        near = [value[:-1], [*value, value[0]]] if value and path[0] not in ("key", "ref") else []
+        others = []
+    else:
+        near = [0, "x"]
+    tried = [value]
+    for now in (*near, *others):
+        if now not in tried and len(tried) <= _MOST:
+            tried.append(now)
+            yield now
+
+
+def _fields(line: str) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(line)
+    del fields["digest"]
+    return fields
+
+
+def _body(line: str) -> str:
+    return line[:-_END]
+
+
+def _replaced(value: Any, path: Path, now: Any) -> Any:
+    if not path:
+        return now
+    copy = value.copy()
+    copy[path[0]] = _replaced(value[path[0]], path[1:], now)
+    return copy

@@ -1,0 +1,257 @@
+"""
+Scenarios whose event logs are the valid examples: each walks one part of the contract to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from qeffect import StageConfig
+from qeffect.schedule.tables import read_fixture
+
+from .driver import MATRICES, Driver, placed
+
+__all__ = ["SCENARIOS"]
+
+
+def zbv_rank() -> list[str]:
+    """Rank 1 of ZB-V at PP=2, M=4: two chunks of one state domain, per-microbatch destinations."""
+    d = Driver(
+        [StageConfig(s, 4, 3, matrices=MATRICES, destinations=placed(4, 4096 * s)) for s in (1, 2)],
+        incarnation=0x5EED_0001,
+    )
+    row = read_fixture("ScheduleZBVZeroBubble_pp2_vpp2_m4.compute.csv").rows[1]
+    left = {1: 4, 2: 4}
+    for action in filter(None, row):
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind == "F":
+            d.contract.submit()
+            d.contract.join()
+            if microbatch == 0:
+                d.refresh(stage)
+            d.forward(stage, microbatch, token=d.contract.token(stage))
+        elif action.kind == "I":
+            d.dgrad(stage, microbatch, token=d.contract.token(stage))
+        else:
+            d.wgrad(stage, microbatch)
+            left[stage] -= 1
+            if left[stage] == 0:
+                d.finalize(stage)
+    d.contract.commit_epoch()
+    d.contract.drain()
+    d.contract.checkpoint()
+    return d.log.close()
+
+
+def aborts_and_restores() -> list[str]:
+    """Every kind of failure, each followed by a restore of the same checkpoint."""
+    d = Driver(
+        [StageConfig(0, 2, 2, matrices=MATRICES, destinations=placed(None, 4096))],
+        incarnation=0x5EED_0100,
+    )
+    start = d.contract.checkpoint()
+    d.fail(d.contract.refresh(0))
+    d.begin_again(start, 0x5EED_0101)
+    d.fail(d.contract.forward(d.key(0, 0), refresh=True))
+    d.begin_again(start, 0x5EED_0102)
+    d.forward(0, 0, refresh=True)
+    d.forward(0, 1)
+    d.contract.bind(d.key(0, 0))
+    d.contract.wait()
+    d.fail(d.contract.dgrad(d.key(0, 0), d.ref(0, 0)))
+    d.begin_again(start, 0x5EED_0103)
+    d.refresh(0)
+    d.whole(0, 0)
+    d.forward(0, 1)
+    d.dgrad(0, 1)
+    d.fail(d.contract.wgrad(d.key(0, 1), d.ref(0, 1)))
+    d.begin_again(start, 0x5EED_0104)
+    d.refresh(0)
+    d.whole(0, 1)
+    d.whole(0, 0)
+    d.finalize(0)
+    d.contract.commit_epoch()
+    d.contract.drain()
+    d.contract.checkpoint()
+    return d.log.close()
+
+
+def reductions_and_checkpoint() -> list[str]:
+    """Two domains with data-parallel reductions: one fails and the epoch is rebuilt."""
+    d = Driver(
+        [
+            StageConfig(s, 1, 1, matrices=MATRICES, domain=name, reduces=True)
+            for s, name in enumerate(("a", "b"))
+        ],
+        incarnation=0x5EED_0200,
+    )
+    start = d.contract.checkpoint()
+    for stage in (0, 1):
+        d.refresh(stage)
+        d.whole(stage, 0)
+        d.finalize(stage)
+        d.contract.start_reduction(stage)
+    d.contract.finish_reduction(0)
+    d.contract.fail_reduction(1)
+    d.begin_again(start, 0x5EED_0201)
+    tickets = [d.contract.check_refresh(stage, d.link(stage)) for stage in (0, 1)]
+    for ticket in tickets:
+        d.contract.commit(ticket)
+    for stage in (0, 1):
+        d.whole(stage, 0)
+    d.finalize(0)
+    d.contract.start_reduction(0)
+    d.contract.finish_reduction(0)
+    d.finalize(1)
+    d.contract.start_reduction(1)
+    d.contract.finish_reduction(1)
+    d.contract.commit_epoch()
+    d.contract.drain()
+    done = d.contract.checkpoint()
+    d.contract.restore(done, incarnation=0x5EED_0202)
+    d.fail(d.contract.refresh(0, d.link(0)))
+    d.refresh(1)
+    d.forward(1, 0)
+    d.contract.drop(d.key(1, 0), d.ref(1, 0))
+    return d.log.close()
+
+
+def readers() -> list[str]:
+    """Sends of outputs and input gradients, a reserved slot, two callers, a dropped tape."""
+    d = Driver(
+        [
+            StageConfig(0, 2, 2, matrices=MATRICES, sends_output=True, sends_gradient=True),
+            StageConfig(1, 2, 2, matrices=MATRICES),
+        ],
+        incarnation=0x5EED_0300,
+        callers=("main", "send"),
+    )
+    send = d.link(0, "send")
+    d.refresh(0)
+    d.contract.reserve(d.key(0, 0))
+    d.contract.submit("send")
+    d.contract.join(send)
+    d.forward(0, 0)
+    d.forward(0, 1, link=send)
+    d.contract.wait(send)
+    for microbatch in (0, 1):
+        key, ref = d.key(0, microbatch), d.ref(0, microbatch)
+        d.contract.read(key, ref, link=send)
+        d.contract.finish_read(key, ref)
+        d.dgrad(0, microbatch)
+        d.contract.wait(send)
+        d.contract.read(key, ref, gradient=True, link=send)
+        d.wgrad(0, microbatch)
+        d.contract.finish_read(key, ref, gradient=True)
+    d.finalize(0)
+    d.refresh(1)
+    d.forward(1, 0)
+    d.forward(1, 1)
+    d.contract.bind(d.key(1, 1))
+    d.contract.drop(d.key(1, 0), d.ref(1, 0))
+    d.contract.purge(0)
+    return d.log.close()
+
+
+def shared_pool_in_declared_order() -> list[str]:
+    """Slots that share a capture pool, replayed in capture order, under a declared order."""
+    cells = [(0, m, 0, 0) for m in (0, 1)]
+    d = Driver(
+        [StageConfig(0, 2, 2, matrices=MATRICES, pool="graphs")],
+        incarnation=0x5EED_0400,
+        capture_order=[(0, slot, kind) for kind in ("F", "dI", "dW") for slot in (0, 1)],
+        declared={0: [(kind, cell) for kind in ("F", "dI") for cell in cells]},
+    )
+    for _ in range(2):
+        d.refresh(0)
+        for microbatch in (0, 1):
+            d.forward(0, microbatch, slot=microbatch)
+        for microbatch in (0, 1):
+            d.dgrad(0, microbatch)
+        for microbatch in (0, 1):
+            d.wgrad(0, microbatch)
+        d.finalize(0)
+        d.contract.commit_epoch()
+    return d.log.close()
+
+
+def last_generation() -> list[str]:
+    """A narrow counter used up to its last generation; two blocks, dW beside F."""
+    d = Driver(
+        [StageConfig(0, 1, 2, blocks=2, matrices=MATRICES)],
+        incarnation=0x5EED_0500,
+        generation_max=2,
+    )
+    for _ in range(2):
+        d.refresh(0)
+        d.forward(0, 0, block=0, slot=0)
+        d.dgrad(0, 0, block=0)
+        pending = d.contract.check_wgrad(d.key(0, 0, 0), d.ref(0, 0, 0))
+        d.forward(0, 0, block=1, slot=1)
+        d.contract.commit(pending, MATRICES)
+        d.dgrad(0, 0, block=1)
+        d.wgrad(0, 0, block=1)
+        d.finalize(0)
+        d.contract.commit_epoch()
+    return d.log.close()
+
+
+def lost_cache() -> list[str]:
+    """Caches lost before and after the first forward; a refresh while another domain is busy."""
+    d = Driver(
+        [StageConfig(s, 2, 2, matrices=MATRICES, domain="b" if s == 3 else "a") for s in range(4)],
+        incarnation=0x5EED_0600,
+    )
+    pending = d.contract.check_forward(d.key(2, 0), refresh=True)
+    d.refresh(3)
+    d.contract.commit(pending)
+    d.refresh(1)
+    d.contract.invalidate(1)
+    d.refresh(1)
+    d.forward(1, 0)
+    d.contract.invalidate(1)
+    d.refresh(0)
+    d.forward(0, 0)
+    d.dgrad(0, 0)
+    d.wgrad(0, 0)
+    return d.log.close()
+
+
+def without_version_order_arena() -> list[str]:
+    """Static scales and copied gradients: version, order, arena and capture are left out."""
+    d = Driver(
+        [StageConfig(s, 1, 1, matrices=MATRICES) for s in (0, 1)],
+        incarnation=0x5EED_0700,
+        omit=("version", "order", "arena", "capture"),
+    )
+    start = d.contract.checkpoint()
+    d.forward(0, 0)
+    d.dgrad(0, 0)
+    d.wgrad(0, 0, destination=placed(None, 8192))
+    d.finalize(0)
+    d.whole(1, 0)
+    d.finalize(1)
+    d.contract.commit_epoch()
+    d.whole(0, 0)
+    d.forward(1, 0)
+    d.contract.drop(d.key(1, 0), d.ref(1, 0))
+    d.finalize(0)
+    d.begin_again(start, 0x5EED_0701)
+    return d.log.close()
+
+
+#: Every scenario by the name of its log.
+SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
+    scenario.__name__.replace("_", "-"): scenario
+    for scenario in (
+        zbv_rank,
+        aborts_and_restores,
+        reductions_and_checkpoint,
+        readers,
+        shared_pool_in_declared_order,
+        last_generation,
+        lost_cache,
+        without_version_order_arena,
+    )
+}
