@@ -9,15 +9,13 @@ same code runs eager and captured: only the executor differs.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 
 import attrs
 from torch import Tensor
 
 from gpu_runtime.backend import BackendError
 from gpu_runtime.executor import Executor, StageMemory
-from gpu_runtime.provision import SlotPlan, WgradVariant
 from gpu_runtime.slots import Slot, check_values, fill
 from gpu_runtime.streams import Handoff
 from qeffect.contract import Contract, Ticket
@@ -32,7 +30,6 @@ class GuardedActions:
     Args:
         contract: The kernel's contract of the process.
         memories: Physical memory by stage.
-        plan: Which slot each microbatch uses.
         executor: Who performs.
         handoff: The graph stream.
         links: The kernel's link of each caller.
@@ -40,7 +37,6 @@ class GuardedActions:
 
     contract: Contract
     memories: Mapping[int, StageMemory]
-    plan: SlotPlan
     executor: Executor
     handoff: Handoff
     links: Mapping[Hashable, int]
@@ -55,8 +51,15 @@ class GuardedActions:
         """
         memory = self._memory(stage)
         link = self._enter(caller)
-        with self._acting(self.contract.check_refresh(stage, link), memory, None):
-            self.executor.refresh(memory)
+        ticket = self.contract.check_refresh(stage, link)
+        try:
+            with self.handoff.scope():
+                self.executor.refresh(memory)
+                self._mark()
+        except BaseException:
+            self._abort(ticket, memory, None)
+            raise
+        self.contract.commit(ticket)
         self._leave(link)
 
     def reserve(self, key: TapeKey) -> TapeRef:
@@ -66,7 +69,7 @@ class GuardedActions:
         Raises:
             Refused: A clause of ownership, version or order.
         """
-        return self.contract.reserve(key, self._slot_index(key))
+        return self.contract.reserve(key, self._slot_index(self._memory(key.stage), key))
 
     def input_buffers(self, key: TapeKey) -> tuple[Tensor, ...]:
         """The buffers that F of a reserved key reads, to be filled in place."""
@@ -102,15 +105,21 @@ class GuardedActions:
         if inputs is not None:
             check_values(inputs, memory.stage.inputs, "inputs", key.stage)
         link = self._enter(caller)
-        ticket = self.contract.check_forward(key, slot=self._slot_index(key), link=link)
+        ticket = self.contract.check_forward(key, slot=self._slot_index(memory, key), link=link)
         slot = memory.table[ticket.slot]
-        with self._acting(ticket, memory, slot):
-            if inputs is not None:
-                fill(slot.input_views, inputs)
-            self.executor.forward(memory, slot)
+        try:
+            with self.handoff.scope():
+                if inputs is not None:
+                    fill(slot.input_views, inputs)
+                self.executor.forward(memory, slot)
+                self._mark()
+        except BaseException:
+            self._abort(ticket, memory, slot)
+            raise
+        ref = self.contract.commit(ticket)
+        assert ref is not None  # a committed F always has a reference
         self._leave(link)
-        assert ticket.ref is not None
-        return ticket.ref
+        return ref
 
     def input_gradient(
         self,
@@ -142,10 +151,16 @@ class GuardedActions:
         link = self._enter(caller)
         ticket = self.contract.check_dgrad(key, ref, link=link)
         slot = memory.table[ticket.slot]
-        with self._acting(ticket, memory, slot) as evidence:
-            if output_gradients is not None:
-                fill(slot.output_gradients, output_gradients)
-            evidence += self.executor.input_gradient(memory, slot, self._variant(memory, key))
+        try:
+            with self.handoff.scope():
+                if output_gradients is not None:
+                    fill(slot.output_gradients, output_gradients)
+                queued = self.executor.input_gradient(memory, slot, memory.variants[key.microbatch])
+                self._mark()
+        except BaseException:
+            self._abort(ticket, memory, slot)
+            raise
+        self._commit(ticket, queued, memory, slot)
         self._leave(link)
 
     def bind(self, key: TapeKey) -> None:
@@ -156,7 +171,9 @@ class GuardedActions:
             Refused: `arena.mismatch` when a destination is no longer the memory that was
                 configured, `arena.duplicate-bind`, `arena.unusable` or `version.wrong-epoch`.
         """
-        self.contract.bind(key, self._memory(key.stage).arena.present(key.microbatch))
+        memory = self._memory(key.stage)
+        self._known(memory, key)
+        self.contract.bind(key, memory.arena.present(key.microbatch))
 
     def weight_gradient(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> None:
         """
@@ -167,7 +184,8 @@ class GuardedActions:
                 `ownership.matrix-coverage` when not every matrix was covered exactly once.
         """
         memory = self._memory(key.stage)
-        variant = self._variant(memory, key)
+        self._known(memory, key)
+        variant = memory.variants[key.microbatch]
         link = self._enter(caller)
         ticket = self.contract.check_wgrad(
             key,
@@ -177,10 +195,16 @@ class GuardedActions:
             link=link,
         )
         slot = memory.table[ticket.slot]
-        with self._acting(ticket, memory, slot) as evidence:
-            evidence += self.executor.weight_gradient(memory, slot, variant)
-            if not memory.arena.direct:
-                memory.arena.keep_copies(key.microbatch, slot.weight_gradients)
+        try:
+            with self.handoff.scope():
+                covered = self.executor.weight_gradient(memory, slot, variant)
+                if not memory.arena.direct:
+                    memory.arena.keep_copies(key.microbatch, slot.weight_gradients)
+                self._mark(after_copies=not memory.arena.direct)
+        except BaseException:
+            self._abort(ticket, memory, slot)
+            raise
+        self._commit(ticket, covered, memory, slot)
         self._leave(link)
 
     def outputs(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> Sequence[Tensor]:
@@ -220,18 +244,23 @@ class GuardedActions:
                 f"no stage {stage} in this process; it has {sorted(self.memories)}"
             ) from None
 
-    def _slot_index(self, key: TapeKey) -> int | None:
-        local = self.plan.slot_of.get((key.stage, key.microbatch))
-        return None if local is None else self._memory(key.stage).table.first_index + local
+    @staticmethod
+    def _slot_index(memory: StageMemory, key: TapeKey) -> int | None:
+        # A microbatch that has no slot is left to the kernel, which names its key.
+        known = key.microbatch < len(memory.slot_of)
+        return memory.slot_of[key.microbatch] if known else None
+
+    @staticmethod
+    def _known(memory: StageMemory, key: TapeKey) -> None:
+        if key.microbatch >= len(memory.slot_of):
+            raise BackendError(
+                f"{key}: stage {key.stage} runs microbatches 0 to {len(memory.slot_of) - 1}"
+            )
 
     def _slot(self, key: TapeKey) -> Slot:
-        index = self._slot_index(key)
-        if index is None:
-            raise BackendError(f"{key} has no slot in the plan of {self.plan.order.source}")
-        return self._memory(key.stage).table[index]
-
-    def _variant(self, memory: StageMemory, key: TapeKey) -> WgradVariant:
-        return self.plan.variant(key.stage, key.microbatch, memory.arena.rule)
+        memory = self._memory(key.stage)
+        self._known(memory, key)
+        return memory.table[memory.slot_of[key.microbatch]]
 
     def _enter(self, caller: Hashable) -> int:
         link = self.links[caller]
@@ -244,19 +273,18 @@ class GuardedActions:
         self.handoff.caller_waits()
         self.contract.wait(link)
 
-    @contextmanager
-    def _acting(
-        self, ticket: Ticket, memory: StageMemory, slot: Slot | None
-    ) -> Iterator[list[str]]:
-        evidence: list[str] = []
-        try:
-            with self.handoff.scope():
-                yield evidence
-                self.handoff.record_tail()
-        except BaseException:
-            self.contract.abort(ticket)
-            self._discard(ticket, memory, slot)
-            raise
+    def _mark(self, *, after_copies: bool = False) -> None:
+        """Mark the tail, unless a graph has done so and nothing came after it."""
+        if after_copies or not self.executor.marks_tail:
+            self.handoff.record_tail()
+
+    def _abort(self, ticket: Ticket, memory: StageMemory, slot: Slot | None) -> None:
+        self.contract.abort(ticket)
+        self._discard(ticket, memory, slot)
+
+    def _commit(
+        self, ticket: Ticket, evidence: Sequence[str], memory: StageMemory, slot: Slot
+    ) -> None:
         try:
             self.contract.commit(ticket, evidence)
         except BaseException:

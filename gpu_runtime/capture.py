@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,8 @@ class CaptureReport:
 
 class GraphExecutor:
     """Replays what was captured."""
+
+    marks_tail = True
 
     def __init__(self, domain: StateDomain, report: CaptureReport) -> None:
         self.domain = domain
@@ -157,12 +160,12 @@ def capture(
     domain.freeze()
     report = CaptureReport()
     executor = GraphExecutor(domain, report)
-    with handoff.scope(), preserving(domain):
+    handoff.wait_for_caller()
+    with handoff.scope(), _no_collection(), preserving(domain):
         started = time.perf_counter()
         for memory in memories.values():
             warm_up(memory, plan)
         handoff.synchronize()
-        gc.collect()
         report.warmup_seconds = time.perf_counter() - started
         started = time.perf_counter()
         recorder = _Recorder(handoff, report)
@@ -174,12 +177,26 @@ def capture(
         executor.slots = build(recorder, memories, plan)
         handoff.synchronize()
         report.capture_seconds = time.perf_counter() - started
-    for memory in memories.values():
-        memory.arena.zero()
-        memory.table.rebuild()
-        executor.addresses[memory.stage.index] = dict(memory.stage.addresses())
+        for memory in memories.values():
+            memory.arena.zero()
+            memory.table.rebuild()
+            executor.addresses[memory.stage.index] = dict(memory.stage.addresses())
+    handoff.synchronize()
     domain.check_membership()
     return executor
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the collector from destroying device objects in the middle of a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def warm_up(memory: StageMemory, plan: SlotPlan) -> None:
@@ -254,7 +271,7 @@ class _SlotCapture:
 
     def _wgrad(self, variant: WgradVariant, keep: bool) -> None:
         result = self.eager.run_work(self.memory, self.slot, variant, keep=keep)
-        self.covered[variant] = tuple(sorted(result.covered))
+        self.covered[variant] = self.memory.evidence(result.covered)
         self.weight_gradients[variant] = dict(self.slot.weight_gradients)
 
     def finish(self) -> SlotGraphs:

@@ -22,7 +22,6 @@ from gpu_runtime.executor import EagerExecutor, Executor, StageMemory
 from gpu_runtime.numerical import NumericalState, Snapshot, live_state, preserving
 from gpu_runtime.optimizer import Optimizer
 from gpu_runtime.provision import Provisioning, SlotPlan, plan_slots
-from gpu_runtime.slots import SlotTable
 from gpu_runtime.streams import Handoff, handoff_for
 from gpu_runtime.workload import Gradients, Kind, Order
 from qeffect.checkpoint import Checkpoint
@@ -92,6 +91,8 @@ class Runtime:
     ) -> None:
         self.config = config or RuntimeConfig()
         self.reducer = reducer
+        self._keys: dict[tuple[int, int], TapeKey] = {}
+        self._keys_of = -1
         self.order = order
         self.stages = {stage.index: stage for stage in stages}
         self.domain = _one_domain(stages)
@@ -102,10 +103,11 @@ class Runtime:
             )
         self.plan: SlotPlan = plan_slots(order, self.config.provisioning)
         self.handoff: Handoff = handoff_for(self.domain.device)
+        self.handoff.wait_for_caller()
         with self.handoff.scope(), preserving(self.domain):
             for stage in stages:
                 stage.warm()
-            self._settle()
+        self.handoff.synchronize()
         self.memories = self._allocate()
         self.contract = Contract(
             [self._stage_config(memory) for memory in self.memories.values()],
@@ -113,6 +115,8 @@ class Runtime:
             callers=self.config.callers,
             declared=self._declared(),
         )
+        for own in self.contract.stages:
+            self.memories[own.stage].all_matrices = own.matrices
         self.recorder: Recorder | None = None
         if event_log is not None and event_log is not False:
             self.recorder = Recorder(self.contract, None if event_log is True else event_log)
@@ -120,11 +124,11 @@ class Runtime:
         self.actions = GuardedActions(
             self.contract,
             self.memories,
-            self.plan,
             self.executor,
             self.handoff,
             {caller: self.contract.link(caller) for caller in self.config.callers},
         )
+        self.handoff.synchronize()
         self._committed = Snapshot(tuple(live_state(self.domain).values()))
 
     # Building
@@ -133,12 +137,12 @@ class Runtime:
         memories: dict[int, StageMemory] = {}
         first = 0
         for index in sorted(self.stages):
-            stage, num_slots = self.stages[index], self.plan.num_slots[index]
+            stage = self.stages[index]
             arena = Arena.for_stage(
                 stage, self.config.rule, self.order.num_microbatches, self.config.dtype
             )
-            memories[index] = StageMemory(stage, SlotTable(stage, first, num_slots), arena)
-            first += num_slots
+            memories[index] = StageMemory.allocate(stage, self.plan, arena, first)
+            first += self.plan.num_slots[index]
         return memories
 
     def _stage_config(self, memory: StageMemory) -> StageConfig:
@@ -177,15 +181,18 @@ class Runtime:
             self.domain, self.memories, self.plan, self.handoff, shared_pool=self.config.pool
         )
 
-    def _settle(self) -> None:
-        if self.domain.device.type == "cuda":
-            self.handoff.synchronize()
-
     # Actions, by name of the key
 
     def key(self, stage: int, microbatch: int) -> TapeKey:
         """The key of an execution in the current epoch."""
-        return TapeKey(self.contract.epoch, stage, microbatch)
+        epoch = self.contract.epoch
+        if self._keys_of != epoch:
+            self._keys_of = epoch
+            self._keys.clear()
+        key = self._keys.get((stage, microbatch))
+        if key is None:
+            key = self._keys[stage, microbatch] = TapeKey(epoch, stage, microbatch)
+        return key
 
     @property
     def epoch(self) -> int:
@@ -314,7 +321,7 @@ class Runtime:
 
     def drain(self) -> None:
         """Wait for all device work, and tell the kernel."""
-        self._settle()
+        self.handoff.synchronize()
         if self.domain.device.type == "cuda":
             torch.cuda.synchronize(self.domain.device)
         self.contract.drain()

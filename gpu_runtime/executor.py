@@ -8,7 +8,7 @@ both run under the same guards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import attrs
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpu_runtime.arena import Arena
 from gpu_runtime.backend import StageBackend, WeightGradients, WgradUnit, matrices
-from gpu_runtime.provision import WgradVariant
+from gpu_runtime.provision import SlotPlan, WgradVariant
 from gpu_runtime.slots import Slot, SlotTable
 
 
@@ -30,12 +30,18 @@ class StageMemory:
         stage: The backend's stage.
         table: Its slots.
         arena: Its matrix-gradient destinations.
+        slot_of: Index in the process's pool of the slot that each microbatch uses.
+        variants: What the dW of each microbatch does.
         sums: Sums of its non-matrix gradients over the microbatches, in dI order.
+        all_units: Names of its units, in the order in which dI queues them.
+        all_matrices: Names of its matrices, sorted; the kernel's own tuple once it has one.
     """
 
     stage: StageBackend
     table: SlotTable
     arena: Arena
+    slot_of: Sequence[int]
+    variants: Sequence[WgradVariant]
     sums: list[Tensor] = attrs.field(init=False)
     all_units: tuple[str, ...] = attrs.field(init=False)
     all_matrices: tuple[str, ...] = attrs.field(init=False)
@@ -51,16 +57,44 @@ class StageMemory:
         for total in self.sums:
             total.fill_(-0.0)
 
+    @classmethod
+    def allocate(cls, stage: StageBackend, plan: SlotPlan, arena: Arena, first: int) -> StageMemory:
+        """
+        Make a stage's slots as a plan has them.
+
+        Args:
+            stage: The stage.
+            plan: The slot plan.
+            arena: The stage's destinations.
+            first: Index of its first slot in the process's pool.
+        """
+        microbatches = range(plan.order.num_microbatches)
+        return cls(
+            stage,
+            SlotTable(stage, first, plan.num_slots[stage.index]),
+            arena,
+            tuple(first + plan.slot_of[stage.index, m] for m in microbatches),
+            tuple(plan.variant(stage.index, m, arena.rule) for m in microbatches),
+        )
+
+    def evidence(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Matrix names as the kernel compares them; its very own tuple when all are there once."""
+        found = tuple(sorted(names))
+        return self.all_matrices if found == self.all_matrices else found
+
     def evidence_of(self, units: Sequence[str]) -> tuple[str, ...]:
         """Names of the matrices of units, as the kernel compares them."""
         if tuple(units) == self.all_units:
             return self.all_matrices
         by_name: dict[str, WgradUnit] = {unit.name: unit for unit in self.stage.units}
-        return tuple(m.name for name in units for m in by_name[name].matrices)
+        return self.evidence(m.name for name in units for m in by_name[name].matrices)
 
 
 class Executor(Protocol):
     """Physical actions on slots."""
+
+    marks_tail: bool
+    """Whether what it performs ends with the handoff's tail mark, as a captured graph does."""
 
     def refresh(self, memory: StageMemory) -> None:
         """Quantize the stage's weights into their caches and open its epoch."""
@@ -81,6 +115,8 @@ class Executor(Protocol):
 
 class EagerExecutor:
     """Calls the backend."""
+
+    marks_tail = False
 
     def refresh(self, memory: StageMemory) -> None:
         """Refresh the cache, empty the sums."""
@@ -109,7 +145,7 @@ class EagerExecutor:
     ) -> tuple[str, ...]:
         """dW."""
         result = self.run_work(memory, slot, variant, keep=False)
-        return result.covered
+        return memory.evidence(result.covered)
 
     @staticmethod
     def run_work(

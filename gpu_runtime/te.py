@@ -228,7 +228,7 @@ class TransformerEngineDomain:
             "torch": torch.__version__,
             "transformer_engine": self._lib.version,
             "cuda": str(torch.version.cuda),
-            "device": torch.cuda.get_device_name(self.device),
+            "device": _device_name(self.device),
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": os.environ.get(
                 "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "unset"
             ),
@@ -245,3 +245,7 @@ class TransformerEngineDomain:
             "amax_compute_algo": "max",
             "margin": 0,
         }
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

@@ -53,7 +53,16 @@ class Order:
 
     @classmethod
     def of_rank(cls, schedule: Schedule, rank: int) -> Order:
-        """One rank's row of a schedule; a full backward is its dI, then its dW."""
+        """
+        One rank's row of a schedule; a full backward is its dI, then its dW.
+
+        Raises:
+            ValueError: The schedule has no such rank.
+        """
+        if not 0 <= rank < schedule.num_ranks:
+            raise ValueError(
+                f"{schedule.source} has ranks 0 to {schedule.num_ranks - 1}, found rank {rank}"
+            )
         steps = (
             Step(atom.kind, atom.stage, atom.microbatch)
             for atom in schedule.atoms[rank]

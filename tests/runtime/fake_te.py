@@ -1,0 +1,391 @@
+"""
+A stand-in for Transformer Engine 2.18 on a CPU: its structure and habits, none of its kernels.
+
+It exists so that the backend's own code (which stores are installed when, what is drained, where a
+destination is bound, which state is whose) runs in a test without a GPU. Each habit below is one
+that the real library has: stores are read at F and filled at dI; `main_grad` is read at dI;
+`LayerNormMLP` queues FC2 before FC1 in one store; leaving autocast rolls every registered forward
+history, the first FP8 module's backward every backward one; a workspace is made on first use.
+The arithmetic is the reference backend's. It proves nothing about the real library's numerics.
+"""
+
+from __future__ import annotations
+
+import queue
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gpu_runtime.reference.linear import product, write_gradient
+from gpu_runtime.reference.scaling import E4M3, E5M2, Quantized, ScalingState
+
+VERSION = "2.18.0"
+_BUFFER_INFO = "buffer_index_and_autocast_key"
+
+
+class DelayedScaling:
+    """The recipe; only its history length matters here."""
+
+    def __init__(self, **options: Any) -> None:
+        self.amax_history_len = options["amax_history_len"]
+
+
+class Meta(ScalingState):
+    """A module's FP8 state in one direction, under the library's attribute names."""
+
+    @property
+    def amax_history(self) -> Tensor:
+        """The library's name of the history."""
+        return self.history
+
+
+class GlobalState:
+    """The process's registered states."""
+
+    def __init__(self) -> None:
+        self.global_amax_buffer: dict[str, list[Tensor]] = {}
+        self.states: dict[bool, list[Meta]] = {True: [], False: []}
+        self.skip_fp8_weight_update_tensor: Tensor | None = None
+        self.recipe: DelayedScaling | None = None
+        self.first = False
+
+
+class FP8GlobalStateManager:
+    """Registration and rolling."""
+
+    quantization_state = GlobalState()
+
+    @classmethod
+    def reset(cls) -> None:
+        """Forget every module."""
+        cls.quantization_state = GlobalState()
+
+    @classmethod
+    def get_buffer_info(cls) -> str:
+        """Key of a module's registration."""
+        return _BUFFER_INFO
+
+    @classmethod
+    def register(cls, meta: dict[str, Any]) -> None:
+        """Register a module once."""
+        if _BUFFER_INFO in meta:
+            return
+        state = cls.quantization_state
+        meta[_BUFFER_INFO] = []
+        for forward, key in ((True, "scaling_fwd"), (False, "scaling_bwd")):
+            name = "forward" if forward else "backward"
+            held = state.global_amax_buffer.setdefault(name, [])
+            held.append(meta[key].amax_history[0])
+            state.states[forward].append(meta[key])
+            meta[_BUFFER_INFO] += [len(held) - 1, name]
+
+    @classmethod
+    def roll(cls, *, forward: bool) -> None:
+        """Roll every registered history of one direction."""
+        with torch.no_grad():
+            for meta in cls.quantization_state.states[forward]:
+                meta.roll(0)
+
+
+@contextmanager
+def autocast(enabled: bool, recipe: DelayedScaling) -> Iterator[None]:
+    """An FP8 region; leaving it rolls, also when it raised."""
+    state = FP8GlobalStateManager.quantization_state
+    state.recipe, state.first = recipe, enabled
+    try:
+        yield
+    finally:
+        FP8GlobalStateManager.roll(forward=True)
+
+
+class WeightGradStore:
+    """A bare FIFO of deferred products."""
+
+    def __init__(self, delay_wgrad_compute: bool = False) -> None:
+        self.enabled = delay_wgrad_compute
+        self.context: Any = queue.Queue() if delay_wgrad_compute else None
+
+    def delay_wgrad_compute(self) -> bool:
+        """Whether products are deferred."""
+        return self.enabled
+
+    def put(self, operands: Sequence[Any], compute: Callable[..., Any]) -> None:
+        """Queue a product."""
+        self.context.put([operands, compute])
+
+
+class Workspace:
+    """A cached quantized weight."""
+
+    def __init__(self, weight: Tensor, meta: Meta, index: int) -> None:
+        self.meta, self.index = meta, index
+        self.cached = Quantized(torch.zeros(weight.shape, dtype=E4M3), torch.ones(()))
+        self.quantize_(weight)
+
+    def quantize_(self, weight: Tensor) -> Workspace:
+        """Quantize again, in place."""
+        fresh = self.meta.quantize(weight, self.index)
+        self.cached.data.copy_(fresh.data)
+        self.cached.scale_inv.copy_(fresh.scale_inv)
+        return self
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The tensors, and things that are none."""
+        return {
+            "data": self.cached.data,
+            "fp8_scale_inv": self.cached.scale_inv,
+            "data_transpose": None,
+            "quantizer": self.meta,
+        }
+
+
+def general_gemm(
+    x: Quantized,
+    dy: Quantized,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    layout: str = "NT",
+) -> tuple[Tensor, None]:
+    """A weight-gradient product."""
+    value = product(dy, x, a_t=True)
+    if out is None:
+        return value.to(out_dtype), None
+    write_gradient(value, out, accumulate=accumulate)
+    return out, None
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Call, *parameters: Tensor) -> Tensor:
+        state = FP8GlobalStateManager.quantization_state
+        quantized = call.forward_meta.quantize(x, call.index)
+        ctx.kept = (quantized, call, call.module.wgrad_store)
+        ctx.rolls, state.first = state.first, False
+        # As the library: sampled now, although the gradient is computed much later.
+        ctx.overwrite = getattr(call.weights[0], "overwrite_main_grad", False)
+        bias = torch.cat(parameters[len(parameters) // 2 :])
+        return product(quantized, call.workspace.cached, b_t=True).add_(bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        quantized, call, store = ctx.kept
+        module = call.module
+        dy = call.backward_meta.quantize(gradient, call.index // 2)
+        dx = product(dy, call.workspace.cached).to(gradient.dtype)
+        db = gradient.float().sum(0).to(gradient.dtype)
+        fuse = module.fuse_wgrad_accumulation
+        main_grad = call.weights[0].main_grad if fuse else None
+        accumulate = fuse and not call.first
+        wgrad_gemm_kwargs: dict[str, Any] = {
+            "out": main_grad,
+            "accumulate": accumulate and not ctx.overwrite,
+            "out_dtype": gradient.dtype if main_grad is None else main_grad.dtype,
+            "layout": "NT",
+        }
+
+        def wgrad_gemm(x: Quantized, dy: Quantized) -> tuple[Tensor, None]:
+            return general_gemm(x, dy, **wgrad_gemm_kwargs)
+
+        sizes = [weight.shape[0] for weight in call.weights]
+        weights: Sequence[Tensor | None] = [None] * len(sizes)
+        if store.delay_wgrad_compute():
+            store.put([quantized, dy], wgrad_gemm)
+        else:
+            dw, _ = wgrad_gemm(quantized, dy)
+            if not fuse:
+                weights = torch.split(dw, sizes)
+        if ctx.rolls:
+            FP8GlobalStateManager.roll(forward=False)
+        return dx, None, *weights, *torch.split(db, sizes)
+
+
+class Call:
+    """One product of one module call."""
+
+    def __init__(self, module: FP8Module, names: Sequence[str], slot: str, index: int) -> None:
+        self.module, self.index = module, index
+        self.weights = [getattr(module, f"{name}weight") for name in names]
+        self.biases = [getattr(module, f"{name}bias") for name in names]
+        self.forward_meta: Meta = module.fp8_meta["scaling_fwd"]
+        self.backward_meta: Meta = module.fp8_meta["scaling_bwd"]
+        self.first = module.is_first
+        weight = torch.cat([w.detach() for w in self.weights])
+        held = module._fp8_workspaces.get(slot)
+        if held is None:
+            held = module._fp8_workspaces[slot] = Workspace(weight, self.forward_meta, index + 1)
+        elif self.first:
+            held.quantize_(weight)
+        self.workspace: Workspace = held
+
+    def __call__(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        made = _Product.apply(flat, self, *self.weights, *self.biases)  # type: ignore[no-untyped-call]
+        return made.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+
+
+class FP8Module(torch.nn.Module):
+    """What linear modules have in common."""
+
+    tp_size = 1
+    primary_weights_in_fp8 = False
+
+    def __init__(self, pieces: dict[str, tuple[int, int]], norm: int | None, fuse: bool) -> None:
+        super().__init__()
+        self.fp8_meta: dict[str, Any] = {}
+        self._fp8_workspaces: dict[str, Workspace] = {}
+        self.wgrad_store = WeightGradStore()
+        self.fuse_wgrad_accumulation = fuse
+        self.is_first = False
+        self.pieces = pieces
+        for name, (rows, width) in pieces.items():
+            weight = (torch.randn(rows, width) * 0.02).bfloat16()
+            self.register_parameter(f"{name}weight", torch.nn.Parameter(weight))
+            bias = torch.zeros(rows).bfloat16()
+            self.register_parameter(f"{name}bias", torch.nn.Parameter(bias))
+        if norm is not None:
+            self.layer_norm_weight = torch.nn.Parameter(torch.ones(norm).bfloat16())
+            self.layer_norm_bias = torch.nn.Parameter(torch.zeros(norm).bfloat16())
+
+    @property
+    def weight_names(self) -> list[str]:
+        """Names of the weights that one product stacks."""
+        return [f"{name}weight" for name in self.pieces]
+
+    def _get_weight_tensors(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.weight_names]
+
+    def begin(self, first: bool, num_products: int) -> None:
+        """Make state on first use, and register it."""
+        self.is_first = first
+        if not self.fp8_meta:
+            recipe = FP8GlobalStateManager.quantization_state.recipe
+            assert recipe is not None
+            for key, per, dtype in (("scaling_fwd", 2, E4M3), ("scaling_bwd", 1, E5M2)):
+                self.fp8_meta[key] = Meta.empty(
+                    recipe.amax_history_len, per * num_products, dtype, torch.device("cpu")
+                )
+        FP8GlobalStateManager.register(self.fp8_meta)
+
+    def norm(self, x: Tensor) -> Tensor:
+        """The fused layer norm."""
+        return functional.layer_norm(x, x.shape[-1:], self.layer_norm_weight, self.layer_norm_bias)
+
+
+class LayerNormLinear(FP8Module):
+    """Norm and one product."""
+
+    def forward(self, x: Tensor, first: bool) -> Tensor:
+        """F."""
+        self.begin(first, 1)
+        return Call(self, list(self.pieces), "weight", 0)(self.norm(x))
+
+
+class Linear(FP8Module):
+    """One product."""
+
+    def forward(self, x: Tensor, first: bool) -> Tensor:
+        """F."""
+        self.begin(first, 1)
+        return Call(self, list(self.pieces), "weight", 0)(x)
+
+
+class LayerNormMLP(FP8Module):
+    """Norm and two products over one store."""
+
+    def forward(self, x: Tensor, first: bool) -> Tensor:
+        """F."""
+        self.begin(first, 2)
+        hidden = Call(self, ["fc1_"], "fc1_weight", 0)(self.norm(x))
+        return Call(self, ["fc2_"], "fc2_weight", 2)(functional.gelu(hidden))
+
+
+class SelfAttention(torch.nn.Module):
+    """Where the library keeps the attention's two linear modules."""
+
+    def __init__(self, hidden: int, *, fused_qkv: bool, fuse: bool) -> None:
+        super().__init__()
+        qkv = {"": (3 * hidden, hidden)}
+        if not fused_qkv:
+            qkv = {f"{part}_": (hidden, hidden) for part in ("query", "key", "value")}
+        self.layernorm_qkv = LayerNormLinear(qkv, hidden, fuse)
+        self.proj = Linear({"": (hidden, hidden)}, None, fuse)
+
+
+class TransformerLayer(torch.nn.Module):
+    """A layer with the library's module paths and its refusal."""
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        heads: int,
+        *,
+        fuse_qkv_params: bool,
+        fuse_wgrad_accumulation: bool,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if fuse_wgrad_accumulation and not fuse_qkv_params:
+            raise ValueError("Gradient accumulation fusion requires fuse_qkv_params=True")
+        self.heads = heads
+        self.self_attention = SelfAttention(
+            hidden, fused_qkv=fuse_qkv_params, fuse=fuse_wgrad_accumulation
+        )
+        mlp = {"fc1_": (ffn, hidden), "fc2_": (hidden, ffn)}
+        self.layernorm_mlp = LayerNormMLP(mlp, hidden, fuse_wgrad_accumulation)
+
+    def forward(self, x: Tensor, is_first_microbatch: bool) -> Tensor:
+        """F."""
+        sequence, batch, _ = x.shape
+        mixed = self.self_attention.layernorm_qkv(x, is_first_microbatch)
+        query, key, value = (
+            part.view(sequence, batch, self.heads, -1).permute(1, 2, 0, 3)
+            for part in mixed.chunk(3, -1)
+        )
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = attended.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
+        x = x + self.self_attention.proj(attended, is_first_microbatch)
+        result: Tensor = x + self.layernorm_mlp(x, is_first_microbatch)
+        return result
+
+
+def noop_cat(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate weights."""
+    return torch.cat(list(tensors))
+
+
+def modules(version: str = VERSION) -> dict[str, types.ModuleType]:
+    """What to put into `sys.modules`."""
+    names = (
+        "transformer_engine",
+        "transformer_engine.pytorch",
+        "transformer_engine.common",
+        "transformer_engine.common.recipe",
+        "transformer_engine.pytorch.module",
+        "transformer_engine.pytorch.module._common",
+        "transformer_engine.pytorch.quantization",
+    )
+    made: dict[str, Any] = {name: types.ModuleType(name) for name in names}
+    for name, module in made.items():
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(made[parent], child, module)
+    made["transformer_engine"].__version__ = version
+    te = made["transformer_engine.pytorch"]
+    te.TransformerLayer, te.autocast = TransformerLayer, autocast
+    recipe = made["transformer_engine.common.recipe"]
+    recipe.DelayedScaling = DelayedScaling
+    recipe.Format = types.SimpleNamespace(HYBRID="HYBRID")
+    common = made["transformer_engine.pytorch.module._common"]
+    common.WeightGradStore, common.noop_cat = WeightGradStore, noop_cat
+    quantization = made["transformer_engine.pytorch.quantization"]
+    quantization.FP8GlobalStateManager = FP8GlobalStateManager
+    return made
