@@ -9,10 +9,11 @@ that only one side has is a mismatch too, so a comparison that looked at nothing
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
+import torch
 from torch import Tensor
 
 from gpu_runtime.numerical import raw_bits
@@ -54,10 +55,28 @@ def digest(value: Tensor | int) -> str:
     """
     if isinstance(value, int):
         return f"int:{value}"
+    return digests([value])[0]
+
+
+def digests(tensors: Sequence[Tensor]) -> list[str]:
+    """
+    The digest of each of several tensors of one device, brought to the host in one copy.
+
+    A device is waited for once, not once a tensor: a recording has a hundred thousand of them.
+    """
+    if not tensors:
+        return []
     # FP8 types have no NumPy equivalent, bytes do.
-    bits = raw_bits(value).cpu().numpy()
-    shape = "x".join(map(str, value.shape))
-    return f"{value.dtype}:{shape}:{hashlib.sha256(bits.tobytes()).hexdigest()}"
+    parts = [raw_bits(tensor) for tensor in tensors]
+    host = (torch.cat(parts) if len(parts) > 1 else parts[0]).cpu().numpy()
+    found, start = [], 0
+    for tensor, part in zip(tensors, parts, strict=True):
+        stop = start + part.numel()
+        shape = "x".join(map(str, tensor.shape))
+        digest_of = hashlib.sha256(host[start:stop].data).hexdigest()
+        found.append(f"{tensor.dtype}:{shape}:{digest_of}")
+        start = stop
+    return found
 
 
 @attrs.define
@@ -81,23 +100,26 @@ class Recording:
             ValueError: The category is unknown, or the label was used: a run that writes one label
                 twice would hide the first.
         """
+        self._add_digest(category, label, digest(value))
+
+    def _add_digest(self, category: Category, label: str, value: str) -> None:
         if category not in CATEGORIES:
             raise ValueError(f"unknown category {category!r}; choose from {', '.join(CATEGORIES)}")
         held = self.values.setdefault(category, {})
         if label in held:
             raise ValueError(f"{category}: label {label!r} was recorded before")
-        held[label] = digest(value)
+        held[label] = value
 
     def add_all(self, category: Category, where: str, named: Mapping[str, Tensor]) -> None:
         """Record several tensors of one category by name."""
-        for name, tensor in named.items():
-            self.add(category, f"{where} {name}", tensor)
+        for name, value in zip(named, digests(list(named.values())), strict=True):
+            self._add_digest(category, f"{where} {name}", value)
 
     def add_state(self, where: str, state: Mapping[str, Tensor]) -> None:
         """Record numerical state; the end of a name says whether it is a scale or a history."""
-        for name, tensor in state.items():
+        for name, value in zip(state, digests(list(state.values())), strict=True):
             kind: Category = "scales" if name.endswith("scale") else "amax histories"
-            self.add(kind, f"{where} {name}", tensor)
+            self._add_digest(kind, f"{where} {name}", value)
 
     @property
     def size(self) -> int:
