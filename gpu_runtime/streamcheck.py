@@ -245,3 +245,9 @@ def problems(handoffs: dict[str, Any]) -> Sequence[str]:
     if any(entry["vacuous"] for entry in handoffs.values()):
         found.append("a producer changed nothing, so that a stale read could not be seen")
     return found
+
+
+if __name__ == "__main__":
+    options = argparse.ArgumentParser(prog="python -m gpu_runtime streams")
+    add_streams_arguments(options)
+    raise SystemExit(run_streams(options.parse_args()))

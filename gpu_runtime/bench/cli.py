@@ -40,7 +40,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cells", nargs="+", metavar="CELL", help="cells by index or name")
     parser.add_argument("--columns", nargs="+", metavar="NAME", help="columns, or how they start")
     parser.add_argument("--microbatches", nargs="+", type=int, metavar="M", help="of the sweep")
-    parser.add_argument("--rank", type=int, default=1, help="the sweep's rank of ZB-V over two")
+    parser.add_argument(
+        "--rank", type=int, choices=(0, 1), default=1, help="the sweep's rank of ZB-V over two"
+    )
     parser.add_argument("--rounds", type=int, metavar="N", help="turns of each column")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of a turn")
     parser.add_argument("--growth-steps", type=int, metavar="N", help="steps that must not grow")

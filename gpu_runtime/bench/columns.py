@@ -212,7 +212,11 @@ REFERENCE_SPECS: tuple[ColumnSpec, ...] = (
         "grad",
         "gpu_runtime.bench.reference_columns:native",
     ),
-    *(spec for spec in (*SPECS, UNGUARDED) if spec.family.startswith("ours")),
+    *(
+        attrs.evolve(spec, title=spec.title.replace("captured", "eager"))
+        for spec in (*SPECS, UNGUARDED)
+        if spec.family.startswith("ours")
+    ),
 )
 """What a CPU runs: the reference backend, natively and through the runtime, nothing captured."""
 

@@ -42,8 +42,9 @@ class NativeReference:
             stage.native_bind(None)
         spec = self.stages[self.order.stages[0]].inputs[0]
         torch.manual_seed(1)
-        self.x = [torch.randn(spec.shape, dtype=spec.dtype) for _ in range(self.cell.microbatches)]
-        self.dy = [torch.randn(spec.shape, dtype=spec.dtype) * 0.01 for _ in self.x]
+        for _ in range(self.cell.microbatches):
+            self.x.append(torch.randn(spec.shape, dtype=spec.dtype))
+            self.dy.append(torch.randn(spec.shape, dtype=spec.dtype) * 0.01)
         named = [p for stage in self.stages.values() for p in parameters(stage).values()]
         self.optimizer = torch.optim.AdamW(named, lr=1e-4, fused=True)
 

@@ -117,21 +117,24 @@ def sweep_lines(report: Report) -> list[str]:
 
 
 def target_lines(targets: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each goal with what was measured."""
+    """How many goals were met, and each that was missed with what was measured."""
     if not targets:
         return []
-    rows = [
-        (
-            t["goal"],
-            t["cell"],
-            t["column"],
-            f"{t['bound']} {t['value']:g}",
-            "never" if t["measured"] is None else f"{t['measured']:g}",
-            "met" if t["met"] else "MISSED",
-        )
-        for t in targets
-    ]
-    return ["", *table(("goal", "cell", "column", "wanted", "measured", ""), rows)]
+    missed = [t for t in targets if not t["met"]]
+    lines = ["", f"goals: {len(targets) - len(missed)} of {len(targets)} met"]
+    if missed:
+        rows = [
+            (
+                t["goal"],
+                t["cell"],
+                t["column"],
+                f"{t['bound']} {t['value']:g}",
+                "never" if t["measured"] is None else f"{t['measured']:g}",
+            )
+            for t in missed
+        ]
+        lines += table(("missed", "cell", "column", "wanted", "measured"), rows)
+    return lines
 
 
 def stream_lines(report: Report) -> list[str]:

@@ -68,6 +68,11 @@ class Session:
 
             load_libraries(self.cell.config)
             torch.cuda.reset_peak_memory_stats()
+        else:
+            import torch
+
+            # The sums of a product depend on how many threads share it.
+            torch.set_num_threads(1)
         return {"prepare_s": time.perf_counter() - started}
 
     def build(self) -> dict[str, Any]:

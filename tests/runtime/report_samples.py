@@ -1,0 +1,202 @@
+"""Reports made of chosen numbers, in memory or in a test's own folder: never a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from gpu_runtime.bench.cells import CELLS, Cell, sweep_cell
+from gpu_runtime.bench.columns import SPECS, SWEEP_SPECS, UNGUARDED, Settings
+from gpu_runtime.bench.report import Report
+
+ENVIRONMENT = {
+    "gpu": "none, chosen numbers",
+    "driver": None,
+    "gpu_memory_mib": None,
+    "clocks": {},
+    "cpu": "none",
+    "cpus": 1,
+    "python": "3.12.0",
+    "torch": "2.11.0",
+    "transformer_engine": None,
+    "commit": "0" * 40,
+    "argv": [],
+    "date": "2000-01-01T00:00:00Z",
+}
+STEP_MS = {
+    "native_grad": 40.0,
+    "native_main_grad": 36.0,
+    "te_graphs_chunks": 9.0,
+    "te_graphs_layers": 8.5,
+    "te_graphs_model": 8.0,
+    "te_graphs_model_main_grad": 8.2,
+    "whole_grad": 4.2,
+    "whole_main_grad": 4.0,
+    "ours_eager": 45.0,
+    "ours_copied": 5.0,
+    "ours_per_microbatch": 4.4,
+    "ours_accumulate": 4.1,
+    "ours_unguarded": 4.08,
+}
+
+
+def column(
+    family: str = "native",
+    rule: str = "grad",
+    *,
+    ms: Sequence[float] = (10.0, 10.0, 10.0),
+    kernel_ms: float | None = 4.0,
+    warm_s: float = 0.0,
+    first_s: float = 0.1,
+    peak: int = 10**9,
+    facts: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """A column's raw record with the given step of each round."""
+    trace = {"steps": 2, "device_us": 2e3 * (kernel_ms or 1.0), "device_events": 10}
+    return {
+        "title": "a column",
+        "family": family,
+        "rule": rule,
+        "options": {},
+        "error": None,
+        "prepare_s": 3.0,
+        "build_s": 0.5,
+        "warm_s": warm_s,
+        "first_step_s": first_s,
+        "memory": {
+            "allocated": peak - 100,
+            "reserved": peak + 100,
+            "allocated_peak": peak,
+            "reserved_peak": peak + 300,
+            "device_before": 5 * 10**9,
+            "device_after": 5 * 10**9 + peak + 1000,
+            "device_polled_rise": None,
+        },
+        "facts": dict(facts or {}),
+        "rounds": [
+            {"steps": 20, "warm_steps": 3, "wall_s": 20 * each / 1e3, "host_s": [each / 2e3]}
+            for each in ms
+        ],
+        "growth": {
+            "steps": 200,
+            "allocated_before": 7,
+            "allocated_after": 7,
+            "reserved_before": 9,
+            "reserved_after": 9,
+        },
+        "trace": None
+        if kernel_ms is None
+        else {**trace, "copies": [], "copy_kernels": [], "top": []},
+        **changes,
+    }
+
+
+def cell_record(cell: Cell, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """A cell's raw record."""
+    order = cell.order()
+    return {
+        "cell": cell.to_json(),
+        "order": " ".join(map(str, order.steps)),
+        "order_source": order.source,
+        "peak_live_tapes": {str(stage): peak for stage, peak in order.peaks.items()},
+        "libraries_bytes": 6 * 10**8,
+        "columns": dict(columns),
+        "clocks": [{"round": 0, "clocks.sm": 1980.0}],
+    }
+
+
+def bench_columns(cell: Cell) -> dict[str, Any]:
+    """Every column of the step table with chosen numbers."""
+    unit = 2 * cell.hidden * cell.hidden
+    made = {}
+    for spec in (*SPECS, UNGUARDED):
+        ms = STEP_MS[spec.name] * cell.hidden / 2048
+        made[spec.name] = column(
+            spec.family,
+            spec.rule,
+            ms=[ms, 1.01 * ms, 0.99 * ms],
+            kernel_ms=0.9 * (4.2 if spec.rule == "grad" else 4.0) * cell.hidden / 2048,
+            warm_s=0.4,
+            peak=10**9 + len(made) * 10**8,
+            facts={"unit_bytes": [unit], "guarded_actions": 26}
+            if spec.family.startswith("ours")
+            else {},
+            title=spec.title,
+            options=dict(spec.options),
+        )
+    made["ours_copied"]["trace"]["copies"] = [
+        {"name": "Memcpy DtoD (Device -> Device)", "bytes": unit, "count": 64, "us": 640.0}
+    ]
+    return made
+
+
+def bench_report() -> dict[str, Any]:
+    """A step-table report over all three cells."""
+    return _report("bench", [cell_record(cell, bench_columns(cell)) for cell in CELLS])
+
+
+def sweep_report(*, arena_rise: int = 0) -> dict[str, Any]:
+    """A sweep report; the live arena may rise where it should be flat."""
+    cells = []
+    for count in (2, 4, 8):
+        columns = {}
+        for spec in SWEEP_SPECS:
+            live = spec.name == "live"
+            slots = 5 if live else 2 * count
+            arena = 10**8 * (1 if live else count) + (arena_rise * count if live else 0)
+            columns[spec.name] = column(
+                spec.family,
+                spec.rule,
+                warm_s=0.1 * slots,
+                peak=10**9 + 10**7 * slots,
+                facts={"slots": slots, "graphs": 3 * slots + 2, "arena_bytes": arena},
+                title=spec.title,
+                options=dict(spec.options),
+            )
+        cells.append(cell_record(sweep_cell(CELLS[0], count), columns))
+    return _report("sweep", cells)
+
+
+def streams_report(*, stale: int = 0, vacuous: int = 0) -> dict[str, Any]:
+    """A stream report: one-way always stale, two-way as given."""
+    runs = [
+        {
+            "handoff": handoff,
+            "checks": 200,
+            "stale": count,
+            "stale_by_kind": {"output": count, "cache": count // 2},
+            "vacuous": vacuous,
+            "producer_ms": 10.0,
+            "host_ms": 0.1,
+        }
+        for handoff, count in (("one-way", 200), ("two-way", stale))
+        for _ in range(3)
+    ]
+    report = Report("streams", None, ENVIRONMENT, {"quick": False}, {"runs": runs})
+    return report.finish()
+
+
+def compare_report() -> dict[str, Any]:
+    """A comparison report of two runs."""
+    runs = [
+        {
+            "case": {"name": "chosen"},
+            "reference": "native",
+            "candidate": candidate,
+            "categories": [
+                {"category": "outputs", "compared": 10, "mismatched": bad, "first": []},
+                {"category": "scales", "compared": 5, "mismatched": 0, "first": []},
+            ],
+        }
+        for candidate, bad in (("eager", 0), ("captured", 1))
+    ]
+    raw = {"runs": runs, "failures": []}
+    return Report("compare", None, ENVIRONMENT, {"device": "cpu"}, raw).finish()
+
+
+def _report(kind: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
+    configuration = {"quick": False, "settings": attrs.asdict(Settings())}
+    return Report(kind, None, ENVIRONMENT, configuration, {"cells": cells}).finish()

@@ -1,0 +1,467 @@
+"""The benchmark's machinery, on scripted and toy columns and on the reference backend."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from gpu_runtime.backend import parameters
+from gpu_runtime.bench import add_bench_arguments, run_bench
+from gpu_runtime.bench.cells import (
+    CELLS,
+    SWEEP_MICROBATCHES,
+    TINY,
+    Cell,
+    cells_named,
+    sweep_cell,
+)
+from gpu_runtime.bench.columns import (
+    REFERENCE_SPECS,
+    SPECS,
+    SWEEP_SPECS,
+    UNGUARDED,
+    ColumnSpec,
+    Settings,
+    specs_named,
+)
+from gpu_runtime.bench.device import MemoryPoll, parse
+from gpu_runtime.bench.ours import Ours
+from gpu_runtime.bench.reference_columns import NativeReference
+from gpu_runtime.bench.report import Report, UnusableError, commit_of, environment
+from gpu_runtime.bench.rounds import CellRun
+from gpu_runtime.bench.tracing import matrix_copies, summarize
+from gpu_runtime.bench.worker import ColumnError, InlineWorker, ProcessWorker
+from gpu_runtime.numerical import same_bits
+from gpu_runtime.provision import plan_slots
+
+from . import toys
+
+COMMIT = "0" * 40
+
+
+def options(*words: str) -> argparse.Namespace:
+    """Arguments of `bench` as the command line reads them."""
+    parser = argparse.ArgumentParser()
+    add_bench_arguments(parser)
+    return parser.parse_args([*words, "--commit", COMMIT])
+
+
+def scripted_run(
+    log: list[tuple[str, str]],
+    specs: Sequence[ColumnSpec] = (toys.spec("a"), toys.spec("b"), toys.spec("c")),
+    *,
+    fails: dict[str, tuple[str, int]] | None = None,
+    **changes: Any,
+) -> CellRun:
+    """A run whose workers answer from a script."""
+
+    def make(spec: ColumnSpec, cell: Cell, settings: Settings) -> toys.Scripted:
+        return toys.Scripted(log, spec.name, [0.1, 0.2, 0.3], (fails or {}).get(spec.name))
+
+    return CellRun(TINY, specs, attrs.evolve(toys.SETTINGS, **changes), make_worker=make)
+
+
+class TestRounds:
+    def test_columns_take_turns_and_each_round_starts_with_another(self) -> None:
+        """Every round runs every column once, rotated by one."""
+        log: list[tuple[str, str]] = []
+        scripted_run(log).run()
+
+        turns = [name for name, method in log if method == "turn"]
+        assert ["abc", "bca", "cab"] == ["".join(turns[n : n + 3]) for n in (0, 3, 6)]
+
+    def test_set_up_is_one_column_at_a_time_and_before_any_turn(self) -> None:
+        """Nothing is built while another column is measured."""
+        log: list[tuple[str, str]] = []
+        scripted_run(log).run()
+
+        methods = [method for _, method in log]
+        assert methods.index("turn") > max(i for i, m in enumerate(methods) if m == "build")
+        assert [name for name, method in log if method == "build"] == ["a", "b", "c"]
+
+    def test_the_profiler_comes_after_every_turn_and_after_memory_was_read(self) -> None:
+        """Its own buffers on the device would count as growth."""
+        log: list[tuple[str, str]] = []
+        scripted_run(log).run()
+
+        for name in "abc":
+            methods = [method for who, method in log if who == name]
+            assert ["memory", "trace", "end"] == methods[-3:]
+
+    def test_a_failing_column_is_recorded_and_the_others_go_on(self) -> None:
+        """It fails in its second turn: its error stands in the record, its worker is ended."""
+        log: list[tuple[str, str]] = []
+        record = scripted_run(log, fails={"b": ("turn", 1)}).run()
+
+        assert "scripted" == record["columns"]["b"]["error"]
+        assert [1, 3, 3] == [len(record["columns"][n]["rounds"]) for n in ("b", "a", "c")]
+        assert record["columns"]["a"]["error"] is None
+        assert ("b", "end") in log
+        assert log.index(("b", "end")) < len(log) - 2
+
+    @pytest.mark.parametrize("method", ["prepare", "build", "memory", "trace"])
+    def test_a_column_may_fail_anywhere(self, method: str) -> None:
+        """No method's failure stops the table."""
+        record = scripted_run([], fails={"b": (method, 0)}).run()
+
+        assert "scripted" == record["columns"]["b"]["error"]
+        assert record["columns"]["c"]["trace"] is not None
+
+    def test_growth_is_asked_for_over_the_steps_that_were_wanted(self) -> None:
+        """Rounds count: 3 turns of 4 + 1 + 1 steps leave 22 of 40 to run."""
+        log: list[tuple[str, str]] = []
+        specs = [toys.spec("ours", family="ours_captured"), toys.spec("native")]
+        record = scripted_run(log, specs).run()
+
+        assert 40 == record["columns"]["ours"]["growth"]["steps"]
+        assert 18 == record["columns"]["native"]["growth"]["steps"]
+        assert 4 == [who for who, method in log if method == "turn"].count("ours")
+
+    def test_a_run_that_is_interrupted_leaves_a_report_of_what_it_had(self, tmp_path: Path) -> None:
+        """The file is valid JSON with the finished rounds, marked incomplete, and workers end."""
+        log: list[tuple[str, str]] = []
+        report = Report(
+            "bench",
+            tmp_path / "report.json",
+            environment([], COMMIT),
+            {"quick": True, "settings": attrs.asdict(toys.SETTINGS)},
+            {"cells": []},
+        )
+        run = scripted_run(log)
+        saved = 0
+
+        def save() -> None:
+            nonlocal saved
+            report.save()
+            saved += 1
+            if saved == 5:
+                raise KeyboardInterrupt
+
+        run.save = save
+        report.raw["cells"].append(run.record)
+        with pytest.raises(KeyboardInterrupt):
+            run.run()
+
+        left = json.loads((tmp_path / "report.json").read_text())
+        assert left["complete"] is False
+        assert [2, 2, 2] == [
+            len(column["rounds"]) for column in left["raw"]["cells"][0]["columns"].values()
+        ]
+        assert {"a", "b", "c"} == {who for who, method in log if method == "end"}
+
+
+class TestWorkers:
+    def test_a_worker_process_runs_a_column(self) -> None:
+        """Facts come back from a process that is not this one."""
+        worker = ProcessWorker(toys.spec("a"), TINY, toys.SETTINGS)
+        worker.post("build")
+        built = worker.collect(60)
+        worker.post("turn", steps=2, warm_steps=1)
+        turn = worker.collect(60)
+        worker.end()
+
+        assert {"steps": 2} == built["facts"]
+        assert 2 == turn["steps"]
+        assert turn["wall_s"] > 0
+
+    def test_an_exception_becomes_one_line(self) -> None:
+        """The parent hears the type and the first line, and the process can go on."""
+        worker = ProcessWorker(toys.spec("a", fail_in="warm"), TINY, toys.SETTINGS)
+        worker.post("build")
+        with pytest.raises(ColumnError, match=r"^ValueError: told to fail in warm$"):
+            worker.collect(60)
+        worker.post("close")
+        assert {} == worker.collect(60)
+        worker.end()
+
+    def test_a_process_that_dies_is_a_failed_column(self) -> None:
+        """The exit code is named."""
+        worker = ProcessWorker(toys.spec("a", die_in="step"), TINY, toys.SETTINGS)
+        worker.post("build")
+        with pytest.raises(ColumnError, match="exit code 7"):
+            worker.collect(60)
+        worker.end()
+
+    def test_a_process_that_does_not_answer_is_ended(self) -> None:
+        """Waiting has a limit, after which the process is gone."""
+        worker = ProcessWorker(toys.spec("a"), TINY, toys.SETTINGS)
+        with pytest.raises(ColumnError, match="no answer within"):
+            worker.collect(0.01)
+        assert not worker._process.is_alive()
+
+    def test_a_worker_inside_this_process_behaves_alike(self) -> None:
+        """Same answers, same failures."""
+        worker = InlineWorker(toys.spec("a", fail_in="build"), TINY, toys.SETTINGS)
+        worker.post("build")
+        with pytest.raises(ColumnError, match=r"^ValueError: told to fail in build$"):
+            worker.collect(1)
+        worker.end()
+
+
+class TestCells:
+    def test_the_three_cells_are_those_of_the_tables(self) -> None:
+        """Hidden, ffn, sequence, microbatches; heads of 128."""
+        assert [
+            (2048, 8192, 256, 4),
+            (4096, 11008, 256, 8),
+            (4096, 11008, 4096, 4),
+        ] == [(c.hidden, c.ffn, c.sequence, c.microbatches) for c in CELLS]
+        assert [16, 32, 32] == [c.config.heads for c in CELLS]
+
+    def test_chunks_run_in_the_order_of_interleaved_1f1b(self) -> None:
+        """At PP=1 the second chunk's backward comes before the first chunk's next forward."""
+        order = " ".join(str(step) for step in CELLS[0].order().steps)
+        assert order.startswith("0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 1W1")
+
+    def test_live_tapes_of_the_sweep_are_flat_from_four_microbatches_on(self) -> None:
+        """So the sweep has something to be flat over, and the paper's provisioning is not."""
+        live, paper = (
+            [
+                sum(plan_slots(sweep_cell(CELLS[0], m).order(), provisioning).num_slots.values())
+                for m in SWEEP_MICROBATCHES
+            ]
+            for provisioning in ("live", "per_microbatch")
+        )
+        assert [4, 5, 5, 5, 5] == live
+        assert [4, 8, 16, 32, 64] == paper
+
+    def test_an_unknown_cell_is_named_with_the_known_ones(self) -> None:
+        """One line says what there is."""
+        with pytest.raises(ValueError, match=r"unknown cell 'h9'; choose from .*h2048-s256-m4"):
+            cells_named(["h9"])
+
+    def test_cells_survive_json(self) -> None:
+        """A worker and a report see the same cell."""
+        cell = sweep_cell(CELLS[0], 8)
+        assert cell == Cell.from_json(json.loads(json.dumps(cell.to_json())))
+
+
+class TestColumns:
+    def test_every_column_can_be_made_without_a_device(self) -> None:
+        """Factories import and construct; only build() needs what they run on."""
+        settings = Settings()
+        for spec in (*SPECS, UNGUARDED, *SWEEP_SPECS, *REFERENCE_SPECS):
+            assert callable(spec.make(TINY, settings).step)
+
+    def test_the_table_has_every_contender(self) -> None:
+        """Both native rules, TE's graphs, a whole step of each rule, ours in all destinations."""
+        assert {"native", "te_graphs", "whole_step", "ours_eager", "ours_captured"} == {
+            spec.family for spec in SPECS
+        }
+        assert {"copied", "per_microbatch", "accumulate"} == {
+            spec.options["destination"] for spec in SPECS if spec.family == "ours_captured"
+        }
+        for family in ("native", "whole_step"):
+            assert {"grad", "main_grad"} == {s.rule for s in SPECS if s.family == family}
+
+    def test_names_may_be_shortened(self) -> None:
+        """A leading part names a group; an exact name only itself."""
+        assert {"te_graphs"} == {spec.family for spec in specs_named(["te"], SPECS)}
+        assert ["whole_grad"] == [spec.name for spec in specs_named(["whole_grad"], SPECS)]
+        with pytest.raises(ValueError, match="unknown column 'nvfuser'"):
+            specs_named(["nvfuser"], SPECS)
+
+    @pytest.mark.parametrize("guards", [True, False])
+    def test_ours_trains_to_the_same_bits_as_native(self, guards: bool) -> None:
+        """Columns that are compared do the same arithmetic, with guards and without."""
+        native = NativeReference(TINY, toys.SETTINGS)
+        ours = Ours(TINY, toys.SETTINGS, "per_microbatch", "live", captured=False, guards=guards)
+        for column in (native, ours):
+            column.build()
+            column.warm()
+            for _ in range(4):
+                column.step()
+
+        compared = 0
+        for stage in ours.stages:
+            reference = parameters(native.stages[stage.index])
+            for name, parameter in parameters(stage).items():
+                assert same_bits(reference[name], parameter), name
+                compared += 1
+        assert 24 == compared
+
+    @pytest.mark.parametrize("destination", ["copied", "per_microbatch", "accumulate"])
+    def test_leaving_guards_out_changes_no_bit(self, destination: Any) -> None:
+        """Guards on and off differ in what is asked, never in what is done."""
+        runs = []
+        for guards in (True, False):
+            column = Ours(TINY, toys.SETTINGS, destination, "live", captured=False, guards=guards)
+            column.build()
+            column.warm()
+            for _ in range(3):
+                column.step()
+            runs.append([p for stage in column.stages for p in parameters(stage).values()])
+        assert len(runs[0]) == 24
+        assert all(same_bits(a, b) for a, b in zip(*runs, strict=True))
+
+    def test_the_sweep_runs_in_both_provisionings(self) -> None:
+        """A rank's row whose stages do not feed each other, with slots and arena as planned."""
+        facts = {}
+        for spec in SWEEP_SPECS:
+            column = spec.make(sweep_cell(TINY, 4), toys.SETTINGS)
+            column.build()
+            column.warm()
+            column.step()
+            facts[spec.name] = column.facts()
+        assert [5, 8] == [facts[name]["slots"] for name in ("live", "per_microbatch")]
+        assert 4 * facts["live"]["arena_bytes"] == facts["per_microbatch"]["arena_bytes"]
+
+
+class TestTracing:
+    TRACE = (
+        {"ph": "X", "cat": "kernel", "name": "gemm", "dur": 10.0},
+        {"ph": "X", "cat": "kernel", "name": "gemm", "dur": 12.0},
+        {"ph": "X", "cat": "kernel", "name": "elementwise_copy", "dur": 3.0},
+        {"ph": "X", "cat": "gpu_memset", "name": "Memset", "dur": 1.0},
+        {
+            "ph": "X",
+            "cat": "gpu_memcpy",
+            "name": "Memcpy DtoD (Device -> Device)",
+            "dur": 5.0,
+            "args": {"bytes": 4096},
+        },
+        {
+            "ph": "X",
+            "cat": "gpu_memcpy",
+            "name": "Memcpy DtoD (Device -> Device)",
+            "dur": 5.5,
+            "args": {"bytes": 4096},
+        },
+        {
+            "ph": "X",
+            "cat": "gpu_memcpy",
+            "name": "Memcpy DtoD (Device -> Device)",
+            "dur": 0.5,
+            "args": {"bytes": 64},
+        },
+        {
+            "ph": "X",
+            "cat": "gpu_memcpy",
+            "name": "Memcpy HtoD (Pageable -> Device)",
+            "dur": 0.5,
+            "args": {"bytes": 4096},
+        },
+        {"ph": "X", "cat": "gpu_user_annotation", "name": "step", "dur": 100.0},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "dur": 40.0},
+        {"ph": "M", "name": "process_name"},
+    )
+
+    def test_device_time_is_kernels_copies_and_fills(self) -> None:
+        """Annotations and host operators are not work of the device."""
+        found = summarize(self.TRACE, 2)
+        assert 37.5 == found["device_us"]
+        assert 8 == found["device_events"]
+        assert [{"name": "elementwise_copy", "count": 1, "us": 3.0}] == found["copy_kernels"]
+
+    def test_matrix_copies_are_device_copies_of_a_gradients_size(self) -> None:
+        """Not the small one, and not the one from the host."""
+        found = matrix_copies(summarize(self.TRACE, 2), [4096, 8192])
+        assert 1.0 == found["per_step"]
+        assert 4096.0 == found["bytes_per_step"]
+        assert 5.25 == found["us_per_step"]
+        assert 0 == found["without_size"]
+
+    def test_a_copy_whose_size_the_trace_lacks_is_reported(self) -> None:
+        """It cannot be attributed, so zero is not claimed for it."""
+        event = {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoD", "dur": 1.0, "args": {}}
+        assert 1 == matrix_copies(summarize([event], 1), [4096])["without_size"]
+
+
+class TestDevice:
+    def test_readings_are_numbers_where_they_are_numbers(self) -> None:
+        """What nvidia-smi does not support stays text."""
+        assert {"clocks.sm": 1980.0, "power.draw": "[N/A]"} == parse(
+            ("clocks.sm", "power.draw"), "1980, [N/A]\n"
+        )
+
+    def test_memory_rises_from_the_marked_reading(self) -> None:
+        """What other columns hold already is not counted."""
+        poll = MemoryPoll()
+        assert poll.rise() is None
+        for used in (700, 500):
+            poll.sample(used)
+        poll.mark()
+        for used in (500, 900, 600):
+            poll.sample(used)
+        assert 400 == poll.rise()
+
+
+class TestCommand:
+    def test_the_tables_run_on_a_cpu_from_end_to_end(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Native and ours in processes of their own, a complete report, a table printed last."""
+        out = tmp_path / "report.json"
+        code = run_bench(
+            options(
+                *("--device", "cpu", "--columns", "native", "ours_accumulate", "--rounds", "2"),
+                *("--steps", "2", "--growth-steps", "0", "--out", str(out)),
+            )
+        )
+        report = json.loads(out.read_text())
+
+        assert 0 == code
+        assert report["complete"]
+        cell = report["derived"]["cells"][0]
+        assert {"native_grad", "ours_accumulate"} == set(cell["columns"])
+        assert cell["columns"]["ours_accumulate"]["native_over_this"]["median"] > 0
+        assert "ours_accumulate" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (("--cells", "h1"), "unknown cell 'h1'"),
+            (("--columns", "x"), "unknown column 'x'"),
+            (("--rounds", "0"), "--rounds must be at least 1"),
+            (("sweep", "--microbatches", "0", "--device", "cpu"), "microbatches"),
+        ],
+    )
+    def test_bad_options_are_one_line(
+        self, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Nothing is measured, and the line names what was wrong."""
+        assert 2 == run_bench(options(*words))
+        said_lines = capsys.readouterr().err.strip().splitlines()
+        assert 1 == len(said_lines)
+        assert said in said_lines[0]
+
+    def test_without_a_device_the_tables_say_so(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """A missing device is unusable input, not a failed column."""
+        assert not torch.cuda.device_count()
+        assert 2 == run_bench(options("--cells", "0"))
+        assert "no CUDA device" in capsys.readouterr().err
+
+    def test_a_place_that_cannot_be_written_is_refused_before_measuring(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Half an hour of measurements must not end in a wrong path."""
+        missing = tmp_path / "no" / "report.json"
+        assert 2 == run_bench(options("--device", "cpu", "--out", str(missing)))
+        assert "cannot write" in capsys.readouterr().err
+
+    def test_the_commit_is_forty_digits(self) -> None:
+        """A report that names no commit cannot be reproduced."""
+        with pytest.raises(UnusableError, match="40 hexadecimal digits"):
+            commit_of("main")
+
+    def test_importing_the_benchmark_imports_no_library(self) -> None:
+        """Neither Transformer Engine nor a device context, nor the runtime's captures."""
+        code = (
+            "import sys, torch, gpu_runtime.bench, gpu_runtime.streamcheck, gpu_runtime.plots\n"
+            "import gpu_runtime.te_baselines, gpu_runtime.bench.native_columns\n"
+            "assert 'transformer_engine' not in sys.modules\n"
+            "assert 'matplotlib' not in sys.modules\n"
+            "assert not torch.cuda.is_initialized()\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert "" == done.stderr
+        assert 0 == done.returncode

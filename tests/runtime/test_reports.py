@@ -1,0 +1,411 @@
+"""Reports: what follows from raw numbers, the schema, every checked-in one, and the pictures."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from gpu_runtime import plots, reports, streamcheck
+from gpu_runtime.bench.cells import CELLS
+from gpu_runtime.bench.columns import SPECS
+from gpu_runtime.bench.derive import (
+    DERIVE,
+    break_even,
+    derive_cell,
+    memory_bytes,
+    paired,
+    spread,
+)
+from gpu_runtime.bench.report import SCHEMA, environment
+from gpu_runtime.bench.tables import bench_lines, stream_lines, sweep_lines
+from gpu_runtime.bench.targets import GOALS, judge_cells
+
+from . import report_samples as samples
+
+SAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
+    "bench": samples.bench_report,
+    "sweep": samples.sweep_report,
+    "streams": samples.streams_report,
+    "compare": samples.compare_report,
+}
+
+
+def check(report: dict[str, Any]) -> None:
+    """What every checked-in report must pass."""
+    jsonschema.Draft202012Validator(reports.schema()).validate(report)
+    recomputed = json.loads(json.dumps(DERIVE[report["kind"]](report["raw"])))
+    assert recomputed == report["derived"], "derived numbers do not follow from the raw ones"
+    assert report["complete"], "the run did not reach its end"
+    assert not report["configuration"].get("quick"), "a quick run is no measurement"
+
+
+class TestSchema:
+    def test_the_schema_is_one(self) -> None:
+        """It is valid JSON schema, and carries the name that reports carry."""
+        jsonschema.Draft202012Validator.check_schema(reports.schema())
+        assert SCHEMA == reports.schema()["$id"]
+
+    @pytest.mark.parametrize("kind", sorted(SAMPLES))
+    def test_a_report_of_every_kind_passes(self, kind: str) -> None:
+        """Every kind that can be derived has a schema."""
+        assert sorted(SAMPLES) == sorted(DERIVE)
+        check(json.loads(json.dumps(SAMPLES[kind]())))
+
+    @pytest.mark.parametrize("kind", sorted(SAMPLES))
+    @pytest.mark.parametrize(
+        "missing", ["environment", "raw", "derived", "configuration", "complete"]
+    )
+    def test_no_part_may_be_missing(self, kind: str, missing: str) -> None:
+        """Removing a part is refused by the schema."""
+        report = SAMPLES[kind]()
+        del report[missing]
+        with pytest.raises(jsonschema.ValidationError):
+            check(report)
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [("commit", "main"), ("date", "today"), ("argv", ["--out=/a/b"]), ("torch", None)],
+    )
+    def test_an_environment_that_cannot_be_reproduced_is_refused(
+        self, key: str, value: Any
+    ) -> None:
+        """The commit is a commit, the date a date, and no folder of a machine is in it."""
+        report = samples.bench_report()
+        report["environment"] = {**report["environment"], key: value}
+        with pytest.raises(jsonschema.ValidationError):
+            check(report)
+
+    def test_a_raw_number_of_another_name_is_refused(self) -> None:
+        """Raw records hold what the harness writes and nothing that a hand adds."""
+        report = samples.bench_report()
+        report["raw"]["cells"][0]["columns"]["native_grad"]["note"] = "fast"
+        with pytest.raises(jsonschema.ValidationError):
+            check(report)
+
+    def test_a_hand_written_ratio_is_found(self) -> None:
+        """One derived digit that does not follow from the raw numbers fails the check."""
+        report = samples.bench_report()
+        entry = report["derived"]["cells"][0]["columns"]["ours_accumulate"]
+        entry["native_over_this"]["median"] += 0.01
+        with pytest.raises(AssertionError, match="do not follow"):
+            check(report)
+
+    def test_an_unfinished_or_quick_run_is_no_evidence(self) -> None:
+        """Neither may be checked in."""
+        for part, key, value in (("complete", None, False), ("configuration", "quick", True)):
+            report = samples.bench_report()
+            if key is None:
+                report[part] = value
+            else:
+                report[part][key] = value
+            with pytest.raises(AssertionError):
+                check(report)
+
+
+class TestCheckedIn:
+    def test_every_checked_in_report_is_valid_and_recomputes(self) -> None:
+        """No report, in no subfolder, holds a number that a reader could not compute again."""
+        found = reports.paths()
+        for path in found:
+            check(json.loads(path.read_text(encoding="utf-8")))
+        assert [*found, reports.SCHEMA_PATH] == [
+            *(p for p in sorted(reports.FOLDER.rglob("*.json")) if p != reports.SCHEMA_PATH),
+            reports.SCHEMA_PATH,
+        ]
+
+    def test_the_environment_of_this_machine_fits_the_schema(self) -> None:
+        """What a report would say of the machine that runs this test."""
+        report = samples.bench_report()
+        report["environment"] = environment(["bench", "--out", "a/b.json", "--x=/c/d"], "1" * 40)
+        check(json.loads(json.dumps(report)))
+        assert ["bench", "--out", "b.json", "--x=d"] == report["environment"]["argv"]
+
+
+class TestDerived:
+    def test_ratios_are_paired_by_round(self) -> None:
+        """A drift that both columns share cancels; medians of each alone would not show it."""
+        slow = samples.column(ms=[10.0, 20.0, 40.0])
+        fast = samples.column(ms=[5.0, 10.0, 20.0])
+        assert {"median": 2.0, "min": 2.0, "max": 2.0, "spread": 0.0} == paired(slow, fast)
+
+    def test_spread_is_the_range_over_the_median(self) -> None:
+        """Not a standard deviation: five rounds are too few for one."""
+        assert 0.2 == spread([1.0, 1.1, 0.9])["spread"]
+
+    def test_a_floor_is_the_least_kernel_time_of_its_own_rule(self) -> None:
+        """A column that sums gradients in another way sets no floor for this one."""
+        derived = derive_cell(
+            samples.cell_record(
+                CELLS[0],
+                {
+                    "native_grad": samples.column(kernel_ms=5.0),
+                    "whole_grad": samples.column("whole_step", kernel_ms=4.5, ms=[5.0]),
+                    "ours": samples.column("ours_captured", "main_grad", kernel_ms=3.0, ms=[3.3]),
+                },
+            )
+        )
+        assert {"kernel_ms": 4.5, "column": "whole_grad"} == derived["floors"]["grad"]
+        assert 1.1 == derived["columns"]["ours"]["over_floor"]
+        assert derived["columns"]["ours"]["over_whole_step"] is None
+
+    def test_the_faster_native_is_the_reference(self) -> None:
+        """Speedups are over the best that users have, not over the slower of two."""
+        derived = samples.bench_report()["derived"]["cells"][0]
+        assert "native_main_grad" == derived["fastest_native"]
+        assert "te_graphs_model" == derived["fastest_te_graphs"]
+        assert (
+            pytest.approx(36.0 / 4.1, abs=1e-3)
+            == derived["columns"]["ours_accumulate"]["native_over_this"]["median"]
+        )
+
+    def test_a_failed_column_is_in_no_ratio(self) -> None:
+        """It is in the raw part with its error, and sets neither reference nor floor."""
+        columns = samples.bench_columns(CELLS[0])
+        columns["native_main_grad"]["error"] = "out of memory"
+        derived = derive_cell(samples.cell_record(CELLS[0], columns))
+        assert "native_main_grad" not in derived["columns"]
+        assert "native_grad" == derived["fastest_native"]
+
+    def test_break_even_counts_set_up_and_first_step(self) -> None:
+        """0.5 s behind at 25 ms a step is made up by 20 steps after the first."""
+        native = samples.column(ms=[30.0], first_s=0.1)
+        ours = samples.column("ours_captured", ms=[5.0], warm_s=0.4, first_s=0.2)
+        assert 21 == break_even(ours, native)
+        assert 1 == break_even(samples.column(ms=[5.0], first_s=0.1), native)
+
+    def test_a_column_that_is_slower_never_breaks_even(self) -> None:
+        """It has no number, and its goal is missed rather than left out."""
+        columns = samples.bench_columns(CELLS[0])
+        columns["ours_accumulate"]["rounds"] = samples.column(ms=[99.0])["rounds"]
+        derived = derive_cell(samples.cell_record(CELLS[0], columns))
+        assert derived["columns"]["ours_accumulate"]["break_even_steps"] is None
+        (judged,) = [
+            goal
+            for goal in judge_cells([derived])
+            if goal["goal"].startswith("break-even") and goal["column"] == "ours_accumulate"
+        ]
+        assert judged["measured"] is None
+        assert not judged["met"]
+
+    def test_memory_is_the_largest_of_three_figures(self) -> None:
+        """What the allocator gave back between two looks at the driver is added to the driver's."""
+        found = memory_bytes(samples.column(peak=1000))
+        assert {"allocated": 1000, "reserved": 1300, "driver": 2200} == found
+        column = samples.column(peak=1000)
+        column["memory"]["device_polled_rise"] = 9999
+        polled = memory_bytes(column)
+        assert polled is not None
+        assert 9999 == polled["driver"]
+
+    def test_memory_above_native_is_judged_by_its_largest_figure(self) -> None:
+        """Chosen so that driver and allocator agree: ten columns after native, 0.1 GB each."""
+        cell = samples.bench_report()["derived"]["cells"][0]
+        above = cell["columns"]["ours_accumulate"]["above_native_bytes"]
+        assert above["largest"] == max(above[k] for k in ("allocated", "reserved", "driver"))
+        assert 10**9 == above["allocated"]
+
+    def test_matrix_copies_are_counted_for_each_step(self) -> None:
+        """64 over two profiled steps are 32 a step, and none elsewhere."""
+        columns = samples.bench_report()["derived"]["cells"][0]["columns"]
+        assert 32 == columns["ours_copied"]["matrix_copies"]["per_step"]
+        assert 0 == columns["ours_accumulate"]["matrix_copies"]["per_step"]
+        assert not columns["ours_copied"]["matrix_copies"]["ambiguous"]
+
+    def test_an_activation_of_a_gradients_size_is_called_ambiguous(self) -> None:
+        """In the third cell a hidden state has the bytes of a square matrix."""
+        third = samples.bench_report()["derived"]["cells"][2]
+        assert third["columns"]["ours_copied"]["matrix_copies"]["ambiguous"]
+
+    def test_guards_cost_the_difference_of_the_same_step(self) -> None:
+        """Host time comes from single steps on an idle device, divided by the actions."""
+        guards = samples.bench_report()["derived"]["cells"][0]["guards"]
+        assert pytest.approx(4.1 / 4.08, abs=1e-4) == guards["step_on_over_off"]["median"]
+        expected = 1e3 * (4.1 - 4.08) / 2 / 26
+        assert pytest.approx(expected, abs=1e-3) == guards["host_us_of_a_guard"]["median"]
+
+    def test_a_rise_where_live_tapes_are_flat_misses_its_goal(self) -> None:
+        """4 and 8 microbatches have the same live tapes, so nothing may grow between them."""
+        assert all(goal["met"] for goal in samples.sweep_report()["derived"]["targets"])
+        targets = samples.sweep_report(arena_rise=1)["derived"]["targets"]
+        assert ["live slots: rise of arena_bytes"] == [t["goal"] for t in targets if not t["met"]]
+
+    def test_stale_reads_add_up_over_processes(self) -> None:
+        """Three processes of 200 checks each."""
+        handoffs = samples.streams_report()["derived"]["handoffs"]
+        assert (3, 600, 600) == tuple(
+            handoffs["one-way"][key] for key in ("processes", "checks", "stale")
+        )
+        assert 0 == handoffs["two-way"]["stale"]
+        assert {"output": 600, "cache": 300} == handoffs["one-way"]["stale_by_kind"]
+
+    def test_comparisons_add_up_by_category(self) -> None:
+        """One mismatch in one category of one run is one mismatch."""
+        derived = samples.compare_report()["derived"]
+        assert (30, 1) == (derived["compared"], derived["mismatched"])
+        assert {"compared": 20, "mismatched": 1} == derived["categories"]["outputs"]
+
+
+class TestGoals:
+    def test_goals_speak_of_cells_and_columns_that_exist(self) -> None:
+        """A renamed cell or column would silently leave its goals unmeasured."""
+        cells, columns = {cell.name for cell in CELLS}, {spec.name for spec in SPECS}
+        for goal in GOALS:
+            assert set(goal.cells) <= cells
+            assert set(goal.columns) <= columns
+
+    def test_a_full_report_measures_every_goal(self) -> None:
+        """None is left out when every column ran."""
+        targets = samples.bench_report()["derived"]["targets"]
+        wanted = {(g.name, cell, c) for g in GOALS for cell in g.cells for c in g.columns}
+        assert wanted == {(t["goal"], t["cell"], t["column"]) for t in targets}
+
+    @pytest.mark.parametrize(("ms", "met"), [(4.1, True), (9.9, False)])
+    def test_a_goal_is_met_or_missed_by_its_number(self, ms: float, met: bool) -> None:
+        """The same goal, two numbers."""
+        columns = samples.bench_columns(CELLS[0])
+        columns["ours_accumulate"]["rounds"] = samples.column(ms=[ms])["rounds"]
+        derived = derive_cell(samples.cell_record(CELLS[0], columns))
+        (judged,) = [
+            t
+            for t in judge_cells([derived])
+            if t["goal"] == "step over the floor" and t["column"] == "ours_accumulate"
+        ]
+        assert met is judged["met"]
+
+
+class TestTables:
+    def test_missed_goals_are_printed_with_what_was_measured(self) -> None:
+        """A missed goal is never only a count."""
+        report = samples.bench_report()
+        missed = [t for t in report["derived"]["targets"] if not t["met"]]
+        lines = bench_lines(report)
+        assert missed
+        for target in missed:
+            assert any(
+                target["goal"] in line and target["cell"] in line and target["column"] in line
+                for line in lines
+            )
+
+    def test_failed_columns_are_printed(self) -> None:
+        """With their error."""
+        report = samples.bench_report()
+        raw = copy.deepcopy(report["raw"])
+        raw["cells"][0]["columns"]["ours_copied"]["error"] = "ValueError: no"
+        lines = bench_lines({"raw": raw, "derived": DERIVE["bench"](raw)})
+        assert "ours_copied: FAILED, ValueError: no" in lines
+
+    def test_every_point_and_handoff_has_a_line(self) -> None:
+        """Six points of the sweep, two handoffs."""
+        sweep = "\n".join(sweep_lines(samples.sweep_report()))
+        assert [3, 3] == [sweep.count(f"\n{name} ") for name in ("live", "per_microbatch")]
+        streams = stream_lines(samples.streams_report())
+        assert any("one-way" in line and "600" in line for line in streams)
+
+
+class TestStreams:
+    def test_a_stale_read_behind_both_halves_is_a_violation(self) -> None:
+        """And so is a check that could not have seen one; a stale one-way read is the finding."""
+        fine, stale, vacuous = (
+            streamcheck.problems(samples.streams_report(**options)["derived"]["handoffs"])
+            for options in ({}, {"stale": 1}, {"vacuous": 1})
+        )
+        assert [] == fine
+        assert 1 == len(stale)
+        assert 1 == len(vacuous)
+
+    def test_the_producer_changes_every_buffer_every_time(self) -> None:
+        """Otherwise a stale read could look fresh; 200 steps in a row."""
+        import torch
+
+        from gpu_runtime.numerical import same_bits
+
+        producer = streamcheck.Producer(torch.device("cpu"), 32, 3)
+        for number in range(200):
+            before = {kind: tensor.clone() for kind, tensor in producer.state.items()}
+            producer.token.fill_(float(number + 1))
+            producer.run()
+            for kind in streamcheck.KINDS:
+                assert not same_bits(before[kind], producer.state[kind]), (number, kind)
+                assert producer.state[kind].float().isfinite().all()
+
+    def test_everything_that_the_producer_writes_depends_on_its_products(self) -> None:
+        """A buffer that did not would be written early, and a one-way read of it would be right."""
+        import torch
+
+        from gpu_runtime.numerical import same_bits
+
+        device = torch.device("cpu")
+        long, short = streamcheck.Producer(device, 32, 3), streamcheck.Producer(device, 32, 2)
+        for producer in (long, short):
+            producer.run()
+        for kind in streamcheck.KINDS:
+            assert not same_bits(long.state[kind], short.state[kind]), kind
+
+    def test_without_a_device_the_check_says_so(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """One line, and exit code 2."""
+        parser = argparse.ArgumentParser()
+        streamcheck.add_streams_arguments(parser)
+        assert 2 == streamcheck.run_streams(parser.parse_args([]))
+        assert "no CUDA device" in capsys.readouterr().err
+        assert 2 == streamcheck.run_streams(parser.parse_args(["--checks", "0"]))
+
+
+class TestPictures:
+    def folder(self, tmp_path: Path, *made: dict[str, Any]) -> Path:
+        """A folder of reports."""
+        for number, report in enumerate(made):
+            (tmp_path / f"{number}.json").write_text(json.dumps(report))
+        return tmp_path
+
+    def test_three_pictures_come_from_step_and_sweep_reports(self, tmp_path: Path) -> None:
+        """And the same reports give the same bytes."""
+        folder = self.folder(tmp_path, samples.bench_report(), samples.sweep_report())
+        drawn = plots.draw(folder, tmp_path / "a")
+        assert ["memory", "resources", "step_time"] == sorted(path.stem for path in drawn)
+        for path in drawn:
+            again = tmp_path / "b" / path.name
+            if not again.exists():
+                plots.draw(folder, tmp_path / "b")
+            assert path.read_bytes() == again.read_bytes()
+            assert b"<svg" in path.read_bytes()
+
+    def test_a_number_of_the_report_moves_the_picture(self, tmp_path: Path) -> None:
+        """Pictures are drawn from the report and from nothing else."""
+        bytes_of = []
+        for ms in (4.1, 5.1):
+            report = samples.bench_report()
+            report["derived"]["cells"][0]["columns"]["ours_accumulate"]["step_ms"]["median"] = ms
+            folder = self.folder(tmp_path, report)
+            (path,) = [p for p in plots.draw(folder, tmp_path / "out") if p.stem == "step_time"]
+            bytes_of.append(path.read_bytes())
+        assert bytes_of[0] != bytes_of[1]
+
+    def test_missing_columns_and_figures_leave_gaps(self, tmp_path: Path) -> None:
+        """A report of a CPU has neither kernel times nor memory; a failed column has nothing."""
+        report = samples.bench_report()
+        raw = report["raw"]
+        for column in raw["cells"][0]["columns"].values():
+            column["trace"] = None
+            column["memory"] = None
+        raw["cells"][1]["columns"]["ours_copied"]["error"] = "failed"
+        report["derived"] = DERIVE["bench"](raw)
+        drawn = plots.draw(self.folder(tmp_path, report), tmp_path / "out")
+        assert {"step_time", "memory"} == {path.stem for path in drawn}
+
+    def test_nothing_to_draw_is_one_line(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It says how to make a report."""
+        parser = argparse.ArgumentParser()
+        plots.add_plots_arguments(parser)
+        args = parser.parse_args(["--reports", str(tmp_path), "--out", str(tmp_path / "out")])
+        assert 2 == plots.run_plots(args)
+        assert "python -m gpu_runtime bench" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()

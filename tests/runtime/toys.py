@@ -1,0 +1,125 @@
+"""Columns and workers that do what a test says, so that the harness is tested and not the clock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from gpu_runtime.bench.cells import Cell
+from gpu_runtime.bench.columns import ColumnSpec, Family, Settings, SumRule
+from gpu_runtime.bench.worker import ColumnError
+
+SETTINGS = Settings(
+    rounds=3, steps=4, warm_steps=1, profile_steps=2, growth_steps=40, history=16, device="cpu"
+)
+
+
+@attrs.define
+class Toy:
+    """A column that counts its steps, and fails or dies where it is told to."""
+
+    fail_in: str = ""
+    die_in: str = ""
+    steps: int = 0
+
+    def _come_to(self, where: str) -> None:
+        if self.die_in == where:
+            os._exit(7)
+        if self.fail_in == where:
+            raise ValueError(f"told to fail in {where}\nwith a second line")
+
+    def build(self) -> None:
+        self._come_to("build")
+
+    def warm(self) -> None:
+        self._come_to("warm")
+
+    def step(self) -> None:
+        self._come_to("step")
+        self.steps += 1
+
+    def facts(self) -> Mapping[str, Any]:
+        return {"steps": self.steps}
+
+    def close(self) -> None:
+        pass
+
+
+def make(cell: Cell, settings: Settings, **options: Any) -> Toy:
+    """The factory."""
+    return Toy(**options)
+
+
+def spec(
+    name: str, *, family: Family = "native", rule: SumRule = "grad", **options: Any
+) -> ColumnSpec:
+    """A toy column."""
+    return ColumnSpec(name, f"toy {name}", family, rule, f"{__name__}:make", options)
+
+
+@attrs.define
+class Scripted:
+    """
+    A worker that writes down what it is asked and answers from a script.
+
+    Args:
+        log: Shared by all workers: (column, method).
+        name: The column.
+        wall_s: Wall time of a turn, by round.
+        fails: Method in which it fails, and at which call of it.
+    """
+
+    log: list[tuple[str, str]]
+    name: str
+    wall_s: list[float]
+    fails: tuple[str, int] | None = None
+    _calls: dict[str, int] = attrs.field(factory=dict)
+    _next: tuple[str, dict[str, Any]] = ("", {})
+
+    def post(self, method: str, **arguments: Any) -> None:
+        self._next = (method, arguments)
+
+    def collect(self, timeout_s: float) -> dict[str, Any]:
+        method, arguments = self._next
+        self.log.append((self.name, method))
+        call = self._calls[method] = self._calls.get(method, -1) + 1
+        if self.fails == (method, call):
+            raise ColumnError("scripted")
+        if method == "turn":
+            number = min(call, len(self.wall_s) - 1)
+            return {**arguments, "wall_s": self.wall_s[number], "host_s": [0.001]}
+        return {
+            "prepare": {"prepare_s": 1.0},
+            "build": {
+                "build_s": 1.0,
+                "warm_s": 0.5,
+                "first_step_s": 0.1,
+                "memory": dict.fromkeys(
+                    (
+                        "allocated",
+                        "reserved",
+                        "allocated_peak",
+                        "reserved_peak",
+                        "device_before",
+                        "device_after",
+                    ),
+                    1000,
+                ),
+                "facts": {},
+            },
+            "memory": {"allocated": 1000, "reserved": 1000},
+            "trace": {
+                "steps": 2,
+                "device_us": 2000.0,
+                "device_events": 2,
+                "copies": [],
+                "copy_kernels": [],
+                "top": [],
+            },
+        }[method]
+
+    def end(self) -> None:
+        self.log.append((self.name, "end"))
