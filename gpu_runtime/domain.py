@@ -46,6 +46,7 @@ class RuntimeConfig:
         captured: Replay CUDA graphs instead of calling the backend.
         readers: Whether outputs and input gradients have a reader (a send, the next chunk, a
             recorder) that must finish before a slot is free.
+        feeds: Which local stage each local stage feeds, so that a slot is kept for its reader.
         declared: Refuse any other order of F and dI than the plan's.
         callers: Names of the streams that call.
         pool: Capture-memory pool that all slots share. Only the test that shows why that is wrong
@@ -57,6 +58,7 @@ class RuntimeConfig:
     provisioning: Provisioning = "live"
     captured: bool = False
     readers: bool = False
+    feeds: Mapping[int, int] = attrs.field(factory=dict)
     declared: bool = True
     callers: tuple[Hashable, ...] = ("main",)
     pool: Hashable | None = None
@@ -101,7 +103,7 @@ class Runtime:
                 f"the order runs stages {list(order.stages)}, this process has "
                 f"{sorted(self.stages)}; build the stages of the rank whose row it is"
             )
-        self.plan: SlotPlan = plan_slots(order, self.config.provisioning)
+        self.plan: SlotPlan = plan_slots(order, self.config.provisioning, feeds=self.config.feeds)
         self.handoff: Handoff = handoff_for(self.domain.device)
         self.handoff.wait_for_caller()
         with self.handoff.scope(), preserving(self.domain):

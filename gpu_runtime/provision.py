@@ -77,9 +77,14 @@ def plan_slots(
     provisioning: Provisioning = "live",
     *,
     available: Mapping[int, int] | None = None,
+    feeds: Mapping[int, int] | None = None,
 ) -> SlotPlan:
     """
-    Assign slots by walking the order: the lowest free slot at F, free again at dW.
+    Assign slots by walking the order: the lowest free slot at F, free again when all is consumed.
+
+    A tape is consumed by its dW and by the readers of what it produced. Where a stage feeds another
+    one of the same process, the other's F reads its output, and its dI reads the other's input
+    gradient, which may be later than the other's dW.
 
     >>> plan = plan_slots(Order.parse("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2"))
     >>> plan.num_slots, [plan.slot_of[0, m] for m in range(3)]
@@ -89,6 +94,7 @@ def plan_slots(
         order: What runs.
         provisioning: `live` or `per_microbatch`.
         available: Slots that a stage may have at most; unlimited where left out.
+        feeds: Which local stage each local stage feeds.
 
     Raises:
         ValueError: The order needs more slots than are available, or names an unknown provisioning.
@@ -98,6 +104,7 @@ def plan_slots(
             f"unknown provisioning {provisioning!r}; choose {' or '.join(PROVISIONINGS)}"
         )
     slot_of: dict[tuple[int, int], int] = {}
+    consumers = _consumers(order, feeds or {})
     used: dict[int, set[int]] = {stage: set() for stage in order.stages}
     needed = dict.fromkeys(order.stages, 0)
     for kind, stage, microbatch in order.steps:
@@ -108,8 +115,10 @@ def plan_slots(
             slot_of[stage, microbatch] = free
             used[stage].add(free)
             needed[stage] = max(needed[stage], free + 1)
-        elif kind is Kind.WGRAD:
-            used[stage].discard(slot_of[stage, microbatch])
+        for owner, owned in consumers.reads.get((kind, stage, microbatch), ()):
+            left = consumers.left[owner, owned] = consumers.left[owner, owned] - 1
+            if left == 0:
+                used[owner].discard(slot_of[owner, owned])
     for stage, limit in (available or {}).items():
         if needed.get(stage, 0) > limit:
             raise ValueError(
@@ -117,3 +126,25 @@ def plan_slots(
                 f"{provisioning} provisioning; give it {needed[stage]}"
             )
     return SlotPlan(order, provisioning, slot_of, needed)
+
+
+class _Consumers(NamedTuple):
+    """Which tapes each action consumes, and how many consumers each tape has left."""
+
+    reads: dict[tuple[Kind, int, int], list[tuple[int, int]]]
+    left: dict[tuple[int, int], int]
+
+
+def _consumers(order: Order, feeds: Mapping[int, int]) -> _Consumers:
+    found = _Consumers({}, {})
+    for stage in order.stages:
+        for microbatch in range(order.num_microbatches):
+            tape = stage, microbatch
+            readers = [(Kind.WGRAD, stage, microbatch)]
+            if stage in feeds:
+                readers.append((Kind.FORWARD, feeds[stage], microbatch))
+            readers += [(Kind.DGRAD, by, microbatch) for by, fed in feeds.items() if fed == stage]
+            found.left[tape] = len(readers)
+            for reader in readers:
+                found.reads.setdefault(reader, []).append(tape)
+    return found

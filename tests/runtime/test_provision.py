@@ -50,6 +50,16 @@ class TestPlan:
         assert live <= 5
         assert 2 * microbatches == paper
 
+    def test_fed_tapes_wait_for_their_readers(self) -> None:
+        """A fed stage's slot waits until the stage before has read its input gradient."""
+        order = Order.parse("0F0 1F0 1I0 1W0 0F1 1F1 0I0 0W0 1I1 1W1 0I1 0W1")
+
+        alone = plan_slots(order)
+        chained = plan_slots(order, feeds={0: 1})
+
+        assert {0: 2, 1: 1} == dict(alone.num_slots)
+        assert {0: 2, 1: 2} == dict(chained.num_slots)
+
     def test_too_few_slots(self) -> None:
         """Too few slots are refused with the number that the order needs."""
         order = table_order("ScheduleZBVZeroBubble", 1)
