@@ -308,6 +308,9 @@ class StageBackend(Protocol):
     def refresh_cache(self) -> None:
         """Quantize every weight into its cache again, in place, with this stage's current scale."""
 
+    def cache_was_refreshed(self) -> None:
+        """Note a refresh that a graph's replay has just enqueued; the host saw no call."""
+
     def cache_is_current(self) -> bool:
         """Whether no parameter has changed since the cache was last refreshed, as the host saw."""
 

@@ -82,6 +82,7 @@ class GraphExecutor:
         self.check_addresses(memory)
         self.num_replays += 1
         self.refreshes[memory.stage.index].replay()
+        memory.stage.cache_was_refreshed()
 
     def forward(self, memory: StageMemory, slot: Slot) -> None:
         """Replay F."""

@@ -5,7 +5,8 @@ Warmup, copies, capture and replay all run on one stream that the runtime owns. 
 be visible to a replay (the graph stream waits for the caller), and a replay's results to the caller
 (the caller waits for an event at the graph's tail). With the first half only, a consumer reads
 half-updated state, silently. A CPU has no streams: there both halves are counted and do nothing, so
-that the completion guards run the same.
+that the completion guards run the same. So it is for a caller that runs on the graph stream itself:
+one stream's own order is both halves, and an event between its actions would only cost time.
 """
 
 from __future__ import annotations
@@ -86,8 +87,10 @@ class GraphStream:
 
     def wait_for_caller(self) -> None:
         """Record the caller's position and let the graph stream wait for it."""
-        self._from_caller.record(torch.cuda.current_stream(self.device))
-        self.stream.wait_event(self._from_caller)
+        caller = torch.cuda.current_stream(self.device)
+        if caller != self.stream:
+            self._from_caller.record(caller)
+            self.stream.wait_event(self._from_caller)
         self.handoffs += 1
 
     def record_tail(self) -> None:
@@ -96,8 +99,9 @@ class GraphStream:
 
     def caller_waits(self) -> None:
         """Let the caller wait for the latest tail."""
-        if self.two_way:
-            torch.cuda.current_stream(self.device).wait_event(self.tail)
+        caller = torch.cuda.current_stream(self.device)
+        if self.two_way and caller != self.stream:
+            caller.wait_event(self.tail)
         self.handoffs += 1
 
     def scope(self) -> Any:

@@ -256,6 +256,10 @@ class TransformerEngineStage:
         with torch.no_grad():
             for _, workspace, weight in self._caches():
                 workspace.quantize_(weight)
+        self.cache_was_refreshed()
+
+    def cache_was_refreshed(self) -> None:
+        """Remember the parameters' version counters."""
         self._refreshed_at = self._versions()
 
     def _versions(self) -> tuple[int, ...]:

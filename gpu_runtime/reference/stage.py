@@ -162,6 +162,11 @@ class ReferenceStage(torch.nn.Module):
         for linear in self.linears:
             linear.refresh()
 
+    def cache_was_refreshed(self) -> None:
+        """Remember the parameters' version counters."""
+        for linear in self.linears:
+            linear.refreshed_at = linear.versions()
+
     def cache_is_current(self) -> bool:
         """Whether autograd's version counters still read what they did at the last refresh."""
         return all(linear.refreshed_at == linear.versions() for linear in self.linears)
