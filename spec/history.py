@@ -88,12 +88,14 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("buffer", "content", initial=NEVER),
     **_each("buffer", "writers"),
     **_each("buffer", "writer", values="slot", initial=None),
-    # The slots that keep memory in a pool, in some order; the capture rank of a slot's latest
-    # replay, and the slot that a pool last replayed.
+    # How many slots keep memory in a pool, and the pool's slots in some order, those first; the
+    # capture rank of a slot's latest replay, and the slot that a pool last replayed.
     **_each("pool", "tapes"),
+    **_each("pool", "slots", initial=None),
     **_each("slot", "in_pool", values="flag"),
-    **_each("slot", "seat", "last_rank"),
+    **_each("slot", "seat", initial=None),
     **_each("pool place", "seated", values="slot", initial=None),
+    **_each("slot", "last_rank"),
     **_each("pool", "last_replayed", values="slot", initial=None),
     # Whether the graph stream has yet to wait for work of a caller.
     **_each("link", "behind", values="flag"),
@@ -167,24 +169,30 @@ def replay(st: State, h: History, slot: Any, rank: Any) -> None:
     h.last_replayed[pool] = slot
 
 
+def trade(numbers: Any, members: Any, group: Any, member: Any, number: Any) -> None:
+    """A member of a numbered group takes a number; whoever had it gets the member's."""
+    other, before = members[group, number], numbers[member]
+    numbers[other] = before
+    numbers[member] = number
+    members[group, before] = other
+    members[group, number] = member
+
+
 def enter_pool(st: State, h: History, slot: Any) -> None:
     pool = st.pool_of[slot]
     h.clobbered[0] = choose(slot == h.slot[0], 0, h.clobbered[0])
     h.in_pool[slot] = 1
-    h.seat[slot] = h.tapes[pool]
-    h.seated[pool, h.tapes[pool]] = slot
+    trade(h.seat, h.seated, pool, slot, h.tapes[pool])
     h.tapes[pool] = h.tapes[pool] + 1
 
 
 def leave_pool(st: State, h: History, slot: Any, leaves: Any) -> None:
-    """Where ``leaves``, the slot keeps no memory any more; the last of the pool takes its seat."""
+    """Where ``leaves``, the slot keeps no memory in its pool any more."""
     pool = st.pool_of[slot]
-    last = h.seated[pool, h.tapes[pool] - 1]
-    seat = h.seat[slot]
-    h.seat[last] = choose(leaves, seat, h.seat[last])
-    h.seated[pool, seat] = choose(leaves, last, h.seated[pool, seat])
+    last = h.tapes[pool] - 1
+    trade(h.seat, h.seated, pool, slot, choose(leaves, last, h.seat[slot]))
     h.in_pool[slot] = choose(leaves, 0, h.in_pool[slot])
-    h.tapes[pool] = h.tapes[pool] - choose(leaves, 1, 0)
+    h.tapes[pool] = choose(leaves, last, h.tapes[pool])
 
 
 def vacate(st: State, h: History, slot: Any) -> None:
@@ -389,14 +397,8 @@ def commit_wgrad(st: State, h: History, slot: Any, ticket: Any, covered: Any) ->
     h.writers[buffer] = h.writers[buffer] - 1
     h.content[buffer] = h.tenant_epoch[slot]
     h.covered[cell] = covered
-    # The cell changes places with the first whose dW has not run.
-    place, n = h.place[cell], h.num_wgrads[s]
-    other = h.placed[s, n]
-    h.place[other] = place
-    h.place[cell] = n
-    h.placed[s, place] = other
-    h.placed[s, n] = cell
-    h.num_wgrads[s] = n + 1
+    trade(h.place, h.placed, s, cell, h.num_wgrads[s])
+    h.num_wgrads[s] = h.num_wgrads[s] + 1
     h.ran_wgrad[cell] = h.ran_wgrad[cell] + 1
     h.seen_gradients[0] = choose(s == h.stage[0], 0, h.seen_gradients[0])
     visit(st, h, slot, DW)

@@ -196,16 +196,29 @@ def refreshed_at_home(st: State, d: Index) -> Truth:
 # Tickets: what a check reserved is what its commit finds
 
 
-@INVARIANTS("tickets.issued", s="slot", g="stage")
-def issued(st: State, s: Index, g: Index) -> Truth:
-    """Every ticket in flight was issued."""
-    return (
-        (0 <= st.serial[0])
-        & (0 <= st.held[s])
-        & (st.held[s] <= st.serial[0])
-        & (0 <= st.refreshing[g])
-        & (st.refreshing[g] <= st.serial[0])
-    )
+@INVARIANTS("tickets.issued", s="slot")
+def issued(st: State, s: Index) -> Truth:
+    """Every ticket in flight on a slot was issued."""
+    return (0 <= st.held[s]) & (st.held[s] <= st.serial[0])
+
+
+@INVARIANTS("tickets.issued-to-refresh", g="stage")
+def issued_to_refresh(st: State, g: Index) -> Truth:
+    """So was every ticket in flight on a stage's cache."""
+    refreshing = (0 <= st.refreshing[g]) & (st.refreshing[g] <= st.serial[0])
+    return refreshing & (0 <= st.filling[g]) & (st.filling[g] <= st.serial[0])
+
+
+@INVARIANTS("tickets.one-stage", a="stage", b="stage")
+def one_stage(st: State, a: Index, b: Index) -> Truth:
+    """No ticket is of two refreshes."""
+    return implies((st.refreshing[a] == st.refreshing[b]) & (st.refreshing[a] != 0), a == b)
+
+
+@INVARIANTS("tickets.tape-or-refresh", s="slot", g="stage")
+def tape_or_refresh(st: State, s: Index, g: Index) -> Truth:
+    """No ticket is in flight on a slot and of a refresh."""
+    return implies(st.held[s] == st.refreshing[g], st.held[s] == 0)
 
 
 @INVARIANTS("tickets.one-slot", a="slot", b="slot")

@@ -130,6 +130,13 @@ def reference(st: State, h: History, s: Index) -> Truth:
     )
 
 
+@HISTORY("ownership.dead-was-issued")
+def dead_was_issued(st: State, h: History) -> Truth:
+    """Only a reference that was handed out dies."""
+    flags = ((h.issued[0] == 0) | (h.issued[0] == 1)) & ((h.dead[0] == 0) | (h.dead[0] == 1))
+    return flags & (h.dead[0] <= h.issued[0])
+
+
 # Tickets: a ticket that is out is the one that its commit will find
 
 
@@ -187,14 +194,35 @@ def weights(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("version.cache-content", g="stage")
 def cache_content(st: State, h: History, g: Index) -> Truth:
-    """A cache that is called fresh holds the current weights."""
-    return implies(st.cache_epoch[g] == now(st, g), h.cached[g] == h.weights[0])
+    """A cache is called fresh exactly when it holds the current weights, and is never ahead."""
+    return ((st.cache_epoch[g] == now(st, g)) == (h.cached[g] == h.weights[0])) & (
+        h.cached[g] <= h.weights[0]
+    )
+
+
+@HISTORY("version.fill-in-progress", g="stage")
+def fill_in_progress(st: State, h: History, g: Index) -> Truth:
+    """A refresh in flight was not lost."""
+    return implies(st.refreshing[g] != 0, h.lost[g] == 0)
+
+
+@HISTORY("version.filled-by-forward", s="slot", g="stage")
+def filled_by_forward(st: State, h: History, s: Index, g: Index) -> Truth:
+    """The F that fills a cache is in flight on a slot of its stage, and its fill was not lost."""
+    here = (st.filling[g] == st.held[s]) & (st.held[s] != 0)
+    forward = live(st, s) & (st.pending[s] == RESERVED) & (st.slot_stage[s] == g)
+    fills = forward & (h.filling[s] != 0) & (h.lost[g] == 0)
+    return implies(here, fills) & implies(
+        in_flight(st, s) & (st.pending[s] == RESERVED) & (h.filling[s] != 0),
+        st.filling[st.slot_stage[s]] == st.held[s],
+    )
 
 
 @HISTORY("version.one-fill", needs="order", g="stage")
 def one_fill(st: State, h: History, g: Index) -> Truth:
     """All forwards of an epoch read one and the same fill of the cache."""
-    return implies(h.fill_of_epoch[g] != NEVER, h.fills[g] == h.fill_of_epoch[g])
+    same = implies(h.fill_of_epoch[g] != NEVER, h.fills[g] == h.fill_of_epoch[g])
+    return same & (0 <= h.fills[g])
 
 
 @HISTORY("version.tape-of-that-fill", needs="order", s="slot")
@@ -211,6 +239,32 @@ def filled_just_before(st: State, h: History, g: Index) -> Truth:
     d = st.domain_of[g]
     waiting = (st.cache_epoch[g] == now(st, g)) & (h.fill_of_epoch[g] == NEVER)
     return implies(waiting, (st.refreshed[d] == g) & (h.filled_after[g] == h.updates[d]))
+
+
+@HISTORY("version.undisturbed", needs="order", s="slot")
+def undisturbed_fill(st: State, h: History, s: Index) -> Truth:
+    """No F of another stage, and no dI, is in flight between a refresh and its first forward."""
+    waiting = st.refreshed[domain_of_slot(st, s)]
+    own = (st.pending[s] == RESERVED) & (waiting == st.slot_stage[s])
+    return implies(update_in_flight(st, s), (waiting == NO_STAGE) | own)
+
+
+@HISTORY("version.first-forward-shows", needs="order", g="stage")
+def first_forward_shows(st: State, h: History, g: Index) -> Truth:
+    """An epoch's first forward of a stage shows in its counts, in flight, or as a failure."""
+    d = st.domain_of[g]
+    s = h.updater[d]
+    flying = (s != NO_SLOT) & (st.held[s] != 0) & (st.pending[s] == RESERVED)
+    shows = (h.num_forwards[g] != 0) | (st.poisoned[d] != 0) | (flying & (st.slot_stage[s] == g))
+    return implies(h.fill_of_epoch[g] != NEVER, shows)
+
+
+@HISTORY("version.refresh-before-forwards", needs="order", g="stage")
+def refresh_before_forwards(st: State, h: History, g: Index) -> Truth:
+    """While a refresh is in flight its stage has had no forward, and no other stage waits."""
+    waiting = st.refreshed[st.domain_of[g]]
+    alone = (waiting == NO_STAGE) | (waiting == g)
+    return implies(st.refreshing[g] != 0, (h.fill_of_epoch[g] == NEVER) & alone)
 
 
 # Order: scaling state
@@ -261,9 +315,11 @@ def counts_from_zero(st: State, h: History, g: Index) -> Truth:
 @HISTORY("order.touched", needs="version", d="domain")
 def touched(st: State, h: History, d: Index) -> Truth:
     """Scaling state that was touched since the last commit shows it."""
-    g = h.toucher[d]
+    g, s, r = h.toucher[d], h.updater[d], h.refresher[d]
+    forward = (s != NO_SLOT) & (st.held[s] == st.busy[d]) & (st.pending[s] == RESERVED)
+    refresh = (r != NO_STAGE) & (st.refreshing[r] == st.busy[d])
     shows = (
-        (st.busy[d] != 0)
+        ((st.busy[d] != 0) & (forward | refresh))
         | (st.poisoned[d] != 0)
         | (st.refreshed[d] != NO_STAGE)
         | (st.forwards[g] != 0)
@@ -271,10 +327,18 @@ def touched(st: State, h: History, d: Index) -> Truth:
     return implies(h.touched[d] != 0, (g != NO_STAGE) & shows)
 
 
+@HISTORY("order.toucher", s="slot")
+def toucher(st: State, h: History, s: Index) -> Truth:
+    """An F in flight is the last that touched its domain."""
+    forward = in_flight(st, s) & (st.pending[s] == RESERVED)
+    return implies(forward, h.toucher[domain_of_slot(st, s)] == st.slot_stage[s])
+
+
 @HISTORY("order.tape-touches", s="slot")
 def tape_touches(st: State, h: History, s: Index) -> Truth:
-    """A retained tape's forward touched its domain."""
-    return implies(retained(st, s), h.touched[domain_of_slot(st, s)] != 0)
+    """A tape's forward, from its check on, touched its domain."""
+    begun = retained(st, s) | in_flight(st, s)
+    return implies(begun, h.touched[domain_of_slot(st, s)] != 0)
 
 
 # Epoch: whole, and never when ruined
@@ -376,23 +440,23 @@ def in_pool(st: State, h: History, s: Index) -> Truth:
 @HISTORY("capture.tenants", p="pool")
 def tenants(st: State, h: History, p: Index) -> Truth:
     """The pool counts the slots that keep memory in it."""
-    return (st.tenants[p] == h.tapes[p]) & (0 <= h.tapes[p])
+    return (st.tenants[p] == h.tapes[p]) & (0 <= h.tapes[p]) & (h.tapes[p] <= h.slots[p])
 
 
-@HISTORY("capture.seats", s="slot")
-def seats(st: State, h: History, s: Index) -> Truth:
-    """Each of those slots has a seat of its own."""
+@HISTORY("capture.every-slot-seated", s="slot")
+def every_slot_seated(st: State, h: History, s: Index) -> Truth:
+    """Every slot has a seat of its own, below the count exactly when it keeps memory."""
     p, seat = st.pool_of[s], h.seat[s]
-    seated = (0 <= seat) & (seat < h.tapes[p]) & (h.seated[p, seat] == s)
-    return implies(h.in_pool[s] == 1, seated)
+    kept = (seat < h.tapes[p]) == (h.in_pool[s] == 1)
+    return (0 <= seat) & (seat < h.slots[p]) & (h.seated[p, seat] == s) & kept
 
 
-@HISTORY("capture.seats-taken", p="pool", i="place")
-def seats_taken(st: State, h: History, p: Index, i: Index) -> Truth:
-    """Every seat is taken by one."""
+@HISTORY("capture.every-seat-taken", p="pool", i="place")
+def every_seat_taken(st: State, h: History, p: Index, i: Index) -> Truth:
+    """Every seat has a slot of the pool."""
     s = h.seated[p, i]
-    taken = (s != NO_SLOT) & (h.in_pool[s] == 1) & (st.pool_of[s] == p) & (h.seat[s] == i)
-    return implies((0 <= i) & (i < h.tapes[p]), taken)
+    taken = (s != NO_SLOT) & (st.pool_of[s] == p) & (h.seat[s] == i)
+    return implies((0 <= i) & (i < h.slots[p]), taken)
 
 
 @HISTORY("capture.cursor", s="slot")
@@ -406,11 +470,14 @@ def cursor(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("capture.last-rank", s="slot")
 def last_rank(st: State, h: History, s: Index) -> Truth:
-    """A tape's latest replay is the one that its mask says."""
-    idle = retained(st, s) & (st.held[s] == 0)
-    forward = implies(idle & awaits(st, s, DI), h.last_rank[s] == st.forward_rank[s])
-    after = idle & (st.pending[s] & (DI | DW) == DW)
-    return forward & implies(after, h.last_rank[s] == st.dgrad_rank[s])
+    """A tape's latest replay is the one that its mask, and the action in flight, say."""
+    idle, mask = st.held[s] == 0, st.pending[s]
+    begun = (mask == RESERVED) & in_flight(st, s)
+    forwarded = retained(st, s) & awaits(st, s, DI)
+    forward = implies(begun | (forwarded & idle), h.last_rank[s] == st.forward_rank[s])
+    deferred = retained(st, s) & idle & (mask & (DI | DW) == DW)
+    dgrad = (forwarded & in_flight(st, s)) | deferred
+    return forward & implies(dgrad, h.last_rank[s] == st.dgrad_rank[s])
 
 
 @HISTORY("capture.unclobbered")
@@ -448,8 +515,8 @@ def seen_gradients(st: State, h: History) -> Truth:
 def device(st: State, h: History, d: Index) -> Truth:
     """Device work that may be unfinished is undrained, or its action is still in flight."""
     s, g = h.beginner[d], h.refresher[d]
-    slot = (s != NO_SLOT) & in_flight(st, s)
-    stage = (g != NO_STAGE) & (st.refreshing[g] != 0)
+    slot = (s != NO_SLOT) & in_flight(st, s) & (domain_of_slot(st, s) == d)
+    stage = (g != NO_STAGE) & (st.refreshing[g] != 0) & (st.domain_of[g] == d)
     return implies((h.device[d] != 0) & (st.undrained[d] == 0), slot | stage)
 
 
@@ -838,8 +905,23 @@ def cells_counted(st: State, h: History, c: Index) -> Truth:
     return (0 <= place) & (place < st.cells[g]) & (h.placed[g, place] == c)
 
 
-@ORIGIN("ownership.numbers-used", g="stage", i="place")
-def numbers_used(st: State, h: History, g: Index, i: Index) -> Truth:
+@ORIGIN("ownership.cell-numbers-used", g="stage", i="place")
+def cell_numbers_used(st: State, h: History, g: Index, i: Index) -> Truth:
     """every number names one of them."""
     cell = h.placed[g, i]
     return implies((0 <= i) & (i < st.cells[g]), (st.stage_of[cell] == g) & (h.place[cell] == i))
+
+
+@ORIGIN("capture.slots-counted", s="slot")
+def slots_counted(st: State, h: History, s: Index) -> Truth:
+    """A pool's slots can be numbered:"""
+    p, seat = st.pool_of[s], h.seat[s]
+    return (0 <= seat) & (seat < h.slots[p]) & (h.seated[p, seat] == s)
+
+
+@ORIGIN("capture.slot-numbers-used", p="pool", i="place")
+def slot_numbers_used(st: State, h: History, p: Index, i: Index) -> Truth:
+    """every number names one of them."""
+    s = h.seated[p, i]
+    named = (s != NO_SLOT) & (st.pool_of[s] == p) & (h.seat[s] == i)
+    return (0 <= h.slots[p]) & implies((0 <= i) & (i < h.slots[p]), named)

@@ -177,5 +177,7 @@ class Vocabulary:
         given = SimpleNamespace(**dict(zip(TRANSITIONS[transition], arguments, strict=True)))
         st, h = self.state(self.before), self.history(self.before)
         return [
-            self.claim(p, st, h, given) for p in register if transition in p.transitions and speaks(p)
+            self.claim(p, st, h, given)
+            for p in register
+            if transition in p.transitions and speaks(p)
         ]

@@ -169,7 +169,9 @@ class Encoding:
         body = z3.Select(term, index) == lifted
         return z3.ForAll([index], body if null is None else z3.Or(index == null, body))
 
-    def close(self, variables: Mapping[str, str], body: Term) -> Iterator[Term]:
+    def close(
+        self, variables: Mapping[str, str], body: Term, weight: int = 1
+    ) -> Iterator[Term]:
         """Yield a body for all members of its variables' sorts, sentinels aside: quantified, or
         expanded when finite."""
         terms = [(self.const(name, sort), sort) for name, sort in variables.items()]
@@ -180,7 +182,7 @@ class Encoding:
             pairs = zip((term for term, _ in finite), values, strict=True)
             one = z3.substitute(body, *pairs) if finite else body
             one = z3.Or(*spared, one) if spared else one
-            yield z3.ForAll([term for term, _ in rest], one) if rest else one
+            yield z3.ForAll([term for term, _ in rest], one, weight) if rest else one
 
     # Memory and arguments
 
