@@ -62,8 +62,10 @@ class _Training:
         torch.manual_seed(1)
         shape = (config.sequence, config.batch, config.hidden)
         for _ in range(self.cell.microbatches):
-            self.x.append(torch.randn(shape, device="cuda", dtype=config.dtype))
-            self.dy.append(torch.randn(shape, device="cuda", dtype=config.dtype) * 0.01)
+            self.x.append(torch.randn(shape, device=self.settings.device, dtype=config.dtype))
+            self.dy.append(
+                torch.randn(shape, device=self.settings.device, dtype=config.dtype) * 0.01
+            )
         self.optimizer = torch.optim.AdamW(
             [p for one in self.layers for p in one.parameters()],
             lr=1e-4,
