@@ -224,8 +224,9 @@ def check_closing(closing: Mapping[str, Any], columns: Mapping[str, Any], where:
     _check(closing, tuple(_CLOSING), _CLOSING, where)
     if differing := sorted(columns.keys() ^ closing["state"].keys()):
         raise LogError(
-            f"{where}, field state: the log and this version disagree about the columns "
-            f"{', '.join(differing)}; replay it with the version that recorded it"
+            f"{where}, field state: the log and this version disagree about {len(differing)} "
+            f"columns, {', '.join(differing[:3])} among them; replay it with the version that "
+            "recorded it"
         )
 
 

@@ -43,7 +43,7 @@ def raised_by_composition() -> dict[str, list[str]]:
                 assert isinstance(node.exc, ast.Call)
                 argument = node.exc.args[0]
                 assert isinstance(argument, ast.Constant)
-                users = found.setdefault(argument.value, [])
+                users = found.setdefault(str(argument.value), [])
                 if name not in users:
                     users.append(name)
     return found

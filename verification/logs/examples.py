@@ -5,7 +5,7 @@ The example logs: what each scenario records, and for every reachable clause an 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final
 
@@ -75,13 +75,16 @@ def valid() -> Mapping[str, list[str]]:
     return {name: scenario() for name, scenario in SCENARIOS.items()}
 
 
-def outcomes(log: str) -> Iterator[tuple[Edit, ReplayReport | LogError]]:
-    """Yield every one-field edit of a valid log, resealed, with what the replayer says of it."""
+@cache
+def outcomes(log: str) -> tuple[tuple[Edit, ReplayReport | LogError], ...]:
+    """Return every one-field edit of a valid log, resealed, with what the replayer says of it."""
+    result: list[tuple[Edit, ReplayReport | LogError]] = []
     for edit in edits(valid()[log]):
         try:
-            yield edit, replay_lines(edit.apply(valid()[log]))
+            result.append((edit, replay_lines(edit.apply(valid()[log]))))
         except LogError as error:
-            yield edit, error
+            result.append((edit, error))
+    return tuple(result)
 
 
 def rejected() -> dict[str, Rejected]:
@@ -109,7 +112,8 @@ def rejected() -> dict[str, Rejected]:
     return {clause: chosen[clause] for clause in CLAUSES if clause in chosen}
 
 
-def files() -> dict[str, str]:
+@cache
+def files() -> Mapping[str, str]:
     """Return the text of every example file by its path under ``spec/logs``."""
     examples = rejected()
     return {
