@@ -45,6 +45,9 @@ class Recorder:
     """
     Writes a contract's event log while it is attached.
 
+    A line is written after its transition was accepted. An error in writing it, a full disk for
+    example, reaches the caller of that transition, which has then happened.
+
     Args:
         contract: The contract to observe, before its first transition.
         file: Where to write: a path, a binary file, or None to keep the lines in memory.

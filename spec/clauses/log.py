@@ -25,7 +25,11 @@ whoever rewrites a log can compute it anew, and then meets the clauses of parts 
 A replayer rebuilds the memory from the header and runs the transition functions over the events. A
 log is accepted when every event is, with the recorded result, and the final state is the recorded
 one. Input that is not a log at all (binary, empty, malformed) is unusable, which is not a
-refusal.""",
+refusal.
+
+Some changes leave a history that also keeps the contract, and only the digests tell: another name
+for a caller, domain or pool, an argument of a part that is left out, a wait that nothing depends
+on, or what a later restore undoes.""",
     clauses=(
         Clause(
             id="log.chain",
