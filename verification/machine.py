@@ -1,0 +1,184 @@
+"""
+The random machine: real contracts under random legal and illegal calls, against the oracle.
+
+`run` drives it by whole schedules; `ContractMachine` is the same as a Hypothesis state machine
+with a rule for every transition. A run proves nothing. It fails when a legal call was refused, an
+illegal one accepted or refused by another clause than the first it breaks, a refusal changed
+anything, an invariant of the specification broke, or when something was never exercised.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from attrs import asdict, define, field
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from qeffect import Contract
+from qeffect.stage import TRANSITIONS
+from verification.strategies import numbers, processes
+from verification.walks.driver import Driver, Mismatch, Tally
+from verification.walks.processes import PROCESSES, Process
+from verification.walks.proposals import chooser
+from verification.walks.sites import clauses
+
+__all__ = ["ContractMachine", "RandomReport", "run", "uncovered"]
+
+_CHOICES = st.integers(0, (1 << 64) - 1)
+#: Steps of the longest schedule; a step is a call or a few that belong together.
+_LONGEST = 160
+
+
+@define
+class RandomReport:
+    """
+    What a run of random schedules found.
+
+    Args:
+        schedules: Schedules that ran.
+        actions: Calls that were made, accepted and refused.
+        accepted: How often each transition was accepted.
+        refused: How often each clause refused.
+        uncovered: Transitions never accepted and clauses that never refused.
+        seconds: How long it took.
+        failure: What went wrong, with the shrunk schedule and its timeline; empty if nothing did.
+    """
+
+    schedules: int = 0
+    actions: int = 0
+    accepted: dict[str, int] = field(factory=dict)
+    refused: dict[str, int] = field(factory=dict)
+    uncovered: list[str] = field(factory=list)
+    seconds: float = 0.0
+    failure: str = ""
+
+    @property
+    def actions_per_second(self) -> float:
+        """Calls made in a second, drawing and checking included."""
+        return self.actions / self.seconds if self.seconds else 0.0
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+        return {**asdict(self), "actions_per_second": self.actions_per_second}
+
+
+def uncovered(tally: Tally) -> list[str]:
+    """Return the transitions that were never accepted and the clauses that never refused."""
+    return [
+        *(f"transition {name}" for name in TRANSITIONS if not tally.accepted[name]),
+        *(f"clause {clause}" for clause in clauses() if not tally.refused[clause]),
+    ]
+
+
+def run(
+    schedules: int,
+    seed_: int = 0,
+    progress: Callable[[str], None] | None = None,
+    make: Callable[[Process], Callable[..., Contract]] | None = None,
+) -> RandomReport:
+    """
+    Run random schedules over processes of every shape.
+
+    A few hundred schedules exercise everything; fewer may leave something uncovered, which the
+    report then says.
+
+    Args:
+        schedules: How many.
+        seed_: What they are drawn from; the same seed draws the same schedules.
+        progress: Told how far it is.
+        make: What makes a process's contracts, to test faulty ones.
+
+    Returns:
+        The report. It is a failure if ``failure`` or ``uncovered`` is not empty.
+    """
+    tally = Tally()
+    report = RandomReport()
+
+    def walk(process: Process, steps: list[int]) -> None:
+        driver = Driver(process, tally, None if make is None else make(process))
+        for number in steps:
+            driver.step(number)
+        driver.agree()
+        report.schedules += 1
+        if progress is not None:
+            progress(f"Checking. schedules={report.schedules:,} actions={tally.calls:,}")
+
+    begun = time.perf_counter()
+    explore = _hypothesis(schedules, seed_)(given(processes(), numbers(_LONGEST))(walk))
+    try:
+        explore()
+    except (Mismatch, Flaky) as found:
+        report.failure = str(found)
+    report.seconds = time.perf_counter() - begun
+    report.actions = tally.calls
+    report.accepted = {name: tally.accepted[name] for name in TRANSITIONS}
+    report.refused = {clause: tally.refused[clause] for clause in clauses()}
+    report.uncovered = [] if report.failure else uncovered(tally)
+    return report
+
+
+def _hypothesis(examples: int, seed_: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Settings of a run: nothing is remembered between runs, nothing has a deadline."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        configured = settings(
+            max_examples=examples,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            print_blob=False,
+        )
+        return seed(seed_)(configured(test))
+
+    return decorate
+
+
+class ContractMachine(RuleBasedStateMachine):
+    """
+    A Hypothesis state machine over one process; a class attribute counts what it exercised.
+
+    It has a rule for each transition, which attempts it in a right or a wrong way, and rules that
+    further the epoch, help and fail, without which a random caller would not get far.
+    """
+
+    tally = Tally()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = Driver(PROCESSES[0], self.tally)
+
+    @initialize(process=processes())
+    def configure(self, process: Process) -> None:
+        """Choose the process."""
+        self.driver = Driver(process, self.tally)
+
+    @rule(steps=st.lists(_CHOICES, min_size=2, max_size=16))
+    def go_on(self, steps: list[int]) -> None:
+        """Take some steps that mostly further the epoch."""
+        for number in steps:
+            self.driver.step(number)
+
+    @rule()
+    def agree(self) -> None:
+        """Hold the contract's account and the specification's invariants against the world."""
+        self.driver.agree()
+
+
+def _attempt(transition: str) -> Callable[[ContractMachine, int], None]:
+    def attempt(self: ContractMachine, choices: int) -> None:
+        self.driver.attempt(chooser(choices), transition)
+
+    attempt.__name__ = transition
+    attempt.__doc__ = f"Attempt {transition}, right or wrong."
+    return attempt
+
+
+for _name in TRANSITIONS:
+    setattr(ContractMachine, f"call_{_name}", rule(choices=_CHOICES)(_attempt(_name)))

@@ -1,0 +1,323 @@
+"""
+The driver: makes one call after another on a contract and holds each against the oracle.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+from attrs import define, field
+
+from qeffect import Contract, Refused, Ticket
+from qeffect.keys import TapeRef
+from spec.invariants import INVARIANTS
+from spec.predicates import Predicate
+from verification.walks.oracle import violations
+from verification.walks.processes import Process
+from verification.walks.proposals import Pick, aimed, attempt
+from verification.walks.sites import sites
+from verification.walks.timeline import Step, schedule_text, timeline_text
+from verification.walks.walk import Walker
+from verification.walks.world import Call, World
+
+__all__ = ["Driver", "Mismatch", "Tally"]
+
+#: The contract's own account is compared after so many calls.
+_EVERY = 8
+#: Every guard of the contract, as (transition, clause).
+_SITES = tuple((name, clause) for clause, names in sites().items() for name in names)
+#: Those that refuse only while something is in flight, half done or broken.
+_FLEETING = tuple(
+    (name, clause)
+    for name, clause in _SITES
+    if clause.partition(".")[2]
+    in {
+        "device-work",
+        "in-flight",
+        "live-tape",
+        "not-forwarded",
+        "not-final",
+        "pending",
+        "pending-action",
+        "poisoned",
+        "reduction-in-flight",
+        "refresh-interrupted",
+        "spoiled",
+        "unknown-ticket",
+        "unusable",
+        "work-not-queued",
+        "matrix-coverage",
+        "mid-epoch",
+        "duplicate",
+        "missing",
+    }
+)
+
+
+class Mismatch(AssertionError):  # noqa: N818 - what was found, not what went wrong
+    """A contract and the oracle disagree; the message shows the schedule and its timeline."""
+
+
+@define
+class Tally:
+    """
+    What a run of schedules exercised.
+
+    Args:
+        accepted: Accepted transitions, as the contract's observer reported them.
+        refused: Refusals by clause.
+        sites: Refusals by transition and clause.
+        calls: Calls made.
+    """
+
+    accepted: Counter[str] = field(factory=Counter)
+    refused: Counter[str] = field(factory=Counter)
+    sites: Counter[tuple[str, str]] = field(factory=Counter)
+    calls: int = 0
+
+
+class Driver(Walker):
+    """
+    One process under random calls.
+
+    Args:
+        process: Its configuration.
+        tally: Where to count; by default a tally of its own.
+        make: What makes its contracts; a test replaces it by one that makes faulty ones.
+
+    Attributes:
+        steps: The calls so far.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        tally: Tally | None = None,
+        make: Callable[..., Contract] | None = None,
+    ) -> None:
+        self.process = process
+        self.tally = Tally() if tally is None else tally
+        self.make = process.contract if make is None else make
+        self.steps: list[Step] = []
+        self.met: set[tuple[str, str]] = set()
+        self.events: list[str] = []
+        self.contract = self.make(observer=self._observe)
+        super().__init__(World(process, self.contract.incarnation))
+        self.start()
+
+    def _observe(self, transition: str, arguments: tuple[Any, ...], result: Any) -> None:
+        self.events.append(transition)
+        self.tally.accepted[transition] += 1
+
+    def aim(self, pick: Pick) -> None:
+        """Make calls that are refused by guards which this schedule has not met yet."""
+        sites = _SITES if self.world.quiet else _FLEETING
+        targets = [site for site in sites if site not in self.met]
+        if not targets:
+            return
+        for call in aimed(self.world, pick, self.checkpoints, self.fresh(), targets):
+            self.call(call)
+            if "evidence" in call.arguments:
+                return  # wrong evidence has aborted its action
+
+    def attempt(self, pick: Pick, transition: str) -> None:
+        """Attempt a call of a transition, right or wrong."""
+        call = attempt(self.world, pick, self.checkpoints, self.fresh(), transition)
+        if call is not None:
+            self.call(call)
+
+    # Calls
+
+    def call(self, call: Call) -> Any:
+        """
+        Make a call; return what it returned, None where it was rightly refused.
+
+        Raises:
+            Mismatch: It was refused though legal, accepted though not, refused by another
+                clause, or a refusal changed something.
+        """
+        wrong = violations(self.world, call)
+        self.tally.calls += 1
+        if wrong:
+            self._expect_refusal(call, wrong)
+            return None
+        self.events.clear()
+        try:
+            result = self._perform(call)
+        except Refused as refused:
+            self._note(call, refused.clause)
+            raise self._mismatch(f"a legal call was refused: {refused}") from None
+        self._note(call, "", result)
+        self._expect_events(call)
+        self.happened(call, result)
+        if len(self.steps) % _EVERY == 0 or call.transition in ("commit_epoch", "restore"):
+            self.agree()
+        return result
+
+    def _expect_refusal(self, call: Call, wrong: list[str]) -> None:
+        before = self.contract.snapshot()
+        if call.transition in ("commit_dgrad", "commit_wgrad") and "unknown" not in wrong[0]:
+            self._expect_wrong_evidence(call, wrong[0], before)
+            return
+        try:
+            result = self._perform(call)
+        except Refused as refused:
+            self._note(call, refused.clause)
+            if refused.clause != wrong[0]:
+                raise self._mismatch(f"expected a refusal by {wrong[0]}") from None
+            if not (refused.presented and refused.expected):
+                raise self._mismatch("the refusal does not say what it expected") from None
+        else:
+            self._note(call, "", result)
+            raise self._mismatch(f"an illegal call was accepted; it breaks {', '.join(wrong)}")
+        if self.contract.snapshot() != before:
+            raise self._mismatch("the refused call changed the state")
+        self._count(call, wrong[0])
+
+    def _expect_wrong_evidence(self, call: Call, clause: str, before: Any) -> None:
+        """The transition itself changes nothing; the public call then aborts the action."""
+        ticket: Ticket = call.arguments["ticket"]
+        given = tuple(sorted(call.arguments["evidence"]))
+        transition = self.contract.transitions.functions[call.transition]
+        attempts: tuple[Callable[[], Any], ...] = (
+            lambda: transition(self.contract.memory, ticket.slot, ticket.serial, given),
+            lambda: self._perform(call),
+        )
+        for attempted in attempts:
+            try:
+                attempted()
+            except Refused as refused:
+                found = refused.clause
+            else:
+                found = ""
+            self._note(call, found)
+            if found != clause:
+                raise self._mismatch(f"expected a refusal by {clause}")
+            if before is not None and self.contract.snapshot() != before:
+                raise self._mismatch("the refused call changed the state")
+            before = None
+        del self.steps[-1]
+        self._count(call, clause)
+        self.world.happened(Call("abort_wgrad", {"ticket": ticket}), None)
+
+    def _count(self, call: Call, clause: str) -> None:
+        self.met.add((call.transition, clause))
+        self.tally.refused[clause] += 1
+        self.tally.sites[call.transition, clause] += 1
+
+    def _perform(self, call: Call) -> Any:
+        name, arguments = call.transition, dict(call.arguments)
+        if "ticket" in arguments:
+            return getattr(self.contract, name.partition("_")[0])(**arguments)
+        if name != "restore":
+            return getattr(self.contract, name)(**arguments)
+        target = self.contract
+        if arguments.pop("fresh"):
+            target = self.make(observer=self._observe)
+        target.restore(**arguments)
+        self.contract = target
+        return arguments["incarnation"]
+
+    def _note(self, call: Call, refused: str, result: Any = None) -> None:
+        slot = None
+        for name in ("ticket", "ref", "slot"):
+            value = call.arguments.get(name)
+            if value is not None:
+                slot = getattr(value, "slot", value)
+        if isinstance(result, Ticket | TapeRef):
+            slot = result.slot
+        if isinstance(result, Ticket):
+            told = f"ticket {result.serial}"
+            if result.action != "refresh":
+                told += f" in slot {result.slot}"
+        else:
+            told = str(result) if isinstance(result, TapeRef) else ""
+        if "refresh" in call.transition or (slot is not None and slot >= len(self.world.slots)):
+            slot = None
+        self.steps.append(Step(call, refused, slot, told))
+
+    # Agreement
+
+    def _expect_events(self, call: Call) -> None:
+        named = {"purge": "drop"}.get(call.transition, call.transition)
+        if self.events and set(self.events) != {named}:
+            raise self._mismatch(f"the contract ran {self.events}")
+        if not self.events and call.transition != "purge":
+            raise self._mismatch("the contract accepted a call without a transition")
+
+    def agree(self) -> None:
+        """
+        Hold the contract's own account, and the specification's invariants, against the world.
+
+        Raises:
+            Mismatch: They differ.
+        """
+        world, contract = self.world, self.contract
+        live = {s.tape.key: world.ref(s) for s in world.slots if s.tape is not None}
+        if contract.live() != live:
+            raise self._mismatch(f"the contract has {contract.live()} live, the world {live}")
+        if contract.epoch != world.epoch:
+            raise self._mismatch(f"the contract is in epoch {contract.epoch}, not {world.epoch}")
+        if world.uses("order"):
+            for stage in world.stages:
+                if contract.token(stage) != world.domain(stage).updates:
+                    raise self._mismatch(f"the token of stage {stage} is {contract.token(stage)}")
+        for name in self._broken_invariants():
+            raise self._mismatch(f"the invariant {name} does not hold")
+
+    def _broken_invariants(self) -> Iterator[str]:
+        memory = _Total(self.contract, self.world)
+        members = memory.members
+        relations = frozenset(self.contract.transitions.relations)
+        invariant: Predicate
+        for invariant in INVARIANTS:
+            if invariant.needs <= relations | {"tickets"}:
+                for values in product(*(members[sort] for sort in invariant.variables.values())):
+                    if not invariant.function(memory, *values):
+                        yield f"{invariant.name} of {values}"
+
+    def _mismatch(self, message: str) -> Mismatch:
+        stages = [slot.stage for slot in self.world.slots]
+        return Mismatch(
+            f"{message}\n\nSchedule over {self.process}:\n{schedule_text(self.steps)}\n\n"
+            f"{timeline_text(self.steps, stages)}"
+        )
+
+
+class _Total:
+    """A contract's memory in which every entry outside a column is zero, as predicates want it."""
+
+    def __init__(self, contract: Contract, world: World) -> None:
+        self._memory = contract.memory
+        self.stage_of = _Entries({cell: cell[0] for cell in world.cells})
+        self.members: dict[str, Any] = {
+            "one": range(1),
+            "slot": range(len(world.slots)),
+            "cell": world.cells,
+            "stage": list(world.stages),
+            "domain": range(len(world.domains)),
+            "link": range(len(world.links)),
+            "pool": range(len(world.pools)),
+            "buffer": sorted(set(contract.memory.buffer_of.values())),
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        entries = _Entries(getattr(self._memory, name))
+        setattr(self, name, entries)
+        return entries
+
+
+class _Entries:
+    __slots__ = ("_column",)
+
+    def __init__(self, column: Any) -> None:
+        self._column = column
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return self._column[index]
+        except (KeyError, IndexError, TypeError):
+            return 0

@@ -1,0 +1,478 @@
+"""
+The oracle: from what happened so far, is a call legal, and if not, what is wrong with it?
+
+It reads the history that `verification.walks.world` tells and asks nothing of the contract. An answer is
+the list of clauses that the call would break, in the normative order of the relations; a legal
+call breaks none, and a contract must name the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from qeffect import TapeKey, TapeRef, Ticket
+from verification.walks.world import Call, Slot, World
+
+__all__ = ["seat", "violations"]
+
+Findings = Iterator[str]
+
+#: The relation that checks a clause, where the clause's id names another.
+_CHECKED_BY = {
+    "persistence.device-work": "completion",
+    "persistence.reduction-in-flight": "reduction",
+}
+
+
+def violations(world: World, call: Call) -> list[str]:
+    """
+    Return the clauses that a call would break now, the one to be named first.
+
+    >>> from verification.walks.processes import PROCESSES
+    >>> world = World(PROCESSES[0], incarnation=1)
+    >>> violations(world, Call("finalize", {"stage": 0, "link": 0}))[:2]
+    ['order.incomplete', 'arena.incomplete']
+    """
+    found = _RULES[call.transition](world, **call.arguments)
+    return [clause for clause in found if _claimed(world, clause)]
+
+
+def _claimed(world: World, clause: str) -> bool:
+    return world.uses(_CHECKED_BY.get(clause, clause.partition(".")[0]))
+
+
+# What several calls have in common
+
+
+def _known(world: World, key: TapeKey) -> bool:
+    return key.cell in world.cells
+
+
+def seat(world: World, key: TapeKey, slot: int | None) -> tuple[Slot | None, list[str]]:
+    """Return the slot that a forward or a reservation takes, and what is wrong with it."""
+    own = world.slot_of(key.cell)
+    if slot is None:
+        free = world.free(key.stage)
+        claimed = own is not None and own.tape is not None and own.tape.claimed
+        if claimed and own is not None and own.flight is None:
+            place = own
+        elif free:
+            place = free[0]
+        else:
+            used_up = [s for s in world.slots if s.stage == key.stage and s.tape is None]
+            if not used_up and own is None:
+                return None, ["ownership.pool-exhausted"]
+            place = used_up[0] if used_up else own  # type: ignore[assignment]
+    else:
+        place = world.slots[slot]
+    return place, []
+
+
+def _taken(world: World, key: TapeKey, place: Slot, reserved_is_fine: bool) -> Findings:
+    """What is wrong with a key in a slot, whoever asks."""
+    tape = place.tape
+    if place.stage != key.stage:
+        yield "ownership.foreign-slot"
+    if reserved_is_fine and place.flight is not None:
+        yield "ownership.pending"
+    mine = reserved_is_fine and tape is not None and tape.claimed and tape.key == key
+    if tape is not None and not mine:
+        yield "ownership.slot-busy"
+    if tape is None and world.slot_of(key.cell) is not None:
+        yield "ownership.key-live"
+    if world.forwarded.get(key.cell) == key.epoch:
+        yield "ownership.repeated-forward"
+    if place.releases == world.process.generation_max:
+        yield "ownership.generation-exhausted"
+
+
+def _reference(world: World, key: TapeKey, ref: TapeRef) -> Findings:
+    """What is wrong with a key and a reference."""
+    slot = world.slots[ref.slot]
+    if ref.incarnation != world.incarnation:
+        yield "ownership.foreign-incarnation"
+    if slot.tape is None or slot.releases != ref.generation:
+        yield "ownership.stale-reference"
+    if slot.tape is None or slot.tape.key != key:
+        yield "ownership.wrong-key"
+    if slot.flight is not None:
+        yield "ownership.pending"
+
+
+def _update(
+    world: World, stage: int, token: int | None, action: tuple[str, Any] | None
+) -> Findings:
+    """What is wrong with another update of a stage's scaling state."""
+    domain = world.domain(stage)
+    if domain.running:
+        yield "order.pending"
+    if domain.poisoned:
+        yield "order.poisoned"
+    if token is not None and token != domain.updates:
+        yield "order.token"
+    declared = world.process.declared.get(world.configs[stage].domain)
+    if declared and action is not None:
+        if declared[domain.of_epoch : domain.of_epoch + 1] != (action,):
+            yield "order.reordered"
+
+
+def _replay(world: World, stage: int, link: int) -> Findings:
+    """What is wrong with a replay on a domain's graph stream."""
+    if world.links[link].domain != world.domain_of(stage):
+        yield "completion.wrong-stream"
+    if world.links[link].joined < world.links[link].submitted:
+        yield "completion.caller-to-graph"
+
+
+def _in_order(world: World, slot: int, kind: str) -> Findings:
+    pool = world.pools[world.slots[slot].pool]
+    if not pool.keeps_order(world.ranks[slot, kind]):
+        yield "capture.out-of-order"
+
+
+def _waits(world: World, ref: TapeRef) -> set[str]:
+    tape = world.slots[ref.slot].tape
+    return set() if tape is None else tape.waits
+
+
+# One rule for each transition
+
+
+def _reserve(world: World, key: TapeKey, slot: int | None) -> Findings:
+    if not _known(world, key):
+        yield "ownership.unknown-key"
+        return
+    if slot is not None and not 0 <= slot < len(world.slots):
+        yield "ownership.unknown-slot"
+        return
+    place, wrong = _place_to_reserve(world, key, slot)
+    yield from wrong
+    if place is not None:
+        yield from _taken(world, key, place, False)
+    if key.epoch != world.epoch:
+        yield "version.wrong-epoch"
+
+
+def _place_to_reserve(
+    world: World, key: TapeKey, slot: int | None
+) -> tuple[Slot | None, list[str]]:
+    own = world.slot_of(key.cell)
+    free = [s for s in world.slots if s.stage == key.stage and s.tape is None]
+    if slot is None and own is not None and free:
+        return (world.free(key.stage) or free)[0], []
+    return seat(world, key, slot)
+
+
+def _bind(world: World, key: TapeKey, destination: Any) -> Findings:
+    if not _known(world, key):
+        yield "ownership.unknown-key"
+        return
+    if key.epoch != world.epoch:
+        yield "version.wrong-epoch"
+    if world.stages[key.stage].spoiled:
+        yield "arena.unusable"
+    if key.cell in world.bound:
+        yield "arena.duplicate-bind"
+    if destination is not None:
+        yield "arena.mismatch"
+
+
+def _check_refresh(world: World, stage: int, link: int) -> Findings:
+    it, domain = world.stages[stage], world.domain(stage)
+    if it.filling is not None:
+        yield "version.pending"
+    if it.cached == world.epoch:
+        yield "version.already-fresh"
+    if it.forwards and world.uses("order"):
+        yield "version.late-refresh"
+    if domain.refreshed not in (None, stage):
+        yield "version.refresh-interrupted"
+    yield from _update(world, stage, None, None)
+    yield from _replay(world, stage, link)
+
+
+def _check_forward(
+    world: World, key: TapeKey, slot: int | None, token: int | None, link: int, refresh: bool
+) -> Findings:
+    if not _known(world, key):
+        yield "ownership.unknown-key"
+        return
+    if slot is not None and not 0 <= slot < len(world.slots):
+        yield "ownership.unknown-slot"
+        return
+    stage = world.stages[key.stage]
+    place, wrong = seat(world, key, slot)
+    yield from wrong
+    if place is not None:
+        yield from _taken(world, key, place, True)
+    if key.epoch != world.epoch:
+        yield "version.wrong-epoch"
+    if refresh and stage.filling is not None:
+        yield "version.pending"
+    if not refresh and stage.cached != key.epoch:
+        yield "version.stale-cache"
+    if refresh and stage.cached == key.epoch:
+        yield "version.already-fresh"
+    if refresh and stage.forwards and world.uses("order"):
+        yield "version.late-refresh"
+    if world.domain(key.stage).refreshed not in (None, key.stage):
+        yield "version.refresh-interrupted"
+    yield from _update(world, key.stage, token, ("F", key.cell))
+    if place is not None:
+        yield from _in_order(world, place.index, "F")
+    yield from _replay(world, key.stage, link)
+
+
+def _check_dgrad(
+    world: World, key: TapeKey, ref: TapeRef, token: int | None, link: int
+) -> Findings:
+    if not 0 <= ref.slot < len(world.slots):
+        yield "ownership.unknown-slot"
+        return
+    yield from _reference(world, key, ref)
+    waits = _waits(world, ref)
+    if "F" in waits:
+        yield "ownership.not-forwarded"
+    if "dI" not in waits:
+        yield "ownership.duplicate-dgrad"
+    if not _known(world, key):
+        return
+    if key.epoch != world.epoch:
+        yield "version.wrong-epoch"
+    if world.stages[key.stage].cached != key.epoch:
+        yield "version.stale-cache"
+    if world.domain(key.stage).refreshed is not None:
+        yield "version.refresh-interrupted"
+    yield from _update(world, key.stage, token, ("dI", key.cell))
+    if key.cell not in world.bound:
+        yield "arena.unbound"
+    yield from _in_order(world, ref.slot, "dI")
+    yield from _replay(world, key.stage, link)
+    if world.links[link].waited < world.slots[ref.slot].wrote:
+        yield "completion.graph-to-caller"
+
+
+def _check_wgrad(
+    world: World, key: TapeKey, ref: TapeRef, destination: Any, first: bool | None, link: int
+) -> Findings:
+    if not 0 <= ref.slot < len(world.slots):
+        yield "ownership.unknown-slot"
+        return
+    if not _known(world, key):
+        yield "ownership.unknown-key"
+        return
+    yield from _reference(world, key, ref)
+    waits = _waits(world, ref)
+    if "F" in waits:
+        yield "ownership.not-forwarded"
+    if "dI" in waits:
+        yield "ownership.wgrad-before-dgrad"
+    if "dW" not in waits:
+        yield "ownership.duplicate-wgrad"
+    if key.epoch != world.epoch:
+        yield "version.wrong-epoch"
+    if world.stages[key.stage].spoiled:
+        yield "arena.unusable"
+    if destination is not None:
+        yield "arena.mismatch"
+    buffer = world.buffer(key.cell)
+    if any(written == buffer for written, _ in world.writing):
+        yield "arena.pending"
+    if first is True and buffer in world.written:
+        yield "arena.overwrite"
+    if first is False and buffer not in world.written:
+        yield "arena.stale-accumulation"
+    yield from _in_order(world, ref.slot, "dW")
+    yield from _replay(world, key.stage, link)
+
+
+def _ticket(world: World, ticket: Ticket) -> Findings:
+    flight = world.flights.get(ticket.serial)
+    if ticket.incarnation != world.incarnation:
+        yield "ownership.unknown-ticket"
+    elif (
+        flight is None or flight.ticket.action != ticket.action or flight.ticket.slot != ticket.slot
+    ):
+        family = "version" if ticket.action == "refresh" else "ownership"
+        yield f"{family}.unknown-ticket"
+
+
+def _commit(world: World, ticket: Ticket, evidence: Any = ()) -> Findings:
+    yield from _ticket(world, ticket)
+    if ticket.action in ("dI", "dW") and ticket.key is not None:
+        if tuple(sorted(evidence)) != world.configs[ticket.key.stage].matrices:
+            wrong = {"dI": "work-not-queued", "dW": "matrix-coverage"}
+            yield f"ownership.{wrong[ticket.action]}"
+
+
+def _read(world: World, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> Findings:
+    yield from _finish_read(world, key, ref, gradient)
+    if not 0 <= ref.slot < len(world.slots):
+        return
+    if _known(world, key) and world.links[link].domain != world.domain_of(key.stage):
+        yield "completion.wrong-stream"
+    if world.links[link].waited < world.slots[ref.slot].wrote:
+        yield "completion.graph-to-caller"
+
+
+def _finish_read(world: World, key: TapeKey, ref: TapeRef, gradient: bool) -> Findings:
+    if not 0 <= ref.slot < len(world.slots):
+        yield "ownership.unknown-slot"
+        return
+    yield from _reference(world, key, ref)
+    waits = _waits(world, ref)
+    if ("grad" if gradient else "out") not in waits:
+        yield "ownership.no-such-reader"
+    if gradient and "dI" in waits:
+        yield "ownership.read-before-dgrad"
+
+
+def _drop(world: World, key: TapeKey, ref: TapeRef) -> Findings:
+    if not 0 <= ref.slot < len(world.slots):
+        yield "ownership.unknown-slot"
+        return
+    yield from _reference(world, key, ref)
+    if _known(world, key) and world.stages[key.stage].reducing:
+        yield "reduction.in-flight"
+
+
+def _purge(world: World, epoch: int) -> Findings:
+    for slot in world.live():
+        if slot.tape is not None and slot.tape.key.epoch == epoch:
+            wrong = list(_drop(world, slot.tape.key, world.ref(slot)))
+            yield from wrong
+            if wrong:
+                return
+
+
+def _invalidate(world: World, stage: int) -> Findings:
+    if world.stages[stage].filling is not None:
+        yield "version.pending"
+
+
+def _always(world: World, **arguments: Any) -> Findings:
+    return iter(())
+
+
+def _finalize(world: World, stage: int, link: int) -> Findings:
+    it, whole = world.stages[stage], len(world.configs[stage].cells())
+    if world.domain(stage).poisoned:
+        yield "order.poisoned"
+    if it.forwards < whole or it.dgrads < whole:
+        yield "order.incomplete"
+    if it.spoiled:
+        yield "arena.unusable"
+    if it.wgrads < whole:
+        yield "arena.incomplete"
+    if world.links[link].domain != world.domain_of(stage):
+        yield "completion.wrong-stream"
+    if world.links[link].waited < it.wrote:
+        yield "completion.graph-to-caller"
+    if it.spoiled:
+        yield "epoch.spoiled"
+    if it.wgrads < whole:
+        yield "epoch.incomplete"
+    if it.final:
+        yield "epoch.already-final"
+
+
+def _start_reduction(world: World, stage: int) -> Findings:
+    it = world.stages[stage]
+    if not it.final:
+        yield "reduction.before-final"
+    if it.reducing:
+        yield "reduction.in-flight"
+    if not it.owes_reduction:
+        yield "reduction.duplicate"
+
+
+def _end_reduction(world: World, stage: int) -> Findings:
+    if not world.stages[stage].reducing:
+        yield "reduction.not-started"
+
+
+def _commit_epoch(world: World, epoch: int) -> Findings:
+    stages = world.stages.values()
+    if world.live():
+        yield "ownership.live-tape"
+    if epoch != world.epoch:
+        yield "version.wrong-epoch"
+    if any(stage.filling is not None for stage in stages):
+        yield "version.pending"
+    if any(domain.running for domain in world.domains):
+        yield "order.pending"
+    if any(stage.reducing for stage in stages):
+        yield "reduction.in-flight"
+    if any(stage.owes_reduction for stage in stages):
+        yield "reduction.missing"
+    if epoch != world.epoch or not all(stage.final for stage in stages):
+        yield "epoch.not-final"
+
+
+def _checkpoint(world: World) -> Findings:
+    stages = world.stages.values()
+    if world.live():
+        yield "persistence.live-tape"
+    if world.uses("version"):
+        if any(stage.filling is not None for stage in stages):
+            yield "persistence.pending-action"
+        if any(domain.refreshed is not None for domain in world.domains):
+            yield "persistence.mid-epoch"
+    if world.uses("order"):
+        if any(domain.running for domain in world.domains):
+            yield "persistence.pending-action"
+        if any(domain.poisoned for domain in world.domains):
+            yield "order.poisoned"
+    if any(domain.device for domain in world.domains):
+        yield "persistence.device-work"
+    if any(stage.reducing for stage in stages):
+        yield "persistence.reduction-in-flight"
+    if any(stage.wgrads or (stage.forwards and world.uses("order")) for stage in stages):
+        yield "persistence.mid-epoch"
+
+
+def _restore(world: World, checkpoint: Any, incarnation: int, fresh: bool) -> Findings:
+    if [c.stage for c in checkpoint.stages] != [c.stage for c in world.process.stages]:
+        yield "persistence.configuration"
+    if not fresh:
+        if any(slot.flight is not None for slot in world.slots):
+            yield "ownership.pending"
+        if any(stage.filling is not None for stage in world.stages.values()):
+            yield "version.pending"
+        if any(domain.running for domain in world.domains):
+            yield "order.pending"
+        if any(domain.device for domain in world.domains):
+            yield "persistence.device-work"
+        if any(stage.reducing for stage in world.stages.values()):
+            yield "reduction.in-flight"
+        if incarnation == world.incarnation:
+            yield "persistence.same-incarnation"
+
+
+_RULES: Mapping[str, Callable[..., Findings]] = {
+    "reserve": _reserve,
+    "bind": _bind,
+    "check_refresh": _check_refresh,
+    "check_forward": _check_forward,
+    "check_dgrad": _check_dgrad,
+    "check_wgrad": _check_wgrad,
+    "read": _read,
+    "finish_read": _finish_read,
+    "drop": _drop,
+    "purge": _purge,
+    "invalidate": _invalidate,
+    "submit": _always,
+    "join": _always,
+    "wait": _always,
+    "drain": _always,
+    "finalize": _finalize,
+    "start_reduction": _start_reduction,
+    "finish_reduction": _end_reduction,
+    "fail_reduction": _end_reduction,
+    "commit_epoch": _commit_epoch,
+    "checkpoint": _checkpoint,
+    "restore": _restore,
+    **dict.fromkeys(("commit_refresh", "commit_forward", "commit_dgrad", "commit_wgrad"), _commit),
+    **dict.fromkeys(("abort_refresh", "abort_forward", "abort_dgrad", "abort_wgrad"), _ticket),
+}

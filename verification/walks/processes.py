@@ -1,0 +1,179 @@
+"""
+Small processes to run random schedules over: together they configure every relation's every mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+from attrs import define, field
+
+from qeffect import Contract, Destination, StageConfig
+from qeffect.constants import GENERATION_MAX
+from qeffect.contract import Observer
+from qeffect.keys import Cell
+
+__all__ = ["PROCESSES", "Process"]
+
+Graph = tuple[int, int, str]
+
+
+def _stages(stages: Iterable[StageConfig]) -> tuple[StageConfig, ...]:
+    return tuple(stages)
+
+
+def _relations(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(names)
+
+
+@define(eq=False)
+class Process:
+    """
+    What one process is configured with; the arguments are those of `Contract`.
+
+    >>> Process("tiny", [StageConfig(0, microbatches=1, slots=1)]).contract().epoch
+    0
+    """
+
+    name: str
+    stages: tuple[StageConfig, ...] = field(converter=_stages)
+    omit: frozenset[str] = field(default=(), converter=_relations)
+    callers: tuple[Hashable, ...] = ("main",)
+    capture_order: tuple[Graph, ...] = ()
+    declared: Mapping[Hashable, tuple[tuple[str, Cell], ...]] = field(factory=dict)
+    generation_max: int = GENERATION_MAX
+
+    def contract(self, observer: Observer | None = None, **changes: Any) -> Contract:
+        """Return a fresh contract of the process."""
+        arguments = {
+            "stages": self.stages,
+            "omit": self.omit,
+            "callers": self.callers,
+            "capture_order": self.capture_order,
+            "declared": self.declared,
+            "generation_max": self.generation_max,
+        }
+        return Contract(**{**arguments, **changes}, observer=observer)
+
+    @cached_property
+    def capture(self) -> tuple[list[int], dict[tuple[int, str], int]]:
+        """Each slot's pool, and each graph's place in the order of capture."""
+        names: list[Hashable] = []
+        first: dict[int, int] = {}
+        for config in self.stages:
+            first[config.stage] = len(names)
+            for slot in range(config.slots):
+                own = (config.stage, slot)
+                names.append(own if config.pool is None else (config.pool,))
+        numbers = list(dict.fromkeys(names))
+        order = [(first[stage] + local, kind) for stage, local, kind in self.capture_order] or [
+            (slot, kind) for kind in ("F", "dI", "dW") for slot in range(len(names))
+        ]
+        return [numbers.index(name) for name in names], {g: rank for rank, g in enumerate(order)}
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _stage(stage: int = 0, **options: Any) -> StageConfig:
+    settings: dict[str, Any] = {"microbatches": 3, "slots": 2, "matrices": ("w0", "w1")}
+    return StageConfig(stage, **{**settings, **options})
+
+
+def _apart(stage: int, microbatches: int) -> tuple[Destination, ...]:
+    """Destinations of their own for every microbatch."""
+    return tuple(
+        Destination(
+            name, m, (4, 4), "float32", "cuda:0", 4096 * (stage + 1) + 128 * m + 64 * at, 64
+        )
+        for m in range(microbatches)
+        for at, name in enumerate(("w0", "w1"))
+    )
+
+
+_WHOLE = tuple(
+    Destination(name, None, (4, 4), "float32", "cuda:0", 4096 + 64 * at, 64)
+    for at, name in enumerate(("w0", "w1"))
+)
+_SENDS = {"sends_output": True, "sends_gradient": True}
+
+#: Captured slot by slot: F, dI, dW of slot 0, then of slot 1; two live tapes then exclude others.
+_BY_SLOT = tuple((0, slot, kind) for slot in range(2) for kind in ("F", "dI", "dW"))
+
+_DECLARED = (
+    ("F", (0, 0, 0, 0)),
+    ("F", (0, 1, 0, 0)),
+    ("dI", (0, 1, 0, 0)),
+    ("dI", (0, 0, 0, 0)),
+)
+
+#: The first is the simplest, to which a failing schedule shrinks.
+PROCESSES: tuple[Process, ...] = (
+    Process("one stage", [_stage(microbatches=2)]),
+    Process(
+        "two chunks in one domain",
+        [_stage(0, reduces=True), _stage(1, microbatches=2, slots=1)],
+    ),
+    Process(
+        "two domains, two callers",
+        [
+            _stage(0, domain="a", microbatches=2, reduces=True),
+            _stage(1, domain="b", microbatches=2, **_SENDS),
+        ],
+        callers=("main", "side"),
+        generation_max=3,
+    ),
+    Process(
+        "readers and reductions",
+        [_stage(reduces=True, **_SENDS), _stage(1, domain=1, microbatches=1, reduces=True)],
+    ),
+    Process(
+        "a gradient arena",
+        [_stage(destinations=_apart(0, 3)), _stage(1, domain=1, slots=1, reduces=True)],
+        generation_max=4,
+    ),
+    Process("bound accumulation", [_stage(destinations=_WHOLE, microbatches=4, slots=4)]),
+    Process(
+        "shared pools",
+        [
+            _stage(0, domain="a", pool="a", **_SENDS),
+            _stage(1, domain="b", pool="b", microbatches=2, reduces=True),
+        ],
+        generation_max=4,
+    ),
+    Process(
+        "a pool captured by slot",
+        [_stage(pool="p"), _stage(1, domain=1, microbatches=1, slots=1)],
+        capture_order=(*_BY_SLOT, (1, 0, "F"), (1, 0, "dI"), (1, 0, "dW")),
+    ),
+    Process(
+        "a declared order",
+        [_stage(microbatches=2), _stage(1, domain=1, microbatches=2, reduces=True)],
+        declared={0: _DECLARED},
+    ),
+    Process(
+        "few generations",
+        [_stage(microbatches=2), _stage(1, domain=1, microbatches=1, slots=1)],
+        generation_max=1,
+    ),
+    Process("stages 3 and 7", [_stage(7, microbatches=2), _stage(3, blocks=2, slots=3, domain=1)]),
+    Process("two invocations", [_stage(microbatches=2, invocations=2, slots=4, reduces=True)]),
+    Process(
+        "no matrices",
+        [_stage(matrices=(), microbatches=2), _stage(1, domain=1, microbatches=1, reduces=True)],
+        declared={1: (("F", (1, 0, 0, 0)), ("dI", (1, 0, 0, 0)))},
+    ),
+    Process("without version", [_stage(0), _stage(1, microbatches=2)], omit={"version"}),
+    Process("without order", [_stage(0, pool="p"), _stage(1, reduces=True)], omit={"order"}),
+    Process("without arena", [_stage(0), _stage(1, microbatches=1)], omit={"arena"}),
+    Process("without capture", [_stage(reduces=True, **_SENDS)], omit={"capture"}),
+    Process("without completion", [_stage(0), _stage(1, microbatches=1)], omit={"completion"}),
+    Process("without reduction", [_stage(**_SENDS)], omit={"reduction"}),
+    Process(
+        "bare ownership",
+        [_stage(**_SENDS)],
+        omit={"version", "order", "arena", "capture", "completion", "reduction"},
+    ),
+)

@@ -1,0 +1,117 @@
+"""
+A schedule as text: every call in order, and a row for each slot with what happened in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from qeffect import Ticket
+from verification.walks.world import Call
+
+__all__ = ["Step", "schedule_text", "timeline_text"]
+
+_KINDS = {"forward": "F", "dgrad": "I", "wgrad": "W", "refresh": "R"}
+_COLUMNS = 24
+
+
+@frozen
+class Step:
+    """
+    One call of a schedule and how it went.
+
+    Args:
+        call: The call.
+        refused: The clause that refused it; empty when it was accepted.
+        slot: The slot it concerned, where there is one.
+        result: What it returned, in words.
+    """
+
+    call: Call
+    refused: str = ""
+    slot: int | None = None
+    result: str = ""
+
+    @property
+    def mark(self) -> str:
+        """A few letters for the timeline: ``F0(`` a check, ``F0)`` a commit, ``F0x`` an abort."""
+        phase, _, kind = self.call.transition.partition("_")
+        key = self.call.arguments.get("key")
+        ticket = self.call.arguments.get("ticket")
+        if isinstance(ticket, Ticket):
+            key = ticket.key
+        if kind in _KINDS:
+            letter = _KINDS[kind]
+            end = {"check": "(", "commit": ")", "abort": "x"}[phase]
+        else:
+            letter, end = _LETTERS.get(self.call.transition, "?"), ""
+        number = "" if key is None else str(key.microbatch)
+        return f"{letter}{number}{end}{'!' if self.refused else ''}"
+
+
+_LETTERS = {
+    "reserve": "v",
+    "bind": "b",
+    "read": "r",
+    "finish_read": "d",
+    "drop": "D",
+    "purge": "P",
+    "invalidate": "i",
+    "submit": "s",
+    "join": "j",
+    "wait": "w",
+    "drain": "h",
+    "finalize": "Z",
+    "start_reduction": "a(",
+    "finish_reduction": "a)",
+    "fail_reduction": "ax",
+    "commit_epoch": "C",
+    "checkpoint": "K",
+    "restore": "R",
+}
+_LEGEND = (
+    "F I W forward, dgrad, wgrad and R refresh: ( checked, ) committed, x aborted; ! refused; "
+    "v reserve, b bind, r read, d done reading, D drop, P purge, i invalidate, s submit, "
+    "j join, w wait, h host drains the device, Z finalize, a reduction, C commit, K checkpoint, "
+    "R restore"
+)
+
+
+def schedule_text(steps: Sequence[Step]) -> str:
+    """Return one line for each call, numbered from zero."""
+    lines = []
+    for number, step in enumerate(steps):
+        how = f"refused: {step.refused}" if step.refused else step.result or "ok"
+        lines.append(f"{number:4}  {step.call}  -> {how}")
+    return "\n".join(lines)
+
+
+def timeline_text(steps: Sequence[Step], slots: Sequence[int]) -> str:
+    """
+    Return the steps as a grid, time to the right.
+
+    Args:
+        steps: The schedule.
+        slots: The stage of each slot.
+    """
+    names = ["process", *(f"slot {slot} of stage {stage}" for slot, stage in enumerate(slots))]
+    blocks = []
+    for start in range(0, len(steps), _COLUMNS):
+        part = steps[start : start + _COLUMNS]
+        width = max(len(step.mark) for step in part) + 1
+        width = max(width, len(str(start + len(part))) + 1)
+        rows = [["step", *(str(start + at) for at in range(len(part)))]]
+        for row, name in enumerate(names):
+            cells = [s.mark if (-1 if s.slot is None else s.slot) == row - 1 else "" for s in part]
+            if any(cells):
+                rows.append([name, *cells])
+        label = max(len(row[0]) for row in rows)
+        blocks.append(
+            "\n".join(
+                f"{row[0]:{label}} |" + "".join(f"{cell:>{width}}" for cell in row[1:])
+                for row in rows
+            )
+        )
+    return "\n\n".join([*blocks, _LEGEND])

@@ -1,0 +1,92 @@
+"""
+A random walk through a process's life: what a number says to do next, whoever carries it out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qeffect import Checkpoint
+from verification.walks.proposals import Pick, Plan, chooser, damage, progress, recover, support
+from verification.walks.world import Call, World
+
+__all__ = ["Walker"]
+
+#: Shares of a byte, each up to a bound: progress while all is quiet, and while something is in
+#: flight or broken; then calls that are refused, support, and damage for the rest.
+_QUIET, _BUSY, _AIMED, _SUPPORT = 176, 128, 216, 251
+_KEPT_CHECKPOINTS = 4
+
+
+class Walker:
+    """
+    Takes steps; a subclass says how a call is made.
+
+    Args:
+        world: The world in which nothing has happened yet.
+
+    Attributes:
+        world: What happened so far.
+        checkpoints: The first checkpoint of all, and the latest ones.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.checkpoints: list[Checkpoint] = []
+        self.incarnations = 0
+
+    def call(self, call: Call) -> Any:
+        """Make a call and return what it returned."""
+        raise NotImplementedError  # each walker has its own
+
+    def aim(self, pick: Pick) -> None:
+        """Make calls that are refused; a walker that only does what is legal makes none."""
+
+    def start(self) -> None:
+        """Begin in a known incarnation, with a checkpoint to go back to."""
+        self.call(Call("checkpoint"))
+        self.run(recover(self.world, chooser(0), self.checkpoints, self.fresh()))
+
+    def step(self, number: int) -> None:
+        """Do what a number says: further the epoch, attempt what is refused, help or fail."""
+        pick = chooser(number)
+        kind = pick(256)
+        if kind < (_QUIET if self.world.quiet else _BUSY):
+            self.advance(pick)
+        elif kind < _AIMED:
+            self.aim(pick)
+        elif kind < _SUPPORT:
+            self.run(support(self.world, pick))
+        else:
+            self.run(damage(self.world, pick))
+
+    def advance(self, pick: Pick) -> None:
+        """Further the epoch; where nothing legal does, see what is refused, then restart."""
+        plan = progress(self.world, pick)
+        if plan is None:
+            self.aim(pick)
+            plan = recover(self.world, pick, self.checkpoints, self.fresh())
+        self.run(plan)
+
+    def fresh(self) -> int:
+        """Return an incarnation that was never used."""
+        self.incarnations += 1
+        return self.incarnations
+
+    def run(self, plan: Plan | None) -> None:
+        """Make every call of a plan."""
+        if plan is None:
+            return
+        result = None
+        try:
+            while True:
+                result = self.call(plan.send(result))
+        except StopIteration:
+            pass
+
+    def happened(self, call: Call, result: Any) -> None:
+        """Record an accepted call."""
+        self.world.happened(call, result)
+        if call.transition == "checkpoint":
+            first, *later = [*self.checkpoints, result]
+            self.checkpoints = [first, *later[-_KEPT_CHECKPOINTS:]]

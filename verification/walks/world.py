@@ -1,0 +1,440 @@
+"""
+The world beside a contract: what has happened so far, told event by event.
+
+It keeps no column of the contract. It knows which tape is in which slot and who has yet to visit
+it, which weights a cache was quantized from, when a stream last waited and when a replay was
+enqueued. `verification.walks.oracle` says from this history alone which calls are legal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from attrs import Factory, define, field, frozen
+
+from qeffect import StageConfig, TapeKey, TapeRef, Ticket
+from qeffect.keys import Cell
+from verification.walks.processes import Process
+
+__all__ = ["Call", "Domain", "Flight", "Link", "Pool", "Slot", "Stage", "Tape", "World"]
+
+
+@frozen
+class Call:
+    """
+    One call of the contract's public API.
+
+    Args:
+        transition: The transition it asks for, or ``purge``.
+        arguments: Its arguments by name.
+    """
+
+    transition: str
+    arguments: dict[str, Any] = Factory(dict)
+
+    def __str__(self) -> str:
+        given = (f"{name}={_text(value)}" for name, value in self.arguments.items())
+        return f"{self.transition}({', '.join(given)})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Ticket):
+        return f"{value.action} ticket {value.serial}"
+    if isinstance(value, TapeKey | TapeRef):
+        return str(value)
+    return getattr(value, "summary", lambda: repr(value))()
+
+
+@define
+class Tape:
+    """Retained work: its key, and the consumers that still have to visit it."""
+
+    key: TapeKey
+    waits: set[str]
+
+    @property
+    def claimed(self) -> bool:
+        """A key has claimed the slot and its forward has not succeeded yet."""
+        return "F" in self.waits
+
+
+@define
+class Slot:
+    """A place for one tape; ``wrote`` is when its output or input gradient was last replayed."""
+
+    index: int
+    stage: int
+    pool: int
+    releases: int = 0
+    tape: Tape | None = None
+    flight: int | None = None
+    wrote: int = 0
+
+
+@define
+class Stage:
+    """What happened to a stage since its weights were last updated."""
+
+    config: StageConfig
+    cached: int | None = None
+    filling: int | None = None
+    forwards: int = 0
+    dgrads: int = 0
+    wgrads: int = 0
+    spoiled: bool = False
+    final: bool = False
+    owes_reduction: bool = False
+    reducing: bool = False
+    wrote: int = 0
+
+
+@define
+class Domain:
+    """What happened to the scaling state of a domain, and on its graph stream."""
+
+    updates: int = 0
+    of_epoch: int = 0
+    running: set[int] = field(factory=set)
+    poisoned: bool = False
+    refreshed: int | None = None
+    device: bool = False
+
+
+@define
+class Pool:
+    """Capture memory: the tapes in it, and the capture ranks replayed since it was empty."""
+
+    tapes: int = 0
+    replayed: list[int] = field(factory=list)
+
+    def keeps_order(self, rank: int) -> bool:
+        """Whether every graph replayed since the pool was empty was captured earlier."""
+        return self.tapes == 0 or all(earlier < rank for earlier in self.replayed)
+
+
+@define
+class Link:
+    """When a caller enqueued work, when its work was waited for, and when it waited itself."""
+
+    domain: int
+    caller: Hashable
+    submitted: int = 0
+    joined: int = 0
+    waited: int = 0
+
+
+@frozen
+class Flight:
+    """An action between its check and its end."""
+
+    ticket: Ticket
+    stage: int
+    slot: int | None
+    filling: bool = False
+
+
+class World:
+    """
+    Everything that happened to one process, across its restarts.
+
+    Args:
+        process: What the process is configured with.
+        incarnation: Of the contract that the calls go to.
+    """
+
+    def __init__(self, process: Process, incarnation: int) -> None:
+        self.process = process
+        self.domain_names = tuple(dict.fromkeys(c.domain for c in process.stages))
+        self.pool_of, self.ranks = process.capture
+        self.cells = [cell for config in process.stages for cell in config.cells()]
+        self.configs = {config.stage: config for config in process.stages}
+        self.epoch = 0
+        self.clock = 0
+        #: References and tickets of the past, which must never be accepted again.
+        self.old_refs: list[tuple[TapeKey, TapeRef]] = []
+        self.old_tickets: list[Ticket] = []
+        self.begin(incarnation, 0)
+
+    def begin(self, incarnation: int, epoch: int) -> None:
+        """A process starts, or is restored."""
+        self.incarnation = incarnation
+        self.epoch = epoch
+        self.stages = {s: Stage(config) for s, config in self.configs.items()}
+        self.slots = [
+            Slot(index, stage, self.pool_of[index])
+            for index, stage in enumerate(
+                c.stage for c in self.process.stages for _ in range(c.slots)
+            )
+        ]
+        self.domains = [Domain() for _ in self.domain_names]
+        self.pools = [Pool() for _ in range(max(self.pool_of) + 1)]
+        self.links = [
+            Link(domain, caller)
+            for caller in self.process.callers
+            for domain in range(len(self.domains))
+        ]
+        self.flights: dict[int, Flight] = {}
+        self.forwarded: dict[Cell, int] = {}
+        self.bound: set[Cell] = set()
+        self.written: set[Hashable] = set()
+        self.writing: set[tuple[Hashable, int]] = set()
+
+    # Looking
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is in flight, half done or broken."""
+        return not (
+            self.flights
+            or any(domain.poisoned or domain.refreshed is not None for domain in self.domains)
+            or any(stage.reducing or stage.spoiled for stage in self.stages.values())
+        )
+
+    def uses(self, relation: str) -> bool:
+        """Whether the process's transitions include a relation."""
+        return relation not in self.process.omit
+
+    def domain_of(self, stage: int) -> int:
+        """Index of a stage's state domain."""
+        return self.domain_names.index(self.configs[stage].domain)
+
+    def domain(self, stage: int) -> Domain:
+        """A stage's state domain."""
+        return self.domains[self.domain_of(stage)]
+
+    def buffer(self, cell: Cell) -> Hashable:
+        """The buffer that receives a cell's gradients."""
+        own = self.configs[cell[0]].destinations
+        apart = bool(own) and own[0].microbatch is not None
+        return (cell[0], cell[1]) if apart else (cell[0],)
+
+    def slot_of(self, cell: Cell) -> Slot | None:
+        """The slot in which a cell is live."""
+        for slot in self.slots:
+            if slot.tape is not None and slot.tape.key.cell == cell:
+                return slot
+        return None
+
+    def live(self) -> list[Slot]:
+        """Slots with a tape."""
+        return [slot for slot in self.slots if slot.tape is not None]
+
+    def ref(self, slot: Slot) -> TapeRef:
+        """The reference that names a slot's tape."""
+        return TapeRef(slot.index, slot.releases, self.incarnation)
+
+    def free(self, stage: int) -> list[Slot]:
+        """Free slots of a stage that can still take a tape."""
+        return [
+            slot
+            for slot in self.slots
+            if slot.stage == stage
+            and slot.tape is None
+            and slot.releases < self.process.generation_max
+        ]
+
+    # What happened
+
+    def happened(self, call: Call, result: Any) -> None:
+        """Record an accepted call and what it returned."""
+        self.clock += 1
+        getattr(self, f"_{call.transition}")(result, **call.arguments)
+
+    def _claim(self, key: TapeKey, slot: Slot) -> None:
+        slot.tape = Tape(key, {"F"})
+        self.old_refs.append((key, self.ref(slot)))
+        del self.old_refs[:-16]
+
+    def _release(self, slot: Slot) -> None:
+        slot.tape = None
+        slot.releases += 1
+
+    def _reserve(self, ref: TapeRef, key: TapeKey, slot: int | None) -> None:
+        self._claim(key, self.slots[ref.slot])
+
+    def _bind(self, _: Any, key: TapeKey, destination: Any) -> None:
+        self.bound.add(key.cell)
+
+    def _take_off(self, ticket: Ticket, stage: int, slot: Slot | None, filling: bool) -> None:
+        self.flights[ticket.serial] = Flight(
+            ticket, stage, None if slot is None else slot.index, filling
+        )
+        if slot is not None:
+            slot.flight = ticket.serial
+        if filling:
+            self.stages[stage].filling = ticket.serial
+        if ticket.action != "dW":
+            self.domain(stage).running.add(ticket.serial)
+
+    def _check_refresh(self, ticket: Ticket, stage: int, link: int) -> None:
+        self._take_off(ticket, stage, None, True)
+
+    def _check_forward(
+        self, ticket: Ticket, key: TapeKey, slot: int | None, token: Any, link: int, refresh: bool
+    ) -> None:
+        place = self.slots[ticket.slot]
+        if place.tape is None:
+            self._claim(key, place)
+        self.forwarded[key.cell] = key.epoch
+        pool = self.pools[place.pool]
+        if pool.tapes == 0:
+            pool.replayed.clear()
+        pool.replayed.append(self.ranks[place.index, "F"])
+        pool.tapes += 1
+        self._take_off(ticket, key.stage, place, refresh)
+
+    def _check_dgrad(
+        self, ticket: Ticket, key: TapeKey, ref: TapeRef, token: Any, link: int
+    ) -> None:
+        place = self.slots[ref.slot]
+        self.pools[place.pool].replayed.append(self.ranks[place.index, "dI"])
+        self._take_off(ticket, key.stage, place, False)
+
+    def _check_wgrad(
+        self,
+        ticket: Ticket,
+        key: TapeKey,
+        ref: TapeRef,
+        destination: Any,
+        first: bool | None,
+        link: int,
+    ) -> None:
+        place = self.slots[ref.slot]
+        self.pools[place.pool].replayed.append(self.ranks[place.index, "dW"])
+        self.writing.add((self.buffer(key.cell), ticket.serial))
+        self._take_off(ticket, key.stage, place, False)
+
+    def _land(self, ticket: Ticket) -> tuple[Flight, Stage, Domain, Slot | None]:
+        flight = self.flights.pop(ticket.serial)
+        self.old_tickets.append(ticket)
+        del self.old_tickets[:-16]
+        stage, domain = self.stages[flight.stage], self.domain(flight.stage)
+        domain.running.discard(ticket.serial)
+        domain.device = True
+        slot = None if flight.slot is None else self.slots[flight.slot]
+        if slot is not None:
+            slot.flight = None
+        if flight.filling:
+            stage.filling = None
+        if ticket.action == "dW" and slot is not None and slot.tape is not None:
+            self.writing.remove((self.buffer(slot.tape.key.cell), ticket.serial))
+        return flight, stage, domain, slot
+
+    def _commit(self, ref: Any, ticket: Ticket, evidence: Any = ()) -> None:
+        flight, stage, domain, slot = self._land(ticket)
+        if flight.filling:
+            stage.cached = self.epoch
+        if slot is None:
+            domain.refreshed = flight.stage
+            return
+        assert slot.tape is not None
+        waits = slot.tape.waits
+        if ticket.action == "F":
+            waits.clear()
+            waits.update({"dI", "dW"})
+            waits.update({"out"} if stage.config.sends_output else ())
+            waits.update({"grad"} if stage.config.sends_gradient else ())
+            stage.forwards += 1
+            domain.refreshed = None
+        elif ticket.action == "dI":
+            waits.remove("dI")
+            stage.dgrads += 1
+        else:
+            stage.wgrads += 1
+            stage.wrote = self.clock
+            self.written.add(self.buffer(slot.tape.key.cell))
+            self._visit(slot, "dW")
+        if ticket.action != "dW":
+            slot.wrote = self.clock
+            domain.updates += 1
+            domain.of_epoch += 1
+
+    _commit_refresh = _commit_forward = _commit_dgrad = _commit_wgrad = _commit
+
+    def _abort(self, _: Any, ticket: Ticket) -> None:
+        _flight, stage, domain, slot = self._land(ticket)
+        if ticket.action != "dW":
+            domain.poisoned = True
+        if slot is not None:
+            stage.spoiled = True
+            self.pools[slot.pool].tapes -= 1
+            self._release(slot)
+
+    _abort_refresh = _abort_forward = _abort_dgrad = _abort_wgrad = _abort
+
+    def _visit(self, slot: Slot, consumer: str) -> None:
+        assert slot.tape is not None
+        slot.tape.waits.remove(consumer)
+        if not slot.tape.waits:
+            self.pools[slot.pool].tapes -= 1
+            self._release(slot)
+
+    def _read(self, _: Any, **arguments: Any) -> None:
+        pass
+
+    def _finish_read(self, _: Any, key: TapeKey, ref: TapeRef, gradient: bool) -> None:
+        self._visit(self.slots[ref.slot], "grad" if gradient else "out")
+
+    def _drop(self, _: Any, key: TapeKey, ref: TapeRef) -> None:
+        slot = self.slots[ref.slot]
+        assert slot.tape is not None
+        if not slot.tape.claimed:
+            self.pools[slot.pool].tapes -= 1
+        self._release(slot)
+        stage = self.stages[key.stage]
+        stage.spoiled, stage.final = True, False
+
+    def _purge(self, _: Any, epoch: int) -> None:
+        for slot in self.live():
+            assert slot.tape is not None
+            if slot.tape.key.epoch == epoch:
+                self._drop(None, slot.tape.key, self.ref(slot))
+
+    def _invalidate(self, _: Any, stage: int) -> None:
+        self.stages[stage].cached = None
+
+    def _submit(self, _: Any, caller: Hashable) -> None:
+        for link in self.links:
+            if link.caller == caller:
+                link.submitted = self.clock
+
+    def _join(self, _: Any, link: int) -> None:
+        self.links[link].joined = self.clock
+
+    def _wait(self, _: Any, link: int) -> None:
+        self.links[link].waited = self.clock
+
+    def _drain(self, _: Any) -> None:
+        for domain in self.domains:
+            domain.device = False
+
+    def _finalize(self, _: Any, stage: int, link: int) -> None:
+        self.stages[stage].final = True
+        self.stages[stage].owes_reduction = self.configs[stage].reduces
+
+    def _start_reduction(self, _: Any, stage: int) -> None:
+        self.stages[stage].reducing = True
+
+    def _finish_reduction(self, _: Any, stage: int) -> None:
+        self.stages[stage].reducing = self.stages[stage].owes_reduction = False
+
+    def _fail_reduction(self, _: Any, stage: int) -> None:
+        it = self.stages[stage]
+        it.reducing, it.final, it.spoiled = False, False, True
+
+    def _commit_epoch(self, _: Any, epoch: int) -> None:
+        self.epoch += 1
+        for stage in self.stages.values():
+            stage.forwards = stage.dgrads = stage.wgrads = 0
+            stage.final = False
+        for domain in self.domains:
+            domain.of_epoch = 0
+        self.bound.clear()
+        self.written.clear()
+
+    def _checkpoint(self, _: Any) -> None:
+        pass
+
+    def _restore(self, _: Any, checkpoint: Any, incarnation: int, fresh: bool) -> None:
+        self.begin(incarnation, checkpoint.epoch)
