@@ -79,6 +79,11 @@ class Draft:
         self.changed = changed
         self._taken: dict[tuple[str, int], Value] = {}
 
+    @property
+    def first_row(self) -> int:
+        """The position in the chunk of one of the states."""
+        return 0 if self.rows is None else int(self.rows[0])
+
     def entry(self, column: str, index: int) -> Value:
         """Return an entry as it is now."""
         key = (column, index)

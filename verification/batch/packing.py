@@ -116,7 +116,12 @@ class Packing:
         self.scope = scope
         self.layout = FlatMemory(scope, kept).layout
         self.fields: dict[tuple[str, int], Field] = {}
+        n = sizes(scope)
         self._config = configuration(scope)
+        for name, column in STATE.items():
+            if name not in self.layout:  # read by predicates where no transition writes it
+                initial = -1 if column.initial is None else column.initial
+                self._config[name] = [initial] * n[column.index]
         bounds = ranges(scope)
         masks = max(self._config["owes"])
         word, weight = 0, 1
@@ -179,6 +184,18 @@ class Packing:
             found[key] = code + np.int8(where.low) if where.low else code
         return found
 
+    def repack(self, columns: Mapping[tuple[str, int], Any], count: int) -> Words:
+        """
+        Return the words of many states, given every entry.
+
+        Raises:
+            OutOfRangeError: A value is outside its column's range.
+        """
+        words = np.zeros((self.num_words, count), np.int64)
+        for key, where in self.fields.items():
+            self._put(words, key, where.low, columns[key])
+        return words
+
     def move(self, words: Words, key: tuple[str, int], before: Any, after: Any) -> None:
         """
         Change one entry of every state, in place.
@@ -186,13 +203,18 @@ class Packing:
         Raises:
             OutOfRangeError: A value is outside its column's range.
         """
+        self._put(words, key, before, after)
+
+    def _put(self, words: Words, key: tuple[str, int], before: Any, after: Any) -> None:
         where = self.fields[key]
         old, new = self._codes(where, before), self._codes(where, after)
-        low, high = (int(new), int(new)) if isinstance(new, int) else (int(new.min()), int(new.max()))
+        if isinstance(new, int):
+            low = high = new
+        else:
+            low, high = int(new.min(initial=where.low)), int(new.max(initial=where.low))
         if low < where.low or high >= where.low + where.size:
-            raise OutOfRangeError(
-                f"scope {self.scope.name}: {key[0]} reached {low if low < where.low else high}"
-            )
+            reached = low if low < where.low else high
+            raise OutOfRangeError(f"scope {self.scope.name}: {key[0]} reached {reached}")
         step = new - old
         if isinstance(step, int):
             if step:

@@ -141,6 +141,7 @@ class Program:
             if name not in self.columns:
                 return Node(number, _argument, (), (name,), name)
             return Node(number, _column if z3.is_array(term) else _scalar, (), (), name)
+        run: Callable[[Evaluation, Node], Value] | None
         if kind == z3.Z3_OP_UNINTERPRETED and name == "every":
             run = _every
         elif kind in _SIZED:
@@ -273,6 +274,7 @@ _RUN: Final[Mapping[int, Callable[[Evaluation, Node], Value]]] = {
     z3.Z3_OP_STORE: _store,
     z3.Z3_OP_CONST_ARRAY: _constant_array,
     z3.Z3_OP_EQ: _equal,
+    z3.Z3_OP_DISTINCT: lambda e, node: negate(_equal(e, node)),
     z3.Z3_OP_ITE: _ite,
     z3.Z3_OP_NOT: lambda e, node: negate(e.value(node.children[0])),
     z3.Z3_OP_AND: _fold(conjoin),

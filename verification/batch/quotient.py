@@ -152,4 +152,3 @@ class Quotient:
                 gone = draft.entry("slot_of", cell) == -1
                 held = draft.entry("forwarded", cell)
                 draft.changed["forwarded", cell] = select(gone, NEVER, held)
-

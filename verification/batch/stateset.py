@@ -29,11 +29,11 @@ def _keys(words: Words, salt: int) -> Keys:
     A mix can be the same for two states. They are then never taken for one: every use compares
     the words, and stops at such a pair.
     """
-    first = words[0].view(np.uint64)
-    if len(words) == 1:
-        return first
-    second = words[1].view(np.uint64) * np.uint64(_SALTS[salt])
-    return first ^ second ^ (second >> np.uint64(29))
+    keys: Keys = words[0].view(np.uint64)
+    if len(words) > 1:
+        second = words[1].view(np.uint64) * np.uint64(_SALTS[salt])
+        keys = keys ^ second ^ (second >> np.uint64(29))
+    return keys
 
 
 def _same(one: Words, other: Words) -> Any:
@@ -80,7 +80,7 @@ class StateSet:
         self._keys: Keys = _keys(self.words, salt)
 
     def __len__(self) -> int:
-        return self.words.shape[1]
+        return int(self.words.shape[1])
 
     def missing(self, words: Words) -> Words:
         """

@@ -1,0 +1,14 @@
+"""
+The explorer: every reachable state of small contracts, by running the composed functions.
+
+``run(scope)`` walks a scope breadth first, in the plain reading or (``batch=True``) in the batch
+reading of ``verification.batch``, with or without symmetry reduction, and reports exact counts,
+the first violation with its schedule, and a witness for everything that happened.
+"""
+
+from .report import ExploreReport
+from .runs import run
+from .scopes import Scope, pool_scope, standard_scopes
+from .witnesses import unwitnessed
+
+__all__ = ["ExploreReport", "Scope", "pool_scope", "run", "standard_scopes", "unwitnessed"]

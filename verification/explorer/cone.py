@@ -26,11 +26,13 @@ class Dependence:
         guards: Columns that decide whether it is refused.
         writes: For each column that it writes, the columns that decide where and what.
         arguments: Arguments that it reads, as ``token`` or ``key.cell``.
+        clauses: Clauses that it can be refused for.
     """
 
     guards: frozenset[str]
     writes: Mapping[str, frozenset[str]]
     arguments: frozenset[str]
+    clauses: frozenset[str]
 
 
 def dependence(function: Callable[..., Any]) -> Dependence:
@@ -65,6 +67,7 @@ class _Reader:
     locals: dict[str, frozenset[str]] = field(factory=dict)
     guards: set[str] = field(factory=set)
     writes: dict[str, set[str]] = field(factory=dict)
+    clauses: set[str] = field(factory=set)
 
     def result(self) -> Dependence:
         for statement in self.tree.body:
@@ -73,11 +76,17 @@ class _Reader:
             frozenset(self.guards),
             {column: frozenset(sources) for column, sources in self.writes.items()},
             self.arguments(),
+            frozenset(self.clauses),
         )
 
     def statement(self, node: ast.stmt, under: frozenset[str]) -> None:
         if isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
             self.guards.update(self.columns(node.test))
+            self.clauses.update(
+                n.value
+                for n in ast.walk(node.body[0])
+                if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            )
         elif isinstance(node, ast.If):
             inside = under | self.columns(node.test)
             for statement in (*node.body, *node.orelse):

@@ -4,20 +4,19 @@ The plain reading: breadth first over every reachable state, running the compose
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Final
 
 from attrs import define, field
 
 from qeffect.refusals import Refused
-from qeffect.stage import Transitions
 
-from .report import ExploreReport, peak_rss_mb
-from .scopes import Scope
 from .walker import Walker, broken_promise
 
 __all__ = ["Exploration", "explore"]
+
+_REPORT: Final = 1 << 10  # states between two chances to show progress
 
 Progress = Callable[[str], None]
 
@@ -38,7 +37,8 @@ class Exploration:
         first_accepted: First state in which each move was accepted.
         first_refused: First state in which each (move, clause) was refused.
         depth: Levels below the initial state.
-        violation: What was broken, in which state and by which move there; or None.
+        violation: What was broken, in which state, by which move there if by one, and the clause
+            if by its refusal; or None.
     """
 
     walker: Walker
@@ -48,7 +48,14 @@ class Exploration:
     first_accepted: dict[int, bytes] = field(factory=dict)
     first_refused: dict[tuple[int, str], bytes] = field(factory=dict)
     depth: int = 0
-    violation: tuple[str, bytes, int | None] | None = None
+    violation: tuple[str, bytes, int | None, str | None] | None = None
+
+    def chain(self, state: bytes) -> list[bytes]:
+        """Return the states on a shortest way to a state, the initial one first."""
+        found = [state]
+        while self.parents[found[-1]] != found[-1]:
+            found.append(self.parents[found[-1]])
+        return found[::-1]
 
 
 def explore(
@@ -79,10 +86,11 @@ def explore(
         start = memory.freeze()
     parents[start] = start
     frontier = [start]
+    tried = 0
     memory.thaw(start)
     broken = check(memory) if check else None
     if broken:
-        found.violation = (broken, start, None)
+        found.violation = (broken, start, None, None)
         return found
     while frontier:
         following: list[bytes] = []
@@ -95,13 +103,20 @@ def explore(
                         if last is not None:
                             last(memory, place, ticket, *evidence)
                     except Refused as refusal:
-                        refused[index, refusal.clause] += 1
+                        what = index, refusal.clause
+                        if what in refused:
+                            refused[what] += 1
+                        else:
+                            refused[what] = 1
+                            found.first_refused[what] = state
                         if bytes(buffer) != state or owed[index]:
                             broken = broken_promise(walker, index, refusal.clause, state)
                             if broken:
-                                found.violation = (broken, state, index)
+                                found.violation = (broken, state, index, refusal.clause)
                                 return found
                         continue
+                    if not accepted[index]:
+                        found.first_accepted[index] = state
                     accepted[index] += 1
                     normalise()
                     if canonical is not None:
@@ -113,10 +128,15 @@ def explore(
                         if check is not None:
                             broken = check(memory)
                             if broken:
-                                found.violation = (broken, state, index)
+                                found.violation = (broken, state, index, None)
                                 return found
                     buffer[:] = state
-        if progress is not None: progress(f"Exploring. states={len(parents):,} transitions={sum(accepted):,} depth={found.depth}")
-        if following: found.depth += 1
+            tried += 1
+            if progress is not None and tried % _REPORT == 0:
+                progress(
+                    f"Exploring. states={len(parents):,} transitions={sum(accepted):,} "
+                    f"depth={found.depth}"
+                )
+        found.depth += bool(following)
         frontier = following
     return found

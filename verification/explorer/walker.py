@@ -12,11 +12,12 @@ from attrs import define, field, frozen
 
 from qeffect.constants import DI, DW, RESERVED
 from qeffect.refusals import Refused
-from qeffect.stage import TRANSITIONS, Transitions, transitions
+from qeffect.stage import STATE, TRANSITIONS, Transitions, transitions
 
-from .cone import dependence
+from .cone import dependence, visible_columns
 from .flat import FlatMemory
-from .moves import EVIDENCE, Move, Rel, moves_of, state_columns
+from .frames import Maker
+from .moves import EVIDENCE, Move, Rel
 from .quotient import normal_form
 from .scopes import Scope, configuration
 
@@ -102,11 +103,12 @@ class Walker:
     ) -> None:
         self.scope = scope
         self.transitions = transitions(scope.omit) if composed is None else composed
-        self.moves = moves_of(scope, self.transitions)
-        self.kept = state_columns(scope, self.transitions, self.moves, also)
-        self.written = frozenset().union(
-            *(dependence(self.transitions.functions[n]).writes for n in scope.transitions)
-        )
+        self.moves = tuple(Maker(scope, self.transitions).all())
+        found = [dependence(self.transitions.functions[n]) for n in scope.transitions]
+        asked = {column for move in self.moves for column, _ in move.reads}
+        remembered = visible_columns(found).union(asked, also)
+        self.kept = frozenset(remembered & STATE.keys())
+        self.written = frozenset().union(*(one.writes for one in found))
         self.memory = FlatMemory(scope, self.kept)
         self.normalise = normal_form(scope, self.memory)
         self.normalise()

@@ -1,0 +1,52 @@
+"""
+Findings: what either reading hands over for the report, in terms of plain states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attrs import field, frozen
+
+__all__ = ["Findings", "Seen"]
+
+
+@frozen
+class Seen:
+    """
+    One thing that was seen.
+
+    Args:
+        chain: Representatives of the states on a shortest way to where it was, the initial one
+            first.
+        move: Position of the move that did it there; None for a state that breaks an invariant.
+        clause: Clause of the refusal, or None when the move was accepted.
+    """
+
+    chain: Sequence[bytes]
+    move: int | None
+    clause: str | None = None
+
+
+@frozen
+class Findings:
+    """
+    What an exploration found.
+
+    Args:
+        states: Distinct states.
+        depth: Length of the longest shortest way to a state.
+        accepted: Accepted moves by move.
+        refused: Refused moves by (move, clause).
+        seconds: Wall time.
+        witnesses: Where each name was first seen.
+        violation: What was broken, and where; or None.
+    """
+
+    states: int
+    depth: int
+    accepted: Mapping[int, int]
+    refused: Mapping[tuple[int, str], int]
+    seconds: float
+    witnesses: Mapping[str, Seen] = field(factory=dict)
+    violation: tuple[str, Seen] | None = None

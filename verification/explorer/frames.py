@@ -1,0 +1,294 @@
+"""
+Frames: what a transition's parameters mean in one place, and the moves that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+
+from attrs import evolve, field, frozen
+
+from qeffect.constants import DI, DW, GRAD, NO_SLOT, OUT, RESERVED
+from qeffect.stage import TRANSITIONS, Transitions
+
+from .cone import Dependence, dependence, visible_columns
+from .moves import ACTIONS, EVIDENCE, Move, Rel, Value, Where
+from .scopes import Scope, configuration, sizes
+
+__all__ = ["Frame", "Maker"]
+
+_WHOLE, _NOTHING = 1, 0  # the matrices of every stage, and no matrix
+_NOWHERE = -1  # a destination that was never configured
+
+#: A wrong value for some arguments, and when it is one.
+Wrong = tuple[Mapping[str, Value], tuple[Where, ...]]
+
+
+@frozen
+class Frame:
+    """
+    What the arguments of a transition are in one place.
+
+    Args:
+        right: The right value of each argument.
+        choices: Arguments that are the caller's choice, with the usual choice first.
+        wrong: Wrong values.
+        where: The place, as conditions on the state.
+        fits: Nothing is wrong yet, so that choosing and spoiling make sense.
+    """
+
+    right: Mapping[str, Value]
+    choices: Mapping[str, tuple[int, ...]] = field(factory=dict)
+    wrong: tuple[Wrong, ...] = ()
+    where: tuple[Where, ...] = ()
+    fits: bool = True
+
+
+class Maker:
+    """
+    Makes a scope's moves.
+
+    Args:
+        scope: What is explored.
+        transitions: Its composed transitions.
+    """
+
+    def __init__(self, scope: Scope, transitions: Transitions) -> None:
+        self.scope = scope
+        self.n = sizes(scope)
+        self.config = configuration(scope)
+        self.depends: dict[str, Dependence] = {
+            name: dependence(transitions.functions[name]) for name in scope.transitions
+        }
+        self.visible = visible_columns(self.depends.values())
+        self.versioned = "version" not in scope.omit
+
+    def schedule(self) -> Iterator[tuple[str, tuple[str, ...], frozenset[str]]]:
+        """Yield each label, its steps and the arguments that they read."""
+        grouped = set() if self.scope.tickets else {n for a in ACTIONS.values() for n in a}
+        for name in self.scope.transitions:
+            if name not in grouped and self.matters((name,)):
+                yield name, (name,), self.reads((name,))
+        for action, (check, commit, abort) in ACTIONS.items():
+            if self.scope.tickets or check not in self.scope.transitions:
+                continue
+            for label, end in ((action, commit), (f"{action} fails", abort)):
+                if end in self.scope.transitions and self.matters((check, end)):
+                    yield label, (check, end), self.reads((check, end))
+
+    def matters(self, steps: tuple[str, ...]) -> bool:
+        """Whether the steps can be refused or change anything that a guard sees."""
+        found = [self.depends[name] for name in steps]
+        touched = set().union(*(one.writes for one in found)) - {"serial"}
+        return any(one.guards for one in found) or bool(touched & self.visible)
+
+    def all(self) -> Iterator[Move]:
+        """Yield every move, in a fixed order."""
+        for label, steps, reads in self.schedule():
+            yield from self.moves(label, steps, reads)
+
+    def reads(self, steps: tuple[str, ...]) -> frozenset[str]:
+        return frozenset().union(*(self.depends[name].arguments for name in steps))
+
+    def moves(self, label: str, steps: tuple[str, ...], reads: frozenset[str]) -> Iterator[Move]:
+        parameters = list(TRANSITIONS[steps[0]])
+        if len(steps) > 1:
+            parameters += [p for p in TRANSITIONS[steps[1]] if p in EVIDENCE]
+        for frame in self.frames(steps[0], set(parameters)):
+            for move in self.expand(frame, reads):
+                if not move.right and label.endswith("fails"):
+                    continue  # refused by the same check as without the failure
+                yield evolve(move, label=label, steps=steps)
+
+    def expand(self, frame: Frame, reads: frozenset[str]) -> Iterator[Move]:
+        choices = {n: values for n, values in frame.choices.items() if n in reads}
+        default = {n: values[0] for n, values in frame.choices.items()}
+        if frame.fits:
+            for values in product(*choices.values()):
+                chosen = dict(zip(choices, values, strict=True))
+                yield _move(reads, {**frame.right, **default, **chosen}, frame.where, True)
+        elif self.scope.wrong_arguments:
+            yield _move(reads, {**frame.right, **default}, frame.where, False)
+        if not self.scope.wrong_arguments:
+            return
+        flags = {n: values for n, values in choices.items() if n in ("refresh", "first")}
+        for values in product(*flags.values()):
+            chosen = {**default, **dict(zip(flags, values, strict=True))}
+            for spoiled, when in frame.wrong:
+                if reads & spoiled.keys():
+                    arguments = {**frame.right, **chosen, **spoiled}
+                    yield _move(reads, arguments, frame.where + when, False)
+
+    # What parameters mean
+
+    def frames(self, transition: str, parameters: set[str]) -> Iterator[Frame]:
+        if "ref" in parameters:
+            for slot, cell in product(range(self.n["slot"]), range(self.n["cell"])):
+                yield from self.tape(parameters, slot, cell)
+        elif {"key", "slot"} <= parameters:
+            for cell, slot in product(range(self.n["cell"]), (*range(self.n["slot"]), NO_SLOT)):
+                yield from self.place(parameters, cell, slot)
+        elif "key" in parameters:
+            for cell in range(self.n["cell"]):
+                yield from self.key(parameters, cell)
+        elif {"slot", "ticket"} <= parameters:
+            for slot in range(self.n["slot"]):
+                yield from self.ticket(parameters, "slot", "held", slot, transition)
+        elif {"stage", "ticket"} <= parameters:
+            for stage in range(self.n["stage"]):
+                yield from self.ticket(parameters, "stage", "refreshing", stage, transition)
+        elif "stage" in parameters:
+            for stage in range(self.n["stage"]):
+                links = self.links(self.config["domain_of"][stage])
+                yield Frame({"stage": stage}, {"link": links} if "link" in parameters else {})
+        elif "link" in parameters:
+            yield from (Frame({"link": link}) for link in range(self.n["link"]))
+        elif "domain" in parameters:
+            yield from (Frame({"domain": domain}) for domain in range(self.n["domain"]))
+        elif "incarnation" in parameters:
+            same: dict[str, Value] = {"incarnation": Rel("incarnation", 0)}
+            for epoch in range(self.scope.epochs):
+                fresh: dict[str, Value] = {"epoch": epoch, "incarnation": Rel("incarnation", 0, 1)}
+                yield Frame(fresh, {}, ((same, ()),))
+        elif "epoch" in parameters:
+            others = [{"epoch": Rel("weight_epoch", 0, offset)} for offset in (1, -1)]
+            yield Frame({"epoch": Rel("weight_epoch", 0)}, {}, tuple((o, ()) for o in others))
+        else:
+            yield Frame({})
+
+    def links(self, domain: int) -> tuple[int, ...]:
+        """Every link, those of the domain first."""
+        at = self.config["domain_at"]
+        return tuple(sorted(range(self.n["link"]), key=lambda link: (at[link] != domain, link)))
+
+    def chosen(self, parameters: set[str], domain: int) -> dict[str, tuple[int, ...]]:
+        values = {
+            "link": self.links(domain),
+            "refresh": (0, 1),
+            "first": (0, 1),
+            "bit": (OUT, GRAD, DI, DW),
+        }
+        return {name: v for name, v in values.items() if name in parameters}
+
+    def shared(self, parameters: set[str], cell: int) -> tuple[dict[str, Value], list[Wrong]]:
+        """Right and wrong values of the arguments that go with a key."""
+        domain = self.config["domain_of"][self.config["stage_of"][cell]]
+        right: dict[str, Value] = {}
+        wrong: list[Wrong] = []
+        if "token" in parameters:
+            right["token"] = Rel("token", domain)
+            wrong += [({"token": Rel("token", domain, k)}, ()) for k in (1, -1)]
+        if "destination" in parameters:
+            right["destination"] = self.config["destination_of"][cell]
+            wrong.append(({"destination": _NOWHERE}, ()))
+        for name in EVIDENCE:
+            if name in parameters:
+                right[name] = _WHOLE
+                wrong.append(({name: _NOTHING}, ()))
+        return right, wrong
+
+    def tape(self, parameters: set[str], slot: int, cell: int) -> Iterator[Frame]:
+        """A reference to the slot's tape, with the cell of its key or of another."""
+        domain = self.config["domain_of"][self.config["stage_of"][cell]]
+        right, wrong = self.shared(parameters, cell)
+        right |= {
+            "key.cell": cell,
+            "key.epoch": Rel("epoch_at", slot),
+            "ref.slot": slot,
+            "ref.generation": Rel("generation", slot),
+            "ref.incarnation": Rel("incarnation", 0),
+        }
+        older = (Where("generation", slot, 0, equal=False),)
+        wrong += [
+            ({"key.epoch": Rel("epoch_at", slot, 1)}, ()),
+            ({"ref.generation": Rel("generation", slot, 1)}, ()),
+            ({"ref.generation": Rel("generation", slot, -1)}, older),
+            ({"ref.incarnation": Rel("incarnation", 0, 1)}, ()),
+        ]
+        choices = self.chosen(parameters, domain)
+        yield Frame(right, choices, tuple(wrong), (Where("cell_at", slot, cell),))
+        another = {**right, "key.epoch": self.now(cell)}
+        where = (Where("cell_at", slot, cell, equal=False),)
+        yield Frame(another, choices, (), where, fits=False)
+
+    def now(self, cell: int) -> Value:
+        """The epoch of a key presented now."""
+        if self.scope.fresh_keys:
+            return 0
+        return Rel("weight_epoch", self.config["stage_of"][cell])
+
+    def epochs(self, cell: int) -> Iterator[tuple[int, tuple[Where, ...], bool]]:
+        """Yield each epoch that a key can be presented with, when, and whether it is right."""
+        stage = self.config["stage_of"][cell]
+        for epoch in range(1 if self.scope.fresh_keys else self.scope.epochs):
+            if self.versioned:
+                yield epoch, (Where("weight_epoch", stage, epoch),), True
+                yield epoch, (Where("weight_epoch", stage, epoch, equal=False),), False
+            else:
+                yield epoch, (), True
+
+    def place(self, parameters: set[str], cell: int, slot: int) -> Iterator[Frame]:
+        """A key that asks for a slot: right if both are free, or if it reserved this one."""
+        stage = self.config["stage_of"][cell]
+        right, wrong = self.shared(parameters, cell)
+        choices = self.chosen(parameters, self.config["domain_of"][stage])
+        key = {**right, "key.cell": cell, "slot": slot}
+        if slot == NO_SLOT or self.config["slot_stage"][slot] != stage:
+            yield Frame({**key, "key.epoch": self.now(cell)}, choices, fits=False)
+            return
+        free, idle = Where("pending", slot, 0), Where("slot_of", cell, NO_SLOT)
+        busy = evolve(free, equal=False)
+        reserved = Where("pending", slot, RESERVED)
+        own = Where("cell_at", slot, cell)
+        fitting: list[tuple[Where, ...]] = [(free, idle)]
+        unfit: list[tuple[Where, ...]] = [(free, evolve(idle, equal=False))]
+        if "link" in parameters:  # a forward may take the slot that its key reserved
+            fitting.append((reserved, own))
+            unfit.append((busy, evolve(reserved, equal=False)))
+            unfit.append((reserved, evolve(own, equal=False)))
+        else:
+            unfit.append((busy,))
+        for where in fitting:
+            for epoch, when, now in self.epochs(cell):
+                spoiled = tuple(wrong) if now else ()
+                yield Frame({**key, "key.epoch": epoch}, choices, spoiled, where + when, now)
+        for where in unfit:
+            yield Frame({**key, "key.epoch": self.now(cell)}, choices, (), where, fits=False)
+
+    def key(self, parameters: set[str], cell: int) -> Iterator[Frame]:
+        right, wrong = self.shared(parameters, cell)
+        for epoch, where, fits in self.epochs(cell):
+            key = {"key.cell": cell, "key.epoch": epoch}
+            yield Frame({**right, **key}, {}, tuple(wrong) if fits else (), where, fits)
+
+    def ticket(
+        self, parameters: set[str], index: str, column: str, member: int, transition: str
+    ) -> Iterator[Frame]:
+        """A ticket in flight on a slot or stage; a wrong one is another's, none, or unissued."""
+        right: dict[str, Value] = {index: member, "ticket": Rel(column, member)}
+        wrong: list[Wrong] = [
+            ({"ticket": 0}, ()),
+            ({"ticket": Rel("serial", 0, 1)}, ()),
+        ]
+        for other in range(self.n[index]):
+            if other != member:
+                flying = (Where(column, other, 0, equal=False),)
+                wrong.append(({"ticket": Rel(column, other)}, flying))
+        for name in EVIDENCE:
+            if name in parameters:
+                right[name] = _WHOLE
+                wrong.append(({name: _NOTHING}, ()))
+        in_flight = (Where(column, member, 0, equal=False),)
+        yield Frame(right, {}, tuple(wrong), in_flight)
+        idle = (Where(column, member, 0),)
+        yield Frame({**right, "ticket": Rel("serial", 0, 1)}, {}, (), idle, fits=False)
+        yield Frame({**right, "ticket": 0}, {}, (), idle, fits=False)
+
+
+def _move(
+    reads: frozenset[str], arguments: Mapping[str, Value], where: tuple[Where, ...], right: bool
+) -> Move:
+    """A move whose arguments that nothing reads are left at zero."""
+    kept = {name: value if name in reads else 0 for name, value in arguments.items()}
+    return Move("", (), kept, where, right)

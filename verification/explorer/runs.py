@@ -1,0 +1,132 @@
+"""
+Runs: one scope, one reading, one report.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from qeffect.stage import Transitions
+from spec.invariants import INVARIANTS
+from spec.predicates import Predicate
+
+from .findings import Findings, Seen
+from .plain import explore
+from .properties import Checker, claimed
+from .report import ExploreReport, peak_rss_mb
+from .scopes import Scope
+from .symmetry import canonical_form
+from .walker import Walker
+from .witnesses import Guide
+
+__all__ = ["run"]
+
+Progress = Callable[[str], None]
+
+
+def run(
+    scope: Scope,
+    *,
+    batch: bool = False,
+    symmetry: bool = False,
+    progress: Progress | None = None,
+    composed: Transitions | None = None,
+    invariants: Iterable[Predicate] = INVARIANTS,
+    witnesses: bool = True,
+) -> ExploreReport:
+    """
+    Explore a scope.
+
+    Args:
+        scope: What is explored.
+        batch: Use the batch reading, else the plain one.
+        symmetry: Explore one state of each orbit.
+        progress: Called with a line now and then.
+        composed: Transitions to run; the scope's own by default.
+        invariants: What is checked of every state, as far as the scope remembers it.
+        witnesses: Find a shortest schedule for everything that happened.
+
+    Raises:
+        ValueError: The batch reading cannot pack the scope's states.
+        OutOfRangeError: A transition left a value that a packed state has no room for.
+
+    >>> from verification.explorer import pool_scope
+    >>> run(pool_scope(1, 1, 1), symmetry=True).states
+    5
+    """
+    walker = Walker(scope, composed)
+    predicates = claimed(walker, invariants)
+    if batch:
+        from verification.batch.findings import find  # NumPy and Z3, which a plain run needs not
+    else:
+        find = _find
+    found = find(walker, predicates, symmetry, progress, witnesses)
+    guide = Guide(walker, canonical_form(scope, walker.memory) if symmetry else None)
+    by_transition: Counter[str] = Counter()
+    for index, count in found.accepted.items():
+        by_transition[walker.moves[index].label] += count
+    by_clause: Counter[str] = Counter()
+    for (_, clause), count in found.refused.items():
+        by_clause[clause] += count
+    return ExploreReport(
+        scope=scope.name,
+        reading="batch" if batch else "plain",
+        symmetry=symmetry,
+        states=found.states,
+        transitions=by_transition.total(),
+        refused=by_clause.total(),
+        by_clause=dict(sorted(by_clause.items())),
+        by_transition=dict(sorted(by_transition.items())),
+        depth=found.depth,
+        invariants=len(predicates),
+        violation=_told(guide, found.violation),
+        witnesses={name: guide.texts(seen) for name, seen in found.witnesses.items()},
+        seconds=found.seconds,
+        peak_rss_mb=peak_rss_mb(),
+    )
+
+
+def _told(guide: Guide, violation: tuple[str, Seen] | None) -> str | None:
+    if violation is None:
+        return None
+    what, seen = violation
+    return f"{what}, by {'; '.join(guide.texts(seen)) or 'the initial state'}"
+
+
+def _find(
+    walker: Walker,
+    predicates: tuple[Predicate, ...],
+    symmetry: bool,
+    progress: Progress | None,
+    witnesses: bool,
+) -> Findings:
+    """Explore with the plain reading."""
+    canonical = canonical_form(walker.scope, walker.memory) if symmetry else None
+    check = Checker(walker, predicates)
+    started = time.perf_counter()
+    found = explore(walker, check=check, canonical=canonical, progress=progress)
+    seconds = time.perf_counter() - started
+    seen: dict[str, Seen] = {}
+    if witnesses:
+        for index, state in found.first_accepted.items():
+            for name in walker.moves[index].steps:
+                if name not in seen:
+                    seen[name] = Seen(found.chain(state), index)
+        for (index, clause), state in found.first_refused.items():
+            if clause not in seen:
+                seen[clause] = Seen(found.chain(state), index, clause)
+    violation = None
+    if found.violation is not None:
+        told, state, move, refusal = found.violation
+        violation = (told, Seen(found.chain(state), move, refusal))
+    return Findings(
+        states=len(found.parents),
+        depth=found.depth,
+        accepted=dict(enumerate(found.accepted)),
+        refused=found.refused,
+        seconds=seconds,
+        witnesses=seen,
+        violation=violation,
+    )
