@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from qeffect import Checkpoint, Contract, TapeRef, Ticket
 from qeffect.stage import RELATIONS
+from verification.walks.attempts import aimed
 from verification.walks.oracle import seat, violations
 from verification.walks.processes import PROCESSES, Process
-from verification.walks.proposals import aimed, chooser
+from verification.walks.proposals import chooser
 from verification.walks.sites import clauses, sites
 from verification.walks.timeline import Step, schedule_text, timeline_text
 from verification.walks.walk import Walker

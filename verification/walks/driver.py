@@ -15,9 +15,10 @@ from qeffect import Contract, Refused, Ticket
 from qeffect.keys import TapeRef
 from spec.invariants import INVARIANTS
 from spec.predicates import Predicate
+from verification.walks.attempts import aimed, attempt
 from verification.walks.oracle import violations
 from verification.walks.processes import Process
-from verification.walks.proposals import Pick, aimed, attempt
+from verification.walks.proposals import Pick
 from verification.walks.sites import sites
 from verification.walks.timeline import Step, schedule_text, timeline_text
 from verification.walks.walk import Walker

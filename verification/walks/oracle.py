@@ -1,9 +1,9 @@
 """
 The oracle: from what happened so far, is a call legal, and if not, what is wrong with it?
 
-It reads the history that `verification.walks.world` tells and asks nothing of the contract. An answer is
-the list of clauses that the call would break, in the normative order of the relations; a legal
-call breaks none, and a contract must name the first.
+It reads the history that `verification.walks.world` tells and asks nothing of the contract. An
+answer is the list of clauses that the call would break, in the normative order of the relations; a
+legal call breaks none, and a contract must name the first.
 """
 
 from __future__ import annotations
