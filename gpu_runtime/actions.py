@@ -84,6 +84,7 @@ class GuardedActions:
         key: TapeKey,
         inputs: Sequence[Tensor] | None = None,
         *,
+        token: int | None = None,
         caller: Hashable = "main",
     ) -> TapeRef:
         """
@@ -92,6 +93,7 @@ class GuardedActions:
         Args:
             key: The execution's name.
             inputs: What it takes; None when `input_buffers` were filled in place.
+            token: The effect token that the caller threads; None takes the domain's own.
             caller: Name of the calling stream.
 
         Returns:
@@ -105,7 +107,9 @@ class GuardedActions:
         if inputs is not None:
             check_values(inputs, memory.stage.inputs, "inputs", key.stage)
         link = self._enter(caller)
-        ticket = self.contract.check_forward(key, slot=self._slot_index(memory, key), link=link)
+        ticket = self.contract.check_forward(
+            key, slot=self._slot_index(memory, key), token=token, link=link
+        )
         slot = memory.table[ticket.slot]
         try:
             with self.handoff.scope():
@@ -127,6 +131,7 @@ class GuardedActions:
         ref: TapeRef,
         output_gradients: Sequence[Tensor] | None = None,
         *,
+        token: int | None = None,
         caller: Hashable = "main",
     ) -> None:
         """
@@ -136,6 +141,7 @@ class GuardedActions:
             key: The execution's name.
             ref: What its F returned.
             output_gradients: Gradients of its outputs; None when `gradient_buffers` were filled.
+            token: The effect token that the caller threads; None takes the domain's own.
             caller: Name of the calling stream.
 
         Raises:
@@ -149,7 +155,7 @@ class GuardedActions:
                 output_gradients, memory.table.gradient_specs, "output gradients", key.stage
             )
         link = self._enter(caller)
-        ticket = self.contract.check_dgrad(key, ref, link=link)
+        ticket = self.contract.check_dgrad(key, ref, token=token, link=link)
         slot = memory.table[ticket.slot]
         try:
             with self.handoff.scope():
