@@ -7,7 +7,8 @@ host is always ahead of it, then an update of an output, a parameter, an amax hi
 and a quantized copy of the parameter. A consumer graph on the caller's stream copies all of these.
 Both use `gpu_runtime.streams`, in the order of calls of a guarded action: the graph stream waits
 for the caller, replays, marks its tail, and the caller waits for that mark. Leaving the last wait
-out is the one-way handoff; nothing but this check and the tests does that.
+out is the one-way handoff; nothing but this check and the tests does that. A third run leaves out
+the mark that is recorded after the replay, so that the event inside the graph alone must do.
 
 A check is stale when what the consumer copied differs from what the producer left once the device
 is idle, and vacuous when the producer changed nothing, so that a stale read could not be seen.
@@ -32,7 +33,7 @@ from gpu_runtime.bench.tables import stream_lines
 from gpu_runtime.numerical import same_bits
 
 KINDS = ("output", "parameter", "scaling", "cache")
-HANDOFFS = ("one-way", "two-way")
+HANDOFFS = ("one-way", "two-way", "graph-event")
 TIMEOUT_S = 300.0
 
 
@@ -77,7 +78,7 @@ def check_handoff(handoff: str, checks: int, *, width: int, depth: int) -> dict[
     Run producer and consumer graphs, and compare what was read with what was left.
 
     Args:
-        handoff: "one-way" or "two-way".
+        handoff: One of `HANDOFFS`.
         checks: How many replays to check.
         width: Width of the producer's products.
         depth: How many it has.
@@ -88,7 +89,7 @@ def check_handoff(handoff: str, checks: int, *, width: int, depth: int) -> dict[
     from gpu_runtime.streams import GraphStream
 
     device = torch.device("cuda", 0)
-    stream = GraphStream(device, two_way=handoff == "two-way")
+    stream = GraphStream(device, two_way=handoff != "one-way")
     producer = Producer(device, width, depth)
     read = {kind: torch.zeros_like(tensor) for kind, tensor in producer.state.items()}
     produce, consume = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -122,7 +123,8 @@ def check_handoff(handoff: str, checks: int, *, width: int, depth: int) -> dict[
                 started.record()
                 produce.replay()
                 ended.record()
-                stream.record_tail()
+                if handoff != "graph-event":
+                    stream.record_tail()
             stream.caller_waits()
             consume.replay()
             host_ms.append(1e3 * (time.perf_counter() - at))

@@ -130,6 +130,14 @@ SPECS: tuple[ColumnSpec, ...] = (
         {"chunking": "chunks", "fused": False},
     ),
     ColumnSpec(
+        "te_graphs_chunks_plain",
+        "TE graphs, a chunk each, microbatch by microbatch",
+        "te_graphs",
+        "grad",
+        _NATIVE + "graphed",
+        {"chunking": "chunks", "fused": False, "by_microbatch": True},
+    ),
+    ColumnSpec(
         "te_graphs_layers",
         "TE graphs, a layer each, one chunk",
         "te_graphs",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 STATE = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu", "pstate")
+FIRST_READING_S = 4.0
 IDENTITY = ("name", "driver_version", "memory.total")
 
 
@@ -95,18 +96,21 @@ class MemoryPoll:
             self._peak = max(self._peak, used)
             self._sampled.notify_all()
 
-    def mark(self, timeout_s: float = 5.0) -> None:
-        """Count from the next reading on."""
+    def mark(self) -> None:
+        """Count from the next reading on; without one in time, polling is given up."""
         with self._sampled:
             if self._process is not None:
                 seen = self._samples
-                self._sampled.wait_for(lambda: self._samples > seen, timeout_s)
+                if not self._sampled.wait_for(lambda: self._samples > seen, FIRST_READING_S):
+                    self._process.terminate()
+                    self._samples = 0
             self._first = self._peak = self._latest
 
     def rise(self) -> int | None:
         """How far the readings have been above the marked one; None without any reading."""
         with self._sampled:
-            return None if not self._samples else self._peak - self._first
+            alive = self._process is None or self._process.poll() is None
+            return None if not self._samples or not alive else self._peak - self._first
 
     def __exit__(self, *_: object) -> None:
         if self._process is None or self._thread is None:

@@ -176,7 +176,20 @@ class Graphed(_Training):
     """The library's `make_graphed_callables` at one chunking."""
 
     chunking: Chunking = "chunks"
+    by_microbatch: bool = False
     graphs: tuple[Any, ...] = attrs.field(default=(), init=False)
+
+    def build(self) -> None:
+        """As every column, in the order that was asked for."""
+        super().build()
+        if self.by_microbatch:
+            positions = range(len(self.layers))
+            self.actions = [
+                (is_forward, n, m)
+                for m in range(self.cell.microbatches)
+                for is_forward, row in ((True, positions), (False, reversed(positions)))
+                for n in row
+            ]
 
     def warm(self) -> None:
         """The library's own warm-up and capture."""
@@ -236,6 +249,13 @@ def whole_step(cell: Cell, settings: Settings, *, fused: bool) -> WholeStep:
     return WholeStep(cell, settings, fused)
 
 
-def graphed(cell: Cell, settings: Settings, *, chunking: Chunking, fused: bool) -> Graphed:
-    """The library's own graphs."""
-    return Graphed(cell, settings, fused, chunking=chunking)
+def graphed(
+    cell: Cell,
+    settings: Settings,
+    *,
+    chunking: Chunking,
+    fused: bool,
+    by_microbatch: bool = False,
+) -> Graphed:
+    """The library's own graphs; `by_microbatch` finishes each before the next, as no table does."""
+    return Graphed(cell, settings, fused, chunking=chunking, by_microbatch=by_microbatch)

@@ -29,6 +29,7 @@ STEP_MS = {
     "native_grad": 40.0,
     "native_main_grad": 36.0,
     "te_graphs_chunks": 9.0,
+    "te_graphs_chunks_plain": 8.9,
     "te_graphs_layers": 8.5,
     "te_graphs_model": 8.0,
     "te_graphs_model_main_grad": 8.2,

@@ -174,22 +174,30 @@ def test_both_native_rules_train_alike(graphs: Graphs) -> None:
     assert not any(same_bits(a, b) for a, b in zip(plain, start, strict=True))
 
 
+CHUNKINGS = [
+    {"chunking": "chunks"},
+    {"chunking": "chunks", "by_microbatch": True},
+    {"chunking": "layers"},
+    {"chunking": "model"},
+]
+
+
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("chunking", ["chunks", "layers", "model"])
-def test_graphed_columns_train_as_native_does(graphs: Graphs, chunking: Any, fused: bool) -> None:
+@pytest.mark.parametrize("how", CHUNKINGS, ids=lambda how: "-".join(map(str, how.values())))
+def test_graphed_columns_train_as_native_does(graphs: Graphs, how: Any, fused: bool) -> None:
     """Every chunking sums the same gradients; graphs that always accumulate start from zero."""
     native = trained(native_columns.native(TINY, toys.SETTINGS, fused=False))
-    graphed = trained(native_columns.graphed(TINY, toys.SETTINGS, chunking=chunking, fused=fused))
+    graphed = trained(native_columns.graphed(TINY, toys.SETTINGS, fused=fused, **how))
     assert all(same_bits(a, b) for a, b in zip(native, graphed, strict=True))
 
 
-@pytest.mark.parametrize("chunking", ["chunks", "layers", "model"])
-def test_graphs_replay_in_the_order_of_their_capture(graphs: Graphs, chunking: Any) -> None:
+@pytest.mark.parametrize("how", CHUNKINGS, ids=lambda how: "-".join(map(str, how.values())))
+def test_graphs_replay_in_the_order_of_their_capture(graphs: Graphs, how: Any) -> None:
     """The library captures by chunk and count in `_order`; each graph is replayed at that place."""
-    column = native_columns.graphed(TINY, toys.SETTINGS, chunking=chunking, fused=False)
+    column = native_columns.graphed(TINY, toys.SETTINGS, fused=False, **how)
     trained(column, steps=2)
 
-    per_chunk = 2 if chunking == "layers" else 1
+    per_chunk = 2 if how["chunking"] == "layers" else 1
     captured, seen = [], dict.fromkeys(graphs.order, 0)
     for chunk in graphs.order:
         if chunk > 0:

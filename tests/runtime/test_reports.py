@@ -205,11 +205,19 @@ class TestDerived:
         assert 9999 == polled["driver"]
 
     def test_memory_above_native_is_judged_by_its_largest_figure(self) -> None:
-        """Chosen so that driver and allocator agree: ten columns after native, 0.1 GB each."""
-        cell = samples.bench_report()["derived"]["cells"][0]
-        above = cell["columns"]["ours_accumulate"]["above_native_bytes"]
-        assert above["largest"] == max(above[k] for k in ("allocated", "reserved", "driver"))
-        assert 10**9 == above["allocated"]
+        """Here the driver's: it saw half a gigabyte that the allocator did not."""
+        columns = samples.bench_columns(CELLS[0])
+        columns["native_main_grad"]["memory"] = samples.column(peak=10**9)["memory"]
+        ours = columns["ours_accumulate"]["memory"] = samples.column(peak=2 * 10**9)["memory"]
+        ours["device_after"] += 5 * 10**8
+        derived = derive_cell(samples.cell_record(CELLS[0], columns))
+        above = derived["columns"]["ours_accumulate"]["above_native_bytes"]
+        assert (10**9, 10**9, 15 * 10**8) == tuple(
+            above[key] for key in ("allocated", "reserved", "driver")
+        )
+        assert 15 * 10**8 == above["largest"]
+        (judged,) = [t for t in judge_cells([derived]) if t["goal"].startswith("peak memory")]
+        assert (1.5, False) == (judged["measured"], judged["met"])
 
     def test_matrix_copies_are_counted_for_each_step(self) -> None:
         """64 over two profiled steps are 32 a step, and none elsewhere."""
