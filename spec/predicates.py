@@ -66,6 +66,8 @@ class Predicate:
             number from 0 to the count of some sort's members.
         needs: Relations that it speaks of; it is claimed only where all of them take part.
         transitions: For a step property, the transitions whose acceptance it must hold at.
+        without: For an assumption, the relation that would check it; it is assumed only where
+            that relation is left out.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Predicate:
     variables: Mapping[str, str] = field(factory=dict)
     needs: frozenset[str] = frozenset()
     transitions: tuple[str, ...] = ()
+    without: str = ""
 
     @property
     def text(self) -> str:
@@ -96,7 +99,12 @@ class Register:
         self._found: dict[str, Predicate] = {}
 
     def __call__(
-        self, name: str, *transitions: str, needs: str = "", **variables: str
+        self,
+        name: str,
+        *transitions: str,
+        needs: str = "",
+        without: str = "",
+        **variables: str,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """
         Enter the decorated function under a name.
@@ -105,6 +113,7 @@ class Register:
             name: Name of the predicate; the relation before its dot is one that it needs.
             transitions: For a step property, where it must hold.
             needs: Other relations that it needs, separated by spaces.
+            without: For an assumption, the relation that would check it.
             variables: Sort of each variable.
 
         Raises:
@@ -115,7 +124,7 @@ class Register:
 
         def enter(function: Callable[..., Any]) -> Callable[..., Any]:
             needed = frozenset({name.partition(".")[0], *needs.split()})
-            self._found[name] = Predicate(name, function, variables, needed, transitions)
+            self._found[name] = Predicate(name, function, variables, needed, transitions, without)
             return function
 
         return enter

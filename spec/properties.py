@@ -20,7 +20,7 @@ __all__ = ["ASSUMED", "HISTORY", "ORIGIN", "STEPS"]
 HISTORY = Register()
 #: Proved: what holds of the world whenever one of the named transitions is accepted.
 STEPS = Register()
-#: Assumed of the caller's arguments. With a relation named in ``needs``, only without it.
+#: Assumed of the caller's arguments; some only where the relation that checks it is left out.
 ASSUMED = Register()
 #: Assumed of the beginning: that ghosts with an arbitrary start start so.
 ORIGIN = Register()
@@ -80,7 +80,7 @@ def once(st: State, h: History, c: Index) -> Truth:
     return (0 <= wgrads) & (wgrads <= dgrads) & (dgrads <= forwards) & (forwards <= 1)
 
 
-@HISTORY("ownership.ran-is-marked", needs="version", c="cell")
+@HISTORY("ownership.ran-is-marked", c="cell")
 def ran_is_marked(st: State, h: History, c: Index) -> Truth:
     """A cell whose F ran is marked as forwarded."""
     return implies(h.ran_forward[c] != 0, st.forwarded[c] == now(st, st.stage_of[c]))
@@ -152,7 +152,7 @@ def outstanding(st: State, h: History) -> Truth:
     )
 
 
-@HISTORY("tickets.outstanding-refresh", needs="version")
+@HISTORY("tickets.outstanding-refresh")
 def outstanding_refresh(st: State, h: History) -> Truth:
     """What the check reserved for a refresh that is out is still reserved for it."""
     t, g = h.ticket[0], h.ticket_stage[0]
@@ -170,7 +170,7 @@ def nothing_else(st: State, h: History, s: Index) -> Truth:
     return implies(mine, (h.ticket_slot[0] == s) & (forward | dgrad | wgrad))
 
 
-@HISTORY("tickets.nothing-else-refreshes", needs="version", g="stage")
+@HISTORY("tickets.nothing-else-refreshes", g="stage")
 def nothing_else_refreshes(st: State, h: History, g: Index) -> Truth:
     """A ticket of a refresh in flight is out, as a refresh of that stage."""
     mine = (st.refreshing[g] == h.ticket[0]) & (h.ticket[0] != 0)
@@ -282,7 +282,7 @@ def position(st: State, h: History, d: Index) -> Truth:
     return st.position[d] == h.updates_of_epoch[d]
 
 
-@HISTORY("order.one-at-a-time", needs="version", d="domain")
+@HISTORY("order.one-at-a-time", d="domain")
 def one_at_a_time(st: State, h: History, d: Index) -> Truth:
     """At most one F, dI or refresh is in flight in a domain, and its ticket is the domain's."""
     s, g = h.updater[d], h.refresher[d]
@@ -312,7 +312,7 @@ def counts_from_zero(st: State, h: History, g: Index) -> Truth:
     return (0 <= h.num_forwards[g]) & (0 <= h.num_dgrads[g])
 
 
-@HISTORY("order.touched", needs="version", d="domain")
+@HISTORY("order.touched", d="domain")
 def touched(st: State, h: History, d: Index) -> Truth:
     """Scaling state that was touched since the last commit shows it."""
     g, s, r = h.toucher[d], h.updater[d], h.refresher[d]
@@ -365,20 +365,20 @@ def every_place_taken(st: State, h: History, g: Index, i: Index) -> Truth:
     return implies((0 <= i) & (i < st.cells[g]), (st.stage_of[cell] == g) & (h.place[cell] == i))
 
 
-@HISTORY("epoch.ruined", needs="version", g="stage")
+@HISTORY("epoch.ruined", g="stage")
 def ruined(st: State, h: History, g: Index) -> Truth:
     """An epoch that a failure ruined is spoiled."""
     marked = implies(h.ruined[g] == now(st, g), st.spoiled[g] == now(st, g))
     return marked & (h.ruined[g] <= now(st, g)) & (h.half_written[g] <= h.ruined[g])
 
 
-@HISTORY("epoch.half-written", needs="version", g="stage")
+@HISTORY("epoch.half-written", g="stage")
 def half_written(st: State, h: History, g: Index) -> Truth:
     """An epoch with half-written gradients is spoiled."""
     return implies(h.half_written[g] == now(st, g), st.spoiled[g] == now(st, g))
 
 
-@HISTORY("epoch.final-is-whole", needs="version", g="stage")
+@HISTORY("epoch.final-is-whole", g="stage")
 def final_is_whole(st: State, h: History, g: Index) -> Truth:
     """A final stage has every gradient, and nothing spoiled them."""
     whole = (st.wgrads[g] == st.cells[g]) & (st.spoiled[g] != now(st, g))
@@ -404,7 +404,7 @@ def one_writer(st: State, h: History, b: Index) -> Truth:
     return idle | (busy & dw & (st.buffer_of[st.cell_at[s]] == b))
 
 
-@HISTORY("arena.bound-once", needs="version", c="cell")
+@HISTORY("arena.bound-once", c="cell")
 def bound_once(st: State, h: History, c: Index) -> Truth:
     """A cell is bound at most once per weights, to its configured destination."""
     bound = st.bound[c] == now(st, st.stage_of[c])
@@ -412,13 +412,13 @@ def bound_once(st: State, h: History, c: Index) -> Truth:
     return (bound & there) | ((st.bound[c] != now(st, st.stage_of[c])) & (h.binds[c] == 0))
 
 
-@HISTORY("arena.bound-before-dgrad", needs="version", c="cell")
+@HISTORY("arena.bound-before-dgrad", c="cell")
 def bound_before_dgrad(st: State, h: History, c: Index) -> Truth:
     """A cell whose dI ran was bound."""
     return implies(h.ran_dgrad[c] != 0, h.binds[c] == 1)
 
 
-@HISTORY("arena.bound-during-dgrad", needs="version", s="slot")
+@HISTORY("arena.bound-during-dgrad", s="slot")
 def bound_during_dgrad(st: State, h: History, s: Index) -> Truth:
     """So is one whose dI is running."""
     running = in_flight(st, s) & retained(st, s)
@@ -511,7 +511,7 @@ def seen_gradients(st: State, h: History) -> Truth:
     return implies(there & (st.landed[g] <= st.waited[l]), h.seen_gradients[0] == 1)
 
 
-@HISTORY("completion.device", needs="version", d="domain")
+@HISTORY("completion.device", d="domain")
 def device(st: State, h: History, d: Index) -> Truth:
     """Device work that may be unfinished is undrained, or its action is still in flight."""
     s, g = h.beginner[d], h.refresher[d]
@@ -523,7 +523,7 @@ def device(st: State, h: History, d: Index) -> Truth:
 # Reduction
 
 
-@HISTORY("reduction.stations", needs="version", g="stage")
+@HISTORY("reduction.stations", g="stage")
 def stations(st: State, h: History, g: Index) -> Truth:
     """Each stage's reduction is where the contract says, and of gradients that were final."""
     none, running, done = (h.reduction[g] == k for k in (NONE, RUNNING, DONE))
@@ -698,7 +698,7 @@ def bound_destination(st: State, h: History, a: Args) -> Truth:
     return (h.binds[c] == 1) & (h.bound_to[c] == st.destination_of[c])
 
 
-@STEPS("arena.right-destination", "check_wgrad", needs="version")
+@STEPS("arena.right-destination", "check_wgrad")
 def right_destination(st: State, h: History, a: Args) -> Truth:
     """dW writes where dI was told, alone, over nothing of its epoch or onto only that."""
     c = a.key.cell
@@ -708,7 +708,7 @@ def right_destination(st: State, h: History, a: Args) -> Truth:
     return bound & fresh & implies(a.first == 0, h.content[buffer] == a.key.epoch)
 
 
-@STEPS("arena.usable", "bind", "check_wgrad", needs="version")
+@STEPS("arena.usable", "bind", "check_wgrad")
 def usable(st: State, h: History, a: Args) -> Truth:
     """Nothing is written for an epoch that a failure ruined."""
     return (h.ruined[a.key.stage] != a.key.epoch) & (h.half_written[a.key.stage] != a.key.epoch)
@@ -721,7 +721,7 @@ def bind_once(st: State, h: History, a: Args) -> Truth:
     return (h.binds[c] == 0) & (a.destination == st.destination_of[c])
 
 
-@STEPS("epoch.whole", "finalize", needs="version", c="cell")
+@STEPS("epoch.whole", "finalize", c="cell")
 def whole(st: State, h: History, a: Args, c: Index) -> Truth:
     """When a stage is final, every cell's F, dI and dW ran exactly once, over every matrix."""
     once = (h.ran_forward[c] == 1) & (h.ran_dgrad[c] == 1) & (h.ran_wgrad[c] == 1)
@@ -729,11 +729,16 @@ def whole(st: State, h: History, a: Args, c: Index) -> Truth:
     return implies(ours, once & (h.covered[c] == st.matrices[a.stage]))
 
 
-@STEPS("epoch.not-ruined", "finalize", needs="version")
+@STEPS("epoch.not-ruined", "finalize")
 def not_ruined(st: State, h: History, a: Args) -> Truth:
-    """A stage that a failure ruined is not final, and one is final only once."""
-    intact = (h.ruined[a.stage] != h.weights[0]) & (h.half_written[a.stage] != h.weights[0])
-    return intact & (h.reduction[a.stage] == NONE)
+    """A stage that a failure ruined is not final."""
+    return (h.ruined[a.stage] != h.weights[0]) & (h.half_written[a.stage] != h.weights[0])
+
+
+@STEPS("reduction.final-once", "finalize")
+def final_once(st: State, h: History, a: Args) -> Truth:
+    """A stage is not final again once its reduction began."""
+    return h.reduction[a.stage] == NONE
 
 
 @STEPS("completion.replay-after-caller", "check_forward", "check_dgrad", "check_wgrad")
@@ -764,7 +769,7 @@ def gradients_after_replay(st: State, h: History, a: Args) -> Truth:
     return implies(mine, h.seen_gradients[0] == 1)
 
 
-@STEPS("reduction.of-whole-gradients", "start_reduction", needs="version")
+@STEPS("reduction.of-whole-gradients", "start_reduction")
 def of_whole_gradients(st: State, h: History, a: Args) -> Truth:
     """A reduction starts on whole gradients that owe one and were not reduced."""
     g = a.stage
@@ -778,13 +783,13 @@ def reduction_running(st: State, h: History, a: Args) -> Truth:
     return h.reduction[a.stage] == RUNNING
 
 
-@STEPS("reduction.undisturbed", "check_wgrad", "drop", needs="version")
+@STEPS("reduction.undisturbed", "check_wgrad", "drop")
 def undisturbed(st: State, h: History, a: Args) -> Truth:
     """No gradient is written, and none given up, under a running reduction."""
     return h.reduction[a.key.stage] != RUNNING
 
 
-@STEPS("epoch.commit", "commit_epoch", needs="version", c="cell", g="stage", s="slot")
+@STEPS("epoch.commit", "commit_epoch", c="cell", g="stage", s="slot")
 def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
     """The weights change only when every dW ran, no tape is live, and nothing was ruined."""
     ran = h.ran_wgrad[c] == 1
@@ -792,13 +797,13 @@ def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Trut
     return ran & idle & (h.ruined[g] != h.weights[0]) & (a.epoch == h.weights[0])
 
 
-@STEPS("order.commit", "commit_epoch", needs="version", d="domain")
+@STEPS("order.commit", "commit_epoch", d="domain")
 def commit_in_order(st: State, h: History, a: Args, d: Index) -> Truth:
     """No scaling update is in flight when the weights change."""
     return h.running[d] == 0
 
 
-@STEPS("reduction.commit", "commit_epoch", needs="version", g="stage")
+@STEPS("reduction.commit", "commit_epoch", g="stage")
 def commit_reduced(st: State, h: History, a: Args, g: Index) -> Truth:
     """Every reduction that is owed is done when the weights change."""
     done = implies(st.reduces[g] != 0, h.reduction[g] == DONE)
@@ -811,19 +816,19 @@ def quiescent(st: State, h: History, a: Args, g: Index, s: Index) -> Truth:
     return (h.owing[s] == 0) & (h.acting[s] == 0) & (h.num_wgrads[g] == 0)
 
 
-@STEPS("order.quiescent", "checkpoint", needs="version", d="domain")
+@STEPS("order.quiescent", "checkpoint", d="domain")
 def quiescent_order(st: State, h: History, a: Args, d: Index) -> Truth:
     """A checkpoint finds scaling state as the last commit left it, and whole."""
     return (h.running[d] == 0) & (h.broken[d] == 0) & (h.touched[d] == 0)
 
 
-@STEPS("completion.quiescent", "checkpoint", "restore", needs="version", d="domain")
+@STEPS("completion.quiescent", "checkpoint", "restore", d="domain")
 def quiescent_device(st: State, h: History, a: Args, d: Index) -> Truth:
     """No device work is left when state is saved or replaced."""
     return h.device[d] == 0
 
 
-@STEPS("reduction.quiescent", "checkpoint", "restore", needs="version", g="stage")
+@STEPS("reduction.quiescent", "checkpoint", "restore", g="stage")
 def quiescent_reduction(st: State, h: History, a: Args, g: Index) -> Truth:
     """Nor a reduction."""
     return h.reduction[g] != RUNNING
@@ -835,7 +840,7 @@ def restore_between_actions(st: State, h: History, a: Args, s: Index) -> Truth:
     return h.acting[s] == 0
 
 
-@STEPS("order.restore-between-actions", "restore", needs="version", d="domain")
+@STEPS("order.restore-between-actions", "restore", d="domain")
 def restore_between_updates(st: State, h: History, a: Args, d: Index) -> Truth:
     """And only between scaling updates."""
     return h.running[d] == 0
@@ -868,7 +873,7 @@ def wgrad_redeems_its_own(st: State, h: History, a: Args) -> Truth:
     return mine & (h.acting[a.slot] == 1)
 
 
-@STEPS("tickets.refresh-redeems-its-own", "commit_refresh", "abort_refresh", needs="version")
+@STEPS("tickets.refresh-redeems-its-own", "commit_refresh", "abort_refresh")
 def refresh_redeems_its_own(st: State, h: History, a: Args) -> Truth:
     """The end of a refresh is accepted once, from the check that began it."""
     return implies(
@@ -883,6 +888,18 @@ def refresh_redeems_its_own(st: State, h: History, a: Args) -> Truth:
 def epochs_from_zero(st: State, h: History, a: Args) -> Truth:
     """Keys count epochs from zero."""
     return 0 <= a.key.epoch
+
+
+@ASSUMED("ownership.keys-of-now", "reserve", "bind", "check_forward", without="version")
+def keys_of_now(st: State, h: History, a: Args) -> Truth:
+    """Where version is left out, the caller's keys are of the current weights."""
+    return a.key.epoch == h.weights[0]
+
+
+@ASSUMED("epoch.commits-of-now", "commit_epoch", without="version")
+def commits_of_now(st: State, h: History, a: Args) -> Truth:
+    """Where version is left out, the caller commits the current epoch."""
+    return a.epoch == h.weights[0]
 
 
 @ASSUMED("persistence.epochs-from-zero", "restore")

@@ -87,8 +87,8 @@ class Vocabulary:
         return z3.Const(f"ghost.{name}", sort)
 
     def speaks_of(self, predicate: Predicate) -> bool:
-        """Whether every relation that the predicate needs takes part."""
-        return predicate.needs <= self.relations
+        """Whether every relation that the predicate needs takes part, and none that checks it."""
+        return predicate.needs <= self.relations and predicate.without not in self.relations
 
     # Building terms
 
