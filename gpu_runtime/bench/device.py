@@ -62,6 +62,7 @@ class MemoryPoll:
         self._latest = 0
         self._first = 0
         self._peak = 0
+        self._given_up = False
         self._process: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None
         self._sampled = threading.Condition()
@@ -99,18 +100,17 @@ class MemoryPoll:
     def mark(self) -> None:
         """Count from the next reading on; without one in time, polling is given up."""
         with self._sampled:
-            if self._process is not None:
+            if self._process is not None and not self._given_up:
                 seen = self._samples
                 if not self._sampled.wait_for(lambda: self._samples > seen, FIRST_READING_S):
+                    self._given_up = True
                     self._process.terminate()
-                    self._samples = 0
             self._first = self._peak = self._latest
 
     def rise(self) -> int | None:
-        """How far the readings have been above the marked one; None without any reading."""
+        """How far the readings have been above the marked one; None without a reading."""
         with self._sampled:
-            alive = self._process is None or self._process.poll() is None
-            return None if not self._samples or not alive else self._peak - self._first
+            return None if self._given_up or not self._samples else self._peak - self._first
 
     def __exit__(self, *_: object) -> None:
         if self._process is None or self._thread is None:
@@ -118,3 +118,5 @@ class MemoryPoll:
         self._process.terminate()
         self._process.wait(timeout=30)
         self._thread.join(timeout=30)
+        if self._process.stdout is not None:
+            self._process.stdout.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from gpu_runtime.backend import parameters
-from gpu_runtime.bench import add_bench_arguments, run_bench
+from gpu_runtime.bench import add_bench_arguments, device, run_bench
 from gpu_runtime.bench.cells import (
     CELLS,
     SWEEP_MICROBATCHES,
@@ -393,6 +395,67 @@ class TestDevice:
         for used in (500, 900, 600):
             poll.sample(used)
         assert 400 == poll.rise()
+
+    @staticmethod
+    def stand_in(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An `nvidia-smi` that says what a test wants."""
+        program = folder / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def test_the_driver_is_asked_and_never_told(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Every argument that reaches nvidia-smi asks; none sets anything."""
+        self.stand_in(tmp_path, f'echo "$@" > {tmp_path}/asked; echo "1980, P0"', monkeypatch)
+        assert {"clocks.sm": 1980.0, "pstate": "P0"} == device.query(("clocks.sm", "pstate"))
+        asked = (tmp_path / "asked").read_text().split()
+        assert [
+            "--query-gpu=clocks.sm,pstate",
+            "--format=csv,noheader,nounits",
+            "--id=0",
+        ] == asked
+
+    def test_a_poll_reads_what_is_printed_until_it_ends(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """100 MiB, then 350: a rise of 250 MiB, and the program is gone afterwards."""
+        self.stand_in(
+            tmp_path,
+            f"while [ ! -e {tmp_path}/go ]; do echo 100; sleep 0.02; done\n"
+            "while :; do echo 350; sleep 0.02; done",
+            monkeypatch,
+        )
+        with MemoryPoll() as poll:
+            poll.mark()
+            (tmp_path / "go").touch()
+            deadline = time.monotonic() + 20
+            while poll.rise() != 250 * 2**20 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert 250 * 2**20 == poll.rise()
+        assert poll._process is not None
+        assert poll._process.returncode is not None
+
+    def test_a_poll_that_stays_silent_is_given_up(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """There is then no figure, and no column waits for one again."""
+        self.stand_in(tmp_path, "exec sleep 60", monkeypatch)
+        monkeypatch.setattr(device, "FIRST_READING_S", 0.05)
+        with MemoryPoll() as poll:
+            poll.mark()
+            assert poll.rise() is None
+
+    def test_a_machine_without_a_driver_has_no_figures(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nothing is assumed."""
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert device.query(device.STATE) is None
+        with MemoryPoll() as poll:
+            poll.mark()
+            assert poll.rise() is None
 
 
 class TestCommand:
