@@ -181,8 +181,10 @@ class _Joiner:
         source = ast.unparse(ast.fix_missing_locations(ast.Module([function], [])))
         filename = f"<composed {self.transition} {hash(source) & 0xFFFFFFFF:08x}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        constants = {name: v for name, v in self.names.items() if isinstance(v, int)}
+        literal = ast.fix_missing_locations(_Literal(constants).visit(ast.parse(source)))
         namespace = dict(self.names)
-        exec(compile(source, filename, "exec"), namespace)
+        exec(compile(literal, filename, "exec"), namespace)
         built: Callable[..., Any] = namespace[self.transition]
         built.__module__ = "qeffect.stage"
         built.__doc__ = f"Composed transition; its guards and writes, in order:\n\n{source}"
@@ -194,6 +196,18 @@ class _Joiner:
             for read in sorted(_columns(statement, ast.Load) & written):
                 raise CompositionError(f"{self.transition}: st.{read} is read after it was written")
             written |= _columns(statement, ast.Store)
+
+
+class _Literal(ast.NodeTransformer):
+    """Put the values of named constants in their place: each look-up costs a guard's time."""
+
+    def __init__(self, constants: Mapping[str, int]) -> None:
+        self.constants = constants
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id in self.constants:
+            return ast.copy_location(ast.Constant(self.constants[node.id]), node)
+        return node
 
 
 def _columns(statement: ast.stmt, context: type[ast.expr_context]) -> set[str]:

@@ -143,6 +143,7 @@ class Contract:
         self._check_forward, self._commit_forward = t.check_forward, t.commit_forward
         self._check_dgrad, self._commit_dgrad = t.check_dgrad, t.commit_dgrad
         self._check_wgrad, self._commit_wgrad = t.check_wgrad, t.commit_wgrad
+        self._commit_refresh = t.commit_refresh
 
     # Reading
 
@@ -193,7 +194,15 @@ class Contract:
     # F, dI, dW and refresh: check, then commit or abort
 
     def check_refresh(self, stage: int, link: int = 0) -> Ticket:
-        """Reserve a stage's domain for a refresh of its quantized weight cache (clause 3)."""
+        """
+        Reserve a stage's domain for a refresh of its quantized weight cache.
+
+        Raises:
+            Refused: A clause of version, order or completion.
+            ValueError: The stages leave the version relation out, so there is no cache.
+        """
+        if "version" not in self.transitions.relations:
+            raise ValueError("these stages leave version out: they have no cache to refresh")
         self._arguments.stage("check_refresh", stage)
         self._arguments.link("check_refresh", link)
         serial = self._run("check_refresh", stage, link)
@@ -339,39 +348,38 @@ class Contract:
                 ``ownership.matrix-coverage``.
         """
         st = self.memory
-        arguments: tuple[Any, ...]
         try:
             slot, serial, action = ticket.slot, ticket.serial, ticket.action
-            name = _COMMITS[action]
             if slot < 0 or ticket.incarnation != st.incarnation[0]:
                 raise IndexError(slot)
-            arguments = slot, serial
             if action == "F":
                 self._commit_forward(st, slot, serial)
-            elif action == "refresh":
-                self.transitions.commit_refresh(st, slot, serial)
+                ref = TapeRef(slot, st.generation[slot], ticket.incarnation)
+                ticket.ref = ref
+                if self.observer is not None:
+                    self.observer("commit_forward", (slot, serial), None)
+                return ref
+            if action == "refresh":
+                self._commit_refresh(st, slot, serial)
             else:
-                if evidence is not st.matrices[st.slot_stage[slot]]:
+                stage = st.slot_stage[slot]
+                if evidence is not st.matrices[stage]:
                     evidence = _names(evidence)
-                arguments = slot, serial, evidence
                 if action == "dI":
                     self._commit_dgrad(st, slot, serial, evidence)
                 else:
                     self._commit_wgrad(st, slot, serial, evidence)
+                    if st.pending[slot] == 0:
+                        self._reclaim(slot)
         except Refused as refused:
-            explain(refused, name, st, arguments)
+            explain(refused, _COMMITS[action], st, _redeemed(action, slot, serial, evidence))
             if not refused.clause.endswith("unknown-ticket"):
                 self.abort(ticket)
             raise
         except _UNUSABLE:
             raise self._arguments.ticket("commit", ticket, self.incarnation) from None
         if self.observer is not None:
-            self.observer(name, arguments, None)
-        if action == "F":
-            ticket.ref = TapeRef(slot, st.generation[slot], st.incarnation[0])
-            return ticket.ref
-        if action == "dW" and st.pending[slot] == 0:
-            self._reclaim(slot)
+            self.observer(_COMMITS[action], _redeemed(action, slot, serial, evidence), None)
         return None
 
     def abort(self, ticket: Ticket) -> None:
@@ -667,3 +675,8 @@ def _names(evidence: Iterable[str]) -> tuple[Any, ...]:
         return tuple(sorted(evidence))
     except Exception as error:  # the caller's iterable may raise anything; the action has failed
         return (error,)
+
+
+def _redeemed(action: str, slot: int, serial: int, evidence: Any) -> tuple[Any, ...]:
+    """Return the arguments of a commit; only dI and dW bring evidence."""
+    return (slot, serial, evidence) if action in ("dI", "dW") else (slot, serial)

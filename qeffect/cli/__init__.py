@@ -69,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser().parse_args(given)
         outcome = args.run(args, Progress(enabled=not args.quiet and not as_json))
+        _print(outcome, as_json)
+        sys.stdout.flush()
     except Unusable as error:
         return _unusable(str(error), as_json)
     except Refused as refused:  # a configuration that the contract refuses
@@ -78,7 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(Exit.UNUSABLE)
-    _print(outcome, as_json)
     return int(outcome.exit)
 
 

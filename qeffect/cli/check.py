@@ -56,12 +56,10 @@ class Check:
             return _fixtures(args, progress)
         schedule = read_source(args)
         verdict = check(schedule, binding=args.binding, shared_pool=args.shared_pool)
-        for path, text in (
-            (args.svg, lambda: timeline(schedule, verdict.finding)),
-            (args.trace, lambda: trace_json(schedule, verdict.finding)),
-        ):
-            if path is not None:
-                _write(path, text())
+        if args.svg is not None:
+            _write(args.svg, timeline(schedule, verdict.finding))
+        if args.trace is not None:
+            _write(args.trace, trace_json(schedule, verdict.finding))
         return Outcome(verdict.verdict, verdict.record(), _lines(schedule, verdict))
 
 
