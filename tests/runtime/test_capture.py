@@ -1,0 +1,233 @@
+"""
+Capture and replay over stand-in graphs on a CPU: what is captured, what each replay picks.
+
+A stand-in graph runs its action again and leaves the results where the capture left them, as a
+graph's replay does. So everything in `gpu_runtime.capture` but the device's own capture runs: which
+graphs a plan needs, pools, evidence, static results, checks of addresses, and that graphs survive a
+rebuild. Real graphs are compared with native on a GPU by `python -m gpu_runtime compare`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu_runtime import capture
+from gpu_runtime.arena import RULES, Rule
+from gpu_runtime.backend import BackendError
+from gpu_runtime.capture import GraphExecutor
+from gpu_runtime.compare import Recording
+from gpu_runtime.domain import Runtime, RuntimeConfig
+from gpu_runtime.executor import EagerExecutor, StageMemory
+from gpu_runtime.numerical import NumericalState
+from gpu_runtime.provision import PROVISIONINGS, Provisioning
+from gpu_runtime.reference import ReferenceDomain
+from gpu_runtime.slots import Slot
+from gpu_runtime.streams import HostHandoff
+from gpu_runtime.train import GuardedRun
+from gpu_runtime.workload import Order, Workload
+
+from .helpers import TINY, assert_same, native, optimizer_for, reference_stages
+from .orders import random_order, table_order
+
+ORDER = table_order("ScheduleZBVZeroBubble", 1)
+BF16 = torch.bfloat16
+
+
+class StandInGraph:
+    """Runs what was captured again."""
+
+    def __init__(self, pool: Any, action: Callable[[], None]) -> None:
+        self.pool = pool
+        self.replay = action
+
+
+class InPlace:
+    """Leaves every result of a slot in the memory of its first result."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[int, str], Sequence[Tensor]] = {}
+
+    def keep(self, slot: Slot, name: str, fresh: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Copy fresh results into the slot's static ones."""
+        static = self.held.setdefault((slot.index, name), fresh)
+        for a, b in zip(static, fresh, strict=True):
+            a.copy_(b)
+        return tuple(static)
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[StandInGraph]:
+    """Put stand-ins where a device's graphs would be; give every graph that is made."""
+    made: list[StandInGraph] = []
+    pools = itertools.count()
+    place = InPlace()
+    forward, dgrad = EagerExecutor.forward, EagerExecutor.input_gradient
+
+    def static_forward(self: EagerExecutor, memory: StageMemory, slot: Slot) -> None:
+        forward(self, memory, slot)
+        slot.outputs = place.keep(slot, "outputs", slot.outputs)
+
+    def static_dgrad(self: EagerExecutor, memory: StageMemory, slot: Slot, variant: Any) -> Any:
+        queued = dgrad(self, memory, slot, variant)
+        slot.input_gradients = place.keep(slot, "dx", slot.input_gradients)
+        slot.non_matrix = place.keep(slot, "non-matrix", slot.non_matrix)
+        return queued
+
+    def static_work(memory: StageMemory, slot: Slot, variant: Any, *, keep: bool) -> Any:
+        result = work(memory, slot, variant, keep=keep)
+        names = list(slot.weight_gradients)
+        kept = place.keep(slot, "dW", list(slot.weight_gradients.values()))
+        slot.weight_gradients = dict(zip(names, kept, strict=True))
+        return result
+
+    def record(self: Any, pool: Any, action: Callable[[], None]) -> StandInGraph:
+        action()
+        made.append(StandInGraph(pool, action))
+        self.report.num_graphs += 1
+        return made[-1]
+
+    work = EagerExecutor.run_work
+    monkeypatch.setattr(EagerExecutor, "forward", static_forward)
+    monkeypatch.setattr(EagerExecutor, "input_gradient", static_dgrad)
+    monkeypatch.setattr(EagerExecutor, "run_work", staticmethod(static_work))
+    monkeypatch.setattr(capture._Recorder, "record", record)
+    monkeypatch.setattr(capture, "GraphStream", HostHandoff)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(ReferenceDomain, "capture_obstacles", lambda _: ())
+    return made
+
+
+def captured_run(
+    order: Order = ORDER, rule: Rule = "accumulate", provisioning: Provisioning = "live"
+) -> GuardedRun:
+    """A guarded runtime that replays stand-in graphs."""
+    stages = reference_stages(order, 4, TINY)
+    config = RuntimeConfig(rule=rule, provisioning=provisioning, captured=True, readers=True)
+    return GuardedRun(Runtime(stages, order, config), Workload(), optimizer_for(stages, BF16))
+
+
+def executor_of(run: GuardedRun) -> GraphExecutor:
+    """The executor that replays."""
+    assert isinstance(run.runtime.executor, GraphExecutor)
+    return run.runtime.executor
+
+
+class TestSameBits:
+    @pytest.mark.parametrize("rule", RULES)
+    @pytest.mark.parametrize("provisioning", PROVISIONINGS)
+    @pytest.mark.parametrize("order", [ORDER, random_order(3)], ids=["ZB-V", "random"])
+    def test_as_native(self, order: Order, rule: Rule, provisioning: Provisioning) -> None:
+        """Every replay picks its slot's graph and its microbatch's variant: native's bits."""
+        run = captured_run(order, rule, provisioning)
+        run.recording = Recording("captured")
+        run.run(4)
+
+        assert_same(native(order, 4, rule, BF16, 4, TINY), run.recording)
+
+    def test_after_a_rebuild(self) -> None:
+        """Graphs live through a rebuild, and the epochs after it have native's bits."""
+        run = captured_run()
+        run.step()
+        run.runtime.actions.refresh(1)
+        for step in ORDER.steps[:3]:
+            if step.stage == 2 and step.microbatch == 0:
+                run.runtime.actions.refresh(2)
+            run.act(step)
+        run.runtime.rebuild()
+        run.recording = Recording("rebuilt")
+        run.run(3)
+        reference = native(ORDER, 4, "accumulate", BF16, 4, TINY)
+        for held in reference.values.values():
+            for label in [label for label in held if label.startswith("step 0 ")]:
+                del held[label]
+
+        assert_same(reference, run.recording)
+
+
+class TestWhatIsCaptured:
+    def test_one_pool_a_slot(self, graphs: list[StandInGraph]) -> None:
+        """F, dI and dW of a slot share a pool with each other and with nobody else."""
+        run = captured_run()
+        slots = sum(run.runtime.plan.num_slots.values())
+
+        pools = [graph.pool for graph in graphs]
+
+        assert slots + len(ORDER.stages) == len(set(pools))
+        for slot in executor_of(run).slots.values():
+            own = {g.pool for g in (slot.forward, slot.dgrad, *slot.wgrad.values())}
+            assert 1 == len(own)
+
+    def test_only_the_first_writer_has_two(self, graphs: list[StandInGraph]) -> None:
+        """One F, one dI and one dW a slot, a refresh a stage, an overwriting dW a stage."""
+        run = captured_run()
+        slots = sum(run.runtime.plan.num_slots.values())
+
+        assert 3 * slots + 2 * len(ORDER.stages) == len(graphs)
+        assert len(graphs) == executor_of(run).report.num_graphs
+
+    def test_paper_provisioning(self, graphs: list[StandInGraph]) -> None:
+        """One slot a microbatch has the paper's 3 M L graphs, and a refresh a stage."""
+        captured_run(provisioning="per_microbatch")
+
+        assert 3 * ORDER.num_microbatches * len(ORDER.stages) + len(ORDER.stages) == len(graphs)
+
+    def test_state_is_left_alone(self) -> None:
+        """Warmup and capture leave numerical state, destinations and sums as they were."""
+        fresh = NumericalState.of(reference_stages(ORDER, 4, TINY)[0].domain)
+
+        run = captured_run()
+
+        assert [] == NumericalState.of(run.runtime.domain).differences(fresh)
+        for memory in run.runtime.memories.values():
+            assert not any(t.any() for t in memory.arena.written(0).values())
+
+    def test_domain_is_frozen(self) -> None:
+        """A stage that appears after capture is refused."""
+        run = captured_run()
+        assert run.runtime.domain.frozen
+
+        with pytest.raises(BackendError, match="joins a frozen state domain"):
+            reference_stages_in(run.runtime.domain)
+
+
+def reference_stages_in(domain: Any) -> None:
+    """Try to add a stage."""
+    from gpu_runtime.reference import ReferenceStage
+
+    ReferenceStage(9, domain, TINY)
+
+
+class TestAddresses:
+    @pytest.mark.parametrize("what", ["parameter", "cache", "state"])
+    def test_moved(self, what: str) -> None:
+        """A parameter, cache or scale that moved is named at the next refresh, before a replay."""
+        run = captured_run()
+        run.step()
+        stage: Any = run.runtime.stages[1]
+        moved = {
+            "parameter": stage.layers[0].fc1.weight,
+            "cache": stage.layers[0].fc1.cache.data,
+            "state": stage.layers[0].forward_scaling.scale,
+        }[what]
+        replays = executor_of(run).num_replays
+
+        moved.data = moved.data.clone()
+
+        with pytest.raises(BackendError, match=f"{what}:.* was at"):
+            run.runtime.actions.refresh(1)
+        assert replays == executor_of(run).num_replays
+
+    def test_update_in_place_is_fine(self) -> None:
+        """Optimizer steps keep every address: thirty steps replay the same graphs."""
+        run = captured_run(Order.parse("1F0 2F0 2I0 2W0 1I0 1W0"))
+        replays = executor_of(run).num_replays
+
+        run.run(30)
+
+        assert 30 * 8 == executor_of(run).num_replays - replays
