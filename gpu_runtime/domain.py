@@ -183,6 +183,15 @@ class Runtime:
             self.domain, self.memories, self.plan, self.handoff, shared_pool=self.config.pool
         )
 
+    def caller_scope(self) -> Any:
+        """
+        A context in which the calling code runs on the graph stream.
+
+        A loop inside it needs no event between its actions: one stream's order is both halves of
+        the handoff. What the loop reads elsewhere must still wait for the stream.
+        """
+        return self.handoff.scope()
+
     # Actions, by name of the key
 
     def key(self, stage: int, microbatch: int) -> TapeKey:

@@ -12,7 +12,7 @@ one stream's own order is both halves, and an event between its actions would on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import attrs
@@ -105,7 +105,9 @@ class GraphStream:
         self.handoffs += 1
 
     def scope(self) -> Any:
-        """Make the graph stream current."""
+        """Make the graph stream current; nothing changes where it already is."""
+        if torch.cuda.current_stream(self.device) == self.stream:
+            return nullcontext()
         return torch.cuda.stream(self.stream)
 
     def synchronize(self) -> None:

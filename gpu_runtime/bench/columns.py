@@ -188,6 +188,13 @@ SPECS: tuple[ColumnSpec, ...] = (
     _ours("ours_copied", "ours, captured, copied", "copied", "grad"),
     _ours("ours_per_microbatch", "ours, captured, per microbatch", "per_microbatch", "grad"),
     _ours("ours_accumulate", "ours, captured, accumulate", "accumulate", "main_grad"),
+    _ours(
+        "ours_two_streams",
+        "ours, captured, accumulate, called from a stream of the caller's own",
+        "accumulate",
+        "main_grad",
+        two_streams=True,
+    ),
 )
 """Columns of the step table."""
 

@@ -71,6 +71,8 @@ class Ours:
         provisioning: How slots are counted.
         captured: Replay graphs.
         guards: Ask the kernel; False exists for the benchmark alone.
+        two_streams: Call from a stream of the caller's own, so that every action crosses to the
+            graph stream and back by events, instead of from the graph stream itself.
     """
 
     cell: Cell
@@ -79,6 +81,7 @@ class Ours:
     provisioning: Provisioning
     captured: bool
     guards: bool = True
+    two_streams: bool = False
     order: Order = attrs.field(init=False)
     stages: list[StageBackend] = attrs.field(factory=list, init=False)
     x: list[Tensor] = attrs.field(factory=list, init=False)
@@ -148,6 +151,13 @@ class Ours:
 
     def step(self) -> None:
         """Every F, dI and dW of the order, then the update."""
+        if self.two_streams:
+            self._step()
+        else:
+            with self.runtime.caller_scope():
+                self._step()
+
+    def _step(self) -> None:
         runtime, actions = self.runtime, cast(Actions, self.actions)
         tapes: dict[tuple[int, int], tuple[TapeKey, TapeRef]] = {}
         refreshed: set[int] = set()
@@ -231,10 +241,18 @@ def captured(
     destination: Rule,
     provisioning: Provisioning,
     guards: bool = True,
+    two_streams: bool = False,
 ) -> Ours:
     """Captured; eager where there is no device to capture on."""
-    on_device = settings.device != "cpu"
-    return Ours(cell, settings, destination, provisioning, captured=on_device, guards=guards)
+    return Ours(
+        cell,
+        settings,
+        destination,
+        provisioning,
+        captured=settings.device != "cpu",
+        guards=guards,
+        two_streams=two_streams,
+    )
 
 
 def eager(cell: Cell, settings: Settings, *, destination: Rule) -> Ours:
