@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from attrs import asdict, define, field
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
 from hypothesis import strategies as st
-from hypothesis.errors import Flaky
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from qeffect import Contract
@@ -32,6 +32,8 @@ __all__ = ["ContractMachine", "RandomReport", "run", "uncovered"]
 _CHOICES = st.integers(0, (1 << 64) - 1)
 #: Steps of the longest schedule; a step is a call or a few that belong together.
 _LONGEST = 160
+#: Schedules tried for a plainer failure.
+_SHRINKING = 300
 
 
 @define
@@ -77,7 +79,7 @@ def uncovered(tally: Tally) -> list[str]:
 
 def run(
     schedules: int,
-    seed_: int = 0,
+    seed: int = 0,
     progress: Callable[[str], None] | None = None,
     make: Callable[[Process], Callable[..., Contract]] | None = None,
 ) -> RandomReport:
@@ -89,7 +91,7 @@ def run(
 
     Args:
         schedules: How many.
-        seed_: What they are drawn from; the same seed draws the same schedules.
+        seed: What they are drawn from; the same seed draws the same schedules.
         progress: Told how far it is.
         make: What makes a process's contracts, to test faulty ones.
 
@@ -109,12 +111,10 @@ def run(
             progress(f"Checking. schedules={report.schedules:,} actions={tally.calls:,}")
 
     begun = time.perf_counter()
-    explore = _hypothesis(schedules, seed_)(given(processes(), numbers(_LONGEST))(walk))
-    try:
-        explore()
-    except (Mismatch, Flaky) as found:
-        report.failure = str(found)
+    found = _found(walk, schedules, seed, (Phase.generate,))
     report.seconds = time.perf_counter() - begun
+    if found is not None:
+        report.failure = str(_shrunk(found, seed, progress, make))
     report.actions = tally.calls
     report.accepted = {name: tally.accepted[name] for name in TRANSITIONS}
     report.refused = {clause: tally.refused[clause] for clause in clauses()}
@@ -122,22 +122,53 @@ def run(
     return report
 
 
-def _hypothesis(examples: int, seed_: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Settings of a run: nothing is remembered between runs, nothing has a deadline."""
+def _shrunk(
+    found: Mismatch,
+    seed: int,
+    progress: Callable[[str], None] | None,
+    make: Callable[[Process], Callable[..., Contract]] | None,
+) -> Mismatch:
+    """
+    Return the same kind of mismatch in as few and as plain calls as can be found.
 
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        configured = settings(
-            max_examples=examples,
-            database=None,
-            deadline=None,
-            phases=(Phase.generate, Phase.shrink),
-            suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,
-            print_blob=False,
-        )
-        return seed(seed_)(configured(test))
+    The search looks at one guard after every step. Among all the guards at random, as the run
+    does, every step that is left out would change what is attempted later.
+    """
 
-    return decorate
+    def walk(process: Process, steps: list[int]) -> None:
+        if progress is not None:
+            progress("Shrinking.")
+        focus = [] if found.guard is None else [found.guard]
+        driver = Driver(process, None, None if make is None else make(process), focus)
+        for number in steps:
+            driver.step(number)
+        driver.agree()
+
+    return _found(walk, _SHRINKING, seed, (Phase.generate, Phase.shrink)) or found
+
+
+def _found(
+    walk: Callable[[Process, list[int]], None],
+    examples: int,
+    seed: int,
+    phases: tuple[Phase, ...],
+) -> Mismatch | None:
+    """Walk through examples until one fails; nothing is remembered, nothing has a deadline."""
+    configured = settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
+    test = seeded(seed)(configured(given(processes(), numbers(_LONGEST))(walk)))
+    try:
+        test()
+    except Mismatch as mismatch:
+        return mismatch
+    return None
 
 
 class ContractMachine(RuleBasedStateMachine):

@@ -5,7 +5,7 @@ The driver: makes one call after another on a contract and holds each against th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -18,7 +18,7 @@ from spec.predicates import Predicate
 from verification.walks.attempts import aimed, attempt
 from verification.walks.oracle import violations
 from verification.walks.processes import Process
-from verification.walks.proposals import Pick
+from verification.walks.proposals import Pick, chooser
 from verification.walks.sites import sites
 from verification.walks.timeline import Step, schedule_text, timeline_text
 from verification.walks.walk import Walker
@@ -59,7 +59,15 @@ _FLEETING = tuple(
 
 
 class Mismatch(AssertionError):  # noqa: N818 - what was found, not what went wrong
-    """A contract and the oracle disagree; the message shows the schedule and its timeline."""
+    """
+    A contract and the oracle disagree; the message shows the schedule and its timeline.
+
+    Attributes:
+        guard: The guard that should have refused, as (transition, clause); None where a legal call
+            was refused.
+    """
+
+    guard: tuple[str, str] | None = None
 
 
 @define
@@ -88,6 +96,7 @@ class Driver(Walker):
         process: Its configuration.
         tally: Where to count; by default a tally of its own.
         make: What makes its contracts; a test replaces it by one that makes faulty ones.
+        focus: The only guards to look at; by default all.
 
     Attributes:
         steps: The calls so far.
@@ -98,8 +107,10 @@ class Driver(Walker):
         process: Process,
         tally: Tally | None = None,
         make: Callable[..., Contract] | None = None,
+        focus: Sequence[tuple[str, str]] | None = None,
     ) -> None:
         self.process = process
+        self.focus = focus
         self.tally = Tally() if tally is None else tally
         self.make = process.contract if make is None else make
         self.steps: list[Step] = []
@@ -115,6 +126,8 @@ class Driver(Walker):
 
     def aim(self, pick: Pick) -> None:
         """Make calls that are refused by guards which this schedule has not met yet."""
+        if self.focus is not None:
+            return
         sites = _SITES if self.world.quiet else _FLEETING
         targets = [site for site in sites if site not in self.met]
         if not targets:
@@ -123,6 +136,13 @@ class Driver(Walker):
             self.call(call)
             if "evidence" in call.arguments:
                 return  # wrong evidence has aborted its action
+
+    def step(self, number: int) -> None:
+        """Do what a number says; then look at the guards in focus, if any."""
+        super().step(number)
+        if self.focus:
+            for call in aimed(self.world, chooser(0), self.checkpoints, self.fresh(), self.focus):
+                self.call(call)
 
     def attempt(self, pick: Pick, transition: str) -> None:
         """Attempt a call of a transition, right or wrong."""
@@ -160,6 +180,7 @@ class Driver(Walker):
 
     def _expect_refusal(self, call: Call, wrong: list[str]) -> None:
         before = self.contract.snapshot()
+        guard = call.transition, wrong[0]
         if call.transition in ("commit_dgrad", "commit_wgrad") and "unknown" not in wrong[0]:
             self._expect_wrong_evidence(call, wrong[0], before)
             return
@@ -168,14 +189,15 @@ class Driver(Walker):
         except Refused as refused:
             self._note(call, refused.clause)
             if refused.clause != wrong[0]:
-                raise self._mismatch(f"expected a refusal by {wrong[0]}") from None
+                raise self._mismatch(f"expected a refusal by {wrong[0]}", guard) from None
             if not (refused.presented and refused.expected):
-                raise self._mismatch("the refusal does not say what it expected") from None
+                raise self._mismatch("the refusal does not say what it expected", guard) from None
         else:
             self._note(call, "", result)
-            raise self._mismatch(f"an illegal call was accepted; it breaks {', '.join(wrong)}")
+            broken = ", ".join(wrong)
+            raise self._mismatch(f"an illegal call was accepted; it breaks {broken}", guard)
         if self.contract.snapshot() != before:
-            raise self._mismatch("the refused call changed the state")
+            raise self._mismatch("the refused call changed the state", guard)
         self._count(call, wrong[0])
 
     def _expect_wrong_evidence(self, call: Call, clause: str, before: Any) -> None:
@@ -196,7 +218,7 @@ class Driver(Walker):
                 found = ""
             self._note(call, found)
             if found != clause:
-                raise self._mismatch(f"expected a refusal by {clause}")
+                raise self._mismatch(f"expected a refusal by {clause}", (call.transition, clause))
             if before is not None and self.contract.snapshot() != before:
                 raise self._mismatch("the refused call changed the state")
             before = None
@@ -280,12 +302,19 @@ class Driver(Walker):
                     if not invariant.function(memory, *values):
                         yield f"{invariant.name} of {values}"
 
-    def _mismatch(self, message: str) -> Mismatch:
+    def _mismatch(self, message: str, guard: tuple[str, str] | None = None) -> Mismatch:
+        """Say what is wrong, with the calls that led there; right refusals changed nothing."""
+        *before, last = self.steps
+        shown = [step for step in before if not step.refused or "evidence" in step.call.arguments]
+        left_out = len(before) - len(shown)
+        note = f" ({left_out} rightly refused calls left out)" if left_out else ""
         stages = [slot.stage for slot in self.world.slots]
-        return Mismatch(
-            f"{message}\n\nSchedule over {self.process}:\n{schedule_text(self.steps)}\n\n"
-            f"{timeline_text(self.steps, stages)}"
+        mismatch = Mismatch(
+            f"{message}\n\nSchedule over {self.process}{note}:\n"
+            f"{schedule_text([*shown, last])}\n\n{timeline_text([*shown, last], stages)}"
         )
+        mismatch.guard = guard
+        return mismatch
 
 
 class _Total:

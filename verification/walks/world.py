@@ -13,7 +13,7 @@ from typing import Any
 
 from attrs import Factory, define, field, frozen
 
-from qeffect import StageConfig, TapeKey, TapeRef, Ticket
+from qeffect import Checkpoint, StageConfig, TapeKey, TapeRef, Ticket
 from qeffect.keys import Cell
 from verification.walks.processes import Process
 
@@ -34,16 +34,20 @@ class Call:
     arguments: dict[str, Any] = Factory(dict)
 
     def __str__(self) -> str:
-        given = (f"{name}={_text(value)}" for name, value in self.arguments.items())
+        given = (
+            f"{name}={_text(value)}" for name, value in self.arguments.items() if value is not None
+        )
         return f"{self.transition}({', '.join(given)})"
 
 
 def _text(value: Any) -> str:
     if isinstance(value, Ticket):
         return f"{value.action} ticket {value.serial}"
-    if isinstance(value, TapeKey | TapeRef):
-        return str(value)
-    return getattr(value, "summary", lambda: repr(value))()
+    if isinstance(value, TapeRef):
+        return f"slot {value.slot} generation {value.generation} of {value.incarnation:x}"
+    if isinstance(value, Checkpoint):
+        return f"the one of epoch {value.epoch} with stages {[c.stage for c in value.stages]}"
+    return str(value) if isinstance(value, TapeKey) else repr(value)
 
 
 @define
