@@ -98,6 +98,7 @@ class Runtime:
         self.order = order
         self.stages = {stage.index: stage for stage in stages}
         self.domain = _one_domain(stages)
+        self.relations = frozenset[str]().union(*(stage.relations for stage in stages))
         if tuple(sorted(self.stages)) != order.stages:
             raise BackendError(
                 f"the order runs stages {list(order.stages)}, this process has "
@@ -113,7 +114,7 @@ class Runtime:
         self.memories = self._allocate()
         self.contract = Contract(
             [self._stage_config(memory) for memory in self.memories.values()],
-            omit=sorted(OPTIONAL - frozenset.union(*(s.relations for s in stages))),
+            omit=sorted(OPTIONAL - self.relations),
             callers=self.config.callers,
             declared=self._declared(),
         )
@@ -154,16 +155,15 @@ class Runtime:
             microbatches=self.order.num_microbatches,
             slots=self.plan.num_slots[stage.index],
             matrices=memory.all_matrices,
-            destinations=memory.arena.configured(),
+            destinations=memory.arena.configured() if "arena" in self.relations else (),
             sends_output=self.config.readers,
             sends_gradient=self.config.readers and any(s.differentiable for s in stage.inputs),
-            reduces=self.reducer is not None,
+            reduces=self.reducer is not None and "reduction" in self.relations,
             pool=self.config.pool,
         )
 
     def _declared(self) -> Mapping[Hashable, Sequence[tuple[str, Any]]] | None:
-        used = frozenset.union(*(s.relations for s in self.stages.values()))
-        if not self.config.declared or "order" not in used:
+        if not self.config.declared or "order" not in self.relations:
             return None
         names = {Kind.FORWARD: "F", Kind.DGRAD: "dI"}
         return {
@@ -251,6 +251,9 @@ class Runtime:
 
     def _reduce(self, stage: int, gradients: Mapping[str, torch.Tensor]) -> None:
         if self.reducer is None:
+            return
+        if "reduction" not in self.relations:
+            self.reducer(stage, gradients)
             return
         self.contract.start_reduction(stage)
         try:

@@ -1,0 +1,173 @@
+"""Slots as a receive, a send and the ends of a pipeline see them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu_runtime.backend import TensorSpec, parameters
+from gpu_runtime.compare import Recording
+from gpu_runtime.domain import Runtime, RuntimeConfig
+from gpu_runtime.native import NativeRun
+from gpu_runtime.numerical import live_state, same_bits
+from gpu_runtime.optimizer import Optimizer
+from gpu_runtime.reference import ReferenceDomain, ReferenceStage
+from gpu_runtime.train import GuardedRun
+from gpu_runtime.workload import Kind, Order, Workload
+from qeffect.keys import TapeKey, TapeRef
+from qeffect.refusals import Refused
+
+from .helpers import TINY, assert_same, guarded_run, native
+from .orders import random_order, table_order
+
+CPU = torch.device("cpu")
+
+
+class TestRelations:
+    @pytest.mark.parametrize(
+        "left_out",
+        [
+            {"order"},
+            {"arena"},
+            {"capture"},
+            {"completion"},
+            {"reduction"},
+            {"order", "arena", "capture", "completion", "reduction"},
+        ],
+        ids=lambda names: "+".join(sorted(names)),
+    )
+    def test_left_out(self, left_out: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        """A backend may leave relations out: nothing is asked of them, the bits are the same."""
+        order = random_order(1)
+        reference = native(order, 4, "accumulate", torch.bfloat16, 3, TINY)
+        kept = ReferenceStage.relations - left_out
+        monkeypatch.setattr(ReferenceStage, "relations", kept)
+
+        run = guarded_run(order)
+        run.recording = Recording("guarded")
+        run.run(3)
+
+        assert not left_out & set(run.runtime.contract.transitions.relations)
+        assert_same(reference, run.recording)
+
+
+class TestReceiveInPlace:
+    def test_same_bits(self) -> None:
+        """Buffers reserved before F and dI and filled in place give the bits of copied inputs."""
+        order = random_order(3)
+        copied, received = guarded_run(order), guarded_run(order)
+        copied.run(2)
+
+        for _ in range(2):
+            self.receive_epoch(received)
+
+        live = live_state(received.runtime.domain)
+        for name, tensor in live_state(copied.runtime.domain).items():
+            assert same_bits(tensor, live[name]), name
+        for index, stage in copied.runtime.stages.items():
+            other = parameters(received.runtime.stages[index])
+            for name, parameter in parameters(stage).items():
+                assert same_bits(parameter, other[name]), name
+
+    @staticmethod
+    def receive_epoch(run: GuardedRun) -> None:
+        """One epoch in which every input arrives in the slot's own buffer, one action early."""
+        runtime, actions = run.runtime, run.runtime.actions
+        refs: dict[TapeKey, TapeRef] = {}
+        refreshed: set[int] = set()
+        for kind, index, m in runtime.order.steps:
+            key, stage = runtime.key(index, m), runtime.stages[index]
+            if kind is Kind.FORWARD:
+                actions.reserve(key)
+                arrived = run.workload.inputs(stage, key.epoch, m)
+                for buffer, value in zip(actions.input_buffers(key), arrived, strict=True):
+                    buffer.copy_(value)
+                if index not in refreshed:
+                    actions.refresh(index)
+                    refreshed.add(index)
+                refs[key] = actions.forward(key)
+                actions.outputs(key, refs[key])
+                actions.finish_outputs(key, refs[key])
+            elif kind is Kind.DGRAD:
+                gradients = run.workload.output_gradients(stage, key.epoch, m)
+                for buffer, value in zip(actions.gradient_buffers(key), gradients, strict=True):
+                    buffer.copy_(value)
+                actions.bind(key)
+                actions.input_gradient(key, refs[key])
+                actions.input_gradients(key, refs[key])
+                actions.finish_input_gradients(key, refs[key])
+            else:
+                actions.weight_gradient(key, refs[key])
+        runtime.finish(run.optimizer)
+
+    def test_reserved_slot_is_taken(self) -> None:
+        """A reserved key holds its slot, and is forwarded into the same one."""
+        run = guarded_run(table_order("ScheduleZBVZeroBubble", 1))
+        actions, key = run.runtime.actions, run.runtime.key(1, 0)
+        reserved = actions.reserve(key)
+        with pytest.raises(Refused) as caught:
+            actions.reserve(key)
+        assert caught.value.clause in ("ownership.key-live", "ownership.slot-busy")
+        actions.refresh(1)
+
+        ref = actions.forward(key)
+
+        assert reserved == ref
+
+
+class TestSend:
+    def test_slot_waits_for_its_reader(self) -> None:
+        """A slot whose outputs are still being sent is not free after dW; then it is."""
+        order = Order.parse("0F0 0I0 0W0 0F1 0I1 0W1")
+        run = guarded_run(order)
+        actions, key = run.runtime.actions, run.runtime.key(0, 0)
+        actions.refresh(0)
+        ref = actions.forward(key, run.workload.inputs(run.runtime.stages[0], 0, 0))
+        (sent,) = actions.outputs(key, ref)
+        expected = sent.clone()
+        actions.bind(key)
+        actions.input_gradient(key, ref, run.workload.output_gradients(run.runtime.stages[0], 0, 0))
+        actions.finish_input_gradients(key, ref)
+        actions.weight_gradient(key, ref)
+        late = run.runtime.key(0, 1)
+        inputs = run.workload.inputs(run.runtime.stages[0], 0, 1)
+
+        with pytest.raises(Refused) as caught:
+            actions.forward(late, inputs)
+
+        assert "ownership.slot-busy" == caught.value.clause
+        assert same_bits(expected, sent)
+        actions.finish_outputs(key, ref)
+        assert actions.forward(late, inputs).slot == ref.slot
+
+
+class TestEnds:
+    def test_first_and_last_stage(self) -> None:
+        """No input gradient on the first stage, a loss with targets on the last: native's bits."""
+        order = Order.parse("0F0 1F0 0F1 1F1 1I0 0I0 1W0 1I1 0W0 0I1 1W1 0W1")
+
+        def stages() -> list[ReferenceStage]:
+            domain = ReferenceDomain(4)
+            target = TensorSpec((16, 1, 32), torch.bfloat16, CPU, differentiable=False)
+            return [
+                ReferenceStage(0, domain, TINY, first=True),
+                ReferenceStage(1, domain, TINY, loss=squared, extra_inputs=(target,), seed=1),
+            ]
+
+        reference = Recording("native")
+        own = stages()
+        NativeRun(
+            own, order, Workload(), "main_grad", torch.bfloat16, Optimizer(own), reference
+        ).run(4)
+        own = stages()
+        runtime = Runtime(own, order, RuntimeConfig(readers=True))
+        run = GuardedRun(runtime, Workload(), Optimizer(own), Recording("guarded"))
+        run.run(4)
+        assert run.recording is not None
+
+        assert_same(reference, run.recording)
+
+
+def squared(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss."""
+    return torch.nn.functional.mse_loss(y.float(), target.float())
