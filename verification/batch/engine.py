@@ -255,8 +255,8 @@ def _owed(chunk: Chunk, move: Move) -> Value:
         assert isinstance(stage, int)
         ticket = chunk.entry("refreshing", stage)
         own: Value = True
-        for slot in range(chunk.width("held")):
-            own = conjoin(own, negate(equal(chunk.entry("held", slot), ticket)))
+        for other in range(chunk.width("held")):
+            own = conjoin(own, negate(equal(chunk.entry("held", other), ticket)))
         return own
     slot = move.arguments["slot"]
     assert isinstance(slot, int)

@@ -8,8 +8,10 @@ the rest; two states that differ only there have the same futures.
 from __future__ import annotations
 
 import ast
-import linecache
+import inspect
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from attrs import field, frozen
@@ -35,10 +37,10 @@ class Dependence:
     clauses: frozenset[str]
 
 
+@cache
 def dependence(function: Callable[..., Any]) -> Dependence:
     """Return what a composed function depends on, from its syntax tree."""
-    source = "".join(linecache.cache[function.__code__.co_filename][2])  # type: ignore[misc]
-    tree = ast.parse(source).body[0]
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)
     return _Reader(tree).result()
 

@@ -74,7 +74,7 @@ def explore(
         canonical: Brings the memory's state to the representative of its orbit, in place.
         progress: Called with a line now and then.
     """
-    memory, normalise = walker.memory, walker.normalise
+    memory = walker.memory
     buffer = memory.buffer
     found = Exploration(walker, {}, [0] * len(walker.moves))
     parents, accepted, refused = found.parents, found.accepted, found.refused
@@ -97,7 +97,7 @@ def explore(
         for state in frontier:
             buffer[:] = state
             for group in walker.ready():
-                for index, first, arguments, last, place, evidence in group:
+                for index, first, arguments, last, place, evidence, rules in group:
                     try:
                         ticket = first(memory, *arguments)
                         if last is not None:
@@ -118,7 +118,8 @@ def explore(
                     if not accepted[index]:
                         found.first_accepted[index] = state
                     accepted[index] += 1
-                    normalise()
+                    for rule in rules:
+                        rule()
                     if canonical is not None:
                         canonical()
                     after = bytes(buffer)

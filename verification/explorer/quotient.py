@@ -11,44 +11,57 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from attrs import frozen
+
 from qeffect.constants import NEVER, RESERVED
 
 from .flat import TICKETS, FlatMemory
 from .scopes import Scope, configuration, sizes
 
-__all__ = ["normal_form"]
-
-Rule = Callable[[Any], None]
+__all__ = ["Rule", "normal_form"]
 
 
-def normal_form(scope: Scope, memory: FlatMemory) -> Callable[[], None]:
+@frozen
+class Rule:
     """
-    Return what brings a memory's state into normal form, in place.
+    One rule of the normal form.
+
+    Args:
+        after: Columns whose change can call for it.
+        apply: Carries it out, in place.
+    """
+
+    after: frozenset[str]
+    apply: Callable[[], None]
+
+
+def normal_form(scope: Scope, memory: FlatMemory) -> tuple[Rule, ...]:
+    """
+    Return the rules that bring a memory's state into normal form, in their order.
 
     Args:
         scope: What is explored.
         memory: The memory; rules about columns that it does not keep are left out.
     """
-    kept = memory.layout.keys()
-    rules: list[Callable[[], None]] = []
-    if "pending" in kept:
-        rules.append(_free_slots(memory, sizes(scope)["slot"]))
-    if "serial" in kept:
-        rules.append(_tickets(memory, [n for n in TICKETS if n in kept]))
-    if "replays" in kept:
-        rules += _stream_work(scope, memory)
-    if "cursor" in kept:
-        rules.append(_empty_pools(memory, sizes(scope)["pool"]))
-    if "incarnation" in kept:
-        rules.append(_incarnation(memory))
+    n = sizes(scope)
+    found: list[tuple[tuple[str, ...], str, Callable[[], Callable[[], None]]]] = [
+        (("pending", "produced"), "pending", lambda: _free_slots(memory, n["slot"])),
+        ((*TICKETS, "serial"), "serial", lambda: _tickets(memory)),
+        (("submitted", "joined"), "submitted", lambda: _joins(memory, n["link"])),
+        (
+            ("pending", "produced", "landed", "waited", "replays"),
+            "replays",
+            lambda: _ranks(scope, memory),
+        ),
+        (("cursor", "tenants"), "cursor", lambda: _empty_pools(memory, n["pool"])),
+        (("incarnation",), "incarnation", lambda: _incarnation(memory)),
+    ]
     if scope.fresh_keys:
-        rules.append(_fresh_keys(memory, sizes(scope)["cell"]))
-
-    def normalise() -> None:
-        for rule in rules:
-            rule()
-
-    return normalise
+        keys = ("slot_of", "forwarded")
+        found.append((keys, "slot_of", lambda: _fresh_keys(memory, n["cell"])))
+    return tuple(
+        Rule(frozenset(after), make()) for after, needs, make in found if needs in memory.layout
+    )
 
 
 def _free_slots(st: Any, slots: int) -> Callable[[], None]:
@@ -61,20 +74,21 @@ def _free_slots(st: Any, slots: int) -> Callable[[], None]:
         for slot in members:
             mask = pending[slot]
             if mask == 0:
-                cell_at[slot] = -1
-                epoch_at[slot] = NEVER
-                if produced is not None:
-                    produced[slot] = 0
+                if cell_at[slot] != -1:
+                    cell_at[slot] = -1
+                    epoch_at[slot] = NEVER
+                    if produced is not None:
+                        produced[slot] = 0
             elif mask == RESERVED and produced is not None:
                 produced[slot] = 0
 
     return rule
 
 
-def _tickets(st: Any, names: list[str]) -> Callable[[], None]:
+def _tickets(st: Any) -> Callable[[], None]:
     """Tickets are compared for equality only: number those in flight from 1, in their order."""
     serial = st.serial
-    columns = [getattr(st, name) for name in names]
+    columns = [getattr(st, name) for name in TICKETS if name in st.layout]
     whole = st.buffer[: sum(map(len, columns))]
     none = bytes(len(whole))
 
@@ -97,31 +111,42 @@ def _tickets(st: Any, names: list[str]) -> Callable[[], None]:
     return rule
 
 
-def _stream_work(scope: Scope, st: Any) -> list[Callable[[], None]]:
-    """
-    Stream work is compared only as "waited for": per domain, number the replays that wrote a
-    live tape or a stage's gradients from 1, in their order, and count waits by how many of those
-    they cover. A caller's work is joined or not.
-    """
-    config, n = configuration(scope), sizes(scope)
-    submitted, joined, waited = st.submitted, st.joined, st.waited
-    replays, produced, landed = st.replays, st.produced, st.landed
-    links = range(n["link"])
+def _joins(st: Any, links: int) -> Callable[[], None]:
+    """The graph stream has waited for all of a caller's work, or it has not."""
+    members = range(links)
+    submitted, joined = st.submitted, st.joined
 
-    def joins() -> None:
-        for link in links:
+    def rule() -> None:
+        for link in members:
             ahead = submitted[link] - joined[link]
             if ahead or joined[link]:
                 submitted[link] = (ahead > 0) - (ahead < 0)
                 joined[link] = 0
 
-    def ranks(domain: int) -> Callable[[], None]:
-        at = config["domain_of"]
-        slots = [s for s, stage in enumerate(config["slot_stage"]) if at[stage] == domain]
-        stages = [s for s, d in enumerate(at) if d == domain]
-        callers = [link for link, d in enumerate(config["domain_at"]) if d == domain]
+    return rule
 
-        def rule() -> None:
+
+def _ranks(scope: Scope, st: Any) -> Callable[[], None]:
+    """
+    Stream work is compared only as "waited for": per domain, number the replays that wrote a
+    live tape or a stage's gradients from 1, in their order, and count waits by how many of those
+    they cover.
+    """
+    config = configuration(scope)
+    at = config["domain_of"]
+    domains = [
+        (
+            domain,
+            [s for s, stage in enumerate(config["slot_stage"]) if at[stage] == domain],
+            [s for s, d in enumerate(at) if d == domain],
+            [link for link, d in enumerate(config["domain_at"]) if d == domain],
+        )
+        for domain in range(sizes(scope)["domain"])
+    ]
+    waited, replays, produced, landed = st.waited, st.replays, st.produced, st.landed
+
+    def rule() -> None:
+        for domain, slots, stages, links in domains:
             marks = 0
             for slot in slots:
                 marks |= 1 << produced[slot]
@@ -132,13 +157,11 @@ def _stream_work(scope: Scope, st: Any) -> list[Callable[[], None]]:
                 produced[slot] = (marks & ((2 << produced[slot]) - 1)).bit_count()
             for stage in stages:
                 landed[stage] = (marks & ((2 << landed[stage]) - 1)).bit_count()
-            for link in callers:
+            for link in links:
                 waited[link] = (marks & ((2 << waited[link]) - 1)).bit_count()
             replays[domain] = (marks & ((2 << replays[domain]) - 1)).bit_count()
 
-        return rule
-
-    return [joins, *(ranks(domain) for domain in range(n["domain"]))]
+    return rule
 
 
 def _empty_pools(st: Any, pools: int) -> Callable[[], None]:
@@ -171,7 +194,7 @@ def _fresh_keys(st: Any, cells: int) -> Callable[[], None]:
 
     def rule() -> None:
         for cell in members:
-            if slot_of[cell] == -1:
+            if forwarded[cell] != NEVER and slot_of[cell] == -1:
                 forwarded[cell] = NEVER
 
     return rule

@@ -75,8 +75,17 @@ class Step:
 
 
 #: A move ready to run: index, first transition, its arguments, second transition or None, where
-#: it redeems, its evidence. A plain tuple, because the explorer's inner loop unpacks it.
-Ready = tuple[int, Callable[..., Any], tuple[Any, ...], Callable[..., Any] | None, int, Any]
+#: it redeems, its evidence, and what brings the state that it leaves into normal form. A plain
+#: tuple, because the explorer's inner loop unpacks it.
+Ready = tuple[
+    int,
+    Callable[..., Any],
+    tuple[Any, ...],
+    Callable[..., Any] | None,
+    int,
+    tuple[int, ...],
+    tuple[Callable[[], None], ...],
+]
 
 
 @define
@@ -108,15 +117,20 @@ class Walker:
         asked = {column for move in self.moves for column, _ in move.reads}
         remembered = visible_columns(found).union(asked, also)
         self.kept = frozenset(remembered & STATE.keys())
-        self.written = frozenset().union(*(one.writes for one in found))
+        self._writes = dict(zip(scope.transitions, (one.writes for one in found), strict=True))
         self.memory = FlatMemory(scope, self.kept)
-        self.normalise = normal_form(scope, self.memory)
+        self._rules = normal_form(scope, self.memory)
         self.normalise()
         self.initial = self.memory.freeze()
         self._stage_of = configuration(scope)["stage_of"]
         self._keys: dict[tuple[int, int], Key] = {}
         self._refs: dict[tuple[int, int, int], Ref] = {}
         self._groups = self._grouped()
+
+    @property
+    def written(self) -> frozenset[str]:
+        """Columns that some transition of the scope writes."""
+        return frozenset().union(*self._writes.values())
 
     def _grouped(self) -> list[_Group]:
         by_slot: dict[int, list[tuple[int, Move]]] = {}
@@ -132,6 +146,11 @@ class Walker:
             where = [self.memory.layout[column][index] for column, index in reads]
             groups.append(_Group(itemgetter(*where) if where else lambda _: None, moves))
         return groups
+
+    def normalise(self) -> None:
+        """Bring the memory's state into normal form, in place."""
+        for rule in self._rules:
+            rule.apply()
 
     # Trying moves
 
@@ -152,10 +171,17 @@ class Walker:
         st = self.memory
         return all((getattr(st, w.column)[w.index] == w.value) is w.equal for w in move.where)
 
-    def step(self, index: int) -> Step:
-        """Return a move with its arguments as the memory's state has them."""
+    def step(self, index: int, memory: Any = None) -> Step:
+        """
+        Return a move with its arguments as a memory's state has them.
+
+        Args:
+            index: Position of the move.
+            memory: The memory to read, of any kind; the walker's own by default.
+        """
+        st = self.memory if memory is None else memory
         move = self.moves[index]
-        values = {n: self._value(v) for n, v in move.arguments.items()}
+        values = {n: _value(st, v) for n, v in move.arguments.items()}
         first = move.steps[0]
         arguments = tuple(self._argument(p, values) for p in TRANSITIONS[first])
         if len(move.steps) == 1:
@@ -168,12 +194,9 @@ class Walker:
         step = self.step(index)
         first = self.transitions.functions[move.steps[0]]
         last = self.transitions.functions[move.steps[1]] if len(move.steps) > 1 else None
-        return index, first, step.arguments, last, step.place, step.evidence
-
-    def _value(self, value: int | Rel) -> int:
-        if isinstance(value, Rel):
-            return int(getattr(self.memory, value.column)[value.index] + value.offset)
-        return value
+        wrote = set().union(*(self._writes[name] for name in move.steps))
+        rules = tuple(rule.apply for rule in self._rules if rule.after & wrote)
+        return index, first, step.arguments, last, step.place, step.evidence, rules
 
     def _argument(self, parameter: str, values: Mapping[str, int]) -> Any:
         if parameter == "key":
@@ -190,6 +213,19 @@ class Walker:
             return ref
         return values[parameter]
 
+    def run(self, step: Step, memory: Any = None) -> None:
+        """
+        Carry out a step.
+
+        Raises:
+            Refused: It is refused; of two transitions, the first may have been carried out.
+        """
+        st = self.memory if memory is None else memory
+        functions = self.transitions.functions
+        ticket = functions[step.move.steps[0]](st, *step.arguments)
+        if len(step.move.steps) > 1:
+            functions[step.move.steps[1]](st, step.place, ticket, *step.evidence)
+
     def edges(self, state: bytes) -> Iterator[tuple[int, str | None, bytes]]:
         """
         Yield (move, None, next state in normal form) or (move, clause, state) for every move.
@@ -197,7 +233,7 @@ class Walker:
         memory = self.memory
         memory.thaw(state)
         for group in list(self.ready()):
-            for index, first, arguments, last, place, evidence in group:
+            for index, first, arguments, last, place, evidence, rules in group:
                 clause = None
                 try:
                     ticket = first(memory, *arguments)
@@ -207,11 +243,18 @@ class Walker:
                     clause = refused.clause
                     memory.thaw(state)
                 else:
-                    self.normalise()
+                    for rule in rules:
+                        rule()
                 after = memory.freeze()
                 memory.thaw(state)
                 yield index, clause, after
                 memory.thaw(state)
+
+
+def _value(st: Any, value: int | Rel) -> int:
+    if isinstance(value, Rel):
+        return int(getattr(st, value.column)[value.index] + value.offset)
+    return value
 
 
 def broken_promise(walker: Walker, index: int, clause: str, state: bytes) -> str | None:
