@@ -175,8 +175,8 @@ class ContractMachine(RuleBasedStateMachine):
     """
     A Hypothesis state machine over one process; a class attribute counts what it exercised.
 
-    It has a rule for each transition, which attempts it in a right or a wrong way, and rules that
-    further the epoch, help and fail, without which a random caller would not get far.
+    It has a rule for each transition, which attempts it in a right or a wrong way. A caller who
+    only did that would not get far, so each rule first takes some steps of a random walk.
     """
 
     tally = Tally()
@@ -190,11 +190,11 @@ class ContractMachine(RuleBasedStateMachine):
         """Choose the process."""
         self.driver = Driver(process, self.tally)
 
-    @rule(steps=st.lists(_CHOICES, min_size=2, max_size=16))
-    def go_on(self, steps: list[int]) -> None:
-        """Take some steps that mostly further the epoch."""
+    def attempt(self, transition: str, steps: list[int], choices: int) -> None:
+        """Walk, then attempt a transition."""
         for number in steps:
             self.driver.step(number)
+        self.driver.attempt(chooser(choices), transition)
 
     @rule()
     def agree(self) -> None:
@@ -202,14 +202,16 @@ class ContractMachine(RuleBasedStateMachine):
         self.driver.agree()
 
 
-def _attempt(transition: str) -> Callable[[ContractMachine, int], None]:
-    def attempt(self: ContractMachine, choices: int) -> None:
-        self.driver.attempt(chooser(choices), transition)
+def _rule(transition: str) -> Callable[[ContractMachine, list[int], int], None]:
+    def attempt(self: ContractMachine, steps: list[int], choices: int) -> None:
+        self.attempt(transition, steps, choices)
 
     attempt.__name__ = transition
     attempt.__doc__ = f"Attempt {transition}, right or wrong."
     return attempt
 
 
+_WALKS = st.lists(_CHOICES, min_size=1, max_size=10)
 for _name in TRANSITIONS:
-    setattr(ContractMachine, f"call_{_name}", rule(choices=_CHOICES)(_attempt(_name)))
+    _made = rule(steps=_WALKS, choices=_CHOICES)(_rule(_name))
+    setattr(ContractMachine, _name, _made)
