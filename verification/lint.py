@@ -1,0 +1,335 @@
+"""
+The lint that keeps relation modules inside what the four readings understand.
+
+A half runs over lists, over small tuples, over Z3 arrays and over NumPy batches. It may therefore
+compare and branch on what a column holds, but never ask what its memory is made of: no ``is``, no
+``isinstance``, no loop over state, no call but the few that every reading has. Guards come before
+writes, in halves of their own; a relation writes only its own columns; every clause is a literal
+that the specification knows. ``python -m verification.lint`` checks the relation modules.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Collection, Iterator, Mapping
+
+from attrs import define, field, frozen
+
+from qeffect.columns import CONFIG
+from qeffect.stage import RELATIONS, STATE, TRANSITIONS
+from spec.clauses import CLAUSES
+
+__all__ = ["BOUNDARY", "RULES", "Finding", "lint", "lint_source"]
+
+#: Transitions that may quantify over a column: they end an epoch, and may cost the pool's size.
+BOUNDARY = frozenset({"finalize", "commit_epoch", "checkpoint", "restore"})
+
+#: What each rule forbids, and which reading would break.
+RULES: Mapping[str, str] = {
+    "is": "identity means nothing to a Z3 term; compare with ==",
+    "isinstance": "a half never asks what its memory is made of",
+    "try": "a symbolic run cannot catch what a concrete one raises",
+    "loop": "loops over state have no bound in the proofs; use st.every or st.fill",
+    "comprehension": "comprehensions are loops",
+    "lambda": "a nested function is not inlined into the composition",
+    "attribute-write": "only entries of columns are written",
+    "call": "a half calls st.every, st.fill, Refused, and helpers of its module as statements",
+    "nested-call": "a call's arguments are plain, so that the composition can inline it",
+    "guard": "a guard half only names values and refuses",
+    "write": "a write half never refuses: every guard ran before the first write",
+    "own-columns": "a relation writes only columns that its own STATE declares",
+    "column": "every column that is read or written is declared",
+    "clause-literal": "a clause is a literal, so that it can be found",
+    "clause": "every clause is one that spec.clauses has",
+    "every": "st.every stands only in guards of boundary transitions",
+    "fill": "st.fill stands only in write halves, as a statement",
+    "half": "a half is named after a transition and takes its parameters",
+    "plain": "a half is a plain function: no defaults, decorators, returns or other statements",
+}
+
+
+@frozen
+class Finding:
+    """
+    One thing that a reading would not understand.
+
+    Args:
+        rule: Key of `RULES`.
+        where: ``module.function:line``.
+        text: The offending source.
+    """
+
+    rule: str
+    where: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.rule}: {self.text!r} ({RULES[self.rule]})"
+
+
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+#: Everything else that may stand in an expression.
+_EXPRESSIONS = (
+    ast.BinOp,
+    ast.BoolOp,
+    ast.Compare,
+    ast.UnaryOp,
+    ast.Constant,
+    ast.Name,
+    ast.Attribute,
+    ast.Subscript,
+    ast.Call,
+    ast.operator,
+    ast.unaryop,
+    ast.boolop,
+    ast.cmpop,
+    ast.expr_context,
+)
+
+
+def lint() -> list[Finding]:
+    """
+    Return what is wrong with the relation modules.
+
+    >>> lint()
+    []
+    """
+    return [
+        finding
+        for name, module in RELATIONS.items()
+        for finding in lint_source(inspect.getsource(module), name)
+    ]
+
+
+def lint_source(
+    source: str, module: str, columns: Collection[str] = (*CONFIG, *STATE)
+) -> list[Finding]:
+    """
+    Return what is wrong with the source of one relation module.
+
+    Args:
+        source: The module's source.
+        module: Its name, for the findings.
+        columns: Columns that it may read, besides those it declares.
+    """
+    tree = ast.parse(source)
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    own = _declared(tree)
+    checker = _Checker(module, own, {*columns, *own}, functions)
+    for function in functions.values():
+        checker.check(function)
+    return checker.findings
+
+
+def _declared(tree: ast.Module) -> set[str]:
+    """Names of the columns in the module's STATE."""
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(target, ast.Name) and target.id == "STATE":
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+                return {str(k.value) for k in node.value.keys if isinstance(k, ast.Constant)}
+    return set()
+
+
+@define
+class _Checker:
+    module: str
+    own: set[str]
+    columns: set[str]
+    functions: Mapping[str, ast.FunctionDef]
+    findings: list[Finding] = field(factory=list)
+    function: str = ""
+
+    def report(self, rule: str, node: ast.AST) -> None:
+        line = getattr(node, "lineno", 0)
+        where = f"{self.module}.{self.function}:{line}"
+        finding = Finding(rule, where, ast.unparse(node).partition("\n")[0])
+        if finding not in self.findings:
+            self.findings.append(finding)
+
+    def check(self, function: ast.FunctionDef) -> None:
+        self.function = function.name
+        transition, _, part = function.name.rpartition("_")
+        args = function.args
+        names = tuple(arg.arg for arg in args.args)
+        if part in ("guards", "writes") and transition:
+            if transition not in TRANSITIONS or names != ("st", *TRANSITIONS[transition]):
+                self.report("half", function)
+        elif not self.is_called(function.name):
+            self.report("half", function)
+        if args.defaults or args.kwonlyargs or args.vararg or args.kwarg or function.decorator_list:
+            self.report("plain", function)
+        for node in ast.walk(function):
+            self.forbidden(node)
+        part = part if part in ("guards", "writes") else "helper"
+        self.block(function.body, part, transition)
+
+    def is_called(self, helper: str) -> bool:
+        """Whether a half of the module calls a helper; any other function is a misnamed half."""
+        return any(
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == helper
+            for function in self.functions.values()
+            for node in ast.walk(function)
+        )
+
+    # What may stand nowhere
+
+    def forbidden(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Compare) and any(
+            isinstance(o, ast.Is | ast.IsNot) for o in node.ops
+        ):
+            self.report("is", node)
+        elif isinstance(node, ast.Try | ast.TryStar):
+            self.report("try", node)
+        elif isinstance(node, _LOOPS):
+            self.report("loop", node)
+        elif isinstance(node, _COMPREHENSIONS):
+            self.report("comprehension", node)
+        elif isinstance(node, ast.Lambda):
+            self.report("lambda", node)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            self.report("attribute-write", node)
+        elif isinstance(node, ast.Call) and _name(node.func) in (
+            "isinstance",
+            "issubclass",
+            "type",
+        ):
+            self.report("isinstance", node)
+
+    # Statements
+
+    def block(self, body: list[ast.stmt], part: str, transition: str) -> None:
+        for statement in body:
+            self.statement(statement, part, transition)
+
+    def statement(self, node: ast.stmt, part: str, transition: str) -> None:
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())) | ast.Pass():
+                pass
+            case ast.Expr(value=ast.Call() as call):
+                self.called(call, part)
+            case ast.Assign(targets=[ast.Name()], value=value):
+                self.expression(value, part, transition)
+            case ast.Assign(targets=[ast.Subscript() as target], value=value):
+                self.written(target, node, part)
+                self.expression(target.slice, part, transition)
+                self.expression(value, part, transition)
+            case ast.If(test=test, body=[ast.Raise() as refusal], orelse=[]):
+                self.expression(test, part, transition)
+                self.refusal(refusal, part)
+            case ast.If(test=test, body=body, orelse=orelse):
+                if part == "guards":
+                    self.report("guard", node)
+                self.expression(test, part, transition)
+                self.block(body, part, transition)
+                self.block(orelse, part, transition)
+            case ast.Raise():
+                self.refusal(node, part)
+            case _ if not isinstance(node, (*_LOOPS, ast.Try, ast.TryStar)):
+                self.report("plain", node)
+
+    def written(self, target: ast.Subscript, node: ast.stmt, part: str) -> None:
+        column = _column(target.value)
+        if part == "guards":
+            self.report("guard", node)
+        elif column is None or column not in self.columns:
+            self.report("column", node)
+        elif column not in self.own:
+            self.report("own-columns", node)
+
+    def called(self, call: ast.Call, part: str) -> None:
+        name = _name(call.func)
+        if name == "fill" and isinstance(call.func, ast.Attribute):
+            if part != "writes" or len(call.args) != 2:
+                self.report("fill", call)
+            column = _column(call.args[0]) if call.args else None
+            if column is None or column not in self.columns:
+                self.report("column", call)
+            elif column not in self.own:
+                self.report("own-columns", call)
+        elif not isinstance(call.func, ast.Name) or name not in self.functions:
+            self.report("call", call)
+        if any(isinstance(node, ast.Call) for arg in call.args for node in ast.walk(arg)):
+            self.report("nested-call", call)
+
+    def refusal(self, node: ast.Raise, part: str) -> None:
+        if part == "writes":
+            self.report("write", node)
+        match node.exc:
+            case ast.Call(func=ast.Name(id="Refused"), args=[ast.Constant(value=str() as clause)]):
+                if clause not in CLAUSES:
+                    self.report("clause", node)
+            case _:
+                self.report("clause-literal", node)
+
+    # Expressions
+
+    def expression(self, value: ast.expr, part: str, transition: str) -> None:
+        for node in _without_calls(value):
+            if isinstance(node, ast.Call):
+                self.quantifier(node, part, transition)
+            elif isinstance(node, ast.Attribute) and _name(node.value) == "st":
+                if node.attr not in self.columns:
+                    self.report("column", node)
+            elif isinstance(node, ast.Attribute) and _name(node.value) not in ("key", "ref"):
+                self.report("plain", node)
+            elif not isinstance(node, (*_EXPRESSIONS, *_COMPREHENSIONS, ast.Lambda)):
+                self.report("plain", node)
+
+    def quantifier(self, call: ast.Call, part: str, transition: str) -> None:
+        name = _name(call.func)
+        if name in ("isinstance", "issubclass", "type"):
+            return
+        if name == "fill" and _name(getattr(call.func, "value", None)) == "st":
+            self.report("fill", call)
+        elif name != "every" or not isinstance(call.func, ast.Attribute):
+            self.report("call", call)
+        else:
+            if part != "guards" or transition not in BOUNDARY:
+                self.report("every", call)
+            column = _column(call.args[0]) if call.args else None
+            if column is None or column not in self.columns:
+                self.report("column", call)
+        if any(isinstance(node, ast.Call) for arg in call.args for node in ast.walk(arg)):
+            self.report("nested-call", call)
+
+
+def _without_calls(value: ast.expr) -> Iterator[ast.AST]:
+    """Every node of an expression, without what is inside a call."""
+    pending: list[ast.AST] = [value]
+    while pending:
+        node = pending.pop()
+        yield node
+        if not isinstance(node, ast.Call):
+            pending.extend(ast.iter_child_nodes(node))
+
+
+def _name(node: ast.AST | None) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _column(node: ast.AST) -> str | None:
+    """The column in ``st.COLUMN``."""
+    if isinstance(node, ast.Attribute) and _name(node.value) == "st":
+        return node.attr
+    return None
+
+
+def main() -> int:
+    """Print what is wrong; return 1 if anything is."""
+    findings = lint()
+    for finding in findings:
+        print(finding)
+    print(f"{len(RELATIONS)} relation modules, {len(findings)} findings")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
