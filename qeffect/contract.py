@@ -348,18 +348,15 @@ class Contract:
                 ``ownership.matrix-coverage``.
         """
         st = self.memory
+        ref = None
         try:
             slot, serial, action = ticket.slot, ticket.serial, ticket.action
             if slot < 0 or ticket.incarnation != st.incarnation[0]:
                 raise IndexError(slot)
             if action == "F":
                 self._commit_forward(st, slot, serial)
-                ref = TapeRef(slot, st.generation[slot], ticket.incarnation)
-                ticket.ref = ref
-                if self.observer is not None:
-                    self.observer("commit_forward", (slot, serial), None)
-                return ref
-            if action == "refresh":
+                ticket.ref = ref = TapeRef(slot, st.generation[slot], ticket.incarnation)
+            elif action == "refresh":
                 self._commit_refresh(st, slot, serial)
             else:
                 stage = st.slot_stage[slot]
@@ -367,6 +364,8 @@ class Contract:
                     evidence = _names(evidence)
                 if action == "dI":
                     self._commit_dgrad(st, slot, serial, evidence)
+                elif action != "dW":
+                    raise IndexError(action)
                 else:
                     self._commit_wgrad(st, slot, serial, evidence)
                     if st.pending[slot] == 0:
@@ -380,7 +379,7 @@ class Contract:
             raise self._arguments.ticket("commit", ticket, self.incarnation) from None
         if self.observer is not None:
             self.observer(_COMMITS[action], _redeemed(action, slot, serial, evidence), None)
-        return None
+        return ref
 
     def abort(self, ticket: Ticket) -> None:
         """
