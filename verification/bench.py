@@ -1,0 +1,55 @@
+"""
+The verification layer's part of ``qeffect bench``: explorer, proofs and random schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["measure"]
+
+#: The composed stage that is walked for its rate: two stages of one domain, every relation on.
+STAGE = "stages-two"
+
+
+def measure(progress: Callable[[str], None]) -> dict[str, Any]:
+    """
+    Measure every reading but the concrete one.
+
+    Returns:
+        Rates a second. ``accepted`` counts moves that led to a state, ``attempted`` those that
+        were refused as well: both are transitions run.
+    """
+    from verification import machine, prove
+    from verification.explorer import pool_scope, run, standard_scopes
+
+    data: dict[str, Any] = {}
+    scopes = {
+        "pool_plain": (pool_scope(4, 4, 2), False),
+        "stage_plain": (standard_scopes()[STAGE], False),
+        "pool_batch": (pool_scope(4, 4, 3), True),
+        "stage_batch": (standard_scopes()[STAGE], True),
+    }
+    for name, (scope, batch) in scopes.items():
+        progress(f"Measuring. exploration, {name}")
+        report = run(scope, batch=batch)
+        data[f"explore_{name}"] = {
+            "scope": report.scope,
+            "states": report.states,
+            "accepted": report.transitions,
+            "refused": report.refused,
+            "seconds": report.seconds,
+            "accepted_per_s": report.rate,
+            "attempted_per_s": report.attempted_rate,
+            "peak_rss_mb": report.peak_rss_mb,
+        }
+    progress("Measuring. random schedules")
+    random = machine.run(300, 0).asdict()
+    data["random_actions_per_s"] = random["actions_per_second"]
+    progress("Measuring. proofs")
+    proofs = prove.run().asdict()
+    data["proofs_s"] = proofs["seconds"]
+    data["proofs_obligations"] = len(proofs["obligations"])
+    data["proofs_worst_s"] = max(o["seconds"] for o in proofs["obligations"])
+    return data
