@@ -5,8 +5,10 @@ The verification layer's commands: ``qeffect explore``, ``qeffect prove``, ``che
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
+from qeffect.cli.bench import environment, write_report
 from qeffect.cli.command import Outcome, Progress, Unusable, needs
 
 __all__ = ["Explore", "Prove", "random_schedules"]
@@ -91,6 +93,7 @@ class Prove:
             "--seeds", type=int, default=1, help="solver seeds to sweep (default 1)"
         )
         parser.add_argument("--cvc5", action="store_true", help="also ask a second solver")
+        parser.add_argument("--out", type=Path, metavar="F", help="also write the JSON report here")
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Prove and report."""
@@ -122,6 +125,8 @@ class Prove:
                 f"{len(mutants['survivors'])} survive, in {mutants['seconds']:.1f} s"
             )
             lines += [f"  {name}: {count}" for name, count in mutants["by_class"].items()]
+        if args.out is not None:
+            write_report(args.out, {"environment": environment(), **data})
         return Outcome("accepted" if good else "refused", data, lines)
 
 

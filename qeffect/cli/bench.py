@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import platform
 import statistics
@@ -24,7 +25,7 @@ from ..keys import TapeKey, TapeRef
 from ..refusals import Refused
 from .command import Outcome, Progress, Unusable
 
-__all__ = ["Bench", "environment"]
+__all__ = ["Bench", "environment", "write_report"]
 
 MATRICES = ("fc1", "fc2", "proj", "qkv")
 
@@ -42,8 +43,6 @@ class Bench:
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Measure and report."""
-        from json import dumps
-
         data: dict[str, Any] = {"environment": environment()}
         progress("Measuring. the guarded actions")
         data |= actions()
@@ -58,11 +57,21 @@ class Bench:
                 except ModuleNotFoundError as error:
                     data[f"{entry.name}_not_measured"] = f"{error.name} is not installed"
         if args.out is not None:
-            try:
-                args.out.write_text(dumps(data, indent=1) + "\n", encoding="utf-8")
-            except OSError as error:
-                raise Unusable(f"cannot write {args.out}: {error.strerror}") from error
+            write_report(args.out, data)
         return Outcome("accepted", data, _lines(data))
+
+
+def write_report(path: Path, data: dict[str, Any]) -> None:
+    """
+    Write a report as JSON.
+
+    Raises:
+        Unusable: The place cannot be written.
+    """
+    try:
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise Unusable(f"cannot write {path}: {error.strerror}") from error
 
 
 def environment() -> dict[str, Any]:
