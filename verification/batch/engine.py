@@ -114,6 +114,8 @@ class Engine:
         """Run every move from every state; count what happens and yield where moves lead."""
         chunk = Chunk(self.packing, words)
         self._check(chunk, tally)
+        if tally.broken is not None:
+            return
         for index, move in enumerate(self.moves):
             alive: Value = True
             for where in move.where:

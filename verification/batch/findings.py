@@ -14,12 +14,12 @@ from verification.explorer.findings import Findings, Seen
 from verification.explorer.walker import Walker
 
 from .engine import Engine
-from .explore import explore
+from .explore import BatchExploration, explore
 from .packing import Packing
 from .symmetry import canonical_words
 from .tally import Sighting
 
-__all__ = ["find", "frozen_state", "packed_state"]
+__all__ = ["batch_findings", "find", "frozen_state", "packed_state"]
 
 
 def packed_state(packing: Packing, walker: Walker, state: bytes) -> tuple[int, ...]:
@@ -59,7 +59,14 @@ def find(
         canonical=canonical_words(packing) if symmetry else None,
         progress=progress,
     )
-    seconds = time.perf_counter() - started
+    return batch_findings(walker, found, time.perf_counter() - started, witnesses=witnesses)
+
+
+def batch_findings(
+    walker: Walker, found: BatchExploration, seconds: float, *, witnesses: bool = True
+) -> Findings:
+    """Return what a batch exploration found."""
+    packing = found.engine.packing
     named: dict[str, tuple[Sighting, str | None]] = {}
     if witnesses:
         for (transition, path), sighting in found.tally.first_path.items():

@@ -147,8 +147,22 @@ class Quotient:
                 draft.changed["cursor", pool] = select(empty, 0, draft.entry("cursor", pool))
 
     def _fresh_keys(self, draft: Draft) -> None:
+        changed = draft.changed
         for cell in range(self.n["cell"]):
-            if ("slot_of", cell) in draft.changed or ("forwarded", cell) in draft.changed:
+            if ("slot_of", cell) in changed or ("forwarded", cell) in changed:
                 gone = draft.entry("slot_of", cell) == -1
-                held = draft.entry("forwarded", cell)
-                draft.changed["forwarded", cell] = select(gone, NEVER, held)
+                changed["forwarded", cell] = select(gone, NEVER, draft.entry("forwarded", cell))
+        for slot in range(self.n["slot"]):
+            epoch = draft.entry("epoch_at", slot)
+            if ("epoch_at", slot) in changed and np.any(epoch > 0):
+                for cell in range(self.n["cell"]):
+                    self._renamed(draft, slot, cell, epoch)
+
+    def _renamed(self, draft: Draft, slot: int, cell: int, epoch: Value) -> None:
+        """Call the epoch of a slot's cell 0; only a broken kernel takes a key that is not fresh."""
+        mark = draft.entry("forwarded", cell)
+        here = (draft.entry("slot_of", cell) == slot) & (mark != NEVER) & (epoch != 0)
+        again = select(mark == epoch, 0, NEVER)
+        draft.changed["forwarded", cell] = select(here, again, mark)
+        current = draft.entry("epoch_at", slot)
+        draft.changed["epoch_at", slot] = select(here, 0, current)

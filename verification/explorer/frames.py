@@ -215,13 +215,16 @@ class Maker:
     def now(self, cell: int) -> Value:
         """The epoch of a key presented now."""
         if self.scope.fresh_keys:
-            return 0
+            return Rel("forwarded", cell, 1)
         return Rel("weight_epoch", self.config["stage_of"][cell])
 
-    def epochs(self, cell: int) -> Iterator[tuple[int, tuple[Where, ...], bool]]:
+    def epochs(self, cell: int) -> Iterator[tuple[Value, tuple[Where, ...], bool]]:
         """Yield each epoch that a key can be presented with, when, and whether it is right."""
+        if self.scope.fresh_keys:
+            yield self.now(cell), (), True
+            return
         stage = self.config["stage_of"][cell]
-        for epoch in range(1 if self.scope.fresh_keys else self.scope.epochs):
+        for epoch in range(self.scope.epochs):
             if self.versioned:
                 yield epoch, (Where("weight_epoch", stage, epoch),), True
                 yield epoch, (Where("weight_epoch", stage, epoch, equal=False),), False

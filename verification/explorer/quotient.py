@@ -190,11 +190,17 @@ def _incarnation(st: Any) -> Callable[[], None]:
 def _fresh_keys(st: Any, cells: int) -> Callable[[], None]:
     """Every next key of a cell is fresh, so only whether its live tape was forwarded counts."""
     members = range(cells)
-    slot_of, forwarded = st.slot_of, st.forwarded
+    slot_of, forwarded, epoch_at = st.slot_of, st.forwarded, st.epoch_at
 
     def rule() -> None:
         for cell in members:
-            if forwarded[cell] != NEVER and slot_of[cell] == -1:
-                forwarded[cell] = NEVER
+            mark = forwarded[cell]
+            if mark != NEVER:
+                slot = slot_of[cell]
+                if slot == -1:
+                    forwarded[cell] = NEVER
+                elif epoch_at[slot] != 0:
+                    forwarded[cell] = 0 if mark == epoch_at[slot] else NEVER
+                    epoch_at[slot] = 0
 
     return rule

@@ -13,7 +13,7 @@ from spec.invariants import INVARIANTS
 from spec.predicates import Predicate
 
 from .findings import Findings, Seen
-from .plain import explore
+from .plain import Exploration, explore
 from .properties import Checker, claimed
 from .report import ExploreReport, peak_rss_mb
 from .scopes import Scope
@@ -21,7 +21,7 @@ from .symmetry import canonical_form
 from .walker import Walker
 from .witnesses import Guide
 
-__all__ = ["run"]
+__all__ = ["plain_findings", "report_of", "run"]
 
 Progress = Callable[[str], None]
 
@@ -63,7 +63,23 @@ def run(
     else:
         find = _find
     found = find(walker, predicates, symmetry, progress, witnesses)
-    guide = Guide(walker, canonical_form(scope, walker.memory) if symmetry else None)
+    return report_of(walker, found, "batch" if batch else "plain", symmetry, len(predicates))
+
+
+def report_of(
+    walker: Walker, found: Findings, reading: str, symmetry: bool, invariants: int
+) -> ExploreReport:
+    """
+    Return what an exploration found as a report.
+
+    Args:
+        walker: The scope's memory and moves.
+        found: What was found.
+        reading: ``plain`` or ``batch``.
+        symmetry: Whether one state stands for its orbit.
+        invariants: How many invariants every state was checked against.
+    """
+    guide = Guide(walker, canonical_form(walker.scope, walker.memory) if symmetry else None)
     by_transition: Counter[str] = Counter()
     for index, count in found.accepted.items():
         by_transition[walker.moves[index].label] += count
@@ -71,8 +87,8 @@ def run(
     for (_, clause), count in found.refused.items():
         by_clause[clause] += count
     return ExploreReport(
-        scope=scope.name,
-        reading="batch" if batch else "plain",
+        scope=walker.scope.name,
+        reading=reading,
         symmetry=symmetry,
         states=found.states,
         transitions=by_transition.total(),
@@ -80,7 +96,7 @@ def run(
         by_clause=dict(sorted(by_clause.items())),
         by_transition=dict(sorted(by_transition.items())),
         depth=found.depth,
-        invariants=len(predicates),
+        invariants=invariants,
         violation=_told(guide, found.violation),
         witnesses={name: guide.texts(seen) for name, seen in found.witnesses.items()},
         seconds=found.seconds,
@@ -107,7 +123,12 @@ def _find(
     check = Checker(walker, predicates)
     started = time.perf_counter()
     found = explore(walker, check=check, canonical=canonical, progress=progress)
-    seconds = time.perf_counter() - started
+    return plain_findings(found, time.perf_counter() - started, witnesses=witnesses)
+
+
+def plain_findings(found: Exploration, seconds: float, *, witnesses: bool = True) -> Findings:
+    """Return what a plain exploration found."""
+    walker = found.walker
     seen: dict[str, Seen] = {}
     if witnesses:
         for index, state in found.first_accepted.items():

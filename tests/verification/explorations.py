@@ -1,0 +1,56 @@
+"""
+Explorations that several tests look at, each run once.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from qeffect.memory import Memory
+from qeffect.stage import Transitions
+from spec.invariants import INVARIANTS
+from verification.batch.engine import Engine
+from verification.batch.explore import BatchExploration
+from verification.batch.explore import explore as explore_batch
+from verification.batch.findings import packed_state
+from verification.explorer import Scope, standard_scopes
+from verification.explorer.plain import Exploration, explore
+from verification.explorer.properties import Checker, claimed
+from verification.explorer.scopes import configuration, sizes
+from verification.explorer.walker import Walker
+
+NAMES = tuple(standard_scopes())
+
+
+def walk(scope: Scope, composed: Transitions | None = None) -> Exploration:
+    """Explore with the plain reading, every claimed invariant checked."""
+    walker = Walker(scope, composed)
+    return explore(walker, check=Checker(walker, claimed(walker, INVARIANTS)))
+
+
+@cache
+def plain(name: str) -> Exploration:
+    """Return the plain exploration of a standard scope."""
+    return walk(standard_scopes()[name])
+
+
+@cache
+def batched(name: str) -> BatchExploration:
+    """Return the batch exploration of a standard scope."""
+    walker = plain(name).walker
+    predicates = claimed(walker, INVARIANTS)
+    engine = Engine(walker.scope, walker.transitions, walker.moves, walker.kept, predicates)
+    return explore_batch(engine, packed_state(engine.packing, walker, walker.initial))
+
+
+def real_memory(walker: Walker) -> Memory:
+    """Return the kernel's own memory for a scope, which forgets nothing and is never rewritten."""
+    return Memory(
+        walker.transitions.columns, dict(sizes(walker.scope)), dict(configuration(walker.scope))
+    )
+
+
+def restored(memory: Memory, snapshot: dict[str, tuple[int, ...]]) -> None:
+    """Put a memory back to one of its snapshots."""
+    for name, values in snapshot.items():
+        getattr(memory, name)[:] = values

@@ -1,0 +1,259 @@
+"""
+The plain reading: exact counts, what must sometimes happen, and that a broken kernel is noticed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from math import comb, perm
+
+import pytest
+
+from qeffect.stage import transitions
+from verification.explorer import Scope, pool_scope, run, standard_scopes, unwitnessed
+from verification.explorer.runs import plain_findings, report_of
+from verification.explorer.walker import Walker
+
+from .explorations import NAMES, plain, walk
+
+#: States, accepted moves, refused moves, depth.
+COUNTS = {
+    "pool-2-2-2": (153, 864, 6_120, 6),
+    "pool-3-3-2": (3_753, 33_048, 285_039, 9),
+    "stage-epochs": (556, 4_020, 22_940, 14),
+    "stage-reuse": (2_484, 16_994, 153_378, 18),
+    "stage-small": (6_524, 49_658, 600_250, 17),
+    "stage-tickets": (10_904, 83_356, 1_284_492, 25),
+    "stage-readers": (1_132, 9_356, 53_540, 18),
+    "stage-shared-pool": (6_084, 45_278, 549_950, 17),
+    "stage-declared": (2_732, 20_734, 247_990, 17),
+    "stages-two": (18_504, 158_372, 2_162_060, 27),
+    "stages-declared": (4_792, 41_440, 432_624, 19),
+    "domains-two": (8_528, 124_004, 664_060, 19),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_counts(name: str) -> None:
+    """Every standard scope has exactly these states and moves, and breaks no invariant."""
+    found = plain(name)
+
+    assert found.violation is None
+    assert COUNTS[name] == (
+        len(found.parents),
+        sum(found.accepted),
+        found.refused.total(),
+        found.depth,
+    )
+
+
+@pytest.mark.parametrize(
+    ("slots", "keys", "generations"), [(2, 2, 2), (3, 3, 2), (2, 3, 3), (1, 4, 2)]
+)
+def test_pool_states_by_counting(slots: int, keys: int, generations: int) -> None:
+    """The pool has as many states as there are ways to place keys: no more, and none is lost."""
+    live = [
+        comb(slots, k)
+        * perm(keys, k)
+        * (3 * generations) ** k  # reserved, or waiting for dI and dW, or for dW; generation
+        * (generations + 1) ** (slots - k)
+        for k in range(min(slots, keys) + 1)
+    ]
+
+    assert sum(live) == len(walk(pool_scope(slots, keys, generations)).parents)
+
+
+def test_everything_sometimes_happens() -> None:
+    """Over the standard scopes each transition is accepted and each clause met, with a witness."""
+    reports = [
+        report_of(plain(name).walker, plain_findings(plain(name), 1.0), "plain", False, 0)
+        for name in NAMES
+    ]
+
+    assert [] == unwitnessed(reports)
+    assert all(all(report.witnesses.values()) for report in reports)
+
+
+def test_what_never_happens_is_named() -> None:
+    """A scope that leaves something out does not pass for one that has it."""
+    missing = unwitnessed([run(standard_scopes()["pool-2-2-2"])])
+
+    assert "commit_epoch" in missing
+    assert "order.token" in missing
+    assert "check_wgrad" not in missing
+
+
+def test_report_is_plain_data() -> None:
+    """A report says what the command prints, by clause and by transition."""
+    row = run(standard_scopes()["pool-2-2-2"]).asdict()
+
+    assert ("pool-2-2-2", "plain", False, 153) == (
+        row["scope"],
+        row["reading"],
+        row["symmetry"],
+        row["states"],
+    )
+    assert 864 == row["transitions"] == sum(row["by_transition"].values())
+    assert 6_120 == row["refused"] == sum(row["by_clause"].values())
+    assert row["rate"] > 0
+    assert row["violation"] is None
+    assert row["witnesses"]["ownership.duplicate-dgrad"] == [
+        "forward(key e0.s0.c0, slot 0, token 0, link 0, refresh 0)",
+        "dgrad(key e0.s0.c0, ref slot 0 generation 0 incarnation 0, token 0, link 0, "
+        "whole evidence)",
+        "dgrad(key e0.s0.c0, ref slot 0 generation 0 incarnation 0, token 0, link 0, "
+        "whole evidence)",
+    ]
+
+
+def test_progress_is_a_line() -> None:
+    """Long explorations say where they are."""
+    lines: list[str] = []
+    run(pool_scope(3, 3, 2), progress=lines.append, witnesses=False)
+
+    assert lines
+    assert all(line.startswith("Exploring. states=") for line in lines)
+    assert "transitions=" in lines[0]
+    assert "depth=" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"slots": (0,)}, "slots"),
+        ({"slots": (1, 1)}, "2 stages have slots"),
+        ({"omit": ("ownership",)}, "unknown ownership"),
+        ({"only": ("forward",)}, "unknown forward"),
+        ({"domains": (1,)}, "numbered from 0"),
+        ({"readers": 3}, "bits of OUT | GRAD"),
+        ({"fresh_keys": True}, "fresh keys need"),
+    ],
+)
+def test_unusable_scopes(options: dict[str, object], told: str) -> None:
+    """A scope that means nothing is refused with a line that says why."""
+    with pytest.raises((TypeError, ValueError), match=told.replace("|", r"\|")):
+        Scope("x", **options)  # type: ignore[arg-type]
+
+
+# A kernel with something taken out
+
+
+def _without(function: str, marker: str) -> dict[str, ast.FunctionDef]:
+    """Return a half without the statements whose source contains a marker."""
+    from qeffect.compose import half_source
+    from qeffect.stage import RELATIONS
+
+    module, name = function.split(".")
+    node = half_source(getattr(RELATIONS[module], name))
+    kept = [s for s in node.body if marker not in ast.unparse(s)]
+    assert len(kept) < len(node.body)
+    changed = ast.FunctionDef(
+        name=node.name, args=node.args, body=kept or [ast.Pass()], decorator_list=[]
+    )
+    return {function: changed}
+
+
+@pytest.mark.parametrize(
+    ("function", "marker", "scope", "broken"),
+    [
+        (
+            "ownership.check_forward_guards",
+            "slot-busy",
+            pool_scope(2, 2, 2),
+            "ownership.",
+        ),
+        (
+            "ownership.check_forward_guards",
+            "key-live",
+            pool_scope(2, 2, 2),
+            "ownership.slot-names-its-cell, by reserve(key e0.s0.c0, slot 0); forward(",
+        ),
+        (
+            "ownership.check_forward_guards",
+            "generation-exhausted",
+            pool_scope(2, 2, 2),
+            "ownership.generation-bounded",
+        ),
+        (
+            "ownership.check_forward_writes",
+            "st.slot_of[c]",
+            pool_scope(2, 2, 2),
+            "ownership.slot-names-its-cell",
+        ),
+        (
+            "ownership.check_forward_writes",
+            "st.held[slot]",
+            pool_scope(2, 2, 2),
+            "commit_forward refused (ownership.unknown-ticket) what its check had accepted",
+        ),
+        (
+            "ownership.require_reference",
+            "ownership.pending",
+            standard_scopes()["stage-tickets"],
+            "",
+        ),
+        (
+            "order.check_dgrad_guards",
+            "order.pending",
+            standard_scopes()["stage-tickets"],
+            "order.busy-with-forward-or-dgrad",
+        ),
+    ],
+)
+def test_a_removed_guard_is_found(function: str, marker: str, scope: Scope, broken: str) -> None:
+    """Without a guard or an update some state breaks an invariant, and the schedule is shown."""
+    composed = transitions(scope.omit, replaced=_without(function, marker))
+    report = run(scope, composed=composed)
+
+    assert report.violation is not None
+    assert report.violation.startswith(broken)
+    assert "forward(" in report.violation
+
+
+def test_a_shortest_violation() -> None:
+    """The violation shown is a shortest one: two forwards into one slot need two moves."""
+    scope = pool_scope(1, 2, 2)
+    composed = transitions(
+        scope.omit, replaced=_without("ownership.check_forward_guards", "slot-busy")
+    )
+    violation = run(scope, composed=composed).violation
+
+    assert violation is not None
+    assert 2 == violation.count("(key")
+
+
+def test_a_refusal_that_writes_is_found() -> None:
+    """A transition that changes the state and is refused all the same does not go unnoticed."""
+    scope = pool_scope(1, 1, 1)
+    composed = transitions(scope.omit)
+    broken = type(composed)(
+        composed.relations, {**composed.functions, "drop": _drop_that_writes_first}
+    )
+    violation = run(scope, composed=broken).violation
+
+    assert violation is not None
+    assert "drop refused (ownership.pending) and yet changed the state" in violation
+
+
+def _drop_that_writes_first(st, key, ref):  # type: ignore[no-untyped-def]
+    from qeffect.refusals import Refused
+
+    st.generation[ref.slot] = st.generation[ref.slot] + 1
+    if st.held[ref.slot] == 0:
+        raise Refused("ownership.pending")
+
+
+def test_moves_follow_from_parameters() -> None:
+    """Every transition is presented with right arguments and, where it has any, wrong ones."""
+    walker = Walker(standard_scopes()["stage-tickets"])
+    right = Counter(move.label for move in walker.moves if move.right)
+    wrong = Counter(move.label for move in walker.moves if not move.right)
+
+    assert set(walker.transitions.functions) == set(right)
+    assert {"invalidate", "submit", "join", "wait", "drain", "checkpoint"} <= right.keys()
+    assert {
+        name
+        for name in walker.transitions.functions
+        if name.startswith(("check_f", "check_d", "check_w", "commit_", "abort_"))
+    } <= wrong.keys()

@@ -1,0 +1,181 @@
+"""
+What the explorer leaves out of its states: nothing that a guard could ever notice.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from qeffect.columns import CONFIG
+from qeffect.config import StageConfig, lay_out
+from qeffect.memory import Memory
+from qeffect.refusals import Refused
+from qeffect.stage import OPTIONAL, STATE, transitions
+from verification.explorer import Scope, pool_scope, standard_scopes
+from verification.explorer.cone import dependence, visible_columns
+from verification.explorer.findings import Seen
+from verification.explorer.plain import explore
+from verification.explorer.runs import plain_findings
+from verification.explorer.scopes import configuration
+from verification.explorer.walker import Step, Walker
+from verification.explorer.witnesses import Guide
+
+from .explorations import NAMES, plain, real_memory, restored
+
+
+def _normal_form(walker: Walker, memory: object) -> bytes:
+    for name in walker.memory.layout:
+        column = getattr(walker.memory, name)
+        for index, value in enumerate(getattr(memory, name)):
+            column[index] = -1 if value is None else value
+    walker.normalise()
+    return walker.memory.freeze()
+
+
+def _refusal(walker: Walker, step: Step, memory: Memory) -> str | None:
+    try:
+        walker.run(step, memory)
+    except Refused as refused:
+        return refused.clause
+    return None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_and_its_normal_form_have_the_same_futures(name: str) -> None:
+    """Along random schedules every move ends alike, and in the same normal form, for both."""
+    walker = plain(name).walker
+    memory = real_memory(walker)
+    start = memory.snapshot()
+    choose = random.Random(name)
+    for _ in range(3):
+        restored(memory, start)
+        state = walker.initial
+        for _ in range(25):
+            assert state == _normal_form(walker, memory)
+            before = memory.snapshot()
+            accepted: list[tuple[int, bytes]] = []
+            for index, clause, after in walker.edges(state):
+                step = walker.step(index, memory)
+                assert clause == _refusal(walker, step, memory), step
+                if clause is None:
+                    assert after == _normal_form(walker, memory), step
+                    accepted.append((index, after))
+                restored(memory, before)
+            if not accepted:
+                break  # every generation of the pool is used up
+            index, state = choose.choice(accepted)
+            walker.run(walker.step(index, memory), memory)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_witnesses_replay_on_real_memory(name: str) -> None:
+    """A schedule found among normal forms runs on the kernel's own memory, to the same end."""
+    found = plain(name)
+    walker = found.walker
+    guide = Guide(walker)
+    memory = real_memory(walker)
+    start = memory.snapshot()
+    for what, seen in plain_findings(found, 1.0).witnesses.items():
+        assert isinstance(seen, Seen)
+        assert seen.move is not None
+        restored(memory, start)
+        steps, _ = guide.schedule(seen.chain)
+        for step in steps:
+            walker.run(walker.step(step.index, memory), memory)
+        last = walker.step(seen.move, memory)
+        if seen.clause is None:
+            walker.run(last, memory)
+            assert what in last.move.steps
+        else:
+            with pytest.raises(Refused, match=f"^{what}$"):
+                walker.run(last, memory)
+
+
+def test_columns_left_out_decide_nothing() -> None:
+    """The pool explored with the columns that it leaves out is the same pool, with them."""
+    scope = pool_scope(2, 2, 2)
+    left_out = tuple(sorted(STATE.keys() - Walker(scope).kept))
+    wide, narrow = Walker(scope, also=("wgrads", "spoiled", "final")), Walker(scope)
+    projected = set()
+    for state in explore(wide).parents:
+        wide.memory.thaw(state)
+        projected.add(_normal_form(narrow, wide.memory))
+
+    assert {"wgrads", "spoiled", "final"} <= set(left_out)
+    assert len(explore(wide).parents) > len(projected)
+    assert explore(narrow).parents.keys() == projected
+
+
+def test_a_stage_leaves_out_nothing() -> None:
+    """With every relation and transition there, guards can see every column."""
+    functions = transitions().functions.values()
+
+    assert STATE.keys() <= visible_columns(dependence(f) for f in functions)
+
+
+def test_dependence() -> None:
+    """What a transition reads and writes is read off its composed function."""
+    found = dependence(transitions(omit=OPTIONAL).check_wgrad)
+
+    assert {"held": frozenset({"serial"}), "serial": frozenset({"serial"})} == found.writes
+    assert {"pending", "generation", "cell_at", "epoch_at", "held", "incarnation"} == found.guards
+    assert {
+        "key.cell",
+        "key.epoch",
+        "ref.slot",
+        "ref.generation",
+        "ref.incarnation",
+    } == found.arguments
+    assert "ownership.duplicate-wgrad" in found.clauses
+
+
+@pytest.mark.parametrize(
+    ("scope", "stages", "options"),
+    [
+        (Scope("one", slots=(2,), cells=(3,)), [StageConfig(0, 3, 2)], {}),
+        (
+            Scope("two", slots=(1, 2), cells=(2, 1), domains=(0, 1), callers=2, reduces=True),
+            [StageConfig(0, 2, 1, reduces=True), StageConfig(1, 1, 2, domain=1, reduces=True)],
+            {"callers": ("a", "b")},
+        ),
+        (
+            Scope("shared", slots=(2, 1), cells=(2, 1), shared_pool=True),
+            [StageConfig(0, 2, 2, pool="p"), StageConfig(1, 1, 1, pool="p")],
+            {},
+        ),
+    ],
+)
+def test_configuration_is_the_kernels(
+    scope: Scope, stages: list[StageConfig], options: dict[str, tuple[str, ...]]
+) -> None:
+    """A scope's configured columns are those of the kernel's own layout, over dense cells."""
+    memory = lay_out(stages, transitions(), generation_max=2, **options).memory
+    expected = configuration(scope)
+    opaque = {"matrices", "destination_of"}  # compared for equality only
+    ranks = {"forward_rank", "dgrad_rank", "wgrad_rank"}
+    for name in CONFIG.keys() - opaque - ranks:
+        column = getattr(memory, name)
+        values = list(column.values() if isinstance(column, dict) else column)
+        assert expected[name] == values, name
+    order = sorted(
+        (memory.pool_of[slot], getattr(memory, name)[slot], name, slot)
+        for name in ranks
+        for slot in range(sum(scope.slots))
+    )
+    ours = sorted(
+        (expected["pool_of"][slot], expected[name][slot], name, slot)
+        for name in ranks
+        for slot in range(sum(scope.slots))
+    )
+    assert [(name, slot) for _, _, name, slot in order] == [(n, s) for _, _, n, s in ours]
+
+
+def test_standard_scopes_differ() -> None:
+    """Every standard scope is there for something: no two are configured alike."""
+    scopes = list(standard_scopes().values())
+
+    assert len({(str(configuration(s)), s.omit, s.only, s.tickets, s.epochs) for s in scopes}) == (
+        len(scopes)
+    )
