@@ -1,0 +1,64 @@
+"""
+The README is true: its code runs and says what it says, its numbers are the reports'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+
+from tests.docs.blocks import README, ROOT, rendered
+
+
+def python_blocks() -> list[str]:
+    """Every Python block of the README, in order."""
+    return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def said_by(code: str) -> str:
+    """Run a block; return what it printed as one line."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    return " ".join(out.getvalue().split())
+
+
+def comments_of(code: str) -> str:
+    """What a block's comments say its last print prints."""
+    after = code[code.rindex("print(") :]
+    return " ".join(re.sub(r"^.*?#|^#", "", line).strip() for line in after.splitlines())
+
+
+def test_first_check_is_six_lines() -> None:
+    """The first block is a check of at most six lines, and refuses what it says it refuses."""
+    block = python_blocks()[0]
+
+    code = [line for line in block.splitlines() if line.strip() and not line.startswith("#")]
+
+    assert len(code) <= 6
+    assert said_by(block) == comments_of(block)
+
+
+def test_embedding_runs() -> None:
+    """The embedding runs a whole epoch and ends in the refusal that its comment names."""
+    block = python_blocks()[1]
+
+    assert "ownership.stale-reference" == said_by(block)
+
+
+def test_generated_blocks_are_current() -> None:
+    """Every generated number is the one in its report."""
+    text = README.read_text(encoding="utf-8")
+
+    assert rendered(text) == text
+
+
+def test_linked_files_exist() -> None:
+    """Every relative link and picture leads somewhere."""
+    links = re.findall(r"\]\(([^)#]+)\)", README.read_text(encoding="utf-8"))
+
+    missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
+
+    assert [] == missing
+    assert len(links) >= 5
