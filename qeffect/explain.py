@@ -186,7 +186,8 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     ),
     "ownership.repeated-forward": lambda st, a: (
         f"{a['key']} again",
-        "each key forwarded once in an epoch, also after its release or abort",
+        f"each key forwarded once in an epoch, also after its release or abort; the weight epoch "
+        f"is {st.weight_epoch[a['key'].stage]}",
     ),
     "order.reordered": lambda st, a: _position(
         st, a, "dgrad_at" if "ref" in a else "forward_at", "dI" if "ref" in a else "F"

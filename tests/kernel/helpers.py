@@ -1,0 +1,181 @@
+"""
+A process to run by hand, and the check that a refusal names its clause and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from qeffect import Contract, Refused, StageConfig, TapeKey, TapeRef, Ticket
+
+__all__ = ["MATRICES", "Rig", "refused", "refused_evidence", "stage"]
+
+MATRICES = ("w0", "w1")
+
+
+def stage(index: int = 0, **options: Any) -> StageConfig:
+    """A stage of two microbatches, two slots and two matrices, unless said otherwise."""
+    return StageConfig(index, **{"microbatches": 2, "slots": 2, "matrices": MATRICES, **options})
+
+
+class Rig:
+    """
+    A contract and the calls of an orderly caller: each waits and binds as it must.
+
+    Args:
+        stages: The stages; by default one.
+        options: Arguments of `Contract`.
+    """
+
+    def __init__(self, *stages: StageConfig, **options: Any) -> None:
+        self.contract = Contract(stages or [stage()], **options)
+
+    def key(self, microbatch: int = 0, stage: int = 0, **parts: int) -> TapeKey:
+        """A key of the current epoch."""
+        return TapeKey(
+            **{"epoch": self.contract.epoch, "stage": stage, "microbatch": microbatch, **parts}
+        )
+
+    def link(self, stage: int = 0, caller: Any = "main") -> int:
+        """The link of a caller to the stage's domain."""
+        (config,) = (c for c in self.contract.stages if c.stage == stage)
+        return self.contract.link(caller, config.domain)
+
+    def matrices(self, stage: int = 0) -> tuple[str, ...]:
+        """The matrices of a stage."""
+        return next(c.matrices for c in self.contract.stages if c.stage == stage)
+
+    def check_forward(self, microbatch: int = 0, stage: int = 0, **options: Any) -> Ticket:
+        """Check F; refresh in the same F where the cache is stale."""
+        contract = self.contract
+        stale = contract.memory.cache_epoch[stage] != contract.epoch
+        uses = "version" in contract.transitions.relations
+        given = {"link": self.link(stage), "refresh": stale and uses, **options}
+        return contract.check_forward(self.key(microbatch, stage), **given)
+
+    def forward(self, microbatch: int = 0, stage: int = 0, **options: Any) -> TapeRef:
+        """Run F."""
+        ref = self.contract.commit(self.check_forward(microbatch, stage, **options))
+        assert ref is not None
+        return ref
+
+    def check_dgrad(
+        self, ref: TapeRef, microbatch: int = 0, stage: int = 0, **options: Any
+    ) -> Ticket:
+        """Bind, wait for F, and check dI."""
+        key = self.key(microbatch, stage)
+        if self.contract.memory.bound[key.cell] != key.epoch:
+            self.contract.bind(key)
+        self.contract.wait(self.link(stage))
+        return self.contract.check_dgrad(key, ref, **{"link": self.link(stage), **options})
+
+    def dgrad(self, ref: TapeRef, microbatch: int = 0, stage: int = 0) -> None:
+        """Run dI."""
+        ticket = self.check_dgrad(ref, microbatch, stage)
+        self.contract.commit(ticket, self.matrices(stage))
+
+    def check_wgrad(
+        self, ref: TapeRef, microbatch: int = 0, stage: int = 0, **options: Any
+    ) -> Ticket:
+        """Check dW."""
+        key = self.key(microbatch, stage)
+        return self.contract.check_wgrad(key, ref, **{"link": self.link(stage), **options})
+
+    def wgrad(self, ref: TapeRef, microbatch: int = 0, stage: int = 0) -> None:
+        """Run dW."""
+        ticket = self.check_wgrad(ref, microbatch, stage)
+        self.contract.commit(ticket, self.matrices(stage))
+
+    def microbatch(self, microbatch: int = 0, stage: int = 0) -> TapeRef:
+        """Run F, dI and dW of one microbatch, and end its readers."""
+        ref = self.forward(microbatch, stage)
+        self.dgrad(ref, microbatch, stage)
+        self.wgrad(ref, microbatch, stage)
+        (config,) = (c for c in self.contract.stages if c.stage == stage)
+        for gradient, sends in ((False, config.sends_output), (True, config.sends_gradient)):
+            if sends:
+                self.contract.finish_read(self.key(microbatch, stage), ref, gradient=gradient)
+        return ref
+
+    def finish(self, stage: int = 0) -> None:
+        """Finalize a stage and reduce it where it owes a reduction."""
+        self.contract.wait(self.link(stage))
+        self.contract.finalize(stage, self.link(stage))
+        if self.contract.memory.unreduced[stage]:
+            self.contract.start_reduction(stage)
+            self.contract.finish_reduction(stage)
+
+    def epoch(self) -> int:
+        """Run a whole epoch of every stage and commit it."""
+        for config in self.contract.stages:
+            for microbatch in range(config.microbatches):
+                self.microbatch(microbatch, config.stage)
+        for config in self.contract.stages:
+            self.finish(config.stage)
+        return self.contract.commit_epoch()
+
+
+@contextmanager
+def refused(
+    rig: Rig | Contract, clause: str, presented: str = "", expected: str = ""
+) -> Iterator[None]:
+    """
+    Expect a refusal by a clause that changes nothing and says what it should in one line.
+
+    Args:
+        rig: What is asked.
+        clause: The clause that refuses.
+        presented: What the refusal's ``presented`` must contain.
+        expected: What its ``expected`` must contain.
+    """
+    contract = rig.contract if isinstance(rig, Rig) else rig
+    before, free = contract.snapshot(), {s: sorted(own) for s, own in contract._free.items()}
+    with pytest.raises(Refused) as caught:
+        yield
+    refusal = caught.value
+    assert refusal.clause == clause, str(refusal)
+    assert contract.snapshot() == before
+    assert {s: sorted(own) for s, own in contract._free.items()} == free
+    record = refusal.record()
+    assert record.presented
+    assert presented in record.presented, record.presented
+    assert record.expected
+    assert expected in record.expected, record.expected
+    assert record.transition
+    assert record.cause
+    assert record.remedy
+    assert record.section
+    assert "\n" not in str(refusal)
+
+
+def refused_evidence(rig: Rig, clause: str, ticket: Ticket, evidence: tuple[str, ...]) -> None:
+    """
+    Expect the transition to refuse evidence and change nothing, and the commit to abort by it.
+
+    Args:
+        rig: What is asked.
+        clause: The clause that refuses.
+        ticket: The ticket of a dI or dW in flight.
+        evidence: What the action queued or covered.
+    """
+    contract = rig.contract
+    name = {"dI": "commit_dgrad", "dW": "commit_wgrad"}[ticket.action]
+    before = contract.snapshot()
+    with pytest.raises(Refused) as bare:
+        contract.transitions.functions[name](
+            contract.memory, ticket.slot, ticket.serial, tuple(sorted(evidence))
+        )
+    assert bare.value.clause == clause
+    assert contract.snapshot() == before
+    with pytest.raises(Refused) as public:
+        contract.commit(ticket, evidence)
+    assert public.value.clause == clause
+    assert str(tuple(sorted(evidence)) or "no matrix") in public.value.presented
+    assert str(MATRICES) in public.value.expected
+    assert ticket.key not in contract.live()
+    with pytest.raises(Refused, match=r"ownership\.unknown-ticket"):
+        contract.abort(ticket)
