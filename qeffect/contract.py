@@ -144,6 +144,9 @@ class Contract:
         self._check_dgrad, self._commit_dgrad = t.check_dgrad, t.commit_dgrad
         self._check_wgrad, self._commit_wgrad = t.check_wgrad, t.commit_wgrad
         self._commit_refresh = t.commit_refresh
+        # Where each cell's gradients go: configured, so one look-up serves both columns.
+        st = self.memory
+        self._homes = {c: (st.destination_of[c], st.buffer_of[c]) for c in st.buffer_of}
 
     # Reading
 
@@ -310,10 +313,11 @@ class Contract:
         try:
             if link < 0 or not 0 <= ref.slot < self._num_slots:
                 raise IndexError(ref.slot)
+            configured, buffer = self._homes[key.cell]
             if destination is None:
-                destination = st.destination_of[key.cell]
+                destination = configured
             if first is None:
-                first = st.opened[st.buffer_of[key.cell]] != key.epoch
+                first = st.opened[buffer] != key.epoch
             serial = self._check_wgrad(st, key, ref, link, destination, 1 if first else 0)
         except Refused as refused:
             raise explain(
@@ -369,7 +373,10 @@ class Contract:
                 else:
                     self._commit_wgrad(st, slot, serial, evidence)
                     if st.pending[slot] == 0:
-                        self._reclaim(slot)
+                        if st.generation[slot] == st.generation_max[0]:
+                            self._free[stage].retire(slot)
+                        else:
+                            self._free[stage].put(slot)
         except Refused as refused:
             explain(refused, _COMMITS[action], st, _redeemed(action, slot, serial, evidence))
             if not refused.clause.endswith("unknown-ticket"):
