@@ -1,0 +1,209 @@
+"""
+Completion: a replay waits for its caller, and a consumer waits for the replay.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from .helpers import Rig, refused, stage
+
+
+class TestCallerToGraph:
+    def test_every_replay_waits(self) -> None:
+        """After new work of the caller the graph stream must wait before any replay."""
+        rig = Rig()
+        ref = rig.forward(0)
+        rig.dgrad(ref, 0)
+        rig.contract.submit()
+        calls = (
+            lambda: rig.check_forward(1),
+            lambda: rig.check_wgrad(ref, 0),
+        )
+        for call in calls:
+            with refused(rig, "completion.caller-to-graph", "for 0 of", "for all 1"):
+                call()
+        rig.contract.join()
+        rig.wgrad(ref, 0)
+
+        assert rig.forward(1).slot == ref.slot
+
+    def test_a_refresh_and_a_dgrad(self) -> None:
+        """A refresh and dI are replays too."""
+        rig = Rig()
+        rig.contract.submit()
+        with refused(rig, "completion.caller-to-graph", "", "for all 1"):
+            rig.contract.check_refresh(0)
+        rig.contract.join()
+        ref = rig.forward(0)
+        rig.contract.bind(rig.key(0))
+        rig.contract.wait()
+        rig.contract.submit()
+        with refused(rig, "completion.caller-to-graph", "for 1 of", "for all 2"):
+            rig.contract.check_dgrad(rig.key(0), ref)
+
+    def test_the_latest_work_counts(self) -> None:
+        """A wait for earlier work does not cover work that was enqueued since."""
+        rig = Rig()
+        rig.contract.submit()
+        rig.contract.join()
+        rig.contract.submit()
+
+        with refused(rig, "completion.caller-to-graph", "for 1 of", "for all 2"):
+            rig.check_forward(0)
+
+    def test_each_caller_for_itself(self) -> None:
+        """Another caller's work is no concern of this one's replay."""
+        rig = Rig(callers=("main", "side"))
+        rig.contract.submit("side")
+
+        assert rig.forward(0).slot == 0
+        with refused(rig, "completion.caller-to-graph"):
+            rig.check_forward(1, link=rig.contract.link("side"))
+
+    def test_submit_reaches_every_domain(self) -> None:
+        """What a caller enqueues, every graph stream it calls into must wait for."""
+        rig = Rig(stage(0, domain="a"), stage(1, domain="b"))
+        rig.contract.submit()
+        rig.contract.join(rig.link(0))
+
+        assert rig.forward(0, 0).slot == 0
+        with refused(rig, "completion.caller-to-graph"):
+            rig.check_forward(0, 1)
+
+
+class TestGraphToCaller:
+    def test_dgrad_consumes_the_forward(self) -> None:
+        """dI's caller must have waited for the replay that wrote the tape."""
+        rig = Rig()
+        ref = rig.forward(0)
+        rig.contract.bind(rig.key(0))
+
+        with refused(rig, "completion.graph-to-caller", "up to replay 0", "after replay 1"):
+            rig.contract.check_dgrad(rig.key(0), ref)
+        rig.contract.wait()
+        assert rig.contract.check_dgrad(rig.key(0), ref).slot == ref.slot
+
+    def test_an_earlier_wait_is_not_enough(self) -> None:
+        """A wait before the replay covers nothing of it."""
+        rig = Rig()
+        rig.forward(0)
+        rig.contract.wait()
+        ref = rig.forward(1)
+        rig.contract.bind(rig.key(1))
+
+        with refused(rig, "completion.graph-to-caller", "up to replay 1", "after replay 2"):
+            rig.contract.check_dgrad(rig.key(1), ref)
+
+    def test_readers(self) -> None:
+        """A reader waits for the replay that wrote what it reads."""
+        rig = Rig(stage(sends_output=True, sends_gradient=True))
+        ref = rig.forward(0)
+        with refused(rig, "completion.graph-to-caller", "up to replay 0", "after replay 1"):
+            rig.contract.read(rig.key(0), ref)
+        rig.dgrad(ref, 0)
+        with refused(rig, "completion.graph-to-caller", "up to replay 1", "after replay 2"):
+            rig.contract.read(rig.key(0), ref, gradient=True)
+        rig.contract.wait()
+        rig.contract.read(rig.key(0), ref, gradient=True)
+
+    def test_finalize_consumes_the_gradients(self) -> None:
+        """Gradients are final for a stream that waited for the last dW."""
+        rig = Rig(stage(microbatches=1))
+        rig.microbatch(0)
+
+        with refused(rig, "completion.graph-to-caller", "up to replay 1", "after replay 3"):
+            rig.contract.finalize(0)
+        rig.contract.wait()
+        rig.contract.finalize(0)
+
+    def test_the_consumer_s_own_stream(self) -> None:
+        """One stream's wait does not order another's."""
+        rig = Rig(callers=("main", "side"))
+        ref = rig.forward(0)
+        rig.contract.bind(rig.key(0))
+        rig.contract.wait(rig.contract.link("side"))
+
+        with refused(rig, "completion.graph-to-caller", "up to replay 0"):
+            rig.contract.check_dgrad(rig.key(0), ref)
+        assert rig.contract.check_dgrad(rig.key(0), ref, link=1).slot == ref.slot
+
+    def test_a_wgrad_consumes_nothing_of_the_caller(self) -> None:
+        """dW follows its dI on the graph stream, whether the caller waited or not."""
+        rig = Rig()
+        ref = rig.forward(0)
+        rig.dgrad(ref, 0)
+        rig.wgrad(ref, 0)
+
+        assert rig.contract.live() == {}
+
+
+class TestWrongStream:
+    def test_every_use_of_a_link(self) -> None:
+        """A link of another domain orders nothing here."""
+        rig = Rig(stage(0, domain="a", sends_output=True), stage(1, domain="b"))
+        ref = rig.forward(0)
+        rig.dgrad(ref, 0)
+        wrong = rig.link(1)
+        calls = (
+            lambda: rig.contract.check_refresh(1, rig.link(0)),
+            lambda: rig.check_forward(1, link=wrong),
+            lambda: rig.check_wgrad(ref, 0, link=wrong),
+            lambda: rig.contract.read(rig.key(0), ref, link=wrong),
+        )
+        for call in calls:
+            with refused(rig, "completion.wrong-stream", "link ", "a link of domain "):
+                call()
+
+    def test_dgrad_and_finalize(self) -> None:
+        """dI and finalize likewise."""
+        rig = Rig(stage(0, domain="a", microbatches=1), stage(1, domain="b", microbatches=1))
+        ref = rig.forward(0)
+        rig.contract.bind(rig.key(0))
+        rig.contract.wait()
+        with refused(rig, "completion.wrong-stream", "link 1 of domain 1", "domain 0"):
+            rig.contract.check_dgrad(rig.key(0), ref, link=1)
+        rig.dgrad(ref, 0)
+        rig.wgrad(ref, 0)
+        with refused(rig, "completion.wrong-stream", "link 1 of domain 1", "domain 0"):
+            rig.contract.finalize(0, 1)
+
+    def test_links(self) -> None:
+        """A link is found by caller and domain; any other is named with those that exist."""
+        rig = Rig(stage(0, domain="a"), stage(1, domain="b"), callers=("main", "side"))
+
+        assert [0, 1, 2, 3] == [
+            rig.contract.link(caller, domain) for caller in ("main", "side") for domain in "ab"
+        ]
+        with pytest.raises(ValueError, match="no link of caller 'x' and domain 'a'; there are"):
+            rig.contract.link("x")
+
+
+class TestDeviceWork:
+    @pytest.mark.parametrize("action", ["refresh", "F", "dI", "dW"])
+    @pytest.mark.parametrize("end", ["commit", "abort"])
+    def test_live_until_drained(self, action: str, end: str) -> None:
+        """Device work counts as live until the host saw it finish, also that of a failed action."""
+        rig = Rig()
+        checkpoint = rig.contract.checkpoint()
+        if action == "refresh":
+            ticket = rig.contract.check_refresh(0)
+        elif action == "F":
+            ticket = rig.check_forward(0)
+        else:
+            ref = rig.forward(0)
+            if action == "dI":
+                ticket = rig.check_dgrad(ref, 0)
+            else:
+                rig.dgrad(ref, 0)
+                ticket = rig.check_wgrad(ref, 0)
+        rig.contract.drain()
+        if end == "commit":
+            rig.contract.commit(ticket, rig.matrices())
+        else:
+            rig.contract.abort(ticket)
+
+        with refused(rig, "persistence.device-work", "0: 1", "all drained"):
+            rig.contract.restore(checkpoint)
+        rig.contract.drain()
+        rig.contract.restore(checkpoint)

@@ -1,0 +1,109 @@
+"""
+Epoch: an optimizer step is final only when whole, and a spoiled one never commits.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from .helpers import Rig, refused, stage
+
+
+class TestFinalize:
+    def test_already_final(self) -> None:
+        """A stage is finalized once in an epoch."""
+        rig = Rig(stage(microbatches=1))
+        rig.microbatch(0)
+        rig.finish()
+
+        with refused(rig, "epoch.already-final", "stage 0 again", "one finalize"):
+            rig.contract.finalize(0)
+
+    def test_incomplete_without_an_arena(self) -> None:
+        """Where no arena counts the writes the epoch does."""
+        rig = Rig(omit={"arena"})
+        rig.microbatch(0)
+        ref = rig.forward(1)
+        rig.contract.wait()
+        rig.contract.commit(rig.contract.check_dgrad(rig.key(1), ref), rig.matrices())
+
+        with refused(rig, "epoch.incomplete", "1 weight gradients", "2"):
+            rig.contract.finalize(0)
+
+    def test_spoiled_without_an_arena(self) -> None:
+        """Where no arena is unusable the epoch is spoiled."""
+        rig = Rig(stage(microbatches=1), omit={"arena"})
+        ref = rig.forward(0)
+        rig.contract.drop(rig.key(0), ref)
+
+        with refused(rig, "order.incomplete"):
+            rig.contract.finalize(0)
+        rig = Rig(stage(microbatches=1), omit={"arena", "order"})
+        ref = rig.forward(0)
+        rig.contract.drop(rig.key(0), ref)
+        with refused(rig, "epoch.spoiled", "stage 0, spoiled in epoch 0", "no action failed"):
+            rig.contract.finalize(0)
+
+
+class TestCommit:
+    def test_not_final(self) -> None:
+        """An epoch commits only when every stage is final."""
+        rig = Rig(stage(0, microbatches=1), stage(1, microbatches=1))
+        rig.microbatch(0, 0)
+        rig.finish(0)
+
+        with refused(rig, "epoch.not-final", "[0, -1]", "all final in epoch 0"):
+            rig.contract.commit_epoch()
+
+    def test_nothing_done(self) -> None:
+        """An epoch in which nothing ran is not final."""
+        with refused(rig := Rig(), "epoch.not-final", "[-1]"):
+            rig.contract.commit_epoch()
+
+    @pytest.mark.parametrize("how", ["drop", "purge", "abort F", "abort dI", "abort dW"])
+    def test_an_aborted_epoch(self, how: str) -> None:
+        """Once a tape was aborted the epoch cannot commit until it is rebuilt."""
+        rig = Rig(stage(0, microbatches=1), stage(1, domain="b", microbatches=1))
+        checkpoint = rig.contract.checkpoint()
+        rig.microbatch(0, 1)
+        rig.finish(1)
+        if how == "abort F":
+            rig.contract.abort(rig.check_forward(0))
+        else:
+            ref = rig.forward(0)
+            if how == "abort dI":
+                rig.contract.abort(rig.check_dgrad(ref, 0))
+            elif how == "abort dW":
+                rig.dgrad(ref, 0)
+                rig.contract.abort(rig.check_wgrad(ref, 0))
+            elif how == "drop":
+                rig.contract.drop(rig.key(0), ref)
+            else:
+                assert rig.contract.purge(0) == 1
+
+        with refused(rig, "epoch.not-final", "[-1, 0]"):
+            rig.contract.commit_epoch()
+        rig.contract.drain()
+        rig.contract.restore(checkpoint)
+        assert rig.epoch() == 1
+
+    def test_a_drop_after_finalize(self) -> None:
+        """A tape that is dropped after its stage was final takes the finality with it."""
+        rig = Rig(stage(microbatches=1, sends_output=True))
+        ref = rig.forward(0)
+        rig.dgrad(ref, 0)
+        rig.wgrad(ref, 0)
+        rig.finish()
+        rig.contract.drop(rig.key(0), ref)
+
+        with refused(rig, "epoch.not-final"):
+            rig.contract.commit_epoch()
+
+    def test_starts_in_any_epoch(self) -> None:
+        """A contract may begin in a later epoch; what is negative or no number is refused."""
+        rig = Rig(epoch=7)
+
+        assert rig.epoch() == 8
+        for wrong in (-1, "0", None, 1.5):
+            with pytest.raises(ValueError, match=r"epoch must be a number from 0, got"):
+                Rig(epoch=wrong)
