@@ -5,11 +5,13 @@ Guarded actions: context managers that check on entry, commit on exit and abort 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from .keys import TapeKey, TapeRef
+from .refusals import Refused
 
 if TYPE_CHECKING:
     from .contract import Contract, Ticket
@@ -44,7 +46,10 @@ class _Guarded:
         if kind is None:
             self.contract.commit(self.ticket, self.evidence())
         else:
-            self.contract.abort(self.ticket)
+            # Where the block redeemed the ticket itself nothing is left to abort, and what it
+            # raised matters more than that.
+            with suppress(Refused):
+                self.contract.abort(self.ticket)
         return False
 
 
@@ -136,6 +141,7 @@ def guarded(
 
     Raises:
         ValueError: The action is none of the three.
+        TypeError: A dI or dW returned something else; it is aborted.
         Refused: As ``Contract.check_*`` and ``Contract.commit``.
     """
     if action not in ("F", "dI", "dW"):
@@ -156,7 +162,11 @@ def guarded(
         def run_backward(key: TapeKey, ref: TapeRef, *args: Any, **kwargs: Any) -> Any:
             block = (contract.dgrad if action == "dI" else contract.wgrad)(key, ref)
             with block:
-                matrices, result = function(key, ref, *args, **kwargs)
+                given = function(key, ref, *args, **kwargs)
+                if not isinstance(given, tuple) or len(given) != 2:
+                    name = getattr(function, "__name__", action)
+                    raise TypeError(f"{name} must return (matrices, result), got {given!r}")
+                matrices, result = given
                 if isinstance(block, Dgrad):
                     block.queued = matrices
                 else:
