@@ -1,5 +1,5 @@
 """
-``python -m gpu_runtime doctor | demo | compare | bench | streams | plots``.
+``python -m gpu_runtime doctor | demo | compare | pools | bench | streams | plots``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.set_defaults(run=run_doctor)
     try:
         import torch  # noqa: F401
-    except ModuleNotFoundError:
-        args = parser.parse_args(["doctor"])
-        print("torch is not installed; only `doctor` works:", file=sys.stderr)
-        run_doctor(args)
-        return 2
+    except (ImportError, OSError) as error:
+        given = list(sys.argv[1:] if argv is None else argv)
+        if given[:1] != ["doctor"]:
+            print(f"torch cannot be imported ({error}); only `doctor` works:", file=sys.stderr)
+            given = ["doctor"]
+        return run_doctor(parser.parse_args(given))
     _register(commands)
     args = parser.parse_args(argv)
     return int(args.run(args))
@@ -40,6 +41,7 @@ def _register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     from gpu_runtime.bench.cli import add_bench_arguments, run_bench
     from gpu_runtime.demo import add_demo_arguments, run_demo
     from gpu_runtime.evidence.command import add_compare_arguments, run_compare
+    from gpu_runtime.evidence.pools import add_pools_arguments, run_pools
     from gpu_runtime.plots import add_plots_arguments, run_plots
     from gpu_runtime.streamcheck import add_streams_arguments, run_streams
 
@@ -51,6 +53,12 @@ def _register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
             run_demo,
         ),
         ("compare", "native, eager and captured, bit for bit", add_compare_arguments, run_compare),
+        (
+            "pools",
+            "one memory pool for each slot, and what a shared one corrupts",
+            add_pools_arguments,
+            run_pools,
+        ),
         ("bench", "step times, memory, set-up, copies and guards", add_bench_arguments, run_bench),
         (
             "streams",

@@ -294,10 +294,56 @@ def derive_compare(raw: Raw) -> dict[str, Any]:
     }
 
 
+def derive_pools(raw: Raw) -> dict[str, Any]:
+    """What each discipline of capture memory did in each order, and what must not be."""
+    orders = []
+    problems: list[str] = []
+    for order in dict.fromkeys(run["order"] for run in raw["runs"]):
+        runs = {run["discipline"]: run for run in raw["runs"] if run["order"] == order}
+        totals = {name: _pool_totals(run) for name, run in runs.items()}
+        orders.append({"order": order, "disciplines": totals})
+        for name in ("native-again", "private", "private-unguarded", "shared"):
+            if name not in runs:
+                problems.append(f"{order}: {name} was not run")
+            elif runs[name]["error"]:
+                problems.append(f"{order}: {name} failed: {runs[name]['error']}")
+            else:
+                problems += (f"{order}: {p}" for p in _pool_problems(name, totals[name]))
+    return {"orders": orders, "problems": problems}
+
+
+def _pool_totals(run: Raw) -> dict[str, Any]:
+    return {
+        "refused": run["refused"],
+        "compared": sum(c["compared"] for c in run["categories"]),
+        "mismatched": sum(c["mismatched"] for c in run["categories"]),
+        "nonfinite": run["nonfinite"],
+        "by_category": {c["category"]: c["mismatched"] for c in run["categories"]},
+        "first": [f"{c['category']}: {label}" for c in run["categories"] for label in c["first"]],
+    }
+
+
+def _pool_problems(name: str, total: Raw) -> Iterable[str]:
+    refused = None if total["refused"] is None else total["refused"]["clause"]
+    if not total["compared"]:
+        yield f"{name} compared nothing"
+    elif name == "shared":
+        if refused != "capture.out-of-order":
+            yield f"the kernel did not refuse a shared pool out of capture order ({refused})"
+        if not total["mismatched"]:
+            yield "a shared pool did no harm, so the comparison shows nothing"
+    else:
+        if refused is not None:
+            yield f"{name} was refused by {refused}"
+        if total["mismatched"]:
+            yield f"{name} differs from native in {total['mismatched']} values"
+
+
 DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {
     "bench": derive_bench,
     "sweep": derive_sweep,
     "streams": derive_streams,
     "compare": derive_compare,
+    "pools": derive_pools,
 }
 """What computes the derived part of each kind of report."""

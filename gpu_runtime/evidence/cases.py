@@ -4,14 +4,15 @@ What is compared: dimensions, an order, an amax history and a destination, cover
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import attrs
 import torch
 
-from gpu_runtime.arena import Rule
+from gpu_runtime.arena import RULES, Rule
 from gpu_runtime.layers import LayerConfig
 from gpu_runtime.native import NativeRule, rule_for
 from gpu_runtime.workload import Kind, Order, Step
@@ -29,7 +30,7 @@ class Case:
     Args:
         name: What reports call it.
         schedule: A schedule class of torch, of which one rank's row of PP=2, VPP=2, M=4 runs, or
-            `random`.
+            `random`, or `given`.
         rank: The rank, or the seed of a random order.
         history: Entries of each amax history.
         rule: Where dW writes.
@@ -42,6 +43,7 @@ class Case:
         steps: Optimizer steps.
         scaling: The FP8 recipe.
         num_layers: Layers in each stage.
+        cells: The order itself where the schedule is `given`, as in `0F0 0I0 0W0`.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Case:
     steps: int = 20
     scaling: Scaling = "delayed"
     num_layers: int = 1
+    cells: str = ""
 
     @property
     def config(self) -> LayerConfig:
@@ -75,6 +78,8 @@ class Case:
         """The order of F, dI and dW."""
         if self.schedule == "random":
             return random_order(self.rank)
+        if self.schedule == "given":
+            return Order.parse(self.cells)
         return Order.of_rank(torch_schedule(self.schedule, pp=2, vpp=2, microbatches=4), self.rank)
 
     def native_rule(self, backend: str) -> NativeRule | None:
@@ -156,13 +161,43 @@ RECIPES: tuple[Case, ...] = (
     Case("block-scaling", _ZBV, 1, 4, "copied", scaling="block", steps=6),
 )
 
+_SMALL: dict[str, Any] = {"hidden": 128, "ffn": 256, "heads": 2, "sequence": 64}
+
+
+def _matrix() -> Iterator[Case]:
+    rows = itertools.product(((_IL, "il"), (_IZB, "izb"), (_ZBV, "zbv")), (0, 1))
+    for ((schedule, short), rank), history, rule, fused in itertools.product(
+        rows, (4, 16, 64), RULES, (True, False)
+    ):
+        yield Case(
+            f"{short}{rank}-{rule}-h{history}-{'fused' if fused else 'split'}",
+            schedule,
+            rank,
+            history,
+            rule,
+            "float32" if rule == "accumulate" and fused else "bfloat16",
+            fused_qkv=fused,
+            **_SMALL,
+        )
+
+
+#: Every rank's row of every table, every history, every destination, fused and split QKV, at hidden
+#: 128 for 20 steps: small enough for a CPU.
+MATRIX: tuple[Case, ...] = tuple(_matrix())
+
 SETS: Mapping[str, tuple[Case, ...]] = {
     "stepwise": STEPWISE,
     "wide": WIDE,
     "recipes": RECIPES,
+    "matrix": MATRIX,
 }
+
+#: What `compare` runs unless asked otherwise.
+DEFAULT_SETS = ("stepwise", "wide", "recipes")
 
 
 def small(case: Case) -> Case:
-    """The same comparison at hidden 128, for a CPU."""
-    return attrs.evolve(case, hidden=128, ffn=256, heads=2, sequence=64, steps=min(case.steps, 6))
+    """The same comparison at hidden 128, for a CPU; a case of that size is left alone."""
+    if case.hidden <= _SMALL["hidden"]:
+        return case
+    return attrs.evolve(case, steps=min(case.steps, 6), **_SMALL)

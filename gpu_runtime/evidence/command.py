@@ -6,6 +6,7 @@ bit.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -15,15 +16,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 
+from gpu_runtime.backend import BackendError
 from gpu_runtime.bench.report import Report, UnusableError, argv, environment
 from gpu_runtime.bench.tables import table
 from gpu_runtime.compare import CATEGORIES, Recording, compare
-from gpu_runtime.evidence.cases import SETS, Case, small
+from gpu_runtime.evidence.cases import DEFAULT_SETS, SETS, Case, small
 from gpu_runtime.evidence.sides import SIDES, record
 
-__all__ = ["add_compare_arguments", "compare_cases", "run_compare"]
+__all__ = [
+    "DETERMINISTIC",
+    "add_compare_arguments",
+    "compare_cases",
+    "require_device",
+    "run_compare",
+]
 
 #: Deterministic on both sides: nondeterministic attention is allowed by default.
 DETERMINISTIC = {
@@ -34,7 +43,13 @@ DETERMINISTIC = {
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `compare`."""
-    parser.add_argument("--sets", nargs="+", choices=tuple(SETS), default=list(SETS))
+    parser.add_argument(
+        "--sets",
+        nargs="+",
+        choices=tuple(SETS),
+        default=list(DEFAULT_SETS),
+        help=f"sets of cases (default {' '.join(DEFAULT_SETS)})",
+    )
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--steps", type=int, metavar="N", help="fewer steps, to see it run")
     parser.add_argument("--sides", nargs="+", choices=SIDES, help="sides to run; all by default")
@@ -57,11 +72,9 @@ def run_compare(args: argparse.Namespace) -> int:
     """
     try:
         cases = _chosen(args)
-        if args.device == "cuda" and not torch.cuda.device_count():
-            raise UnusableError("no CUDA device is here; --device cpu compares the reference")
-        sides = args.sides or (
-            SIDES if args.device == "cuda" else ("native", "native-again", "eager")
-        )
+        if args.device == "cuda":
+            require_device("--device cpu compares the reference backend")
+        sides = _sides(args)
         report = Report(
             "compare",
             args.out,
@@ -70,17 +83,42 @@ def run_compare(args: argparse.Namespace) -> int:
             {"runs": [], "failures": []},
         )
         compare_cases(cases, sides, args.device, report)
+        finished = report.finish()
     except (UnusableError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
-    finished = report.finish()
     print("\n".join(_lines(finished)))
+    if not finished["raw"]["runs"]:
+        print("compare: nothing was compared", file=sys.stderr)
+        return 2
     return int(bool(finished["derived"]["mismatched"] or report.raw["failures"]))
 
 
-def _chosen(args: argparse.Namespace) -> list[Case]:
-    import attrs
+def require_device(otherwise: str) -> None:
+    """
+    Look whether the library can run here at all, without loading it into this process.
 
+    Raises:
+        UnusableError: There is no CUDA device, or no Transformer Engine.
+    """
+    if not torch.cuda.device_count():
+        raise UnusableError(f"needs a GPU, no CUDA device is here; {otherwise}")
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise UnusableError("Transformer Engine is not installed: pip install 'qeffect[gpu]'")
+
+
+def _sides(args: argparse.Namespace) -> list[str]:
+    if args.sides is None:
+        return list(SIDES if args.device == "cuda" else ("native", "native-again", "eager"))
+    sides = list(dict.fromkeys(args.sides))
+    if args.device == "cpu" and "captured" in sides:
+        raise ValueError("a CPU captures nothing; leave `captured` out of --sides")
+    if len(sides) < 2:
+        raise ValueError(f"--sides {sides[0]} has nothing to be compared with; name two or more")
+    return sides
+
+
+def _chosen(args: argparse.Namespace) -> list[Case]:
     cases = [case for name in args.sets for case in SETS[name]]
     if args.cases:
         known = {case.name: case for case in cases}
@@ -89,6 +127,8 @@ def _chosen(args: argparse.Namespace) -> list[Case]:
         cases = [known[name] for name in args.cases]
     if args.device == "cpu":
         cases = [small(case) for case in cases if case.scaling == "delayed"]
+        if not cases:
+            raise ValueError("the reference backend has delayed scaling only; choose other cases")
     if args.steps is not None:
         if args.steps < 1:
             raise ValueError(f"--steps must be at least 1, not {args.steps}")
@@ -125,9 +165,18 @@ def compare_cases(cases: Sequence[Case], sides: Sequence[str], device: str, repo
                 report.raw["failures"].append({"case": case.name, "side": side, "error": value})
             elif value is not None:
                 recordings[side] = Recording.from_json(json.loads(value))
-        for run in _compared(case, recordings):
+        runs = _compared(case, recordings)
+        for run in runs:
             report.raw["runs"].append(run)
             print(_line(run), file=sys.stderr, flush=True)
+        if not runs:
+            # A case that no two sides could run must not look like one that agreed.
+            lacking = {
+                "case": case.name,
+                "side": ", ".join(recordings) or "none",
+                "error": "nothing to compare with",
+            }
+            report.raw["failures"].append(lacking)
         report.save()
     for process in processes:
         process.join(timeout=30)
@@ -176,6 +225,8 @@ def _serve(
             recording = record(case, side, backend, device)
             text = None if recording is None else json.dumps(recording.to_json())
             pipe.send(("done", text))
+        except BackendError as error:
+            pipe.send(("failed", str(error)))
         except Exception:
             pipe.send(("failed", traceback.format_exc(limit=-6)))
 

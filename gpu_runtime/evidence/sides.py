@@ -21,13 +21,13 @@ from gpu_runtime.compare import Recording
 from gpu_runtime.domain import Runtime, RuntimeConfig
 from gpu_runtime.evidence.cases import Case
 from gpu_runtime.evidence.faults import disturb
-from gpu_runtime.native import NativeRun
+from gpu_runtime.native import NativeRule, NativeRun
 from gpu_runtime.numerical import live_state, preserving
 from gpu_runtime.optimizer import Optimizer
 from gpu_runtime.train import GuardedRun
 from gpu_runtime.workload import Workload
 
-__all__ = ["SIDES", "fresh_stages", "record"]
+__all__ = ["SIDES", "fresh_stages", "fuse_for", "optimizer_of", "record", "run_native"]
 
 NATIVE = ("native", "native-again")
 GUARDED = ("eager", "captured", "disturbed")
@@ -81,46 +81,50 @@ def record(case: Case, side: str, backend: str, device: str = "cuda") -> Recordi
         What it produced; None for a native side whose library cannot form the same sum.
     """
     gc.collect()
-    if side in NATIVE:
-        return _native(case, side, backend, device)
-    return _guarded(case, side, backend, device)
+    if side not in NATIVE:
+        return _guarded(case, side, backend, device)
+    rule = case.native_rule(backend)
+    if rule is None:
+        return None
+    recording = Recording(f"{side}, {rule}")
+    run_native(case, rule, backend, device, recording)
+    return recording
 
 
-def _optimizer(case: Case, stages: list[StageBackend]) -> Optimizer:
+def optimizer_of(case: Case, stages: list[StageBackend]) -> Optimizer:
+    """AdamW, with master weights where the destinations are of another type."""
     master = None if case.torch_dtype == case.config.dtype else case.torch_dtype
     return Optimizer(stages, master_dtype=master)
 
 
-def _native(case: Case, side: str, backend: str, device: str) -> Recording | None:
-    rule = case.native_rule(backend)
-    if rule is None:
-        return None
+def run_native(
+    case: Case, rule: NativeRule, backend: str, device: str, recording: Recording
+) -> None:
+    """The library's own full backward, for every step of a case."""
     stages = fresh_stages(case, backend, fuse=rule == "main_grad", device=device)
     domain = stages[0].domain
     # Both sides begin from warm modules in the state of fresh ones: state exists, caches are stale.
     with preserving(domain):
         for stage in stages:
             stage.warm()
-    recording = Recording(f"{side}, {rule}")
     NativeRun(
         stages,
         case.order(),
         Workload(),
         rule,
         case.torch_dtype,
-        _optimizer(case, stages),
+        optimizer_of(case, stages),
         recording,
     ).run(case.steps)
-    return recording
 
 
-def _fuse(case: Case, rule: Rule) -> bool | None:
+def fuse_for(rule: Rule) -> bool | None:
     """Copied gradients need a library that does not write into `main_grad`."""
     return False if rule == "copied" else None
 
 
 def _guarded(case: Case, side: str, backend: str, device: str) -> Recording:
-    stages = fresh_stages(case, backend, fuse=_fuse(case, case.rule), device=device)
+    stages = fresh_stages(case, backend, fuse=fuse_for(case.rule), device=device)
     runtime = Runtime(
         stages,
         case.order(),
@@ -132,7 +136,7 @@ def _guarded(case: Case, side: str, backend: str, device: str) -> Recording:
         ),
     )
     recording = Recording(side)
-    run = GuardedRun(runtime, Workload(), _optimizer(case, stages), recording)
+    run = GuardedRun(runtime, Workload(), optimizer_of(case, stages), recording)
     before: Callable[[GuardedRun, int], Any] = disturb if side == "disturbed" else _nothing
     for number in range(case.steps):
         before(run, number)

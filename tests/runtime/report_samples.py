@@ -199,6 +199,37 @@ def compare_report() -> dict[str, Any]:
     return Report("compare", None, ENVIRONMENT, {"device": "cpu"}, raw).finish()
 
 
+def pools_report(
+    *, private: int = 0, shared: int = 3, clause: str | None = "capture.out-of-order"
+) -> dict[str, Any]:
+    """A capture-memory report of one order, with the given mismatches and refusal."""
+    refused = None if clause is None else {"clause": clause, "action": "0I0", "position": 3}
+    runs = [
+        {
+            "order": "chosen",
+            "cells": "0F0 0F1 0I1 0I0 0W1 0W0",
+            "rule": "copied",
+            "steps": 8,
+            "discipline": name,
+            "slots": {} if name == "native-again" else {"0": 2},
+            "refused": refused if name == "shared" else None,
+            "nonfinite": bad,
+            "categories": [
+                {"category": "outputs", "compared": 10, "mismatched": bad, "first": ["x"][:bad]},
+                {"category": "parameters", "compared": 5, "mismatched": 0, "first": []},
+            ],
+            "error": None,
+        }
+        for name, bad in (
+            ("native-again", 0),
+            ("private", private),
+            ("private-unguarded", 0),
+            ("shared", shared),
+        )
+    ]
+    return Report("pools", None, ENVIRONMENT, {"orders": []}, {"runs": runs}).finish()
+
+
 def _report(kind: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
     configuration = {"quick": False, "settings": attrs.asdict(Settings())}
     return Report(kind, None, ENVIRONMENT, configuration, {"cells": cells}).finish()

@@ -34,6 +34,7 @@ SAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "sweep": samples.sweep_report,
     "streams": samples.streams_report,
     "compare": samples.compare_report,
+    "pools": samples.pools_report,
 }
 
 
@@ -44,6 +45,19 @@ def check(report: dict[str, Any]) -> None:
     assert recomputed == report["derived"], "derived numbers do not follow from the raw ones"
     assert report["complete"], "the run did not reach its end"
     assert not report["configuration"].get("quick"), "a quick run is no measurement"
+
+
+def change_a_number(derived: Any) -> bool:
+    """Add one to the first count of a derived part; whether there was one."""
+    places = derived.items() if isinstance(derived, dict) else enumerate(derived)
+    for place, value in places:
+        if isinstance(value, (dict, list)):
+            if change_a_number(value):
+                return True
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            derived[place] += 1
+            return True
+    return False
 
 
 class TestSchema:
@@ -119,6 +133,21 @@ class TestCheckedIn:
             *(p for p in sorted(reports.FOLDER.rglob("*.json")) if p != reports.SCHEMA_PATH),
             reports.SCHEMA_PATH,
         ]
+
+    @pytest.mark.parametrize("kind", sorted(SAMPLES))
+    def test_a_wrong_derived_number_of_any_kind_is_found(self, kind: str, tmp_path: Path) -> None:
+        """In a folder of reports, a derived number of any kind that was changed by hand fails."""
+        report = json.loads(json.dumps(SAMPLES[kind]()))
+        path = tmp_path / "found.json"
+        path.write_text(json.dumps(report))
+        (found,) = reports.paths(tmp_path)
+        check(json.loads(found.read_text()))
+
+        assert change_a_number(report["derived"])
+        path.write_text(json.dumps(report))
+
+        with pytest.raises(AssertionError, match="do not follow"):
+            check(json.loads(found.read_text()))
 
     def test_the_environment_of_this_machine_fits_the_schema(self) -> None:
         """What a report would say of the machine that runs this test."""
@@ -258,6 +287,42 @@ class TestDerived:
         derived = samples.compare_report()["derived"]
         assert (30, 1) == (derived["compared"], derived["mismatched"])
         assert {"compared": 20, "mismatched": 1} == derived["categories"]["outputs"]
+
+
+class TestPools:
+    def test_private_pools_right_and_a_shared_one_refused_and_wrong(self) -> None:
+        """That is the finding; nothing else is without a problem."""
+        derived = samples.pools_report()["derived"]
+        assert [] == derived["problems"]
+        (order,) = derived["orders"]
+        assert (15, 3, 3) == tuple(
+            order["disciplines"]["shared"][key] for key in ("compared", "mismatched", "nonfinite")
+        )
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"private": 1}, "private differs from native in 1 values"),
+            ({"shared": 0}, "did no harm, so the comparison shows nothing"),
+            ({"clause": None}, "the kernel did not refuse a shared pool"),
+            ({"clause": "order.token"}, "the kernel did not refuse a shared pool"),
+        ],
+    )
+    def test_each_other_outcome_is_a_problem(self, options: dict[str, Any], said: str) -> None:
+        """A difference of ours, a harmless shared pool, or one that the kernel allows."""
+        (problem,) = samples.pools_report(**options)["derived"]["problems"]
+        assert said in problem
+
+    @pytest.mark.parametrize("name", ["native-again", "private", "private-unguarded", "shared"])
+    def test_what_was_not_run_is_no_success(self, name: str) -> None:
+        """A run that is missing, failed or compared nothing is a problem."""
+        raw = samples.pools_report()["raw"]
+        left = {"runs": [run for run in raw["runs"] if run["discipline"] != name]}
+        assert [f"chosen: {name} was not run"] == DERIVE["pools"](left)["problems"]
+        for change, said in (({"error": "it died"}, "failed: it died"), ({"categories": []}, "no")):
+            runs = [{**r, **change} if r["discipline"] == name else r for r in raw["runs"]]
+            (problem,) = DERIVE["pools"]({"runs": runs})["problems"]
+            assert said in problem
 
 
 class TestGoals:
