@@ -133,11 +133,12 @@ def test_a_commit_that_refuses_is_found() -> None:
     ids=lambda scope: scope.name,
 )
 def test_representatives_are_the_plain_readings(scope: Scope) -> None:
-    """Both readings map every state to the same representative of its orbit."""
+    """Both readings map a state to the same representative of its orbit, for a thousand states."""
     walker = Walker(scope)
     canonical = canonical_form(scope, walker.memory)
     engine = Engine(scope, walker.transitions, walker.moves, walker.kept)
-    words = explore(engine, packed_state(engine.packing, walker, walker.initial)).seen.words
+    found = explore(engine, packed_state(engine.packing, walker, walker.initial)).seen.words
+    words = np.ascontiguousarray(found[:, :: max(1, found.shape[1] // 1_000)])
     expected = []
     for state in words.T.tolist():
         walker.memory.thaw(frozen_state(engine.packing, walker, tuple(state)))

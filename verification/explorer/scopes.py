@@ -162,8 +162,8 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
         "dgrad_at": [u + p for u, p in zip(updates, position, strict=True)]
         if scope.declared
         else [-1] * n["cell"],
-        "destination_of": stage_of if scope.accumulate else list(range(n["cell"])),
-        "buffer_of": stage_of if scope.accumulate else list(range(n["cell"])),
+        "destination_of": list(stage_of) if scope.accumulate else list(range(n["cell"])),
+        "buffer_of": list(stage_of) if scope.accumulate else list(range(n["cell"])),
         "pool_of": pools,
         "forward_rank": ranks[0],
         "dgrad_rank": ranks[1],
