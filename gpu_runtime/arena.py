@@ -20,24 +20,25 @@ now: shape, dtype, device and address are read again at every bind.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 import torch
 from torch import Tensor
 
 from gpu_runtime.backend import StageBackend, WgradUnit
+from gpu_runtime.finalize import OrderedSum
 from qeffect.layout import Destination
 
 Rule = Literal["copied", "per_microbatch", "accumulate"]
 RULES: tuple[Rule, ...] = ("copied", "per_microbatch", "accumulate")
 
-Facts = tuple[int, Any, torch.dtype, torch.device]
+Facts = tuple[Tensor, int, torch.Size, torch.dtype, torch.device]
 
 
 def facts_of(tensor: Tensor) -> Facts:
-    """What identifies a destination: a captured graph writes to exactly this."""
-    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device
+    """A destination and what identifies it: a captured graph writes to exactly this."""
+    return tensor, tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device
 
 
 @attrs.define(eq=False)
@@ -61,12 +62,15 @@ class Arena:
     device: torch.device
     _buffers: list[dict[str, Tensor]] = attrs.field(init=False, factory=list)
     _configured: list[tuple[Destination, ...]] = attrs.field(init=False, factory=list)
-    _facts: list[list[tuple[Tensor, Facts]]] = attrs.field(init=False, factory=list)
+    _facts: list[list[Facts]] = attrs.field(init=False, factory=list)
     _copies: dict[int, dict[str, Tensor]] = attrs.field(init=False, factory=dict)
+    _sum: OrderedSum = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         if self.rule not in RULES:
             raise ValueError(f"unknown destination rule {self.rule!r}; choose {', '.join(RULES)}")
+        terms = 1 if self.rule == "accumulate" else self.num_microbatches
+        self._sum = OrderedSum.prepared(terms, self.dtype, self.device)
         sets = {"copied": 0, "per_microbatch": self.num_microbatches, "accumulate": 1}[self.rule]
         for _ in range(sets):
             buffers = {
@@ -77,7 +81,7 @@ class Arena:
         for index in range(self.num_microbatches if self.rule != "accumulate" else 1):
             self._configured.append(self._described(index))
             held = self._buffers[index].values() if self.direct else ()
-            self._facts.append([(tensor, facts_of(tensor)) for tensor in held])
+            self._facts.append([facts_of(tensor) for tensor in held])
 
     @classmethod
     def for_stage(
@@ -124,8 +128,13 @@ class Arena:
         description itself is returned, which the kernel compares by identity.
         """
         index = 0 if self.rule == "accumulate" else microbatch
-        for tensor, facts in self._facts[index]:
-            if facts_of(tensor) != facts:
+        for tensor, address, shape, dtype, device in self._facts[index]:
+            if (
+                tensor.data_ptr() != address
+                or tensor.shape != shape
+                or tensor.dtype is not dtype
+                or tensor.device != device
+            ):
                 return self._described(index)
         return self._configured[index]
 
@@ -172,10 +181,14 @@ class Arena:
             return self._buffers[0]
         sets = self._copies if self.rule == "copied" else dict(enumerate(self._buffers))
         names = [unit.name for unit in self.units]
-        total = [sets[order[0]][name] for name in names]
-        for microbatch in order[1:]:
-            torch._foreach_add_(total, [sets[microbatch][name] for name in names])
-        return dict(zip(names, total, strict=True))
+        ordered = [[sets[microbatch][name] for name in names] for microbatch in order]
+        self._sum(ordered)
+        return dict(zip(names, ordered[0], strict=True))
+
+    @property
+    def one_pass_obstacle(self) -> str:
+        """Why `total` adds one buffer after another instead of reading each once; empty if not."""
+        return self._sum.obstacle
 
     def zero(self) -> None:
         """Clear the buffers, as they were when the arena was made."""

@@ -63,7 +63,7 @@ class TensorSpec:
 
     def mismatch(self, tensor: Tensor) -> str | None:
         """What differs between a tensor and this, in words; None when nothing does."""
-        if tuple(tensor.shape) != self.shape:
+        if tensor.shape != self.shape:
             return f"expected shape {self.shape}, found {tuple(tensor.shape)}"
         if tensor.dtype != self.dtype:
             return f"expected dtype {self.dtype}, found {tensor.dtype}"
@@ -323,6 +323,16 @@ class StageBackend(Protocol):
     def addresses(self) -> Mapping[str, int]:
         """Addresses that a captured graph bakes in: parameters, numerical state, caches."""
 
+    def address_probe(self) -> Callable[[], Sequence[int]]:
+        """
+        Prepare a cheap look at everything that `addresses` names, for every step.
+
+        Returns:
+            A function whose result differs from its earlier ones whenever `addresses` would:
+            something moved, was replaced, came or went. It may differ where `addresses` does not,
+            so a difference is only a reason to ask that.
+        """
+
     def capture_obstacles(self) -> tuple[str, ...]:
         """Why this stage cannot be captured, each in one line; empty when it can."""
 
@@ -331,6 +341,25 @@ class StageBackend(Protocol):
 
     def native_bind(self, destinations: Mapping[str, Tensor] | None) -> None:
         """Let the full backward accumulate into these instead of `.grad`."""
+
+
+def module_probe(root: torch.nn.Module) -> Callable[[], list[int]]:
+    """
+    A look at a module tree: which modules it has, and where their parameters are.
+
+    The tables of every module are looked up once; each look reads what they hold by then.
+    """
+    # Held here, so that no later module can have the identity of one of these.
+    tree = list(root.modules())
+    children = [module._modules for module in tree]
+    parameters = [module._parameters for module in tree]
+
+    def look() -> list[int]:
+        found = [id(child) for held in children for child in held.values()]
+        found += [p.data_ptr() for held in parameters for p in held.values() if p is not None]
+        return found
+
+    return look
 
 
 def matrices(stage: StageBackend) -> tuple[Matrix, ...]:

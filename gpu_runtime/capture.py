@@ -52,11 +52,62 @@ class CaptureReport:
         warmup_seconds: Host time of the warmup, device drained.
         capture_seconds: Host time of the captures.
         num_graphs: Graphs held.
+        phases: Host seconds of the parts of both, by name; the device is not drained between them.
     """
 
     warmup_seconds: float = 0.0
     capture_seconds: float = 0.0
     num_graphs: int = 0
+    phases: dict[str, float] = attrs.field(factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the host time of a block to a phase."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - started
+            self.phases[name] = self.phases.get(name, 0.0) + spent
+
+
+class BakedAddresses:
+    """
+    Where everything was that a stage's graphs bake in, and how to see cheaply that it still is.
+
+    A probe looks in microseconds; only where it sees a difference are names walked.
+
+    Args:
+        memory: The stage's memory, captured.
+    """
+
+    def __init__(self, memory: StageMemory) -> None:
+        self.addresses = memory.addresses()
+        self._prepare(memory)
+
+    def _prepare(self, memory: StageMemory) -> None:
+        self._look = memory.address_probe()
+        self._seen = self._look()
+
+    def check(self, memory: StageMemory) -> None:
+        """
+        Compare what was baked in with where things are now.
+
+        Raises:
+            BackendError: Something has moved.
+        """
+        if self._look() == self._seen:
+            return
+        now = memory.addresses()
+        if self.addresses != now:
+            baked = self.addresses
+            name = next(n for n in (*baked, *now) if baked.get(n) != now.get(n))
+            raise BackendError(
+                f"stage {memory.stage.index}: {name} was at {baked.get(name)} when graphs were "
+                f"captured and is at {now.get(name)}; update tensors in place, or make a new "
+                "runtime"
+            )
+        self._prepare(memory)
 
 
 class GraphExecutor:
@@ -70,7 +121,7 @@ class GraphExecutor:
         self.num_replays = 0
         self.slots: dict[int, SlotGraphs] = {}
         self.refreshes: dict[int, torch.cuda.CUDAGraph] = {}
-        self.addresses: dict[int, Mapping[str, int]] = {}
+        self.baked: dict[int, BakedAddresses] = {}
 
     def refresh(self, memory: StageMemory) -> None:
         """
@@ -120,14 +171,7 @@ class GraphExecutor:
             BackendError: Something has moved, or a module joined the domain.
         """
         self.domain.check_membership()
-        baked, now = self.addresses[memory.stage.index], memory.stage.addresses()
-        if baked != now:
-            name = next(n for n in (*baked, *now) if baked.get(n) != now.get(n))
-            raise BackendError(
-                f"stage {memory.stage.index}: {name} was at {baked.get(name)} when graphs were "
-                f"captured and is at {now.get(name)}; update tensors in place, or make a new "
-                "runtime"
-            )
+        self.baked[memory.stage.index].check(memory)
 
 
 def capture(
@@ -165,14 +209,15 @@ def capture(
     with handoff.scope(), _no_collection(), preserving(domain):
         started = time.perf_counter()
         for memory in memories.values():
-            warm_up(memory, plan)
-        handoff.synchronize()
+            warm_up(memory, plan, report)
+        with report.phase("warmup drain"):
+            handoff.synchronize()
         report.warmup_seconds = time.perf_counter() - started
         started = time.perf_counter()
-        recorder = _Recorder(handoff, report)
+        recorder, eager = _Recorder(handoff, report), EagerExecutor()
         for memory in memories.values():
             executor.refreshes[memory.stage.index] = recorder.record(
-                torch.cuda.graph_pool_handle(), partial(EagerExecutor().refresh, memory)
+                "refresh", torch.cuda.graph_pool_handle(), partial(eager.refresh, memory)
             )
         build = _per_slot if shared_pool is None else _shared
         executor.slots = build(recorder, memories, plan)
@@ -181,7 +226,7 @@ def capture(
         for memory in memories.values():
             memory.arena.zero()
             memory.table.rebuild()
-            executor.addresses[memory.stage.index] = dict(memory.stage.addresses())
+            executor.baked[memory.stage.index] = BakedAddresses(memory)
     handoff.synchronize()
     domain.check_membership()
     return executor
@@ -200,16 +245,25 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def warm_up(memory: StageMemory, plan: SlotPlan) -> None:
-    """Run a stage's refresh, F, dI and every kind of dW once, on its first slot."""
+def warm_up(memory: StageMemory, plan: SlotPlan, report: CaptureReport) -> None:
+    """
+    Run a stage's refresh, F, dI and every kind of dW once, on its first slot.
+
+    Variants of dW that differ only in where they write are one kind: the same kernels, chosen once.
+    """
     eager = EagerExecutor()
     slot = next(iter(memory.table))
     variants = plan.variants(memory.stage.index, 0, memory.arena.rule)
-    eager.refresh(memory)
-    eager.forward(memory, slot)
-    eager.input_gradient(memory, slot, variants[0])
-    for n, variant in enumerate(variants):
-        eager.run_work(memory, slot, variant, keep=n + 1 < len(variants))
+    kinds = list({variant.accumulate: variant for variant in variants}.values())
+    with report.phase("warmup refresh"):
+        eager.refresh(memory)
+    with report.phase("warmup F"):
+        eager.forward(memory, slot)
+    with report.phase("warmup dI"):
+        eager.input_gradient(memory, slot, kinds[0])
+    with report.phase("warmup dW"):
+        for n, variant in enumerate(kinds):
+            eager.run_work(memory, slot, variant, keep=n + 1 < len(kinds))
 
 
 class _Recorder:
@@ -219,16 +273,19 @@ class _Recorder:
         self.handoff = handoff
         self.report = report
 
-    def record(self, pool: Any, action: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def record(self, name: str, pool: Any, action: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture one action, with the external event at its tail."""
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph(): that collects garbage and empties the cache at every entry.
-        graph.capture_begin(pool=pool)
+        with self.report.phase("capture begin"):
+            graph.capture_begin(pool=pool)
         try:
-            action()
-            self.handoff.record_tail()
+            with self.report.phase(f"capture {name}"):
+                action()
+                self.handoff.record_tail()
         finally:
-            graph.capture_end()
+            with self.report.phase("capture end"):
+                graph.capture_end()
         self.report.num_graphs += 1
         return graph
 
@@ -255,7 +312,7 @@ class _SlotCapture:
 
     def forward(self, pool: Any) -> None:
         self.graphs["F"] = self.recorder.record(
-            pool, lambda: self.eager.forward(self.memory, self.slot)
+            "F", pool, lambda: self.eager.forward(self.memory, self.slot)
         )
         self.outputs = self.slot.outputs
 
@@ -263,12 +320,13 @@ class _SlotCapture:
         def act() -> None:
             self.queued = self.eager.input_gradient(self.memory, self.slot, self.variants[0])
 
-        self.graphs["dI"] = self.recorder.record(pool, act)
+        self.graphs["dI"] = self.recorder.record("dI", pool, act)
 
     def wgrads(self, pool: Any) -> None:
         for n, variant in enumerate(self.variants):
             keep = n + 1 < len(self.variants)
-            self.wgrad[variant] = self.recorder.record(pool, partial(self._wgrad, variant, keep))
+            act = partial(self._wgrad, variant, keep)
+            self.wgrad[variant] = self.recorder.record("dW", pool, act)
 
     def _wgrad(self, variant: WgradVariant, keep: bool) -> None:
         result = self.eager.run_work(self.memory, self.slot, variant, keep=keep)

@@ -8,7 +8,7 @@ both run under the same guards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import attrs
@@ -51,6 +51,30 @@ class StageMemory:
         self.sums = [torch.full_like(p.parameter, -0.0).detach() for p in self.stage.non_matrix]
         self.all_units = tuple(unit.name for unit in self.stage.units)
         self.all_matrices = tuple(sorted(m.name for m in matrices(self.stage)))
+
+    def addresses(self) -> dict[str, int]:
+        """Every address that graphs bake in and no bind compares: state, buffers, sums."""
+        found = dict(self.stage.addresses())
+        for slot in self.table:
+            for kind, held in (("input", slot.inputs), ("gradient", slot.output_gradients)):
+                for n, tensor in enumerate(held):
+                    found[f"buffer:slot {slot.index}.{kind}.{n}"] = tensor.data_ptr()
+        for owner, total in zip(self.stage.non_matrix, self.sums, strict=True):
+            found[f"sum:{owner.name}"] = total.data_ptr()
+        return found
+
+    def address_probe(self) -> Callable[[], list[int]]:
+        """A cheap look at `addresses`, as `StageBackend.address_probe` is one of the stage's."""
+        stage = self.stage.address_probe()
+
+        def look() -> list[int]:
+            found = [*stage()]
+            for slot in self.table:
+                found += [tensor.data_ptr() for tensor in (*slot.inputs, *slot.output_gradients)]
+            found += [total.data_ptr() for total in self.sums]
+            return found
+
+        return look
 
     def open_epoch(self) -> None:
         """Empty the sums; part of the refresh, the first thing a stage does in an epoch."""

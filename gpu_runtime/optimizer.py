@@ -42,13 +42,17 @@ class Optimizer:
         self.named: dict[str, Tensor] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._parameters = [p for stage in stages for p in parameters(stage).values()]
+        self._targets: dict[int, list[tuple[str, Tensor]]] = {}
         for stage in stages:
+            targets = self._targets[stage.index] = []
             for name, parameter in parameters(stage).items():
                 target: Tensor = parameter
                 if master_dtype is not None:
                     target = parameter.detach().to(master_dtype, copy=True).requires_grad_()
                     self._pairs.append((parameter, target))
                 self.named[f"stages.{stage.index}.{name}"] = target
+                targets.append((name, target))
+        self._expected = {i: {name for name, _ in own} for i, own in self._targets.items()}
         self.adamw = torch.optim.AdamW(
             list(self.named.values()),
             lr=lr,
@@ -67,19 +71,21 @@ class Optimizer:
         Raises:
             BackendError: A parameter has no gradient; nothing was updated.
         """
-        flat = {
-            f"stages.{index}.{name}": gradient
-            for index, named in gradients.items()
-            for name, gradient in named.items()
-        }
-        if odd := sorted(self.named.keys() ^ flat.keys()):
-            raise BackendError(
-                f"gradients and parameters disagree on {len(odd)} names, first {odd[0]}; "
-                "finalize every stage before the optimizer step"
-            )
-        for name, target in self.named.items():
-            target.grad = flat[name].to(target.dtype)
+        if {index: named.keys() for index, named in gradients.items()} != self._expected:
+            self._refuse(gradients)
+        for index, targets in self._targets.items():
+            named = gradients[index]
+            for name, target in targets:
+                target.grad = named[name].to(target.dtype)
         self.update()
+
+    def _refuse(self, gradients: Gradients) -> None:
+        found = {f"stages.{i}.{name}" for i, named in gradients.items() for name in named}
+        odd = sorted(self.named.keys() ^ found) or ["a stage without parameters"]
+        raise BackendError(
+            f"gradients and parameters disagree on {len(odd)} names, first {odd[0]}; "
+            "finalize every stage before the optimizer step"
+        )
 
     def update(self) -> None:
         """Run AdamW on the gradients that are set, and write masters back into parameters."""
@@ -93,8 +99,7 @@ class Optimizer:
                 )
         # Fused AdamW moves weights without moving their version counters, which are how a backend
         # sees that its cache is stale.
-        for parameter in self._parameters:
-            torch.autograd.graph.increment_version(parameter)
+        torch.autograd.graph.increment_version(self._parameters)
 
     def state_tensors(self) -> Mapping[str, Tensor]:
         """AdamW's state by parameter and kind, with the masters."""

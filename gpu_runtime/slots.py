@@ -130,7 +130,19 @@ def check_values(
 
 
 def fill(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy values into static buffers; a value that is its buffer was filled in place already."""
+    """
+    Copy values into static buffers, several of them at once where the device can.
+
+    A value that is its buffer was filled in place already.
+    """
+    into: list[Tensor] = []
+    out_of: list[Tensor] = []
     for buffer, value in zip(buffers, values, strict=True):
         if value.data_ptr() != buffer.data_ptr():
-            buffer.copy_(value.detach())
+            into.append(buffer)
+            # A copy from a tensor with a graph would make the buffer part of it.
+            out_of.append(value.detach() if value.requires_grad else value)
+    if len(into) == 1:
+        into[0].copy_(out_of[0])
+    elif into:
+        torch._foreach_copy_(into, out_of)

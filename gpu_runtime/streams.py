@@ -11,12 +11,19 @@ one stream's own order is both halves, and an event between its actions would on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import attrs
 import torch
+
+_UNCHANGED = nullcontext()
+"""A scope that changes nothing; it keeps no state, so one serves all."""
+
+
+def _current_handle(device_index: int) -> int:
+    """The driver's handle of the stream that is current on a device."""
+    return int(torch._C._cuda_getCurrentRawStream(device_index))
 
 
 class Handoff(Protocol):
@@ -57,10 +64,9 @@ class HostHandoff:
     def record_tail(self) -> None:
         """Nothing to mark."""
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> Any:
         """Nothing changes."""
-        yield
+        return _UNCHANGED
 
     def synchronize(self) -> None:
         """Nothing is in flight."""
@@ -80,16 +86,22 @@ class GraphStream:
         self.device = device
         self.two_way = two_way
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._handle = self.stream.cuda_stream
+        self._index = self.stream.device_index
         self.handoffs = 0
         self._from_caller = torch.cuda.Event()  # type: ignore[no-untyped-call]
         # Recorded inside graphs at their tail, and by eager actions at their end.
         self.tail = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
 
+    def is_current(self) -> bool:
+        """Whether the calling code already runs on the graph stream."""
+        # The handle alone: a stream object costs more than all else that an action asks here.
+        return bool(_current_handle(self._index) == self._handle)
+
     def wait_for_caller(self) -> None:
         """Record the caller's position and let the graph stream wait for it."""
-        caller = torch.cuda.current_stream(self.device)
-        if caller != self.stream:
-            self._from_caller.record(caller)
+        if not self.is_current():
+            self._from_caller.record(torch.cuda.current_stream(self.device))
             self.stream.wait_event(self._from_caller)
         self.handoffs += 1
 
@@ -99,16 +111,13 @@ class GraphStream:
 
     def caller_waits(self) -> None:
         """Let the caller wait for the latest tail."""
-        caller = torch.cuda.current_stream(self.device)
-        if self.two_way and caller != self.stream:
-            caller.wait_event(self.tail)
+        if self.two_way and not self.is_current():
+            torch.cuda.current_stream(self.device).wait_event(self.tail)
         self.handoffs += 1
 
     def scope(self) -> Any:
         """Make the graph stream current; nothing changes where it already is."""
-        if torch.cuda.current_stream(self.device) == self.stream:
-            return nullcontext()
-        return torch.cuda.stream(self.stream)
+        return _UNCHANGED if self.is_current() else torch.cuda.stream(self.stream)
 
     def synchronize(self) -> None:
         """Let the host wait for the graph stream."""

@@ -26,6 +26,7 @@ from gpu_runtime.backend import (
     TensorSpec,
     WeightGradients,
     WgradUnit,
+    module_probe,
 )
 from gpu_runtime.layers import LayerConfig
 from gpu_runtime.te import TransformerEngineDomain, library
@@ -37,6 +38,7 @@ _STORES = (
     ("layernorm_mlp", ("fc2", "fc1")),
 )
 _DIRECTIONS = (("forward", "scaling_fwd"), ("backward", "scaling_bwd"))
+_STATE = ("amax_history", "scale")
 
 
 class TransformerEngineStage:
@@ -284,7 +286,7 @@ class TransformerEngineStage:
         for name, module in self.fp8_modules():
             for way, key in _DIRECTIONS:
                 held = module.fp8_meta.get(key)
-                for kind in ("amax_history", "scale"):
+                for kind in _STATE:
                     tensor = getattr(held, kind, None)
                     if isinstance(tensor, Tensor):
                         state[f"{name}.{way}.{kind}"] = tensor
@@ -302,6 +304,34 @@ class TransformerEngineStage:
             for kind, tensors in kinds.items()
             for name, tensor in tensors.items()
         }
+
+    def address_probe(self) -> Callable[[], Sequence[int]]:
+        """The module tree, and what the FP8 state and workspaces of its modules hold by then."""
+        tree = module_probe(self.layers)
+        modules: list[Any] = list(self.layers.modules())
+        stateful = [module for module in modules if hasattr(module, "fp8_meta")]
+        caching = [module for module in modules if hasattr(module, "_fp8_workspaces")]
+
+        def look() -> list[int]:
+            found = tree()
+            for module in stateful:
+                meta = module.fp8_meta
+                for _, key in _DIRECTIONS:
+                    held = meta.get(key)
+                    found += (
+                        tensor.data_ptr()
+                        for kind in _STATE
+                        if isinstance(tensor := getattr(held, kind, None), Tensor)
+                    )
+            for module in caching:
+                for workspace in module._fp8_workspaces.values():
+                    found += (
+                        value.data_ptr() if isinstance(value, Tensor) else 0
+                        for value in workspace.get_metadata().values()
+                    )
+            return found
+
+        return look
 
     def capture_obstacles(self) -> tuple[str, ...]:
         """Modes in which a graph would replay host decisions or another library's streams."""

@@ -142,6 +142,7 @@ class Ours:
                 provisioning=self.provisioning,
                 captured=self.captured,
                 readers=True,
+                feeds=self.after,
             ),
         )
         self.actions = self.runtime.actions

@@ -64,18 +64,19 @@ class UnguardedActions:
     runtime: Runtime
 
     @contextmanager
-    def _on_graph_stream(self) -> Iterator[None]:
+    def _on_graph_stream(self, *, after_copies: bool = False) -> Iterator[None]:
         handoff = self.runtime.handoff
         handoff.wait_for_caller()
         with handoff.scope():
             yield
-            handoff.record_tail()
+            # As the guarded actions do: a graph has marked its own tail.
+            if after_copies or not self.runtime.executor.marks_tail:
+                handoff.record_tail()
         handoff.caller_waits()
 
     def _slot(self, key: TapeKey) -> tuple[StageMemory, Slot]:
         memory = self.runtime.memories[key.stage]
-        local = self.runtime.plan.slot_of[key.stage, key.microbatch]
-        return memory, memory.table[memory.table.first_index + local]
+        return memory, memory.table[memory.slot_of[key.microbatch]]
 
     def refresh(self, stage: int) -> None:
         """Refresh a stage's weight cache, wherever it may be by now."""
@@ -87,11 +88,12 @@ class UnguardedActions:
             else:
                 graphs[stage].replay()
 
-    def forward(self, key: TapeKey, inputs: Sequence[Tensor]) -> TapeRef:
+    def forward(self, key: TapeKey, inputs: Sequence[Tensor] | None = None) -> TapeRef:
         """F."""
         memory, slot = self._slot(key)
         with self._on_graph_stream():
-            fill(slot.input_views, inputs)
+            if inputs is not None:
+                fill(slot.input_views, inputs)
             self.runtime.executor.forward(memory, slot)
         return TapeRef(slot.index, 0)
 
@@ -99,20 +101,21 @@ class UnguardedActions:
         """Nothing is compared."""
 
     def input_gradient(
-        self, key: TapeKey, ref: TapeRef, output_gradients: Sequence[Tensor]
+        self, key: TapeKey, ref: TapeRef, output_gradients: Sequence[Tensor] | None = None
     ) -> None:
         """dI."""
         memory, slot = self._slot(key)
-        variant = self.runtime.plan.variant(key.stage, key.microbatch, memory.arena.rule)
+        variant = memory.variants[key.microbatch]
         with self._on_graph_stream():
-            fill(slot.output_gradients, output_gradients)
+            if output_gradients is not None:
+                fill(slot.output_gradients, output_gradients)
             self.runtime.executor.input_gradient(memory, slot, variant)
 
     def weight_gradient(self, key: TapeKey, ref: TapeRef) -> None:
         """dW."""
         memory, slot = self._slot(key)
-        variant = self.runtime.plan.variant(key.stage, key.microbatch, memory.arena.rule)
-        with self._on_graph_stream():
+        variant = memory.variants[key.microbatch]
+        with self._on_graph_stream(after_copies=not memory.arena.direct):
             self.runtime.executor.weight_gradient(memory, slot, variant)
             if not memory.arena.direct:
                 memory.arena.keep_copies(key.microbatch, slot.weight_gradients)

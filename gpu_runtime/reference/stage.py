@@ -23,6 +23,7 @@ from gpu_runtime.backend import (
     TensorSpec,
     WeightGradients,
     WgradUnit,
+    module_probe,
 )
 from gpu_runtime.layers import LayerConfig
 from gpu_runtime.reference.layer import ReferenceLayer
@@ -203,6 +204,22 @@ class ReferenceStage(torch.nn.Module):
             for kind, tensors in kinds.items()
             for name, tensor in tensors.items()
         }
+
+    def address_probe(self) -> Callable[[], Sequence[int]]:
+        """The module tree, the scaling state of its layers, the caches of their products."""
+        tree = module_probe(self)
+        layers, linears = self._layers, self.linears
+
+        def look() -> list[int]:
+            found = tree()
+            for layer in layers:
+                for scaling in (layer.forward_scaling, layer.backward_scaling):
+                    found += (scaling.history.data_ptr(), scaling.scale.data_ptr())
+            for linear in linears:
+                found += (linear.cache.data.data_ptr(), linear.cache.scale_inv.data_ptr())
+            return found
+
+        return look
 
     def capture_obstacles(self) -> tuple[str, ...]:
         """None of its own."""

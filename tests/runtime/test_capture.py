@@ -86,7 +86,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[StandInGraph]:
         slot.weight_gradients = dict(zip(names, kept, strict=True))
         return result
 
-    def record(self: Any, pool: Any, action: Callable[[], None]) -> StandInGraph:
+    def record(self: Any, _: str, pool: Any, action: Callable[[], None]) -> StandInGraph:
         action()
         made.append(StandInGraph(pool, action))
         self.report.num_graphs += 1
