@@ -169,7 +169,7 @@ class Contract:
         name = self.stages[0].domain if domain is None else domain
         try:
             return self._links[caller, name]
-        except KeyError:
+        except (KeyError, TypeError):
             raise ValueError(
                 f"no link of caller {caller!r} and domain {name!r}; there are {list(self._links)}"
             ) from None

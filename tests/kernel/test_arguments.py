@@ -1,0 +1,288 @@
+"""
+Arguments: what was never configured is refused by name, whatever the call, with nothing changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from qeffect import Contract, Refused, TapeKey, TapeRef
+
+from .helpers import Rig, refused, stage
+
+Call = Callable[[Contract, Any], Any]
+
+_KEY = TapeKey(0, 0, 0)
+_REF = TapeRef(0, 0, 0)
+
+OF_STAGE: dict[str, Call] = {
+    "check_refresh": lambda c, s: c.check_refresh(s),
+    "invalidate": lambda c, s: c.invalidate(s),
+    "finalize": lambda c, s: c.finalize(s),
+    "start_reduction": lambda c, s: c.start_reduction(s),
+    "finish_reduction": lambda c, s: c.finish_reduction(s),
+    "fail_reduction": lambda c, s: c.fail_reduction(s),
+}
+OF_LINK: dict[str, Call] = {
+    "join": lambda c, link: c.join(link),
+    "wait": lambda c, link: c.wait(link),
+    "check_refresh": lambda c, link: c.check_refresh(0, link),
+    "finalize": lambda c, link: c.finalize(0, link),
+    "read": lambda c, link: c.read(_KEY, _REF, link=link),
+}
+OF_KEY: dict[str, Call] = {
+    "reserve": lambda c, key: c.reserve(key),
+    "bind": lambda c, key: c.bind(key),
+    "check_forward": lambda c, key: c.check_forward(key, refresh=True),
+    "check_dgrad": lambda c, key: c.check_dgrad(key, _REF),
+    "check_wgrad": lambda c, key: c.check_wgrad(key, _REF),
+    "read": lambda c, key: c.read(key, _REF),
+    "finish_read": lambda c, key: c.finish_read(key, _REF),
+    "drop": lambda c, key: c.drop(key, _REF),
+}
+OF_REF: dict[str, Call] = {
+    "check_dgrad": lambda c, ref: c.check_dgrad(_KEY, ref),
+    "check_wgrad": lambda c, ref: c.check_wgrad(_KEY, ref),
+    "read": lambda c, ref: c.read(_KEY, ref),
+    "finish_read": lambda c, ref: c.finish_read(_KEY, ref),
+    "drop": lambda c, ref: c.drop(_KEY, ref),
+}
+
+
+class TestStages:
+    @pytest.mark.parametrize("call", OF_STAGE)
+    @pytest.mark.parametrize("wrong", [1, -1, 99])
+    def test_unknown(self, call: str, wrong: int) -> None:
+        """A stage that this process does not have is named, with those that it has."""
+        with pytest.raises(ValueError, match=rf"^{call}: no stage {wrong}; there are \[0\]$"):
+            OF_STAGE[call](Rig().contract, wrong)
+
+    @pytest.mark.parametrize("call", OF_STAGE)
+    @pytest.mark.parametrize("wrong", ["0", None, 0.0, [0]])
+    def test_no_index(self, call: str, wrong: Any) -> None:
+        """What is no index is said to be none."""
+        with pytest.raises(TypeError, match=f"^{call}: stage must be an index, got "):
+            OF_STAGE[call](Rig().contract, wrong)
+
+
+class TestLinks:
+    @pytest.mark.parametrize("call", OF_LINK)
+    @pytest.mark.parametrize("wrong", [1, -1, 99])
+    def test_unknown(self, call: str, wrong: int) -> None:
+        """A link that does not exist is named; a negative one does not count from the end."""
+        with pytest.raises(ValueError, match=f"^{call}: no link {wrong}; there are 1$"):
+            OF_LINK[call](Rig().contract, wrong)
+
+    @pytest.mark.parametrize("call", OF_LINK)
+    @pytest.mark.parametrize("wrong", ["0", None, [0]])
+    def test_no_index(self, call: str, wrong: Any) -> None:
+        """What is no index is said to be none."""
+        with pytest.raises(TypeError, match=f"^{call}: link must be an index, got "):
+            OF_LINK[call](Rig().contract, wrong)
+
+    @pytest.mark.parametrize("action", ["check_forward", "check_dgrad", "check_wgrad"])
+    @pytest.mark.parametrize("wrong", [1, -1, 99])
+    def test_of_an_action(self, action: str, wrong: int) -> None:
+        """The three actions name a wrong link too, and reserve nothing."""
+        rig = Rig()
+        check = _ready(rig, action)
+        before = rig.contract.snapshot()
+
+        with pytest.raises(ValueError, match=f"^{action}: no link {wrong}; there are 1$"):
+            check(link=wrong)
+        assert before == rig.contract.snapshot()
+
+    @pytest.mark.parametrize("action", ["check_forward", "check_dgrad", "check_wgrad"])
+    @pytest.mark.parametrize("wrong", ["0", None])
+    def test_of_an_action_no_index(self, action: str, wrong: Any) -> None:
+        """Or what is no link at all."""
+        check = _ready(Rig(), action)
+
+        with pytest.raises(TypeError, match=f"^{action}: link must be an index, got "):
+            check(link=wrong)
+
+    def test_unknown_caller(self) -> None:
+        """Work of a caller that was never named is not silently forgotten."""
+        with pytest.raises(ValueError, match=r"^submit: no caller 'side'; there are \['main'\]$"):
+            Rig().contract.submit("side")
+
+
+def _ready(rig: Rig, action: str) -> Callable[..., Any]:
+    """Make everything ready for an action of microbatch 0, and return its check."""
+    key = rig.key(0)
+    if action == "check_forward":
+        return lambda **options: rig.contract.check_forward(key, refresh=True, **options)
+    ref = rig.forward(0)
+    rig.contract.bind(key)
+    rig.contract.wait()
+    if action == "check_dgrad":
+        return lambda **options: rig.contract.check_dgrad(key, ref, **options)
+    rig.dgrad(ref, 0)
+    return lambda **options: rig.contract.check_wgrad(key, ref, **options)
+
+
+class TestKeys:
+    @pytest.mark.parametrize("call", ["reserve", "bind", "check_forward", "check_wgrad"])
+    @pytest.mark.parametrize(
+        ("part", "expected"),
+        [
+            ({"microbatch": 2}, "a key of stage 0: 2 microbatches, 1 blocks, 1 invocations"),
+            ({"block": 1}, "a key of stage 0: 2 microbatches, 1 blocks"),
+            ({"invocation": 1}, "1 invocations"),
+            ({"stage": 5}, "a key of one of the stages [0]"),
+        ],
+    )
+    def test_unknown(self, call: str, part: dict[str, int], expected: str) -> None:
+        """A key outside the configuration is refused; the message says what is inside."""
+        rig = Rig()
+        key = evolve(_KEY, **part)
+
+        with refused(rig, "ownership.unknown-key", str(key), expected):
+            OF_KEY[call](rig.contract, key)
+
+    def test_unknown_with_a_slot(self) -> None:
+        """Naming a slot does not change what is wrong, even when that slot is busy."""
+        rig = Rig()
+        ref = rig.forward(0)
+        for call in (rig.contract.check_forward, rig.contract.reserve):
+            with refused(rig, "ownership.unknown-key", "e0.s0.m9"):
+                call(TapeKey(0, 0, 9), slot=ref.slot)
+
+    def test_unknown_with_no_slot_free(self) -> None:
+        """Nor does a full pool."""
+        rig = Rig()
+        rig.forward(0)
+        rig.forward(1)
+        for call in (rig.contract.check_forward, rig.contract.reserve):
+            with refused(rig, "ownership.unknown-key", "e0.s0.m9"):
+                call(TapeKey(0, 0, 9))
+
+    def test_unknown_stage_of_a_dgrad(self) -> None:
+        """dI of a stage that is not here is refused by its key."""
+        rig = Rig()
+        ref = rig.forward(0)
+
+        with refused(rig, "ownership.unknown-key", "e0.s5.m0"):
+            rig.contract.check_dgrad(TapeKey(0, 5, 0), ref)
+
+    @pytest.mark.parametrize("call", ["check_dgrad", "read", "finish_read", "drop"])
+    def test_unknown_with_a_live_reference(self, call: str) -> None:
+        """Where a live tape is presented too, the key is not that tape's."""
+        rig = Rig(stage(sends_output=True))
+        ref = rig.forward(0)
+
+        with refused(rig, "ownership.wrong-key", "e0.s0.m9", "holding e0.s0.m0"):
+            getattr(rig.contract, call)(TapeKey(0, 0, 9), ref)
+
+    @pytest.mark.parametrize("call", OF_KEY)
+    @pytest.mark.parametrize("wrong", [None, "e0.s0.m0", (0, 0, 0), 3])
+    def test_no_key(self, call: str, wrong: Any) -> None:
+        """What is no key is said to be none."""
+        with pytest.raises(TypeError, match=f"^{call}: key must be a TapeKey, got "):
+            OF_KEY[call](Rig().contract, wrong)
+
+
+class TestSlots:
+    @pytest.mark.parametrize("wrong", [2, 99, -1, -2])
+    def test_unknown_of_a_forward(self, wrong: int) -> None:
+        """A slot that does not exist is named; a negative one does not count from the end."""
+        rig = Rig()
+        for call in (rig.contract.reserve, rig.contract.check_forward):
+            with refused(rig, "ownership.unknown-slot", f"slot {wrong} for e0", "from 0 to 1"):
+                call(rig.key(0), slot=wrong)
+
+    @pytest.mark.parametrize("wrong", ["0", 0.0, [0]])
+    def test_no_index(self, wrong: Any) -> None:
+        """What is no index is said to be none."""
+        rig = Rig()
+        for name in ("reserve", "check_forward"):
+            with pytest.raises(TypeError, match=f"^{name}: slot must be an index, got "):
+                getattr(rig.contract, name)(rig.key(0), slot=wrong)
+
+    @pytest.mark.parametrize("call", OF_REF)
+    @pytest.mark.parametrize("wrong", [2, 99, -1, -2])
+    def test_unknown_of_a_reference(self, call: str, wrong: int) -> None:
+        """So is a reference into no slot."""
+        rig = Rig(stage(sends_output=True))
+        ref = rig.forward(0)
+
+        with refused(rig, "ownership.unknown-slot", f"slot {wrong} for e0.s0.m0", "from 0 to 1"):
+            OF_REF[call](rig.contract, evolve(ref, slot=wrong))
+
+    @pytest.mark.parametrize("call", OF_REF)
+    @pytest.mark.parametrize("wrong", [None, 0, (0, 0, 0), "slot 0"])
+    def test_no_reference(self, call: str, wrong: Any) -> None:
+        """What is no reference is said to be none."""
+        with pytest.raises(TypeError, match=f"^{call}: ref must be a TapeRef, got "):
+            OF_REF[call](Rig().contract, wrong)
+
+
+#: Every place where a caller's value goes, given the contract, a live tape and the value.
+_PLACES: dict[str, Callable[[Contract, TapeKey, TapeRef, Any], Any]] = {
+    "token of F": lambda c, k, r, x: c.check_forward(evolve(k, microbatch=1), token=x),
+    "slot of F": lambda c, k, r, x: c.check_forward(evolve(k, microbatch=1), slot=x),
+    "token of dI": lambda c, k, r, x: c.check_dgrad(k, r, token=x),
+    "destination of dW": lambda c, k, r, x: c.check_wgrad(k, r, destination=x),
+    "destination of a bind": lambda c, k, r, x: c.bind(k, x),
+    "slot of a reservation": lambda c, k, r, x: c.reserve(evolve(k, microbatch=1), x),
+    "caller": lambda c, k, r, x: c.submit(x),
+    "caller of a link": lambda c, k, r, x: c.link(x),
+    "domain of a link": lambda c, k, r, x: c.link("main", x),
+    "epoch of a commit": lambda c, k, r, x: c.commit_epoch(x),
+    "checkpoint": lambda c, k, r, x: c.restore(x),
+    "ticket of a commit": lambda c, k, r, x: c.commit(x),
+    "ticket of an abort": lambda c, k, r, x: c.abort(x),
+}
+
+
+def _everywhere() -> dict[str, Callable[[Contract, TapeKey, TapeRef, Any], Any]]:
+    places = dict(_PLACES)
+    for what, calls in (("stage", OF_STAGE), ("link", OF_LINK), ("key", OF_KEY), ("ref", OF_REF)):
+        for name, call in calls.items():
+            places[f"{what} of {name}"] = lambda c, k, r, x, call=call: call(c, x)
+    return places
+
+
+class TestNoTraceback:
+    #: Values that no argument takes, of every kind.
+    JUNK = ("x", 3.5, -7, 10**30, [], {}, (), object(), float("nan"), b"")
+
+    @pytest.mark.parametrize("place", _everywhere())
+    def test_any_junk(self, place: str) -> None:
+        """Whatever stands where, the error is a refusal, or a TypeError or ValueError of ours."""
+        for junk in self.JUNK:
+            rig = Rig(stage(sends_output=True, sends_gradient=True, reduces=True))
+            ref = rig.forward(0)
+            before = rig.contract.snapshot()
+            with pytest.raises((Refused, TypeError, ValueError)) as caught:
+                _everywhere()[place](rig.contract, rig.key(0), ref, junk)
+
+            assert before == rig.contract.snapshot()
+            text = str(caught.value)
+            assert "\n" not in text
+            assert isinstance(caught.value, Refused) or _is_ours(text), text
+
+    @pytest.mark.parametrize("place", _everywhere())
+    def test_nothing(self, place: str) -> None:
+        """None is the default where there is one, and an error of ours elsewhere."""
+        rig = Rig(stage(sends_output=True, sends_gradient=True, reduces=True))
+        ref = rig.forward(0)
+        try:
+            _everywhere()[place](rig.contract, rig.key(0), ref, None)
+        except Refused as refused:
+            ours = bool(refused.presented)
+        except (TypeError, ValueError) as error:
+            ours = _is_ours(str(error))
+        else:
+            ours = True
+        assert ours
+
+
+def _is_ours(text: str) -> bool:
+    """Whether a message names the call and what was given, as ours do and Python's do not."""
+    ours = ("must be", "no stage", "no link", "no caller", "expected a")
+    return any(words in text for words in ours)
