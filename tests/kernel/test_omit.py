@@ -1,0 +1,125 @@
+"""
+Relations that a backend leaves out: what remains is still a contract.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from qeffect.stage import OPTIONAL, RELATIONS, transitions
+
+from .helpers import MATRICES, Rig, refused, stage
+
+EACH = pytest.mark.parametrize("relation", sorted(OPTIONAL))
+SUBSETS = [
+    frozenset(chosen)
+    for size in range(len(OPTIONAL) + 1)
+    for chosen in combinations(sorted(OPTIONAL), size)
+]
+
+
+class TestAnySubset:
+    @pytest.mark.parametrize("omit", SUBSETS, ids=lambda s: "+".join(sorted(s)) or "nothing")
+    def test_two_epochs(self, omit: frozenset[str]) -> None:
+        """Whatever is left out, an orderly process runs epoch after epoch."""
+        rig = Rig(stage(0, sends_output=True), stage(1, domain="b"), omit=omit)
+
+        assert [1, 2] == [rig.epoch(), rig.epoch()]
+
+    @pytest.mark.parametrize("omit", SUBSETS, ids=lambda s: "+".join(sorted(s)) or "nothing")
+    def test_ownership_remains(self, omit: frozenset[str]) -> None:
+        """Ownership is never left out: a stale reference is refused in every composition."""
+        rig = Rig(omit=omit)
+        ref = rig.microbatch(0)
+
+        with refused(rig, "ownership.stale-reference"):
+            rig.contract.check_wgrad(rig.key(0), ref)
+        with refused(rig, "ownership.repeated-forward"):
+            rig.check_forward(0)
+
+    def test_composed_relations(self) -> None:
+        """The composition lists the relations that remain, in the normative order."""
+        for omit in SUBSETS:
+            assert tuple(n for n in RELATIONS if n not in omit) == transitions(omit).relations
+
+
+class TestEach:
+    @EACH
+    def test_no_clause_of_its_own(self, relation: str) -> None:
+        """No function of the composition mentions a clause of a relation that was left out."""
+        composed = transitions({relation}).functions.values()
+
+        assert not any(f"'{relation}." in (function.__doc__ or "") for function in composed)
+        whole = transitions().functions.values()
+        assert any(f"'{relation}." in (function.__doc__ or "") for function in whole)
+
+    @EACH
+    def test_commit_redeems(self, relation: str) -> None:
+        """Tickets are redeemed once in every composition."""
+        rig = Rig(omit={relation})
+        ticket = rig.check_forward(0)
+        rig.contract.commit(ticket)
+
+        with refused(rig, "ownership.unknown-ticket"):
+            rig.contract.commit(ticket)
+
+    def test_without_version_there_is_no_cache(self) -> None:
+        """Without version nothing is stale, and there is nothing to refresh."""
+        rig = Rig(omit={"version"})
+        with pytest.raises(ValueError, match=r"^these stages leave version out: they have no cac"):
+            rig.contract.check_refresh(0)
+
+        assert rig.contract.check_forward(rig.key(0)).serial == 1
+
+    def test_without_order_updates_overlap(self) -> None:
+        """Without order several F and dI of a domain may be in flight, and none poisons it."""
+        rig = Rig(omit={"order"})
+        rig.contract.commit(rig.contract.check_refresh(0))
+        rig.contract.bind(rig.key(0))
+        tickets = [rig.check_forward(0), rig.check_forward(1)]
+        rig.contract.abort(tickets[1])
+        ref = rig.contract.commit(tickets[0])
+        assert ref is not None
+
+        rig.dgrad(ref, 0)
+        assert rig.contract.token(0) == 0
+
+    def test_without_order_a_refresh_is_alone(self) -> None:
+        """Two refreshes of one cache never overlap, also where order does not say so."""
+        rig = Rig(omit={"order"})
+        ticket = rig.contract.check_refresh(0)
+        with refused(rig, "version.pending"):
+            rig.contract.check_refresh(0)
+        rig.contract.commit(ticket)
+
+        assert rig.contract.memory.cache_epoch == [0]
+
+    def test_without_arena_writes_overlap(self) -> None:
+        """Without an arena (gradients are copied) two dW of a stage may be in flight."""
+        rig = Rig(omit={"arena"})
+        refs = [rig.forward(0), rig.forward(1)]
+        for microbatch in (0, 1):
+            rig.contract.wait()
+            key = rig.key(microbatch)
+            rig.contract.commit(rig.contract.check_dgrad(key, refs[microbatch]), MATRICES)
+        tickets = [rig.check_wgrad(refs[m], m) for m in (0, 1)]
+        for ticket in tickets:
+            rig.contract.commit(ticket, MATRICES)
+        rig.finish()
+
+        assert rig.contract.commit_epoch() == 1
+
+    def test_without_completion_no_link_is_asked(self) -> None:
+        """Without completion an action waits for nobody."""
+        rig = Rig(omit={"completion"})
+        rig.contract.submit()
+        ref = rig.forward(0)
+        rig.contract.bind(rig.key(0))
+
+        assert rig.contract.check_dgrad(rig.key(0), ref).slot == ref.slot
+
+    def test_without_reduction_a_commit_waits_for_none(self) -> None:
+        """Without reduction an epoch commits when its stages are final."""
+        assert Rig(omit={"reduction"}).epoch() == 1
