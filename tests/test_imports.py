@@ -1,0 +1,153 @@
+"""
+Arrows between packages: spec <- qeffect <- {verification, gpu_runtime}, and none crosses.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("spec", "qeffect", "verification", "gpu_runtime")
+#: What each package may import of ours.
+ALLOWED = {
+    "spec": {"spec"},
+    "qeffect": {"spec", "qeffect"},
+    "verification": {"spec", "qeffect", "verification"},
+    "gpu_runtime": {"spec", "qeffect", "gpu_runtime"},
+}
+#: The one module of the kernel that knows torch, and only inside its functions.
+TORCH_TABLES = ROOT / "qeffect" / "schedule" / "torch_tables.py"
+
+
+def _modules(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def _imports(path: Path, *, lazy: bool) -> Iterator[str]:
+    """Top-level names that a module imports, with or without those inside functions."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    package = path.relative_to(ROOT).parts[0]
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if id(node) in inside and not lazy:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield package if node.level else (node.module or "").partition(".")[0]
+
+
+EACH = pytest.mark.parametrize("package", PACKAGES)
+
+
+@EACH
+def test_arrows(package: str) -> None:
+    """No module imports a package of ours that lies above it or beside it, not even lazily."""
+    modules = _modules(package)
+    assert modules
+    for path in modules:
+        ours = {name for name in _imports(path, lazy=True) if name in PACKAGES}
+
+        assert ours <= ALLOWED[package], path
+
+
+@EACH
+def test_nothing_imports_the_tests(package: str) -> None:
+    """What is installed does not need the tests."""
+    for path in _modules(package):
+        assert "tests" not in set(_imports(path, lazy=True)), path
+
+
+@pytest.mark.parametrize("package", ["spec", "qeffect"])
+def test_kernel_needs_attrs_only(package: str) -> None:
+    """The kernel and the specification import attrs, the standard library and each other."""
+    for path in _modules(package):
+        others = {
+            name
+            for name in _imports(path, lazy=path != TORCH_TABLES)
+            if name not in sys.stdlib_module_names and name not in PACKAGES
+        }
+
+        assert others <= {"attrs", "attr"}, path
+
+
+def test_torch_is_imported_where_it_is_used() -> None:
+    """The module that reads torch's tables imports torch inside its functions only."""
+    assert "torch" in set(_imports(TORCH_TABLES, lazy=True))
+    assert "torch" not in set(_imports(TORCH_TABLES, lazy=False))
+
+
+def test_transformer_engine_in_one_backend() -> None:
+    """Transformer Engine is imported by its own backend modules alone, lazily or not."""
+    users = {
+        path.name
+        for package in PACKAGES
+        for path in _modules(package)
+        if "transformer_engine" in set(_imports(path, lazy=True))
+    }
+
+    assert all(name.startswith("te") for name in users), users
+
+
+def _loaded(statement: str) -> set[str]:
+    """Top-level modules that a statement leaves loaded in a fresh process."""
+    code = f"import sys\n{statement}\nprint(*{{m.partition('.')[0] for m in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import qeffect",
+        "import spec",
+        "import qeffect.cli",
+        "import qeffect.schedule",
+        "import spec.clauses, spec.invariants",
+        "import qeffect; c = qeffect.Contract([qeffect.StageConfig(0, microbatches=1, slots=1)])",
+    ],
+)
+def test_a_fresh_process_is_light(statement: str) -> None:
+    """Neither importing the kernel nor making a contract loads torch, NumPy, Z3 or Hypothesis."""
+    loaded = _loaded(statement)
+
+    heavy = {"torch", "numpy", "z3", "cvc5", "hypothesis", "matplotlib", "jsonschema", "cattrs"}
+    assert not heavy & loaded
+    assert not {"verification", "gpu_runtime", "tests"} & loaded
+
+
+def test_the_instrument_sees_what_is_loaded() -> None:
+    """A process that did load something heavy is told apart."""
+    if importlib.util.find_spec("numpy") is None:
+        pytest.fail("the tests need NumPy: pip install 'qeffect[verify]'")
+
+    assert "numpy" in _loaded("import numpy")
+
+
+@EACH
+def test_typed(package: str) -> None:
+    """Every package says that it is typed."""
+    assert (ROOT / package / "py.typed").exists()
+
+
+@EACH
+def test_every_module_says_what_it_is_for(package: str) -> None:
+    """Every module opens with a docstring."""
+    for path in _modules(package):
+        text = path.read_text(encoding="utf-8")
+
+        assert not text or ast.get_docstring(ast.parse(text)), path
