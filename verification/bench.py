@@ -9,8 +9,15 @@ from typing import Any
 
 __all__ = ["measure"]
 
-#: The composed stage that is walked for its rate: two stages of one domain, every relation on.
-STAGE = "stages-two"
+#: Scopes walked for their rates, of ``explorer.large_scopes``, and whether by the batch reading.
+#: The plain reading is measured on right arguments, the batch reading on wrong ones as well.
+SCOPES = {
+    "pool_plain": ("pool-4-4-2-right", False),
+    "stage_plain": ("stage-small-right", False),
+    "pool_batch": ("pool-4-4-3", True),
+    "stage_batch": ("stage-medium", True),
+    "five_million_states": ("pool-4-5-4", True),
+}
 
 
 def measure(progress: Callable[[str], None]) -> dict[str, Any]:
@@ -22,18 +29,12 @@ def measure(progress: Callable[[str], None]) -> dict[str, Any]:
         were refused as well: both are transitions run.
     """
     from verification import machine, prove
-    from verification.explorer import pool_scope, run, standard_scopes
+    from verification.explorer import large_scopes, run
 
     data: dict[str, Any] = {}
-    scopes = {
-        "pool_plain": (pool_scope(4, 4, 2), False),
-        "stage_plain": (standard_scopes()[STAGE], False),
-        "pool_batch": (pool_scope(4, 4, 3), True),
-        "stage_batch": (standard_scopes()[STAGE], True),
-    }
-    for name, (scope, batch) in scopes.items():
+    for name, (scope, batch) in SCOPES.items():
         progress(f"Measuring. exploration, {name}")
-        report = run(scope, batch=batch)
+        report = run(large_scopes()[scope], batch=batch, witnesses=False)
         data[f"explore_{name}"] = {
             "scope": report.scope,
             "states": report.states,

@@ -110,12 +110,12 @@ def _example(data: st.DataObject, name: str) -> tuple[str, Numbers, dict[str, in
     columns: Numbers = {k: list(v) for k, v in configuration(walker.scope).items()}
     for column in STATE:
         columns[column] = [int(v) for v in getattr(walker.memory, column)]
-    for _ in range(data.draw(st.sampled_from([0, 0, 0, 1, 2, 3]))):
+    for _ in range(data.draw(st.sampled_from([0, 0, 0, 0, 1, 2]))):
         column = data.draw(st.sampled_from(sorted(COLUMNS)))
         index = data.draw(st.integers(0, len(columns[column]) - 1))
         values = _values(COLUMNS[column].values, n, sentinel=column in STATE)
         columns[column][index] = data.draw(values)
-    if arguments and data.draw(st.sampled_from([False, False, True])):
+    if arguments and data.draw(st.sampled_from([False, False, False, True])):
         flat = data.draw(st.sampled_from(sorted(arguments)))
         no_slot = flat == "slot" and transition in ("reserve", "check_forward")
         arguments[flat] = data.draw(_values(ARGUMENTS[flat], n, sentinel=no_slot))

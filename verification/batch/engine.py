@@ -144,7 +144,8 @@ class Engine:
         for leaf, mask, number in leaves(self.trees[move.steps[0]], evaluation, alive, count):
             path = leaf.path
             if path.clause is not None:
-                self._refuse(tally, chunk, index, path.clause, mask, number)
+                if not move.twin:
+                    self._refuse(tally, chunk, index, path.clause, mask, number)
                 continue
             rows = None if number == chunk.size else np.flatnonzero(mask)
             draft = Draft(chunk, rows, _pinned(move), {})

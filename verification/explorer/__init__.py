@@ -8,7 +8,15 @@ the first violation with its schedule, and a witness for everything that happene
 
 from .report import ExploreReport
 from .runs import run
-from .scopes import Scope, pool_scope, standard_scopes
+from .scopes import Scope, large_scopes, pool_scope, standard_scopes
 from .witnesses import unwitnessed
 
-__all__ = ["ExploreReport", "Scope", "pool_scope", "run", "standard_scopes", "unwitnessed"]
+__all__ = [
+    "ExploreReport",
+    "Scope",
+    "large_scopes",
+    "pool_scope",
+    "run",
+    "standard_scopes",
+    "unwitnessed",
+]

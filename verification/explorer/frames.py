@@ -64,18 +64,22 @@ class Maker:
         self.visible = visible_columns(self.depends.values())
         self.versioned = "version" not in scope.omit
 
-    def schedule(self) -> Iterator[tuple[str, tuple[str, ...], frozenset[str]]]:
-        """Yield each label, its steps and the arguments that they read."""
+    def all(self) -> Iterator[Move]:
+        """Yield every move, in a fixed order."""
         grouped = set() if self.scope.tickets else {n for a in ACTIONS.values() for n in a}
         for name in self.scope.transitions:
             if name not in grouped and self.matters((name,)):
-                yield name, (name,), self.reads((name,))
+                yield from self.moves(name, (name,))
+        if self.scope.tickets:
+            return
         for action, (check, commit, abort) in ACTIONS.items():
-            if self.scope.tickets or check not in self.scope.transitions:
-                continue
-            for label, end in ((action, commit), (f"{action} fails", abort)):
-                if end in self.scope.transitions and self.matters((check, end)):
-                    yield label, (check, end), self.reads((check, end))
+            there = {check, commit, abort} <= set(self.scope.transitions)
+            if there and self.matters((check, commit, abort)):
+                for move in self.moves(action, (check, commit)):
+                    yield move
+                    if move.right:
+                        fails = f"{action} fails"
+                        yield evolve(move, label=fails, steps=(check, abort), twin=True)
 
     def matters(self, steps: tuple[str, ...]) -> bool:
         """Whether the steps can be refused or change anything that a guard sees."""
@@ -83,22 +87,16 @@ class Maker:
         touched = set().union(*(one.writes for one in found)) - {"serial"}
         return any(one.guards for one in found) or bool(touched & self.visible)
 
-    def all(self) -> Iterator[Move]:
-        """Yield every move, in a fixed order."""
-        for label, steps, reads in self.schedule():
-            yield from self.moves(label, steps, reads)
-
     def reads(self, steps: tuple[str, ...]) -> frozenset[str]:
         return frozenset().union(*(self.depends[name].arguments for name in steps))
 
-    def moves(self, label: str, steps: tuple[str, ...], reads: frozenset[str]) -> Iterator[Move]:
+    def moves(self, label: str, steps: tuple[str, ...]) -> Iterator[Move]:
         parameters = list(TRANSITIONS[steps[0]])
         if len(steps) > 1:
             parameters += [p for p in TRANSITIONS[steps[1]] if p in EVIDENCE]
+        reads = self.reads(steps)
         for frame in self.frames(steps[0], set(parameters)):
             for move in self.expand(frame, reads):
-                if not move.right and label.endswith("fails"):
-                    continue  # refused by the same check as without the failure
                 yield evolve(move, label=label, steps=steps)
 
     def expand(self, frame: Frame, reads: frozenset[str]) -> Iterator[Move]:

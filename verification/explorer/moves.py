@@ -61,6 +61,8 @@ class Move:
         arguments: Flat arguments by name, such as ``key.cell``.
         where: When the move is presented.
         right: Every argument is what the contract wants; a redeeming step must then not refuse.
+        twin: The failure of the action that the move before is the success of. It is presented
+            where that one's check accepts: it begins with the same check.
     """
 
     label: str
@@ -68,6 +70,7 @@ class Move:
     arguments: Mapping[str, Value]
     where: tuple[Where, ...] = ()
     right: bool = True
+    twin: bool = False
 
     @property
     def reads(self) -> set[tuple[str, int]]:

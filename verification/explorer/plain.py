@@ -12,7 +12,7 @@ from attrs import define, field
 
 from qeffect.refusals import Refused
 
-from .walker import Walker, broken_promise
+from .walker import Ready, Walker, broken_promise
 
 __all__ = ["Exploration", "explore"]
 
@@ -97,41 +97,44 @@ def explore(
         for state in frontier:
             buffer[:] = state
             for group in walker.ready():
-                for index, first, arguments, last, place, evidence, rules in group:
-                    try:
-                        ticket = first(memory, *arguments)
-                        if last is not None:
-                            last(memory, place, ticket, *evidence)
-                    except Refused as refusal:
-                        what = index, refusal.clause
-                        if what in refused:
-                            refused[what] += 1
-                        else:
-                            refused[what] = 1
-                            found.first_refused[what] = state
-                        if bytes(buffer) != state or owed[index]:
-                            broken = broken_promise(walker, index, refusal.clause, state)
-                            if broken:
-                                found.violation = (broken, state, index, refusal.clause)
-                                return found
-                        continue
-                    if not accepted[index]:
-                        found.first_accepted[index] = state
-                    accepted[index] += 1
-                    for rule in rules:
-                        rule()
-                    if canonical is not None:
-                        canonical()
-                    after = bytes(buffer)
-                    if after not in parents:
-                        parents[after] = state
-                        following.append(after)
-                        if check is not None:
-                            broken = check(memory)
-                            if broken:
-                                found.violation = (broken, state, index, None)
-                                return found
-                    buffer[:] = state
+                for ready in group:
+                    pending: Ready | None = ready
+                    while pending is not None:
+                        index, first, arguments, last, place, evidence, rules, pending = pending
+                        try:
+                            ticket = first(memory, *arguments)
+                            if last is not None:
+                                last(memory, place, ticket, *evidence)
+                        except Refused as refusal:
+                            what = index, refusal.clause
+                            if what in refused:
+                                refused[what] += 1
+                            else:
+                                refused[what] = 1
+                                found.first_refused[what] = state
+                            if bytes(buffer) != state or owed[index]:
+                                broken = broken_promise(walker, index, refusal.clause, state)
+                                if broken:
+                                    found.violation = (broken, state, index, refusal.clause)
+                                    return found
+                            break
+                        if not accepted[index]:
+                            found.first_accepted[index] = state
+                        accepted[index] += 1
+                        for rule in rules:
+                            rule()
+                        if canonical is not None:
+                            canonical()
+                        after = bytes(buffer)
+                        if after not in parents:
+                            parents[after] = state
+                            following.append(after)
+                            if check is not None:
+                                broken = check(memory)
+                                if broken:
+                                    found.violation = (broken, state, index, None)
+                                    return found
+                        buffer[:] = state
             tried += 1
             if progress is not None and tried % _REPORT == 0:
                 progress(

@@ -13,7 +13,14 @@ from attrs.validators import deep_iterable, ge, instance_of
 from qeffect.constants import DI, DW, GRAD, OUT
 from qeffect.stage import OPTIONAL, TRANSITIONS
 
-__all__ = ["Scope", "configuration", "pool_scope", "sizes", "standard_scopes"]
+__all__ = [
+    "Scope",
+    "configuration",
+    "large_scopes",
+    "pool_scope",
+    "sizes",
+    "standard_scopes",
+]
 
 _count = [instance_of(int), ge(1)]
 _counts = deep_iterable(_count, instance_of(tuple))
@@ -188,8 +195,9 @@ def pool_scope(slots: int, keys: int, generations: int, **options: Any) -> Scope
     >>> pool_scope(4, 4, 3).name
     'pool-4-4-3'
     """
+    right = "" if options.get("wrong_arguments", True) else "-right"
     return Scope(
-        name=f"pool-{slots}-{keys}-{generations}",
+        name=f"pool-{slots}-{keys}-{generations}{right}",
         slots=(slots,),
         cells=(keys,),
         generation_max=generations,
@@ -255,5 +263,25 @@ def standard_scopes() -> Mapping[str, Scope]:
             generation_max=1,
             omit=("arena", "capture", "order", "reduction", "version"),
         ),
+    )
+    return {scope.name: scope for scope in scopes}
+
+
+def large_scopes() -> Mapping[str, Scope]:
+    """
+    Return scopes for the batch reading and for measuring rates, by name.
+
+    The pool of 4 slots, 4 keys and 3 generations has 540,184 states, as many as the same model
+    has in TLC and SPIN; ``-right`` presents only right arguments, as those do. The last pool and
+    the last stage have more than five million states.
+    """
+    scopes = (
+        pool_scope(4, 4, 2, wrong_arguments=False),
+        pool_scope(4, 4, 3, wrong_arguments=False),
+        pool_scope(4, 4, 3),
+        pool_scope(4, 5, 4),
+        Scope("stage-small-right", slots=(2,), cells=(2,), generation_max=1, wrong_arguments=False),
+        Scope("stage-medium", slots=(2,), cells=(3,), generation_max=2),
+        Scope("stage-large", slots=(3,), cells=(3,), generation_max=2, epochs=2),
     )
     return {scope.name: scope for scope in scopes}

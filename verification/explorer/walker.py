@@ -21,7 +21,7 @@ from .moves import EVIDENCE, Move, Rel
 from .quotient import normal_form
 from .scopes import Scope, configuration
 
-__all__ = ["Key", "Ref", "Step", "Walker", "broken_promise"]
+__all__ = ["Key", "Ready", "Ref", "Step", "Walker", "broken_promise"]
 
 
 @frozen(eq=False)
@@ -75,8 +75,8 @@ class Step:
 
 
 #: A move ready to run: index, first transition, its arguments, second transition or None, where
-#: it redeems, its evidence, and what brings the state that it leaves into normal form. A plain
-#: tuple, because the explorer's inner loop unpacks it.
+#: it redeems, its evidence, what brings the state that it leaves into normal form, and the twin
+#: to run next if this one is accepted. A plain tuple, because the inner loops unpack it.
 Ready = tuple[
     int,
     Callable[..., Any],
@@ -85,6 +85,7 @@ Ready = tuple[
     int,
     tuple[int, ...],
     tuple[Callable[[], None], ...],
+    Any,
 ]
 
 
@@ -161,10 +162,18 @@ class Walker:
             key = group.key(buffer)
             moves = group.known.get(key)
             if moves is None:
-                moves = group.known[key] = [
-                    self._ready(index, move) for index, move in group.moves if self.applies(move)
-                ]
+                moves = group.known[key] = self._listed(group)
             yield moves
+
+    def _listed(self, group: _Group) -> list[Ready]:
+        found: list[Ready] = []
+        for index, move in group.moves:
+            if not move.twin and self.applies(move):
+                twin = None
+                if index + 1 < len(self.moves) and self.moves[index + 1].twin:
+                    twin = self._ready(index + 1, None)
+                found.append(self._ready(index, twin))
+        return found
 
     def applies(self, move: Move) -> bool:
         """Whether the move is presented in the memory's state."""
@@ -190,13 +199,14 @@ class Walker:
         evidence = tuple(values[p] for p in TRANSITIONS[move.steps[1]] if p in EVIDENCE)
         return Step(index, move, arguments, place, evidence)
 
-    def _ready(self, index: int, move: Move) -> Ready:
+    def _ready(self, index: int, twin: Ready | None) -> Ready:
         step = self.step(index)
+        move = step.move
         first = self.transitions.functions[move.steps[0]]
         last = self.transitions.functions[move.steps[1]] if len(move.steps) > 1 else None
         wrote = set().union(*(self._writes[name] for name in move.steps))
         rules = tuple(rule.apply for rule in self._rules if rule.after & wrote)
-        return index, first, step.arguments, last, step.place, step.evidence, rules
+        return index, first, step.arguments, last, step.place, step.evidence, rules, twin
 
     def _argument(self, parameter: str, values: Mapping[str, int]) -> Any:
         if parameter == "key":
@@ -233,22 +243,25 @@ class Walker:
         memory = self.memory
         memory.thaw(state)
         for group in list(self.ready()):
-            for index, first, arguments, last, place, evidence, rules in group:
-                clause = None
-                try:
-                    ticket = first(memory, *arguments)
-                    if last is not None:
-                        last(memory, place, ticket, *evidence)
-                except Refused as refused:
-                    clause = refused.clause
+            for ready in group:
+                pending: Ready | None = ready
+                while pending is not None:
+                    index, first, arguments, last, place, evidence, rules, twin = pending
+                    clause, pending = None, twin
+                    try:
+                        ticket = first(memory, *arguments)
+                        if last is not None:
+                            last(memory, place, ticket, *evidence)
+                    except Refused as refused:
+                        clause, pending = refused.clause, None
+                        memory.thaw(state)
+                    else:
+                        for rule in rules:
+                            rule()
+                    after = memory.freeze()
                     memory.thaw(state)
-                else:
-                    for rule in rules:
-                        rule()
-                after = memory.freeze()
-                memory.thaw(state)
-                yield index, clause, after
-                memory.thaw(state)
+                    yield index, clause, after
+                    memory.thaw(state)
 
 
 def _value(st: Any, value: int | Rel) -> int:
