@@ -209,7 +209,7 @@ def capture(
     with handoff.scope(), _no_collection(), preserving(domain):
         started = time.perf_counter()
         for memory in memories.values():
-            warm_up(memory, plan, report)
+            warm_up(memory, report)
         with report.phase("warmup drain"):
             handoff.synchronize()
         report.warmup_seconds = time.perf_counter() - started
@@ -245,7 +245,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def warm_up(memory: StageMemory, plan: SlotPlan, report: CaptureReport) -> None:
+def warm_up(memory: StageMemory, report: CaptureReport) -> None:
     """
     Run a stage's refresh, F, dI and every kind of dW once, on its first slot.
 
@@ -253,8 +253,7 @@ def warm_up(memory: StageMemory, plan: SlotPlan, report: CaptureReport) -> None:
     """
     eager = EagerExecutor()
     slot = next(iter(memory.table))
-    variants = plan.variants(memory.stage.index, 0, memory.arena.rule)
-    kinds = list({variant.accumulate: variant for variant in variants}.values())
+    kinds = list({variant.accumulate: variant for variant in memory.variants}.values())
     with report.phase("warmup refresh"):
         eager.refresh(memory)
     with report.phase("warmup F"):

@@ -119,8 +119,7 @@ class OrderedSum:
         if num_sets < 2 or device.type != "cuda" or dtype not in DTYPES:
             return cls(device, None, f"{num_sets} sets of {dtype} on {device}")
         try:
-            with torch.cuda.device(device):
-                return cls(device, compiled(num_sets, dtype, device), "")
+            return cls(device, compiled(num_sets, dtype, device), "")
         except Exception as error:  # a compiler can fail in any way; additions give the same bits
             return cls(device, None, f"{type(error).__name__}: {error}".splitlines()[0])
 
@@ -136,9 +135,8 @@ class OrderedSum:
         if self.launch is None or not self._tabled(sets):
             add_up(sets)
             return
-        with torch.cuda.device(self.device):
-            for table, terms in self._tables:
-                self.launch(table, terms, sets[0][0].dtype, self._most)
+        for table, terms in self._tables:
+            self.launch(table, terms, sets[0][0].dtype, self._most)
 
     def _tabled(self, sets: Sequence[Sequence[Tensor]]) -> bool:
         """Whether the kernel suits the sets; then the tables are theirs."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 from torch import Tensor
@@ -13,7 +14,7 @@ _ELEMENTS = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float
 @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
 def _sum_in_order(table, TERMS: tl.constexpr, ELEMENT: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     row = table + tl.program_id(1) * (TERMS + 1)
-    # Elements and addresses are multiples of 16, which `finalize.suits` asks for: loads are vectors then.
+    # `finalize.suits` asks that sizes and addresses are multiples of 16: loads are vectors then.
     count = tl.multiple_of(tl.load(row), 16)
     offsets = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = offsets < count
@@ -39,4 +40,5 @@ def launch(table: Tensor, terms: int, dtype: Any, most: int) -> None:
     """
     grid = (triton.cdiv(most, BLOCK), table.shape[0])
     element = _ELEMENTS[str(dtype).removeprefix("torch.")]
-    _sum_in_order[grid](table, TERMS=terms, ELEMENT=element, SIZE=BLOCK, enable_fp_fusion=False)
+    with torch.cuda.device_of(table):  # type: ignore[no-untyped-call]
+        _sum_in_order[grid](table, TERMS=terms, ELEMENT=element, SIZE=BLOCK, enable_fp_fusion=False)

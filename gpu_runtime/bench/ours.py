@@ -227,6 +227,8 @@ class Ours:
             "guarded_actions": len(self.order.steps) + len(self.order.stages),
             "warmup_s": None if report is None else report.warmup_seconds,
             "capture_s": None if report is None else report.capture_seconds,
+            "phases_s": {} if report is None else dict(report.phases),
+            "one_pass_obstacles": sorted({m.arena.one_pass_obstacle for m in memories}),
         }
 
     def close(self) -> None:

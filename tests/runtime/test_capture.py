@@ -27,6 +27,7 @@ from gpu_runtime.executor import EagerExecutor, StageMemory
 from gpu_runtime.numerical import NumericalState
 from gpu_runtime.provision import PROVISIONINGS, Provisioning
 from gpu_runtime.reference import ReferenceDomain
+from gpu_runtime.reference.scaling import Quantized
 from gpu_runtime.slots import Slot
 from gpu_runtime.streams import HostHandoff
 from gpu_runtime.train import GuardedRun
@@ -171,6 +172,26 @@ class TestWhatIsCaptured:
         assert 3 * slots + 2 * len(ORDER.stages) == len(graphs)
         assert len(graphs) == executor_of(run).report.num_graphs
 
+    @pytest.mark.parametrize(("rule", "kinds"), [("accumulate", 2), ("per_microbatch", 1)])
+    def test_each_kind_of_work_is_warm(
+        self, rule: Rule, kinds: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Warmup runs dW once overwriting and once adding, if any does; not once a buffer."""
+        ran: list[bool] = []
+        work = EagerExecutor.run_work
+
+        def counted(memory: StageMemory, slot: Slot, variant: Any, *, keep: bool) -> Any:
+            ran.append(variant.accumulate)
+            return work(memory, slot, variant, keep=keep)
+
+        monkeypatch.setattr(EagerExecutor, "run_work", staticmethod(counted))
+        run = captured_run(Order.parse("1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2"), rule)
+        variants = {"accumulate": 2, "per_microbatch": 3}[rule]
+
+        assert kinds == len(set(ran))
+        assert kinds + variants == len(ran)
+        assert 0.0 < executor_of(run).report.phases["warmup dW"]
+
     def test_paper_provisioning(self, graphs: list[StandInGraph]) -> None:
         """One slot a microbatch has the paper's 3 M L graphs, and a refresh a stage."""
         captured_run(provisioning="per_microbatch")
@@ -222,6 +243,63 @@ class TestAddresses:
         with pytest.raises(BackendError, match=f"{what}:.* was at"):
             run.runtime.actions.refresh(1)
         assert replays == executor_of(run).num_replays
+
+    @pytest.mark.parametrize("what", ["parameter", "cache", "state", "buffer", "sum", "module"])
+    def test_replaced(self, what: str) -> None:
+        """What was replaced by another object is found as well as what moved."""
+        run = captured_run()
+        run.step()
+        stage: Any = run.runtime.stages[1]
+        memory = run.runtime.memories[1]
+        layer = stage.layers[0]
+        if what == "parameter":
+            layer.fc1.weight = torch.nn.Parameter(layer.fc1.weight.detach().clone())
+        elif what == "cache":
+            layer.fc1.cache = Quantized(layer.fc1.cache.data.clone(), layer.fc1.cache.scale_inv)
+        elif what == "state":
+            layer.backward_scaling.history = layer.backward_scaling.history.clone()
+        elif what == "buffer":
+            slot = next(iter(memory.table))
+            slot.inputs = tuple(tensor.detach().clone() for tensor in slot.inputs)
+        elif what == "sum":
+            memory.sums[0] = memory.sums[0].clone()
+        else:
+            layer.norm1 = torch.nn.LayerNorm(TINY.hidden, dtype=BF16)
+        named = {"module": "parameter"}.get(what, what)
+
+        with pytest.raises(BackendError, match=f"{named}:.* was at"):
+            run.runtime.actions.refresh(1)
+
+    def test_a_newcomer_is_found(self) -> None:
+        """A parameter that a module gains after capture is named."""
+        run = captured_run()
+        stage: Any = run.runtime.stages[1]
+        stage.layers[0].norm1.register_parameter("gain", torch.nn.Parameter(torch.ones(1)))
+
+        with pytest.raises(BackendError, match=r"parameter:.*gain was at None"):
+            run.runtime.actions.refresh(1)
+
+    def test_names_are_walked_only_where_something_differs(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A step looks by the probe alone; a change of no address is looked into once."""
+        run = captured_run()
+        walked: list[int] = []
+        addresses = StageMemory.addresses
+
+        def counted(memory: StageMemory) -> dict[str, int]:
+            walked.append(memory.stage.index)
+            return addresses(memory)
+
+        monkeypatch.setattr(StageMemory, "addresses", counted)
+        run.step()
+        assert [] == walked
+        stage: Any = run.runtime.stages[1]
+        stage.layers[0].add_module("empty", torch.nn.Identity())
+
+        run.run(2)
+
+        assert [1] == walked
 
     def test_update_in_place_is_fine(self) -> None:
         """Optimizer steps keep every address: thirty steps replay the same graphs."""

@@ -184,6 +184,32 @@ class TestStage:
         assert all(store.context.empty() for store in slot.tape.stores)
         assert tuple(unit.name for unit in stage.units) == slot.tape.queued
 
+    @pytest.mark.parametrize("what", ["workspace", "workspaces", "history", "meta", "module"])
+    def test_the_probe_sees_what_is_replaced(self, what: str) -> None:
+        """The library re-creates workspaces and states silently; the probe differs as names do."""
+        stage: Any = guarded_te(FUSED, "accumulate", BF16).runtime.stages[1]
+        look, before = stage.address_probe(), dict(stage.addresses())
+        seen = look()
+        assert seen == look()
+        module = stage.layers[0].layernorm_mlp
+        if what == "workspace":
+            made = fake_te.Workspace(module.fc1_weight.detach(), module.fp8_meta["scaling_fwd"], 1)
+            module._fp8_workspaces["fc1_weight"] = made
+        elif what == "workspaces":
+            module._fp8_workspaces = {}
+        elif what == "history":
+            module.fp8_meta["scaling_bwd"].history = torch.zeros(4, 2)
+        elif what == "meta":
+            module.fp8_meta = {
+                key: fake_te.Meta.empty(4, 4, torch.float8_e4m3fn, CPU)
+                for key in ("scaling_fwd", "scaling_bwd")
+            }
+        else:
+            stage.layers[0].layernorm_mlp = fake_te.LayerNormMLP(module.pieces, 32, True)
+
+        assert before != dict(stage.addresses())
+        assert seen != look()
+
     def test_delay_switched_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A module whose store does not defer is an error at dI, not a lost gradient."""
         run = guarded_te(FUSED, "accumulate", BF16)
