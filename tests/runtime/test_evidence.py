@@ -1,0 +1,416 @@
+"""
+The evidence commands on a CPU: what is covered, what a planted difference does, what is refused.
+
+The matrix of rows, histories, destinations and QKV layouts runs here over the reference backend:
+one layout of each in the default run, the other with `pytest -m slow`. All of it at once is
+`python -m gpu_runtime compare --device cpu --sets matrix`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import attrs
+import jsonschema
+import pytest
+
+from gpu_runtime import reports
+from gpu_runtime.__main__ import main
+from gpu_runtime.arena import RULES
+from gpu_runtime.bench.derive import DERIVE
+from gpu_runtime.bench.report import Report
+from gpu_runtime.compare import CATEGORIES, Recording, compare
+from gpu_runtime.evidence import command, faults
+from gpu_runtime.evidence.cases import DEFAULT_SETS, MATRIX, SETS, STEPWISE, Case, small
+from gpu_runtime.evidence.pools import record_of
+from gpu_runtime.evidence.sides import record
+from gpu_runtime.evidence.trials import DISCIPLINES, ORDERS, trial
+from qeffect.refusals import Refused
+
+from .orders import SCHEDULES, TABLE_ROWS
+from .report_samples import ENVIRONMENT
+
+COMMIT = ["--commit", "1" * 40]
+CPU = ["compare", "--device", "cpu", *COMMIT]
+
+
+class TestCases:
+    @pytest.mark.parametrize(
+        ("one", "other", "wanted"),
+        [
+            ("schedule", "rule", itertools.product((*SCHEDULES, "random"), RULES)),
+            ("schedule", "history", itertools.product((*SCHEDULES, "random"), (4, 64))),
+            ("rule", "history", itertools.product(RULES, (4, 64))),
+        ],
+    )
+    def test_every_pair_occurs(self, one: str, other: str, wanted: Any) -> None:
+        """Orders, destinations and histories are covered pairwise at hidden 512 for 20 steps."""
+        cases = [case for case in STEPWISE if (case.hidden, case.steps) == (512, 20)]
+
+        held = {(getattr(case, one), getattr(case, other)) for case in cases}
+
+        assert set(wanted) <= held
+
+    def test_names_are_unique(self) -> None:
+        """A name chooses one case, in all sets together."""
+        names = [case.name for cases in SETS.values() for case in cases]
+
+        assert len(names) == len(set(names))
+
+    def test_the_matrix_is_whole(self) -> None:
+        """Every row of every table, history, destination and QKV layout, once."""
+        held = {(c.schedule, c.rank, c.history, c.rule, c.fused_qkv) for c in MATRIX}
+
+        wanted = {
+            (*row, history, rule, fused)
+            for row, history, rule, fused in itertools.product(
+                TABLE_ROWS, (4, 16, 64), RULES, (True, False)
+            )
+        }
+        assert wanted == held
+        assert len(wanted) == len(MATRIX) == 108
+        assert {(128, 64, 20)} == {(c.hidden, c.sequence, c.steps) for c in MATRIX}
+
+    def test_the_matrix_is_not_made_smaller_on_a_cpu(self) -> None:
+        """Its cases are small already and keep their 20 steps; larger ones shrink."""
+        assert all(small(case) == case for case in MATRIX)
+        assert all(small(case).hidden == 128 for case in STEPWISE)
+        assert "matrix" not in DEFAULT_SETS
+
+    @pytest.mark.parametrize("case", [STEPWISE[0], MATRIX[5], ORDERS[0]], ids=lambda c: c.name)
+    def test_a_case_crosses_processes(self, case: Case) -> None:
+        """As plain data, its order included."""
+        again = Case.from_json(json.loads(json.dumps(case.to_json())))
+
+        assert case == again
+        assert case.order() == again.order()
+
+
+def agrees(case: Case) -> None:
+    """Native full backward and the guarded runtime give the same bits in every category."""
+    native = record(case, "native", "reference", "cpu")
+    eager = record(case, "eager", "reference", "cpu")
+    assert native is not None
+    assert eager is not None
+
+    result = compare(native, eager)
+
+    assert result.mismatched == 0, str(result)
+    assert all(category.compared for category in result.categories)
+
+
+# Neighbours in the matrix differ in their QKV layout alone; taking turns spreads the layouts.
+LAYOUT = [2 * pair + pair % 2 for pair in range(len(MATRIX) // 2)]
+
+
+class TestMatrix:
+    @pytest.mark.parametrize("case", [MATRIX[n] for n in LAYOUT], ids=lambda c: c.name)
+    def test_one_layout(self, case: Case) -> None:
+        """20 steps: every row with every history and every destination, in one QKV layout."""
+        agrees(case)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("case", [MATRIX[n ^ 1] for n in LAYOUT], ids=lambda c: c.name)
+    def test_the_other_layout(self, case: Case) -> None:
+        """The same in the other QKV layout."""
+        agrees(case)
+
+
+class TestCompare:
+    def test_two_cases_with_faults(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Fresh processes, all categories, faults injected: no bit differs."""
+        out = tmp_path / "compare.json"
+        names = ["zbv-accumulate-h4", "izb-arena-h4"]
+        sides = ["native", "native-again", "eager", "disturbed"]
+
+        code = main([*CPU, "--cases", *names, "--sides", *sides, "--steps", "5", "--out", str(out)])
+
+        assert 0 == code
+        report = json.loads(out.read_text())
+        jsonschema.Draft202012Validator(reports.schema()).validate(report)
+        assert report["complete"]
+        assert DERIVE["compare"](report["raw"]) == report["derived"]
+        assert [] == report["raw"]["failures"]
+        runs = report["raw"]["runs"]
+        assert set(itertools.product(names, sides[1:])) == {
+            (run["case"]["name"], run["candidate"]) for run in runs
+        }
+        for run in runs:
+            assert [*CATEGORIES] == [entry["category"] for entry in run["categories"]]
+        assert 0 == report["derived"]["mismatched"]
+        assert report["derived"]["compared"] > 10_000
+        assert "0 mismatched" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("what", ["bit", "missing", "failure"])
+    def test_a_planted_difference(
+        self,
+        what: str,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        tmp_path: Path,
+    ) -> None:
+        """One other digest, one missing value or one failed side is found, named, and exit 1."""
+        real = command.record
+
+        def planted(case: Case, side: str, backend: str, device: str) -> Recording | None:
+            found = real(case, side, backend, device)
+            if side == "eager" and found is not None:
+                if what == "failure":
+                    raise RuntimeError("planted")
+                held = found.values["parameters"]
+                label = next(iter(held))
+                if what == "bit":
+                    held[label] = held[label][:-1] + "x"
+                else:
+                    del held[label]
+            return found
+
+        monkeypatch.setattr(command, "record", planted)
+        monkeypatch.setattr(multiprocessing, "get_context", lambda _: Threads())
+        out = tmp_path / "compare.json"
+        asked = ["--cases", "zbv-accumulate-h4", "--sides", "native", "eager", "--steps", "1"]
+
+        assert 1 == main([*CPU, *asked, "--out", str(out)])
+
+        report = json.loads(out.read_text())
+        said = capsys.readouterr()
+        if what == "failure":
+            (failure,) = report["raw"]["failures"]
+            assert ("zbv-accumulate-h4", "eager") == (failure["case"], failure["side"])
+            assert "planted" in failure["error"]
+            assert "failed: zbv-accumulate-h4 eager" in said.out
+            return
+        assert 1 == report["derived"]["mismatched"]
+        assert 1 == report["derived"]["categories"]["parameters"]["mismatched"]
+        (run,) = report["raw"]["runs"]
+        (entry,) = [e for e in run["categories"] if e["mismatched"]]
+        assert entry["first"][0].startswith("step 0 stage")
+        assert "DIFFER {'parameters': 1}" in said.err
+
+    def test_a_case_that_nobody_could_compare_is_a_failure(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Native cannot form some sums; alone with one other side, nothing would be compared."""
+        monkeypatch.setattr(multiprocessing, "get_context", lambda _: Threads())
+        monkeypatch.setattr(
+            command, "record", lambda _, side, *__: None if side == "native" else Recording("x")
+        )
+        report = Report("compare", None, ENVIRONMENT, {}, {"runs": [], "failures": []})
+
+        command.compare_cases([STEPWISE[0]], ["native", "eager"], "cpu", report)
+
+        (failure,) = report.raw["failures"]
+        assert "nothing to compare with" == failure["error"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--cases", "nonsense"], "unknown case 'nonsense'; choose from"),
+            (["--steps", "0"], "--steps must be at least 1, not 0"),
+            (["--sides", "native"], "--sides native has nothing to be compared with"),
+            (["--sides", "native", "captured"], "a CPU captures nothing"),
+            (["--sides", "native", "disturbed", "--steps", "4"], "before the last fault"),
+            (["--sets", "recipes"], "delayed scaling only"),
+            (["--device", "cuda"], "no CUDA device is here; --device cpu"),
+            (["--commit", "main"], "--commit takes 40 hexadecimal digits"),
+            (["--out", "nowhere/at/all.json"], "cannot write nowhere/at/all.json"),
+        ],
+    )
+    def test_bad_arguments(
+        self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Exit code 2 and one clear line, before anything runs."""
+        assert 2 == main([*CPU, *arguments])
+
+        got = capsys.readouterr()
+        assert "" == got.out
+        assert 1 == len(got.err.splitlines())
+        assert got.err.startswith("compare: ")
+        assert said in got.err
+
+    @pytest.mark.parametrize("arguments", [["--sets", "none"], ["--sides", "both"], ["--device"]])
+    def test_unknown_choices(
+        self, arguments: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Choices are listed by the parser, which exits with 2 as well."""
+        with pytest.raises(SystemExit) as caught:
+            main(["compare", *arguments])
+
+        assert 2 == caught.value.code
+        assert "error: argument" in capsys.readouterr().err
+
+
+class Threads:
+    """Stands in for a multiprocessing context, so that what a test plants reaches the sides."""
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+
+    @staticmethod
+    def Process(target: Callable[..., None], args: Any, daemon: bool) -> threading.Thread:
+        """A thread with an end of the pipe of its own, as a process would have."""
+        pipe, *rest = args
+        own = Connection(os.dup(pipe.fileno()))
+
+        def run() -> None:
+            target(own, *rest)
+            own.close()
+
+        return threading.Thread(target=run, daemon=daemon)
+
+
+class TestFaults:
+    def test_an_accepted_fault_is_no_success(self) -> None:
+        """Injection fails when the kernel accepts, or refuses by another clause."""
+
+        def refuse() -> None:
+            raise Refused("order.token")
+
+        assert "order.token" == faults._expect(("order.token",), refuse)
+        with pytest.raises(AssertionError, match=r"accepted; expected one of order\.token"):
+            faults._expect(("order.token",), lambda: None)
+        with pytest.raises(AssertionError, match=r"refused by order\.token, expected"):
+            faults._expect(("arena.mismatch",), refuse)
+
+    def test_every_case_is_long_enough_for_every_fault(self) -> None:
+        """Faults precede steps 1 to 4; a shorter case would never meet the last."""
+        cases = [case for cases in SETS.values() for case in cases]
+
+        assert min(case.steps for case in cases) > max(faults.REFUSED)
+
+
+class TestPools:
+    """The capture-memory trials with the reference backend, where no memory is shared."""
+
+    @pytest.mark.parametrize(
+        ("case", "action", "position"),
+        list(zip(ORDERS, ("0I0", "0F2", "1F1"), (3, 5, 2), strict=True)),
+        ids=lambda v: getattr(v, "name", None),
+    )
+    def test_the_kernel_refuses_a_shared_pool(self, case: Case, action: str, position: int) -> None:
+        """At the first action that is not in capture order; then nobody is asked."""
+        short = attrs.evolve(small(case), steps=2)
+
+        found = trial(short.to_json(), "shared", "reference", "cpu")
+
+        refused = {"clause": "capture.out-of-order", "action": action, "position": position}
+        assert refused == found["refused"]
+        assert found["error"] is None
+
+    @pytest.mark.parametrize("case", ORDERS, ids=lambda c: c.name)
+    def test_every_discipline_computes_the_same(self, case: Case) -> None:
+        """Eager, where a pool's name moves no memory, guarded or not: native's bits."""
+        short = attrs.evolve(small(case), steps=2).to_json()
+        native = trial(short, "native", "reference", "cpu")
+
+        for discipline in DISCIPLINES:
+            own = trial(short, discipline, "reference", "cpu")
+            run = record_of(Case.from_json(short), discipline, native, own)
+            assert 4 == len(run["categories"])
+            assert 0 == sum(entry["mismatched"] for entry in run["categories"])
+            assert ("shared" == discipline) is (run["refused"] is not None)
+
+    def test_differences_and_failures_are_recorded(self) -> None:
+        """One other digest is one mismatch with its label; a failed run has its error."""
+        case = attrs.evolve(small(ORDERS[0]), steps=1)
+        native = trial(case.to_json(), "native", "reference", "cpu")
+        other = json.loads(json.dumps(native))
+        held = other["recording"]["values"]["input gradients"]
+        label = next(iter(held))
+        held[label] = "other"
+
+        run = record_of(case, "private", native, other)
+        failed = record_of(case, "private", native, {"error": "it died"})
+
+        assert [label] == [first for entry in run["categories"] for first in entry["first"]]
+        assert "it died" == failed["error"]
+        assert [] == failed["categories"]
+
+    def test_values_that_are_no_numbers_are_counted(self) -> None:
+        """In outputs and gradients, not in digests."""
+        import torch
+
+        from gpu_runtime.evidence.trials import FiniteRecording
+
+        recording = FiniteRecording("test")
+        bad = torch.tensor([1.0, float("nan"), float("inf")]).bfloat16()
+        recording.add_all("outputs", "here", {"0": bad})
+        recording.add_all("caches", "here", {"0": bad})
+
+        assert 2 == recording.nonfinite
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"), [([], "needs a GPU"), (["--steps", "0"], "--steps must be")]
+    )
+    def test_on_a_cpu(
+        self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """One line, and exit code 2."""
+        assert 2 == main(["pools", *arguments])
+
+        got = capsys.readouterr()
+        assert said in got.err
+        assert 1 == len(got.err.splitlines())
+
+
+class TestOtherCommands:
+    def test_doctor(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """It names what is missing with its remedy; the reference backend works here."""
+        assert 0 == main(["doctor"])
+
+        out = capsys.readouterr().out
+        assert "reference backend, eager: works" in out
+        assert "miss  CUDA device          none" in out
+        assert "Transformer Engine, captured: does not work here" in out
+
+    def test_doctor_as_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """One object, with a remedy for everything that is missing."""
+        assert 0 == main(["doctor", "--json"])
+
+        found = json.loads(capsys.readouterr().out)
+        assert found["reference_backend"]
+        assert not found["transformer_engine_captured"]
+        assert all(f["works"] or f["remedy"] for f in found["findings"])
+
+    def test_demo(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Guarded steps and native ones, in processes of their own: the same bits."""
+        assert 0 == main(["demo", "--steps", "2"])
+
+        out = capsys.readouterr().out
+        assert "the reference backend, eager" in out
+        assert "The same bits" in out
+        assert all(category in out for category in CATEGORIES)
+
+    def test_demo_of_no_steps(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """A clear line."""
+        assert 2 == main(["demo", "--steps", "0"])
+        assert "--steps must be at least 1" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(("name", "said"), [("demo", "only `doctor` works"), ("doctor", "")])
+    def test_without_torch(self, name: str, said: str) -> None:
+        """Any command says what is missing and how to get it, and exits with 2."""
+        code = (
+            "import sys; sys.modules['torch'] = None\n"
+            "from gpu_runtime.__main__ import main\n"
+            f"raise SystemExit(main([{name!r}]))"
+        )
+
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        )
+
+        assert 2 == done.returncode
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+        assert "pip install 'qeffect[torch]'" in done.stdout
