@@ -56,6 +56,8 @@ def distinct(words: Words, salt: int = 0) -> Words:
         keep[:1] = True
         np.not_equal(keys[1:], keys[:-1], out=keep[1:])
         return keys[keep].view(np.int64)[np.newaxis]
+    if not words.shape[1]:
+        return words
     keys = _keys(words, salt)
     order = np.argsort(keys)
     keys, words = keys[order], words[:, order]

@@ -150,7 +150,8 @@ class Maker:
                 fresh: dict[str, Value] = {"epoch": epoch, "incarnation": Rel("incarnation", 0, 1)}
                 yield Frame(fresh, {}, ((same, ()),))
         elif "epoch" in parameters:
-            others = [{"epoch": Rel("weight_epoch", 0, offset)} for offset in (1, -1)]
+            offsets = (1, -1) if self.versioned else ()
+            others = [{"epoch": Rel("weight_epoch", 0, offset)} for offset in offsets]
             yield Frame({"epoch": Rel("weight_epoch", 0)}, {}, tuple((o, ()) for o in others))
         else:
             yield Frame({})
@@ -217,17 +218,19 @@ class Maker:
         return Rel("weight_epoch", self.config["stage_of"][cell])
 
     def epochs(self, cell: int) -> Iterator[tuple[Value, tuple[Where, ...], bool]]:
-        """Yield each epoch that a key can be presented with, when, and whether it is right."""
+        """
+        Yield each epoch that a key can be presented with, when, and whether it is right.
+
+        Without version nothing checks it, and the caller is trusted to present the current one.
+        """
         if self.scope.fresh_keys:
             yield self.now(cell), (), True
             return
         stage = self.config["stage_of"][cell]
         for epoch in range(self.scope.epochs):
+            yield epoch, (Where("weight_epoch", stage, epoch),), True
             if self.versioned:
-                yield epoch, (Where("weight_epoch", stage, epoch),), True
                 yield epoch, (Where("weight_epoch", stage, epoch, equal=False),), False
-            else:
-                yield epoch, (), True
 
     def place(self, parameters: set[str], cell: int, slot: int) -> Iterator[Frame]:
         """A key that asks for a slot: right if both are free, or if it reserved this one."""

@@ -40,6 +40,9 @@ _POOL: Final = (
     "drop",
 )
 
+#: Transitions of the quantized weight cache.
+_CACHE: Final = frozenset({"check_refresh", "commit_refresh", "abort_refresh", "invalidate"})
+
 
 @frozen
 class Scope:
@@ -109,8 +112,13 @@ class Scope:
 
     @property
     def transitions(self) -> tuple[str, ...]:
-        """Names of the transitions that take part."""
-        return self.only or tuple(TRANSITIONS)
+        """
+        Names of the transitions that take part.
+
+        Without version there is no cache: the contract refuses to refresh or invalidate it.
+        """
+        chosen = self.only or tuple(TRANSITIONS)
+        return tuple(n for n in chosen if n not in _CACHE or "version" not in self.omit)
 
     @property
     def domain_of(self) -> tuple[int, ...]:
