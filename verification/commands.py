@@ -48,16 +48,20 @@ class Explore:
             except ValueError as error:
                 raise Unusable(str(error)) from error
         elif args.scope is not None:
-            if args.scope not in scopes:
-                raise Unusable(f"no scope {args.scope!r}; there are {', '.join(scopes)}")
-            chosen = [scopes[args.scope]]
+            named = {**scopes, **explorer.large_scopes()}
+            if args.scope not in named:
+                raise Unusable(f"no scope {args.scope!r}; there are {', '.join(named)}")
+            chosen = [named[args.scope]]
         else:
             chosen = list(scopes.values())
         try:
-            reports = [
-                explorer.run(scope, batch=args.batch, symmetry=args.symmetry, progress=progress)
-                for scope in chosen
-            ]
+            reports = needs(
+                "verify",  # the batch reading imports NumPy and Z3 only now
+                lambda: [
+                    explorer.run(scope, batch=args.batch, symmetry=args.symmetry, progress=progress)
+                    for scope in chosen
+                ],
+            )
         except ValueError as error:
             raise Unusable(str(error)) from error
         rows = [report.asdict() for report in reports]

@@ -49,10 +49,10 @@ def test_a_state_and_its_normal_form_have_the_same_futures(name: str) -> None:
     memory = real_memory(walker)
     start = memory.snapshot()
     choose = random.Random(name)
-    for _ in range(3):
+    for _ in range(2):
         restored(memory, start)
         state = walker.initial
-        for _ in range(25):
+        for _ in range(20):
             assert state == _normal_form(walker, memory)
             before = memory.snapshot()
             accepted: list[tuple[int, bytes]] = []
