@@ -98,16 +98,16 @@ def optimizer_of(case: Case, stages: list[StageBackend]) -> Optimizer:
 
 
 def run_native(
-    case: Case, rule: NativeRule, backend: str, device: str, recording: Recording
-) -> None:
-    """The library's own full backward, for every step of a case."""
+    case: Case, rule: NativeRule, backend: str, device: str, recording: Recording | None
+) -> NativeRun:
+    """The library's own full backward, for every step of a case; returned once it is done."""
     stages = fresh_stages(case, backend, fuse=rule == "main_grad", device=device)
     domain = stages[0].domain
     # Both sides begin from warm modules in the state of fresh ones: state exists, caches are stale.
     with preserving(domain):
         for stage in stages:
             stage.warm()
-    NativeRun(
+    run = NativeRun(
         stages,
         case.order(),
         Workload(),
@@ -115,7 +115,9 @@ def run_native(
         case.torch_dtype,
         optimizer_of(case, stages),
         recording,
-    ).run(case.steps)
+    )
+    run.run(case.steps)
+    return run
 
 
 def fuse_for(rule: Rule) -> bool | None:

@@ -1,18 +1,48 @@
 """
-Tests that need a device are left out of a run without one: deselected, and counted as that.
+Shared by the tests that need a device: each is marked ``gpu``, and fails where there is none.
+
+Run them with ``pytest -m gpu tests/gpu``; everywhere else they are deselected.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
+from gpu_runtime.compare import Recording
+from gpu_runtime.evidence.command import DETERMINISTIC
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what is marked `gpu` where no CUDA device is."""
-    if torch.cuda.is_available():
-        return
-    without = [item for item in items if item.get_closest_marker("gpu") is not None]
-    if without:
-        config.hook.pytest_deselected(items=without)
-        items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+from .helpers import native_final
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test of this folder; the library's own warnings are not ours to refuse."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def device() -> Iterator[None]:
+    """Fail where a device or the library is missing; force deterministic algorithms."""
+    if not torch.cuda.device_count():
+        pytest.fail("no CUDA device is here; `pytest -m 'not gpu'` runs what needs none")
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.fail("Transformer Engine is not installed: pip install 'qeffect[gpu]'")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in DETERMINISTIC.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="session")
+def undisturbed(device: None) -> Recording:
+    """What an undisturbed native run leaves."""
+    return native_final()

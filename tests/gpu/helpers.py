@@ -1,0 +1,89 @@
+"""Small captured runs over Transformer Engine, and injections into them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from gpu_runtime.backend import StageBackend, parameters
+from gpu_runtime.capture import GraphExecutor
+from gpu_runtime.compare import Recording, compare
+from gpu_runtime.domain import Runtime, RuntimeConfig
+from gpu_runtime.evidence.cases import Case
+from gpu_runtime.evidence.sides import fresh_stages, fuse_for, optimizer_of, run_native
+from gpu_runtime.numerical import live_state
+from gpu_runtime.train import GuardedRun
+from gpu_runtime.workload import Workload
+
+from ..runtime.injection import FINAL, NUM_STEPS, ORDER, Injection
+
+TE = "transformer-engine"
+
+#: The order and the number of steps of the CPU's injections, so that these can be used again.
+SMALL = Case(
+    "small",
+    "ScheduleZBVZeroBubble",
+    1,
+    4,
+    "accumulate",
+    hidden=128,
+    ffn=256,
+    heads=2,
+    sequence=64,
+    steps=NUM_STEPS,
+)
+assert SMALL.order() == ORDER
+
+
+def given(cells: str, **changes: Any) -> Case:
+    """A small case of another order."""
+    return attrs.evolve(SMALL, schedule="given", cells=cells, **changes)
+
+
+def guarded_run(case: Case = SMALL, *, captured: bool = True) -> GuardedRun:
+    """A fresh guarded runtime over the library, the only one that is live in this process."""
+    stages = fresh_stages(case, TE, fuse=fuse_for(case.rule))
+    config = RuntimeConfig(rule=case.rule, dtype=case.torch_dtype, captured=captured, readers=True)
+    return GuardedRun(Runtime(stages, case.order(), config), Workload(), optimizer_of(case, stages))
+
+
+def executor_of(run: GuardedRun) -> GraphExecutor:
+    """The executor that replays."""
+    assert isinstance(run.runtime.executor, GraphExecutor)
+    return run.runtime.executor
+
+
+def final_of(stages: Sequence[StageBackend], optimizer: Any) -> Recording:
+    """What training left, recorded."""
+    recording = Recording("final")
+    recording.add_state("final", live_state(stages[0].domain))
+    for stage in stages:
+        recording.add_all("parameters", str(stage.index), parameters(stage))
+        recording.add_all("caches", str(stage.index), stage.cached_weights())
+    recording.add_all("AdamW state", "final", optimizer.state_tensors())
+    return recording
+
+
+def native_final() -> Recording:
+    """The oracle: native full backward, never disturbed."""
+    run = run_native(SMALL, "main_grad", TE, "cuda", None)
+    return final_of(run.stages, run.optimizer)
+
+
+class CapturedInjection(Injection):
+    """The CPU's injections, into a runtime whose graphs are live."""
+
+    def __init__(self) -> None:
+        self.run = guarded_run()
+        self.actions = self.run.runtime.actions
+        self.contract = self.run.runtime.contract
+        self.done = []
+        self.run.step()
+
+    def assert_final(self, undisturbed: Recording) -> None:
+        """The same bits as if nothing had happened."""
+        stages = list(self.run.runtime.stages.values())
+        result = compare(undisturbed, final_of(stages, self.run.optimizer), categories=FINAL)
+        assert result.mismatched == 0, str(result)
