@@ -48,8 +48,15 @@ class Walker:
         self.run(recover(self.world, chooser(0), self.checkpoints, self.fresh()))
 
     def step(self, number: int) -> None:
-        """Do what a number says: further the epoch, attempt what is refused, help or fail."""
-        pick = chooser(number)
+        """
+        Do what a number says: further the epoch, attempt what is refused, help or fail.
+
+        Zero says to do nothing, so that a schedule in which a step does not matter shrinks to one
+        without it.
+        """
+        if number == 0:
+            return
+        pick = chooser(number - 1)
         kind = pick(256)
         if kind < (_QUIET if self.world.quiet else _BUSY):
             self.advance(pick)
