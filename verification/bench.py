@@ -41,7 +41,9 @@ def measure(progress: Callable[[str], None]) -> dict[str, Any]:
             "accepted": report.transitions,
             "refused": report.refused,
             "seconds": report.seconds,
+            "cpu_seconds": report.cpu_seconds,
             "accepted_per_s": report.rate,
+            "accepted_per_cpu_s": report.cpu_rate,
             "attempted_per_s": report.attempted_rate,
             "peak_rss_mb": report.peak_rss_mb,
         }

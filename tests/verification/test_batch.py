@@ -70,7 +70,7 @@ def test_every_accepting_path_is_taken() -> None:
     """Over the standard scopes each accepting path that can be taken is, with a witness."""
     walkers = [plain(name).walker for name in NAMES]
     reports = [
-        report_of(walker, batch_findings(walker, batched(name), 1.0), "batch", False, 0)
+        report_of(walker, batch_findings(walker, batched(name), (1.0, 1.0)), "batch", False, 0)
         for name, walker in zip(NAMES, walkers, strict=True)
     ]
 

@@ -73,7 +73,7 @@ def test_pool_states_by_counting(slots: int, keys: int, generations: int) -> Non
 def test_everything_sometimes_happens() -> None:
     """Over the standard scopes each transition is accepted and each clause met, with a witness."""
     reports = [
-        report_of(plain(name).walker, plain_findings(plain(name), 1.0), "plain", False, 0)
+        report_of(plain(name).walker, plain_findings(plain(name), (1.0, 1.0)), "plain", False, 0)
         for name in NAMES
     ]
 
@@ -103,6 +103,7 @@ def test_report_is_plain_data() -> None:
     assert 864 == row["transitions"] == sum(row["by_transition"].values())
     assert 5_796 == row["refused"] == sum(row["by_clause"].values())
     assert row["rate"] > 0
+    assert row["cpu_rate"] > 0
     assert row["violation"] is None
     assert row["witnesses"]["ownership.duplicate-dgrad"] == [
         "forward(key e0.s0.c0, slot 0, token 0, link 0, refresh 0)",

@@ -77,7 +77,7 @@ def test_witnesses_replay_on_real_memory(name: str) -> None:
     guide = Guide(walker)
     memory = real_memory(walker)
     start = memory.snapshot()
-    for what, seen in plain_findings(found, 1.0).witnesses.items():
+    for what, seen in plain_findings(found, (1.0, 1.0)).witnesses.items():
         assert isinstance(seen, Seen)
         assert seen.move is not None
         restored(memory, start)

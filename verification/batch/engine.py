@@ -110,7 +110,9 @@ class Engine:
 
     # Running moves
 
-    def expand(self, words: Words, tally: Tally, *, check: bool = True) -> Iterator[Arrival]:
+    def expand(
+        self, words: Words, tally: Tally, *, check: bool = True, wrong: bool = True
+    ) -> Iterator[Arrival]:
         """
         Run every move from every state; count what happens and yield where moves lead.
 
@@ -118,6 +120,7 @@ class Engine:
             words: The states.
             tally: What happened is added to it.
             check: Check the predicates first, and go no further where one is broken.
+            wrong: Run moves with a wrong argument too.
         """
         chunk = Chunk(self.packing, words)
         if check:
@@ -125,6 +128,8 @@ class Engine:
             if tally.broken is not None:
                 return
         for index, move in enumerate(self.moves):
+            if not (wrong or move.right):
+                continue
             alive: Value = True
             for where in move.where:
                 here = chunk.known.get(where)

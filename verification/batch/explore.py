@@ -9,8 +9,9 @@ from typing import Final
 
 import numpy as np
 from attrs import define, field
+from numpy.typing import NDArray
 
-from .engine import Engine
+from .engine import Arrival, Engine
 from .packing import Words
 from .stateset import KeyCollisionError, StateSet, distinct
 from .tally import Sighting, Tally
@@ -77,17 +78,29 @@ class BatchExploration:
         """Return a state of the level before for each of some states of a level."""
         found: dict[State, State] = {}
         targets = np.array(sorted({state[0] for state in children}), np.int64)
-        for chunk in _chunks(self.levels[level - 1]):
-            for arrival in self.engine.expand(chunk, Tally(), check=False):
-                words = arrival.words if self.canonical is None else self.canonical(arrival.words)
-                for row in np.flatnonzero(np.isin(words[0], targets)):
-                    child = tuple(int(word[row]) for word in words)
-                    if child in children and child not in found:
-                        origin = row if arrival.rows is None else arrival.rows[row]
-                        found[child] = tuple(int(word[origin]) for word in chunk)
-                if len(found) == len(children):
-                    return found
+        for wrong in (False, True):  # a sound kernel accepts right arguments only
+            for chunk in _chunks(self.levels[level - 1]):
+                for arrival in self.engine.expand(chunk, Tally(), check=False, wrong=wrong):
+                    self._match(arrival, chunk, targets, children, found)
+                    if len(found) == len(children):
+                        return found
         raise AssertionError(f"{len(children) - len(found)} states of level {level} have no parent")
+
+    def _match(
+        self,
+        arrival: Arrival,
+        chunk: Words,
+        targets: NDArray[np.int64],
+        children: set[State],
+        found: dict[State, State],
+    ) -> None:
+        """Enter where an arrival came from for those of the children that it is."""
+        words = arrival.words if self.canonical is None else self.canonical(arrival.words)
+        for row in np.flatnonzero(np.isin(words[0], targets)):
+            child = tuple(int(word[row]) for word in words)
+            if child in children and child not in found:
+                origin = row if arrival.rows is None else arrival.rows[row]
+                found[child] = tuple(int(word[origin]) for word in chunk)
 
 
 def explore(

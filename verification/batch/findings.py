@@ -4,13 +4,12 @@ What the batch reading finds, handed over as plain states.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
 
 from spec.predicates import Predicate
-from verification.explorer.findings import Findings, Seen
+from verification.explorer.findings import Findings, Seen, Stopwatch
 from verification.explorer.walker import Walker
 
 from .engine import Engine
@@ -52,18 +51,18 @@ def find(
     """
     engine = Engine(walker.scope, walker.transitions, walker.moves, walker.kept, predicates)
     packing = engine.packing
-    started = time.perf_counter()
+    watch = Stopwatch()
     found = explore(
         engine,
         packed_state(packing, walker, walker.initial),
         canonical=canonical_words(packing) if symmetry else None,
         progress=progress,
     )
-    return batch_findings(walker, found, time.perf_counter() - started, witnesses=witnesses)
+    return batch_findings(walker, found, watch(), witnesses=witnesses)
 
 
 def batch_findings(
-    walker: Walker, found: BatchExploration, seconds: float, *, witnesses: bool = True
+    walker: Walker, found: BatchExploration, took: tuple[float, float], *, witnesses: bool = True
 ) -> Findings:
     """Return what a batch exploration found."""
     packing = found.engine.packing
@@ -88,7 +87,7 @@ def batch_findings(
         depth=found.depth,
         accepted=found.tally.accepted,
         refused=found.tally.refused,
-        seconds=seconds,
+        took=took,
         witnesses={name: seen(*what) for name, what in named.items()},
         violation=(broken[0], seen(broken[1], broken[2])) if broken else None,
     )

@@ -4,11 +4,24 @@ Findings: what either reading hands over for the report, in terms of plain state
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from attrs import field, frozen
 
-__all__ = ["Findings", "Seen"]
+__all__ = ["Findings", "Seen", "Stopwatch"]
+
+
+class Stopwatch:
+    """Measures wall time and processor time from its making on."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter(), time.process_time()
+
+    def __call__(self) -> tuple[float, float]:
+        """Return the seconds of both so far."""
+        wall, processor = self._started
+        return time.perf_counter() - wall, time.process_time() - processor
 
 
 @frozen
@@ -38,7 +51,7 @@ class Findings:
         depth: Length of the longest shortest way to a state.
         accepted: Accepted moves by move.
         refused: Refused moves by (move, clause).
-        seconds: Wall time.
+        took: Wall time and processor time, in seconds.
         witnesses: Where each name was first seen.
         violation: What was broken, and where; or None.
     """
@@ -47,6 +60,6 @@ class Findings:
     depth: int
     accepted: Mapping[int, int]
     refused: Mapping[tuple[int, str], int]
-    seconds: float
+    took: tuple[float, float]
     witnesses: Mapping[str, Seen] = field(factory=dict)
     violation: tuple[str, Seen] | None = None

@@ -32,9 +32,9 @@ class ExploreReport:
         violation: What was broken and the schedule that breaks it, or None.
         witnesses: A shortest schedule for everything that happened, by name: transitions and
             their paths accepted, clauses refused.
-        seconds: Wall time.
-        rate: Accepted moves a second.
-        attempted_rate: Accepted and refused moves a second.
+        seconds: Wall time of the exploration, without that of witnesses.
+        cpu_seconds: Processor time of it, which other work on the machine does not lengthen as
+            much.
         peak_rss_mb: Largest memory of the process so far.
     """
 
@@ -51,6 +51,7 @@ class ExploreReport:
     violation: str | None
     witnesses: dict[str, list[str]] = field(repr=False)
     seconds: float
+    cpu_seconds: float
     peak_rss_mb: float
 
     @property
@@ -63,9 +64,19 @@ class ExploreReport:
         """Accepted and refused moves a second."""
         return (self.transitions + self.refused) / max(self.seconds, 1e-9)
 
+    @property
+    def cpu_rate(self) -> float:
+        """Accepted moves a second of processor time."""
+        return self.transitions / max(self.cpu_seconds, 1e-9)
+
     def asdict(self) -> dict[str, Any]:
         """Return the report as plain values."""
-        return asdict(self) | {"rate": self.rate, "attempted_rate": self.attempted_rate}
+        rates = {
+            "rate": self.rate,
+            "attempted_rate": self.attempted_rate,
+            "cpu_rate": self.cpu_rate,
+        }
+        return asdict(self) | rates
 
 
 def peak_rss_mb() -> float:

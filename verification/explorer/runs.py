@@ -4,7 +4,6 @@ Runs: one scope, one reading, one report.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -12,7 +11,7 @@ from qeffect.stage import Transitions
 from spec.invariants import INVARIANTS
 from spec.predicates import Predicate
 
-from .findings import Findings, Seen
+from .findings import Findings, Seen, Stopwatch
 from .plain import Exploration, explore
 from .properties import Checker, claimed
 from .report import ExploreReport, peak_rss_mb
@@ -99,7 +98,8 @@ def report_of(
         invariants=invariants,
         violation=_told(guide, found.violation),
         witnesses={name: guide.texts(seen) for name, seen in found.witnesses.items()},
-        seconds=found.seconds,
+        seconds=found.took[0],
+        cpu_seconds=found.took[1],
         peak_rss_mb=peak_rss_mb(),
     )
 
@@ -121,12 +121,14 @@ def _find(
     """Explore with the plain reading."""
     canonical = canonical_form(walker.scope, walker.memory) if symmetry else None
     check = Checker(walker, predicates)
-    started = time.perf_counter()
+    watch = Stopwatch()
     found = explore(walker, check=check, canonical=canonical, progress=progress)
-    return plain_findings(found, time.perf_counter() - started, witnesses=witnesses)
+    return plain_findings(found, watch(), witnesses=witnesses)
 
 
-def plain_findings(found: Exploration, seconds: float, *, witnesses: bool = True) -> Findings:
+def plain_findings(
+    found: Exploration, took: tuple[float, float], *, witnesses: bool = True
+) -> Findings:
     """Return what a plain exploration found."""
     walker = found.walker
     seen: dict[str, Seen] = {}
@@ -147,7 +149,7 @@ def plain_findings(found: Exploration, seconds: float, *, witnesses: bool = True
         depth=found.depth,
         accepted=dict(enumerate(found.accepted)),
         refused=found.refused,
-        seconds=seconds,
+        took=took,
         witnesses=seen,
         violation=violation,
     )
