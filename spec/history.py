@@ -36,9 +36,9 @@ DONE: Final = 2
 
 
 class Ghost(NamedTuple):
-    """A column of the history: sorts of its index and values, and what it starts with."""
+    """A column of the history: sorts of its indices and values, and what it starts with."""
 
-    index: tuple[str, ...]
+    indices: tuple[str, ...]
     values: str = "int"
     initial: int | None = 0
 

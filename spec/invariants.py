@@ -72,6 +72,12 @@ def cells_counted(st: State, g: Index) -> Truth:
     return 1 <= st.cells[g]
 
 
+@CONFIGURATION("ownership.generations-counted")
+def generations_counted(st: State) -> Truth:
+    """Generations begin at zero."""
+    return 0 <= st.generation_max[0]
+
+
 @CONFIGURATION("arena.buffers-apart", a="cell", b="cell")
 def buffers_apart(st: State, a: Index, b: Index) -> Truth:
     """Stages do not share gradient buffers."""

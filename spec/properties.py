@@ -941,4 +941,10 @@ def slot_numbers_used(st: State, h: History, p: Index, i: Index) -> Truth:
     """every number names one of them."""
     s = h.seated[p, i]
     named = (s != NO_SLOT) & (st.pool_of[s] == p) & (h.seat[s] == i)
-    return (0 <= h.slots[p]) & implies((0 <= i) & (i < h.slots[p]), named)
+    return implies((0 <= i) & (i < h.slots[p]), named)
+
+
+@ORIGIN("capture.slot-numbers", p="pool")
+def slot_numbers(st: State, h: History, p: Index) -> Truth:
+    """There are as many numbers as slots, perhaps none."""
+    return 0 <= h.slots[p]

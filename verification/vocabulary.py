@@ -5,6 +5,7 @@ The specification's predicates as terms: over the state before a transition and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,11 +39,13 @@ class Claim:
 
     Args:
         name: The predicate's name.
+        needs: Relations that it speaks of.
         variables: Sort of each variable.
         body: Term over constants named ``var.NAME``.
     """
 
     name: str
+    needs: frozenset[str]
     variables: Mapping[str, str]
     body: Term = field(repr=False)
 
@@ -59,6 +62,20 @@ class Moment:
         yield from self.state.items()
         for name, term in self.history.items():
             yield f"ghost.{name}", term
+
+
+_OF_HISTORY = frozenset(predicate.name for predicate in HISTORY)
+
+
+class _Watched:
+    """A memory that notes which columns are read."""
+
+    def __init__(self, memory: Memory, prefix: str, read: set[str]) -> None:
+        self._memory, self._prefix, self._noted = memory, prefix, read
+
+    def __getattr__(self, name: str) -> Any:
+        self._noted.add(self._prefix + name)
+        return getattr(self._memory, name)
 
 
 class Vocabulary:
@@ -81,10 +98,8 @@ class Vocabulary:
 
     def _ghost(self, name: str) -> Term:
         ghost = GHOSTS[name]
-        values = self.encoding.sorts[ghost.values]
-        indices = [self.encoding.sorts[i] for i in ghost.index if i != "one"]
-        sort = z3.ArraySort(*indices, values) if indices else values
-        return z3.Const(f"ghost.{name}", sort)
+        indices = tuple(i for i in ghost.indices if i != "one")
+        return self.encoding.array(f"ghost.{name}", indices, ghost.values)
 
     def speaks_of(self, predicate: Predicate) -> bool:
         """Whether every relation that the predicate needs takes part, and none that checks it."""
@@ -114,12 +129,12 @@ class Vocabulary:
             for name, sort in predicate.variables.items()
         }
         body = raw(predicate.function(*subjects, **variables))
-        return Claim(predicate.name, predicate.variables, body)
+        return Claim(predicate.name, predicate.needs, predicate.variables, body)
 
-    def close(self, claim: Claim) -> Iterator[Term]:
+    def close(self, claim: Claim, weight: int = 1) -> Iterator[Term]:
         """Yield the claim for all values of its variables: quantified, or one by one."""
         yield from self.encoding.close(
-            {f"var.{n}": sort for n, sort in claim.variables.items()}, claim.body
+            {f"var.{n}": sort for n, sort in claim.variables.items()}, claim.body, weight
         )
 
     def denied(self, claim: Claim) -> Term:
@@ -137,10 +152,32 @@ class Vocabulary:
 
     def invariants(self, moment: Moment) -> list[Claim]:
         """Return what must hold at every moment."""
+        return self._at(self._invariants(), moment)
+
+    def disturbed(self, moment: Moment) -> list[Claim]:
+        """Return those of them that speak of a column which is not as it was before."""
+        before = dict(self.before.columns())
+        changed = {n for n, term in moment.columns() if not term.eq(before[n])}
+        return self._at((p for p in self._invariants() if self._read[p.name] & changed), moment)
+
+    def _invariants(self) -> Iterator[Predicate]:
+        return (p for p in (*INVARIANTS, *HISTORY) if self.speaks_of(p))
+
+    def _at(self, predicates: Iterable[Predicate], moment: Moment) -> list[Claim]:
         st, h = self.state(moment), self.history(moment)
-        return [self.claim(p, st) for p in INVARIANTS if self.speaks_of(p)] + [
-            self.claim(p, st, h) for p in HISTORY if self.speaks_of(p)
-        ]
+        return [self.claim(p, *((st, h) if p.name in _OF_HISTORY else (st,))) for p in predicates]
+
+    @cached_property
+    def _read(self) -> dict[str, set[str]]:
+        """The columns that each invariant reads."""
+        found = {}
+        st, h = self.state(self.before), self.history(self.before)
+        for predicate in self._invariants():
+            read: set[str] = set()
+            subjects = (_Watched(st, "", read), _Watched(h, "ghost.", read))
+            self.claim(predicate, *subjects[: 2 if predicate.name in _OF_HISTORY else 1])
+            found[predicate.name] = read
+        return found
 
     def configuration(self) -> list[Claim]:
         """Return what a configuration is trusted with."""
@@ -167,10 +204,12 @@ class Vocabulary:
             if parameter == "slot" and transition in _MAY_FIND_NO_SLOT:
                 continue
             found.append(enc.const(f"arg.{name}", sort) != enc.null(sort))
-        for name in ("ghost.slot", "ghost.stage"):
-            sort = name.removeprefix("ghost.")
-            found.append(enc.const(name, sort) != enc.null(sort))
-        return found
+        return found + self.arbitrary()
+
+    def arbitrary(self) -> list[Term]:
+        """Return that the slot and the stage which the history follows are no sentinels."""
+        enc = self.encoding
+        return [enc.const(f"ghost.{n}", n) != enc.null(n) for n in ("slot", "stage")]
 
     def _about(self, register: Any, transition: str, speaks: Any) -> list[Claim]:
         arguments = self.encoding.arguments(transition)

@@ -7,7 +7,7 @@ compiles it to NumPy.
 """
 
 from .encoding import ARGUMENTS, Encoding, Memory, flat_arguments
-from .paths import Path, PathTable, merged, path_table
+from .paths import Path, PathTable, merge, merged, path_table
 from .terms import Array, Run, Scalar, Sym, UndecidedError, lift, raw
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "UndecidedError",
     "flat_arguments",
     "lift",
+    "merge",
     "merged",
     "path_table",
     "raw",

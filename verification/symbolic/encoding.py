@@ -5,6 +5,7 @@ How the contract's sorts become Z3 sorts, and how memory and arguments are built
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +68,7 @@ def flat_arguments(transition: str) -> dict[str, str]:
     }
 
 
-@define
+@define(eq=False)
 class Encoding:
     """
     One choice of Z3 sorts for slots, cells, stages, domains, links, pools, buffers and values.
@@ -86,12 +87,14 @@ class Encoding:
         constants: Meaning of plain values in uninterpreted sorts.
         members: Members of each finite index sort without its sentinel; empty when unbounded.
         generation_bits: Width of a generation, or None for an unbounded integer.
+        memo: What was already computed in this encoding, by a key of the computing function's.
     """
 
     sorts: Mapping[str, Any]
     constants: Constants
     members: Mapping[str, tuple[Term, ...]] = field(factory=dict)
     generation_bits: int | None = None
+    memo: dict[Any, Any] = field(factory=dict, repr=False)
 
     @classmethod
     def sorted(cls, generation_bits: int | None = None) -> Encoding:
@@ -109,8 +112,8 @@ class Encoding:
         for name in _INDEX_SORTS:
             names = [f"{name}{i}" for i in range(scope.get(name, 1))]
             null = [f"no_{name}"] if name in _NULL else []
-            label = "_".join((name.capitalize(), str(len(names))))
-            sorts[name], values = z3.EnumSort(label, null + names)
+            label = f"{name.capitalize()}{len(names)}"
+            sorts[name], values = _enumeration(label, tuple(null + names))
             members[name] = tuple(values[len(null) :])
             if null:
                 constants[label, -1] = values[0]
@@ -132,14 +135,22 @@ class Encoding:
 
     def const(self, name: str, sort: str) -> Term:
         """Return the constant of a name and a sort name."""
-        return z3.Const(name, self.sorts[sort])
+        return self.array(name, (), sort)
+
+    def array(self, name: str, indices: tuple[str, ...], sort: str) -> Term:
+        """Return the constant array of a name with indices and values of the sorts named."""
+        known = self.memo.get((name, indices, sort))
+        if known is None:
+            values = self.sorts[sort]
+            domain = [self.sorts[index] for index in indices]
+            known = z3.Const(name, z3.ArraySort(*domain, values) if domain else values)
+            self.memo[name, indices, sort] = known
+        return known
 
     def column(self, name: str, column: Column) -> Term:
         """Return a column in the state before a transition: an array, or a term if it has one
         entry."""
-        if column.index == "one":
-            return self.const(name, column.values)
-        return z3.Const(name, z3.ArraySort(self.sorts[column.index], self.sorts[column.values]))
+        return self.array(name, () if column.index == "one" else (column.index,), column.values)
 
     def view(self, term: Term, run: Run | None = None) -> Array | Scalar:
         """Return a column that Python code can index."""
@@ -169,9 +180,7 @@ class Encoding:
         body = z3.Select(term, index) == lifted
         return z3.ForAll([index], body if null is None else z3.Or(index == null, body))
 
-    def close(
-        self, variables: Mapping[str, str], body: Term, weight: int = 1
-    ) -> Iterator[Term]:
+    def close(self, variables: Mapping[str, str], body: Term, weight: int = 1) -> Iterator[Term]:
         """Yield a body for all members of its variables' sorts, sentinels aside: quantified, or
         expanded when finite."""
         terms = [(self.const(name, sort), sort) for name, sort in variables.items()]
@@ -188,8 +197,9 @@ class Encoding:
 
     def memory(self, run: Run | None = None) -> Memory:
         """Return the memory before a transition."""
-        columns = {**CONFIG, **STATE}
-        return Memory(self, {n: self.column(n, c) for n, c in columns.items()}, run)
+        return Memory(
+            self, {n: self.column(n, c) for n, c in (*CONFIG.items(), *STATE.items())}, run
+        )
 
     def arguments(self, transition: str, run: Run | None = None) -> tuple[Any, ...]:
         """Return the arguments of a transition, as its composed function takes them."""
@@ -206,6 +216,13 @@ class Encoding:
             stage = z3.Select(stage_of, made["key"].cell.term)
             made["key"].stage = self.sym(stage, run)
         return tuple(made[parameter] for parameter in TRANSITIONS[transition])
+
+
+@cache
+def _enumeration(name: str, members: tuple[str, ...]) -> tuple[Any, list[Term]]:
+    """Return a sort of these members; Z3 lets each name be declared only once."""
+    sort, values = z3.EnumSort(name, [f"{name}.{member}" for member in members])
+    return sort, values
 
 
 def _values(index_sorts: Mapping[str, Any], generation_bits: int | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Every path of every transition: what it requires, what it leaves behind, what it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from qeffect.stage import Transitions
 from .encoding import Encoding
 from .terms import Run, Term, raw
 
-__all__ = ["Path", "PathTable", "merged", "path_table", "paths"]
+__all__ = ["Path", "PathTable", "merge", "merged", "path_table", "paths"]
 
 
 @frozen(slots=False)
@@ -70,9 +70,10 @@ def paths(transition: str, function: Callable[..., Any], encoding: Encoding) -> 
     """Yield every path of one composed function."""
     before = encoding.memory().terms()
     todo: list[list[bool]] = [[]]
+    plain: dict[int, tuple[Term, Term]] = {}
     index = 0
     while todo:
-        run = Run(todo.pop())
+        run = Run(todo.pop(), plain=plain)
         memory = encoding.memory(run)
         clause = returned = None
         try:
@@ -94,7 +95,12 @@ def merged(table: PathTable) -> PathTable:
     A guard ``a and b`` forks twice although both ways of not refusing go on alike. Joined, a
     transition has one path per clause and one per way of writing, under equivalent conditions.
     """
-    return {name: tuple(_merge(list(found))) for name, found in table.items()}
+    return {name: merge(found) for name, found in table.items()}
+
+
+def merge(found: Sequence[Path]) -> tuple[Path, ...]:
+    """Join the paths of one transition that leave and answer the same."""
+    return tuple(_merge(list(found)))
 
 
 def _merge(found: list[Path]) -> Iterator[Path]:
@@ -165,7 +171,13 @@ def path_table(transitions: Transitions, encoding: Encoding | None = None) -> Pa
     ['reduction.not-started', None]
     """
     chosen = Encoding.sorted() if encoding is None else encoding
-    return {
-        name: tuple(paths(name, function, chosen))
-        for name, function in transitions.functions.items()
-    }
+    return {name: _once(name, function, chosen) for name, function in transitions.functions.items()}
+
+
+def _once(name: str, function: Callable[..., Any], encoding: Encoding) -> tuple[Path, ...]:
+    """Enumerate the paths of a composed function; compositions share many, word for word."""
+    key = ("paths", name, function.__doc__)
+    if key not in encoding.memo:
+        encoding.memo[key] = tuple(paths(name, function, encoding))
+    found: tuple[Path, ...] = encoding.memo[key]
+    return found

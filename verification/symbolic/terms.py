@@ -28,16 +28,22 @@ class Run:
         prefix: Decisions to replay; later tests are decided ``True`` first.
         taken: Decision of each test that the path conditions do not already settle.
         condition: The tests as decided; their conjunction is the path's condition.
+        plain: Tests met by any run, simplified, by the id of the term that it keeps alive.
     """
 
     prefix: list[bool] = field(factory=list)
     taken: list[bool] = field(factory=list)
     condition: list[Term] = field(factory=list)
+    plain: dict[int, tuple[Term, Term]] = field(factory=dict)
     _known: dict[int, bool] = field(factory=dict)
+    _values: list[tuple[Term, Term]] = field(factory=list)
 
     def decide(self, test: Term) -> bool:
         """Return this run's decision of a test, and remember it as part of the condition."""
-        test = z3.simplify(test)
+        found = self.plain.get(test.get_id())
+        if found is None:
+            found = self.plain[test.get_id()] = (test, z3.simplify(test))
+        test = found[1]
         if z3.is_true(test):
             return True
         if z3.is_false(test):
@@ -45,7 +51,7 @@ class Run:
         negated = False
         while z3.is_not(test):
             test, negated = test.arg(0), not negated
-        decided = self._known.get(test.get_id())
+        decided = self._settled(test)
         if decided is not None:
             return decided is not negated
         position = len(self.taken)
@@ -55,7 +61,25 @@ class Run:
         # The condition keeps the term alive, so that its id stays its own.
         self.condition.append(test if holds else z3.Not(test))
         self._known[test.get_id()] = holds
+        if holds and z3.is_eq(test):
+            self._values += [
+                (term, value)
+                for term, value in (test.children(), reversed(test.children()))
+                if _is_value(value)
+            ]
         return outcome
+
+    def _settled(self, test: Term) -> bool | None:
+        """Return what earlier decisions say of a test: the same one, or a term's value."""
+        known = self._known.get(test.get_id())
+        if known is not None or not self._values:
+            return known
+        under = z3.simplify(z3.substitute(test, *self._values))
+        return True if z3.is_true(under) else False if z3.is_false(under) else None
+
+
+def _is_value(term: Term) -> bool:
+    return bool(z3.is_int_value(term) or z3.is_bv_value(term))
 
 
 #: Values that plain Python writes for members of uninterpreted sorts, by (sort name, value).

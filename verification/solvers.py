@@ -1,0 +1,230 @@
+"""
+Asking solvers: Z3 with lemmas by relation, and cvc5 through SMT-LIB.
+
+Instances of the lemmas are found by matching terms (no model search): a claim that needs more
+answers ``unknown`` soon, and ``unknown`` is a failure. Searches for models are done in finite
+scopes, where every query is free of quantifiers and decided.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import z3
+from attrs import define, field
+
+from .obligations import Composition, Goal, Obligation
+from .symbolic.terms import Term
+
+__all__ = ["Z3", "Cvc5", "Proved"]
+
+#: Lemmas that number things: each instance makes terms for the next, so they wait for others.
+_NUMBERING = frozenset(
+    {
+        "capture.every-slot-seated",
+        "capture.every-seat-taken",
+        "epoch.every-cell-placed",
+        "epoch.every-place-taken",
+    }
+)
+
+
+@define
+class Proved:
+    """
+    What has been proved so far, so that a claim that follows from it is not proved again.
+
+    A denial refuted from some lemmas and facts is refuted from more. Compositions share most of
+    their paths; those that leave more out have fewer tests, and are proved first.
+    """
+
+    _found: dict[int, list[tuple[frozenset[str], frozenset[int], Any]]] = field(
+        factory=lambda: defaultdict(list)
+    )
+
+    def add(self, goal: Goal, lemmas: frozenset[str]) -> None:
+        """Remember that lemmas and the goal's facts refute its denial."""
+        facts = frozenset(fact.get_id() for fact in goal.facts)
+        self._found[goal.denied.get_id()].append((lemmas, facts, goal))  # the goal keeps ids alive
+
+    def covers(self, goal: Goal, lemmas: frozenset[str]) -> bool:
+        """Whether fewer lemmas and facts were enough before."""
+        facts = frozenset(fact.get_id() for fact in goal.facts)
+        return any(
+            fewer <= lemmas and known <= facts
+            for fewer, known, _ in self._found.get(goal.denied.get_id(), ())
+        )
+
+
+class Z3:
+    """
+    Z3 over the lemmas of one composition.
+
+    Args:
+        composition: Whose lemmas are the hypotheses.
+        seed: Seed of the solver's own choices.
+        proved: What is known already; None to prove everything.
+        timeout: Milliseconds for one attempt.
+    """
+
+    name = "z3"
+
+    def __init__(
+        self,
+        composition: Composition,
+        *,
+        seed: int = 0,
+        proved: Proved | None = None,
+        timeout: int = 10_000,
+    ) -> None:
+        self.composition = composition
+        self.seed = seed
+        self.proved = proved
+        self.timeout = timeout
+        words = composition.vocabulary
+        self._trusted = [t for c in words.configuration() for t in words.close(c)]
+        self._lemmas = {c.name: c for c in words.invariants(words.before)}
+        self._solvers: dict[frozenset[str], Any] = {}
+
+    def lemmas(self, relations: frozenset[str] | None) -> frozenset[str]:
+        """Return the names of the lemmas that speak of no other relations; none for None."""
+        if relations is None:
+            return frozenset()
+        return frozenset(n for n, claim in self._lemmas.items() if claim.needs <= relations)
+
+    def _solver(self, lemmas: frozenset[str]) -> Any:
+        if lemmas not in self._solvers:
+            solver = z3.Solver()
+            solver.set("auto_config", False)
+            solver.set("mbqi", False)
+            solver.set("timeout", self.timeout)
+            solver.set("random_seed", self.seed)
+            solver.add(self._trusted)
+            words = self.composition.vocabulary
+            for name in sorted(lemmas):
+                weight = 2 if name in _NUMBERING else 1
+                solver.add(list(words.close(self._lemmas[name], weight)))
+            self._solvers[lemmas] = solver
+        return self._solvers[lemmas]
+
+    def prove(self, goals: Iterable[Goal]) -> Iterator[Obligation]:
+        """Answer every goal, in order."""
+        for (relations, path), group in groupby(goals, lambda g: (g.relations, _where(g))):
+            del path
+            yield from self._prove_alike(list(group), relations)
+
+    def _prove_alike(
+        self, goals: Sequence[Goal], relations: frozenset[str] | None
+    ) -> Iterator[Obligation]:
+        first = self._attempt(goals, self.lemmas(relations), ())
+        for goal, (verdict, seconds) in zip(goals, first, strict=True):
+            if verdict != "unsat" and relations is not None:
+                every = frozenset(self._lemmas)
+                again = next(self._attempt([goal], every, self.composition.untouched))
+                verdict, seconds = again[0], seconds + again[1]
+            yield Obligation(
+                goal.name,
+                goal.kind,
+                self.composition.name,
+                goal.transition,
+                goal.path,
+                self.name,
+                verdict,
+                seconds,
+            )
+
+    def _attempt(
+        self, goals: Sequence[Goal], lemmas: frozenset[str], more: Sequence[Term]
+    ) -> Iterator[tuple[str, float]]:
+        solver = self._solver(lemmas)
+        common = set.intersection(*({f.get_id() for f in g.facts} for g in goals))
+        solver.push()
+        solver.add([f for f in goals[0].facts if f.get_id() in common])
+        solver.add(list(more))
+        for goal in goals:
+            if self.proved is not None and self.proved.covers(goal, lemmas):
+                yield "unsat", 0.0
+                continue
+            began = time.perf_counter()
+            solver.push()
+            solver.add([f for f in goal.facts if f.get_id() not in common])
+            solver.add(goal.denied)
+            verdict = str(solver.check())
+            solver.pop()
+            if verdict == "unsat" and self.proved is not None and not more:
+                self.proved.add(goal, lemmas)
+            yield verdict, time.perf_counter() - began
+        solver.pop()
+
+    def script(self, goal: Goal) -> str:
+        """Return a goal as an SMT-LIB script that a solver should call unsat."""
+        solver = z3.Solver()
+        words = self.composition.vocabulary
+        solver.add(self._trusted)
+        for name in sorted(self.lemmas(goal.relations)):
+            solver.add(list(words.close(self._lemmas[name])))
+        solver.add(list(goal.facts))
+        solver.add(goal.denied)
+        return "(set-logic ALL)\n" + str(solver.to_smt2())
+
+
+def _where(goal: Goal) -> tuple[str, str, str]:
+    return goal.kind, goal.transition, goal.path
+
+
+class Cvc5:
+    """
+    cvc5 over the same goals, each a script of its own.
+
+    Args:
+        composition: Whose lemmas are the hypotheses.
+        timeout: Milliseconds for one goal.
+
+    Raises:
+        ImportError: cvc5 is not installed; it is in the ``cvc5`` extra.
+    """
+
+    name = "cvc5"
+
+    def __init__(self, composition: Composition, *, timeout: int = 10_000) -> None:
+        import cvc5
+
+        self._cvc5 = cvc5
+        self._scripts = Z3(composition)
+        self.composition = composition
+        self.timeout = timeout
+
+    def prove(self, goals: Iterable[Goal]) -> Iterator[Obligation]:
+        """Answer every goal, in order."""
+        for goal in goals:
+            began = time.perf_counter()
+            verdict = self._ask(self._scripts.script(goal))
+            yield Obligation(
+                goal.name,
+                goal.kind,
+                self.composition.name,
+                goal.transition,
+                goal.path,
+                self.name,
+                verdict,
+                time.perf_counter() - began,
+            )
+
+    def _ask(self, script: str) -> str:
+        solver = self._cvc5.Solver(self._cvc5.TermManager())
+        solver.setOption("tlimit-per", str(self.timeout))
+        parser = self._cvc5.InputParser(solver)
+        parser.setStringInput(self._cvc5.InputLanguage.SMT_LIB_2_6, script, "goal")
+        symbols = parser.getSymbolManager()
+        answer = "unknown"
+        while True:
+            command = parser.nextCommand()
+            if command.isNull():
+                return answer
+            said = command.invoke(solver, symbols).strip()
+            if said in ("sat", "unsat", "unknown"):
+                answer = said
