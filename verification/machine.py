@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from attrs import asdict, define, field
@@ -32,8 +33,11 @@ __all__ = ["ContractMachine", "RandomReport", "run", "uncovered"]
 _CHOICES = st.integers(0, (1 << 64) - 1)
 #: Steps of the longest schedule; a step is a call or a few that belong together.
 _LONGEST = 160
-#: Schedules tried for a plainer failure.
+#: Where a plainer failure is sought: in short schedules first, so many of each length, and for how
+#: long it is made plainer yet.
+_LENGTHS = (8, 24, 72, _LONGEST)
 _SHRINKING = 300
+_SHRINKING_SECONDS = 30.0
 
 
 @define
@@ -135,16 +139,34 @@ def _shrunk(
     does, every step that is left out would change what is attempted later.
     """
 
+    best = found
+    deadline = time.monotonic() + _SHRINKING_SECONDS
+
     def walk(process: Process, steps: list[int]) -> None:
+        nonlocal best
+        if time.monotonic() > deadline:
+            raise _Enough
         if progress is not None:
             progress("Shrinking.")
         focus = [] if found.guard is None else [found.guard]
         driver = Driver(process, None, None if make is None else make(process), focus)
-        for number in steps:
-            driver.step(number)
-        driver.agree()
+        try:
+            for number in steps:
+                driver.step(number)
+            driver.agree()
+        except Mismatch as mismatch:
+            best = min(best, mismatch, key=lambda one: len(one.steps))
+            raise
 
-    return _found(walk, _SHRINKING, seed, (Phase.generate, Phase.shrink)) or found
+    with suppress(_Enough):
+        for longest in _LENGTHS:
+            if _found(walk, _SHRINKING, seed, (Phase.generate, Phase.shrink), longest):
+                break
+    return best
+
+
+class _Enough(BaseException):
+    """The time for shrinking is over."""
 
 
 def _found(
@@ -152,6 +174,7 @@ def _found(
     examples: int,
     seed: int,
     phases: tuple[Phase, ...],
+    longest: int = _LONGEST,
 ) -> Mismatch | None:
     """Walk through examples until one fails; nothing is remembered, nothing has a deadline."""
     configured = settings(
@@ -163,7 +186,7 @@ def _found(
         report_multiple_bugs=False,
         print_blob=False,
     )
-    test = seeded(seed)(configured(given(processes(), numbers(_LONGEST))(walk)))
+    test = seeded(seed)(configured(given(processes(), numbers(longest))(walk)))
     try:
         test()
     except Mismatch as mismatch:

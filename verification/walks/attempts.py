@@ -12,7 +12,7 @@ from attrs import evolve
 
 from qeffect import Checkpoint, Destination, TapeKey, TapeRef, Ticket
 from qeffect.stage import TRANSITIONS
-from verification.walks.oracle import violations
+from verification.walks.oracle import broken
 from verification.walks.proposals import (
     NAMES,
     Pick,
@@ -75,15 +75,20 @@ def aimed(
         targets: Guards to meet, as (transition, clause).
     """
     found: dict[tuple[str, str], Call] = {}
+    wanted = frozenset(targets)
     seed = pick(1 << 32)
     for trial in range(_TRIALS):
         choose = chooser((seed + trial) * _STRIDE % (1 << 64))
         transition, _ = targets[choose(len(targets))]
         call = attempt(world, choose, checkpoints, incarnation, transition)
-        wrong = [] if call is None else violations(world, call)
-        if call is not None and wrong and (transition, wrong[0]) in targets:
-            found.setdefault((transition, wrong[0]), call)
-    return list(found.values())[:_AT_ONCE]
+        if call is None:
+            continue
+        guard = (transition, next(broken(world, call), ""))
+        if guard in wanted and guard not in found:
+            found[guard] = call
+            if len(found) == _AT_ONCE:
+                break
+    return list(found.values())
 
 
 def _twisted(call: Call, twists: Sequence[tuple[str, Any]], pick: Pick) -> Call:

@@ -65,9 +65,11 @@ class Mismatch(AssertionError):  # noqa: N818 - what was found, not what went wr
     Attributes:
         guard: The guard that should have refused, as (transition, clause); None where a legal call
             was refused.
+        steps: The calls that led there, those left out that were rightly refused.
     """
 
     guard: tuple[str, str] | None = None
+    steps: Sequence[Step] = ()
 
 
 @define
@@ -174,7 +176,8 @@ class Driver(Walker):
         self._note(call, "", result)
         self._expect_events(call)
         self.happened(call, result)
-        if len(self.steps) % _EVERY == 0 or call.transition in ("commit_epoch", "restore"):
+        closing = call.transition in ("commit_epoch", "restore")
+        if not self.focus and (closing or len(self.steps) % _EVERY == 0):
             self.agree()
         return result
 
@@ -314,6 +317,7 @@ class Driver(Walker):
             f"{schedule_text([*shown, last])}\n\n{timeline_text([*shown, last], stages)}"
         )
         mismatch.guard = guard
+        mismatch.steps = [*shown, last]
         return mismatch
 
 

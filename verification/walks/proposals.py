@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from qeffect import Checkpoint, TapeKey, Ticket
-from verification.walks.oracle import violations
+from verification.walks.oracle import broken, violations
 from verification.walks.world import Call, Slot, World
 
 __all__ = [
@@ -150,10 +150,13 @@ def _closings(world: World) -> Iterator[Call]:
 
 def _possible(world: World, call: Call) -> bool:
     """Whether a call is legal, or becomes so once the caller has waited and bound."""
-    wrong = set(violations(world, call))
-    if not wrong <= _REMEDIES.keys():
-        return False
-    return "arena.unbound" not in wrong or not violations(world, _REMEDIES["arena.unbound"](call))
+    for clause in broken(world, call):
+        remedy = _REMEDIES.get(clause)
+        if remedy is None:
+            return False
+        if clause == "arena.unbound" and violations(world, remedy(call)):
+            return False
+    return True
 
 
 def progress(world: World, pick: Pick) -> Plan | None:
@@ -202,11 +205,13 @@ def _carry_out(world: World, call: Call, pick: Pick) -> Plan:
             call.arguments["refresh"] = False
     yield from _prepared(world, call)
     ticket = yield call
+    if call.transition == "start_reduction" and pick(2):
+        yield Call("drain")
     if call.transition.startswith("check_"):
         left = pick(64)
         if left == 63:
             yield _abort(ticket)
-        elif left < 48:
+        elif left < (32 if call.transition == "check_wgrad" else 48):
             yield _commit(world, ticket)
 
 
@@ -233,7 +238,7 @@ def support(world: World, pick: Pick) -> Plan | None:
         *_binds(world),
         *_reads(world),
     ]
-    legal = [call for call in calls if not violations(world, call)]
+    legal = [call for call in calls if next(broken(world, call), None) is None]
     return _one(legal[pick(len(legal))]) if legal else None
 
 
@@ -283,7 +288,7 @@ def damage(world: World, pick: Pick) -> Plan | None:
         Call("purge", {"epoch": world.epoch}),
         *(Call("invalidate", {"stage": stage}) for stage in world.stages),
     ]
-    legal = [call for call in calls if not violations(world, call)]
+    legal = [call for call in calls if next(broken(world, call), None) is None]
     return _one(legal[pick(len(legal))]) if legal else None
 
 
