@@ -8,7 +8,6 @@ integer six bits with sign. Within the few steps of a bounded proof no count lea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any
 
 import z3
@@ -57,8 +56,7 @@ class Grounding:
         """Return variables for a constant of a sort."""
         if sort.kind() == z3.Z3_ARRAY_SORT:
             return {
-                key: self.fresh(f"{name}[{','.join(map(str, key))}]", sort.range())
-                for key in self._keys(sort)
+                key: self.fresh(f"{name}[{key}]", sort.range()) for key in self._keys(sort.domain())
             }
         if sort.kind() == z3.Z3_BOOL_SORT:
             return z3.Bool(name)
@@ -74,7 +72,7 @@ class Grounding:
     def same(self, one: Value, other: Value) -> list[Term]:
         """Return that two values are equal."""
         if isinstance(one, dict):
-            return [one[key] == other[key] for key in one]
+            return [fact for key in one for fact in self.same(one[key], other[key])]
         return [one == other]
 
     def _width(self, sort: Any) -> int:
@@ -84,20 +82,10 @@ class Grounding:
             return BITS
         return max(1, (self._sizes[sort.name()] - 1).bit_length())
 
-    def _keys(self, sort: Any) -> list[tuple[int, ...]]:
-        spaces: list[Sequence[int]] = []
-        index = 0
-        while True:
-            try:
-                domain = sort.domain_n(index)
-            except z3.Z3Exception:
-                return list(product(*spaces))
-            spaces.append(
-                self.places
-                if domain.kind() == z3.Z3_INT_SORT
-                else range(self._sizes[domain.name()])
-            )
-            index += 1
+    def _keys(self, sort: Any) -> Sequence[int]:
+        if sort.kind() == z3.Z3_INT_SORT:
+            return self.places
+        return range(self._sizes[sort.name()])
 
     # Evaluation
 
@@ -143,11 +131,11 @@ class Grounding:
         if kind == z3.Z3_OP_ITE:
             return _choose(parts[0], parts[1], parts[2])
         if kind == z3.Z3_OP_SELECT:
-            return self._select(term, parts[0], parts[1:])
+            return self._select(parts[0], parts[1])
         if kind == z3.Z3_OP_STORE:
-            return self._store(parts[0], parts[1:-1], parts[-1])
+            return self._store(parts[0], parts[1], parts[2])
         if kind == z3.Z3_OP_CONST_ARRAY:
-            return dict.fromkeys(self._keys(term.sort()), parts[0])
+            return dict.fromkeys(self._keys(term.sort().domain()), parts[0])
         if kind in (z3.Z3_OP_LE, z3.Z3_OP_GE, z3.Z3_OP_LT, z3.Z3_OP_GT):
             return _COMPARE[kind](parts[0], parts[1])
         if kind == z3.Z3_OP_ADD:
@@ -156,20 +144,15 @@ class Grounding:
             return parts[0] - parts[1]
         return term.decl()(*parts)  # an operation on consumer masks
 
-    def _matches(self, key: Sequence[int], index: Sequence[Term]) -> Term:
-        return z3.And([i == number for number, i in zip(key, index, strict=True)])
-
-    def _select(self, term: Term, array: Value, index: Sequence[Term]) -> Value:
+    def _select(self, array: Value, index: Term) -> Value:
         keys = list(array)
         chosen = array[keys[-1]]
         for key in keys[-2::-1]:
-            chosen = _choose(self._matches(key, index), array[key], chosen)
+            chosen = _choose(index == key, array[key], chosen)
         return chosen
 
-    def _store(self, array: Value, index: Sequence[Term], value: Value) -> Value:
-        return {
-            key: _choose(self._matches(key, index), value, entry) for key, entry in array.items()
-        }
+    def _store(self, array: Value, index: Term, value: Value) -> Value:
+        return {key: _choose(index == key, value, entry) for key, entry in array.items()}
 
 
 def _choose(test: Term, yes: Value, no: Value) -> Value:

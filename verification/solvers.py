@@ -167,9 +167,30 @@ class Z3:
         solver.add(self._trusted)
         for name in sorted(self.lemmas(goal.relations)):
             solver.add(list(words.close(self._lemmas[name])))
-        solver.add(list(goal.facts))
-        solver.add(goal.denied)
+        solver.add(_without_constant_arrays([*goal.facts, goal.denied]))
         return "(set-logic ALL)\n" + str(solver.to_smt2())
+
+
+def _without_constant_arrays(terms: list[Term]) -> list[Term]:
+    """Name arrays of one value and say so: other solvers want a literal there."""
+    found: dict[int, Term] = {}
+    todo = list(terms)
+    seen: dict[int, Term] = {}
+    while todo:
+        term = todo.pop()
+        if term.get_id() not in seen:
+            seen[term.get_id()] = term
+            if z3.is_K(term):
+                found[term.get_id()] = term
+            todo += term.children()
+    said = []
+    names = []
+    for number, term in enumerate(found.values()):
+        name = z3.Const(f"filled!{number}", term.sort())
+        index = z3.Const("index!", term.sort().domain())
+        said.append(z3.ForAll([index], z3.Select(name, index) == term.arg(0)))
+        names.append((term, name))
+    return [z3.substitute(term, *names) for term in terms] + said if names else terms
 
 
 def _where(goal: Goal) -> tuple[str, str, str]:

@@ -142,8 +142,9 @@ class Encoding:
         known = self.memo.get((name, indices, sort))
         if known is None:
             values = self.sorts[sort]
-            domain = [self.sorts[index] for index in indices]
-            known = z3.Const(name, z3.ArraySort(*domain, values) if domain else values)
+            for index in reversed(indices):
+                values = z3.ArraySort(self.sorts[index], values)
+            known = z3.Const(name, values)
             self.memo[name, indices, sort] = known
         return known
 

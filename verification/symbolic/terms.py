@@ -208,17 +208,22 @@ class Array:
         self.constants = constants
         self.run = run
 
-    def _indices(self, index: Any) -> list[Term]:
-        sort = self.term.sort()
-        given = index if isinstance(index, tuple) else (index,)
-        return [lift(one, sort.domain_n(i), self.constants) for i, one in enumerate(given)]
-
     def __getitem__(self, index: Any) -> Sym:
-        return Sym(z3.Select(self.term, *self._indices(index)), self.constants, self.run)
+        term = self.term
+        for one in index if isinstance(index, tuple) else (index,):
+            term = z3.Select(term, lift(one, term.sort().domain(), self.constants))
+        return Sym(term, self.constants, self.run)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        lifted = lift(value, self.term.sort().range(), self.constants)
-        self.term = z3.Store(self.term, *self._indices(index), lifted)
+        given = index if isinstance(index, tuple) else (index,)
+        self.term = self._stored(self.term, given, value)
+
+    def _stored(self, term: Term, index: tuple[Any, ...], value: Any) -> Term:
+        sort = term.sort()
+        first = lift(index[0], sort.domain(), self.constants)
+        if len(index) > 1:
+            return z3.Store(term, first, self._stored(z3.Select(term, first), index[1:], value))
+        return z3.Store(term, first, lift(value, sort.range(), self.constants))
 
 
 class Scalar:
