@@ -84,7 +84,7 @@ class FlatMemory:
 
     def freeze(self) -> bytes:
         """Return the state as it is now."""
-        return bytes(self.buffer)
+        return self.buffer.tobytes()
 
     def thaw(self, state: bytes) -> None:
         """Go back to a state."""

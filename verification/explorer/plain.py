@@ -75,7 +75,7 @@ def explore(
         progress: Called with a line now and then.
     """
     memory = walker.memory
-    buffer = memory.buffer
+    buffer, frozen = memory.buffer, memory.buffer.tobytes
     found = Exploration(walker, {}, [0] * len(walker.moves))
     parents, accepted, refused = found.parents, found.accepted, found.refused
     owed = [move.right and "ticket" in move.arguments for move in walker.moves]
@@ -112,7 +112,7 @@ def explore(
                             else:
                                 refused[what] = 1
                                 found.first_refused[what] = state
-                            if bytes(buffer) != state or owed[index]:
+                            if frozen() != state or owed[index]:
                                 broken = broken_promise(walker, index, refusal.clause, state)
                                 if broken:
                                     found.violation = (broken, state, index, refusal.clause)
@@ -125,7 +125,7 @@ def explore(
                             rule()
                         if canonical is not None:
                             canonical()
-                        after = bytes(buffer)
+                        after = frozen()
                         if after not in parents:
                             parents[after] = state
                             following.append(after)

@@ -45,7 +45,7 @@ def normal_form(scope: Scope, memory: FlatMemory) -> tuple[Rule, ...]:
     """
     n = sizes(scope)
     found: list[tuple[tuple[str, ...], str, Callable[[], Callable[[], None]]]] = [
-        (("pending", "produced"), "pending", lambda: _free_slots(memory, n["slot"])),
+        (("pending", "produced"), "pending", lambda: _free_slots(scope, memory)),
         ((*TICKETS, "serial"), "serial", lambda: _tickets(memory)),
         (("submitted", "joined"), "submitted", lambda: _joins(memory, n["link"])),
         (
@@ -57,26 +57,29 @@ def normal_form(scope: Scope, memory: FlatMemory) -> tuple[Rule, ...]:
         (("incarnation",), "incarnation", lambda: _incarnation(memory)),
     ]
     if scope.fresh_keys:
-        keys = ("slot_of", "forwarded")
-        found.append((keys, "slot_of", lambda: _fresh_keys(memory, n["cell"])))
+        found.append((("epoch_at",), "slot_of", lambda: _fresh_keys(memory, n["cell"])))
     return tuple(
         Rule(frozenset(after), make()) for after, needs, make in found if needs in memory.layout
     )
 
 
-def _free_slots(st: Any, slots: int) -> Callable[[], None]:
+def _free_slots(scope: Scope, st: Any) -> Callable[[], None]:
     """A free slot's last tenant is never asked for, nor is its output before its forward ran."""
-    members = range(slots)
+    members = range(sizes(scope)["slot"])
     pending, cell_at, epoch_at = st.pending, st.cell_at, st.epoch_at
     produced = st.produced if "produced" in st.layout else None
+    forwarded, slot_of = st.forwarded if scope.fresh_keys else None, st.slot_of
 
     def rule() -> None:
         for slot in members:
             mask = pending[slot]
             if mask == 0:
-                if cell_at[slot] != -1:
+                cell = cell_at[slot]
+                if cell != -1:
                     cell_at[slot] = -1
                     epoch_at[slot] = NEVER
+                    if forwarded is not None and slot_of[cell] == -1:
+                        forwarded[cell] = NEVER  # the cell's next key is fresh
                     if produced is not None:
                         produced[slot] = 0
             elif mask == RESERVED and produced is not None:
@@ -89,11 +92,11 @@ def _tickets(st: Any) -> Callable[[], None]:
     """Tickets are compared for equality only: number those in flight from 1, in their order."""
     serial = st.serial
     columns = [getattr(st, name) for name in TICKETS if name in st.layout]
-    whole = st.buffer[: sum(map(len, columns))]
-    none = bytes(len(whole))
+    whole = st.buffer[: sum(map(len, columns))].tobytes
+    none = bytes(len(whole()))
 
     def rule() -> None:
-        if whole == none:
+        if whole() == none:
             serial[0] = 0
             return
         flying = 0
