@@ -1,0 +1,283 @@
+"""
+The random machine: it covers everything, agrees with the kernel, and finds and shrinks faults.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+import qeffect.contract
+from qeffect import Contract, Refused
+from qeffect.compose import half_source
+from qeffect.stage import RELATIONS, TRANSITIONS, Transitions, transitions
+from spec.clauses import CLAUSES
+from spec.predicates import Register
+from verification import machine
+from verification.walks import driver, oracle, world
+from verification.walks.processes import PROCESSES, Process
+from verification.walks.sites import clauses, sites
+
+#: Enough for every transition and clause, with a margin.
+SCHEDULES = 400
+
+
+@pytest.fixture(scope="module")
+def report() -> machine.RandomReport:
+    """One run, long enough to exercise everything."""
+    return machine.run(SCHEDULES, seed=0)
+
+
+class TestRun:
+    def test_agrees_with_the_kernel(self, report: machine.RandomReport) -> None:
+        """No legal call was refused, no illegal one accepted, and no refusal changed anything."""
+        assert report.failure == ""
+        assert report.schedules == SCHEDULES
+
+    def test_covers_everything(self, report: machine.RandomReport) -> None:
+        """Every transition was accepted and every clause refused."""
+        assert report.uncovered == []
+        assert set(TRANSITIONS) == set(report.accepted)
+        assert set(clauses()) == set(report.refused)
+        assert min(report.accepted.values()) > 0
+        assert min(report.refused.values()) > 0
+
+    def test_counts_add_up(self, report: machine.RandomReport) -> None:
+        """Every call was accepted or refused; a check is never accepted less than its end."""
+        assert report.actions > 100 * SCHEDULES
+        for kind in ("refresh", "forward", "dgrad", "wgrad"):
+            ends = report.accepted[f"commit_{kind}"] + report.accepted[f"abort_{kind}"]
+            assert ends <= report.accepted[f"check_{kind}"]
+
+    def test_report_is_plain(self, report: machine.RandomReport) -> None:
+        """The report is JSON."""
+        data = json.loads(json.dumps(report.asdict()))
+
+        assert {
+            "schedules",
+            "actions",
+            "accepted",
+            "refused",
+            "uncovered",
+            "seconds",
+            "actions_per_second",
+            "failure",
+        } == set(data)
+        assert data["actions_per_second"] == pytest.approx(report.actions / report.seconds)
+
+    def test_a_seed_names_a_run(self) -> None:
+        """The same seed makes the same calls; another makes others."""
+        first, again, other = (machine.run(15, seed=seed) for seed in (3, 3, 4))
+
+        assert (first.actions, first.refused) == (again.actions, again.refused)
+        assert (first.actions, first.refused) != (other.actions, other.refused)
+
+    def test_too_few_schedules(self) -> None:
+        """A run that leaves something unexercised says what, instead of passing for a check."""
+        report = machine.run(1)
+
+        assert report.failure == ""
+        assert "transition commit_epoch" in report.uncovered
+        assert "clause order.reordered" in report.uncovered
+
+    def test_progress(self) -> None:
+        """Progress is told schedule by schedule."""
+        told: list[str] = []
+        machine.run(5, progress=told.append)
+
+        assert len(told) == 5
+        assert told[-1].startswith("Checking. schedules=5 actions=")
+
+
+class TestSites:
+    def test_clauses_are_the_specification_s(self) -> None:
+        """What the machine must cover are clauses that the specification has."""
+        assert set(clauses()) <= set(CLAUSES)
+
+    def test_every_guard_of_every_half(self) -> None:
+        """Every refusal in a relation's source is one of the sites."""
+        raised = {
+            node.args[0].value
+            for module in RELATIONS.values()
+            for node in ast.walk(ast.parse(inspect.getsource(module)))
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "Refused"
+            and isinstance(node.args[0], ast.Constant)
+        }
+
+        assert len(raised) > 50
+        assert raised <= set(sites())
+        assert set(sites()) - raised == {
+            "ownership.unknown-key",
+            "ownership.unknown-slot",
+            "persistence.configuration",
+        }
+
+
+class TestStateMachine:
+    def test_rules_are_the_transitions(self) -> None:
+        """The state machine has a rule for every transition, made from the table of them."""
+        rules = {rule.function.__name__ for rule in machine.ContractMachine().rules}
+
+        assert {*TRANSITIONS, "agree"} == rules
+
+
+TestContractMachine = machine.ContractMachine.TestCase
+
+
+class TestOracle:
+    @pytest.mark.parametrize("module", [oracle, world])
+    def test_asks_nothing_of_the_contract(self, module: Any) -> None:
+        """The oracle and the history it reads import no relation, and never touch a memory."""
+        tree = ast.parse(inspect.getsource(module))
+        imported = {
+            alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qeffect")
+            for alias in node.names
+        }
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+        assert not imported & {"Contract", "Memory", "transitions", *RELATIONS}
+        assert not attributes & {"memory", "transitions", "snapshot"}
+
+    def test_every_transition_has_a_rule(self) -> None:
+        """The oracle judges every transition, purge included."""
+        assert {*TRANSITIONS, "purge"} == set(oracle._RULES)
+
+
+def _without(relation: str, half: str, text: str) -> dict[str, ast.FunctionDef]:
+    """A relation's half without the statements that contain a text."""
+    tree = copy.deepcopy(half_source(getattr(RELATIONS[relation], half)))
+    kept = [node for node in tree.body if text not in ast.unparse(node)]
+    assert len(kept) < len(tree.body)
+    tree.body = kept
+    return {f"{relation}.{half}": tree}
+
+
+def _broken(monkeypatch: pytest.MonkeyPatch, relation: str, half: str, text: str) -> None:
+    replaced = _without(relation, half, text)
+
+    @cache
+    def faulty(omit: frozenset[str]) -> Transitions:
+        return transitions(omit, replaced=replaced)
+
+    monkeypatch.setattr(qeffect.contract, "transitions", lambda omit: faulty(frozenset(omit)))
+
+
+class TestFaults:
+    """Kernels with something removed: the machine must find them, and say so in few calls."""
+
+    @pytest.mark.parametrize(
+        ("relation", "half", "text", "message", "longest"),
+        [
+            (
+                "ownership",
+                "require_reference",
+                "stale-reference",
+                "expected a refusal by ownership.stale-reference",
+                10,
+            ),
+            (
+                "order",
+                "check_forward_guards",
+                "order.token",
+                "an illegal call was accepted; it breaks order.token",
+                10,
+            ),
+            ("completion", "wait_writes", "waited", "a legal call was refused: completion.gr", 12),
+            ("order", "commit_dgrad_writes", "busy", "a legal call was refused: order.pending", 20),
+            (
+                "reduction",
+                "commit_epoch_guards",
+                "reduction.missing",
+                "reduction.missing",
+                60,
+            ),
+        ],
+    )
+    def test_found_and_shrunk(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        relation: str,
+        half: str,
+        text: str,
+        message: str,
+        longest: int,
+    ) -> None:
+        """A removed guard or write is found, and the failure is a short schedule in words."""
+        _broken(monkeypatch, relation, half, text)
+        failure = machine.run(250, seed=1).failure
+        calls = [line for line in failure.splitlines() if " -> " in line]
+
+        assert message in failure.partition("\n")[0]
+        assert len(calls) <= longest, failure
+        assert "Schedule over " in failure
+        assert "step " in failure
+        assert "slot 0 of stage 0 |" in failure
+
+    def test_a_refusal_that_changes_something(self) -> None:
+        """A contract whose refusals leave a trace is found."""
+
+        class Leaky(Contract):
+            def finalize(self, stage: int, link: int = 0) -> None:
+                try:
+                    super().finalize(stage, link)
+                except Refused:
+                    self.memory.serial[0] += 1
+                    raise
+
+        def make(process: Process) -> Callable[..., Contract]:
+            return lambda observer: Leaky(
+                process.stages,
+                omit=process.omit,
+                callers=process.callers,
+                capture_order=process.capture_order,
+                declared=process.declared,
+                generation_max=process.generation_max,
+                observer=observer,
+            )
+
+        failure = machine.run(50, make=make).failure
+
+        assert failure.startswith("the refused call changed the state")
+        assert "finalize(stage=0, link=0)  -> refused: " in failure
+
+    def test_an_invariant_that_breaks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The specification's invariants are held against the memory as schedules run."""
+        impossible = Register()
+
+        @impossible("ownership.nothing-lives", s="slot")
+        def nothing_lives(st: Any, s: Any) -> Any:
+            """No slot is ever used."""
+            return st.pending[s] == 0
+
+        monkeypatch.setattr(driver, "INVARIANTS", impossible)
+        failure = machine.run(40).failure
+
+        assert failure.startswith("the invariant ownership.nothing-lives of (0,) does not hold")
+
+
+class TestProcesses:
+    def test_every_mode_is_configured(self) -> None:
+        """Together the processes leave out every relation and use every option."""
+        stages = [config for process in PROCESSES for config in process.stages]
+
+        assert {"version", "order", "arena", "capture", "completion", "reduction"} == {
+            relation for process in PROCESSES for relation in process.omit
+        }
+        for option in ("sends_output", "sends_gradient", "reduces", "pool", "destinations"):
+            assert any(getattr(config, option) for config in stages), option
+        assert any(process.declared for process in PROCESSES)
+        assert any(process.capture_order for process in PROCESSES)
+        assert any(len(process.callers) > 1 for process in PROCESSES)
+        assert any(len({c.domain for c in process.stages}) > 1 for process in PROCESSES)
+        assert any(process.generation_max < 9 for process in PROCESSES)

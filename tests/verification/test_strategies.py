@@ -1,0 +1,163 @@
+"""
+Strategies: legal schedules are accepted everywhere, illegal ones refused by the clause they name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis.errors import NoSuchExample
+
+from qeffect import Refused
+from verification.strategies import (
+    Illegal,
+    Schedule,
+    illegal_schedules,
+    legal_schedules,
+    make_call,
+)
+from verification.walks.world import Call
+
+_FIND = settings(
+    max_examples=300,
+    database=None,
+    deadline=None,
+    phases=(Phase.generate, Phase.shrink),
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def _names(schedule: Schedule) -> list[str]:
+    return [call.transition for call in schedule.calls]
+
+
+class TestLegal:
+    @given(schedule=legal_schedules())
+    def test_accepted(self, schedule: Schedule) -> None:
+        """A legal schedule is accepted call by call, by a contract that had no part in it."""
+        contract = schedule.replay()
+
+        assert contract.snapshot() == schedule.replay().snapshot()
+
+    @given(schedule=legal_schedules(longest=20))
+    def test_printed(self, schedule: Schedule) -> None:
+        """A schedule prints every call and a timeline."""
+        text = str(schedule)
+
+        assert text.startswith(f"Schedule over {schedule.process}:")
+        assert text.count(" -> ") == len(schedule.calls)
+
+
+def _before(schedule: Schedule, first: tuple[str, int], second: tuple[str, int]) -> bool:
+    """Whether one commit of (transition, microbatch) precedes another in the first epoch."""
+    places = {
+        (call.transition, call.arguments["ticket"].key.microbatch): at
+        for at, call in reversed(list(enumerate(schedule.calls)))
+        if call.transition.startswith("commit_") and _key(call)
+    }
+    return first in places and second in places and places[first] < places[second]
+
+
+def _key(call: Call) -> bool:
+    ticket = call.arguments.get("ticket")
+    return ticket is not None and ticket.key is not None and ticket.key.stage == 0
+
+
+def _shortest(what: Callable[[Schedule], bool]) -> Schedule:
+    """A schedule with a property, sought among short ones first; shrinking does the rest."""
+    for steps in (6, 20, 120):
+        with suppress(NoSuchExample):
+            return find(legal_schedules(longest=steps), what, settings=_FIND, random=Random(0))
+    raise NoSuchExample("no schedule has the property")
+
+
+class TestReach:
+    """What random schedules must reach, and the few calls to which each shrinks."""
+
+    @pytest.mark.parametrize(
+        ("what", "longest"),
+        [
+            (lambda s: "commit_epoch" in _names(s), 24),
+            (lambda s: _names(s).count("commit_epoch") > 1, 45),
+            (lambda s: "abort_dgrad" in _names(s), 12),
+            (lambda s: "checkpoint" in _names(s)[2:], 5),
+            (lambda s: any(c.arguments.get("fresh") for c in s.calls), 10),
+            (lambda s: "purge" in _names(s), 10),
+            (
+                # delayed dW, not LIFO: dI 0 before dI 1, and dW 0 after dW 1 or before it
+                lambda s: (
+                    _before(s, ("commit_dgrad", 0), ("commit_dgrad", 1))
+                    and _before(s, ("commit_dgrad", 1), ("commit_wgrad", 1))
+                    and _before(s, ("commit_wgrad", 1), ("commit_wgrad", 0))
+                ),
+                22,
+            ),
+            (
+                lambda s: (
+                    _before(s, ("commit_dgrad", 1), ("commit_dgrad", 0))
+                    and _before(s, ("commit_dgrad", 0), ("commit_wgrad", 0))
+                    and _before(s, ("commit_wgrad", 0), ("commit_wgrad", 1))
+                ),
+                22,
+            ),
+            (
+                # one checkpoint restored twice
+                lambda s: any(
+                    sum(c.arguments.get("checkpoint") is one for c in s.calls) > 2
+                    for one in {
+                        id(c.arguments.get("checkpoint")): c.arguments.get("checkpoint")
+                        for c in s.calls
+                        if c.transition == "restore"
+                    }.values()
+                ),
+                30,
+            ),
+        ],
+        ids=[
+            "epoch",
+            "two epochs",
+            "abort",
+            "checkpoint",
+            "fresh process",
+            "purge",
+            "late dW",
+            "crossed dW",
+            "restored twice",
+        ],
+    )
+    def test_reached(self, what: Callable[[Schedule], bool], longest: int) -> None:
+        """Random schedules reach it, and the smallest found is short."""
+        found = _shortest(what)
+
+        assert len(found.calls) <= longest, str(found)
+
+
+class TestIllegal:
+    @settings(suppress_health_check=list(HealthCheck))
+    @given(illegal=illegal_schedules())
+    def test_refused(self, illegal: Illegal) -> None:
+        """The last call is refused by the clause that it breaks, with nothing changed."""
+        process = illegal.schedule.process
+        contract = illegal.schedule.replay()
+        before = contract.snapshot()
+        with pytest.raises(Refused) as caught:
+            make_call(process, contract, illegal.call)
+
+        assert illegal.clause == caught.value.clause
+        assert "evidence" in illegal.call.arguments or before == contract.snapshot()
+
+    def test_printed(self) -> None:
+        """An illegal schedule prints what comes before, the call and the clause."""
+        found = find(
+            illegal_schedules(longest=6),
+            lambda illegal: illegal.clause == "ownership.unknown-key",
+            settings=_FIND,
+            random=Random(0),
+        )
+
+        assert str(found).splitlines()[-1].startswith("then ")
+        assert str(found).endswith("to be refused by ownership.unknown-key")
