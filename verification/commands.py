@@ -5,6 +5,7 @@ The verification layer's commands: ``qeffect explore``, ``qeffect prove``, ``che
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,16 @@ class Prove:
             )
             lines += [f"  {name}: {count}" for name, count in mutants["by_class"].items()]
         if args.out is not None:
-            write_report(args.out, {"environment": environment(), **data})
+            write_report(args.out, {"environment": environment(), **_summary(data)})
         return Outcome("accepted" if good else "refused", data, lines)
+
+
+def _summary(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a report without its ten thousand rows: counts by kind, and the slowest ten."""
+    rows = data["obligations"]
+    slowest = sorted(rows, key=lambda row: -row["seconds"])[:10]
+    by_kind = Counter(row["kind"] for row in rows)
+    return {**data, "obligations": len(rows), "by_kind": dict(by_kind), "slowest": slowest}
 
 
 def random_schedules(args: argparse.Namespace, progress: Progress) -> Outcome:

@@ -69,7 +69,15 @@ def _correctness() -> list[str]:
             "processes each."
         )
     for report in reports("pools"):
-        lines.append(f"**Capture memory.** {report['derived']['summary']}")
+        said = []
+        for order in report["derived"]["orders"]:
+            shared, ours = (order["disciplines"][d] for d in ("shared", "private"))
+            said.append(
+                f"{order['order']}: {shared['mismatched']} of {shared['compared']} tensors differ "
+                f"with one shared pool (refused by the kernel at `{shared['refused']['action']}`, "
+                f"replayed without asking it), {ours['mismatched']} with one pool a slot"
+            )
+        lines.append(f"**Capture memory.** {'; '.join(said)}.")
     return lines
 
 

@@ -31,7 +31,7 @@ SMALL = Case(
     hidden=128,
     ffn=256,
     heads=2,
-    sequence=64,
+    sequence=128,
     steps=NUM_STEPS,
 )
 assert SMALL.order() == ORDER
