@@ -276,9 +276,7 @@ class _Checker:
             elif isinstance(node, ast.Attribute) and _name(node.value) == "st":
                 if node.attr not in self.columns:
                     self.report("column", node)
-            elif isinstance(node, ast.Attribute) and _name(node.value) not in ("key", "ref"):
-                self.report("plain", node)
-            elif not isinstance(node, (*_EXPRESSIONS, *_COMPREHENSIONS, ast.Lambda)):
+            elif not _plain(node):
                 self.report("plain", node)
 
     def quantifier(self, call: ast.Call, part: str, transition: str) -> None:
@@ -297,6 +295,13 @@ class _Checker:
                 self.report("column", call)
         if any(isinstance(node, ast.Call) for arg in call.args for node in ast.walk(arg)):
             self.report("nested-call", call)
+
+
+def _plain(node: ast.AST) -> bool:
+    """Whether a node may stand in an expression, or has a rule of its own."""
+    if isinstance(node, ast.Attribute):
+        return _name(node.value) in ("st", "key", "ref")
+    return isinstance(node, (*_EXPRESSIONS, *_COMPREHENSIONS, ast.Lambda))
 
 
 def _without_calls(value: ast.expr) -> Iterator[ast.AST]:

@@ -124,8 +124,8 @@ class Z3:
         for goal, (verdict, seconds) in zip(goals, first, strict=True):
             if verdict != "unsat" and relations is not None:
                 every = frozenset(self._lemmas)
-                again = next(self._attempt([goal], every, self.composition.untouched))
-                verdict, seconds = again[0], seconds + again[1]
+                verdict, more = self._attempt([goal], every, self.composition.untouched)[0]
+                seconds += more
             yield Obligation(
                 goal.name,
                 goal.kind,
@@ -139,15 +139,16 @@ class Z3:
 
     def _attempt(
         self, goals: Sequence[Goal], lemmas: frozenset[str], more: Sequence[Term]
-    ) -> Iterator[tuple[str, float]]:
+    ) -> list[tuple[str, float]]:
         solver = self._solver(lemmas)
         common = set.intersection(*({f.get_id() for f in g.facts} for g in goals))
         solver.push()
         solver.add([f for f in goals[0].facts if f.get_id() in common])
         solver.add(list(more))
+        answers = []
         for goal in goals:
             if self.proved is not None and self.proved.covers(goal, lemmas):
-                yield "unsat", 0.0
+                answers.append(("unsat", 0.0))
                 continue
             began = time.perf_counter()
             solver.push()
@@ -157,8 +158,9 @@ class Z3:
             solver.pop()
             if verdict == "unsat" and self.proved is not None and not more:
                 self.proved.add(goal, lemmas)
-            yield verdict, time.perf_counter() - began
+            answers.append((verdict, time.perf_counter() - began))
         solver.pop()
+        return answers
 
     def script(self, goal: Goal) -> str:
         """Return a goal as an SMT-LIB script that a solver should call unsat."""

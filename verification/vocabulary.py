@@ -139,6 +139,12 @@ class Vocabulary:
 
     def denied(self, claim: Claim) -> Term:
         """Return that the claim fails for some values of its variables."""
+        key = ("denied", claim.name, claim.body.get_id())
+        if key not in self.encoding.memo:
+            self.encoding.memo[key] = (self._denied(claim), claim.body)
+        return self.encoding.memo[key][0]
+
+    def _denied(self, claim: Claim) -> Term:
         if not self.encoding.unbounded:
             return z3.Not(z3.And(list(self.close(claim))))
         members = [
@@ -165,18 +171,32 @@ class Vocabulary:
 
     def _at(self, predicates: Iterable[Predicate], moment: Moment) -> list[Claim]:
         st, h = self.state(moment), self.history(moment)
-        return [self.claim(p, *((st, h) if p.name in _OF_HISTORY else (st,))) for p in predicates]
+        columns = dict(moment.columns())
+        found = []
+        for predicate in predicates:
+            # Many paths, also of other compositions, leave what a predicate reads alike.
+            terms = [columns[name] for name in sorted(self._read[predicate.name])]
+            key = ("claim", predicate.name, *(term.get_id() for term in terms))
+            known = self.encoding.memo.get(key)
+            if known is None:
+                subjects = (st, h) if predicate.name in _OF_HISTORY else (st,)
+                known = (self.claim(predicate, *subjects), terms)  # which keeps the ids theirs
+                self.encoding.memo[key] = known
+            found.append(known[0])
+        return found
 
     @cached_property
     def _read(self) -> dict[str, set[str]]:
         """The columns that each invariant reads."""
-        found = {}
+        found: dict[str, set[str]] = self.encoding.memo.setdefault("read", {})
         st, h = self.state(self.before), self.history(self.before)
         for predicate in self._invariants():
+            if predicate.name in found:
+                continue
             read: set[str] = set()
             subjects = (_Watched(st, "", read), _Watched(h, "ghost.", read))
             self.claim(predicate, *subjects[: 2 if predicate.name in _OF_HISTORY else 1])
-            found[predicate.name] = read
+            found[predicate.name] = read - {STAGE_OF}
         return found
 
     def configuration(self) -> list[Claim]:
