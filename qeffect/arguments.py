@@ -14,7 +14,10 @@ from .keys import Cell, TapeKey, TapeRef
 from .refusals import Refused
 from .stage import TRANSITIONS
 
-__all__ = ["Arguments"]
+__all__ = ["UNUSABLE", "Arguments"]
+
+#: What Python raises where a transition is run over a name that was never configured.
+UNUSABLE = (KeyError, IndexError, TypeError, AttributeError)
 
 _CLASSES = {"key": TapeKey, "ref": TapeRef}
 _INDICES = frozenset({"slot", "stage", "link", "domain"})

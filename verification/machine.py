@@ -95,7 +95,8 @@ def run(
 
     Args:
         schedules: How many.
-        seed: What they are drawn from; the same seed draws the same schedules.
+        seed: What they are drawn from; in one installation the same seed draws the same
+            schedules.
         progress: Told how far it is.
         make: What makes a process's contracts, to test faulty ones.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from types import ModuleType
 
-from qeffect import arguments, contract
+from qeffect import arguments, contract, ledgers
 from qeffect.stage import TRANSITIONS, transitions
 
 __all__ = ["clauses", "raised", "sites"]
@@ -48,8 +48,9 @@ def sites(omit: frozenset[str] = frozenset()) -> Mapping[str, tuple[str, ...]]:
         for clause in raised(ast.parse(_source(functions[transition]))):
             if transition not in found.setdefault(clause, []):
                 found[clause].append(transition)
-    for clause in (*_raised_by(arguments), *_raised_by(contract)):
-        found.setdefault(clause, list(_EMBEDDING[clause]))
+    for module in (arguments, contract, ledgers):
+        for clause in _raised_by(module):
+            found.setdefault(clause, list(_EMBEDDING[clause]))
     return {clause: tuple(where) for clause, where in found.items()}
 
 
