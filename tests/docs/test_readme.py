@@ -26,8 +26,8 @@ def said_by(code: str) -> str:
 
 def comments_of(code: str) -> str:
     """What a block's comments say its last print prints."""
-    after = code[code.rindex("print(") :]
-    return " ".join(re.sub(r"^.*?#|^#", "", line).strip() for line in after.splitlines())
+    after = code[code.rindex("print(") :].splitlines()[1:]
+    return " ".join(line.removeprefix("#").strip() for line in after)
 
 
 def test_first_check_is_six_lines() -> None:
