@@ -27,7 +27,7 @@ from verification.walks.processes import PROCESSES, Process
 from verification.walks.sites import clauses, sites
 
 #: Enough for every transition and clause, with a margin.
-SCHEDULES = 500
+SCHEDULES = 300
 
 
 @pytest.fixture(scope="module")
