@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from gpu_runtime import reports
@@ -91,7 +92,7 @@ def _rows(drawn: Iterable[Iterable[str]]) -> list[str]:
 def _label_rows(axis: Any, rows: Sequence[str], *, shown: bool) -> None:
     axis.set_ylim(len(rows) - 0.4, -0.6)
     axis.set_yticks(range(len(rows)))
-    axis.set_yticklabels(rows if shown else [""] * len(rows))
+    axis.set_yticklabels([fill(row, 36) if shown else "" for row in rows], fontsize=8)
 
 
 def step_time(found: Sequence[Report]) -> Any:
@@ -114,7 +115,7 @@ def step_time(found: Sequence[Report]) -> Any:
             label = f"{step['median']:.2f} ms"
             if floor is not None:
                 axis.plot([floor["kernel_ms"]] * 2, [row - 0.35, row + 0.35], color="black", lw=1.2)
-                label += f", {entry['over_floor']:.2f}x floor"
+                label += f", {entry['over_floor']:.2f}x"
             axis.annotate(
                 label, (step["max"], row), (7, -3), textcoords="offset points", fontsize=7
             )
@@ -127,7 +128,7 @@ def step_time(found: Sequence[Report]) -> Any:
         axis.grid(axis="x", color="#e6e6e6", lw=0.6)
         axis.set_axisbelow(True)
     floor_mark = pyplot.Line2D(
-        [], [], color="black", marker="|", ms=10, mew=1.2, ls="", label="floor: all kernel time"
+        [], [], color="black", marker="|", ms=10, mew=1.2, ls="", label="floor: all kernel time; labels give the step over it"
     )
     figure.legend(handles=[floor_mark], loc="lower left", fontsize=7)
     figure.tight_layout()
