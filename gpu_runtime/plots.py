@@ -128,7 +128,14 @@ def step_time(found: Sequence[Report]) -> Any:
         axis.grid(axis="x", color="#e6e6e6", lw=0.6)
         axis.set_axisbelow(True)
     floor_mark = pyplot.Line2D(
-        [], [], color="black", marker="|", ms=10, mew=1.2, ls="", label="floor: all kernel time; labels give the step over it"
+        [],
+        [],
+        color="black",
+        marker="|",
+        ms=10,
+        mew=1.2,
+        ls="",
+        label="floor: all kernel time (labels: over it)",
     )
     figure.legend(handles=[floor_mark], loc="lower left", fontsize=7)
     figure.tight_layout()
