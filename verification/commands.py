@@ -5,7 +5,6 @@ The verification layer's commands: ``qeffect explore``, ``qeffect prove``, ``che
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +85,13 @@ class Explore:
 
 
 class Prove:
-    """Prove the guards, and show that each is needed."""
+    """Prove the guards."""
 
     name = "prove"
     help = "prove the invariants over every path of every transition"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
-        parser.add_argument("--mutants", action="store_true", help="delete every guard and update")
         parser.add_argument(
             "--seeds", type=int, default=1, help="solver seeds to sweep (default 1)"
         )
@@ -112,25 +110,18 @@ class Prove:
         data: dict[str, Any] = report.asdict()
         lines = [
             f"{data['unsat']} of {len(data['obligations'])} obligations proved, "
-            f"{data['unknown']} unknown, in {data['seconds']:.1f} s"
+            f"{data['unknown']} unknown, in {data['seconds']:.1f} s",
+            f"{len(data['witnesses'])} ways through a transition, each taken from some state",
+        ]
+        lines += [f"bounded, {b['path']}: {b['verdict']}" for b in data["bounded"]]
+        lines += [
+            f"{a['solver']}, seed {a['seed']}: {a['unsat']} of {a['goals']} agree"
+            for a in data["agreements"]
         ]
         lines += [
-            f"  {o['verdict']:8} {o['transition']} {o['path']}: {o['name']}"
-            for o in data["obligations"]
-            if not o["proved"]
+            f"  {o['verdict']:8} {o['transition']} {o['path']}: {o['name']}" for o in data["open"]
         ]
-        good = data["unsat"] == len(data["obligations"])
-        data |= {"mutants": None, "killed": None}
-        if args.mutants:
-            mutants = needs("verify", _mutants).run(progress=progress).asdict()
-            data |= {"mutants": mutants["mutants"], "killed": mutants["killed"]}
-            data["mutant_report"] = mutants
-            good = good and not mutants["survivors"]
-            lines.append(
-                f"{mutants['killed']} of {mutants['mutants']} mutants killed, "
-                f"{len(mutants['survivors'])} survive, in {mutants['seconds']:.1f} s"
-            )
-            lines += [f"  {name}: {count}" for name, count in mutants["by_class"].items()]
+        good = not data["open"]
         if args.out is not None:
             write_report(args.out, {"environment": environment(), **_summary(data)})
         return Outcome("accepted" if good else "refused", data, lines)
@@ -140,8 +131,12 @@ def _summary(data: dict[str, Any]) -> dict[str, Any]:
     """Return a report without its ten thousand rows: counts by kind, and the slowest ten."""
     rows = data["obligations"]
     slowest = sorted(rows, key=lambda row: -row["seconds"])[:10]
-    by_kind = Counter(row["kind"] for row in rows)
-    return {**data, "obligations": len(rows), "by_kind": dict(by_kind), "slowest": slowest}
+    return {
+        **data,
+        "obligations": len(rows),
+        "witnesses": len(data["witnesses"]),
+        "slowest": slowest,
+    }
 
 
 def random_schedules(args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -172,12 +167,6 @@ def _prove() -> Any:
     from verification import prove
 
     return prove
-
-
-def _mutants() -> Any:
-    from verification import mutants
-
-    return mutants
 
 
 def _cvc5() -> Any:

@@ -25,7 +25,7 @@ OPTIONS = {
     "replay": {"log"},
     "bench": {"--kernel", "--out"},
     "explore": {"--slots", "--keys", "--generations", "--scope", "--batch", "--symmetry"},
-    "prove": {"--mutants", "--seeds", "--cvc5", "--out"},
+    "prove": {"--seeds", "--cvc5", "--out"},
 }
 
 

@@ -65,7 +65,7 @@ def proofs() -> str:
         "as it was; every path can be taken; an outstanding ticket with whole evidence is never "
         "refused.\n\n"
     )
-    if data["mutants"] is not None:
+    if data.get("mutants") is not None:
         text += _mutants(data["mutant_report"])
     return (
         text + "Report: [verification/reports/proofs.json](verification/reports/proofs.json), "
