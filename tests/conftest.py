@@ -18,6 +18,6 @@ settings.register_profile(
     "ci", max_examples=150, stateful_step_count=40, derandomize=True, print_blob=True, **_ANY
 )
 settings.register_profile(
-    "nightly", max_examples=5_000, stateful_step_count=80, print_blob=True, **_ANY
+    "nightly", max_examples=2_000, stateful_step_count=60, print_blob=True, **_ANY
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
