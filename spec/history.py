@@ -63,7 +63,8 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     # bound, and what its dW covered.
     **_each("cell", "ran_forward", "ran_dgrad", "ran_wgrad", "binds"),
     **_each("cell", "bound_to", "covered", values="opaque", initial=None),
-    # The same of each stage; and its cells in some order, those whose dW ran first.
+    # The same of each stage; and its cells in some order: those whose dW ran, then those whose dI
+    # did, then those whose F did, then the others.
     **_each("stage", "num_forwards", "num_dgrads", "num_wgrads"),
     **_each("cell", "place", initial=None),
     **_each("stage place", "placed", values="cell", initial=None),
@@ -81,6 +82,8 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     # whether scaling state is broken, whether it was touched since the last commit and by whose F
     # or refresh; whether device work may be unfinished and on which slot or stage it began last.
     **_each("domain", "updates", "updates_of_epoch", "running"),
+    # What was enqueued on a domain's graph stream and succeeded, since the last restore.
+    **_each("domain", "enqueued"),
     **_each("domain", "broken", "touched", "device", values="flag"),
     **_each("domain", "toucher", "refresher", values="stage", initial=None),
     **_each("domain", "updater", "beginner", values="slot", initial=None),
@@ -226,6 +229,10 @@ def end(st: State, h: History, slot: Any) -> None:
     h.device[domain_of_slot(st, slot)] = 1
 
 
+def succeed(h: History, d: Any) -> None:
+    h.enqueued[d] = h.enqueued[d] + 1
+
+
 # What happens to scaling state
 
 
@@ -275,6 +282,7 @@ def commit_refresh(st: State, h: History, stage: Any, ticket: Any) -> None:
     d = st.domain_of[stage]
     h.running[d] = h.running[d] - 1
     h.device[d] = 1
+    succeed(h, d)
     h.cached[stage] = choose(h.lost[stage] == 0, h.weights[0], NEVER)
     h.fills[stage] = h.fills[stage] + 1
     h.filled_after[stage] = h.updates[d]
@@ -323,7 +331,9 @@ def commit_forward(st: State, h: History, slot: Any, ticket: Any) -> None:
     s = st.slot_stage[slot]
     cell = h.tenant[slot]
     end(st, h, slot)
+    succeed(h, st.domain_of[s])
     end_update(h, st.domain_of[s])
+    trade(h.place, h.placed, s, cell, h.num_forwards[s])
     h.ran_forward[cell] = h.ran_forward[cell] + 1
     h.num_forwards[s] = h.num_forwards[s] + 1
     filled = (h.filling[slot] != 0) & (h.lost[s] == 0)
@@ -358,7 +368,9 @@ def commit_dgrad(st: State, h: History, slot: Any, ticket: Any, queued: Any) -> 
     s = st.slot_stage[slot]
     cell = h.tenant[slot]
     end(st, h, slot)
+    succeed(h, st.domain_of[s])
     end_update(h, st.domain_of[s])
+    trade(h.place, h.placed, s, cell, h.num_dgrads[s])
     h.ran_dgrad[cell] = h.ran_dgrad[cell] + 1
     h.num_dgrads[s] = h.num_dgrads[s] + 1
     h.queued[slot] = queued
@@ -394,6 +406,7 @@ def commit_wgrad(st: State, h: History, slot: Any, ticket: Any, covered: Any) ->
     cell = h.tenant[slot]
     buffer = st.buffer_of[cell]
     end(st, h, slot)
+    succeed(h, st.domain_of[s])
     h.writers[buffer] = h.writers[buffer] - 1
     h.content[buffer] = h.tenant_epoch[slot]
     h.covered[cell] = covered
@@ -490,6 +503,7 @@ def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
     st.fill(h.half_written, NEVER)
     st.fill(h.content, NEVER)
     st.fill(h.updates, 0)
+    st.fill(h.enqueued, 0)
     st.fill(h.broken, 0)
     st.fill(h.owing, 0)
     st.fill(h.in_pool, 0)

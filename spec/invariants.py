@@ -283,3 +283,10 @@ def of_final_gradients(st: State, g: Index) -> Truth:
     """Only a finalized stage reduces, and only one that owes a reduction."""
     final = st.final[g] == st.weight_epoch[g]
     return implies(st.reducing[g] != 0, final & (st.unreduced[g] != 0))
+
+
+@INVARIANTS("reduction.owed-by-final", g="stage")
+def owed_by_final(st: State, g: Index) -> Truth:
+    """Only a stage that was finalized in this epoch owes a reduction."""
+    now = st.weight_epoch[g]
+    return implies(st.unreduced[g] != 0, (st.final[g] == now) | (st.spoiled[g] == now))

@@ -306,12 +306,6 @@ def counts(st: State, h: History, g: Index) -> Truth:
     return (st.forwards[g] == h.num_forwards[g]) & (st.dgrads[g] == h.num_dgrads[g])
 
 
-@HISTORY("order.counts-from-zero", g="stage")
-def counts_from_zero(st: State, h: History, g: Index) -> Truth:
-    """Counts are not negative."""
-    return (0 <= h.num_forwards[g]) & (0 <= h.num_dgrads[g])
-
-
 @HISTORY("order.touched", d="domain")
 def touched(st: State, h: History, d: Index) -> Truth:
     """Scaling state that was touched since the last commit shows it."""
@@ -346,15 +340,21 @@ def tape_touches(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("epoch.counts", g="stage")
 def wgrads(st: State, h: History, g: Index) -> Truth:
-    """The count of dW is of those that ran."""
-    return (st.wgrads[g] == h.num_wgrads[g]) & (0 <= st.wgrads[g]) & (st.wgrads[g] <= st.cells[g])
+    """The count of dW is of those that ran: of no more than dI, no more than F, than cells."""
+    forwards, dgrads = h.num_forwards[g], h.num_dgrads[g]
+    first = (st.wgrads[g] == h.num_wgrads[g]) & (0 <= st.wgrads[g]) & (st.wgrads[g] <= dgrads)
+    return first & (dgrads <= forwards) & (forwards <= st.cells[g])
 
 
 @HISTORY("epoch.every-cell-placed", c="cell")
 def every_cell_placed(st: State, h: History, c: Index) -> Truth:
-    """Every cell has a place of its own, below the count exactly when its dW ran."""
+    """Every cell has a place of its own, below each count exactly when that action ran."""
     g, place = st.stage_of[c], h.place[c]
-    ran = (place < h.num_wgrads[g]) == (h.ran_wgrad[c] == 1)
+    ran = (
+        ((place < h.num_forwards[g]) == (h.ran_forward[c] == 1))
+        & ((place < h.num_dgrads[g]) == (h.ran_dgrad[c] == 1))
+        & ((place < h.num_wgrads[g]) == (h.ran_wgrad[c] == 1))
+    )
     return (0 <= place) & (place < st.cells[g]) & (h.placed[g, place] == c) & ran
 
 
@@ -493,6 +493,12 @@ def unclobbered(st: State, h: History) -> Truth:
 def behind(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
     """A link called joined has no work that the graph stream has yet to wait for."""
     return implies(st.joined[l] == st.submitted[l], h.behind[l] == 0)
+
+
+@HISTORY("completion.replays", d="domain")
+def replays(st: State, h: History, d: Index) -> Truth:
+    """The replays counted are those that were enqueued."""
+    return st.replays[d] == h.enqueued[d]
 
 
 @HISTORY("completion.seen")

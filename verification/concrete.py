@@ -1,0 +1,255 @@
+"""
+The specification over plain memory: the contract's columns, the history beside them, and which
+predicates hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+from attrs import define, evolve, field, frozen
+
+from qeffect.config import Layout, StageConfig, lay_out
+from qeffect.keys import TapeRef
+from qeffect.memory import Memory
+from qeffect.stage import TRANSITIONS, transitions
+from spec.history import GHOSTS, advance
+from spec.invariants import INVARIANTS
+from spec.predicates import Predicate
+from spec.properties import ASSUMED, HISTORY, STEPS
+
+__all__ = ["MANDATORY", "Arbitrary", "Setup", "World"]
+
+#: Relations that every composition has.
+MANDATORY = frozenset({"ownership", "epoch", "persistence", "tickets"})
+
+
+@frozen
+class Setup:
+    """
+    A small process to run transitions over.
+
+    Args:
+        name: Name for reports.
+        stages: Its stages.
+        options: Further arguments of ``qeffect.config.lay_out``.
+        epoch: Epoch it begins in.
+    """
+
+    name: str
+    stages: tuple[StageConfig, ...]
+    options: Mapping[str, Any] = field(factory=dict)
+    epoch: int = 0
+
+    def lay_out(self) -> Layout:
+        """Return the process as the kernel lays it out, with its incarnation and epoch set."""
+        laid = lay_out(self.stages, transitions(), **self.options)
+        laid.memory.incarnation[0] = 1
+        laid.memory.fill(laid.memory.weight_epoch, self.epoch)
+        return laid
+
+
+@frozen
+class Arbitrary:
+    """
+    What the history follows in particular.
+
+    Args:
+        slot, link, stage: The arbitrary ones.
+        ref: The arbitrary reference.
+        ticket: The arbitrary ticket.
+    """
+
+    slot: int = 0
+    link: int = 0
+    stage: int = 0
+    ref: TapeRef = field(factory=lambda: TapeRef(0, 0, 1))
+    ticket: int = 1
+
+    def about(self, arguments: Mapping[str, Any], returned: int | None) -> Arbitrary:
+        """Return the same about what an action names."""
+        changes = {
+            n: arguments[n] for n in ("slot", "link", "stage", "ref", "ticket") if n in arguments
+        }
+        if "ref" in arguments:
+            changes["slot"] = arguments["ref"].slot
+        if "key" in arguments:
+            changes["stage"] = arguments["key"].stage
+        if returned is not None:
+            changes["ticket"] = returned
+        if changes.get("slot", 0) < 0:
+            del changes["slot"]
+        return evolve(self, **changes)
+
+
+class _Total(dict[Any, Any]):
+    """A column of the history; outside of it an unspecified value."""
+
+    def __missing__(self, index: Any) -> int:
+        return 0
+
+
+class _Column:
+    """A column of the memory as predicates read it; outside of it an unspecified value."""
+
+    __slots__ = ("entries",)
+
+    def __init__(self, entries: Any) -> None:
+        self.entries = entries
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return self.entries[index]
+        except (KeyError, IndexError, TypeError):
+            return 0
+
+
+class _Stages:
+    """What ``stage_of`` reads: a cell's first part."""
+
+    def __getitem__(self, cell: Any) -> int:
+        return int(cell[0]) if cell else 0
+
+
+@define
+class World:
+    """
+    A memory and the history beside it.
+
+    Args:
+        setup: The process.
+        arbitrary: What the history follows in particular.
+        relations: Relations that take part; predicates that need another do not apply.
+    """
+
+    setup: Setup
+    arbitrary: Arbitrary = field(factory=Arbitrary)
+    relations: frozenset[str] = frozenset()
+    laid: Layout = field(init=False, repr=False)
+    st: Memory = field(init=False, repr=False)
+    h: Any = field(init=False, repr=False)
+    _seen: Any = field(init=False, repr=False)
+    _members: dict[str, Sequence[Any]] = field(init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.laid = self.setup.lay_out()
+        self.st = self.laid.memory
+        st = self.st
+        self._members = {
+            "slot": range(len(st.pending)),
+            "cell": [cell for config in self.setup.stages for cell in config.cells()],
+            "stage": [config.stage for config in self.setup.stages],
+            "domain": range(len(st.token)),
+            "link": range(len(st.submitted)),
+            "pool": range(len(st.cursor)),
+            "buffer": range(len(st.opened)),
+            "one": (0,),
+        }
+        self._members["place"] = range(max(len(self._members[n]) for n in ("slot", "cell")))
+        self._seen = SimpleNamespace(
+            **{name: _Column(getattr(st, name)) for name in st._names},
+            stage_of=_Stages(),
+            fill=Memory.fill,
+        )
+        self.h = SimpleNamespace(**{name: self._ghost(name) for name in GHOSTS})
+        self._number()
+        self._follow()
+
+    def _ghost(self, name: str) -> _Total:
+        ghost = GHOSTS[name]
+        spaces = [self._members[index] for index in ghost.indices]
+        keys = spaces[0] if len(spaces) == 1 else product(*spaces)
+        return _Total(dict.fromkeys(keys, ghost.initial))
+
+    def _number(self) -> None:
+        """Number each stage's cells and each pool's slots."""
+        h, st = self.h, self.st
+        for config in self.setup.stages:
+            for place, cell in enumerate(config.cells()):
+                h.place[cell] = place
+                h.placed[config.stage, place] = cell
+        for pool in self._members["pool"]:
+            slots = [slot for slot in self._members["slot"] if st.pool_of[slot] == pool]
+            h.slots[pool] = len(slots)
+            for seat, slot in enumerate(slots):
+                h.seat[slot] = seat
+                h.seated[pool, seat] = slot
+
+    def _follow(self) -> None:
+        h, a = self.h, self.arbitrary
+        h.weights[0] = self.setup.epoch
+        h.slot[0], h.link[0], h.stage[0] = a.slot, a.link, a.stage
+        h.ref_slot[0], h.ref_generation[0] = a.ref.slot, a.ref.generation
+        h.ref_incarnation[0], h.ticket[0] = a.ref.incarnation, a.ticket
+
+    # Running
+
+    def run(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """
+        Run a transition and, if it is accepted, tell the history.
+
+        Raises:
+            Refused: As the transition.
+        """
+        returned = function(self.st, *arguments)
+        advance(name, self._seen, self.h, arguments, returned)
+        return returned
+
+    def copy(self) -> World:
+        """Return a world with the same contents."""
+        twin = World(self.setup, self.arbitrary, self.relations)
+        for name in self.st._names:
+            ours, theirs = getattr(self.st, name), getattr(twin.st, name)
+            if isinstance(ours, dict):
+                theirs.update(ours)
+            else:
+                theirs[:] = ours
+        for name in GHOSTS:
+            column = getattr(twin.h, name)
+            column.clear()
+            column.update(getattr(self.h, name))
+        return twin
+
+    # Judging
+
+    def speaks_of(self, predicate: Predicate) -> bool:
+        """Whether every relation that a predicate needs takes part."""
+        return predicate.needs <= self.relations | MANDATORY and (
+            predicate.without not in self.relations
+        )
+
+    def broken_invariants(self) -> Iterator[tuple[str, str]]:
+        """Yield the invariants that do not hold, as (class, name)."""
+        yield from self._broken("state", INVARIANTS, (self._seen,))
+        yield from self._broken("history", HISTORY, (self._seen, self.h))
+
+    def broken_steps(
+        self, transition: str, arguments: tuple[Any, ...]
+    ) -> Iterator[tuple[str, str]]:
+        """Yield the step properties that do not hold if the transition is accepted now."""
+        given = SimpleNamespace(**dict(zip(TRANSITIONS[transition], arguments, strict=True)))
+        steps = (p for p in STEPS if transition in p.transitions)
+        yield from self._broken("step", steps, (self._seen, self.h, given))
+
+    def trusted(self, transition: str, arguments: tuple[Any, ...]) -> bool:
+        """Whether the arguments are what the caller is trusted to give."""
+        given = SimpleNamespace(**dict(zip(TRANSITIONS[transition], arguments, strict=True)))
+        assumed = (p for p in ASSUMED if transition in p.transitions)
+        return not list(self._broken("assumed", assumed, (self._seen, self.h, given)))
+
+    def _broken(
+        self, kind: str, predicates: Iterable[Predicate], subjects: tuple[Any, ...]
+    ) -> Iterator[tuple[str, str]]:
+        for predicate in predicates:
+            if not self.speaks_of(predicate):
+                continue
+            names = list(predicate.variables)
+            spaces = [self._members[sort] for sort in predicate.variables.values()]
+            for values in product(*spaces):
+                given = dict(zip(names, values, strict=True))
+                if not predicate.function(*subjects, **given):
+                    yield kind, predicate.name
+                    break

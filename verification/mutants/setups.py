@@ -1,0 +1,79 @@
+"""
+The small processes that mutants run in.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from qeffect.config import StageConfig
+from qeffect.layout import Destination
+from verification.concrete import Setup
+
+__all__ = ["SETUPS"]
+
+
+def _placed(microbatches: int, base: int) -> tuple[Destination, ...]:
+    """Return destinations that keep the gradients of every microbatch apart."""
+    return tuple(
+        Destination("w", m, (2, 2), "float32", "cuda:0", base + 16 * m, 16)
+        for m in range(microbatches)
+    )
+
+
+#: One stage; two stages of one domain with readers and reductions; two domains with two callers,
+#: destinations for each microbatch and a declared order; slots that share capture memory; a
+#: counter of generations that runs out.
+SETUPS: Final = (
+    Setup("one stage", (StageConfig(0, 2, 2, matrices=("w",)),)),
+    Setup(
+        "two stages, one domain",
+        (
+            StageConfig(0, 2, 2, matrices=("w", "v"), sends_output=True, reduces=True),
+            StageConfig(1, 1, 1, matrices=("w",), sends_gradient=True),
+        ),
+        epoch=3,
+    ),
+    Setup(
+        "two domains",
+        (
+            StageConfig(0, 2, 2, domain="a", matrices=("w",), destinations=_placed(2, base=0)),
+            StageConfig(1, 1, 2, domain="b", matrices=("u",), sends_output=True, reduces=True),
+        ),
+        {"callers": ("main", "side")},
+    ),
+    Setup(
+        "declared order",
+        (StageConfig(0, 2, 2, matrices=("w",)),),
+        {
+            "declared": {
+                0: [
+                    ("F", (0, 0, 0, 0)),
+                    ("F", (0, 1, 0, 0)),
+                    ("dI", (0, 1, 0, 0)),
+                    ("dI", (0, 0, 0, 0)),
+                ]
+            }
+        },
+    ),
+    Setup(
+        "shared pool",
+        (StageConfig(0, 3, 2, matrices=("w",), pool="p", sends_gradient=True),),
+        {
+            "capture_order": [
+                (0, 0, "F"),
+                (0, 0, "dI"),
+                (0, 1, "F"),
+                (0, 1, "dI"),
+                (0, 0, "dW"),
+                (0, 1, "dW"),
+            ]
+        },
+    ),
+    Setup(
+        "shared pool, slot by slot",
+        (StageConfig(0, 2, 2, matrices=("w",), pool="p"),),
+        {"capture_order": [(0, slot, kind) for slot in (0, 1) for kind in ("F", "dI", "dW")]},
+    ),
+    Setup("generations run out", (StageConfig(0, 1, 1, matrices=("w",)),), {"generation_max": 2}),
+)

@@ -1,0 +1,218 @@
+"""
+Where a transition can be broken: every guard, every operand of one, every state update.
+
+Sites are found in the syntax trees of the relations' halves, with their helpers written out, so
+that a helper's guard is deleted in one transition at a time.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
+from types import ModuleType
+from typing import Any, Literal
+
+from attrs import evolve, field, frozen
+
+from qeffect.compose import compose, half_source, halves
+from qeffect.stage import RELATIONS, TRANSITIONS, Transitions, transitions
+
+__all__ = ["Mutant", "Site", "sites"]
+
+#: Steps from a syntax node to one of its parts: attribute names and positions.
+Place = tuple[str | int, ...]
+
+
+@frozen
+class Site:
+    """
+    One thing to delete.
+
+    Args:
+        transition: The transition it belongs to.
+        half: ``relation.function`` of its half.
+        kind: ``guard``, ``operand`` or ``update``; ``condition`` where what is deleted is the
+            test of an update, which then always happens.
+        text: What is deleted.
+        clause: Clause that the guard raises; empty for an update.
+        place: Where it is in the half's tree, with helpers written out.
+    """
+
+    transition: str
+    half: str
+    kind: Literal["guard", "operand", "update", "condition"]
+    text: str
+    clause: str = ""
+    place: Place = field(default=(), repr=False)
+
+    @property
+    def relation(self) -> str:
+        """The relation that it is a part of."""
+        return self.half.partition(".")[0]
+
+    def __str__(self) -> str:
+        what = f" of {self.clause}" if self.clause else ""
+        return f"{self.half}: {self.kind} `{self.text}`{what}"
+
+
+@frozen(slots=False)
+class Mutant:
+    """
+    The transitions with some sites deleted.
+
+    Args:
+        sites: What is deleted; one site, but for showing that one guard covers another.
+        omit: Relations left out.
+    """
+
+    deleted: tuple[Site, ...]
+    omit: tuple[str, ...] = ()
+
+    @property
+    def site(self) -> Site:
+        """The first site."""
+        return self.deleted[0]
+
+    @cached_property
+    def replaced(self) -> dict[str, ast.FunctionDef]:
+        """The halves to put in place of the relations' own."""
+        found: dict[str, ast.FunctionDef] = {}
+        # From the back, so that deleting one site leaves the places of the others.
+        for site in sorted(self.deleted, key=lambda s: _sortable(s.place), reverse=True):
+            module, _, name = site.half.partition(".")
+            half = found.get(site.half) or _flat(
+                RELATIONS[module], getattr(RELATIONS[module], name)
+            )
+            if site.kind == "condition":
+                _make_unconditional(half, site.place)
+            else:
+                _delete(half, site.place)
+            found[site.half] = ast.fix_missing_locations(half)
+        return found
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        """The composed transition that the site is in."""
+        name = self.site.transition
+        modules = [RELATIONS[relation] for relation in transitions(self.omit).relations]
+        return compose(name, TRANSITIONS[name], modules, replaced=self.replaced)
+
+    @cached_property
+    def functions(self) -> Transitions:
+        """The composed transitions, this one among the kernel's own."""
+        own = transitions(self.omit)
+        return evolve(own, functions={**own.functions, self.site.transition: self.function})
+
+    def source(self) -> dict[str, str]:
+        """Return the source of each changed half."""
+        return {name: ast.unparse(half) for name, half in self.replaced.items()}
+
+
+def _sortable(place: Place) -> tuple[tuple[int, str | int], ...]:
+    return tuple((0, p) if isinstance(p, int) else (1, p) for p in place)
+
+
+@cache
+def sites(omit: tuple[str, ...] = ()) -> tuple[Site, ...]:
+    """Return every site of every transition, in the order of the composed functions."""
+    found = []
+    modules = {name: module for name, module in RELATIONS.items() if name not in omit}
+    for transition in TRANSITIONS:
+        for name, module in modules.items():
+            for _, function in halves(module, transition):
+                half = _flat(module, function)
+                where = f"{name}.{function.__name__}"
+                found += list(_sites(transition, where, half.body, ("body",)))
+    return tuple(found)
+
+
+def _flat(module: ModuleType, function: Any) -> ast.FunctionDef:
+    """Return a copy of a half with the bodies of its helpers in place of the calls."""
+    half = copy.deepcopy(half_source(function))
+    half.body = _written_out(module, half.body)
+    return half
+
+
+def _written_out(module: ModuleType, body: list[ast.stmt]) -> list[ast.stmt]:
+    found: list[ast.stmt] = []
+    for statement in body:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue
+        if _is_helper_call(statement):
+            helper = getattr(module, statement.value.func.id)  # type: ignore[attr-defined]
+            found += _written_out(module, copy.deepcopy(half_source(helper)).body)
+            continue
+        if isinstance(statement, ast.If):
+            statement.body = _written_out(module, statement.body)
+            statement.orelse = _written_out(module, statement.orelse)
+        found.append(statement)
+    return found
+
+
+def _is_helper_call(statement: ast.stmt) -> bool:
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+
+
+def _sites(transition: str, half: str, body: Sequence[ast.stmt], place: Place) -> Iterator[Site]:
+    for number, statement in enumerate(body):
+        here = (*place, number)
+        if isinstance(statement, ast.If) and isinstance(statement.body[0], ast.Raise):
+            clause = statement.body[0].exc.args[0].value  # type: ignore[union-attr]
+            test = ast.unparse(statement.test)
+            yield Site(transition, half, "guard", test, clause, here)
+            for operand, at in _operands(statement.test, (*here, "test")):
+                yield Site(transition, half, "operand", f"{operand}", clause, at)
+        elif isinstance(statement, ast.If):
+            test = ast.unparse(statement.test)
+            yield Site(transition, half, "condition", test, "", here)
+            yield from _sites(transition, half, statement.body, (*here, "body"))
+            yield from _sites(transition, half, statement.orelse, (*here, "orelse"))
+        elif _is_update(statement):
+            yield Site(transition, half, "update", ast.unparse(statement), "", here)
+
+
+def _operands(test: ast.expr, place: Place) -> Iterator[tuple[str, Place]]:
+    if isinstance(test, ast.BoolOp):
+        for number, operand in enumerate(test.values):
+            here = (*place, "values", number)
+            yield f"{ast.unparse(operand)}` in `{ast.unparse(test)}", here
+            yield from _operands(operand, here)
+
+
+def _is_update(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Assign):
+        return isinstance(statement.targets[0], ast.Subscript)
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+
+
+def _make_unconditional(half: ast.FunctionDef, place: Place) -> None:
+    """Put what a test guards in place of the test."""
+    body: Any = half
+    for step in place[:-1]:
+        body = body[step] if isinstance(step, int) else getattr(body, step)
+    position = place[-1]
+    assert isinstance(position, int)
+    body[position : position + 1] = body[position].body
+
+
+def _delete(half: ast.FunctionDef, place: Place) -> None:
+    """Delete a statement, or an operand of a test."""
+    node: Any = half
+    parents = []
+    for step in place:
+        parents.append((node, step))
+        node = node[step] if isinstance(step, int) else getattr(node, step)
+    holder, position = parents[-1]
+    del holder[position]
+    if isinstance(node, ast.expr) and len(holder) == 1:
+        # One operand is left; it takes the place of the whole.
+        above, step = parents[-3]
+        if isinstance(step, int):
+            above[step] = holder[0]
+        else:
+            setattr(above, step, holder[0])
+    elif isinstance(node, ast.stmt) and not holder:
+        holder.append(ast.Expr(ast.Constant("deleted")))  # as a docstring, which composing skips
