@@ -87,16 +87,34 @@ class Register:
     """
     A list of predicates that decorated functions join, in the order of their definition.
 
+    Args:
+        parts: Registers whose predicates it begins with, one register after another.
+
     >>> invariants = Register()
     >>> @invariants("ownership.no-phantom", slot="slot")
     ... def no_phantom(st, slot):
     ...     '''A slot without consumers holds nothing.'''
     >>> [predicate.name for predicate in invariants]
     ['ownership.no-phantom']
+
+    Registers that were filled apart make up one:
+
+    >>> promises = Register()
+    >>> @promises("epoch.current", "commit_epoch")
+    ... def current(st, h, a):
+    ...     '''The caller commits the epoch of the weights.'''
+    >>> [predicate.name for predicate in Register(promises, invariants)]
+    ['epoch.current', 'ownership.no-phantom']
+
+    Raises:
+        ValueError: Two parts have a predicate of the same name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *parts: Register) -> None:
         self._found: dict[str, Predicate] = {}
+        for part in parts:
+            for predicate in part:
+                self._add(predicate)
 
     def __call__(
         self,
@@ -119,15 +137,18 @@ class Register:
         Raises:
             ValueError: The name is taken.
         """
-        if name in self._found:
-            raise ValueError(f"two predicates are named {name}")
 
         def enter(function: Callable[..., Any]) -> Callable[..., Any]:
             needed = frozenset({name.partition(".")[0], *needs.split()})
-            self._found[name] = Predicate(name, function, variables, needed, transitions, without)
+            self._add(Predicate(name, function, variables, needed, transitions, without))
             return function
 
         return enter
+
+    def _add(self, predicate: Predicate) -> None:
+        if predicate.name in self._found:
+            raise ValueError(f"two predicates are named {predicate.name}")
+        self._found[predicate.name] = predicate
 
     def __iter__(self) -> Any:
         return iter(self._found.values())

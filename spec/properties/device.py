@@ -1,0 +1,139 @@
+"""
+What is always true of the device: of graph memory, of enqueued replays, and of reductions.
+
+No replay overwrites what a live tape keeps in its pool. A caller that waited past a replay sees
+what it wrote, and device work that may be unfinished is undrained or its action still in flight.
+A stage's reduction is where the contract says, and of gradients that were final.
+"""
+
+from __future__ import annotations
+
+from ..history import DONE, NONE, RUNNING
+from ..invariants import awaits, domain_of_slot, free, live, retained
+from ..predicates import DI, DW, NO_SLOT, NO_STAGE, RESERVED, Register, implies
+from .words import History, Index, State, Truth, in_flight, now
+
+__all__ = ["HISTORY"]
+
+#: Proved: of capture memory, completion and reductions.
+HISTORY = Register()
+
+
+# Capture memory
+
+
+@HISTORY("capture.in-pool", s="slot")
+def in_pool(st: State, h: History, s: Index) -> Truth:
+    """A slot keeps memory in its pool from the check of its forward on."""
+    kept = retained(st, s) | (live(st, s) & in_flight(st, s))
+    return (kept & (h.in_pool[s] == 1)) | (
+        (h.in_pool[s] == 0) & (free(st, s) | ((st.pending[s] == RESERVED) & (st.held[s] == 0)))
+    )
+
+
+@HISTORY("capture.tenants", p="pool")
+def tenants(st: State, h: History, p: Index) -> Truth:
+    """The pool counts the slots that keep memory in it."""
+    return (st.tenants[p] == h.tapes[p]) & (0 <= h.tapes[p]) & (h.tapes[p] <= h.slots[p])
+
+
+@HISTORY("capture.every-slot-seated", s="slot")
+def every_slot_seated(st: State, h: History, s: Index) -> Truth:
+    """Every slot has a seat of its own, below the count exactly when it keeps memory."""
+    p, seat = st.pool_of[s], h.seat[s]
+    kept = (seat < h.tapes[p]) == (h.in_pool[s] == 1)
+    return (0 <= seat) & (seat < h.slots[p]) & (h.seated[p, seat] == s) & kept
+
+
+@HISTORY("capture.every-seat-taken", p="pool", i="place")
+def every_seat_taken(st: State, h: History, p: Index, i: Index) -> Truth:
+    """Every seat has a slot of the pool."""
+    s = h.seated[p, i]
+    taken = (s != NO_SLOT) & (st.pool_of[s] == p) & (h.seat[s] == i)
+    return implies((0 <= i) & (i < h.slots[p]), taken)
+
+
+@HISTORY("capture.cursor", s="slot")
+def cursor(st: State, h: History, s: Index) -> Truth:
+    """The cursor is the rank of the pool's latest replay, and none kept was later."""
+    p = st.pool_of[s]
+    last = h.last_replayed[p]
+    latest = (last != NO_SLOT) & (st.pool_of[last] == p) & (st.cursor[p] == h.last_rank[last])
+    return implies(h.in_pool[s] == 1, latest & (h.last_rank[s] <= st.cursor[p]))
+
+
+@HISTORY("capture.last-rank", s="slot")
+def last_rank(st: State, h: History, s: Index) -> Truth:
+    """A tape's latest replay is the one that its mask, and the action in flight, say."""
+    idle, mask = st.held[s] == 0, st.pending[s]
+    begun = (mask == RESERVED) & in_flight(st, s)
+    forwarded = retained(st, s) & awaits(st, s, DI)
+    forward = implies(begun | (forwarded & idle), h.last_rank[s] == st.forward_rank[s])
+    deferred = retained(st, s) & idle & (mask & (DI | DW) == DW)
+    dgrad = (forwarded & in_flight(st, s)) | deferred
+    return forward & implies(dgrad, h.last_rank[s] == st.dgrad_rank[s])
+
+
+@HISTORY("capture.unclobbered")
+def unclobbered(st: State, h: History) -> Truth:
+    """No earlier graph has overwritten what a live tape keeps."""
+    return implies(h.in_pool[h.slot[0]] == 1, h.clobbered[0] == 0)
+
+
+# Completion
+
+
+@HISTORY("completion.behind", l="link")
+def behind(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
+    """A link called joined has no work that the graph stream has yet to wait for."""
+    return implies(st.joined[l] == st.submitted[l], h.behind[l] == 0)
+
+
+@HISTORY("completion.replays", d="domain")
+def replays(st: State, h: History, d: Index) -> Truth:
+    """The replays counted are those that were enqueued."""
+    return st.replays[d] == h.enqueued[d]
+
+
+@HISTORY("completion.seen")
+def seen(st: State, h: History) -> Truth:
+    """A caller that waited past a tape's latest replay sees its output."""
+    l, s = h.link[0], h.slot[0]  # noqa: E741 - a link
+    there = st.domain_at[l] == domain_of_slot(st, s)
+    return implies(retained(st, s) & there & (st.produced[s] <= st.waited[l]), h.seen[0] == 1)
+
+
+@HISTORY("completion.seen-gradients")
+def seen_gradients(st: State, h: History) -> Truth:
+    """A caller that waited past a stage's latest dW sees its gradients."""
+    l, g = h.link[0], h.stage[0]  # noqa: E741 - a link
+    there = st.domain_at[l] == st.domain_of[g]
+    return implies(there & (st.landed[g] <= st.waited[l]), h.seen_gradients[0] == 1)
+
+
+@HISTORY("completion.device", d="domain")
+def device(st: State, h: History, d: Index) -> Truth:
+    """Device work that may be unfinished is undrained, or its action is still in flight."""
+    s, g = h.beginner[d], h.refresher[d]
+    slot = (s != NO_SLOT) & in_flight(st, s) & (domain_of_slot(st, s) == d)
+    stage = (g != NO_STAGE) & (st.refreshing[g] != 0) & (st.domain_of[g] == d)
+    return implies((h.device[d] != 0) & (st.undrained[d] == 0), slot | stage)
+
+
+# Reduction
+
+
+@HISTORY("reduction.stations", g="stage")
+def stations(st: State, h: History, g: Index) -> Truth:
+    """Each stage's reduction is where the contract says, and of gradients that were final."""
+    none, running, done = (h.reduction[g] == k for k in (NONE, RUNNING, DONE))
+    final, spoiled = st.final[g] == now(st, g), st.spoiled[g] == now(st, g)
+    return (
+        (none | running | done)
+        & (running == (st.reducing[g] != 0))
+        & implies(none & final, st.unreduced[g] == st.reduces[g])
+        & implies(running, st.reduces[g] != 0)
+        & implies(done, st.unreduced[g] == 0)
+        & implies(done, st.reduces[g] != 0)
+        & (none | final | spoiled)
+    )

@@ -1,0 +1,108 @@
+"""
+What is always true of the gradients: of an epoch's counts of them and of the buffers they lie in.
+
+The counts say which cells' dW ran, a stage that is final has every one of them, and one that a
+failure ruined is spoiled and never final. A buffer holds gradients of the one epoch that it was
+opened in, at most one dW writes it, and a cell is bound to it before its dI runs.
+"""
+
+from __future__ import annotations
+
+from ..invariants import retained
+from ..predicates import NO_SLOT, Register, implies
+from .words import History, Index, State, Truth, in_flight, now, wgrad_in_flight
+
+__all__ = ["HISTORY"]
+
+#: Proved: of an epoch's gradients and their buffers.
+HISTORY = Register()
+
+
+# Epoch: whole, and never when ruined
+
+
+@HISTORY("epoch.counts", g="stage")
+def wgrads(st: State, h: History, g: Index) -> Truth:
+    """The count of dW is of those that ran: of no more than dI, no more than F, than cells."""
+    forwards, dgrads = h.num_forwards[g], h.num_dgrads[g]
+    first = (st.wgrads[g] == h.num_wgrads[g]) & (0 <= st.wgrads[g]) & (st.wgrads[g] <= dgrads)
+    return first & (dgrads <= forwards) & (forwards <= st.cells[g])
+
+
+@HISTORY("epoch.every-cell-placed", c="cell")
+def every_cell_placed(st: State, h: History, c: Index) -> Truth:
+    """Every cell has a place of its own, below each count exactly when that action ran."""
+    g, place = st.stage_of[c], h.place[c]
+    ran = (
+        ((place < h.num_forwards[g]) == (h.ran_forward[c] == 1))
+        & ((place < h.num_dgrads[g]) == (h.ran_dgrad[c] == 1))
+        & ((place < h.num_wgrads[g]) == (h.ran_wgrad[c] == 1))
+    )
+    return (0 <= place) & (place < st.cells[g]) & (h.placed[g, place] == c) & ran
+
+
+@HISTORY("epoch.every-place-taken", g="stage", i="place")
+def every_place_taken(st: State, h: History, g: Index, i: Index) -> Truth:
+    """Every place has a cell of the stage."""
+    cell = h.placed[g, i]
+    return implies((0 <= i) & (i < st.cells[g]), (st.stage_of[cell] == g) & (h.place[cell] == i))
+
+
+@HISTORY("epoch.ruined", g="stage")
+def ruined(st: State, h: History, g: Index) -> Truth:
+    """An epoch that a failure ruined is spoiled."""
+    marked = implies(h.ruined[g] == now(st, g), st.spoiled[g] == now(st, g))
+    return marked & (h.ruined[g] <= now(st, g)) & (h.half_written[g] <= h.ruined[g])
+
+
+@HISTORY("epoch.half-written", g="stage")
+def half_written(st: State, h: History, g: Index) -> Truth:
+    """An epoch with half-written gradients is spoiled."""
+    return implies(h.half_written[g] == now(st, g), st.spoiled[g] == now(st, g))
+
+
+@HISTORY("epoch.final-is-whole", g="stage")
+def final_is_whole(st: State, h: History, g: Index) -> Truth:
+    """A final stage has every gradient, and nothing spoiled them."""
+    whole = (st.wgrads[g] == st.cells[g]) & (st.spoiled[g] != now(st, g))
+    return implies(st.final[g] == now(st, g), whole)
+
+
+# Arena
+
+
+@HISTORY("arena.content", b="buffer")
+def content(st: State, h: History, b: Index) -> Truth:
+    """A buffer holds the gradients of the epoch that it was opened in."""
+    return st.opened[b] == h.content[b]
+
+
+@HISTORY("arena.one-writer", b="buffer")
+def one_writer(st: State, h: History, b: Index) -> Truth:
+    """At most one dW writes a buffer, and its ticket is the buffer's."""
+    s = h.writer[b]
+    idle = (st.writing[b] == 0) & (h.writers[b] == 0)
+    dw = (s != NO_SLOT) & wgrad_in_flight(st, s) & (st.writing[b] == st.held[s])
+    busy = (st.writing[b] != 0) & (h.writers[b] == 1)
+    return idle | (busy & dw & (st.buffer_of[st.cell_at[s]] == b))
+
+
+@HISTORY("arena.bound-once", c="cell")
+def bound_once(st: State, h: History, c: Index) -> Truth:
+    """A cell is bound at most once per weights, to its configured destination."""
+    bound = st.bound[c] == now(st, st.stage_of[c])
+    there = (h.binds[c] == 1) & (h.bound_to[c] == st.destination_of[c])
+    return (bound & there) | ((st.bound[c] != now(st, st.stage_of[c])) & (h.binds[c] == 0))
+
+
+@HISTORY("arena.bound-before-dgrad", c="cell")
+def bound_before_dgrad(st: State, h: History, c: Index) -> Truth:
+    """A cell whose dI ran was bound."""
+    return implies(h.ran_dgrad[c] != 0, h.binds[c] == 1)
+
+
+@HISTORY("arena.bound-during-dgrad", s="slot")
+def bound_during_dgrad(st: State, h: History, s: Index) -> Truth:
+    """So is one whose dI is running."""
+    running = in_flight(st, s) & retained(st, s)
+    return implies(running, h.binds[st.cell_at[s]] == 1)

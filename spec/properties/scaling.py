@@ -1,0 +1,170 @@
+"""
+What is always true of the weights, of the caches of quantized weights, and of scaling state.
+
+A cache that is called fresh holds the current weights, and all forwards of an epoch read one and
+the same fill of it, made just before the first of them. One action at a time updates a domain's
+scaling state, the effect token counts the updates, and state that is broken is marked.
+"""
+
+from __future__ import annotations
+
+from ..invariants import domain_of_slot, live, retained
+from ..predicates import NEVER, NO_SLOT, NO_STAGE, RESERVED, Register, implies
+from .words import History, Index, State, Truth, in_flight, now, update_in_flight
+
+__all__ = ["HISTORY"]
+
+#: Proved: of weights, caches and scaling state.
+HISTORY = Register()
+
+
+# Version: weights, and what the caches hold
+
+
+@HISTORY("epoch.weights", g="stage")
+def weights(st: State, h: History, g: Index) -> Truth:
+    """The weight epoch counts the optimizer's updates."""
+    return now(st, g) == h.weights[0]
+
+
+@HISTORY("version.cache-content", g="stage")
+def cache_content(st: State, h: History, g: Index) -> Truth:
+    """A cache is called fresh exactly when it holds the current weights, and is never ahead."""
+    return ((st.cache_epoch[g] == now(st, g)) == (h.cached[g] == h.weights[0])) & (
+        h.cached[g] <= h.weights[0]
+    )
+
+
+@HISTORY("version.fill-in-progress", g="stage")
+def fill_in_progress(st: State, h: History, g: Index) -> Truth:
+    """A refresh in flight was not lost."""
+    return implies(st.refreshing[g] != 0, h.lost[g] == 0)
+
+
+@HISTORY("version.filled-by-forward", s="slot", g="stage")
+def filled_by_forward(st: State, h: History, s: Index, g: Index) -> Truth:
+    """The F that fills a cache is in flight on a slot of its stage, and its fill was not lost."""
+    here = (st.filling[g] == st.held[s]) & (st.held[s] != 0)
+    forward = live(st, s) & (st.pending[s] == RESERVED) & (st.slot_stage[s] == g)
+    fills = forward & (h.filling[s] != 0) & (h.lost[g] == 0)
+    return implies(here, fills) & implies(
+        in_flight(st, s) & (st.pending[s] == RESERVED) & (h.filling[s] != 0),
+        st.filling[st.slot_stage[s]] == st.held[s],
+    )
+
+
+@HISTORY("version.one-fill", needs="order", g="stage")
+def one_fill(st: State, h: History, g: Index) -> Truth:
+    """All forwards of an epoch read one and the same fill of the cache."""
+    same = implies(h.fill_of_epoch[g] != NEVER, h.fills[g] == h.fill_of_epoch[g])
+    return same & (0 <= h.fills[g])
+
+
+@HISTORY("version.tape-of-that-fill", needs="order", s="slot")
+def tape_of_that_fill(st: State, h: History, s: Index) -> Truth:
+    """A retained tape is of that fill."""
+    g = st.slot_stage[s]
+    begun = retained(st, s) | (live(st, s) & in_flight(st, s))
+    return implies(begun, (h.fill_read[s] == h.fill_of_epoch[g]) & (h.fill_of_epoch[g] != NEVER))
+
+
+@HISTORY("version.filled-just-before", needs="order", g="stage")
+def filled_just_before(st: State, h: History, g: Index) -> Truth:
+    """Between a refresh and its stage's first forward no scaling update happens in the domain."""
+    d = st.domain_of[g]
+    waiting = (st.cache_epoch[g] == now(st, g)) & (h.fill_of_epoch[g] == NEVER)
+    return implies(waiting, (st.refreshed[d] == g) & (h.filled_after[g] == h.updates[d]))
+
+
+@HISTORY("version.undisturbed", needs="order", s="slot")
+def undisturbed_fill(st: State, h: History, s: Index) -> Truth:
+    """No F of another stage, and no dI, is in flight between a refresh and its first forward."""
+    waiting = st.refreshed[domain_of_slot(st, s)]
+    own = (st.pending[s] == RESERVED) & (waiting == st.slot_stage[s])
+    return implies(update_in_flight(st, s), (waiting == NO_STAGE) | own)
+
+
+@HISTORY("version.first-forward-shows", needs="order", g="stage")
+def first_forward_shows(st: State, h: History, g: Index) -> Truth:
+    """An epoch's first forward of a stage shows in its counts, in flight, or as a failure."""
+    d = st.domain_of[g]
+    s = h.updater[d]
+    flying = (s != NO_SLOT) & (st.held[s] != 0) & (st.pending[s] == RESERVED)
+    shows = (h.num_forwards[g] != 0) | (st.poisoned[d] != 0) | (flying & (st.slot_stage[s] == g))
+    return implies(h.fill_of_epoch[g] != NEVER, shows)
+
+
+@HISTORY("version.refresh-before-forwards", needs="order", g="stage")
+def refresh_before_forwards(st: State, h: History, g: Index) -> Truth:
+    """While a refresh is in flight its stage has had no forward, and no other stage waits."""
+    waiting = st.refreshed[st.domain_of[g]]
+    alone = (waiting == NO_STAGE) | (waiting == g)
+    return implies(st.refreshing[g] != 0, (h.fill_of_epoch[g] == NEVER) & alone)
+
+
+# Order: scaling state
+
+
+@HISTORY("order.token", d="domain")
+def token(st: State, h: History, d: Index) -> Truth:
+    """The effect token counts the scaling updates."""
+    return st.token[d] == h.updates[d]
+
+
+@HISTORY("order.position", d="domain")
+def position(st: State, h: History, d: Index) -> Truth:
+    """The position counts those of the epoch."""
+    return st.position[d] == h.updates_of_epoch[d]
+
+
+@HISTORY("order.one-at-a-time", d="domain")
+def one_at_a_time(st: State, h: History, d: Index) -> Truth:
+    """At most one F, dI or refresh is in flight in a domain, and its ticket is the domain's."""
+    s, g = h.updater[d], h.refresher[d]
+    tape = (s != NO_SLOT) & update_in_flight(st, s) & (domain_of_slot(st, s) == d)
+    refresh = (g != NO_STAGE) & (st.domain_of[g] == d) & (st.busy[d] == st.refreshing[g])
+    idle = (st.busy[d] == 0) & (h.running[d] == 0)
+    return idle | (
+        (st.busy[d] != 0) & (h.running[d] == 1) & ((tape & (st.busy[d] == st.held[s])) | refresh)
+    )
+
+
+@HISTORY("order.broken", d="domain")
+def broken(st: State, h: History, d: Index) -> Truth:
+    """Broken scaling state is marked."""
+    return implies(h.broken[d] != 0, st.poisoned[d] != 0)
+
+
+@HISTORY("order.counts", g="stage")
+def counts(st: State, h: History, g: Index) -> Truth:
+    """The counts of F and dI are those that ran."""
+    return (st.forwards[g] == h.num_forwards[g]) & (st.dgrads[g] == h.num_dgrads[g])
+
+
+@HISTORY("order.touched", d="domain")
+def touched(st: State, h: History, d: Index) -> Truth:
+    """Scaling state that was touched since the last commit shows it."""
+    g, s, r = h.toucher[d], h.updater[d], h.refresher[d]
+    forward = (s != NO_SLOT) & (st.held[s] == st.busy[d]) & (st.pending[s] == RESERVED)
+    refresh = (r != NO_STAGE) & (st.refreshing[r] == st.busy[d])
+    shows = (
+        ((st.busy[d] != 0) & (forward | refresh))
+        | (st.poisoned[d] != 0)
+        | (st.refreshed[d] != NO_STAGE)
+        | (st.forwards[g] != 0)
+    )
+    return implies(h.touched[d] != 0, (g != NO_STAGE) & shows)
+
+
+@HISTORY("order.toucher", s="slot")
+def toucher(st: State, h: History, s: Index) -> Truth:
+    """An F in flight is the last that touched its domain."""
+    forward = in_flight(st, s) & (st.pending[s] == RESERVED)
+    return implies(forward, h.toucher[domain_of_slot(st, s)] == st.slot_stage[s])
+
+
+@HISTORY("order.tape-touches", s="slot")
+def tape_touches(st: State, h: History, s: Index) -> Truth:
+    """A tape's forward, from its check on, touched its domain."""
+    begun = retained(st, s) | in_flight(st, s)
+    return implies(begun, h.touched[domain_of_slot(st, s)] != 0)

@@ -1,0 +1,379 @@
+"""
+What the caller is promised: when a transition is accepted, the world is in order for it.
+
+Each property names the transitions at whose acceptance it holds. An accepted action finds its own
+key's work and the weights that the key names; a stage is final, and the weights change, only when
+every gradient is there and whole; a checkpoint finds nothing under way; and the end of an action is
+accepted once.
+"""
+
+from __future__ import annotations
+
+from ..history import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, WGRAD
+from ..predicates import GRAD, NEVER, NO_SLOT, RESERVED, Register, implies
+from .words import Args, History, Index, State, Truth
+
+__all__ = ["STEPS"]
+
+#: Proved: what holds of the world whenever one of the named transitions is accepted.
+STEPS = Register()
+
+
+# An action on a tape: the right work, weights, scaling state and destination
+
+
+@STEPS("ownership.right-reference", "check_dgrad", "check_wgrad", "read", "finish_read", "drop")
+def right_reference(st: State, h: History, a: Args) -> Truth:
+    """A reference is accepted only if it was handed out for that key and its work is not gone."""
+    mine = (
+        (a.ref.slot == h.ref_slot[0])
+        & (a.ref.generation == h.ref_generation[0])
+        & (a.ref.incarnation == h.ref_incarnation[0])
+    )
+    named = (a.key.cell == h.ref_cell[0]) & (a.key.epoch == h.ref_epoch[0])
+    return implies(mine, (h.issued[0] == 1) & (h.dead[0] == 0) & named)
+
+
+@STEPS("ownership.right-work", "check_dgrad", "check_wgrad", "read", "finish_read", "drop")
+def right_work(st: State, h: History, a: Args) -> Truth:
+    """An action finds its own key's work in the slot, and nobody else acting there."""
+    s = a.ref.slot
+    mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
+    return mine & (h.owing[s] != 0) & (h.acting[s] == 0)
+
+
+@STEPS("ownership.right-consumer", "read", "finish_read")
+def right_consumer(st: State, h: History, a: Args) -> Truth:
+    """One reader reads, only where one is awaited, and a gradient only after dI."""
+    s = a.ref.slot
+    one = (a.bit == 4) | (a.bit == 8)
+    there = implies(a.bit == GRAD, h.ran_dgrad[a.key.cell] == 1)
+    return one & ((h.owing[s] & a.bit) != 0) & (h.ran_forward[a.key.cell] == 1) & there
+
+
+@STEPS("ownership.dgrad-after-forward", "check_dgrad")
+def dgrad_after_forward(st: State, h: History, a: Args) -> Truth:
+    """dI runs once, after F."""
+    return (h.ran_forward[a.key.cell] == 1) & (h.ran_dgrad[a.key.cell] == 0)
+
+
+@STEPS("ownership.wgrad-after-dgrad", "check_wgrad")
+def wgrad_after_dgrad(st: State, h: History, a: Args) -> Truth:
+    """dW runs once, after dI, and dI left it work of every matrix."""
+    once = (h.ran_dgrad[a.key.cell] == 1) & (h.ran_wgrad[a.key.cell] == 0)
+    return once & (h.queued[a.ref.slot] == st.matrices[a.key.stage])
+
+
+@STEPS("ownership.never-preempted", "reserve", "check_forward")
+def never_preempted(st: State, h: History, a: Args) -> Truth:
+    """A forward gets a slot of its stage that nobody waits for, or the one its key claimed."""
+    claimed = (h.owing[a.slot] == RESERVED) & (h.tenant[a.slot] == a.key.cell)
+    own = claimed & (h.tenant_epoch[a.slot] == a.key.epoch)
+    vacant = (h.owing[a.slot] == 0) | own
+    return (a.slot != NO_SLOT) & vacant & (st.slot_stage[a.slot] == a.key.stage)
+
+
+@STEPS("ownership.claimed-once", "reserve")
+def claimed_once(st: State, h: History, a: Args) -> Truth:
+    """A claim is of a free slot."""
+    return h.owing[a.slot] == 0
+
+
+@STEPS("ownership.forward-once", "reserve", "check_forward")
+def forward_once(st: State, h: History, a: Args) -> Truth:
+    """No key's forward runs twice for the same weights."""
+    return h.ran_forward[a.key.cell] == 0
+
+
+@STEPS(
+    "version.weights-of-the-key", "reserve", "bind", "check_forward", "check_dgrad", "check_wgrad"
+)
+def weights_of_the_key(st: State, h: History, a: Args) -> Truth:
+    """An action runs on the weights that its key names."""
+    return a.key.epoch == h.weights[0]
+
+
+@STEPS("version.cache-of-the-key", "check_forward")
+def cache_of_the_key(st: State, h: History, a: Args) -> Truth:
+    """A forward that does not fill the cache finds the key's weights in it."""
+    return implies(a.refresh == 0, h.cached[a.key.stage] == a.key.epoch)
+
+
+@STEPS("version.cache-for-dgrad", "check_dgrad", needs="order")
+def cache_for_dgrad(st: State, h: History, a: Args) -> Truth:
+    """dI finds the very cache that its forward read."""
+    same = h.fill_read[a.ref.slot] == h.fills[a.key.stage]
+    return same & (h.cached[a.key.stage] == a.key.epoch)
+
+
+@STEPS("version.only-stale-filled", "check_refresh", needs="order")
+def only_stale_filled(st: State, h: History, a: Args) -> Truth:
+    """Only a cache without the current weights is filled, before any forward of the epoch."""
+    return (h.cached[a.stage] != h.weights[0]) & (h.fill_of_epoch[a.stage] == NEVER)
+
+
+@STEPS("version.only-stale-filled-by-forward", "check_forward", needs="order")
+def only_stale_filled_by_forward(st: State, h: History, a: Args) -> Truth:
+    """The same of a forward that fills it."""
+    s = a.key.stage
+    stale = (h.cached[s] != h.weights[0]) & (h.fill_of_epoch[s] == NEVER)
+    return implies(a.refresh != 0, stale)
+
+
+@STEPS("version.filled-just-before", "check_forward", needs="order")
+def first_after_fill(st: State, h: History, a: Args) -> Truth:
+    """A first forward that finds its cache filled is the domain's next update after the fill."""
+    s = a.key.stage
+    first = (a.refresh == 0) & (h.fill_of_epoch[s] == NEVER)
+    return implies(first, h.filled_after[s] == h.updates[st.domain_of[s]])
+
+
+@STEPS("order.threaded", "check_forward", "check_dgrad")
+def threaded(st: State, h: History, a: Args) -> Truth:
+    """The caller's token has seen every scaling update, in the declared order if there is one."""
+    d = st.domain_of[a.key.stage]
+    return a.token == h.updates[d]
+
+
+@STEPS("order.declared-forward", "check_forward")
+def declared_forward(st: State, h: History, a: Args) -> Truth:
+    """Where an order is declared, F comes at its place."""
+    d = st.domain_of[a.key.stage]
+    return implies(st.declared[d] != 0, st.forward_at[a.key.cell] == h.updates_of_epoch[d])
+
+
+@STEPS("order.declared-dgrad", "check_dgrad")
+def declared_dgrad(st: State, h: History, a: Args) -> Truth:
+    """Where an order is declared, dI comes at its place."""
+    d = st.domain_of[a.key.stage]
+    return implies(st.declared[d] != 0, st.dgrad_at[a.key.cell] == h.updates_of_epoch[d])
+
+
+@STEPS("order.sound-state", "check_forward", "check_dgrad")
+def sound_state(st: State, h: History, a: Args) -> Truth:
+    """Scaling state is whole, and nobody else is updating it."""
+    d = st.domain_of[a.key.stage]
+    return (h.broken[d] == 0) & (h.running[d] == 0)
+
+
+@STEPS("order.sound-state-of-stage", "check_refresh")
+def sound_state_of_stage(st: State, h: History, a: Args) -> Truth:
+    """The same for a refresh."""
+    d = st.domain_of[a.stage]
+    return (h.broken[d] == 0) & (h.running[d] == 0)
+
+
+@STEPS("order.sound-at-finalize", "finalize")
+def sound_at_finalize(st: State, h: History, a: Args) -> Truth:
+    """A stage is final only with every F and dI run, on whole scaling state."""
+    n = st.cells[a.stage]
+    ran = (h.num_forwards[a.stage] == n) & (h.num_dgrads[a.stage] == n)
+    return ran & (h.broken[st.domain_of[a.stage]] == 0)
+
+
+@STEPS("arena.bound-destination", "check_dgrad")
+def bound_destination(st: State, h: History, a: Args) -> Truth:
+    """dI finds its key bound to the configured destination."""
+    c = a.key.cell
+    return (h.binds[c] == 1) & (h.bound_to[c] == st.destination_of[c])
+
+
+@STEPS("arena.right-destination", "check_wgrad")
+def right_destination(st: State, h: History, a: Args) -> Truth:
+    """dW writes where dI was told, alone, over nothing of its epoch or onto only that."""
+    c = a.key.cell
+    buffer = st.buffer_of[c]
+    bound = (a.destination == h.bound_to[c]) & (h.writers[buffer] == 0)
+    fresh = implies(a.first != 0, h.content[buffer] != a.key.epoch)
+    return bound & fresh & implies(a.first == 0, h.content[buffer] == a.key.epoch)
+
+
+@STEPS("arena.usable", "bind", "check_wgrad")
+def usable(st: State, h: History, a: Args) -> Truth:
+    """Nothing is written for an epoch that a failure ruined."""
+    return (h.ruined[a.key.stage] != a.key.epoch) & (h.half_written[a.key.stage] != a.key.epoch)
+
+
+@STEPS("arena.bound-once", "bind")
+def bind_once(st: State, h: History, a: Args) -> Truth:
+    """A destination is bound once, and is the configured one."""
+    c = a.key.cell
+    return (h.binds[c] == 0) & (a.destination == st.destination_of[c])
+
+
+# A stage is final
+
+
+@STEPS("epoch.whole", "finalize", c="cell")
+def whole(st: State, h: History, a: Args, c: Index) -> Truth:
+    """When a stage is final, every cell's F, dI and dW ran exactly once, over every matrix."""
+    once = (h.ran_forward[c] == 1) & (h.ran_dgrad[c] == 1) & (h.ran_wgrad[c] == 1)
+    ours = st.stage_of[c] == a.stage
+    return implies(ours, once & (h.covered[c] == st.matrices[a.stage]))
+
+
+@STEPS("epoch.not-ruined", "finalize")
+def not_ruined(st: State, h: History, a: Args) -> Truth:
+    """A stage that a failure ruined is not final."""
+    return (h.ruined[a.stage] != h.weights[0]) & (h.half_written[a.stage] != h.weights[0])
+
+
+@STEPS("reduction.final-once", "finalize")
+def final_once(st: State, h: History, a: Args) -> Truth:
+    """A stage is not final again once its reduction began."""
+    return h.reduction[a.stage] == NONE
+
+
+# The graph stream and the streams that wait for it
+
+
+@STEPS("completion.replay-after-caller", "check_forward", "check_dgrad", "check_wgrad")
+def replay_after_caller(st: State, h: History, a: Args) -> Truth:
+    """A replay comes after all work of its caller, which waited for this very graph stream."""
+    here = st.domain_at[a.link] == st.domain_of[a.key.stage]
+    return here & (h.behind[a.link] == 0)
+
+
+@STEPS("completion.refresh-after-caller", "check_refresh")
+def refresh_after_caller(st: State, h: History, a: Args) -> Truth:
+    """So does a refresh."""
+    here = st.domain_at[a.link] == st.domain_of[a.stage]
+    return here & (h.behind[a.link] == 0)
+
+
+@STEPS("completion.consumer-after-replay", "check_dgrad", "read")
+def consumer_after_replay(st: State, h: History, a: Args) -> Truth:
+    """A consumer's stream waited for the replay that wrote what it consumes."""
+    mine = (a.link == h.link[0]) & (a.ref.slot == h.slot[0])
+    return implies(mine, h.seen[0] == 1)
+
+
+@STEPS("completion.gradients-after-replay", "finalize")
+def gradients_after_replay(st: State, h: History, a: Args) -> Truth:
+    """Whoever finalizes a stage waited for its latest dW."""
+    mine = (a.link == h.link[0]) & (a.stage == h.stage[0])
+    return implies(mine, h.seen_gradients[0] == 1)
+
+
+# A reduction
+
+
+@STEPS("reduction.of-whole-gradients", "start_reduction")
+def of_whole_gradients(st: State, h: History, a: Args) -> Truth:
+    """A reduction starts on whole gradients that owe one and were not reduced."""
+    g = a.stage
+    complete = (h.num_wgrads[g] == st.cells[g]) & (h.ruined[g] != h.weights[0])
+    return complete & (h.reduction[g] == NONE) & (st.reduces[g] != 0)
+
+
+@STEPS("reduction.running", "finish_reduction", "fail_reduction")
+def reduction_running(st: State, h: History, a: Args) -> Truth:
+    """Only a running reduction ends."""
+    return h.reduction[a.stage] == RUNNING
+
+
+@STEPS("reduction.undisturbed", "check_wgrad", "drop")
+def undisturbed(st: State, h: History, a: Args) -> Truth:
+    """No gradient is written, and none given up, under a running reduction."""
+    return h.reduction[a.key.stage] != RUNNING
+
+
+# The weights change
+
+
+@STEPS("epoch.commit", "commit_epoch", c="cell", g="stage", s="slot")
+def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
+    """The weights change only when every dW ran, no tape is live, and nothing was ruined."""
+    ran = h.ran_wgrad[c] == 1
+    idle = (h.owing[s] == 0) & (h.acting[s] == 0)
+    return ran & idle & (h.ruined[g] != h.weights[0]) & (a.epoch == h.weights[0])
+
+
+@STEPS("order.commit", "commit_epoch", d="domain")
+def commit_in_order(st: State, h: History, a: Args, d: Index) -> Truth:
+    """No scaling update is in flight when the weights change."""
+    return h.running[d] == 0
+
+
+@STEPS("reduction.commit", "commit_epoch", g="stage")
+def commit_reduced(st: State, h: History, a: Args, g: Index) -> Truth:
+    """Every reduction that is owed is done when the weights change."""
+    done = implies(st.reduces[g] != 0, h.reduction[g] == DONE)
+    return done & (h.reduction[g] != RUNNING)
+
+
+# A checkpoint and a restore
+
+
+@STEPS("persistence.quiescent", "checkpoint", g="stage", s="slot")
+def quiescent(st: State, h: History, a: Args, g: Index, s: Index) -> Truth:
+    """A checkpoint finds no tape, no action and no gradient of a step that is under way."""
+    return (h.owing[s] == 0) & (h.acting[s] == 0) & (h.num_wgrads[g] == 0)
+
+
+@STEPS("order.quiescent", "checkpoint", d="domain")
+def quiescent_order(st: State, h: History, a: Args, d: Index) -> Truth:
+    """A checkpoint finds scaling state as the last commit left it, and whole."""
+    return (h.running[d] == 0) & (h.broken[d] == 0) & (h.touched[d] == 0)
+
+
+@STEPS("completion.quiescent", "checkpoint", "restore", d="domain")
+def quiescent_device(st: State, h: History, a: Args, d: Index) -> Truth:
+    """No device work is left when state is saved or replaced."""
+    return h.device[d] == 0
+
+
+@STEPS("reduction.quiescent", "checkpoint", "restore", g="stage")
+def quiescent_reduction(st: State, h: History, a: Args, g: Index) -> Truth:
+    """Nor a reduction."""
+    return h.reduction[g] != RUNNING
+
+
+@STEPS("persistence.restore-between-actions", "restore", s="slot")
+def restore_between_actions(st: State, h: History, a: Args, s: Index) -> Truth:
+    """State is replaced only between actions."""
+    return h.acting[s] == 0
+
+
+@STEPS("order.restore-between-actions", "restore", d="domain")
+def restore_between_updates(st: State, h: History, a: Args, d: Index) -> Truth:
+    """And only between scaling updates."""
+    return h.running[d] == 0
+
+
+# The end of an action
+
+
+@STEPS("tickets.forward-redeems-its-own", "commit_forward", "abort_forward")
+def forward_redeems_its_own(st: State, h: History, a: Args) -> Truth:
+    """The end of an F is accepted once, from the check that began it."""
+    mine = implies(
+        a.ticket == h.ticket[0], (h.outstanding[0] == FORWARD) & (h.ticket_slot[0] == a.slot)
+    )
+    return mine & (h.acting[a.slot] == 1)
+
+
+@STEPS("tickets.dgrad-redeems-its-own", "commit_dgrad", "abort_dgrad")
+def dgrad_redeems_its_own(st: State, h: History, a: Args) -> Truth:
+    """The end of a dI is accepted once, from the check that began it."""
+    mine = implies(
+        a.ticket == h.ticket[0], (h.outstanding[0] == DGRAD) & (h.ticket_slot[0] == a.slot)
+    )
+    return mine & (h.acting[a.slot] == 1)
+
+
+@STEPS("tickets.wgrad-redeems-its-own", "commit_wgrad", "abort_wgrad")
+def wgrad_redeems_its_own(st: State, h: History, a: Args) -> Truth:
+    """The end of a dW is accepted once, from the check that began it."""
+    mine = implies(
+        a.ticket == h.ticket[0], (h.outstanding[0] == WGRAD) & (h.ticket_slot[0] == a.slot)
+    )
+    return mine & (h.acting[a.slot] == 1)
+
+
+@STEPS("tickets.refresh-redeems-its-own", "commit_refresh", "abort_refresh")
+def refresh_redeems_its_own(st: State, h: History, a: Args) -> Truth:
+    """The end of a refresh is accepted once, from the check that began it."""
+    return implies(
+        a.ticket == h.ticket[0], (h.outstanding[0] == REFRESH) & (h.ticket_stage[0] == a.stage)
+    )
