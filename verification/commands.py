@@ -96,10 +96,23 @@ class Prove:
             "--seeds", type=int, default=1, help="solver seeds to sweep (default 1)"
         )
         parser.add_argument("--cvc5", action="store_true", help="also ask a second solver")
+        parser.add_argument(
+            "--mutants", action="store_true", help="also delete every guard and update in turn"
+        )
+        parser.add_argument(
+            "--only", metavar="TEXT", help="of the mutants only those whose line contains this"
+        )
+        parser.add_argument(
+            "--programs", type=Path, metavar="DIR", help="write each counterexample as a program"
+        )
         parser.add_argument("--out", type=Path, metavar="F", help="also write the JSON report here")
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Prove and report."""
+        if not args.mutants and (args.only is not None or args.programs is not None):
+            raise Unusable("--only and --programs are of --mutants; give that too")
+        if args.programs is not None and args.programs.exists() and not args.programs.is_dir():
+            raise Unusable(f"--programs wants a directory, {args.programs} is none")
         if args.seeds < 1:
             raise Unusable(f"--seeds wants a positive number, got {args.seeds}")
         prove = needs("verify", _prove)
@@ -122,9 +135,47 @@ class Prove:
             f"  {o['verdict']:8} {o['transition']} {o['path']}: {o['name']}" for o in data["open"]
         ]
         good = not data["open"]
+        data |= {"mutants": None, "killed": None, "mutant_report": None}
+        if args.mutants:
+            swept = needs("verify", lambda: _swept(args, progress))
+            lines += swept.pop("lines")
+            good = good and not swept["mutant_report"]["survivors"]
+            data |= swept
         if args.out is not None:
             write_report(args.out, {"environment": environment(), **_summary(data)})
         return Outcome("accepted" if good else "refused", data, lines)
+
+
+def _swept(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Run the mutants; return their part of the report, and what to print."""
+    from verification import mutants
+
+    report = mutants.run(progress, args.only)
+    if not report.mutants:
+        raise Unusable(f"no mutant's line contains {args.only!r}")
+    found = report.asdict()
+    by_class = ", ".join(f"{count} because {name}" for name, count in found["by_class"].items())
+    lines = [
+        f"{report.killed} of {report.mutants} mutants killed in {report.seconds:.1f} s: {by_class}",
+        *(f"  equivalent {v.mutant.site}: {v.by}" for v in report.equivalent),
+        *(f"  survived   {v.mutant.site}: {v.by}" for v in report.survivors),
+    ]
+    shown = [v for v in report.verdicts if v.probe is not None]
+    if args.only is not None:
+        for verdict in shown:
+            lines += ["", f"{verdict.mutant.site}", "", mutants.program(verdict)]
+    if args.programs is not None:
+        args.programs.mkdir(parents=True, exist_ok=True)
+        for verdict in shown:
+            name = f"{report.verdicts.index(verdict):03}_{verdict.mutant.site.half}.py"
+            (args.programs / name).write_text(mutants.program(verdict), encoding="utf-8")
+        lines.append(f"{len(shown)} programs in {args.programs}")
+    return {
+        "mutants": report.mutants,
+        "killed": report.killed,
+        "mutant_report": found,
+        "lines": lines,
+    }
 
 
 def _summary(data: dict[str, Any]) -> dict[str, Any]:

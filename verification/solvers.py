@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Final
 
 import z3
 from attrs import define, field
@@ -31,6 +31,9 @@ _NUMBERING = frozenset(
         "epoch.every-place-taken",
     }
 )
+
+#: Milliseconds for a goal among others; one that needs more is tried again alone.
+HASTE: Final = 250
 
 
 @define
@@ -68,7 +71,7 @@ class Z3:
         composition: Whose lemmas are the hypotheses.
         seed: Seed of the solver's own choices.
         proved: What is known already; None to prove everything.
-        timeout: Milliseconds for one attempt.
+        timeout: Milliseconds for one attempt at a goal alone.
     """
 
     name = "z3"
@@ -98,30 +101,45 @@ class Z3:
 
     def _solver(self, lemmas: frozenset[str]) -> Any:
         if lemmas not in self._solvers:
-            solver = z3.Solver()
-            solver.set("auto_config", False)
-            solver.set("mbqi", False)
-            solver.set("timeout", self.timeout)
-            solver.set("random_seed", self.seed)
-            solver.add(self._trusted)
-            words = self.composition.vocabulary
-            for name in sorted(lemmas):
-                weight = 2 if name in _NUMBERING else 1
-                solver.add(list(words.close(self._lemmas[name], weight)))
-            self._solvers[lemmas] = solver
+            self._solvers[lemmas] = self._new_solver(lemmas, min(self.timeout, HASTE))
         return self._solvers[lemmas]
+
+    def _new_solver(self, lemmas: frozenset[str], timeout: int) -> Any:
+        solver = z3.Solver()
+        solver.set("auto_config", False)
+        solver.set("mbqi", False)
+        solver.set("timeout", timeout)
+        solver.set("random_seed", self.seed)
+        solver.add(self._trusted)
+        words = self.composition.vocabulary
+        for name in sorted(lemmas):
+            weight = 2 if name in _NUMBERING else 1
+            solver.add(list(words.close(self._lemmas[name], weight)))
+        return solver
+
+    def _alone(self, goal: Goal, lemmas: frozenset[str]) -> tuple[str, float]:
+        """Ask a solver of its own, that no earlier goal has led astray."""
+        began = time.perf_counter()
+        solver = self._new_solver(lemmas, self.timeout)
+        solver.add(*goal.facts, goal.denied)
+        verdict = str(solver.check())
+        if verdict == "unsat" and self.proved is not None:
+            self.proved.add(goal, lemmas)
+        return verdict, time.perf_counter() - began
 
     def prove(self, goals: Iterable[Goal]) -> Iterator[Obligation]:
         """Answer every goal, in order."""
-        for (relations, path), group in groupby(goals, lambda g: (g.relations, _where(g))):
-            del path
-            yield from self._prove_alike(list(group), relations)
+        for _, group in groupby(goals, lambda goal: (_where(goal), goal.relations)):
+            yield from self._prove_alike(list(group))
 
-    def _prove_alike(
-        self, goals: Sequence[Goal], relations: frozenset[str] | None
-    ) -> Iterator[Obligation]:
-        first = self._attempt(goals, self.lemmas(relations), ())
+    def _prove_alike(self, goals: Sequence[Goal]) -> Iterator[Obligation]:
+        relations = goals[0].relations
+        lemmas = self.lemmas(relations)
+        first = self._attempt(goals, lemmas, ())
         for goal, (verdict, seconds) in zip(goals, first, strict=True):
+            if verdict != "unsat" and relations is not None:
+                verdict, more = self._alone(goal, lemmas)
+                seconds += more
             if verdict != "unsat" and relations is not None:
                 every = frozenset(self._lemmas)
                 verdict, more = self._attempt([goal], every, self.composition.untouched)[0]

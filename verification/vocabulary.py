@@ -163,7 +163,9 @@ class Vocabulary:
     def disturbed(self, moment: Moment) -> list[Claim]:
         """Return those of them that speak of a column which is not as it was before."""
         before = dict(self.before.columns())
-        changed = {n for n, term in moment.columns() if not term.eq(before[n])}
+        changed = {
+            n for n, term in moment.columns() if term is not before[n] and not term.eq(before[n])
+        }
         return self._at((p for p in self._invariants() if self._read[p.name] & changed), moment)
 
     def _invariants(self) -> Iterator[Predicate]:
@@ -203,6 +205,14 @@ class Vocabulary:
         """Return what a configuration is trusted with."""
         st = self.state(self.before)
         return [self.claim(p, st) for p in CONFIGURATION]
+
+    def counted(self) -> list[Term]:
+        """Return that a finite scope has a number for every cell and slot; nothing if unbounded."""
+        enc, st, h = self.encoding, self.state(self.before), self.history(self.before)
+        most = len(enc.members.get("place", ()))
+        counts = [st.cells[enc.sym(stage)] for stage in enc.members.get("stage", ())]
+        counts += [h.slots[enc.sym(pool)] for pool in enc.members.get("pool", ())]
+        return [raw(count <= most) for count in counts]
 
     def origin(self) -> list[Claim]:
         """Return what arbitrary ghosts are trusted to start with."""

@@ -51,6 +51,7 @@ def witnesses(composition: Composition) -> Iterator[Obligation]:
     """
     words = composition.vocabulary
     solver = z3.SimpleSolver()
+    solver.add(words.counted())
     for claim in (*words.configuration(), *words.invariants(words.before)):
         solver.add(list(words.close(claim)))
     for transition, paths in composition.paths.items():

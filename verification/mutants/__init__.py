@@ -1,0 +1,118 @@
+"""
+Is every guard needed? Each is deleted in turn, and so is each operand and each state update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from attrs import define, field
+
+from .program import program
+from .sites import Mutant, Site, sites
+from .verdicts import Verdict, judge, prepare
+
+__all__ = [
+    "CLASSES",
+    "Mutant",
+    "MutantReport",
+    "Site",
+    "Verdict",
+    "judge",
+    "program",
+    "run",
+    "sites",
+]
+
+#: How a mutant is killed, in words, by the kind of its verdict.
+CLASSES: Final = {
+    "state": "a state invariant fails",
+    "history": "a property of the physical history fails",
+    "step": "a promise to an accepted action fails",
+    "legal": "a legal schedule is refused",
+    "clause": "a refusal names another clause",
+    "induction": "a property fails, though in no state that was reached",
+}
+
+
+@define
+class MutantReport:
+    """
+    What became of every mutant.
+
+    Args:
+        verdicts: The verdict of each.
+        seconds: What it took in all.
+        setup_seconds: Of that, what the search took in which all are tried in reachable states.
+    """
+
+    verdicts: list[Verdict] = field(factory=list)
+    seconds: float = 0.0
+    setup_seconds: float = 0.0
+
+    @property
+    def mutants(self) -> int:
+        """How many there are."""
+        return len(self.verdicts)
+
+    @property
+    def killed(self) -> int:
+        """How many behave differently in a way that matters."""
+        return sum(verdict.killed for verdict in self.verdicts)
+
+    @property
+    def equivalent(self) -> list[Verdict]:
+        """Those proved to do the same as the contract, because something else does their work."""
+        return [v for v in self.verdicts if v.kind == "equivalent" and v.justified]
+
+    @property
+    def survivors(self) -> list[Verdict]:
+        """Those neither killed nor proved equivalent and justified."""
+        return [verdict for verdict in self.verdicts if not verdict.justified]
+
+    @property
+    def by_class(self) -> dict[str, int]:
+        """Count the kills of each class."""
+        kinds = [verdict.kind for verdict in self.verdicts]
+        return {words: kinds.count(kind) for kind, words in CLASSES.items() if kind in kinds}
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the report as a plain dictionary, ready for JSON."""
+        return {
+            "mutants": self.mutants,
+            "killed": self.killed,
+            "by_class": self.by_class,
+            "elsewhere": sum(v.killed and v.mutant.omit != () for v in self.verdicts),
+            "equivalent": [verdict.asdict() for verdict in self.equivalent],
+            "survivors": [verdict.asdict() for verdict in self.survivors],
+            "verdicts": [verdict.asdict() for verdict in self.verdicts],
+            "seconds": round(self.seconds, 3),
+            "setup_seconds": round(self.setup_seconds, 3),
+            "slowest_seconds": round(max((v.seconds for v in self.verdicts), default=0.0), 3),
+        }
+
+
+def run(progress: Callable[[str], None] | None = None, only: str | None = None) -> MutantReport:
+    """
+    Delete each guard, operand and update in turn, and say what becomes of each mutant.
+
+    Args:
+        progress: Called with a line now and then.
+        only: Part of a site's text, for example ``check_dgrad`` or ``arena.``; None for all.
+    """
+    report = MutantReport()
+    began = time.perf_counter()
+    chosen = [site for site in sites() if only is None or only in str(site)]
+    if only is None:
+        if progress is not None:
+            progress("mutants: looking for reachable states")
+        prepare()
+        report.setup_seconds = time.perf_counter() - began
+    for site in chosen:
+        report.verdicts.append(judge(Mutant((site,))))
+        if progress is not None:
+            progress(f"mutants: {report.killed} of {len(report.verdicts)} killed")
+    report.seconds = time.perf_counter() - began
+    return report

@@ -1,183 +1,245 @@
 """
-Situations to try mutants in: reachable states, and calls near the legal ones in each.
+Where mutants are tried: the states along legal schedules and a few calls off them.
+
+Every call that is worth trying there is put to the contract and to the mutants of its transition,
+and kept where a mutant answers otherwise, or leaves another state.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, Final
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field
 
-from qeffect.constants import DI, DW, GRAD, NO_SLOT, OUT
-from qeffect.keys import TapeKey, TapeRef
+from qeffect.keys import TapeKey
+from qeffect.memory import Memory
 from qeffect.refusals import Refused
 from qeffect.stage import TRANSITIONS, transitions
-from verification.concrete import Arbitrary, Setup, World
+from verification.concrete import World
 
+from .candidates import candidates
+from .probes import Probe, about, harm
 from .schedules import Action, schedule
 from .setups import SETUPS
-from .sites import Mutant, sites
+from .sites import BREAKDOWN, Site, mutant, sites
 
-__all__ = ["Corpus", "Probe", "corpus", "legal_schedules"]
+__all__ = ["Corpus", "corpus", "legal_schedules"]
 
-#: Schedules of each setup, and situations kept in it of each outcome of each transition.
+#: Schedules of each setup.
 SEEDS: Final = 6
-KEPT: Final = 5
-#: Refused calls of each kind that are tried without the clause that refuses them.
-TRIED: Final = 60
-
-
-@frozen
-class Probe:
-    """
-    One call in one reachable state.
-
-    Args:
-        setup: The process.
-        trace: Accepted calls that lead to the state.
-        transition: The transition called.
-        arguments: Its arguments.
-        clause: What the contract answers: the clause of its refusal, or None.
-        arbitrary: What the history should follow to see what the call does.
-    """
-
-    setup: Setup = field(repr=False)
-    trace: tuple[Action, ...] = field(repr=False)
-    transition: str
-    arguments: tuple[Any, ...]
-    clause: str | None
-    arbitrary: Arbitrary = field(repr=False)
-
-    def world(self, omit: Sequence[str] = ()) -> World:
-        """Return the state, with its history."""
-        functions = transitions(omit)
-        world = World(self.setup, self.arbitrary, frozenset(functions.relations))
-        for name, arguments in self.trace:
-            world.run(name, functions.functions[name], arguments)
-        return world
+#: How often each of these calls is made out of turn after each kind of call, in a setup.
+STRAYS: Final = 2
+_OFTEN: Final = ("check_", "invalidate", "drain")
+#: How often the schedule is left for longer, and for how many calls.
+WANDER: Final = 0.1
+STEPS: Final = 6
+#: Calls kept that show a mutant's harm, and of each other answer that it gives.
+KEPT: Final = 3
+#: Calls judged that a mutant accepts at any one moment, and differences after which it is no
+#: longer tried: of both kinds, if harm was found; of those judged, and of any kind, if none was.
+JUDGED: Final = 10
+FEW: Final = 40
+ENOUGH_JUDGED: Final = 200
+ENOUGH: Final = 1500
 
 
 @define
 class Corpus:
     """
-    Probes by transition and outcome.
+    What tells the mutants apart.
 
     Args:
         omit: Relations left out.
-        probes: Those kept, by transition and clause (None for accepted). First come those that
-            one clause alone refuses: without it, nothing stands between the call and its harm.
+        harmful: Of each site, calls that its mutant accepts, each with what fails then, by class
+            and name.
+        renamed: Of each site, calls that its mutant refuses by another clause, by that clause; or
+            on which it breaks down, by what Python says.
     """
 
     omit: tuple[str, ...] = ()
-    probes: dict[tuple[str, str | None], list[Probe]] = field(factory=dict)
+    harmful: dict[Site, list[tuple[Probe, list[tuple[str, str]]]]] = field(factory=dict)
+    renamed: dict[Site, dict[str, list[Probe]]] = field(factory=dict)
     _counts: Counter[tuple[Any, ...]] = field(factory=Counter)
-    _lenient: dict[tuple[str, str], Callable[..., Any]] = field(factory=dict)
+    _untold: dict[str, dict[Site, Any]] = field(factory=dict)
 
-    def of(self, transition: str, clauses: Sequence[str | None] | None = None) -> Iterator[Probe]:
-        """Yield the probes of a transition with these outcomes, or all."""
-        for (name, clause), found in self.probes.items():
-            if name == transition and (clauses is None or clause in clauses):
-                yield from found
+    def told(self, site: Site) -> Iterator[Probe]:
+        """Yield every call kept for a site."""
+        yield from (probe for probe, _ in self.harmful.get(site, ()))
+        for probes in self.renamed.get(site, {}).values():
+            yield from probes
 
-    def add(self, probe: Probe, sole: bool) -> None:
-        """Keep a probe."""
-        found = self.probes.setdefault((probe.transition, probe.clause), [])
-        found.insert(0 if sole else len(found), probe)
+    def look_for(self, wanted: Sequence[Site]) -> None:
+        """Begin to look for what tells these apart."""
+        for site in wanted:
+            function = mutant(site, self.omit).function
+            self._untold.setdefault(site.transition, {})[site] = function
 
-    def wants(self, most: int, *kind: Any) -> bool:
+    def untold(self, transition: str) -> list[tuple[Site, Any]]:
+        """Return the sites of a transition that are still to be tried, with their mutants."""
+        return list(self._untold.get(transition, {}).items())
+
+    def wants(self, site: Site, answer: str | None, moment: Any) -> bool:
+        """
+        Note that the mutant of a site answers a call otherwise; say whether to keep the call.
+
+        Args:
+            site: The site.
+            answer: None if the mutant accepts; the clause of its refusal, or of its breakdown.
+            moment: What the answer may have to do with; at each moment a few calls are judged.
+        """
+        self._counts[site,] += 1
+        keeps = len(self.renamed.get(site, {}).get(answer or "", ())) < KEPT
+        if answer is None:
+            keeps = self.few(JUDGED, site, moment)
+            self._counts[site, "judged"] += keeps
+        judged, harmful = self._counts[site, "judged"], len(self.harmful.get(site, ()))
+        done = harmful >= KEPT and judged >= FEW and self._counts[site,] - judged >= FEW
+        if done or judged >= ENOUGH_JUDGED or self._counts[site,] >= ENOUGH:
+            self._untold[site.transition].pop(site, None)
+        return keeps
+
+    def tell(self, site: Site, answer: str | None, probe: Probe) -> None:
+        """Keep a call to which the mutant of a site answers otherwise."""
+        if answer is None:
+            failing = harm(mutant(site, self.omit), probe)
+            if failing:
+                self._keep_harmful(site, probe, failing)
+        else:
+            self.renamed.setdefault(site, {}).setdefault(answer, []).append(probe)
+
+    def _keep_harmful(self, site: Site, probe: Probe, failing: list[tuple[str, str]]) -> None:
+        kept = self.harmful.setdefault(site, [])
+        kept.append((probe, sorted(failing, key=_rank)))
+        kept.sort(key=lambda found: _rank(found[1][0]))  # stable: the first found stay first
+        del kept[KEPT:]
+
+    def few(self, most: int, *kind: Any) -> bool:
         """Count one more of a kind, and say whether there are not too many."""
         self._counts[kind] += 1
         return self._counts[kind] <= most
 
-    def without(self, transition: str, clause: str) -> Callable[..., Any]:
-        """Return a transition without the guards that raise a clause."""
-        known = self._lenient.get((transition, clause))
-        if known is None:
-            guards = tuple(
-                site
-                for site in sites(self.omit)
-                if (site.transition, site.clause, site.kind) == (transition, clause, "guard")
-            )
-            known = Mutant(guards, self.omit).function
-            self._lenient[transition, clause] = known
-        return known
+
+def _rank(failing: tuple[str, str]) -> int:
+    return ("state", "history", "step").index(failing[0])
 
 
 @cache
-def legal_schedules() -> tuple[tuple[Setup, tuple[Action, ...]], ...]:
+def legal_schedules() -> tuple[tuple[Any, tuple[Action, ...]], ...]:
     """Return legal schedules of every setup."""
     return tuple((setup, tuple(schedule(setup, seed))) for setup in SETUPS for seed in range(SEEDS))
 
 
 @cache
-def corpus(omit: tuple[str, ...] = ()) -> Corpus:
-    """Return the situations along the legal schedules, one call off them, and after that call."""
+def corpus(omit: tuple[str, ...]) -> Corpus:
+    """
+    Return what tells the mutants of a composition apart.
+
+    Where relations are left out, only those are looked at that nothing harmful was found for in
+    the full composition.
+    """
     found = Corpus(omit)
+    found.look_for([site for site in sites(omit) if not omit or _is_harmless(site)])
     dice = random.Random(0)
     for setup, actions in legal_schedules():
-        world = World(setup)
+        world = World(setup, relations=frozenset(transitions(omit).relations))
         scout = _Scout(found, world, dice)
         for position, (name, arguments) in enumerate(actions):
             trace = actions[:position]
-            accepted = scout.look(trace, [(name, arguments), *candidates(world)])
+            accepted = scout.look(trace, (name, arguments))
             others = [action for action in accepted if action != (name, arguments)]
-            if others and dice.random() < 0.4:
+            after = trace[-1][0] if trace else ""
+            for call in _strays(found, (setup.name, after), others, dice):
                 strayed = world.copy()
                 off = _Scout(found, strayed, dice)
-                stray = off.stray(dice.choice(others))
-                off.look((*trace, *stray), candidates(strayed))
+                off.look((*trace, *off.stray(call)))
+            if dice.random() < WANDER:
+                _wander(found, world.copy(), trace, others, dice)
             world.run(name, scout.functions[name], arguments)
     return found
 
 
+def _is_harmless(site: Site) -> bool:
+    full = corpus(())
+    refuses = site.kind in ("guard", "operand") and full.renamed.get(site)
+    return not full.harmful.get(site) and not refuses
+
+
+def _strays(
+    found: Corpus, where: tuple[str, str], others: Sequence[Action], dice: random.Random
+) -> Iterator[Action]:
+    """Yield accepted calls to leave the schedule with: some of any kind, more of F, dI and dW."""
+    kinds = sorted({transition for transition, _ in others})
+    chosen = [dice.choice(kinds)] if kinds and dice.random() < 0.25 else []
+    chosen += [
+        kind
+        for kind in kinds
+        if kind.startswith(_OFTEN) and found.few(STRAYS, "stray", *where, kind)
+    ]
+    for kind in chosen:
+        yield dice.choice([call for call in others if call[0] == kind])
+
+
+def _wander(
+    found: Corpus, world: World, trace: tuple[Action, ...], calls: list[Action], dice: random.Random
+) -> None:
+    """Leave the schedule and go on with accepted calls, of any kind alike."""
+    scout = _Scout(found, world, dice)
+    for _ in range(STEPS):
+        kinds = sorted({transition for transition, _ in calls if transition != "restore"})
+        if not kinds:
+            return
+        kind = dice.choice(kinds + 2 * [kind for kind in kinds if kind.startswith(_OFTEN)])
+        name, arguments = dice.choice([call for call in calls if call[0] == kind])
+        world.run(name, scout.functions[name], arguments)
+        trace = (*trace, (name, arguments))
+        calls = scout.look(trace)
+
+
 class _Scout:
-    """Tries calls in a world's state and keeps those of a kind that is still wanted."""
+    """Tries calls in a world's state, with the contract and with its mutants."""
 
     def __init__(self, found: Corpus, world: World, dice: random.Random) -> None:
         self.found, self.world, self.dice = found, world, dice
         self.functions = transitions(found.omit).functions
 
-    def look(self, trace: tuple[Action, ...], calls: Iterable[Action]) -> list[Action]:
-        """Try calls, keep what is wanted, return those accepted."""
+    def look(self, trace: tuple[Action, ...], *planned: Action) -> list[Action]:
+        """Try calls, keep those that tell a mutant apart, return those that are accepted."""
         accepted = []
-        setup, memory = self.world.setup, self.world.laid.memory
-        moment = self._moment()
+        memory = self.world.laid.memory
+        after = memory.copy()
         rehearsal = memory.copy()
-        for transition, arguments in calls:
+        moment = self._moment()
+        for transition, arguments in (*planned, *candidates(self.world)):
             clause: str | None = None
-            sole = False
             try:
-                self.functions[transition](rehearsal, *arguments)
+                self.functions[transition](after, *arguments)
             except Refused as refused:
                 clause = refused.clause
-                sole = self._sole(transition, arguments, clause, moment)
             else:
-                rehearsal = memory.copy()
                 accepted.append((transition, arguments))
-            if self.found.wants(KEPT, setup.name, transition, clause, sole, moment):
-                about = _about(self.world, transition, arguments)
-                self.found.add(Probe(setup, trace, transition, arguments, clause, about), sole)
+            for site, function in self.found.untold(transition):
+                answer = _answer(function, rehearsal, arguments)
+                differs = answer != clause or (clause is None and not _alike(rehearsal, after))
+                if differs and self.found.wants(site, answer, moment):
+                    followed = about(self.world, transition, arguments)
+                    probe = Probe(self.world.setup, trace, transition, arguments, clause, followed)
+                    self.found.tell(site, answer, probe)
+                if answer is None or answer.endswith(")"):  # it wrote, or may have
+                    rehearsal = memory.copy()
+            if clause is None:
+                after = memory.copy()
         return accepted
 
-    def _sole(self, transition: str, arguments: tuple[Any, ...], clause: str, moment: Any) -> bool:
-        """Whether nothing but this clause refuses the call."""
-        if not self.found.wants(TRIED, "sole", self.world.setup.name, transition, clause, moment):
-            return False
-        try:
-            self.found.without(transition, clause)(self.world.laid.memory.copy(), *arguments)
-        except (Refused, KeyError, IndexError, TypeError):
-            return False
-        return True
-
-    def _moment(self) -> tuple[bool, ...]:
+    def _moment(self) -> tuple[Any, ...]:
         """Tell apart moments in which a call is likely to do different things."""
         st = self.world.laid.memory
         now = st.weight_epoch[self.world.setup.stages[0].stage]
-        return now in st.final, now in st.spoiled, any(st.reducing), any(st.busy)
+        final, spoiled = now in st.final, now in st.spoiled
+        return self.world.setup.name, final, spoiled, any(st.reducing), any(st.busy)
 
     def stray(self, call: Action) -> list[Action]:
         """Make a call that is not the schedule's next; most checks are followed by a commit."""
@@ -213,126 +275,16 @@ class _Scout:
             yield "wait", (link,)
 
 
-def _about(world: World, transition: str, arguments: tuple[Any, ...]) -> Arbitrary:
-    st = world.laid.memory
-    named = dict(zip(TRANSITIONS[transition], arguments, strict=True))
-    serial = st.serial[0] + 1 if transition.startswith("check_") else None
-    arbitrary = Arbitrary().about(named, serial)
-    if "ref" not in named:
-        slot = arbitrary.slot
-        ref = TapeRef(slot, st.generation[slot], st.incarnation[0])
-        arbitrary = evolve(arbitrary, ref=ref)
-    return arbitrary
+def _answer(function: Any, memory: Memory, arguments: tuple[Any, ...]) -> str | None:
+    """Return the clause of a refusal, or what Python says of a breakdown; None if accepted."""
+    try:
+        function(memory, *arguments)
+    except Refused as refused:
+        return refused.clause
+    except BREAKDOWN as error:
+        return repr(error)
+    return None
 
 
-def candidates(world: World) -> Iterator[Action]:
-    """Yield calls worth trying in a state: the plausible ones, and each with one thing changed."""
-    for transition, base in _plausible(world):
-        names = TRANSITIONS[transition]
-        yield transition, tuple(base[name] for name in names)
-        for name in names:
-            for value in _others(world, base, name):
-                changed = {**base, name: value}
-                yield transition, tuple(changed[n] for n in names)
-
-
-def _plausible(world: World) -> Iterator[tuple[str, dict[str, Any]]]:
-    st = world.laid.memory
-    for config in world.setup.stages:
-        stage = config.stage
-        domain = st.domain_of[stage]
-        link = list(st.domain_at).index(domain)
-        own = list(world.laid.slots[stage])
-        free = next((slot for slot in own if st.pending[slot] == 0), own[0])
-        epoch = st.weight_epoch[stage]
-        stale = int(st.cache_epoch[stage] != epoch)
-        for cell in config.cells():
-            key = TapeKey(epoch, *cell)
-            slot = st.slot_of[cell] if st.slot_of[cell] != NO_SLOT else free
-            given = {"key": key, "slot": slot, "token": st.token[domain], "link": link}
-            yield "reserve", given
-            yield "check_forward", {**given, "refresh": stale}
-            yield "bind", {"key": key, "destination": st.destination_of[cell]}
-        at = {"stage": stage, "link": link}
-        yield "check_refresh", at
-        yield "finalize", at
-        ticket = {"stage": stage, "ticket": st.refreshing[stage]}
-        yield "commit_refresh", ticket
-        yield "abort_refresh", ticket
-        for name in ("invalidate", "start_reduction", "finish_reduction", "fail_reduction"):
-            yield name, {"stage": stage}
-        for slot in own:
-            yield from _of_slot(world, slot, link)
-    yield "commit_epoch", {"epoch": st.weight_epoch[world.setup.stages[0].stage]}
-    yield "checkpoint", {}
-    epoch = st.weight_epoch[world.setup.stages[0].stage]
-    yield "restore", {"epoch": epoch, "incarnation": st.incarnation[0] + 1}
-    for link in range(len(st.submitted)):
-        for name in ("submit", "join", "wait"):
-            yield name, {"link": link}
-    for domain in range(len(st.token)):
-        yield "drain", {"domain": domain}
-
-
-def _of_slot(world: World, slot: int, link: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    st = world.laid.memory
-    stage = st.slot_stage[slot]
-    ticket = {"slot": slot, "ticket": st.held[slot]}
-    matrices = st.matrices[stage]
-    for name in ("commit_forward", "abort_forward", "abort_dgrad", "abort_wgrad"):
-        yield name, ticket
-    yield "commit_dgrad", {**ticket, "queued": matrices}
-    yield "commit_wgrad", {**ticket, "covered": matrices}
-    cell = st.cell_at[slot]
-    if cell is None:
-        return
-    key = TapeKey(st.epoch_at[slot], *cell)
-    ref = TapeRef(slot, st.generation[slot], st.incarnation[0])
-    named = {"key": key, "ref": ref, "link": link}
-    yield "drop", named
-    yield "check_dgrad", {**named, "token": st.token[st.domain_of[stage]]}
-    first = int(st.opened[st.buffer_of[cell]] != key.epoch)
-    destination = st.destination_of[cell]
-    yield "check_wgrad", {**named, "destination": destination, "first": first}
-    for bit in (OUT, GRAD):
-        yield "read", {**named, "bit": bit}
-        yield "finish_read", {**named, "bit": bit}
-
-
-def _others(world: World, base: Mapping[str, Any], name: str) -> Iterator[Any]:
-    """Yield other values of an argument."""
-    st, value = world.laid.memory, base[name]
-    if name == "slot":
-        yield from (slot for slot in (NO_SLOT, *range(len(st.pending))) if slot != value)
-    elif name == "key":
-        yield TapeKey(value.epoch + 1, *value.cell)
-        if value.epoch:
-            yield TapeKey(value.epoch - 1, *value.cell)
-        cells = (cell for config in world.setup.stages for cell in config.cells())
-        yield from (TapeKey(value.epoch, *cell) for cell in cells if cell != value.cell)
-    elif name == "ref":
-        yield evolve(value, generation=value.generation + 1)
-        if value.generation:
-            yield evolve(value, generation=value.generation - 1)
-        yield evolve(value, incarnation=value.incarnation - 1)
-        others = (slot for slot in range(len(st.pending)) if slot != value.slot)
-        yield from (evolve(value, slot=slot, generation=st.generation[slot]) for slot in others)
-    elif name == "token":
-        yield value + 1
-        yield value - 1
-    elif name == "ticket":
-        yield from {0, st.serial[0], st.serial[0] + 1, *st.held, *st.refreshing} - {value}
-    elif name == "link":
-        yield from (link for link in range(len(st.submitted)) if link != value)
-    elif name in ("refresh", "first"):
-        yield 1 - value
-    elif name == "bit":
-        yield from (bit for bit in (DI, DW, OUT, GRAD, DI | OUT, OUT | GRAD) if bit != value)
-    elif name in ("destination", "queued", "covered"):
-        yield (*value, "another")
-    elif name == "epoch":
-        yield value + 1
-        if value:
-            yield value - 1
-    elif name == "incarnation":
-        yield value - 1
+def _alike(ours: Memory, theirs: Memory) -> bool:
+    return all(getattr(ours, name) == getattr(theirs, name) for name in ours._names)

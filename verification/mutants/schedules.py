@@ -126,7 +126,8 @@ class _Bookkeeper:
         for _ in range(epochs):
             failed = False
             late = self.rng.random() < 0.3  # readers may finish after the stage is final
-            todo, self.readers = set(), set()
+            todo: set[tuple[Cell, str]] = set()
+            self.readers: set[tuple[Cell, str]] = set()
             for config in self.setup.stages:
                 for cell in config.cells():
                     todo |= {(cell, action) for action in ("F", "dI", "dW")}

@@ -12,14 +12,17 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from attrs import evolve, field, frozen
 
 from qeffect.compose import compose, half_source, halves
 from qeffect.stage import RELATIONS, TRANSITIONS, Transitions, transitions
 
-__all__ = ["Mutant", "Site", "sites"]
+__all__ = ["BREAKDOWN", "Mutant", "Site", "mutant", "sites"]
+
+#: What a broken function may raise that is no refusal.
+BREAKDOWN: Final = (KeyError, IndexError, TypeError)
 
 #: Steps from a syntax node to one of its parts: attribute names and positions.
 Place = tuple[str | int, ...]
@@ -108,6 +111,12 @@ class Mutant:
     def source(self) -> dict[str, str]:
         """Return the source of each changed half."""
         return {name: ast.unparse(half) for name, half in self.replaced.items()}
+
+
+@cache
+def mutant(site: Site, omit: tuple[str, ...] = ()) -> Mutant:
+    """Return the mutant without one site."""
+    return Mutant((site,), omit)
 
 
 def _sortable(place: Place) -> tuple[tuple[int, str | int], ...]:

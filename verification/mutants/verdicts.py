@@ -3,15 +3,16 @@ What becomes of a mutant, and how it is decided.
 
 In turn: does the broken transition accept a call in a reachable state after which an invariant, a
 property of the history or a step property fails? Does it refuse an action of a legal schedule? Does
-it name another clause? Does it break an invariant from some state that satisfies them all, though
-none was reached? Or is it the same function on every state that satisfies them? The last is a proof
-over unbounded sorts, and then some other guard must be found that does its work.
+it name another clause? Does it do any of that in a composition that leaves a relation out? Does it
+break an invariant from some state that satisfies them all, though none was reached? Or is it the
+same function on every state that satisfies them? The last is a proof over unbounded sorts, and then
+some other guard must be found that does its work.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Final
 
@@ -19,26 +20,24 @@ import z3
 from attrs import evolve, field, frozen
 
 from qeffect.refusals import Refused
-from qeffect.stage import transitions
-from verification.concrete import World
+from verification.concrete import Arbitrary
 from verification.obligations import Composition, Goal
 from verification.solvers import Z3
 from verification.symbolic import Encoding, Path
 from verification.symbolic.terms import Term
 from verification.witnesses import SCOPE
 
-from .corpus import Probe, corpus, legal_schedules
-from .sites import Mutant, sites
+from .corpus import corpus, legal_schedules
+from .probes import Probe, harm, outcome
+from .sites import BREAKDOWN, Mutant, Site, sites
 
-__all__ = ["CLASSES", "Verdict", "judge"]
+__all__ = ["CLASSES", "Verdict", "judge", "prepare"]
 
 #: How a mutant is killed, best first.
 CLASSES: Final = ("state", "history", "step", "legal", "clause", "induction")
 
-#: What a broken function may raise that is no refusal.
-_BREAKDOWN: Final = (KeyError, IndexError, TypeError)
-
-_RANK = {kind: number for number, kind in enumerate(CLASSES)}
+#: Relations that are left out to see what a guard does without them.
+ELSEWHERE: Final = ("order", "arena", "version")
 
 
 @frozen
@@ -47,7 +46,7 @@ class Verdict:
     What became of a mutant.
 
     Args:
-        mutant: The mutant.
+        mutant: The mutant; where nothing shows in the full composition, that of another one.
         kind: One of ``CLASSES``; ``equivalent`` or ``survived``.
         by: The predicate that fails, or what is refused or named instead; for an equivalent one
             what does its work.
@@ -83,6 +82,7 @@ class Verdict:
             "kind": site.kind,
             "deleted": site.text,
             "clause": site.clause,
+            "left_out": list(self.mutant.omit),
             "verdict": self.kind,
             "by": self.by,
             "seconds": round(self.seconds, 3),
@@ -96,6 +96,7 @@ def judge(mutant: Mutant) -> Verdict:
         _harms(mutant)
         or _refuses_legal(mutant)
         or _names_another(mutant)
+        or _matters_elsewhere(mutant)
         or _harms_by_induction(mutant)
         or _equivalent(mutant)
         or Verdict(mutant, "survived", "nothing tells it apart")
@@ -106,88 +107,46 @@ def judge(mutant: Mutant) -> Verdict:
 # In reachable states
 
 
-def _probes(mutant: Mutant) -> Iterator[Probe]:
-    """Yield the situations in which the mutant may differ, the likely ones first."""
-    site, all_probes = mutant.site, corpus(mutant.omit)
-    clauses = {s.clause for s in mutant.deleted if s.clause}
-    if site.kind == "guard":
-        yield from all_probes.of(site.transition, sorted(clauses))
-        return
-    if clauses:
-        yield from all_probes.of(site.transition, sorted(clauses))
-    yield from all_probes.of(site.transition, [None])
-    if clauses:
-        yield from (p for p in all_probes.of(site.transition) if p.clause not in {None, *clauses})
-
-
-def _outcome(world: World, probe: Probe, mutant: Mutant) -> str | None:
-    """Run the broken transition; return its clause, or None when it accepts."""
-    try:
-        world.run(probe.transition, mutant.function, probe.arguments)
-    except Refused as refused:
-        return refused.clause
-    return None
-
-
 def _harms(mutant: Mutant) -> Verdict | None:
     """Look for a call that it accepts and that leaves a property broken."""
-    best: Verdict | None = None
-    for probe in _probes(mutant):
-        for kind, name in _harm(mutant, probe):
-            if best is None or _RANK[kind] < _RANK[best.kind]:
-                best = Verdict(mutant, kind, name, probe)
-        if best is not None and best.kind == "state":
-            break
-        if best is not None and probe.clause is None:
-            break  # an update: what is broken here is broken everywhere
-    return best
-
-
-def _harm(mutant: Mutant, probe: Probe) -> list[tuple[str, str]]:
-    """Return what fails, by class and name, when it accepts a call; nothing when it refuses."""
-    world = probe.world(mutant.omit)
-    if not world.trusted(probe.transition, probe.arguments):
-        return []
-    before = set(world.broken_invariants()) if mutant.omit else set()
-    steps = list(world.broken_steps(probe.transition, probe.arguments))
-    try:
-        clause = _outcome(world, probe, mutant)
-    except _BREAKDOWN:
-        return []  # it broke down before it did harm
-    if clause is not None:
-        return []
-    return [*(b for b in world.broken_invariants() if b not in before), *steps]
+    for probe, failing in corpus(mutant.omit).harmful.get(mutant.site, ()):
+        kind, name = failing[0]
+        return Verdict(mutant, kind, name, probe)
+    return None
 
 
 def _refuses_legal(mutant: Mutant) -> Verdict | None:
     """Look for a legal schedule with an action that it refuses."""
-    name = mutant.site.transition
-    own = transitions(mutant.omit).functions
+    functions = mutant.functions.functions
     for setup, actions in legal_schedules():
         memory = setup.lay_out().memory
         for position, (transition, arguments) in enumerate(actions):
-            function = mutant.function if transition == name else own[transition]
             try:
-                function(memory, *arguments)
+                functions[transition](memory, *arguments)
             except Refused as refused:
-                about = next(iter(corpus(mutant.omit).of(name))).arbitrary
-                probe = Probe(setup, actions[:position], transition, arguments, None, about)
+                probe = Probe(setup, actions[:position], transition, arguments, None, Arbitrary())
                 return Verdict(mutant, "legal", f"{transition} is refused: {refused.clause}", probe)
     return None
 
 
 def _names_another(mutant: Mutant) -> Verdict | None:
     """Look for a refusal that it gives another name."""
-    for probe in _probes(mutant):
-        if probe.clause is None:
-            continue
-        try:
-            clause = _outcome(probe.world(mutant.omit), probe, mutant)
-        except _BREAKDOWN as error:
-            return Verdict(mutant, "clause", f"{probe.clause} becomes {error!r}", probe)
-        if clause != probe.clause:
-            named = clause or "accepted"
-            return Verdict(mutant, "clause", f"{probe.clause} becomes {named}", probe)
+    for answer, probes in corpus(mutant.omit).renamed.get(mutant.site, {}).items():
+        for probe in probes:
+            if probe.clause is not None:
+                return Verdict(mutant, "clause", f"{probe.clause} becomes {answer}", probe)
+    return None
+
+
+def _matters_elsewhere(mutant: Mutant) -> Verdict | None:
+    """Look for all that in a composition without another relation."""
+    elsewhere = [Mutant(mutant.deleted, (relation,)) for relation in ELSEWHERE]
+    elsewhere = [other for other in elsewhere if mutant.site.relation not in other.omit]
+    for look in (_harms, _names_another):
+        for other in elsewhere:
+            found = look(other)
+            if found is not None:
+                return evolve(found, by=f"{found.by}, where {other.omit[0]} is left out")
     return None
 
 
@@ -199,6 +158,7 @@ def _finite(omit: tuple[str, ...]) -> tuple[Composition, Any]:
     composition = Composition.of(omit, Encoding.finite(SCOPE))
     words = composition.vocabulary
     solver = z3.SimpleSolver()
+    solver.add(words.counted())
     for claim in (*words.configuration(), *words.invariants(words.before)):
         solver.add(list(words.close(claim)))
     return composition, solver
@@ -228,11 +188,7 @@ def _harms_by_induction(mutant: Mutant) -> Verdict | None:
             )
         solver.pop()
         if satisfied:
-            elsewhere = _harms_elsewhere(mutant)
-            if elsewhere is None:
-                return Verdict(mutant, "induction", failing)
-            why = f"{failing}; reached without {elsewhere.mutant.omit[0]}: {elsewhere.by}"
-            return Verdict(mutant, "induction", why, elsewhere.probe, elsewhere.mutant)
+            return Verdict(mutant, "induction", failing)
     return None
 
 
@@ -278,51 +234,51 @@ def _covering(mutant: Mutant) -> Verdict:
     Find what does an equivalent mutant's work.
 
     That is a guard without which what the mutant deletes is what refuses, so that deleting both
-    does harm, or at least names the refusal otherwise; or a relation without which the mutant does
-    harm.
+    does harm, or at least names the refusal otherwise.
     """
     site = mutant.site
     named: Verdict | None = None
-    for other in sites(mutant.omit):
-        if (other.transition, other.kind) != (site.transition, "guard") or other == site:
-            continue
-        both, alone = Mutant((other, site), mutant.omit), Mutant((other,), mutant.omit)
-        for probe in corpus(mutant.omit).of(site.transition, [other.clause]):
+    found = corpus(mutant.omit)
+    for other, together in _companions(site, mutant.omit):
+        both, alone = Mutant(together, mutant.omit), Mutant((other,), mutant.omit)
+        for probe in found.told(together[0]):
             try:
-                if _outcome(probe.world(mutant.omit), probe, alone) != site.clause:
+                if outcome(probe.world(mutant.omit), probe, alone) != site.clause:
                     continue
-                clause = _outcome(probe.world(mutant.omit), probe, both)
-            except _BREAKDOWN:
+                clause = outcome(probe.world(mutant.omit), probe, both)
+            except BREAKDOWN:
                 continue
-            harm = _harm(both, probe)
-            if harm:
-                why = f"covered by {other.clause}; without both, {harm[0][1]} fails"
+            done = harm(both, probe)
+            if done:
+                why = f"covered by {other.clause}; without both, {done[0][1]} fails"
                 return Verdict(mutant, "equivalent", why, probe, both)
             if clause != site.clause and named is None:
                 why = f"covered by {other.clause}; without it, this refuses, else {clause} would"
                 named = Verdict(mutant, "equivalent", why, probe, both)
     if named is not None:
         return named
-    elsewhere = _harms_elsewhere(mutant)
-    if elsewhere is not None:
-        why = f"covered by {elsewhere.mutant.omit[0]}; without it, {elsewhere.by} fails"
-        return Verdict(mutant, "equivalent", why, elsewhere.probe, elsewhere.mutant)
     return Verdict(mutant, "equivalent", "nothing was found that covers it")
 
 
-def _harms_elsewhere(mutant: Mutant) -> Verdict | None:
-    """Look for harm in a reachable state of a composition that leaves a relation out."""
-    for relation in _ELSEWHERE:
-        if not mutant.omit and relation != mutant.site.relation:
-            found = _harms(Mutant(mutant.deleted, (relation,)))
-            if found is not None:
-                return found
-    return None
+def _companions(site: Site, omit: tuple[str, ...]) -> Iterator[tuple[Site, tuple[Site, ...]]]:
+    """Yield the sites that may cover one, each with what to delete to be without both."""
+    here = [other for other in sites(omit) if other.transition == site.transition]
+    for other in here:
+        inside = other.half == site.half and site.place[: len(other.place)] == other.place
+        if other.kind == "guard" and not inside:
+            yield other, (other, site)
+    if site.kind == "operand":
+        whole = site.place[: site.place.index("test")]
+        guard = next(o for o in here if (o.half, o.place, o.kind) == (site.half, whole, "guard"))
+        for other in here:
+            if other.kind == "operand" and other.half == site.half and other != site:
+                if other.place[: len(whole)] == whole:
+                    yield other, (guard,)
 
 
-_ELSEWHERE: Final = ("order",)
-
-
-def others(found: Sequence[Verdict]) -> list[Verdict]:
-    """Return the verdicts that are neither kills nor justified equivalents."""
-    return [verdict for verdict in found if not verdict.justified]
+def prepare() -> None:
+    """Search for the reachable states in all compositions, so that no mutant waits for it."""
+    for omit in ((), *((relation,) for relation in ELSEWHERE)):
+        corpus(omit)
+    for composition, _ in (_finite(()), _unbounded(())):
+        assert composition.paths

@@ -54,7 +54,12 @@ class Path:
     @cached_property
     def written(self) -> dict[str, Term]:
         """The columns that the path assigned, whatever to."""
-        return {n: t for n, t in self.columns.items() if not t.eq(self.before[n])}
+        return {n: t for n, t in self.columns.items() if not _same(t, self.before[n])}
+
+    @cached_property
+    def denied(self) -> tuple[bool, ...]:
+        """Which of its tests are the negation of what was asked."""
+        return tuple(z3.is_not(test) for test in self.tests)
 
     @property
     def label(self) -> str:
@@ -70,7 +75,7 @@ def paths(transition: str, function: Callable[..., Any], encoding: Encoding) -> 
     """Yield every path of one composed function."""
     before = encoding.memory().terms()
     todo: list[list[bool]] = [[]]
-    plain: dict[int, tuple[Term, Term]] = {}
+    plain: dict[int, tuple[Term, Term | None, bool]] = {}
     index = 0
     while todo:
         run = Run(todo.pop(), plain=plain)
@@ -124,7 +129,11 @@ def _alike(one: Path, other: Path) -> bool:
         return False
     if one.returned is not None and not one.returned.eq(other.returned):
         return False
-    return all(term.eq(other.columns[name]) for name, term in one.columns.items())
+    return all(_same(term, other.columns[name]) for name, term in one.columns.items())
+
+
+def _same(one: Term, other: Term) -> bool:
+    return one is other or bool(one.eq(other))
 
 
 def _conjuncts(found: list[Path], inside: set[int], depth: int) -> list[Term] | None:
@@ -134,10 +143,11 @@ def _conjuncts(found: list[Path], inside: set[int], depth: int) -> list[Term] | 
         return None
     if len(chosen) == len(found):
         return []
+    # Paths that decided alike so far ask the same next; one of them says yes, the others no.
     test = found[0].tests[depth]
-    test = test.arg(0) if z3.is_not(test) else test
-    yes = _conjuncts([p for p in found if p.tests[depth].eq(test)], inside, depth + 1)
-    no = _conjuncts([p for p in found if not p.tests[depth].eq(test)], inside, depth + 1)
+    test = test.arg(0) if found[0].denied[depth] else test
+    yes = _conjuncts([p for p in found if not p.denied[depth]], inside, depth + 1)
+    no = _conjuncts([p for p in found if p.denied[depth]], inside, depth + 1)
     if yes is None:
         assert no is not None
         return [z3.Not(test), *no]

@@ -34,7 +34,7 @@ class Run:
     prefix: list[bool] = field(factory=list)
     taken: list[bool] = field(factory=list)
     condition: list[Term] = field(factory=list)
-    plain: dict[int, tuple[Term, Term]] = field(factory=dict)
+    plain: dict[int, tuple[Term, Term | None, bool]] = field(factory=dict)
     _known: dict[int, bool] = field(factory=dict)
     _values: list[tuple[Term, Term]] = field(factory=list)
 
@@ -42,15 +42,10 @@ class Run:
         """Return this run's decision of a test, and remember it as part of the condition."""
         found = self.plain.get(test.get_id())
         if found is None:
-            found = self.plain[test.get_id()] = (test, z3.simplify(test))
-        test = found[1]
-        if z3.is_true(test):
-            return True
-        if z3.is_false(test):
-            return False
-        negated = False
-        while z3.is_not(test):
-            test, negated = test.arg(0), not negated
+            found = self.plain[test.get_id()] = (test, *_plain(z3.simplify(test)))
+        _, test, negated = found
+        if test is None:
+            return not negated
         decided = self._settled(test)
         if decided is not None:
             return decided is not negated
@@ -76,6 +71,16 @@ class Run:
             return known
         under = z3.simplify(z3.substitute(test, *self._values))
         return True if z3.is_true(under) else False if z3.is_false(under) else None
+
+
+def _plain(test: Term) -> tuple[Term | None, bool]:
+    """Return a test without negations, None for truth, and whether it is denied."""
+    negated = False
+    while z3.is_not(test):
+        test, negated = test.arg(0), not negated
+    if z3.is_true(test) or z3.is_false(test):
+        return None, negated is not z3.is_false(test)
+    return test, negated
 
 
 def _is_value(term: Term) -> bool:

@@ -1,0 +1,133 @@
+"""
+Calls worth trying in a state: the plausible ones, and each with one argument changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from attrs import evolve
+
+from qeffect.constants import DI, DW, GRAD, NO_SLOT, OUT
+from qeffect.keys import TapeKey, TapeRef
+from qeffect.stage import TRANSITIONS
+from verification.concrete import World
+
+from .schedules import Action
+
+__all__ = ["candidates"]
+
+
+def candidates(world: World) -> Iterator[Action]:
+    """Yield calls worth trying in a state: the plausible ones, and each with one thing changed."""
+    for transition, base in _plausible(world):
+        names = TRANSITIONS[transition]
+        yield transition, tuple(base[name] for name in names)
+        for name in names:
+            for value in _others(world, base, name):
+                changed = {**base, name: value}
+                yield transition, tuple(changed[n] for n in names)
+
+
+def _plausible(world: World) -> Iterator[tuple[str, dict[str, Any]]]:
+    st = world.laid.memory
+    for config in world.setup.stages:
+        stage = config.stage
+        domain = st.domain_of[stage]
+        link = list(st.domain_at).index(domain)
+        own = list(world.laid.slots[stage])
+        free = next((slot for slot in own if st.pending[slot] == 0), own[0])
+        epoch = st.weight_epoch[stage]
+        stale = int(st.cache_epoch[stage] != epoch)
+        for cell in config.cells():
+            key = TapeKey(epoch, *cell)
+            slot = st.slot_of[cell] if st.slot_of[cell] != NO_SLOT else free
+            given = {"key": key, "slot": slot, "token": st.token[domain], "link": link}
+            yield "reserve", given
+            yield "check_forward", {**given, "refresh": stale}
+            yield "bind", {"key": key, "destination": st.destination_of[cell]}
+        at = {"stage": stage, "link": link}
+        yield "check_refresh", at
+        yield "finalize", at
+        ticket = {"stage": stage, "ticket": st.refreshing[stage]}
+        yield "commit_refresh", ticket
+        yield "abort_refresh", ticket
+        for name in ("invalidate", "start_reduction", "finish_reduction", "fail_reduction"):
+            yield name, {"stage": stage}
+        for slot in own:
+            yield from _of_slot(world, slot, link)
+    yield "commit_epoch", {"epoch": st.weight_epoch[world.setup.stages[0].stage]}
+    yield "checkpoint", {}
+    epoch = st.weight_epoch[world.setup.stages[0].stage]
+    yield "restore", {"epoch": epoch, "incarnation": st.incarnation[0] + 1}
+    for link in range(len(st.submitted)):
+        for name in ("submit", "join", "wait"):
+            yield name, {"link": link}
+    for domain in range(len(st.token)):
+        yield "drain", {"domain": domain}
+
+
+def _of_slot(world: World, slot: int, link: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    st = world.laid.memory
+    stage = st.slot_stage[slot]
+    ticket = {"slot": slot, "ticket": st.held[slot]}
+    matrices = st.matrices[stage]
+    for name in ("commit_forward", "abort_forward", "abort_dgrad", "abort_wgrad"):
+        yield name, ticket
+    yield "commit_dgrad", {**ticket, "queued": matrices}
+    yield "commit_wgrad", {**ticket, "covered": matrices}
+    cell = st.cell_at[slot]
+    if cell is None:
+        return
+    key = TapeKey(st.epoch_at[slot], *cell)
+    ref = TapeRef(slot, st.generation[slot], st.incarnation[0])
+    named = {"key": key, "ref": ref, "link": link}
+    yield "drop", named
+    yield "check_dgrad", {**named, "token": st.token[st.domain_of[stage]]}
+    first = int(st.opened[st.buffer_of[cell]] != key.epoch)
+    destination = st.destination_of[cell]
+    yield "check_wgrad", {**named, "destination": destination, "first": first}
+    for bit in (OUT, GRAD):
+        yield "read", {**named, "bit": bit}
+        yield "finish_read", {**named, "bit": bit}
+
+
+def _others(world: World, base: Mapping[str, Any], name: str) -> Iterator[Any]:
+    """Yield other values of an argument."""
+    st, value = world.laid.memory, base[name]
+    if name == "slot":
+        none = () if "ticket" in base else (NO_SLOT,)  # what a choice says that found no slot
+        yield from (slot for slot in (*none, *range(len(st.pending))) if slot != value)
+    elif name == "key":
+        yield TapeKey(value.epoch + 1, *value.cell)
+        if value.epoch:
+            yield TapeKey(value.epoch - 1, *value.cell)
+        cells = (cell for config in world.setup.stages for cell in config.cells())
+        yield from (TapeKey(value.epoch, *cell) for cell in cells if cell != value.cell)
+    elif name == "ref":
+        yield evolve(value, generation=value.generation + 1)
+        if value.generation:
+            yield evolve(value, generation=value.generation - 1)
+        yield evolve(value, incarnation=value.incarnation - 1)
+        others = (slot for slot in range(len(st.pending)) if slot != value.slot)
+        yield from (evolve(value, slot=slot, generation=st.generation[slot]) for slot in others)
+    elif name == "token":
+        yield value + 1
+        yield value - 1
+    elif name == "ticket":
+        yield from {0, st.serial[0], st.serial[0] + 1, *st.held, *st.refreshing} - {value}
+    elif name == "link":
+        yield from (link for link in range(len(st.submitted)) if link != value)
+    elif name in ("refresh", "first"):
+        yield 1 - value
+    elif name == "bit":
+        yield from (bit for bit in (DI, DW, OUT, GRAD, DI | OUT, OUT | GRAD) if bit != value)
+    elif name in ("destination", "queued", "covered"):
+        yield (*value, "another")
+    elif name == "epoch":
+        yield value + 1
+        if value:
+            yield value - 1
+    elif name == "incarnation":
+        yield value - 1

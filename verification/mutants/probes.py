@@ -1,0 +1,94 @@
+"""
+A call in a reachable state, what a mutant answers to it, and what harm that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import evolve, field, frozen
+
+from qeffect.keys import TapeRef
+from qeffect.refusals import Refused
+from qeffect.stage import TRANSITIONS, Transitions, transitions
+from verification.concrete import Arbitrary, Setup, World
+
+from .schedules import Action
+from .sites import BREAKDOWN, Mutant
+
+__all__ = ["Probe", "about", "harm", "outcome"]
+
+
+@frozen
+class Probe:
+    """
+    One call in one reachable state.
+
+    Args:
+        setup: The process.
+        trace: Accepted calls that lead to the state.
+        transition: The transition called.
+        arguments: Its arguments.
+        clause: What the contract answers: the clause of its refusal, or None.
+        arbitrary: What the history should follow to see what the call does.
+    """
+
+    setup: Setup = field(repr=False)
+    trace: tuple[Action, ...] = field(repr=False)
+    transition: str
+    arguments: tuple[Any, ...]
+    clause: str | None
+    arbitrary: Arbitrary = field(repr=False)
+
+    def world(self, omit: Sequence[str] = (), functions: Transitions | None = None) -> World:
+        """Return the state, with its history, as the contract's or other functions reach it."""
+        functions = functions or transitions(omit)
+        world = World(self.setup, self.arbitrary, frozenset(functions.relations))
+        for name, arguments in self.trace:
+            world.run(name, functions.functions[name], arguments)
+        return world
+
+
+def about(world: World, transition: str, arguments: tuple[Any, ...]) -> Arbitrary:
+    """Return what the history should follow to see what a call does in a state."""
+    st = world.laid.memory
+    named = dict(zip(TRANSITIONS[transition], arguments, strict=True))
+    serial = st.serial[0] + 1 if transition.startswith("check_") else None
+    arbitrary = Arbitrary().about(named, serial)
+    if "ref" not in named:
+        slot = arbitrary.slot
+        ref = TapeRef(slot, st.generation[slot], st.incarnation[0])
+        arbitrary = evolve(arbitrary, ref=ref)
+    return arbitrary
+
+
+def outcome(world: World, probe: Probe, mutant: Mutant) -> str | None:
+    """
+    Run a broken transition in a probe's state.
+
+    Returns:
+        The clause of its refusal, or None when it accepts.
+
+    Raises:
+        KeyError, IndexError, TypeError: It broke down (``BREAKDOWN``).
+    """
+    try:
+        world.run(probe.transition, mutant.function, probe.arguments)
+    except Refused as refused:
+        return refused.clause
+    return None
+
+
+def harm(mutant: Mutant, probe: Probe) -> list[tuple[str, str]]:
+    """Return what fails, by class and name, when a mutant accepts a call; nothing otherwise."""
+    world = probe.world(mutant.omit)
+    if not world.trusted(probe.transition, probe.arguments):
+        return []
+    steps = list(world.broken_steps(probe.transition, probe.arguments))
+    try:
+        if outcome(world, probe, mutant) is not None:
+            return []
+    except BREAKDOWN:
+        return []  # it broke down before it did harm
+    return [*world.broken_invariants(), *steps]

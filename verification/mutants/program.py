@@ -1,0 +1,184 @@
+"""
+A counterexample as a program: the calls that lead to a state, and what a broken transition does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import evolve
+
+from qeffect.refusals import Refused
+from qeffect.stage import transitions
+
+from .probes import Probe, about, harm
+from .schedules import Action
+from .sites import BREAKDOWN
+from .verdicts import Verdict
+
+__all__ = ["program", "shortest"]
+
+_HARMFUL = ("state", "history", "step")
+
+_TEXT = '''\
+"""
+{title}
+
+{story}
+"""
+
+import ast
+
+from qeffect.config import StageConfig
+from qeffect.keys import TapeKey, TapeRef
+from qeffect.layout import Destination
+from qeffect.refusals import Refused
+from qeffect.stage import transitions
+from verification.concrete import Arbitrary, Setup, World
+
+LEFT_OUT = {omit!r}
+BROKEN = {{
+{halves}
+}}
+contract = transitions(LEFT_OUT)
+broken = transitions(LEFT_OUT, {{n: ast.parse(text).body[0] for n, text in BROKEN.items()}})
+
+SETUP = Setup(
+    {name!r},
+    ({stages}),
+    {options!r},
+    {epoch!r},
+)
+FOLLOWED = {arbitrary!r}
+LEADING = [
+{leading}
+]
+CALL, ARGUMENTS = {call}
+
+
+def outcome(functions):
+    """Return what a call answers, and what fails after it if it is accepted."""
+    world = World(SETUP, FOLLOWED, frozenset(contract.relations))
+    for name, arguments in LEADING:
+        world.run(name, {leader}.functions[name], arguments)
+    steps = {{name for _, name in world.broken_steps(CALL, ARGUMENTS)}}
+    try:
+        world.run(CALL, functions.functions[CALL], ARGUMENTS)
+    except Refused as refused:
+        return refused.clause, set()
+    return "accepted", steps | {{name for _, name in world.broken_invariants()}}
+
+
+ours, fine = outcome(contract)
+theirs, failing = outcome(broken)
+print("the contract: ", ours)
+print("the mutant:   ", theirs, *sorted(failing))
+assert not fine
+assert {claim}
+'''
+
+
+def program(verdict: Verdict) -> str:
+    """
+    Return a program that shows why what a mutant lacks is needed.
+
+    Args:
+        verdict: One with a probe: a kill, or an equivalent mutant's, shown together with what
+            covers it.
+
+    Raises:
+        ValueError: The verdict has no probe.
+    """
+    if verdict.probe is None:
+        raise ValueError(f"nothing was found that shows {verdict.mutant.site}")
+    mutant = verdict.covering or verdict.mutant
+    probe = shortest(verdict)
+    found = sorted(name for _, name in harm(mutant, probe)) if verdict.kind != "legal" else []
+    accepts = f'theirs == "accepted" and {found[0]!r} in failing' if found else ""
+    return _TEXT.format(
+        title=f"Without {mutant.deleted[0]}.",
+        story=f"{verdict.kind}: {verdict.by}.",
+        omit=mutant.omit,
+        leader="functions" if verdict.kind == "legal" else "contract",
+        halves="\n".join(f"    {n!r}: '''\n{text}\n'''," for n, text in mutant.source().items()),
+        name=probe.setup.name,
+        stages="".join(f"{config!r}, " for config in probe.setup.stages),
+        options=dict(probe.setup.options),
+        epoch=probe.setup.epoch,
+        arbitrary=probe.arbitrary,
+        leading="\n".join(f"    {action!r}," for action in probe.trace),
+        call=(probe.transition, probe.arguments),
+        claim=accepts or "ours != theirs",
+    )
+
+
+def shortest(verdict: Verdict) -> Probe:
+    """Return a verdict's probe with as few leading calls as show the same."""
+    assert verdict.probe is not None
+    probe = verdict.probe
+    wanted = _shown(verdict, probe)
+    shrunk = True
+    while shrunk:
+        shrunk = False
+        for position in reversed(range(len(probe.trace))):
+            if position >= len(probe.trace):
+                continue
+            shorter = _without(verdict, probe, position)
+            if shorter is not None and _shown(verdict, shorter) == wanted:
+                probe, shrunk = shorter, True
+    return probe
+
+
+def _shown(verdict: Verdict, probe: Probe) -> Any:
+    """Return what a probe shows of a mutant: what fails, or the two answers."""
+    mutant = verdict.covering or verdict.mutant
+    broken = sorted(harm(mutant, probe)) if verdict.kind != "legal" else []
+    if broken:
+        return broken[0]
+    answers = []
+    own = transitions(mutant.omit)
+    for functions in (own, mutant.functions):
+        leading = functions if verdict.kind == "legal" else own
+        try:
+            world = probe.world(mutant.omit, leading)
+            world.run(probe.transition, functions.functions[probe.transition], probe.arguments)
+            answers.append("accepted")
+        except Refused as refused:
+            answers.append(refused.clause)
+        except BREAKDOWN as error:
+            answers.append(repr(error))
+    return answers
+
+
+def _without(verdict: Verdict, probe: Probe, position: int) -> Probe | None:
+    """Return a probe without one of its leading calls, or a check and its end; None if it needs
+    them."""
+    trace = list(probe.trace)
+    name, arguments = trace.pop(position)
+    arguments_of_call = probe.arguments
+    if name.startswith("check_"):
+        serial = 1 + sum(n.startswith("check_") for n, _ in trace[:position])
+        trace = [a for a in trace if not (_redeems(a) and a[1][1] == serial)]
+        trace = [_renumbered(action, serial) for action in trace]
+        _, arguments_of_call = _renumbered((probe.transition, probe.arguments), serial)
+    del arguments
+    mutant = verdict.covering or verdict.mutant
+    shorter = evolve(probe, trace=tuple(trace), arguments=arguments_of_call)
+    try:
+        world = shorter.world(mutant.omit)
+    except (Refused, *BREAKDOWN):
+        return None
+    return evolve(shorter, arbitrary=about(world, probe.transition, arguments_of_call))
+
+
+def _redeems(action: Action) -> bool:
+    verb, _, rest = action[0].partition("_")
+    return verb in ("commit", "abort") and rest in ("forward", "dgrad", "wgrad", "refresh")
+
+
+def _renumbered(action: Action, removed: int) -> Action:
+    """Return an action after one check less, so that later tickets have lower serials."""
+    if not _redeems(action) or action[1][1] <= removed:
+        return action
+    name, (place, ticket, *rest) = action
+    return name, (place, ticket - 1, *rest)
