@@ -116,6 +116,8 @@ class Prove:
         if args.seeds < 1:
             raise Unusable(f"--seeds wants a positive number, got {args.seeds}")
         prove = needs("verify", _prove)
+        if args.only is not None and not needs("verify", _mutants).sites_with(args.only):
+            raise Unusable(f"no mutant's line contains {args.only!r}; see `--mutants --json`")
         solvers = ("z3", "cvc5") if args.cvc5 else ("z3",)
         if args.cvc5:
             needs("cvc5", _cvc5)
@@ -137,7 +139,7 @@ class Prove:
         good = not data["open"]
         data |= {"mutants": None, "killed": None, "mutant_report": None}
         if args.mutants:
-            swept = needs("verify", lambda: _swept(args, progress))
+            swept = _swept(args, progress)
             lines += swept.pop("lines")
             good = good and not swept["mutant_report"]["survivors"]
             data |= swept
@@ -148,15 +150,17 @@ class Prove:
 
 def _swept(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Run the mutants; return their part of the report, and what to print."""
-    from verification import mutants
-
+    mutants = _mutants()
     report = mutants.run(progress, args.only)
-    if not report.mutants:
-        raise Unusable(f"no mutant's line contains {args.only!r}")
     found = report.asdict()
     by_class = ", ".join(f"{count} because {name}" for name, count in found["by_class"].items())
     lines = [
         f"{report.killed} of {report.mutants} mutants killed in {report.seconds:.1f} s: {by_class}",
+        *(
+            f"  killed     {v.mutant.site}: {v.by}"
+            for v in report.verdicts
+            if args.only and v.killed
+        ),
         *(f"  equivalent {v.mutant.site}: {v.by}" for v in report.equivalent),
         *(f"  survived   {v.mutant.site}: {v.by}" for v in report.survivors),
     ]
@@ -218,6 +222,12 @@ def _prove() -> Any:
     from verification import prove
 
     return prove
+
+
+def _mutants() -> Any:
+    from verification import mutants
+
+    return mutants
 
 
 def _cvc5() -> Any:

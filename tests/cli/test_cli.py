@@ -25,7 +25,7 @@ OPTIONS = {
     "replay": {"log"},
     "bench": {"--kernel", "--out"},
     "explore": {"--slots", "--keys", "--generations", "--scope", "--batch", "--symmetry"},
-    "prove": {"--seeds", "--cvc5", "--out"},
+    "prove": {"--seeds", "--cvc5", "--mutants", "--only", "--programs", "--out"},
 }
 
 
@@ -152,6 +152,9 @@ class TestCheck:
         (["explore", "--scope", "none"], "no scope"),
         (["explore", "--slots", "0"], "slots"),
         (["prove", "--seeds", "0"], "positive number"),
+        (["prove", "--only", "arena."], "--mutants"),
+        (["prove", "--mutants", "--programs", "pyproject.toml"], "directory"),
+        (["prove", "--mutants", "--only", "no such line"], "no mutant's line"),
         (["replay", "no-such-log.jsonl"], "no-such-log.jsonl"),
         (["frobnicate"], "invalid choice"),
         ([], "required"),

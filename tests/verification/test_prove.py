@@ -5,9 +5,13 @@ The proofs: everything is proved, and nothing is vacuous.
 from __future__ import annotations
 
 import pytest
+import z3
 
 from verification import prove
-from verification.obligations import COMPOSITIONS, composition_name
+from verification.mutants import Mutant, sites
+from verification.obligations import COMPOSITIONS, Composition, composition_name
+from verification.symbolic import Encoding
+from verification.witnesses import SCOPE
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +55,60 @@ def test_bounded_proofs_name_their_scope(report: prove.ProofReport) -> None:
     """Bounded proofs begin in the initial state; depth and scope stand in their names."""
     assert report.bounded
     assert all(proof.verdict == "unsat" and proof.path for proof in report.bounded)
+
+
+@pytest.fixture(scope="module")
+def finite() -> Composition:
+    """The full composition in a finite scope, where every question is decided."""
+    return Composition.of((), Encoding.finite(SCOPE))
+
+
+def refuted(composition: Composition, transition: str) -> set[str]:
+    """Return the predicates that one of the transition's accepting paths fails to keep."""
+    words = composition.vocabulary
+    solver = z3.SimpleSolver()
+    solver.add(words.counted())
+    for claim in (*words.configuration(), *words.invariants(words.before)):
+        solver.add(list(words.close(claim)))
+    found = set()
+    for path in composition.paths[transition]:
+        if path.clause is None:
+            for claim in (*words.disturbed(words.after(path)), *words.steps(transition)):
+                solver.push()
+                solver.add(path.condition, *words.assumed(transition), words.denied(claim))
+                verdict = solver.check()
+                solver.pop()
+                assert verdict in (z3.sat, z3.unsat)
+                if verdict == z3.sat:
+                    found.add(claim.name)
+    return found
+
+
+#: A transition, a clause, and a promise that fails without its guard.
+NEEDED = [
+    ("check_dgrad", "ownership.stale-reference", "ownership.right-reference"),
+    ("check_forward", "version.stale-cache", "version.cache-of-the-key"),
+    ("check_forward", "order.token", "order.threaded"),
+    ("check_wgrad", "arena.pending", "arena.right-destination"),
+    ("check_wgrad", "completion.caller-to-graph", "completion.replay-after-caller"),
+    ("commit_epoch", "epoch.not-final", "epoch.commit"),
+    ("finish_reduction", "reduction.not-started", "reduction.running"),
+    ("commit_dgrad", "ownership.unknown-ticket", "tickets.dgrad-redeems-its-own"),
+]
+
+
+@pytest.mark.parametrize(("transition", "clause", "promise"), NEEDED)
+def test_without_a_guard_nothing_is_proved(
+    transition: str, clause: str, promise: str, finite: Composition
+) -> None:
+    """The same question has another answer for a kernel that lacks one guard."""
+    guards = [
+        site
+        for site in sites()
+        if (site.transition, site.kind, site.clause) == (transition, "guard", clause)
+    ]
+    assert guards
+    broken = Composition((), finite.encoding, Mutant(tuple(guards)).functions)
+
+    assert set() == refuted(finite, transition)
+    assert promise in refuted(broken, transition)

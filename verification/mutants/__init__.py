@@ -24,6 +24,7 @@ __all__ = [
     "program",
     "run",
     "sites",
+    "sites_with",
 ]
 
 #: How a mutant is killed, in words, by the kind of its verdict.
@@ -94,6 +95,11 @@ class MutantReport:
         }
 
 
+def sites_with(text: str) -> list[Site]:
+    """Return the sites whose line contains a text."""
+    return [site for site in sites() if text in str(site)]
+
+
 def run(progress: Callable[[str], None] | None = None, only: str | None = None) -> MutantReport:
     """
     Delete each guard, operand and update in turn, and say what becomes of each mutant.
@@ -104,7 +110,7 @@ def run(progress: Callable[[str], None] | None = None, only: str | None = None) 
     """
     report = MutantReport()
     began = time.perf_counter()
-    chosen = [site for site in sites() if only is None or only in str(site)]
+    chosen = sites() if only is None else sites_with(only)
     if only is None:
         if progress is not None:
             progress("mutants: looking for reachable states")

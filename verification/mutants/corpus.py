@@ -30,12 +30,14 @@ from .sites import BREAKDOWN, Site, mutant, sites
 __all__ = ["Corpus", "corpus", "legal_schedules"]
 
 #: Schedules of each setup.
-SEEDS: Final = 6
+SEEDS: Final = 8
 #: How often each of these calls is made out of turn after each kind of call, in a setup.
 STRAYS: Final = 2
 _OFTEN: Final = ("check_", "invalidate", "drain")
-#: How often the schedule is left for longer, and for how many calls.
+#: How often the schedule is left for longer, where no relation is left out and where one is, and
+#: for how many calls.
 WANDER: Final = 0.1
+WANDER_ELSEWHERE: Final = 0.3
 STEPS: Final = 6
 #: Calls kept that show a mutant's harm, and of each other answer that it gives.
 KEPT: Final = 3
@@ -156,7 +158,7 @@ def corpus(omit: tuple[str, ...]) -> Corpus:
                 strayed = world.copy()
                 off = _Scout(found, strayed, dice)
                 off.look((*trace, *off.stray(call)))
-            if dice.random() < WANDER:
+            if dice.random() < (WANDER_ELSEWHERE if omit else WANDER):
                 _wander(found, world.copy(), trace, others, dice)
             world.run(name, scout.functions[name], arguments)
     return found

@@ -150,7 +150,7 @@ class _Bookkeeper:
                     raise Stuck
             if failed:
                 yield from self.fail()
-            elif self.rng.random() < 0.1 and any(c.reduces for c in self.setup.stages):
+            elif self.rng.random() < 0.3 and any(c.reduces for c in self.setup.stages):
                 failed = True
                 yield from self.fail_to_reduce()
             else:
@@ -317,7 +317,8 @@ class _Bookkeeper:
         if not failed and self.rng.random() < 0.4:  # a step begins, and is given up
             stage = self.rng.choice(self.stages)
             yield "check_refresh", (stage, self.link(stage))
-            yield "commit_refresh", (stage, self.issue())
+            verb = self.rng.choice(["abort", "commit", "commit"])
+            yield f"{verb}_refresh", (stage, self.issue())
             failed = True
         yield from self.drained()
         if not failed:

@@ -1,0 +1,220 @@
+"""
+Every guard, every operand of one and every state update is needed, and the sweep can tell.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qeffect.cli import main
+from qeffect.stage import TRANSITIONS, Transitions, transitions
+from verification import mutants
+from verification.concrete import World
+from verification.mutants import Mutant, MutantReport, Site, Verdict, sites
+from verification.mutants.corpus import legal_schedules
+
+#: Deleted in turn: change these when the contract changes, after reading what survives.
+MUTANTS = {"guard": 138, "operand": 95, "update": 152, "condition": 8}
+KILLED = 391
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def report() -> MutantReport:
+    """The whole sweep, once."""
+    return mutants.run()
+
+
+def run(program: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program in a fresh process, from anywhere."""
+    path = tmp_path / "counterexample.py"
+    path.write_text(program)
+    command = [sys.executable, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+
+
+# What is deleted
+
+
+def test_as_many_as_pinned() -> None:
+    """The number of mutants of each kind is known."""
+    assert MUTANTS == Counter(site.kind for site in sites())
+
+
+@pytest.mark.parametrize("transition", TRANSITIONS)
+def test_nothing_is_left_out(transition: str) -> None:
+    """Every refusal and every write of the composed function is among the sites."""
+    source = inspect.getsource(transitions().functions[transition])
+    tree = list(ast.walk(ast.parse(source)))
+    raises = [node for node in tree if isinstance(node, ast.Raise)]
+    stored = [
+        node
+        for node in tree
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript)
+    ]
+    filled = [
+        node
+        for node in tree
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "fill"
+    ]
+    ours = [site for site in sites() if site.transition == transition]
+
+    assert len(raises) == sum(site.kind == "guard" for site in ours)
+    assert len(stored) + len(filled) == sum(site.kind == "update" for site in ours)
+
+
+def test_every_mutant_is_another_function() -> None:
+    """Each deletion changes the source of exactly one half."""
+    own = transitions()
+    for site in sites():
+        mutant = Mutant((site,))
+
+        assert [site.half] == list(mutant.source())
+        assert mutant.function.__doc__ != own.functions[site.transition].__doc__, str(site)
+
+
+# What became of them
+
+
+def test_nothing_survives(report: MutantReport) -> None:
+    """Every mutant is killed, or proved equivalent with the guard that covers it."""
+    assert [] == report.survivors
+    assert sum(MUTANTS.values()) == report.mutants
+    assert KILLED == report.killed == sum(report.by_class.values())
+
+
+def test_every_kill_is_concrete(report: MutantReport) -> None:
+    """None is killed only in a state that was not reached."""
+    assert not [verdict for verdict in report.verdicts if verdict.kind == "induction"]
+    assert all(verdict.probe is not None for verdict in report.verdicts)
+
+
+def test_equivalent_ones_are_known(report: MutantReport) -> None:
+    """The two that do nothing by themselves keep version's promise where ownership's fails."""
+    found = {(v.mutant.site.half, v.mutant.site.clause) for v in report.equivalent}
+
+    assert found == {
+        ("version.check_dgrad_guards", "version.wrong-epoch"),
+        ("version.check_wgrad_guards", "version.wrong-epoch"),
+    }
+    assert all("ownership.wrong-key" in verdict.by for verdict in report.equivalent)
+
+
+def test_report_is_plain(report: MutantReport) -> None:
+    """The report as a dictionary says the same."""
+    data = report.asdict()
+
+    assert (report.mutants, report.killed) == (data["mutants"], data["killed"])
+    assert report.mutants == len(data["verdicts"])
+    assert {"half", "kind", "deleted", "clause", "verdict", "by"} <= data["verdicts"][0].keys()
+
+
+@pytest.mark.parametrize("kind", ["state", "history", "step", "legal", "clause", "equivalent"])
+def test_counterexamples_run(kind: str, report: MutantReport, tmp_path: Path) -> None:
+    """The counterexamples of each class are programs that show what they say."""
+    found = [verdict for verdict in report.verdicts if verdict.kind == kind]
+    for verdict in (found[0], found[len(found) // 2]):
+        done = run(mutants.program(verdict), tmp_path)
+
+        assert 0 == done.returncode, done.stderr
+        assert "the contract: " in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["state", "history", "step", "legal", "clause"])
+def test_counterexamples_fail_without_the_fault(
+    kind: str, report: MutantReport, tmp_path: Path
+) -> None:
+    """The same programs fail when the contract stands in the mutant's place."""
+    verdict = next(v for v in report.verdicts if v.kind == kind)
+    program = mutants.program(verdict)
+    begin, end = program.index("BROKEN = {"), program.index("contract = ")
+    done = run(program[:begin] + "BROKEN = {}\n" + program[end:], tmp_path)
+
+    assert 1 == done.returncode
+    assert "AssertionError" in done.stderr
+
+
+# That the sweep can fail
+
+
+class Harmless(Mutant):
+    """A mutant that is the contract."""
+
+    @property
+    def function(self) -> Callable[..., Any]:  # type: ignore[override]
+        """The contract's own transition."""
+        return transitions(self.omit).functions[self.site.transition]
+
+    @property
+    def functions(self) -> Transitions:  # type: ignore[override]
+        """The contract's own transitions."""
+        return transitions(self.omit)
+
+
+def test_a_guard_that_nobody_needs_survives() -> None:
+    """A deletion that changes nothing is proved equivalent, and is not justified."""
+    verdict = mutants.judge(Harmless((Site("submit", "completion.submit_guards", "guard", "no"),)))
+
+    assert ("equivalent", False) == (verdict.kind, verdict.justified)
+    assert [verdict] == MutantReport([verdict]).survivors
+
+
+def test_a_survivor_is_reported() -> None:
+    """What nothing tells apart is a survivor, with its reason."""
+    verdict = Verdict(Mutant((sites()[0],)), "survived", "nothing tells it apart")
+
+    assert [verdict] == MutantReport([verdict]).survivors
+    assert 0 == MutantReport([verdict]).killed
+
+
+# What the kills rest on
+
+
+@pytest.mark.parametrize("number", range(len(legal_schedules())))
+def test_legal_schedules_keep_every_promise(number: int) -> None:
+    """The contract accepts every legal schedule, and nothing that is promised fails on the way."""
+    setup, actions = legal_schedules()[number]
+    functions = transitions()
+    world = World(setup, relations=frozenset(functions.relations))
+
+    for name, arguments in actions:
+        assert [] == list(world.broken_steps(name, arguments)), (name, arguments)
+        world.run(name, functions.functions[name], arguments)
+        assert [] == list(world.broken_invariants()), (name, arguments)
+
+
+def test_legal_schedules_make_every_call() -> None:
+    """They use every transition, so that none is legal only on paper."""
+    made = {name for _, actions in legal_schedules() for name, _ in actions}
+
+    assert set(TRANSITIONS) == made
+
+
+# The command
+
+
+def test_command(report: MutantReport, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``qeffect prove --mutants`` counts, and writes a program for each."""
+    programs = tmp_path / "programs"
+    argv = ["prove", "--mutants", "--only", "submit_writes", "--programs", str(programs), "--json"]
+    code = main(argv)
+    data = json.loads(capsys.readouterr().out)
+    expected = [v for v in report.verdicts if "submit_writes" in str(v.mutant.site)]
+
+    assert 0 == code
+    assert len(expected) == data["mutants"] == data["killed"] == len(list(programs.iterdir()))
+    assert [v.kind for v in expected] == [v["verdict"] for v in data["mutant_report"]["verdicts"]]
+    assert 0 == data["unknown"] < data["unsat"] == len(data["obligations"])

@@ -1,0 +1,50 @@
+"""
+What is promised of an accepted action is told in terms of the world, not of the guards.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from qeffect.columns import CONFIG
+from qeffect.stage import TRANSITIONS
+from spec.predicates import Predicate
+from spec.properties import STEPS
+from verification.obligations import Composition
+from verification.symbolic import Encoding
+from verification.vocabulary import Vocabulary
+
+
+class Watched:
+    """A memory that notes which columns are read."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+        self.read: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self._memory, name)
+
+
+@pytest.fixture(scope="module")
+def words() -> Vocabulary:
+    """The predicates as terms."""
+    return Composition.of((), Encoding.sorted()).vocabulary
+
+
+@pytest.mark.parametrize("predicate", list(STEPS), ids=lambda predicate: predicate.name)
+def test_no_guard_is_restated(predicate: Predicate, words: Vocabulary) -> None:
+    """A promise reads the history, the arguments and the configuration, and no state of ours."""
+    enc = words.encoding
+    variables = {n: enc.sym(enc.const(n, sort)) for n, sort in predicate.variables.items()}
+    for transition in predicate.transitions:
+        names = TRANSITIONS[transition]
+        given = SimpleNamespace(**dict(zip(names, enc.arguments(transition), strict=True)))
+        memory = Watched(words.state(words.before))
+        predicate.function(memory, words.history(words.before), given, **variables)
+
+        assert memory.read <= set(CONFIG) | {"stage_of"}
