@@ -12,7 +12,7 @@ import z3
 from attrs import field, frozen
 
 from qeffect.columns import Column
-from qeffect.stage import STATE, Transitions, transitions
+from qeffect.stage import OPTIONAL, STATE, Transitions, transitions
 from spec.predicates import Predicate
 
 from .symbolic import Encoding, Path, PathTable, merge, path_table
@@ -47,7 +47,7 @@ def composition_name(omit: Sequence[str]) -> str:
     """
     if not omit:
         return "full"
-    return "bare" if len(omit) > 1 else f"without {omit[0]}"
+    return "bare" if len(omit) == len(OPTIONAL) else f"without {', '.join(omit)}"
 
 
 @frozen

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, combinations
 from typing import Any, Final
 
 from attrs import define, field
+
+from qeffect.stage import OPTIONAL
 
 from . import bounded as in_steps
 from . import witnesses as in_scope
@@ -17,7 +20,7 @@ from .solvers import Z3, Cvc5, Proved
 from .symbolic import Encoding
 from .theorems import capture_in_own_pool, initial, refusals, restored, tickets, widths
 
-__all__ = ["SEEDS", "Agreement", "ProofReport", "again", "run", "unbounded"]
+__all__ = ["SEEDS", "Agreement", "ProofReport", "again", "everywhere", "run", "unbounded"]
 
 Progress = Callable[[str], None]
 
@@ -65,7 +68,7 @@ class ProofReport:
 
     Args:
         obligations: Every unbounded obligation, with its verdict.
-        witnesses: For every way through every transition, that some state takes it.
+        witnesses: For every path of every transition, that some state takes it, or that none does.
         bounded: Proofs from the beginning, by their number of steps.
         agreements: What other seeds and solvers said of the full composition.
         seconds: What the unbounded proofs took, the path tables included.
@@ -109,6 +112,7 @@ class ProofReport:
             "unknown": self.unknown,
             "seconds": round(self.seconds, 3),
             "by_kind": self.by_kind(),
+            "covered": sum(obligation.expected == "unsat" for obligation in self.witnesses),
             "witnesses": [obligation.asdict() for obligation in self.witnesses],
             "bounded": [obligation.asdict() for obligation in self.bounded],
             "agreements": [agreement.asdict() for agreement in self.agreements],
@@ -158,16 +162,20 @@ def run(
     return report
 
 
-def unbounded(seed: int = 0) -> Iterator[Obligation]:
+def unbounded(
+    seed: int = 0, compositions: Iterable[tuple[str, ...]] = COMPOSITIONS
+) -> Iterator[Obligation]:
     """
     Yield every unbounded obligation of every composition, with its verdict.
 
     Args:
         seed: Seed of Z3's own choices.
+        compositions: What each leaves out; best those first that leave out more, because what is
+            proved of them need not be proved again.
     """
     encoding = Encoding.sorted()
     proved = Proved()
-    for omit in COMPOSITIONS:
+    for omit in compositions:
         composition = Composition.of(omit, encoding)
         z3 = Z3(composition, seed=seed, proved=proved)
         yield from z3.prove(_goals(composition))
@@ -178,6 +186,13 @@ def unbounded(seed: int = 0) -> Iterator[Obligation]:
                 yield from z3.prove([found])
     wide = Composition.of((), Encoding.sorted(generation_bits=64))
     yield from Z3(wide, seed=seed).prove(widths(wide))
+
+
+def everywhere() -> Iterator[Obligation]:
+    """Yield the unbounded obligations of each composition that a contract may have."""
+    numbers = range(len(OPTIONAL), -1, -1)
+    left_out = (combinations(sorted(OPTIONAL), number) for number in numbers)
+    yield from unbounded(compositions=chain.from_iterable(left_out))
 
 
 def again(seeds: Sequence[int], solvers: Sequence[str] = ("z3",)) -> Iterator[Agreement]:

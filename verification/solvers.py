@@ -19,6 +19,7 @@ from attrs import define, field
 
 from .obligations import Composition, Goal, Obligation
 from .symbolic.terms import Term
+from .vocabulary import Claim
 
 __all__ = ["Z3", "Cvc5", "Proved"]
 
@@ -117,15 +118,38 @@ class Z3:
             solver.add(list(words.close(self._lemmas[name], weight)))
         return solver
 
-    def _alone(self, goal: Goal, lemmas: frozenset[str]) -> tuple[str, float]:
+    def _alone(
+        self, goal: Goal, lemmas: frozenset[str], more: Sequence[Term] = ()
+    ) -> tuple[str, float]:
         """Ask a solver of its own, that no earlier goal has led astray."""
         began = time.perf_counter()
         solver = self._new_solver(lemmas, self.timeout)
-        solver.add(*goal.facts, goal.denied)
+        solver.add(*goal.facts, goal.denied, *more)
         verdict = str(solver.check())
         if verdict == "unsat" and self.proved is not None:
             self.proved.add(goal, lemmas)
         return verdict, time.perf_counter() - began
+
+    def _again(self, goal: Goal) -> tuple[str, float]:
+        return self._alone(goal, self.lemmas(goal.relations))
+
+    def _with_all(self, goal: Goal) -> tuple[str, float]:
+        """Ask again with every lemma, and with what is known of columns that nobody writes."""
+        return self._attempt([goal], frozenset(self._lemmas), self.composition.untouched)[0]
+
+    def _told(self, goal: Goal) -> tuple[str, float]:
+        """Ask again with the lemmas of the members at hand, whatever the denial matches."""
+        lemmas = self.lemmas(goal.relations)
+        told = [self._at_hand(self._lemmas[name]) for name in sorted(lemmas)]
+        return self._alone(goal, lemmas, told)
+
+    def _at_hand(self, claim: Claim) -> Term:
+        """Return a lemma of the very members that a denial of it would name."""
+        enc = self.composition.encoding
+        nulls = [
+            (enc.const(f"var.{n}", sort), enc.null(sort)) for n, sort in claim.variables.items()
+        ]
+        return z3.Or(*(term == null for term, null in nulls if null is not None), claim.body)
 
     def prove(self, goals: Iterable[Goal]) -> Iterator[Obligation]:
         """Answer every goal, in order."""
@@ -137,13 +161,10 @@ class Z3:
         lemmas = self.lemmas(relations)
         first = self._attempt(goals, lemmas, ())
         for goal, (verdict, seconds) in zip(goals, first, strict=True):
-            if verdict != "unsat" and relations is not None:
-                verdict, more = self._alone(goal, lemmas)
-                seconds += more
-            if verdict != "unsat" and relations is not None:
-                every = frozenset(self._lemmas)
-                verdict, more = self._attempt([goal], every, self.composition.untouched)[0]
-                seconds += more
+            for attempt in () if relations is None else (self._again, self._with_all, self._told):
+                if verdict != "unsat":
+                    verdict, more = attempt(goal)
+                    seconds += more
             yield Obligation(
                 goal.name,
                 goal.kind,
