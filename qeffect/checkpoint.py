@@ -41,6 +41,11 @@ class Checkpoint:
         relations: Relations that its transitions were composed from.
         state: Handle of the numerical state, saved by the caller.
         recipe: Precision recipe.
+
+    >>> from qeffect import Contract, StageConfig
+    >>> saved = Contract([StageConfig(0, microbatches=1, slots=1)]).checkpoint(state="step-0.pt")
+    >>> saved.epoch, saved.state
+    (0, 'step-0.pt')
     """
 
     epoch: int
@@ -50,6 +55,12 @@ class Checkpoint:
     recipe: Any = None
 
     def summary(self) -> str:
-        """Say in a line what was checkpointed."""
+        """
+        Say in a line what was checkpointed.
+
+        >>> from qeffect import Contract, StageConfig
+        >>> Contract([StageConfig(0, microbatches=2, slots=1)]).checkpoint().summary()
+        'stages 0 (M=2, 1 slots) under ...'
+        """
         stages = ", ".join(f"{c.stage} (M={c.microbatches}, {c.slots} slots)" for c in self.stages)
         return f"stages {stages} under {', '.join(self.relations)}"

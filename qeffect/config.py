@@ -80,6 +80,13 @@ class StageConfig:
     Raises:
         TypeError, ValueError: A count is not a positive integer, a matrix is named twice, or a
             name cannot be one.
+
+    >>> StageConfig(0, microbatches=2, slots=1, matrices=("qkv", "fc1")).matrices
+    ('fc1', 'qkv')
+    >>> StageConfig(0, microbatches=0, slots=1)
+    Traceback (most recent call last):
+    ...
+    ValueError: microbatches must be at least 1, got 0
     """
 
     stage: int = field(validator=_at_least(0))
@@ -96,7 +103,12 @@ class StageConfig:
     pool: Hashable | None = field(default=None, validator=_hashable)
 
     def cells(self) -> tuple[Cell, ...]:
-        """Every key of the stage without its epoch, in microbatch order."""
+        """
+        Every key of the stage without its epoch, in microbatch order.
+
+        >>> StageConfig(3, microbatches=2, slots=1).cells()
+        ((3, 0, 0, 0), (3, 1, 0, 0))
+        """
         return tuple(
             (self.stage, m, b, i)
             for m in range(self.microbatches)

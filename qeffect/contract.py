@@ -38,6 +38,13 @@ class Ticket:
         serial: Serial of the check that issued the ticket.
         incarnation: Of the memory that issued it; no other redeems it.
         ref: Reference the action consumes; None before a forward's commit.
+
+    >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))
+    >>> ticket = contract.check_forward(TapeKey(epoch=0, stage=0, microbatch=0))
+    >>> ticket.action, ticket.slot, ticket.ref
+    ('F', 0, None)
+    >>> contract.commit(ticket) == ticket.ref
+    True
     """
 
     action: str
@@ -170,7 +177,18 @@ class Contract(Ledgers):
         return bool(st.opened[st.buffer_of[key.cell]] != key.epoch)
 
     def snapshot(self) -> Snapshot:
-        """The whole state as plain values; equal before and after a refusal."""
+        """
+        The whole state as plain values; equal before and after a refusal.
+
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
+        >>> before = contract.snapshot()
+        >>> contract.finalize(0)
+        Traceback (most recent call last):
+        ...
+        qeffect.refusals.Refused: ...
+        >>> contract.snapshot() == before
+        True
+        """
         return self.memory.snapshot()
 
     # F, dI, dW and refresh: check, then commit or abort
@@ -211,6 +229,12 @@ class Contract(Ledgers):
 
         Raises:
             Refused: A clause of ownership, version, order, capture or completion.
+
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
+        >>> contract.check_forward(TapeKey(epoch=0, stage=0, microbatch=0))
+        Traceback (most recent call last):
+        ...
+        qeffect.refusals.Refused: version.stale-cache in check_forward: presented ...
         """
         st = self.memory
         try:
@@ -329,6 +353,12 @@ class Contract(Ledgers):
         Raises:
             Refused: ``ownership.unknown-ticket``, ``ownership.work-not-queued`` or
                 ``ownership.matrix-coverage``.
+
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))
+        >>> ticket = contract.check_forward(TapeKey(epoch=0, stage=0, microbatch=0))
+        >>> ref = contract.commit(ticket)
+        >>> ref.slot, ref.generation
+        (0, 0)
         """
         st = self.memory
         ref = None
@@ -376,6 +406,14 @@ class Contract(Ledgers):
 
         Raises:
             Refused: ``ownership.unknown-ticket`` or ``version.unknown-ticket``.
+
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))
+        >>> ticket = contract.check_forward(TapeKey(epoch=0, stage=0, microbatch=0))
+        >>> contract.abort(ticket)
+        >>> contract.commit(ticket)
+        Traceback (most recent call last):
+        ...
+        qeffect.refusals.Refused: ownership.unknown-ticket in commit_forward: presented ...
         """
         try:
             name, slot = _ABORTS[ticket.action], ticket.slot

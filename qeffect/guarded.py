@@ -143,6 +143,15 @@ def guarded(
         ValueError: The action is none of the three.
         TypeError: A dI or dW returned something else; it is aborted.
         Refused: As ``Contract.check_*`` and ``Contract.commit``.
+
+    >>> from qeffect import Contract, StageConfig
+    >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))
+    >>> @guarded(contract, "F")
+    ... def forward(key):
+    ...     return "activations"
+    >>> ref, result = forward(TapeKey(epoch=0, stage=0, microbatch=0))
+    >>> ref.slot, result
+    (0, 'activations')
     """
     if action not in ("F", "dI", "dW"):
         raise ValueError(f"action must be 'F', 'dI' or 'dW', got {action!r}")

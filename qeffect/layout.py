@@ -51,6 +51,10 @@ class Destination:
 
     Raises:
         ValueError: An address or a length is no count of bytes.
+
+    >>> qkv = Destination("qkv", shape=(12, 4), dtype="float32", device="cuda:0", nbytes=192)
+    >>> qkv.microbatch is None  # one buffer, into which every microbatch accumulates
+    True
     """
 
     matrix: str

@@ -24,6 +24,12 @@ class Refusal:
         cause: The likely cause.
         remedy: What to do about it.
         section: Where the clause comes from in the paper, or ``design``.
+
+    >>> refusal = Refused("order.token").record()
+    >>> refusal.clause, refusal.section
+    ('order.token', ...)
+    >>> sorted(refusal.asdict())
+    ['cause', 'clause', 'expected', 'presented', 'remedy', 'section', 'transition']
     """
 
     clause: str

@@ -5,13 +5,77 @@ The verification layer's commands: ``qeffect explore``, ``qeffect prove``, ``che
 from __future__ import annotations
 
 import argparse
+from math import comb, perm
 from pathlib import Path
 from typing import Any
 
 from qeffect.cli.bench import environment, write_report
 from qeffect.cli.command import Outcome, Progress, Unusable, needs
 
-__all__ = ["Explore", "Prove", "random_schedules"]
+__all__ = [
+    "MOST_KEYS",
+    "MOST_SEEDS",
+    "MOST_STATES",
+    "SCOPES",
+    "Explore",
+    "Prove",
+    "pool_states",
+    "random_schedules",
+]
+
+#: Names of the explorer's scopes, which are made only once one is explored.
+SCOPES = (
+    "pool-2-2-2",
+    "pool-3-3-2",
+    "stage-epochs",
+    "stage-reuse",
+    "stage-small",
+    "stage-tickets",
+    "stage-readers",
+    "stage-shared-pool",
+    "stage-declared",
+    "stages-two",
+    "stages-declared",
+    "domains-two",
+    "pool-4-4-2-right",
+    "pool-4-4-3-right",
+    "pool-4-4-3",
+    "pool-4-5-4",
+    "stage-small-right",
+    "stage-medium",
+    "stage-large",
+)
+#: The largest pool that is explored: all its states are kept in memory.
+MOST_STATES, MOST_KEYS = 20_000_000, 64
+MOST_SEEDS = 10_000
+#: Random schedules that met everything with every seed that was tried.
+_ENOUGH = 300
+_NAMED = 5
+
+
+def pool_states(slots: int, keys: int, generations: int, *, symmetry: bool = False) -> int:
+    """
+    Count the reachable states of a slot pool without walking them.
+
+    Each slot is free in one of ``generations + 1`` generations, the last of them exhausted, or
+    holds a key in one of three phases of one of ``generations``; no key is held twice.
+
+    Args:
+        slots: Slots of the pool.
+        keys: Keys that compete for them.
+        generations: Tenants that each slot may have.
+        symmetry: Count the orbits under exchange of slots and of keys.
+
+    >>> pool_states(4, 4, 3), pool_states(4, 4, 3, symmetry=True)
+    (540184, 1820)
+    """
+    held, free = 3 * generations, generations + 1
+    return sum(
+        comb(live + held - 1, live) * comb(slots - live + free - 1, slots - live)
+        if symmetry
+        else comb(slots, live) * perm(keys, live) * held**live * free ** (slots - live)
+        for live in range(min(slots, keys) + 1)
+    )
 
 
 class Explore:
@@ -22,10 +86,17 @@ class Explore:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
-        parser.add_argument("--slots", type=int, help="explore the slot pool with this many slots")
+        parser.add_argument(
+            "--slots",
+            type=int,
+            help="explore the slot pool with this many slots (default 3); the pool may have at "
+            f"most {MOST_STATES:,} states and {MOST_KEYS} keys",
+        )
         parser.add_argument("--keys", type=int, help="keys of the slot pool (default: slots)")
         parser.add_argument("--generations", type=int, help="its generations (default 3)")
-        parser.add_argument("--scope", help="explore one named scope; see the README for them")
+        parser.add_argument(
+            "--scope", metavar="NAME", help=f"explore one named scope: {', '.join(SCOPES)}"
+        )
         parser.add_argument("--batch", action="store_true", help="use the NumPy reading")
         parser.add_argument("--symmetry", action="store_true", help="one state of each orbit")
 
@@ -37,14 +108,11 @@ class Explore:
             if args.scope is not None:
                 raise Unusable("give either --scope or --slots, --keys and --generations")
             slots = 3 if args.slots is None else args.slots
+            keys = slots if args.keys is None else args.keys
+            generations = 3 if args.generations is None else args.generations
+            _refuse_absurd(slots, keys, generations, args.symmetry)
             try:
-                chosen = [
-                    explorer.pool_scope(
-                        slots,
-                        slots if args.keys is None else args.keys,
-                        3 if args.generations is None else args.generations,
-                    )
-                ]
+                chosen = [explorer.pool_scope(slots, keys, generations)]
             except ValueError as error:
                 raise Unusable(str(error)) from error
         elif args.scope is not None:
@@ -84,6 +152,24 @@ class Explore:
         return Outcome(verdict, {"scopes": rows, "unwitnessed": missing}, text)
 
 
+def _refuse_absurd(slots: int, keys: int, generations: int, symmetry: bool) -> None:
+    """Refuse a pool that no machine would finish; a count that is none is the explorer's."""
+    if min(slots, keys, generations) < 1:
+        return
+    pool = f"a pool of {slots} slots, {keys} keys and {generations} generations"
+    if keys > MOST_KEYS:
+        raise Unusable(f"{pool} has more than {MOST_KEYS} keys; ask for fewer")
+    # The free states alone are 2**slots and more, or C(slots + generations, slots) orbits: what
+    # has too many of them is refused uncounted, since counting would not end either.
+    most_slots = MOST_STATES if symmetry else MOST_KEYS
+    absurd = generations > MOST_STATES or slots > most_slots or min(slots, generations) > MOST_KEYS
+    if absurd or pool_states(slots, keys, generations, symmetry=symmetry) > MOST_STATES:
+        raise Unusable(
+            f"{pool} has more than {MOST_STATES:,} states; ask for fewer"
+            + ("" if symmetry else ", or for --symmetry")
+        )
+
+
 class Prove:
     """Prove the guards."""
 
@@ -115,6 +201,8 @@ class Prove:
             raise Unusable(f"--programs wants a directory, {args.programs} is none")
         if args.seeds < 1:
             raise Unusable(f"--seeds wants a positive number, got {args.seeds}")
+        if args.seeds > MOST_SEEDS:
+            raise Unusable(f"--seeds wants at most {MOST_SEEDS:,}, got {args.seeds}")
         prove = needs("verify", _prove)
         if args.only is not None and not needs("verify", _mutants).sites_with(args.only):
             raise Unusable(f"no mutant's line contains {args.only!r}; see `--mutants --json`")
@@ -137,6 +225,8 @@ class Prove:
             f"  {o['verdict']:8} {o['transition']} {o['path']}: {o['name']}" for o in data["open"]
         ]
         good = not data["open"]
+        if data["open"]:
+            data["action"] = data["open"][0]["transition"]
         data |= {"mutants": None, "killed": None, "mutant_report": None}
         if args.mutants:
             swept = _swept(args, progress)
@@ -199,17 +289,28 @@ def random_schedules(args: argparse.Namespace, progress: Progress) -> Outcome:
     machine = needs("verify", _machine)
     report = machine.run(args.random, args.seed, progress=progress)
     data = report.asdict()
+    missing = data["uncovered"]
+    ran = (
+        f"{data['schedules']:,} random schedules, {data['actions']:,} actions at "
+        f"{data['actions_per_second']:,.0f}/s"
+    )
+    good = "every legal one accepted, every illegal one refused with nothing changed."
     if data["failure"]:
-        lines = [str(data["failure"])]
+        reason, lines = "violation", [str(data["failure"])]
+    elif missing:
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        reason, lines = (
+            "too few schedules",
+            [
+                f"too few schedules: never exercised: {', '.join(missing[:_NAMED])}{more}; "
+                f"use --random {max(_ENOUGH, 2 * args.random)} or more",
+                f"{ran}: of what was exercised, {good}",
+                *(f"never exercised: {name}" for name in missing),
+            ],
+        )
     else:
-        lines = [
-            f"{data['schedules']:,} random schedules, {data['actions']:,} actions at "
-            f"{data['actions_per_second']:,.0f}/s: every legal one accepted, every illegal one "
-            "refused with nothing changed.",
-        ]
-    lines += [f"never exercised: {name}" for name in data["uncovered"]]
-    bad = bool(data["failure"] or data["uncovered"])
-    return Outcome("refused" if bad else "accepted", data, lines)
+        reason, lines = "", [f"{ran}: {good}"]
+    return Outcome("refused" if reason else "accepted", {"reason": reason, **data}, lines)
 
 
 def _explorer() -> Any:

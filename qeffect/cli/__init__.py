@@ -9,14 +9,15 @@ import argparse
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from importlib.metadata import entry_points
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..refusals import Refused
 from .bench import Bench
 from .check import Check
-from .command import Command, Exit, Outcome, Progress, Unusable
+from .command import Command, Exit, Outcome, Progress, Unusable, brief
 from .faults import Faults
 from .plan import Plan
 from .replay import Replay
@@ -24,8 +25,22 @@ from .replay import Replay
 __all__ = ["main"]
 
 
+class _Help(argparse.HelpFormatter):
+    """Help whose lines never end within a name that has a hyphen."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are one line and exit with 2."""
+    """
+    An argument parser whose complaints are one line and exit with 2.
+
+    Options are typed whole: half of one would be another option as soon as a longer one is added.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, "formatter_class": _Help, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         raise Unusable(f"{message} (see '{self.prog} --help')")
@@ -49,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         sub = subparsers.add_parser(command.name, help=command.help, description=command.help)
         command.add_arguments(sub)
         sub.add_argument("--json", action="store_true", help="print one JSON object")
-        sub.add_argument("--quiet", action="store_true", help="show no progress")
+        sub.add_argument("--quiet", action="store_true", help="show no progress on stderr")
         sub.set_defaults(run=command.run)
     return root
 
@@ -68,13 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json = "--json" in given
     try:
         args = parser().parse_args(given)
-        outcome = args.run(args, Progress(enabled=not args.quiet and not as_json))
+        outcome = args.run(args, Progress(enabled=not args.quiet))
         _print(outcome, as_json)
         sys.stdout.flush()
     except Unusable as error:
-        return _unusable(str(error), as_json)
+        return _unusable(brief(str(error), given), as_json)
     except Refused as refused:  # a configuration that the contract refuses
-        return _unusable(str(refused), as_json)
+        return _unusable(brief(str(refused), given), as_json)
     except KeyboardInterrupt:
         return _unusable("interrupted", as_json)
     except BrokenPipeError:
@@ -85,13 +100,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _print(outcome: Outcome, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"verdict": outcome.verdict, **outcome.data}))
+        print(json.dumps(outcome.record()))
     else:
         print("\n".join(outcome.text))
 
 
-def _unusable(message: str, as_json: bool) -> int:
-    line = " ".join(message.split())
+def _unusable(line: str, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"verdict": "unusable", "error": line}))
     print(f"qeffect: {line}", file=sys.stderr)

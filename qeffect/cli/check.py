@@ -16,8 +16,8 @@ from ..schedule.grid import grid
 from ..schedule.tables import fixture_names, read_fixture
 from ..schedule.timeline import timeline
 from ..schedule.trace import trace_json
-from .command import Outcome, Progress, Unusable, needs
-from .source import add_source, read_source
+from .command import PLACE, Outcome, Progress, Unusable, needs, refuse_unused
+from .source import SOURCE, add_source, read_source
 
 __all__ = ["Check"]
 
@@ -33,11 +33,10 @@ class Check:
         add_source(parser)
         parser.add_argument("--fixtures", action="store_true", help="check every shipped table")
         parser.add_argument("--random", type=int, metavar="N", help="check N random schedules")
-        parser.add_argument("--seed", type=int, default=0, help="seed of --random (default 0)")
+        parser.add_argument("--seed", type=int, help="seed of --random (default 0)")
         parser.add_argument(
             "--binding",
             choices=tuple(DISCIPLINES),
-            default="contract",
             help="how the runtime pairs dW with retained work (default: contract)",
         )
         parser.add_argument(
@@ -52,15 +51,20 @@ class Check:
         """Check and report."""
         if args.random is not None:
             return _random(args, progress)
+        refuse_unused(args, ("--seed",), "only --random N uses it; give that or leave it out")
         if args.fixtures:
             return _fixtures(args, progress)
         schedule = read_source(args)
-        verdict = check(schedule, binding=args.binding, shared_pool=args.shared_pool)
+        verdict = check(schedule, binding=_binding(args), shared_pool=args.shared_pool)
         if args.svg is not None:
             _write(args.svg, timeline(schedule, verdict.finding))
         if args.trace is not None:
             _write(args.trace, trace_json(schedule, verdict.finding))
         return Outcome(verdict.verdict, verdict.record(), _lines(schedule, verdict))
+
+
+def _binding(args: argparse.Namespace) -> str:
+    return "contract" if args.binding is None else str(args.binding)
 
 
 def _lines(schedule: Schedule, verdict: Verdict) -> list[str]:
@@ -84,20 +88,26 @@ def _lines(schedule: Schedule, verdict: Verdict) -> list[str]:
 
 
 def _fixtures(args: argparse.Namespace, progress: Progress) -> Outcome:
+    refuse_unused(
+        args,
+        (*SOURCE, "--svg", "--trace"),
+        "--fixtures checks every shipped table and draws none; leave out one or the other",
+    )
+    binding = _binding(args)
     rows: list[dict[str, Any]] = []
     text = []
     for name in fixture_names():
         progress(f"Checking. {name}")
-        verdict = check(read_fixture(name), binding=args.binding, shared_pool=args.shared_pool)
+        verdict = check(read_fixture(name), binding=binding, shared_pool=args.shared_pool)
         rows.append({"table": name, **verdict.record()})
         said = "accepted" if verdict.finding is None else f"refused  {verdict.finding}"
         text.append(f"{said:9} {name} ({verdict.actions} actions)")
     refused = [row for row in rows if row["verdict"] != "accepted"]
-    first = {k: refused[0][k] for k in ("clause", "rank", "step", "action")} if refused else {}
+    first = {k: refused[0][k] for k in PLACE} if refused else {}
     text.append(f"{len(rows) - len(refused)} of {len(rows)} shipped tables accepted.")
     return Outcome(
         "refused" if refused else "accepted",
-        {**first, "tables": rows, "binding": args.binding},
+        {**first, "tables": rows, "binding": binding},
         text,
     )
 
@@ -106,6 +116,13 @@ def _random(args: argparse.Namespace, progress: Progress) -> Outcome:
     """Hand over to the layer above: the machine needs Hypothesis."""
     if args.random < 1:
         raise Unusable(f"--random wants a positive number of schedules, got {args.random}")
+    refuse_unused(
+        args,
+        (*SOURCE, "--fixtures", "--binding", "--shared-pool", "--svg", "--trace"),
+        "--random makes its own schedules and runs them under the contract alone; leave out one "
+        "or the other",
+    )
+    args.seed = 0 if args.seed is None else args.seed
     for entry in entry_points(group="qeffect.random"):
         run = needs("verify", entry.load)
         outcome: Outcome = needs("verify", lambda: run(args, progress))  # noqa: B023

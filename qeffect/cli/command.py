@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,21 @@ from typing import Any, Protocol, TextIO
 
 from attrs import field, frozen
 
-__all__ = ["Command", "Exit", "Outcome", "Progress", "Unusable", "needs"]
+__all__ = [
+    "Command",
+    "Exit",
+    "Outcome",
+    "Progress",
+    "Unusable",
+    "brief",
+    "needs",
+    "refuse_unused",
+]
+
+#: What every refusal says in JSON, whichever command found it.
+PLACE = ("clause", "rank", "step", "action")
+#: The longest value and the longest path that an error line repeats whole.
+_VALUE, _PATH = 60, 240
 
 
 class Exit(enum.IntEnum):
@@ -52,6 +67,15 @@ class Outcome:
         """The exit code."""
         return Exit.FINE if self.verdict == "accepted" else Exit.VIOLATION
 
+    def record(self) -> dict[str, Any]:
+        """
+        The JSON object.
+
+        A refusal always says which clause, rank, step and action; None where that has no meaning.
+        """
+        place = {} if self.verdict == "accepted" else dict.fromkeys(PLACE)
+        return {"verdict": self.verdict, **place, **self.data}
+
 
 class Command(Protocol):
     """A subcommand; upper layers register theirs in the ``qeffect.commands`` entry points."""
@@ -85,6 +109,53 @@ class Progress:
         if self.enabled and now - self._last[0] >= 1:
             self._last[0] = now
             print(line, file=self.stream, flush=True)
+
+
+def refuse_unused(args: argparse.Namespace, options: Iterable[str], why: str) -> None:
+    """
+    Refuse options that were given and that the rest of the command line makes meaningless.
+
+    Args:
+        args: The parsed arguments; an option that was not given is None or False.
+        options: As they are typed, with ``FILE.csv`` for the file.
+        why: Why they do not apply, and what to do.
+
+    Raises:
+        Unusable: One of them was given.
+    """
+    given = []
+    for option in options:
+        name = "file" if option == "FILE.csv" else option.lstrip("-").replace("-", "_")
+        value = getattr(args, name)
+        if value is None or value is False:
+            continue
+        shown = brief(str(value))
+        given.append(option if value is True else shown if name == "file" else f"{option} {shown}")
+    if given:
+        raise Unusable(f"{' and '.join(given)} given, but {why}")
+
+
+def brief(message: str, values: Iterable[str] = ()) -> str:
+    """
+    Make one line of a message, with the middle of every very long value left out.
+
+    >>> brief("--hidden wants less than " + "9" * 5000)
+    '--hidden wants less than 9999999999999999999999999999999999999999...99999999999999999'
+
+    Args:
+        message: The message; a long word of it is a value.
+        values: Further values that it may repeat, blanks and all.
+    """
+    for value in values:
+        if len(value) > _VALUE and any(c.isspace() for c in value):
+            message = message.replace(value, _middle_out(value))
+    line = " ".join(message.split())
+    return re.sub(rf"\S{{{_VALUE + 1},}}", lambda found: _middle_out(found[0]), line)
+
+
+def _middle_out(value: str) -> str:
+    longest = _PATH if "/" in value and " " not in value else _VALUE
+    return value if len(value) <= longest else f"{value[: longest - 20]}...{value[-17:]}"
 
 
 def needs(extra: str, load: Callable[[], Any]) -> Any:

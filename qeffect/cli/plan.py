@@ -9,10 +9,13 @@ import argparse
 from ..schedule.actions import ScheduleError
 from ..schedule.plan import Layers, Provision, plan
 from ..schedule.ranks import check_ranks
-from .command import Outcome, Progress, Unusable
+from .command import Outcome, Progress, Unusable, refuse_unused
 from .source import add_source, read_source
 
 __all__ = ["Plan"]
+
+#: No size of a layer is larger; byte counts beyond it would not even be printed.
+_MOST = 1 << 32
 
 
 class Plan:
@@ -26,21 +29,23 @@ class Plan:
         add_source(parser)
         parser.add_argument("--hidden", type=int, help="hidden size, for byte counts")
         parser.add_argument("--ffn", type=int, help="feed-forward size (default 4 * hidden)")
-        parser.add_argument("--layers", type=int, default=1, help="layers a stage (default 1)")
-        parser.add_argument("--dtype", default="bf16", help="gradient type (default bf16)")
+        parser.add_argument("--layers", type=int, help="layers a stage (default 1)")
+        parser.add_argument("--dtype", help="gradient type (default bf16)")
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Plan and report."""
+        if args.hidden is None:
+            refuse_unused(
+                args,
+                ("--ffn", "--layers", "--dtype"),
+                "bytes are counted only with --hidden; give that too or leave it out",
+            )
         schedule = read_source(args)
         findings = check_ranks(schedule)
         if findings:
             raise Unusable(f"plan a schedule that keeps the contract; this one: {findings[0]}")
         try:
-            layers = (
-                Layers(args.hidden, args.ffn or 4 * args.hidden, args.layers, args.dtype)
-                if args.hidden is not None
-                else None
-            )
+            layers = _layers(args)
         except ScheduleError as error:
             raise Unusable(str(error)) from error
         planned = plan(schedule, layers)
@@ -62,6 +67,21 @@ class Plan:
         if layers is None:
             lines.append("give --hidden for bytes")
         return Outcome("accepted", {"plan": planned.record()}, lines)
+
+
+def _layers(args: argparse.Namespace) -> Layers | None:
+    if args.hidden is None:
+        return None
+    for option in ("hidden", "ffn", "layers"):
+        size = getattr(args, option)
+        if size is not None and size > _MOST:
+            raise Unusable(f"--{option} wants at most {_MOST:,}, got {size}")
+    return Layers(
+        args.hidden,
+        4 * args.hidden if args.ffn is None else args.ffn,
+        1 if args.layers is None else args.layers,
+        "bf16" if args.dtype is None else args.dtype,
+    )
 
 
 def _bytes(provision: Provision) -> str:

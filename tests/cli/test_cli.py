@@ -4,16 +4,23 @@ The command line: its options are frozen, its exit codes and its JSON are what s
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from attrs import evolve
 
-from qeffect.cli import main, parser
+import qeffect.faults
+from qeffect.cli import command, main, parser
 from qeffect.schedule.tables import fixture_names, read_fixture, write_table
+from verification import explorer, machine, prove
+from verification.commands import MOST_STATES, SCOPES, pool_states
+from verification.obligations import Obligation
 
 SOURCE = {"file", "--torch", "--pp", "--vpp", "--microbatches", "--comms", "--te-order"}
 COMMON = {"-h", "--help", "--json", "--quiet"}
@@ -129,12 +136,44 @@ class TestCheck:
         assert "cannot write" in err
 
     def test_random(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """Random schedules run through the machine; what too few leave out is named."""
-        code, data = json_of(capsys, "check", "--random", "40", "--seed", "3")
+        """Random schedules run through the machine, and enough of them are accepted."""
+        code, data = json_of(capsys, "check", "--random", "300", "--seed", "3")
 
-        assert 40 == data["schedules"]
+        assert 0 == code
+        assert (300, "", "accepted") == (data["schedules"], data["reason"], data["verdict"])
+        assert [] == data["uncovered"]
+
+    def test_too_few_random_schedules(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Too few fail the run, but are told apart from wrong ones, first of all."""
+        code, data = json_of(capsys, "check", "--random", "2")
+        _, out, _ = run(capsys, "check", "--random", "2")
+        first, second = out.splitlines()[:2]
+
+        assert 1 == code
+        assert "too few schedules" == data["reason"]
+        assert data["uncovered"]
         assert not data["failure"]
-        assert int(bool(data["uncovered"])) == code
+        assert first.startswith(f"too few schedules: never exercised: {data['uncovered'][0]}")
+        assert first.endswith("use --random 300 or more")
+        assert "of what was exercised" in second
+
+    def test_wrong_random_schedules(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A contract that is wrong is a violation, not too few schedules."""
+        wrong = machine.RandomReport(schedules=2, actions=9, seconds=1.0, failure="F was refused")
+        monkeypatch.setattr(machine, "run", lambda *_, **__: wrong)
+
+        code, data = json_of(capsys, "check", "--random", "2")
+        _, out, _ = run(capsys, "check", "--random", "2")
+
+        assert (1, "violation", "F was refused") == (code, data["reason"], data["failure"])
+        assert "F was refused\n" == out
+
+    def test_microbatches_of_a_table(self, capsys: pytest.CaptureFixture[str], table: Path) -> None:
+        """With a file, ``--microbatches`` is what it must hold."""
+        assert 0 == run(capsys, "check", str(table), "--microbatches", "4")[0]
+        assert 1 == run(capsys, "check", str(table), "--microbatches", "5")[0]
 
 
 @pytest.mark.parametrize(
@@ -151,6 +190,16 @@ class TestCheck:
         (["plan", "--te-order", "1,-1", "--hidden", "64", "--dtype", "int4"], "int4"),
         (["explore", "--scope", "none"], "no scope"),
         (["explore", "--slots", "0"], "slots"),
+        (["explore", "--slots", "1000", "--keys", "1000", "--generations", "1000"], "64 keys"),
+        (["explore", "--slots", "6"], "more than 20,000,000 states"),
+        (
+            ["explore", "--slots", "9" * 4000, "--keys", "2", "--symmetry"],
+            "more than 20,000,000 states",
+        ),
+        (["plan", "--te-order", "1,-1", "--hidden", "9" * 4000], "at most"),
+        (["plan", "--te-order", "1,-1", "--hidden", "100", "--ffn", "0"], "ffn"),
+        (["prove", "--seeds", "9" * 4000], "at most"),
+        (["check", "--js", "--fixtures"], "unrecognized arguments: --js"),
         (["prove", "--seeds", "0"], "positive number"),
         (["prove", "--only", "arena."], "--mutants"),
         (["prove", "--mutants", "--programs", "pyproject.toml"], "directory"),
@@ -171,12 +220,135 @@ def test_unusable_input(capsys: pytest.CaptureFixture[str], argv: list[str], sai
     assert said in err
 
 
+@pytest.mark.parametrize(
+    ("argv", "given"),
+    [
+        ("check a.csv --fixtures", "a.csv"),
+        ("check --fixtures --svg x.svg --trace x.json", "--svg x.svg and --trace x.json"),
+        ("check --fixtures --pp 4", "--pp 4"),
+        ("check --fixtures --seed 0", "--seed 0"),
+        ("check a.csv --seed 1", "--seed 1"),
+        ("check a.csv --random 5", "a.csv"),
+        ("check --random 5 --torch 1F1B", "--torch 1F1B"),
+        ("check --random 5 --fixtures", "--fixtures"),
+        ("check --random 5 --binding latest", "--binding latest"),
+        ("check --random 5 --shared-pool", "--shared-pool"),
+        ("check --random 5 --svg x.svg", "--svg x.svg"),
+        ("check --random 5 --microbatches 0", "--microbatches 0"),
+        ("check a.csv --pp 2", "--pp 2"),
+        ("check a.csv --vpp 2 --comms", "--vpp 2 and --comms"),
+        ("check --te-order 1,-1 --pp 2", "--pp 2"),
+        ("plan --te-order 1,-1 --microbatches 1", "--microbatches 1"),
+        ("plan --te-order 1,-1 --ffn 10", "--ffn 10"),
+        ("plan --te-order 1,-1 --layers 2 --dtype fp32", "--layers 2 and --dtype fp32"),
+    ],
+)
+def test_what_does_not_apply_is_unusable(
+    capsys: pytest.CaptureFixture[str], argv: str, given: str
+) -> None:
+    """Nothing that was typed is ignored: what would have no effect is named, and what to do."""
+    code, out, err = run(capsys, *argv.split())
+
+    assert (2, "") == (code, out)
+    assert 1 == len(err.splitlines())
+    assert err.startswith(f"qeffect: {given} given, but ")
+    assert "leave" in err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["plan", "--te-order", "1,-1", "--hidden", "9" * 5000],
+        ["plan", "--te-order", "1,-1", "--hidden", "-" + "9" * 4000],
+        ["check", "--binding", "x " * 3000, "a.csv"],
+        ["check", "--torch", "x" * 5000],
+        ["check", "--fixtures", "x" * 5000],
+        ["check", "x" * 5000],
+        ["replay", "x" * 5000],
+        ["explore", "--scope", "x " * 3000],
+        ["x" * 5000],
+    ],
+)
+def test_long_values_are_shortened(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    """A line about a value of thousands of characters does not repeat them all."""
+    code, _, err = run(capsys, *argv)
+
+    assert 2 == code
+    assert 1 == len(err.splitlines())
+    assert "..." in err
+    assert len(err) < 500
+
+
+def test_paths_are_not_shortened(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A path of an ordinary length is repeated whole, since a person must find it."""
+    path = tmp_path / ("a" * 70) / "table.svg"
+
+    _, _, err = run(capsys, "check", "--te-order", "1,-1", "--svg", str(path))
+
+    assert str(path) in err
+
+
 def test_unusable_input_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     """With ``--json`` unusable input is an object too."""
     code, data = json_of(capsys, "check", "no-such-file.csv")
 
     assert 2 == code
     assert "unusable" == data["verdict"]
+
+
+REFUSED = {
+    "check": ["--te-order", "1,1,-1,-1,-1.5,-1.5", "--binding", "latest"],
+    "check --fixtures": ["--binding", "latest"],
+    "check --random": ["1"],
+    "replay": ["spec/logs/rejected/ownership.unknown-key.jsonl"],
+    "explore": ["--slots", "1", "--keys", "1"],
+    "faults": [],
+    "prove": [],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_says_where(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Whichever command refuses, its JSON has the same four names, null without a meaning."""
+    walked = explorer.run(explorer.pool_scope(1, 1, 1))
+    goal = Obligation("injective", "step", "full", "check_forward", "accepted", "z3", "sat", 0.1)
+    monkeypatch.setattr(explorer, "run", lambda *_, **__: evolve(walked, violation="broken"))
+    monkeypatch.setattr(prove, "run", lambda **_: prove.ProofReport(obligations=[goal]))
+    report = evolve(qeffect.faults.run(), verdict="refused")
+    monkeypatch.setattr(qeffect.faults, "run", lambda: report)
+
+    code, data = json_of(capsys, *name.split(), *REFUSED[name])
+
+    assert (1, "refused") == (code, data["verdict"])
+    assert {"clause", "rank", "step", "action"} <= data.keys()
+    if name in ("check", "check --fixtures", "replay"):
+        assert "ownership" in data["clause"]
+        assert data["action"]
+    if name == "prove":
+        assert "check_forward" == data["action"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "shown"), [([], True), (["--json"], True), (["--json", "--quiet"], False)]
+)
+def test_progress(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    argv: list[str],
+    shown: bool,
+) -> None:
+    """Long work shows progress on stderr, with ``--json`` too; only ``--quiet`` turns it off."""
+    seconds = itertools.count()
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+
+    code, out, err = run(capsys, "check", "--fixtures", *argv)
+
+    assert 0 == code
+    assert shown == err.startswith("Checking. ")
+    assert shown or "" == err
+    assert "--json" not in argv or "accepted" == json.loads(out)["verdict"]
 
 
 def test_faults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,6 +372,31 @@ def test_explore(capsys: pytest.CaptureFixture[str]) -> None:
     for count in ("states", "transitions", "refused", "depth"):
         assert walked[count] == batched[count]
     assert walked["states"] > 100
+
+
+def test_scopes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """The help names every scope that there is."""
+    with pytest.raises(SystemExit):
+        main(["explore", "--help"])
+
+    said = capsys.readouterr().out.replace(",", " ").split()
+
+    assert [*explorer.standard_scopes(), *explorer.large_scopes()] == list(SCOPES)
+    assert set(SCOPES) <= set(said)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 3, 2), (2, 2, 2), (3, 2, 2), (2, 3, 3)])
+@pytest.mark.parametrize("symmetry", [False, True])
+def test_states_are_estimated_exactly(shape: tuple[int, int, int], symmetry: bool) -> None:
+    """What decides whether a pool is too large is the number of states that the walk finds."""
+    walked = explorer.run(explorer.pool_scope(*shape), symmetry=symmetry)
+
+    assert walked.states == pool_states(*shape, symmetry=symmetry)
+
+
+def test_the_largest_named_pool_is_not_too_large() -> None:
+    """The README's five million states stay within the limit."""
+    assert 5_000_000 < pool_states(4, 5, 4) < MOST_STATES
 
 
 def test_plan(capsys: pytest.CaptureFixture[str], table: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 import qeffect
 import spec
 import verification.walks
-from qeffect.refusals import Refused
 
 #: As attrs does: ``...`` stands for any text, and an exception's module is not compared.
 OPTIONS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL | doctest.NORMALIZE_WHITESPACE
@@ -44,10 +43,18 @@ def test_examples(name: str) -> None:
     assert result.failed == 0
 
 
-def test_the_public_names_have_examples() -> None:
-    """What a person meets first is shown by an example."""
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    for public in (qeffect.Contract, qeffect.TapeKey, qeffect.TapeRef, Refused):
-        examples = [test for test in finder.find(public) if test.examples]
+@pytest.mark.parametrize("name", qeffect.__all__)
+def test_the_public_names_have_examples(name: str) -> None:
+    """Everything that the package exports is shown by an example of its own."""
+    public = getattr(qeffect, name)
+    shown = [test.name for test in doctest.DocTestFinder().find(public, name) if test.examples]
 
-        assert examples, public
+    assert name in shown
+
+
+@pytest.mark.parametrize("name", ["check_forward", "commit", "abort", "snapshot"])
+def test_the_main_calls_have_examples(name: str) -> None:
+    """So are the calls of a contract that most callers make."""
+    method = getattr(qeffect.Contract, name)
+
+    assert doctest.DocTestFinder().find(method, name)[0].examples
