@@ -1,9 +1,11 @@
 """
-The verification layer's part of ``qeffect bench``: explorer, proofs and random schedules.
+The verification layer's part of ``qeffect bench``: explorer, proofs, mutants, random schedules.
 """
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +13,17 @@ __all__ = ["measure"]
 
 #: Scopes walked for their rates, of ``explorer.large_scopes``, and whether by the batch reading.
 #: The plain reading is measured on right arguments, the batch reading on wrong ones as well.
+#: Five million states come before the plain readings: a peak of memory is that of the process.
 SCOPES = {
-    "pool_plain": ("pool-4-4-2-right", False),
-    "stage_plain": ("stage-small-right", False),
     "pool_batch": ("pool-4-4-3", True),
     "stage_batch": ("stage-medium", True),
     "five_million_states": ("pool-4-5-4", True),
+    "pool_plain": ("pool-4-4-3-right", False),
+    "stage_plain": ("stage-small-right", False),
 }
+
+#: The transitions that check and commit each action.
+ACTIONS = {"F": "forward", "dI": "dgrad", "dW": "wgrad"}
 
 
 def measure(progress: Callable[[str], None]) -> dict[str, Any]:
@@ -28,7 +34,7 @@ def measure(progress: Callable[[str], None]) -> dict[str, Any]:
         Rates a second. ``accepted`` counts moves that led to a state, ``attempted`` those that
         were refused as well: both are transitions run.
     """
-    from verification import machine, prove
+    from verification import machine, mutants, prove
     from verification.explorer import large_scopes, run
 
     data: dict[str, Any] = {}
@@ -51,8 +57,34 @@ def measure(progress: Callable[[str], None]) -> dict[str, Any]:
     random = machine.run(300, 0).asdict()
     data["random_actions_per_s"] = random["actions_per_second"]
     progress("Measuring. proofs")
-    proofs = prove.run().asdict()
-    data["proofs_s"] = proofs["seconds"]
-    data["proofs_obligations"] = len(proofs["obligations"])
-    data["proofs_worst_s"] = max(o["seconds"] for o in proofs["obligations"])
+    gc.collect()
+    began, cpu = time.perf_counter(), time.process_time()
+    proofs = list(prove.unbounded())
+    data["proofs_s"] = time.perf_counter() - began
+    data["proofs_cpu_s"] = time.process_time() - cpu
+    data["proofs_obligations"] = len(proofs)
+    data["proofs_solver_s"] = sum(proof.seconds for proof in proofs)
+    data["proofs_worst_s"] = max(proof.seconds for proof in proofs)
+    gc.collect()
+    sweep = mutants.run(progress)
+    data["mutants"] = sweep.mutants
+    data["mutant_s"] = sweep.seconds / sweep.mutants
+    data["mutant_slowest_s"] = max(verdict.seconds for verdict in sweep.verdicts)
+    data["guards_and_updates_by_action"] = _sites()
     return data
+
+
+def _sites() -> dict[str, dict[str, int]]:
+    """Count the guards and the state updates in check and commit of each action."""
+    from verification.mutants import sites
+
+    return {
+        action: {
+            kind + "s": sum(
+                site.kind == kind and site.transition in (f"check_{name}", f"commit_{name}")
+                for site in sites()
+            )
+            for kind in ("guard", "update")
+        }
+        for action, name in ACTIONS.items()
+    }

@@ -23,11 +23,20 @@ from ..config import StageConfig
 from ..contract import Contract
 from ..keys import TapeKey, TapeRef
 from ..refusals import Refused
-from .command import Outcome, Progress, Unusable
+from .command import Outcome, Progress, Unusable, needs
 
 __all__ = ["Bench", "environment", "write_report"]
 
 MATRICES = ("fc1", "fc2", "proj", "qkv")
+
+#: Repetitions of every measurement of an action; a figure is the median of their medians.
+ROUNDS = 9
+
+#: Sizes of a slot pool over which an action's cost should stay the same.
+POOLS = (4, 64, 4096)
+
+#: Pools that memory is measured with, as many microbatches as slots, every slot taken.
+FULL_POOLS = (64, 4096)
 
 
 class Bench:
@@ -52,10 +61,9 @@ class Bench:
             for entry in sorted(entry_points(group="qeffect.bench"), key=lambda e: e.name):
                 progress(f"Measuring. {entry.name}")
                 try:
-                    measure = entry.load()
-                    data |= measure(progress)
-                except ModuleNotFoundError as error:
-                    data[f"{entry.name}_not_measured"] = f"{error.name} is not installed"
+                    data |= needs("verify", lambda: entry.load()(progress))  # noqa: B023
+                except Unusable as error:
+                    data[f"{entry.name}_not_measured"] = str(error)
         if args.out is not None:
             write_report(args.out, data)
         return Outcome("accepted", data, _lines(data))
@@ -120,26 +128,39 @@ def commit() -> str:
     return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
 
 
-def actions(epochs: int = 400, microbatches: int = 8) -> dict[str, Any]:
-    """Measure F, dI and dW through the public API, a refusal, and memory."""
-    plain = _epochs(8, microbatches, epochs, managed=False)
-    managed = _epochs(8, microbatches, epochs, managed=True)
-    wide = {
-        str(slots): statistics.median(
-            t for times in _epochs(slots, 4, epochs // 2, managed=False).values() for t in times
-        )
-        for slots in (4, 64, 4096)
-    }
-    every = [t for times in plain.values() for t in times]
+def actions(epochs: int = 200, microbatches: int = 8) -> dict[str, Any]:
+    """
+    Measure F, dI and dW through the public API, a refusal, and memory.
+
+    Every round measures every kind once, so that a disturbance meets them all.
+    """
+    plain: dict[str, list[float]] = {"F": [], "dI": [], "dW": []}
+    wide: dict[int, list[float]] = {slots: [] for slots in POOLS}
+    pooled, managed, refused = [], [], []
+    for _ in range(ROUNDS):
+        gc.collect()
+        times = _epochs(8, microbatches, epochs, managed=False)
+        for action, own in times.items():
+            plain[action].append(statistics.median(own))
+        pooled.append(_pooled(times))
+        managed.append(_pooled(_epochs(8, microbatches, epochs, managed=True)))
+        for slots, medians in wide.items():
+            medians.append(_pooled(_epochs(slots, 4, epochs, managed=False)))
+        refused.append(_refusal())
+    by_slots = {str(slots): statistics.median(medians) for slots, medians in wide.items()}
     return {
-        "guarded_action_us": statistics.median(every),
+        "guarded_action_us": statistics.median(pooled),
         "guarded_action_us_by_action": {k: statistics.median(v) for k, v in plain.items()},
-        "context_manager_us": statistics.median(t for v in managed.values() for t in v),
-        "refusal_us": _refusal(),
-        "guarded_action_us_by_slots": wide,
-        "slots_4096_over_4": wide["4096"] / wide["4"],
-        "bytes_per_live_tape": _bytes_per_tape(),
+        "context_manager_us": statistics.median(managed),
+        "refusal_us": statistics.median(refused),
+        "guarded_action_us_by_slots": by_slots,
+        "slots_4096_over_4": by_slots["4096"] / by_slots["4"],
+        **_memory(),
     }
+
+
+def _pooled(times: dict[str, list[float]]) -> float:
+    return statistics.median(t for own in times.values() for t in own)
 
 
 def _contract(slots: int, microbatches: int) -> Contract:
@@ -197,7 +218,7 @@ def _epochs(slots: int, microbatches: int, epochs: int, *, managed: bool) -> dic
     return times
 
 
-def _refusal(rounds: int = 200, each: int = 50) -> float:
+def _refusal(rounds: int = 50, each: int = 50) -> float:
     """Median microseconds of a refused check, with its explanation, as a caller catches it."""
     contract = _contract(4, 4)
     key = TapeKey(0, 0, 0)
@@ -214,21 +235,50 @@ def _refusal(rounds: int = 200, each: int = 50) -> float:
     return statistics.median(times)
 
 
-def _bytes_per_tape(tapes: int = 2048) -> float:
-    """Bytes allocated a live tape, its key and reference included."""
-    contract = _contract(tapes, tapes)
-    with contract.refresh(0):
-        pass
+def _memory() -> dict[str, Any]:
+    """Measure the bytes of a slot and its cell as configured, and of a live tape on top."""
+    found = {str(slots): _bytes(slots) for slots in FULL_POOLS}
+    live = {slots: added for slots, (_, added) in found.items()}
+    return {
+        "bytes_per_live_tape": max(live.values()),
+        "bytes_per_live_tape_by_slots": live,
+        "bytes_configured_per_slot": {slots: kept for slots, (kept, _) in found.items()},
+    }
+
+
+def _bytes(slots: int) -> tuple[float, float]:
+    """
+    Fill a pool with as many microbatches as it has slots; divide what was allocated by them.
+
+    Returns:
+        Bytes that a new contract keeps for a slot and a microbatch, all else that it keeps
+        shared among them; and bytes that are added once a tape went through F, bind and dI, its
+        key and its reference included.
+    """
+    _contract(1, 1)  # composes the transitions, which every contract shares
+    kept: list[tuple[TapeKey, TapeRef]] = []
     gc.collect()
     tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    kept = []
-    for m in range(tapes):
-        key = TapeKey(0, 0, m)
-        kept.append((key, contract.commit(contract.check_forward(key))))
-    after = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    return (after - before) / len(kept)
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        contract = _contract(slots, slots)
+        gc.collect()
+        configured = tracemalloc.get_traced_memory()[0]
+        with contract.refresh(0):
+            pass
+        for m in range(slots):
+            key = TapeKey(0, 0, m)
+            kept.append((key, contract.commit(contract.check_forward(key))))  # type: ignore[arg-type]
+            contract.bind(key)
+        contract.wait()
+        mats = contract.stages[0].matrices
+        for key, ref in kept:
+            contract.commit(contract.check_dgrad(key, ref), mats)
+        gc.collect()
+        after = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    return (configured - before) / slots, (after - configured) / slots
 
 
 def _median(function: Callable[[], Any], rounds: int = 5) -> float:
@@ -286,7 +336,13 @@ def _lines(data: dict[str, Any]) -> list[str]:
     for name, value in data.items():
         if name == "environment":
             continue
-        if isinstance(value, float):
-            value = f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
-        lines.append(f"  {name:34} {value}")
+        lines.append(f"  {name:34} {_spelled(value)}")
     return lines
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_spelled(part)}" for name, part in value.items())
+    if isinstance(value, float):
+        return f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+    return str(value)

@@ -1,0 +1,185 @@
+"""
+The README's figures of the kernel beside their goals, from the bench report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+
+@frozen
+class Figure:
+    """
+    One row of the table.
+
+    Args:
+        name: What was measured.
+        value: What it came to.
+        unit: How it is spelled, as a format of the value.
+        goal: The most that it may be, or the least; None where it has no goal.
+        least: Whether the goal is the least.
+        note: What follows the value.
+    """
+
+    name: str
+    value: float
+    unit: str
+    goal: float | None = None
+    least: bool = False
+    note: str = ""
+
+    @property
+    def misses(self) -> bool:
+        """Whether the figure is on the wrong side of its goal."""
+        if self.goal is None:
+            return False
+        return self.value < self.goal if self.least else self.value > self.goal
+
+    @property
+    def shown(self) -> str:
+        """The value, spelled."""
+        return self.unit.format(self.value)
+
+    @property
+    def wanted(self) -> str:
+        """The goal, spelled."""
+        if self.goal is None:
+            return "-"
+        bound = "at least" if self.least else "at most"
+        return f"{bound} {self.goal:,}{self.unit.partition('}')[2]}"
+
+    def cells(self) -> tuple[str, str, str]:
+        """The row."""
+        shown = f"**{self.shown}**" if self.misses else self.shown
+        return self.name, shown + self.note, self.wanted
+
+
+MICROSECONDS, SECONDS = "{:.3f} µs", "{:.2f} s"
+BYTES, RATE = "{:,.0f} B", "{:,.0f}/s"
+ACTIONS = ("F", "dI", "dW")
+KIB = 1024
+
+
+def figures(data: Mapping[str, Any]) -> list[Figure]:
+    """Every figure of a bench report that the README shows, with its goal."""
+    by_action = data["guarded_action_us_by_action"]
+    return [
+        *(
+            Figure(f"guarded {action}, check plus commit", by_action[action], MICROSECONDS, 1.5)
+            for action in ACTIONS
+        ),
+        Figure("F, dI and dW pooled", data["guarded_action_us"], MICROSECONDS, 1.5),
+        Figure("the same by context managers", data["context_manager_us"], MICROSECONDS, 2.5),
+        Figure("a refusal, explained", data["refusal_us"], MICROSECONDS, 4),
+        Figure("an action with 4,096 slots over one with 4", data["slots_4096_over_4"], "{:.2f}x"),
+        *_memory(data),
+        Figure("check of ZB-V, PP=8, M=64, two steps", data["check_zbv_pp8_m64_s"], SECONDS, 1),
+        Figure("event log replay, events", data["replay_events_per_s"], RATE, 200_000, True),
+        Figure("random schedules, actions", data["random_actions_per_s"], RATE, 2_000, True),
+        _rate(data, "slot pool alone, plain", "pool_plain", 400_000),
+        _rate(data, "slot pool alone, NumPy", "pool_batch", 2_500_000),
+        _rate(data, "composed stage, plain", "stage_plain", 100_000),
+        _rate(data, "composed stage, NumPy", "stage_batch", 1_000_000),
+        _five_million(data["explore_five_million_states"]),
+        Figure(
+            f"all {data['proofs_obligations']:,} unbounded proofs", data["proofs_s"], SECONDS, 10
+        ),
+        Figure(f"a mutant, of {data['mutants']}, whole sweep", data["mutant_s"], SECONDS, 2),
+        Figure("the slowest mutant", data["mutant_slowest_s"], SECONDS, 2),
+    ]
+
+
+def _memory(data: Mapping[str, Any]) -> list[Figure]:
+    live = data["bytes_per_live_tape_by_slots"]
+    kept = data["bytes_configured_per_slot"]
+    largest = max(kept, key=lambda slots: kept[slots] + live[slots])
+    return [
+        Figure(
+            "memory that a live tape adds: F, bind and dI done",
+            data["bytes_per_live_tape"],
+            BYTES,
+            KIB,
+        ),
+        *(
+            Figure(
+                f"memory of a slot and its microbatch beforehand, {int(slots):,} of each",
+                kept[slots],
+                BYTES,
+                KIB,
+            )
+            for slots in kept
+        ),
+        Figure(
+            f"both together, in a full pool of {int(largest):,}",
+            kept[largest] + live[largest],
+            BYTES,
+            KIB,
+        ),
+    ]
+
+
+def _rate(data: Mapping[str, Any], what: str, name: str, goal: int) -> Figure:
+    report = data[f"explore_{name}"]
+    return Figure(
+        f"exploration of the {what}, `{report['scope']}`, {report['states']:,} states: accepted "
+        "transitions of a core",
+        report["accepted_per_cpu_s"],
+        RATE,
+        goal,
+        True,
+    )
+
+
+def _five_million(report: Mapping[str, Any]) -> Figure:
+    return Figure(
+        f"peak memory of {report['states']:,} unreduced states, `{report['scope']}`, NumPy",
+        report["peak_rss_mb"],
+        "{:,.0f} MiB",
+        4096,
+        note=f" in {report['seconds']:.1f} s",
+    )
+
+
+def missed(rows: Sequence[Figure], data: Mapping[str, Any]) -> str:
+    """Say which figures miss their goals, and why."""
+    found = [row for row in rows if row.misses]
+    if not found:
+        return "Every figure meets its goal."
+    named = "; ".join(f"{row.name}, {row.shown} ({row.wanted})" for row in found)
+    text = f"These miss their goals: {named}."
+    names = " ".join(row.name for row in found)
+    if "guarded" in names or "pooled" in names:
+        text += " " + _why_actions(data)
+    if "full pool" in names or "beforehand" in names:
+        text += (
+            " Before any tape lives, a contract keeps its columns by slot and by microbatch; those "
+            "by microbatch are dictionaries, so that an action finds its entry by the key that it "
+            f"was given; a tape's life adds {data['bytes_per_live_tape']:.0f} B."
+        )
+    if "proofs" in names:
+        text += (
+            f" Of the proofs' time {data['proofs_solver_s']:.1f} s are the solver's, on one core, "
+            f"the slowest proof {data['proofs_worst_s']:.1f} s; the processor was theirs for "
+            f"{data['proofs_cpu_s']:.1f} s."
+        )
+    return text
+
+
+def _why_actions(data: Mapping[str, Any]) -> str:
+    parts = data["guards_and_updates_by_action"]
+    most = max(parts, key=lambda action: sum(parts[action].values()))
+    others = " and ".join(
+        f"{parts[action]['guards']} and {parts[action]['updates']} for {action}"
+        for action in parts
+        if action != most
+    )
+    return (
+        f"{most} does the most of the three, {parts[most]['guards']} guards and "
+        f"{parts[most]['updates']} state updates against {others}, reserving the slot, the domain "
+        "and the key; its check is one flat function and so is its commit, every guard of every "
+        f"relation written out, and {data['guarded_action_us_by_action'][most]:.2f} µs is what "
+        "that reaches."
+    )
