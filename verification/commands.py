@@ -211,10 +211,12 @@ class Prove:
             needs("cvc5", _cvc5)
         report = prove.run(progress=progress, seeds=range(args.seeds), solvers=solvers)
         data: dict[str, Any] = report.asdict()
+        taken = len(data["witnesses"]) - data["covered"]
         lines = [
             f"{data['unsat']} of {len(data['obligations'])} obligations proved, "
             f"{data['unknown']} unknown, in {data['seconds']:.1f} s",
-            f"{len(data['witnesses'])} ways through a transition, each taken from some state",
+            f"{len(data['witnesses'])} paths through the transitions: {taken} are taken from some "
+            f"state, {data['covered']} are proved to be covered by an earlier guard",
         ]
         lines += [f"bounded, {b['path']}: {b['verdict']}" for b in data["bounded"]]
         lines += [
