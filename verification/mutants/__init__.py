@@ -112,9 +112,7 @@ def run(progress: Callable[[str], None] | None = None, only: str | None = None) 
     began = time.perf_counter()
     chosen = sites() if only is None else sites_with(only)
     if only is None:
-        if progress is not None:
-            progress("mutants: looking for reachable states")
-        prepare()
+        prepare(progress or (lambda line: None))
         report.setup_seconds = time.perf_counter() - began
     for site in chosen:
         report.verdicts.append(judge(Mutant((site,))))

@@ -66,7 +66,7 @@ class Mutant:
     The transitions with some sites deleted.
 
     Args:
-        sites: What is deleted; one site, but for showing that one guard covers another.
+        deleted: What is deleted; one site, but for showing that one guard covers another.
         omit: Relations left out.
     """
 

@@ -12,7 +12,7 @@ some other guard must be found that does its work.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from attrs import evolve, field, frozen
 
 from qeffect.refusals import Refused
 from verification.concrete import Arbitrary
-from verification.obligations import Composition, Goal
+from verification.obligations import Composition, Goal, composition_name
 from verification.solvers import Z3
 from verification.symbolic import Encoding, Path
 from verification.symbolic.terms import Term
@@ -276,9 +276,15 @@ def _companions(site: Site, omit: tuple[str, ...]) -> Iterator[tuple[Site, tuple
                     yield other, (guard,)
 
 
-def prepare() -> None:
-    """Search for the reachable states in all compositions, so that no mutant waits for it."""
+def prepare(tell: Callable[[str], None]) -> None:
+    """
+    Try all mutants in reachable states of all compositions, so that none waits for it.
+
+    Args:
+        tell: Called with a line at each composition.
+    """
     for omit in ((), *((relation,) for relation in ELSEWHERE)):
+        tell(f"mutants: trying all in reachable states, {composition_name(omit)}")
         corpus(omit)
     for composition, _ in (_finite(()), _unbounded(())):
         assert composition.paths
