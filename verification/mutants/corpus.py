@@ -222,7 +222,8 @@ class _Scout:
             except Refused as refused:
                 clause = refused.clause
             else:
-                accepted.append((transition, arguments))
+                if self.world.trusted(transition, arguments):
+                    accepted.append((transition, arguments))
             for site, function in self.found.untold(transition):
                 answer = _answer(function, rehearsal, arguments)
                 differs = answer != clause or (clause is None and not _alike(rehearsal, after))

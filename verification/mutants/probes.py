@@ -81,9 +81,14 @@ def outcome(world: World, probe: Probe, mutant: Mutant) -> str | None:
 
 
 def harm(mutant: Mutant, probe: Probe) -> list[tuple[str, str]]:
-    """Return what fails, by class and name, when a mutant accepts a call; nothing otherwise."""
+    """
+    Return what fails, by class and name, when a mutant accepts a call; nothing otherwise.
+
+    A call that the caller is trusted not to make, or a state that one led to, shows nothing.
+    """
     world = probe.world(mutant.omit)
-    if not world.trusted(probe.transition, probe.arguments):
+    trusted = world.trusted(probe.transition, probe.arguments)
+    if not trusted or any(world.broken_invariants()):
         return []
     steps = list(world.broken_steps(probe.transition, probe.arguments))
     try:
