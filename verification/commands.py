@@ -256,16 +256,20 @@ def _swept(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         *(f"  equivalent {v.mutant.site}: {v.by}" for v in report.equivalent),
         *(f"  survived   {v.mutant.site}: {v.by}" for v in report.survivors),
     ]
-    shown = [v for v in report.verdicts if v.probe is not None]
-    if args.only is not None:
-        for verdict in shown:
-            lines += ["", f"{verdict.mutant.site}", "", mutants.program(verdict)]
-    if args.programs is not None:
-        args.programs.mkdir(parents=True, exist_ok=True)
-        for verdict in shown:
-            name = f"{report.verdicts.index(verdict):03}_{verdict.mutant.site.half}.py"
-            (args.programs / name).write_text(mutants.program(verdict), encoding="utf-8")
-        lines.append(f"{len(shown)} programs in {args.programs}")
+    if args.only is not None or args.programs is not None:
+        programs = {
+            f"{number:03}_{verdict.mutant.site.half}.py": (verdict, mutants.program(verdict))
+            for number, verdict in enumerate(report.verdicts)
+            if verdict.probe is not None
+        }
+        if args.only is not None:
+            for verdict, program in programs.values():
+                lines += ["", f"{verdict.mutant.site}", "", program]
+        if args.programs is not None:
+            args.programs.mkdir(parents=True, exist_ok=True)
+            for name, (_, program) in programs.items():
+                (args.programs / name).write_text(program, encoding="utf-8")
+            lines.append(f"{len(programs)} programs in {args.programs}")
     return {
         "mutants": report.mutants,
         "killed": report.killed,

@@ -114,6 +114,19 @@ class Goal:
     facts: tuple[Term, ...] = field(repr=False)
     denied: Term = field(repr=False)
 
+    def answered(self, composition: str, solver: str, verdict: str, seconds: float) -> Obligation:
+        """Return the obligation with what a solver said of it."""
+        return Obligation(
+            self.name,
+            self.kind,
+            composition,
+            self.transition,
+            self.path,
+            solver,
+            verdict,
+            seconds,
+        )
+
 
 @frozen(slots=False)
 class Composition:

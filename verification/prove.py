@@ -15,6 +15,7 @@ from qeffect.stage import OPTIONAL
 
 from . import bounded as in_steps
 from . import witnesses as in_scope
+from .finite import SCOPE
 from .obligations import COMPOSITIONS, Composition, Goal, Obligation, obligations
 from .solvers import Z3, Cvc5, Proved
 from .symbolic import Encoding
@@ -148,7 +149,7 @@ def run(
         report.obligations.append(obligation)
         tell(f"proving {obligation.composition}: {len(report.obligations)} obligations")
     report.seconds = time.perf_counter() - began
-    scope = Composition.of((), Encoding.finite(in_scope.SCOPE))
+    scope = Composition.of((), Encoding.finite(SCOPE))
     for witness in in_scope.witnesses(scope):
         report.witnesses.append(witness)
         tell(f"looking for states that take {witness.transition} {witness.path}")

@@ -165,16 +165,7 @@ class Z3:
                 if verdict != "unsat":
                     verdict, more = attempt(goal)
                     seconds += more
-            yield Obligation(
-                goal.name,
-                goal.kind,
-                self.composition.name,
-                goal.transition,
-                goal.path,
-                self.name,
-                verdict,
-                seconds,
-            )
+            yield goal.answered(self.composition.name, self.name, verdict, seconds)
 
     def _attempt(
         self, goals: Sequence[Goal], lemmas: frozenset[str], more: Sequence[Term]
@@ -265,16 +256,8 @@ class Cvc5:
         for goal in goals:
             began = time.perf_counter()
             verdict = self._ask(self._scripts.script(goal))
-            yield Obligation(
-                goal.name,
-                goal.kind,
-                self.composition.name,
-                goal.transition,
-                goal.path,
-                self.name,
-                verdict,
-                time.perf_counter() - began,
-            )
+            seconds = time.perf_counter() - began
+            yield goal.answered(self.composition.name, self.name, verdict, seconds)
 
     def _ask(self, script: str) -> str:
         solver = self._cvc5.Solver(self._cvc5.TermManager())

@@ -22,6 +22,7 @@ from spec.properties import ASSUMED, HISTORY, ORIGIN, STEPS
 from .symbolic import Encoding, Memory, Path
 from .symbolic.encoding import STAGE_OF
 from .symbolic.terms import Term, raw
+from .watched import Watched
 
 __all__ = ["MANDATORY", "Claim", "Moment", "Vocabulary"]
 
@@ -65,17 +66,6 @@ class Moment:
 
 
 _OF_HISTORY = frozenset(predicate.name for predicate in HISTORY)
-
-
-class _Watched:
-    """A memory that notes which columns are read."""
-
-    def __init__(self, memory: Memory, prefix: str, read: set[str]) -> None:
-        self._memory, self._prefix, self._noted = memory, prefix, read
-
-    def __getattr__(self, name: str) -> Any:
-        self._noted.add(self._prefix + name)
-        return getattr(self._memory, name)
 
 
 class Vocabulary:
@@ -195,10 +185,11 @@ class Vocabulary:
         for predicate in self._invariants():
             if predicate.name in found:
                 continue
-            read: set[str] = set()
-            subjects = (_Watched(st, "", read), _Watched(h, "ghost.", read))
-            self.claim(predicate, *subjects[: 2 if predicate.name in _OF_HISTORY else 1])
-            found[predicate.name] = read - {STAGE_OF}
+            memory, history = Watched(st), Watched(h)
+            subjects = (memory, history) if predicate.name in _OF_HISTORY else (memory,)
+            self.claim(predicate, *subjects)
+            ghosts = {f"ghost.{name}" for name in history.read}
+            found[predicate.name] = (memory.read | ghosts) - {STAGE_OF}
         return found
 
     def configuration(self) -> list[Claim]:

@@ -10,23 +10,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-import z3
-
+from .finite import solver_of
 from .obligations import Composition, Obligation
 
-__all__ = ["COVERED", "SCOPE", "witnesses"]
-
-#: Members of each sort: enough for two tapes of one stage beside another.
-SCOPE: Final[Mapping[str, int]] = {
-    "slot": 3,
-    "cell": 3,
-    "stage": 2,
-    "domain": 2,
-    "link": 2,
-    "pool": 2,
-    "buffer": 2,
-    "opaque": 2,
-}
+__all__ = ["COVERED", "witnesses"]
 
 _RESERVED = "the slot was reserved for this key, and the reservation was asked the same"
 _BUSY = (
@@ -61,10 +48,7 @@ def witnesses(composition: Composition) -> Iterator[Obligation]:
         composition: One in a finite encoding.
     """
     words = composition.vocabulary
-    solver = z3.SimpleSolver()
-    solver.add(words.counted())
-    for claim in (*words.configuration(), *words.invariants(words.before)):
-        solver.add(list(words.close(claim)))
+    solver = solver_of(composition)
     for transition, paths in composition.every_path.items():
         assumed = words.assumed(transition)
         for path in paths:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TextIO
 from attrs import field, frozen
 
 __all__ = [
+    "PLACE",
     "Command",
     "Exit",
     "Outcome",

@@ -5,8 +5,6 @@ What is promised of an accepted action is told in terms of the world, not of the
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from qeffect.columns import CONFIG
@@ -16,18 +14,7 @@ from spec.properties import STEPS
 from verification.obligations import Composition
 from verification.symbolic import Encoding
 from verification.vocabulary import Vocabulary
-
-
-class Watched:
-    """A memory that notes which columns are read."""
-
-    def __init__(self, memory: Any) -> None:
-        self._memory = memory
-        self.read: set[str] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        self.read.add(name)
-        return getattr(self._memory, name)
+from verification.watched import Watched
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from attrs import define, field
 
 from qeffect.stage import STATE
 from spec.predicates import Predicate
+from verification.watched import Watched
 
 from .flat import FlatMemory
 from .scopes import Scope, sizes
@@ -23,23 +24,11 @@ __all__ = ["Checker", "claimed", "instances_of"]
 _KNOWN_MAX = 200_000  # remembered verdicts of one group; more would cost more than asking again
 
 
-class _Recorder:
-    """A memory that remembers which columns were asked for."""
-
-    def __init__(self, memory: Any) -> None:
-        self.memory = memory
-        self.asked: set[str] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        self.asked.add(name)
-        return getattr(self.memory, name)
-
-
 def _columns(predicate: Predicate, memory: FlatMemory) -> frozenset[str]:
-    """Columns that a predicate reads; it never branches, so one evaluation reads them all."""
-    recorder = _Recorder(memory)
-    predicate.function(recorder, *(0 for _ in predicate.variables))
-    return frozenset(recorder.asked)
+    """Columns that a predicate reads."""
+    watched = Watched(memory)
+    predicate.function(watched, *(0 for _ in predicate.variables))
+    return frozenset(watched.read)
 
 
 def claimed(walker: Walker, predicates: Iterable[Predicate]) -> tuple[Predicate, ...]:

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from attrs import define, field
 
 from .program import program
-from .sites import Mutant, Site, sites
-from .verdicts import Verdict, judge, prepare
+from .sites import Mutant, Site, mutant, sites
+from .verdicts import CLASSES, Verdict, judge, prepare
 
 __all__ = [
     "CLASSES",
@@ -26,17 +26,6 @@ __all__ = [
     "sites",
     "sites_with",
 ]
-
-#: How a mutant is killed, in words, by the kind of its verdict.
-CLASSES: Final = {
-    "state": "a state invariant fails",
-    "history": "a property of the physical history fails",
-    "step": "a promise to an accepted action fails",
-    "legal": "a legal schedule is refused",
-    "clause": "a refusal names another clause",
-    "induction": "a property fails, though in no state that was reached",
-}
-
 
 @define
 class MutantReport:
@@ -115,7 +104,7 @@ def run(progress: Callable[[str], None] | None = None, only: str | None = None) 
         prepare(progress or (lambda line: None))
         report.setup_seconds = time.perf_counter() - began
     for site in chosen:
-        report.verdicts.append(judge(Mutant((site,))))
+        report.verdicts.append(judge(mutant(site)))
         if progress is not None:
             progress(f"mutants: {report.killed} of {len(report.verdicts)} killed")
     report.seconds = time.perf_counter() - began

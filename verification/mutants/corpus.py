@@ -19,7 +19,7 @@ from qeffect.keys import TapeKey
 from qeffect.memory import Memory
 from qeffect.refusals import Refused
 from qeffect.stage import TRANSITIONS, transitions
-from verification.concrete import World
+from verification.concrete import Setup, World
 
 from .candidates import candidates
 from .probes import Probe, about, harm
@@ -130,7 +130,7 @@ def _rank(failing: tuple[str, str]) -> int:
 
 
 @cache
-def legal_schedules() -> tuple[tuple[Any, tuple[Action, ...]], ...]:
+def legal_schedules() -> tuple[tuple[Setup, tuple[Action, ...]], ...]:
     """Return legal schedules of every setup."""
     return tuple((setup, tuple(schedule(setup, seed))) for setup in SETUPS for seed in range(SEEDS))
 

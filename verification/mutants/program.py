@@ -18,8 +18,6 @@ from .verdicts import Verdict
 
 __all__ = ["program", "shortest"]
 
-_HARMFUL = ("state", "history", "step")
-
 _TEXT = '''\
 """
 {title}
@@ -91,9 +89,9 @@ def program(verdict: Verdict) -> str:
     """
     if verdict.probe is None:
         raise ValueError(f"nothing was found that shows {verdict.mutant.site}")
-    mutant = verdict.covering or verdict.mutant
+    mutant = verdict.shown
     probe = shortest(verdict)
-    found = sorted(name for _, name in harm(mutant, probe)) if verdict.kind != "legal" else []
+    found = sorted(name for _, name in _harm(verdict, probe))
     accepts = f'theirs == "accepted" and {found[0]!r} in failing' if found else ""
     return _TEXT.format(
         title=f"Without {mutant.deleted[0]}.",
@@ -129,12 +127,17 @@ def shortest(verdict: Verdict) -> Probe:
     return probe
 
 
+def _harm(verdict: Verdict, probe: Probe) -> list[tuple[str, str]]:
+    """Return what fails; nothing for a refused legal schedule, where the refusal is the harm."""
+    return [] if verdict.kind == "legal" else harm(verdict.shown, probe)
+
+
 def _shown(verdict: Verdict, probe: Probe) -> Any:
     """Return what a probe shows of a mutant: what fails, or the two answers."""
-    mutant = verdict.covering or verdict.mutant
-    broken = sorted(harm(mutant, probe)) if verdict.kind != "legal" else []
+    broken = sorted(_harm(verdict, probe))
     if broken:
         return broken[0]
+    mutant = verdict.shown
     answers = []
     own = transitions(mutant.omit)
     for functions in (own, mutant.functions):
@@ -154,21 +157,19 @@ def _without(verdict: Verdict, probe: Probe, position: int) -> Probe | None:
     """Return a probe without one of its leading calls, or a check and its end; None if it needs
     them."""
     trace = list(probe.trace)
-    name, arguments = trace.pop(position)
-    arguments_of_call = probe.arguments
+    name, _ = trace.pop(position)
+    arguments = probe.arguments
     if name.startswith("check_"):
         serial = 1 + sum(n.startswith("check_") for n, _ in trace[:position])
         trace = [a for a in trace if not (_redeems(a) and a[1][1] == serial)]
         trace = [_renumbered(action, serial) for action in trace]
-        _, arguments_of_call = _renumbered((probe.transition, probe.arguments), serial)
-    del arguments
-    mutant = verdict.covering or verdict.mutant
-    shorter = evolve(probe, trace=tuple(trace), arguments=arguments_of_call)
+        _, arguments = _renumbered((probe.transition, arguments), serial)
+    shorter = evolve(probe, trace=tuple(trace), arguments=arguments)
     try:
-        world = shorter.world(mutant.omit)
+        world = shorter.world(verdict.shown.omit)
     except (Refused, *BREAKDOWN):
         return None
-    return evolve(shorter, arbitrary=about(world, probe.transition, arguments_of_call))
+    return evolve(shorter, arbitrary=about(world, probe.transition, arguments))
 
 
 def _redeems(action: Action) -> bool:

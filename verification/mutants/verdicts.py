@@ -21,11 +21,11 @@ from attrs import evolve, field, frozen
 
 from qeffect.refusals import Refused
 from verification.concrete import Arbitrary
+from verification.finite import SCOPE, refuted, solver_of
 from verification.obligations import Composition, Goal, composition_name
 from verification.solvers import Z3
 from verification.symbolic import Encoding, Path
 from verification.symbolic.terms import Term
-from verification.witnesses import SCOPE
 
 from .corpus import corpus, legal_schedules
 from .probes import Probe, harm, outcome
@@ -33,8 +33,15 @@ from .sites import BREAKDOWN, Mutant, Site, sites
 
 __all__ = ["CLASSES", "Verdict", "judge", "prepare"]
 
-#: How a mutant is killed, best first.
-CLASSES: Final = ("state", "history", "step", "legal", "clause", "induction")
+#: How a mutant is killed, best first: the kind of its verdict, and that in words.
+CLASSES: Final = {
+    "state": "a state invariant fails",
+    "history": "a property of the physical history fails",
+    "step": "a promise to an accepted action fails",
+    "legal": "a legal schedule is refused",
+    "clause": "a refusal names another clause",
+    "induction": "a property fails, though in no state that was reached",
+}
 
 #: Relations that are left out to see what a guard does without them.
 ELSEWHERE: Final = ("order", "arena", "version")
@@ -67,6 +74,11 @@ class Verdict:
     def killed(self) -> bool:
         """Whether it behaves differently in a way that matters."""
         return self.kind in CLASSES
+
+    @property
+    def shown(self) -> Mutant:
+        """What the probe shows it with."""
+        return self.covering or self.mutant
 
     @property
     def justified(self) -> bool:
@@ -156,40 +168,15 @@ def _matters_elsewhere(mutant: Mutant) -> Verdict | None:
 @cache
 def _finite(omit: tuple[str, ...]) -> tuple[Composition, Any]:
     composition = Composition.of(omit, Encoding.finite(SCOPE))
-    words = composition.vocabulary
-    solver = z3.SimpleSolver()
-    solver.add(words.counted())
-    for claim in (*words.configuration(), *words.invariants(words.before)):
-        solver.add(list(words.close(claim)))
-    return composition, solver
+    return composition, solver_of(composition)
 
 
 def _harms_by_induction(mutant: Mutant) -> Verdict | None:
     """Look for any state from which it breaks a property, in a finite scope."""
     composition, solver = _finite(mutant.omit)
-    words = composition.vocabulary
     broken = Composition(mutant.omit, composition.encoding, mutant.functions)
-    name = mutant.site.transition
-    for path in broken.paths[name]:
-        if path.clause is not None:
-            continue
-        claims = [*words.disturbed(words.after(path)), *words.steps(name)]
-        solver.push()
-        solver.add(path.condition, *words.assumed(name))
-        solver.add(z3.Or([words.denied(claim) for claim in claims]))
-        satisfied = solver.check() == z3.sat
-        failing = ""
-        if satisfied:
-            model = solver.model()
-            failing = next(
-                claim.name
-                for claim in claims
-                if z3.is_true(model.eval(words.denied(claim), model_completion=True))
-            )
-        solver.pop()
-        if satisfied:
-            return Verdict(mutant, "induction", failing)
-    return None
+    failing = next(refuted(broken, mutant.site.transition, solver), None)
+    return None if failing is None else Verdict(mutant, "induction", failing)
 
 
 @cache

@@ -1,0 +1,61 @@
+"""
+A finite scope: every quantifier is expanded, so that every question has an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import z3
+
+from .obligations import Composition
+
+__all__ = ["SCOPE", "refuted", "solver_of"]
+
+#: Members of each sort: enough for two tapes of one stage beside another.
+SCOPE: Final[Mapping[str, int]] = {
+    "slot": 3,
+    "cell": 3,
+    "stage": 2,
+    "domain": 2,
+    "link": 2,
+    "pool": 2,
+    "buffer": 2,
+    "opaque": 2,
+}
+
+
+def solver_of(composition: Composition) -> Any:
+    """Return a solver that knows what holds in every state before a transition."""
+    words = composition.vocabulary
+    solver = z3.SimpleSolver()
+    solver.add(words.counted())
+    for claim in (*words.configuration(), *words.invariants(words.before)):
+        solver.add(list(words.close(claim)))
+    return solver
+
+
+def refuted(composition: Composition, transition: str, solver: Any) -> Iterator[str]:
+    """
+    Yield the predicates that an accepting path of a transition fails to keep, from some state.
+
+    Args:
+        composition: The contract's or, for a mutant, one with other functions.
+        transition: The transition.
+        solver: ``solver_of`` a composition of the same relations in the same encoding.
+    """
+    words = composition.vocabulary
+    for path in composition.paths[transition]:
+        if path.clause is not None:
+            continue
+        claims = [*words.disturbed(words.after(path)), *words.steps(transition)]
+        denials = [words.denied(claim) for claim in claims]
+        solver.push()
+        solver.add(path.condition, *words.assumed(transition))
+        failing = []
+        if solver.check(z3.Or(denials)) == z3.sat:
+            pairs = zip(claims, denials, strict=True)
+            failing = [claim.name for claim, denied in pairs if solver.check(denied) == z3.sat]
+        solver.pop()
+        yield from failing

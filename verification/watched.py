@@ -1,0 +1,31 @@
+"""
+Which columns a predicate reads: it never branches, so one evaluation reads them all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["Watched"]
+
+
+class Watched:
+    """
+    A memory that notes which columns are read.
+
+    Args:
+        memory: Where the columns are.
+
+    >>> from types import SimpleNamespace
+    >>> watched = Watched(SimpleNamespace(pending={0: 3}, held={0: 0}))
+    >>> watched.pending[0], watched.read
+    (3, {'pending'})
+    """
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+        self.read: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self._memory, name)
