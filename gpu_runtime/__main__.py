@@ -1,5 +1,5 @@
 """
-``python -m gpu_runtime doctor | demo | compare | pools | bench | streams | plots``.
+``python -m qeffect.gpu_runtime doctor | demo | compare | pools | bench | streams | plots``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 fine, 1 a violation or a mismatch was found, 2 unusable input or a missing need.
     """
-    parser = argparse.ArgumentParser(prog="python -m gpu_runtime", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m qeffect.gpu_runtime", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     # Before torch is imported: the doctor says what is missing instead of failing for want of it.
-    from gpu_runtime.doctor import run_doctor
+    from qeffect.gpu_runtime.doctor import run_doctor
 
     doctor = commands.add_parser("doctor", help="what is here, what works, what is missing")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
@@ -38,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from gpu_runtime.bench.cli import add_bench_arguments, run_bench
-    from gpu_runtime.demo import add_demo_arguments, run_demo
-    from gpu_runtime.evidence.command import add_compare_arguments, run_compare
-    from gpu_runtime.evidence.pools import add_pools_arguments, run_pools
-    from gpu_runtime.plots import add_plots_arguments, run_plots
-    from gpu_runtime.streamcheck import add_streams_arguments, run_streams
+    from qeffect.gpu_runtime.bench.cli import add_bench_arguments, run_bench
+    from qeffect.gpu_runtime.demo import add_demo_arguments, run_demo
+    from qeffect.gpu_runtime.evidence.command import add_compare_arguments, run_compare
+    from qeffect.gpu_runtime.evidence.pools import add_pools_arguments, run_pools
+    from qeffect.gpu_runtime.evidence.streams import add_streams_arguments, run_streams
+    from qeffect.gpu_runtime.measure.plots import add_plots_arguments, run_plots
 
     for name, help_text, add, run in (
         (

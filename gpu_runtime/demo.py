@@ -11,11 +11,11 @@ import time
 import attrs
 import torch
 
-from gpu_runtime.backend import BackendError
-from gpu_runtime.bench.report import Report
-from gpu_runtime.doctor import examine
-from gpu_runtime.evidence.cases import STEPWISE, Case, small
-from gpu_runtime.evidence.command import compare_cases
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.doctor import examine
+from qeffect.gpu_runtime.evidence.cases import STEPWISE, Case, small
+from qeffect.gpu_runtime.evidence.command import compare_cases
+from qeffect.gpu_runtime.measure.report import Report
 
 __all__ = ["add_demo_arguments", "run_demo"]
 

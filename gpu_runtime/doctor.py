@@ -88,7 +88,7 @@ def _library(torch: Any) -> Finding:
             False,
             "pip install 'qeffect[gpu]' on a CUDA host; the reference backend needs nothing",
         )
-    from gpu_runtime.te import version_problem
+    from qeffect.gpu_runtime.backends.te.domain import version_problem
 
     problem = version_problem(found)
     if problem:
@@ -96,7 +96,7 @@ def _library(torch: Any) -> Finding:
     if not torch.cuda.is_available():
         return Finding("Transformer Engine", found, False, "it needs a CUDA device")
     try:
-        from gpu_runtime.te import library
+        from qeffect.gpu_runtime.backends.te.domain import library
 
         library()
     except Exception as error:  # whatever the library raises while it loads

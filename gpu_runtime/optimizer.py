@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gpu_runtime.backend import BackendError, StageBackend, parameters
-from gpu_runtime.workload import Gradients
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
+from qeffect.gpu_runtime.plan.workload import Gradients
 
 
 class Optimizer:

@@ -10,9 +10,9 @@ from typing import Any
 
 from attrs import frozen
 
+from .engine.stage import TRANSITIONS
 from .keys import Cell, TapeKey, TapeRef
 from .refusals import Refused
-from .stage import TRANSITIONS
 
 __all__ = ["UNUSABLE", "Arguments"]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from attrs import Attribute, Factory, field, frozen
 
-from .constants import DI, DW, GENERATION_MAX, GRAD, OUT
+from .engine.memory import Memory
+from .engine.stage import Transitions
 from .keys import Cell
 from .layout import Destination, placements
-from .memory import Memory
-from .stage import Transitions
+from .relations.constants import DI, DW, GENERATION_MAX, GRAD, OUT
 
 __all__ = ["Layout", "StageConfig", "lay_out"]
 

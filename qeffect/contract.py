@@ -12,16 +12,16 @@ from attrs import define
 
 from .arguments import UNUSABLE, Arguments
 from .config import StageConfig, lay_out
-from .constants import GENERATION_MAX
+from .engine.freelist import FreeSlots
+from .engine.memory import Snapshot
+from .engine.stage import transitions
 from .explain import explain
-from .freelist import FreeSlots
 from .guarded import Dgrad, Forward, Refresh, Wgrad
 from .keys import Cell, TapeKey, TapeRef
 from .layout import Destination
 from .ledgers import Ledgers, Observer
-from .memory import Snapshot
 from .refusals import Refused
-from .stage import transitions
+from .relations.constants import GENERATION_MAX
 
 __all__ = ["Contract", "Observer", "Ticket"]
 
@@ -75,7 +75,7 @@ class Contract(Ledgers):
 
     Args:
         stages: The stages of this process.
-        omit: Relations that the backend does not use, from ``qeffect.stage.OPTIONAL``.
+        omit: Relations that the backend does not use, from ``qeffect.engine.stage.OPTIONAL``.
         callers: Names of the streams that call into the graph streams.
         capture_order: Order of capture of graphs that share a pool; see ``config.lay_out``.
         declared: Declared order of F and dI per domain; see ``config.lay_out``.

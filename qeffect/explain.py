@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .constants import DI, DW, GRAD, NO_STAGE, OUT, RESERVED
+from .engine.stage import TRANSITIONS
 from .refusals import Refused
-from .stage import TRANSITIONS
+from .relations.constants import DI, DW, GRAD, NO_STAGE, OUT, RESERVED
 
 __all__ = ["EXPLANATIONS", "explain", "mask_text"]
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from attrs import asdict, frozen
 
-from spec.document import fault_rows
+from qeffect.spec.document import fault_rows
 
 from .config import StageConfig
 from .contract import Contract

@@ -13,14 +13,14 @@ from typing import Any
 from .arguments import UNUSABLE, Arguments
 from .checkpoint import Checkpoint
 from .config import StageConfig
-from .constants import GRAD, OUT
+from .engine.freelist import FreeSlots
+from .engine.memory import Memory
+from .engine.stage import Transitions
 from .explain import explain
-from .freelist import FreeSlots
 from .keys import Cell, TapeKey, TapeRef
 from .layout import Destination
-from .memory import Memory
 from .refusals import Refused
-from .stage import Transitions
+from .relations.constants import GRAD, OUT
 
 __all__ = ["Ledgers", "Observer"]
 

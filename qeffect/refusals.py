@@ -73,7 +73,7 @@ class Refused(Exception):  # noqa: N818 - the contract's own word, not an error 
 
     def record(self) -> Refusal:
         """Return the refusal as a plain record, with the clause's cause and remedy."""
-        from spec.clauses import CLAUSES
+        from qeffect.spec.clauses import CLAUSES
 
         clause = CLAUSES.get(self.clause)
         return Refusal(

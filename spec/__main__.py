@@ -1,6 +1,6 @@
 """
-``python -m spec``: write the contract and the fault table from their data, or check that they are
-current.
+``python -m qeffect.spec``: write the contract and the fault table from their data, or check that
+they are current.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 when the documents are current (or were written), 1 when ``--check`` finds a stale one.
     """
-    parser = argparse.ArgumentParser(prog="python -m spec", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m qeffect.spec", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when stale")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent, help="where they lie")
     args = parser.parse_args(argv)
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.check:
             path.write_text(text, encoding="utf-8")
     for name in stale:
-        print(f"{name} is stale: run python -m spec" if args.check else f"wrote {name}")
+        print(f"{name} is stale: run python -m qeffect.spec" if args.check else f"wrote {name}")
     return 1 if args.check and stale else 0
 
 

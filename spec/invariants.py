@@ -1,8 +1,8 @@
 """
 What is always true of the contract's memory, and what its configuration must satisfy.
 
-Read it beside ``qeffect.columns`` and the columns that each relation declares. Every predicate
-holds in every reachable state, for all values of its variables.
+Read it beside ``qeffect.relations.columns`` and the columns that each relation declares. Every
+predicate holds in every reachable state, for all values of its variables.
 """
 
 from __future__ import annotations

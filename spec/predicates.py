@@ -62,7 +62,8 @@ class Predicate:
     Args:
         name: ``relation.what-holds``.
         function: Of the memory, perhaps the history, perhaps the arguments, then the variables.
-        variables: Sort of each variable: an index sort of ``qeffect.columns``, or ``place``, a
+        variables: Sort of each variable: an index sort of ``qeffect.relations.columns``, or
+        ``place``, a
             number from 0 to the count of some sort's members.
         needs: Relations that it speaks of; it is claimed only where all of them take part.
         transitions: For a step property, the transitions whose acceptance it must hold at.

@@ -1,5 +1,5 @@
 """
-Arrows between packages: spec <- qeffect <- {verification, gpu_runtime}, and none crosses.
+Arrows between layers: spec <- qeffect <- {verification, gpu_runtime}, and none crosses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("spec", "qeffect", "verification", "gpu_runtime")
-#: What each package may import of ours.
+#: Installed inside the package ``qeffect``, beside the kernel.
+INSIDE = {f"qeffect.{name}": name for name in PACKAGES if name != "qeffect"}
+#: What each layer may import of ours.
 ALLOWED = {
     "spec": {"spec"},
     "qeffect": {"spec", "qeffect"},
@@ -30,10 +32,11 @@ def _modules(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def _imports(path: Path, *, lazy: bool) -> Iterator[str]:
-    """Top-level names that a module imports, with or without those inside functions."""
+def _names(path: Path, *, lazy: bool) -> Iterator[str]:
+    """Full names of what a module imports, with or without those inside functions."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    package = path.relative_to(ROOT).parts[0]
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    package = (("qeffect",) if parts[0] != "qeffect" else ()) + parts[:-1]
     inside = {
         id(node)
         for function in ast.walk(tree)
@@ -44,9 +47,17 @@ def _imports(path: Path, *, lazy: bool) -> Iterator[str]:
         if id(node) in inside and not lazy:
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield package if node.level else (node.module or "").partition(".")[0]
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            yield from (".".join((*base, node.module or "", a.name)) for a in node.names)
+
+
+def _imports(path: Path, *, lazy: bool) -> Iterator[str]:
+    """The layers of ours and the other top-level packages that a module imports."""
+    for name in _names(path, lazy=lazy):
+        parts = [part for part in name.split(".") if part]
+        yield INSIDE.get(".".join(parts[:2]), parts[0])
 
 
 EACH = pytest.mark.parametrize("package", PACKAGES)
@@ -54,10 +65,11 @@ EACH = pytest.mark.parametrize("package", PACKAGES)
 
 @EACH
 def test_arrows(package: str) -> None:
-    """No module imports a package of ours that lies above it or beside it, not even lazily."""
+    """No module imports a layer of ours that lies above it or beside it, not even lazily."""
     modules = _modules(package)
     assert modules
     for path in modules:
+        assert not {n.partition(".")[0] for n in _names(path, lazy=True)} & set(INSIDE.values())
         ours = {name for name in _imports(path, lazy=True) if name in PACKAGES}
 
         assert ours <= ALLOWED[package], path
@@ -92,32 +104,33 @@ def test_torch_is_imported_where_it_is_used() -> None:
 def test_transformer_engine_in_one_backend() -> None:
     """Transformer Engine is imported by its own backend modules alone, lazily or not."""
     users = {
-        path.name
+        path.relative_to(ROOT).parent.as_posix()
         for package in PACKAGES
         for path in _modules(package)
         if "transformer_engine" in set(_imports(path, lazy=True))
     }
 
-    assert all(name.startswith("te") for name in users), users
+    assert users == {"gpu_runtime/backends/te"}
 
 
 def _loaded(statement: str) -> set[str]:
-    """Top-level modules that a statement leaves loaded in a fresh process."""
-    code = f"import sys\n{statement}\nprint(*{{m.partition('.')[0] for m in sys.modules}})"
+    """Layers of ours and other top-level packages that a statement loads in a fresh process."""
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    return set(done.stdout.split())
+    names = [name.split(".") for name in done.stdout.split()]
+    return {INSIDE.get(".".join(parts[:2]), parts[0]) for parts in names}
 
 
 @pytest.mark.parametrize(
     "statement",
     [
         "import qeffect",
-        "import spec",
+        "import qeffect.spec",
         "import qeffect.cli",
         "import qeffect.schedule",
-        "import spec.clauses, spec.invariants",
+        "import qeffect.spec.clauses, qeffect.spec.invariants",
         "import qeffect; c = qeffect.Contract([qeffect.StageConfig(0, microbatches=1, slots=1)])",
     ],
 )

@@ -34,8 +34,10 @@ def measure(progress: Callable[[str], None]) -> dict[str, Any]:
         Rates a second. ``accepted`` counts moves that led to a state, ``attempted`` those that
         were refused as well: both are transitions run.
     """
-    from verification import machine, mutants, prove
-    from verification.explorer import large_scopes, run
+    from qeffect.verification import mutants
+    from qeffect.verification.explorer import large_scopes, run
+    from qeffect.verification.proofs import prove
+    from qeffect.verification.walks import machine
 
     data: dict[str, Any] = {}
     for name, (scope, batch) in SCOPES.items():
@@ -76,7 +78,7 @@ def measure(progress: Callable[[str], None]) -> dict[str, Any]:
 
 def _sites() -> dict[str, dict[str, int]]:
     """Count the guards and the state updates in check and commit of each action."""
-    from verification.mutants import sites
+    from qeffect.verification.mutants import sites
 
     return {
         action: {

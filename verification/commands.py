@@ -320,19 +320,19 @@ def random_schedules(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _explorer() -> Any:
-    from verification import explorer
+    from qeffect.verification import explorer
 
     return explorer
 
 
 def _prove() -> Any:
-    from verification import prove
+    from qeffect.verification.proofs import prove
 
     return prove
 
 
 def _mutants() -> Any:
-    from verification import mutants
+    from qeffect.verification import mutants
 
     return mutants
 
@@ -344,6 +344,6 @@ def _cvc5() -> Any:
 
 
 def _machine() -> Any:
-    from verification import machine
+    from qeffect.verification.walks import machine
 
     return machine

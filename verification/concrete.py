@@ -13,13 +13,13 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from qeffect.config import Layout, StageConfig, lay_out
+from qeffect.engine.memory import Memory
+from qeffect.engine.stage import TRANSITIONS, transitions
 from qeffect.keys import TapeRef
-from qeffect.memory import Memory
-from qeffect.stage import TRANSITIONS, transitions
-from spec.history import GHOSTS, advance
-from spec.invariants import INVARIANTS
-from spec.predicates import Predicate
-from spec.properties import ASSUMED, HISTORY, STEPS
+from qeffect.spec.history import GHOSTS, advance
+from qeffect.spec.invariants import INVARIANTS
+from qeffect.spec.predicates import Predicate
+from qeffect.spec.properties import ASSUMED, HISTORY, STEPS
 
 __all__ = ["MANDATORY", "Arbitrary", "Setup", "World"]
 

@@ -5,7 +5,7 @@ A half runs over lists, over small tuples, over Z3 arrays and over NumPy batches
 compare and branch on what a column holds, but never ask what its memory is made of: no ``is``, no
 ``isinstance``, no loop over state, no call but the few that every reading has. Guards come before
 writes, in halves of their own; a relation writes only its own columns; every clause is a literal
-that the specification knows. ``python -m verification.lint`` checks the relation modules.
+that the specification knows. ``python -m qeffect.verification.lint`` checks the relation modules.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Collection, Iterator, Mapping
 
 from attrs import define, field, frozen
 
-from qeffect.columns import CONFIG
-from qeffect.stage import RELATIONS, STATE, TRANSITIONS
-from spec.clauses import CLAUSES
+from qeffect.engine.stage import RELATIONS, STATE, TRANSITIONS
+from qeffect.relations.columns import CONFIG
+from qeffect.spec.clauses import CLAUSES
 
 __all__ = ["BOUNDARY", "RULES", "Finding", "lint", "lint_source"]
 
@@ -42,7 +42,7 @@ RULES: Mapping[str, str] = {
     "own-columns": "a relation writes only columns that its own STATE declares",
     "column": "every column that is read or written is declared",
     "clause-literal": "a clause is a literal, so that it can be found",
-    "clause": "every clause is one that spec.clauses has",
+    "clause": "every clause is one that qeffect.spec.clauses has",
     "every": "st.every stands only in guards of boundary transitions",
     "fill": "st.fill stands only in write halves, as a statement",
     "half": "a half is named after a transition and takes its parameters",

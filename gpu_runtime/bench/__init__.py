@@ -5,6 +5,6 @@ The benchmark: what this runtime costs and gains beside what users of Transforme
 compute what follows, `report` and `tables` write it down.
 """
 
-from gpu_runtime.bench.cli import add_bench_arguments, run_bench
+from qeffect.gpu_runtime.bench.cli import add_bench_arguments, run_bench
 
 __all__ = ["add_bench_arguments", "run_bench"]

@@ -1,12 +1,12 @@
 """
-`python -m gpu_runtime.bench` is `python -m gpu_runtime bench`.
+`python -m qeffect.gpu_runtime.bench` is `python -m qeffect.gpu_runtime bench`.
 """
 
 import argparse
 
-from gpu_runtime.bench import add_bench_arguments, run_bench
+from qeffect.gpu_runtime.bench import add_bench_arguments, run_bench
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m gpu_runtime bench")
+    parser = argparse.ArgumentParser(prog="python -m qeffect.gpu_runtime bench")
     add_bench_arguments(parser)
     raise SystemExit(run_bench(parser.parse_args()))

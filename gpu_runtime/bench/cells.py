@@ -9,8 +9,8 @@ from typing import Any
 
 import attrs
 
-from gpu_runtime.layers import LayerConfig
-from gpu_runtime.workload import Order
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.plan.workload import Order
 from qeffect.schedule.torch_tables import torch_schedule
 
 

@@ -1,5 +1,5 @@
 """
-`python -m gpu_runtime bench`: the step, memory and sweep tables as a JSON report.
+`python -m qeffect.gpu_runtime bench`: the step, memory and sweep tables as a JSON report.
 """
 
 from __future__ import annotations
@@ -13,8 +13,15 @@ from typing import Any
 
 import attrs
 
-from gpu_runtime.bench.cells import CELLS, SWEEP_MICROBATCHES, TINY, Cell, cells_named, sweep_cell
-from gpu_runtime.bench.columns import (
+from qeffect.gpu_runtime.bench.cells import (
+    CELLS,
+    SWEEP_MICROBATCHES,
+    TINY,
+    Cell,
+    cells_named,
+    sweep_cell,
+)
+from qeffect.gpu_runtime.bench.columns import (
     REFERENCE_SPECS,
     SPECS,
     SWEEP_SPECS,
@@ -23,9 +30,9 @@ from gpu_runtime.bench.columns import (
     Settings,
     specs_named,
 )
-from gpu_runtime.bench.report import Report, UnusableError, argv, environment
-from gpu_runtime.bench.rounds import CellRun
-from gpu_runtime.bench.tables import bench_lines, sweep_lines
+from qeffect.gpu_runtime.bench.rounds import CellRun
+from qeffect.gpu_runtime.measure.report import Report, UnusableError, argv, environment
+from qeffect.gpu_runtime.measure.tables import bench_lines, sweep_lines
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +176,7 @@ def require_device() -> None:
 
     if not torch.cuda.device_count():
         raise UnusableError(
-            "no CUDA device is here; the tables need one (python -m gpu_runtime doctor)"
+            "no CUDA device is here; the tables need one (python -m qeffect.gpu_runtime doctor)"
         )
     if importlib.util.find_spec("transformer_engine") is None:
         raise UnusableError("Transformer Engine is not installed; the tables compare with it")

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import attrs
 
-from gpu_runtime.bench.cells import Cell
+from qeffect.gpu_runtime.bench.cells import Cell
 
 Family = Literal["native", "te_graphs", "whole_step", "ours_eager", "ours_captured"]
 SumRule = Literal["grad", "main_grad"]
@@ -94,8 +94,8 @@ class ColumnSpec:
         return made
 
 
-_NATIVE = "gpu_runtime.bench.native_columns:"
-_OURS = "gpu_runtime.bench.ours:captured"
+_NATIVE = "qeffect.gpu_runtime.bench.native_columns:"
+_OURS = "qeffect.gpu_runtime.bench.ours:captured"
 
 
 def _ours(name: str, title: str, destination: str, rule: SumRule, **options: object) -> ColumnSpec:
@@ -182,7 +182,7 @@ SPECS: tuple[ColumnSpec, ...] = (
         "ours, eager, accumulate",
         "ours_eager",
         "main_grad",
-        "gpu_runtime.bench.ours:eager",
+        "qeffect.gpu_runtime.bench.ours:eager",
         {"destination": "accumulate"},
     ),
     _ours("ours_copied", "ours, captured, copied", "copied", "grad"),
@@ -225,7 +225,7 @@ REFERENCE_SPECS: tuple[ColumnSpec, ...] = (
         "native reference, .grad",
         "native",
         "grad",
-        "gpu_runtime.bench.reference_columns:native",
+        "qeffect.gpu_runtime.bench.reference_columns:native",
     ),
     *(
         attrs.evolve(spec, title=spec.title.replace("captured", "eager"))

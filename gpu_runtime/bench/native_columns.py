@@ -14,11 +14,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from gpu_runtime import te_baselines
-from gpu_runtime.bench.cells import Cell
-from gpu_runtime.bench.columns import Settings
-from gpu_runtime.te_baselines import Chunking
-from gpu_runtime.workload import Kind
+from qeffect.gpu_runtime.backends.te import baselines as te_baselines
+from qeffect.gpu_runtime.backends.te.baselines import Chunking
+from qeffect.gpu_runtime.bench.cells import Cell
+from qeffect.gpu_runtime.bench.columns import Settings
+from qeffect.gpu_runtime.plan.workload import Kind
 
 WARMUP_STEPS = 3
 

@@ -14,15 +14,15 @@ import attrs
 import torch
 from torch import Tensor
 
-from gpu_runtime.arena import Rule
-from gpu_runtime.backend import StageBackend
-from gpu_runtime.bench.cells import Cell
-from gpu_runtime.bench.columns import Settings
-from gpu_runtime.bench.unguarded import UnguardedActions, silence
-from gpu_runtime.domain import Runtime, RuntimeConfig
-from gpu_runtime.optimizer import Optimizer
-from gpu_runtime.provision import Provisioning
-from gpu_runtime.workload import Kind, Order
+from qeffect.gpu_runtime.backends.protocol import StageBackend
+from qeffect.gpu_runtime.bench.cells import Cell
+from qeffect.gpu_runtime.bench.columns import Settings
+from qeffect.gpu_runtime.measure.unguarded import UnguardedActions, silence
+from qeffect.gpu_runtime.memory.arena import Rule
+from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.plan.slots import Provisioning
+from qeffect.gpu_runtime.plan.workload import Kind, Order
+from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.keys import TapeKey, TapeRef
 
 
@@ -110,15 +110,15 @@ class Ours:
     def _make_stages(self) -> list[StageBackend]:
         config = self.cell.config
         if self.settings.device == "cpu":
-            from gpu_runtime.reference import ReferenceDomain, ReferenceStage
+            from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 
             reference = ReferenceDomain(self.settings.history)
             return [
                 cast(StageBackend, ReferenceStage(index, reference, config, seed=index))
                 for index in self.order.stages
             ]
-        from gpu_runtime.te import TransformerEngineDomain
-        from gpu_runtime.te_stage import TransformerEngineStage
+        from qeffect.gpu_runtime.backends.te.domain import TransformerEngineDomain
+        from qeffect.gpu_runtime.backends.te.stage import TransformerEngineStage
 
         domain = TransformerEngineDomain(history_length=self.settings.history)
         fuse = self.destination != "copied"

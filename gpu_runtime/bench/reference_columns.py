@@ -11,11 +11,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from gpu_runtime.backend import StageBackend, parameters
-from gpu_runtime.bench.cells import Cell
-from gpu_runtime.bench.columns import Settings
-from gpu_runtime.reference import ReferenceDomain, ReferenceStage
-from gpu_runtime.workload import Kind, Order
+from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
+from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
+from qeffect.gpu_runtime.bench.cells import Cell
+from qeffect.gpu_runtime.bench.columns import Settings
+from qeffect.gpu_runtime.plan.workload import Kind, Order
 
 
 @attrs.define(eq=False)

@@ -13,10 +13,10 @@ from typing import Any
 
 import attrs
 
-from gpu_runtime.bench import device
-from gpu_runtime.bench.cells import Cell
-from gpu_runtime.bench.columns import ColumnSpec, Settings
-from gpu_runtime.bench.worker import ColumnError, ProcessWorker, Worker
+from qeffect.gpu_runtime.bench.cells import Cell
+from qeffect.gpu_runtime.bench.columns import ColumnSpec, Settings
+from qeffect.gpu_runtime.bench.worker import ColumnError, ProcessWorker, Worker
+from qeffect.gpu_runtime.measure import device
 
 TIMEOUT_S = 180.0
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import attrs
 
-from gpu_runtime.bench.cells import Cell
-from gpu_runtime.bench.columns import Column, ColumnSpec, Settings
+from qeffect.gpu_runtime.bench.cells import Cell
+from qeffect.gpu_runtime.bench.columns import Column, ColumnSpec, Settings
 
 HOST_STEPS = 5
 """Steps at the end of a turn whose enqueueing is timed one by one."""
@@ -64,7 +64,7 @@ class Session:
         if self.on_device:
             import torch
 
-            from gpu_runtime.te_baselines import load_libraries
+            from qeffect.gpu_runtime.backends.te.baselines import load_libraries
 
             load_libraries(self.cell.config)
             torch.cuda.reset_peak_memory_stats()
@@ -134,7 +134,7 @@ class Session:
         """Device work of some steps; None where there is no device."""
         if not self.on_device:
             return None
-        from gpu_runtime.bench.tracing import profile_steps
+        from qeffect.gpu_runtime.measure.tracing import profile_steps
 
         found: dict[str, Any] = profile_steps(self._the_column().step, self._synchronize, steps)
         return found

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import attrs
 import torch
 
-from gpu_runtime.arena import RULES, Rule
-from gpu_runtime.layers import LayerConfig
-from gpu_runtime.native import NativeRule, rule_for
-from gpu_runtime.workload import Kind, Order, Step
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.evidence.native import NativeRule, rule_for
+from qeffect.gpu_runtime.memory.arena import RULES, Rule
+from qeffect.gpu_runtime.plan.workload import Kind, Order, Step
 from qeffect.schedule.torch_tables import torch_schedule
 
 Scaling = Literal["delayed", "current", "block"]

@@ -1,6 +1,6 @@
 """
-``python -m gpu_runtime compare``: native, eager and captured, in processes of their own, bit for
-bit.
+``python -m qeffect.gpu_runtime compare``: native, eager and captured, in processes of their own,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 import attrs
 import torch
 
-from gpu_runtime.backend import BackendError
-from gpu_runtime.bench.report import Report, UnusableError, argv, environment
-from gpu_runtime.bench.tables import table
-from gpu_runtime.compare import CATEGORIES, Recording, compare
-from gpu_runtime.evidence.cases import DEFAULT_SETS, SETS, Case, small
-from gpu_runtime.evidence.faults import REFUSED
-from gpu_runtime.evidence.sides import SIDES, record
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.evidence.cases import DEFAULT_SETS, SETS, Case, small
+from qeffect.gpu_runtime.evidence.comparison import CATEGORIES, Recording, compare
+from qeffect.gpu_runtime.evidence.faults import REFUSED
+from qeffect.gpu_runtime.evidence.sides import SIDES, record
+from qeffect.gpu_runtime.measure.report import Report, UnusableError, argv, environment
+from qeffect.gpu_runtime.measure.tables import table
 
 __all__ = [
     "DETERMINISTIC",

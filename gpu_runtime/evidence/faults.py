@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gpu_runtime.train import GuardedRun
-from gpu_runtime.workload import Kind, Step
+from qeffect.gpu_runtime.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.plan.workload import Kind, Step
 from qeffect.refusals import Refused
 
 __all__ = ["REFUSED", "disturb"]

@@ -1,6 +1,6 @@
 """
-``python -m gpu_runtime pools``: graphs in one memory pool for each slot, and in one that all slots
-share, replayed out of capture order and compared with native full backward, bit for bit.
+``python -m qeffect.gpu_runtime pools``: graphs in one memory pool for each slot, and in one that
+all slots share, replayed out of capture order and compared with native full backward, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 import attrs
 
-from gpu_runtime.bench.report import Report, UnusableError, argv, environment
-from gpu_runtime.bench.tables import table
-from gpu_runtime.compare import Recording, compare
-from gpu_runtime.evidence.cases import Case
-from gpu_runtime.evidence.command import DETERMINISTIC, require_device
-from gpu_runtime.evidence.trials import DISCIPLINES, NATIVE, ORDERS, WATCHED, trial
+from qeffect.gpu_runtime.evidence.cases import Case
+from qeffect.gpu_runtime.evidence.command import DETERMINISTIC, require_device
+from qeffect.gpu_runtime.evidence.comparison import Recording, compare
+from qeffect.gpu_runtime.evidence.trials import DISCIPLINES, NATIVE, ORDERS, WATCHED, trial
+from qeffect.gpu_runtime.measure.report import Report, UnusableError, argv, environment
+from qeffect.gpu_runtime.measure.tables import table
 
 __all__ = ["add_pools_arguments", "compare_pools", "run_pools"]
 

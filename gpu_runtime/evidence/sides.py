@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-from gpu_runtime.arena import Rule
-from gpu_runtime.backend import StageBackend
-from gpu_runtime.compare import Recording
-from gpu_runtime.domain import Runtime, RuntimeConfig
-from gpu_runtime.evidence.cases import Case
-from gpu_runtime.evidence.faults import disturb
-from gpu_runtime.native import NativeRule, NativeRun
-from gpu_runtime.numerical import live_state, preserving
-from gpu_runtime.optimizer import Optimizer
-from gpu_runtime.train import GuardedRun
-from gpu_runtime.workload import Workload
+from qeffect.gpu_runtime.backends.protocol import StageBackend
+from qeffect.gpu_runtime.evidence.cases import Case
+from qeffect.gpu_runtime.evidence.comparison import Recording
+from qeffect.gpu_runtime.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.evidence.faults import disturb
+from qeffect.gpu_runtime.evidence.native import NativeRule, NativeRun
+from qeffect.gpu_runtime.memory.arena import Rule
+from qeffect.gpu_runtime.memory.state import live_state, preserving
+from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.plan.workload import Workload
+from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 
 __all__ = ["SIDES", "fresh_stages", "fuse_for", "optimizer_of", "record", "run_native"]
 
@@ -48,15 +48,15 @@ def fresh_stages(
     """
     indices = case.order().stages
     if backend == "reference":
-        from gpu_runtime.reference import ReferenceDomain, ReferenceStage
+        from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 
         domain = ReferenceDomain(case.history, device=torch.device(device))
         return [
             ReferenceStage(n, domain, case.config, num_layers=case.num_layers, seed=n)
             for n in indices
         ]
-    from gpu_runtime.te import TransformerEngineDomain, reset_process
-    from gpu_runtime.te_stage import TransformerEngineStage
+    from qeffect.gpu_runtime.backends.te.domain import TransformerEngineDomain, reset_process
+    from qeffect.gpu_runtime.backends.te.stage import TransformerEngineStage
 
     reset_process()
     te_domain = TransformerEngineDomain(case.scaling, case.history)

@@ -17,15 +17,15 @@ import attrs
 import torch
 from torch import Tensor
 
-from gpu_runtime.actions import GuardedActions
-from gpu_runtime.bench.unguarded import UnguardedActions, silence
-from gpu_runtime.compare import Category, Recording
-from gpu_runtime.domain import Runtime, RuntimeConfig
-from gpu_runtime.evidence.cases import Case
-from gpu_runtime.evidence.sides import fresh_stages, fuse_for, optimizer_of, run_native
-from gpu_runtime.native import record_step
-from gpu_runtime.optimizer import Optimizer
-from gpu_runtime.workload import Kind, Step, Workload
+from qeffect.gpu_runtime.evidence.cases import Case
+from qeffect.gpu_runtime.evidence.comparison import Category, Recording
+from qeffect.gpu_runtime.evidence.native import record_step
+from qeffect.gpu_runtime.evidence.sides import fresh_stages, fuse_for, optimizer_of, run_native
+from qeffect.gpu_runtime.execute.actions import GuardedActions
+from qeffect.gpu_runtime.measure.unguarded import UnguardedActions, silence
+from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.plan.workload import Kind, Step, Workload
+from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused
 

@@ -292,8 +292,8 @@ def _median(function: Callable[[], Any], rounds: int = 5) -> float:
 
 def schedules() -> dict[str, Any]:
     """Measure the check of ZB-V at PP=8, M=64, and the replayer."""
-    from ..eventlog import Recorder
-    from ..replay import replay_lines
+    from ..log.recorder import Recorder
+    from ..log.replayer import replay_lines
     from ..schedule.check import check
     from ..schedule.tables import read_fixture
 

@@ -24,7 +24,7 @@ class Replay:
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Replay and report."""
-        from ..replay import LogError, replay
+        from ..log.replayer import LogError, replay
 
         try:
             report = replay(args.log)

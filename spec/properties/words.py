@@ -1,9 +1,9 @@
 """
 The words that the properties are written in: the argument types and what is in flight.
 
-``st`` is the contract's memory and ``h`` the history of ``spec.history``; ``a`` are the arguments
-of a transition, by their names. All are read as plain values and as symbolic terms alike, so they
-have no one type.
+``st`` is the contract's memory and ``h`` the history of ``qeffect.spec.history``; ``a`` are the
+arguments of a transition, by their names. All are read as plain values and as symbolic terms alike,
+so they have no one type.
 """
 
 from __future__ import annotations

@@ -18,9 +18,11 @@ from attrs import evolve
 import qeffect.faults
 from qeffect.cli import command, main, parser
 from qeffect.schedule.tables import fixture_names, read_fixture, write_table
-from verification import explorer, machine, prove
-from verification.commands import MOST_STATES, SCOPES, pool_states
-from verification.obligations import Obligation
+from qeffect.verification import explorer
+from qeffect.verification.commands import MOST_STATES, SCOPES, pool_states
+from qeffect.verification.proofs import prove
+from qeffect.verification.proofs.obligations import Obligation
+from qeffect.verification.walks import machine
 
 SOURCE = {"file", "--torch", "--pp", "--vpp", "--microbatches", "--comms", "--te-order"}
 COMMON = {"-h", "--help", "--json", "--quiet"}

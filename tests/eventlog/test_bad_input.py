@@ -14,11 +14,11 @@ import pytest
 
 from qeffect import Contract, StageConfig
 from qeffect.cli import main
-from qeffect.eventlog import Recorder
-from qeffect.logformat import DIGEST_BYTES
-from qeffect.player import MAX_LINE
-from qeffect.replay import LogError, replay, replay_lines
-from verification.logs.examples import valid
+from qeffect.log.format import DIGEST_BYTES
+from qeffect.log.player import MAX_LINE
+from qeffect.log.recorder import Recorder
+from qeffect.log.replayer import LogError, replay, replay_lines
+from qeffect.verification.logs.examples import valid
 
 
 def header() -> str:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from qeffect.eventlog import Recorder
-from qeffect.replay import LogError, ReplayReport, replay_lines
-from spec.clauses import CLAUSES
-from verification.logs.edits import reseal
-from verification.logs.examples import outcomes, valid
-from verification.logs.scenarios import SCENARIOS
+from qeffect.log.recorder import Recorder
+from qeffect.log.replayer import LogError, ReplayReport, replay_lines
+from qeffect.spec.clauses import CLAUSES
+from qeffect.verification.logs.edits import reseal
+from qeffect.verification.logs.examples import outcomes, valid
+from qeffect.verification.logs.scenarios import SCENARIOS
 
 LOGS = sorted(SCENARIOS)
 _DIGEST = re.compile(r',"digest":"[0-9a-f]{16}"}\n')

@@ -13,14 +13,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-import spec
-from qeffect.logcheck import LogError
-from qeffect.logformat import FIELDS, HEADER
-from qeffect.replay import replay
-from spec.clauses import CLAUSES
-from verification.logs.__main__ import main
-from verification.logs.edits import line_schema, schema, semantic_fields
-from verification.logs.examples import UNREACHED, files
+from qeffect import spec
+from qeffect.log.checker import LogError
+from qeffect.log.format import FIELDS, HEADER
+from qeffect.log.replayer import replay
+from qeffect.spec.clauses import CLAUSES
+from qeffect.verification.logs.__main__ import main
+from qeffect.verification.logs.edits import line_schema, schema, semantic_fields
+from qeffect.verification.logs.examples import UNREACHED, files
 
 LOGS = Path(spec.__file__).parent / "logs"
 VALID = sorted((LOGS / "valid").glob("*.jsonl"))
@@ -192,7 +192,7 @@ class TestSchema:
     )
     def test_schema_and_replayer_reject_the_same_shapes(self, field: str, value: object) -> None:
         """A field of another shape is no event for the schema, and unusable for the replayer."""
-        from qeffect.logcheck import check_event
+        from qeffect.log.checker import check_event
 
         lines = [
             json.loads(line)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from qeffect import Contract, Refused, StageConfig, TapeKey
-from qeffect.eventlog import Recorder
-from qeffect.logformat import rebuild
-from qeffect.replay import replay, replay_lines
+from qeffect.log.format import rebuild
+from qeffect.log.recorder import Recorder
+from qeffect.log.replayer import replay, replay_lines
 
 KEY = TapeKey(0, 0, 0)
 

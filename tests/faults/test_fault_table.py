@@ -14,11 +14,11 @@ import pytest
 
 from qeffect import Refused, faults
 from qeffect.cli import main
-from qeffect.compose import half_source
+from qeffect.engine.compose import half_source
+from qeffect.engine.stage import RELATIONS, transitions
 from qeffect.faults import _INJECTIONS, FaultRow, run
-from qeffect.stage import RELATIONS, transitions
-from spec.clauses import CLAUSES
-from spec.document import fault_rows
+from qeffect.spec.clauses import CLAUSES
+from qeffect.spec.document import fault_rows
 
 ROWS = {row["id"]: row for row in fault_rows()}
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import attrs
 
-from gpu_runtime.backend import StageBackend, parameters
-from gpu_runtime.capture import GraphExecutor
-from gpu_runtime.compare import Recording, compare
-from gpu_runtime.domain import Runtime, RuntimeConfig
-from gpu_runtime.evidence.cases import Case
-from gpu_runtime.evidence.sides import fresh_stages, fuse_for, optimizer_of, run_native
-from gpu_runtime.numerical import live_state
-from gpu_runtime.train import GuardedRun
-from gpu_runtime.workload import Workload
+from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
+from qeffect.gpu_runtime.evidence.cases import Case
+from qeffect.gpu_runtime.evidence.comparison import Recording, compare
+from qeffect.gpu_runtime.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.evidence.sides import fresh_stages, fuse_for, optimizer_of, run_native
+from qeffect.gpu_runtime.execute.graphs import GraphExecutor
+from qeffect.gpu_runtime.memory.state import live_state
+from qeffect.gpu_runtime.plan.workload import Workload
+from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 
 from ..runtime.injection import FINAL, NUM_STEPS, ORDER, Injection
 

@@ -9,16 +9,16 @@ import attrs
 import pytest
 import torch
 
-from gpu_runtime import streamcheck
-from gpu_runtime.arena import Rule
-from gpu_runtime.backend import BackendError
-from gpu_runtime.compare import Recording
-from gpu_runtime.evidence.cases import Case
-from gpu_runtime.evidence.sides import fresh_stages, record
-from gpu_runtime.layers import LayerConfig
-from gpu_runtime.te import library
-from gpu_runtime.te_stage import TransformerEngineStage
-from gpu_runtime.workload import Kind, Step, Workload
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.backends.te.domain import library
+from qeffect.gpu_runtime.backends.te.stage import TransformerEngineStage
+from qeffect.gpu_runtime.evidence import streams as streamcheck
+from qeffect.gpu_runtime.evidence.cases import Case
+from qeffect.gpu_runtime.evidence.comparison import Recording
+from qeffect.gpu_runtime.evidence.sides import fresh_stages, record
+from qeffect.gpu_runtime.memory.arena import Rule
+from qeffect.gpu_runtime.plan.workload import Kind, Step, Workload
 from qeffect.refusals import Refused
 
 from ..runtime.helpers import assert_same
@@ -214,7 +214,7 @@ class TestCapture:
         assert isinstance(stage, TransformerEngineStage)
         stage.layers.eval()
 
-        from gpu_runtime.domain import Runtime, RuntimeConfig
+        from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 
         with pytest.raises(BackendError, match="is in evaluation mode"):
             Runtime(stages, SMALL.order(), RuntimeConfig(captured=True))

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_runtime.arena import Arena, Rule
-from gpu_runtime.finalize import DTYPES, MOST_TERMS, OrderedSum, add_up
-from gpu_runtime.layers import LayerConfig
-from gpu_runtime.numerical import same_bits
-from gpu_runtime.reference import ReferenceDomain, ReferenceStage
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
+from qeffect.gpu_runtime.memory.arena import Arena, Rule
+from qeffect.gpu_runtime.memory.state import same_bits
+from qeffect.gpu_runtime.memory.sums import DTYPES, MOST_TERMS, OrderedSum, add_up
 
 pytestmark = pytest.mark.gpu
 

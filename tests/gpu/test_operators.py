@@ -8,18 +8,12 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from gpu_runtime.operators import Session
-from gpu_runtime.train import GuardedRun
-from gpu_runtime.workload import Order
+from qeffect.gpu_runtime.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.execute.operators import Session
+from qeffect.gpu_runtime.plan.workload import Order
 from qeffect.refusals import Refused
 
-from ..runtime.test_operators import (
-    ORDER,
-    assert_same_state,
-    call,
-    gradients_of,
-    inputs_of,
-)
+from ..runtime.test_operators import ORDER, assert_same_state, call, gradients_of, inputs_of
 from .helpers import given, guarded_run
 
 OPS: Any = torch.ops.qeffect

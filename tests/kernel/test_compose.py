@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from qeffect.compose import CompositionError, compose, half_source
-from qeffect.stage import RELATIONS, STATE, TRANSITIONS, transitions
+from qeffect.engine.compose import CompositionError, compose, half_source
+from qeffect.engine.stage import RELATIONS, STATE, TRANSITIONS, transitions
 
 
 def _relation(name: str, source: str) -> ModuleType:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from qeffect import Contract, Refused
-from qeffect.freelist import FreeSlots
+from qeffect.engine.freelist import FreeSlots
 
 from .helpers import MATRICES, Rig, stage
 

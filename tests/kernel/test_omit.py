@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from qeffect.stage import OPTIONAL, RELATIONS, transitions
+from qeffect.engine.stage import OPTIONAL, RELATIONS, transitions
 
 from .helpers import MATRICES, Rig, refused, stage
 

@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 from qeffect import TapeKey, TapeRef
-from qeffect.constants import GENERATION_MAX
+from qeffect.relations.constants import GENERATION_MAX
 
 from .helpers import MATRICES, Rig, refused, refused_evidence, stage
 

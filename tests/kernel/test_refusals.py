@@ -12,10 +12,10 @@ import pytest
 
 import qeffect
 from qeffect import Refusal, Refused
+from qeffect.engine.stage import transitions
 from qeffect.explain import EXPLANATIONS
-from qeffect.stage import transitions
-from spec.clauses import CLAUSES
-from verification.walks.sites import sites
+from qeffect.spec.clauses import CLAUSES
+from qeffect.verification.walks.sites import sites
 
 from .helpers import Rig
 

@@ -11,7 +11,7 @@ import pytest
 from attrs import evolve
 
 from qeffect import Refused, Ticket
-from qeffect.stage import OPTIONAL
+from qeffect.engine.stage import OPTIONAL
 
 from .helpers import MATRICES, Rig, refused, stage
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gpu_runtime.reference.linear import product, write_gradient
-from gpu_runtime.reference.scaling import E4M3, E5M2, Quantized, ScalingState
+from qeffect.gpu_runtime.backends.reference.linear import product, write_gradient
+from qeffect.gpu_runtime.backends.reference.scaling import E4M3, E5M2, Quantized, ScalingState
 
 VERSION = "2.18.0"
 _BUFFER_INFO = "buffer_index_and_autocast_key"

@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import torch
 
-from gpu_runtime.arena import Rule
-from gpu_runtime.compare import Comparison, Recording, compare
-from gpu_runtime.domain import Reducer, Runtime, RuntimeConfig
-from gpu_runtime.layers import LayerConfig
-from gpu_runtime.native import NativeRun, rule_for
-from gpu_runtime.optimizer import Optimizer
-from gpu_runtime.provision import Provisioning
-from gpu_runtime.reference import ReferenceDomain, ReferenceStage
-from gpu_runtime.train import GuardedRun
-from gpu_runtime.workload import Order, Workload
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
+from qeffect.gpu_runtime.evidence.comparison import Comparison, Recording, compare
+from qeffect.gpu_runtime.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.evidence.native import NativeRun, rule_for
+from qeffect.gpu_runtime.memory.arena import Rule
+from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.plan.slots import Provisioning
+from qeffect.gpu_runtime.plan.workload import Order, Workload
+from qeffect.gpu_runtime.runtime import Reducer, Runtime, RuntimeConfig
 
 from .unguarded import UnguardedRun
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_runtime.backend import StageBackend, parameters
-from gpu_runtime.compare import Recording, compare
-from gpu_runtime.native import NativeRun, rule_for
-from gpu_runtime.numerical import live_state, same_bits
-from gpu_runtime.train import GuardedRun
-from gpu_runtime.workload import Kind, Order, Step, Workload
+from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
+from qeffect.gpu_runtime.evidence.comparison import Recording, compare
+from qeffect.gpu_runtime.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.evidence.native import NativeRun, rule_for
+from qeffect.gpu_runtime.memory.state import live_state, same_bits
+from qeffect.gpu_runtime.plan.workload import Kind, Order, Step, Workload
 from qeffect.keys import TapeRef
 from qeffect.refusals import Refused
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import attrs
 
-from gpu_runtime.bench.cells import CELLS, Cell, sweep_cell
-from gpu_runtime.bench.columns import SPECS, SWEEP_SPECS, UNGUARDED, Settings
-from gpu_runtime.bench.report import Report
+from qeffect.gpu_runtime.bench.cells import CELLS, Cell, sweep_cell
+from qeffect.gpu_runtime.bench.columns import SPECS, SWEEP_SPECS, UNGUARDED, Settings
+from qeffect.gpu_runtime.measure.report import Report
 
 ENVIRONMENT = {
     "gpu": "none, chosen numbers",

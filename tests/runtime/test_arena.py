@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_runtime.arena import RULES, Arena, Rule
-from gpu_runtime.layers import LayerConfig
-from gpu_runtime.numerical import same_bits
-from gpu_runtime.reference import ReferenceDomain, ReferenceStage
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
+from qeffect.gpu_runtime.memory.arena import RULES, Arena, Rule
+from qeffect.gpu_runtime.memory.state import same_bits
 
 from .helpers import TINY
 

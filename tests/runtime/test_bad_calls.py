@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_runtime.backend import BackendError
-from gpu_runtime.domain import Runtime, RuntimeConfig
-from gpu_runtime.workload import Order, Workload
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.plan.workload import Order, Workload
+from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.refusals import Refused
 
 from .helpers import TINY, guarded_run, reference_stages

@@ -16,9 +16,9 @@ import attrs
 import pytest
 import torch
 
-from gpu_runtime.backend import parameters
-from gpu_runtime.bench import add_bench_arguments, device, run_bench
-from gpu_runtime.bench.cells import (
+from qeffect.gpu_runtime.backends.protocol import parameters
+from qeffect.gpu_runtime.bench import add_bench_arguments, run_bench
+from qeffect.gpu_runtime.bench.cells import (
     CELLS,
     SWEEP_MICROBATCHES,
     TINY,
@@ -26,7 +26,7 @@ from gpu_runtime.bench.cells import (
     cells_named,
     sweep_cell,
 )
-from gpu_runtime.bench.columns import (
+from qeffect.gpu_runtime.bench.columns import (
     REFERENCE_SPECS,
     SPECS,
     SWEEP_SPECS,
@@ -35,15 +35,16 @@ from gpu_runtime.bench.columns import (
     Settings,
     specs_named,
 )
-from gpu_runtime.bench.device import MemoryPoll, parse
-from gpu_runtime.bench.ours import Ours
-from gpu_runtime.bench.reference_columns import NativeReference
-from gpu_runtime.bench.report import Report, UnusableError, commit_of, environment
-from gpu_runtime.bench.rounds import CellRun
-from gpu_runtime.bench.tracing import matrix_copies, summarize
-from gpu_runtime.bench.worker import ColumnError, InlineWorker, ProcessWorker
-from gpu_runtime.numerical import same_bits
-from gpu_runtime.provision import plan_slots
+from qeffect.gpu_runtime.bench.ours import Ours
+from qeffect.gpu_runtime.bench.reference_columns import NativeReference
+from qeffect.gpu_runtime.bench.rounds import CellRun
+from qeffect.gpu_runtime.bench.worker import ColumnError, InlineWorker, ProcessWorker
+from qeffect.gpu_runtime.measure import device
+from qeffect.gpu_runtime.measure.device import MemoryPoll, parse
+from qeffect.gpu_runtime.measure.report import Report, UnusableError, commit_of, environment
+from qeffect.gpu_runtime.measure.tracing import matrix_copies, summarize
+from qeffect.gpu_runtime.memory.state import same_bits
+from qeffect.gpu_runtime.plan.slots import plan_slots
 
 from . import toys
 
@@ -519,8 +520,10 @@ class TestCommand:
     def test_importing_the_benchmark_imports_no_library(self) -> None:
         """Neither Transformer Engine nor a device context, nor the runtime's captures."""
         code = (
-            "import sys, torch, gpu_runtime.bench, gpu_runtime.streamcheck, gpu_runtime.plots\n"
-            "import gpu_runtime.te_baselines, gpu_runtime.bench.native_columns\n"
+            "import sys, torch, qeffect.gpu_runtime.bench\n"
+            "import qeffect.gpu_runtime.evidence.streams, qeffect.gpu_runtime.measure.plots\n"
+            "import qeffect.gpu_runtime.backends.te.baselines\n"
+            "import qeffect.gpu_runtime.bench.native_columns\n"
             "assert 'transformer_engine' not in sys.modules\n"
             "assert 'matplotlib' not in sys.modules\n"
             "assert not torch.cuda.is_initialized()\n"

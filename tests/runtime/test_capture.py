@@ -2,9 +2,10 @@
 Capture and replay over stand-in graphs on a CPU: what is captured, what each replay picks.
 
 A stand-in graph runs its action again and leaves the results where the capture left them, as a
-graph's replay does. So everything in `gpu_runtime.capture` but the device's own capture runs: which
-graphs a plan needs, pools, evidence, static results, checks of addresses, and that graphs survive a
-rebuild. Real graphs are compared with native on a GPU by `python -m gpu_runtime compare`.
+graph's replay does. So everything in `qeffect.gpu_runtime.execute.graphs` but the device's own
+capture runs: which graphs a plan needs, pools, evidence, static results, checks of addresses, and
+that graphs survive a rebuild. Real graphs are compared with native on a GPU by `python -m
+qeffect.gpu_runtime compare`.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_runtime import capture
-from gpu_runtime.arena import RULES, Rule
-from gpu_runtime.backend import BackendError
-from gpu_runtime.capture import GraphExecutor
-from gpu_runtime.compare import Recording
-from gpu_runtime.domain import Runtime, RuntimeConfig
-from gpu_runtime.executor import EagerExecutor, StageMemory
-from gpu_runtime.numerical import NumericalState
-from gpu_runtime.provision import PROVISIONINGS, Provisioning
-from gpu_runtime.reference import ReferenceDomain
-from gpu_runtime.reference.scaling import Quantized
-from gpu_runtime.slots import Slot
-from gpu_runtime.streams import HostHandoff
-from gpu_runtime.train import GuardedRun
-from gpu_runtime.workload import Order, Workload
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.backends.reference import ReferenceDomain
+from qeffect.gpu_runtime.backends.reference.scaling import Quantized
+from qeffect.gpu_runtime.evidence.comparison import Recording
+from qeffect.gpu_runtime.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.execute import graphs as capture
+from qeffect.gpu_runtime.execute.eager import EagerExecutor, StageMemory
+from qeffect.gpu_runtime.execute.graphs import GraphExecutor
+from qeffect.gpu_runtime.execute.streams import HostHandoff
+from qeffect.gpu_runtime.memory.arena import RULES, Rule
+from qeffect.gpu_runtime.memory.slots import Slot
+from qeffect.gpu_runtime.memory.state import NumericalState
+from qeffect.gpu_runtime.plan.slots import PROVISIONINGS, Provisioning
+from qeffect.gpu_runtime.plan.workload import Order, Workload
+from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 
 from .helpers import TINY, assert_same, native, optimizer_for, reference_stages
 from .orders import random_order, table_order
@@ -219,7 +220,7 @@ class TestWhatIsCaptured:
 
 def reference_stages_in(domain: Any) -> None:
     """Try to add a stage."""
-    from gpu_runtime.reference import ReferenceStage
+    from qeffect.gpu_runtime.backends.reference import ReferenceStage
 
     ReferenceStage(9, domain, TINY)
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from gpu_runtime.compare import CATEGORIES, Recording, compare
+from qeffect.gpu_runtime.evidence.comparison import CATEGORIES, Recording, compare
 
 
 def recording(**values: torch.Tensor | int) -> Recording:

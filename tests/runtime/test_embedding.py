@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-import gpu_runtime
-from gpu_runtime.backend import matrices
-from gpu_runtime.numerical import same_bits
-from gpu_runtime.workload import Order
+from qeffect import gpu_runtime
+from qeffect.gpu_runtime.backends.protocol import matrices
+from qeffect.gpu_runtime.memory.state import same_bits
+from qeffect.gpu_runtime.plan.workload import Order
 
 from .helpers import TINY, reference_stages
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from qeffect.replay import LogError, replay_lines
+from qeffect.log.replayer import LogError, replay_lines
 
 from .helpers import guarded_run
 from .orders import random_order, table_order

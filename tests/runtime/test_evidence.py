@@ -3,7 +3,7 @@ The evidence commands on a CPU: what is covered, what a planted difference does,
 
 The matrix of rows, histories, destinations and QKV layouts runs here over the reference backend:
 one layout of each in the default run, the other with `pytest -m slow`. All of it at once is
-`python -m gpu_runtime compare --device cpu --sets matrix`.
+`python -m qeffect.gpu_runtime compare --device cpu --sets matrix`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import attrs
 import jsonschema
 import pytest
 
-from gpu_runtime import reports
-from gpu_runtime.__main__ import main
-from gpu_runtime.arena import RULES
-from gpu_runtime.bench.derive import DERIVE
-from gpu_runtime.bench.report import Report
-from gpu_runtime.compare import CATEGORIES, Recording, compare
-from gpu_runtime.evidence import command, faults
-from gpu_runtime.evidence.cases import DEFAULT_SETS, MATRIX, SETS, STEPWISE, Case, small
-from gpu_runtime.evidence.pools import record_of
-from gpu_runtime.evidence.sides import record
-from gpu_runtime.evidence.trials import DISCIPLINES, ORDERS, trial
+from qeffect.gpu_runtime import reports
+from qeffect.gpu_runtime.__main__ import main
+from qeffect.gpu_runtime.evidence import command, faults
+from qeffect.gpu_runtime.evidence.cases import DEFAULT_SETS, MATRIX, SETS, STEPWISE, Case, small
+from qeffect.gpu_runtime.evidence.comparison import CATEGORIES, Recording, compare
+from qeffect.gpu_runtime.evidence.pools import record_of
+from qeffect.gpu_runtime.evidence.sides import record
+from qeffect.gpu_runtime.evidence.trials import DISCIPLINES, ORDERS, trial
+from qeffect.gpu_runtime.measure.derive import DERIVE
+from qeffect.gpu_runtime.measure.report import Report
+from qeffect.gpu_runtime.memory.arena import RULES
 from qeffect.refusals import Refused
 
 from .orders import SCHEDULES, TABLE_ROWS
@@ -341,7 +341,7 @@ class TestPools:
         """In outputs and gradients, not in digests."""
         import torch
 
-        from gpu_runtime.evidence.trials import FiniteRecording
+        from qeffect.gpu_runtime.evidence.trials import FiniteRecording
 
         recording = FiniteRecording("test")
         bad = torch.tensor([1.0, float("nan"), float("inf")]).bfloat16()
@@ -402,7 +402,7 @@ class TestOtherCommands:
         """Any command says what is missing and how to get it, and exits with 2."""
         code = (
             "import sys; sys.modules['torch'] = None\n"
-            "from gpu_runtime.__main__ import main\n"
+            "from qeffect.gpu_runtime.__main__ import main\n"
             f"raise SystemExit(main([{name!r}]))"
         )
 

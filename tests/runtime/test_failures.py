@@ -13,12 +13,12 @@ import attrs
 import pytest
 import torch
 
-from gpu_runtime.backend import BackendError, StageBackend
-from gpu_runtime.compare import Recording, compare
-from gpu_runtime.numerical import NumericalState
-from gpu_runtime.reference import ReferenceStage
-from gpu_runtime.reference.linear import ScaledLinear
-from gpu_runtime.workload import Kind, Step, Workload
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.backends.reference import ReferenceStage
+from qeffect.gpu_runtime.backends.reference.linear import ScaledLinear
+from qeffect.gpu_runtime.evidence.comparison import Recording, compare
+from qeffect.gpu_runtime.memory.state import NumericalState
+from qeffect.gpu_runtime.plan.workload import Kind, Step, Workload
 from qeffect.refusals import Refused
 
 from .helpers import guarded_run

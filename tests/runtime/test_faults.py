@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from gpu_runtime.compare import Recording
-from gpu_runtime.numerical import same_bits
-from gpu_runtime.workload import Kind, Step, Workload
+from qeffect.gpu_runtime.evidence.comparison import Recording
+from qeffect.gpu_runtime.memory.state import same_bits
+from qeffect.gpu_runtime.plan.workload import Kind, Step, Workload
 from qeffect.refusals import Refused
 
 from .helpers import guarded_run

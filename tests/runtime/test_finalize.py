@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_runtime import finalize
-from gpu_runtime.arena import Arena
-from gpu_runtime.finalize import MOST_TERMS, OrderedSum, add_up, launches, suits
-from gpu_runtime.numerical import same_bits
-from gpu_runtime.reference import ReferenceDomain, ReferenceStage
+from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
+from qeffect.gpu_runtime.memory import sums as finalize
+from qeffect.gpu_runtime.memory.arena import Arena
+from qeffect.gpu_runtime.memory.state import same_bits
+from qeffect.gpu_runtime.memory.sums import MOST_TERMS, OrderedSum, add_up, launches, suits
 
 from .helpers import TINY
 
@@ -141,7 +141,7 @@ class TestFallback:
 
         monkeypatch.setitem(sys.modules, "triton", None)
         monkeypatch.setitem(sys.modules, "triton.language", None)
-        monkeypatch.delitem(sys.modules, "gpu_runtime.finalize_kernel", raising=False)
+        monkeypatch.delitem(sys.modules, "qeffect.gpu_runtime.memory.sums_kernel", raising=False)
 
         with pytest.raises(ImportError):
             finalize.compiled(2, BF16, CPU)

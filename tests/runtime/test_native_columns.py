@@ -19,11 +19,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_runtime import te_baselines
-from gpu_runtime.bench import native_columns
-from gpu_runtime.bench.cells import TINY
-from gpu_runtime.layers import LayerConfig
-from gpu_runtime.numerical import same_bits
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.te import baselines as te_baselines
+from qeffect.gpu_runtime.bench import native_columns
+from qeffect.gpu_runtime.bench.cells import TINY
+from qeffect.gpu_runtime.memory.state import same_bits
 
 from . import toys
 

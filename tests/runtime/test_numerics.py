@@ -10,12 +10,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_runtime.arena import Rule
-from gpu_runtime.compare import compare
-from gpu_runtime.layers import LayerConfig
-from gpu_runtime.native import rule_for
-from gpu_runtime.provision import PROVISIONINGS
-from gpu_runtime.workload import Kind
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.evidence.comparison import compare
+from qeffect.gpu_runtime.evidence.native import rule_for
+from qeffect.gpu_runtime.memory.arena import Rule
+from qeffect.gpu_runtime.plan.slots import PROVISIONINGS
+from qeffect.gpu_runtime.plan.workload import Kind
 
 from .helpers import LARGE, SMALL, TINY, assert_same, guarded, native, unguarded
 from .orders import SCHEDULES, TABLE_ROWS, random_order, table_order

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from gpu_runtime.backend import BackendError, parameters
-from gpu_runtime.numerical import live_state, same_bits
-from gpu_runtime.operators import Session
-from gpu_runtime.train import GuardedRun
-from gpu_runtime.workload import Kind, Order, Workload
+from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
+from qeffect.gpu_runtime.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.execute.operators import Session
+from qeffect.gpu_runtime.memory.state import live_state, same_bits
+from qeffect.gpu_runtime.plan.workload import Kind, Order, Workload
 from qeffect.refusals import Refused
 
 from .helpers import guarded_run

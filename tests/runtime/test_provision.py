@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_runtime.provision import PROVISIONINGS, Provisioning, WgradVariant, plan_slots
-from gpu_runtime.workload import Kind, Order
+from qeffect.gpu_runtime.plan.slots import PROVISIONINGS, Provisioning, WgradVariant, plan_slots
+from qeffect.gpu_runtime.plan.workload import Kind, Order
 
 from .orders import TABLE_ROWS, random_order, table_order
 

@@ -6,11 +6,17 @@ import attrs
 import pytest
 import torch
 
-from gpu_runtime.arena import Arena, by_matrix
-from gpu_runtime.backend import BackendError, StageBackend, StateDomain, TensorSpec, matrices
-from gpu_runtime.layers import LayerConfig
-from gpu_runtime.numerical import same_bits
-from gpu_runtime.reference import ReferenceDomain, ReferenceStage
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.protocol import (
+    BackendError,
+    StageBackend,
+    StateDomain,
+    TensorSpec,
+    matrices,
+)
+from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
+from qeffect.gpu_runtime.memory.arena import Arena, by_matrix
+from qeffect.gpu_runtime.memory.state import same_bits
 
 from .helpers import TINY
 from .test_scaling import an_input

@@ -12,10 +12,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from gpu_runtime import plots, reports, streamcheck
-from gpu_runtime.bench.cells import CELLS
-from gpu_runtime.bench.columns import SPECS
-from gpu_runtime.bench.derive import (
+from qeffect.gpu_runtime import reports
+from qeffect.gpu_runtime.bench.cells import CELLS
+from qeffect.gpu_runtime.bench.columns import SPECS
+from qeffect.gpu_runtime.evidence import streams as streamcheck
+from qeffect.gpu_runtime.measure import plots
+from qeffect.gpu_runtime.measure.derive import (
     DERIVE,
     break_even,
     derive_cell,
@@ -23,9 +25,9 @@ from gpu_runtime.bench.derive import (
     paired,
     spread,
 )
-from gpu_runtime.bench.report import SCHEMA, environment
-from gpu_runtime.bench.tables import bench_lines, stream_lines, sweep_lines
-from gpu_runtime.bench.targets import GOALS, judge_cells
+from qeffect.gpu_runtime.measure.report import SCHEMA, environment
+from qeffect.gpu_runtime.measure.tables import bench_lines, stream_lines, sweep_lines
+from qeffect.gpu_runtime.measure.targets import GOALS, judge_cells
 
 from . import report_samples as samples
 
@@ -397,7 +399,7 @@ class TestStreams:
         """Otherwise a stale read could look fresh; 200 steps in a row."""
         import torch
 
-        from gpu_runtime.numerical import same_bits
+        from qeffect.gpu_runtime.memory.state import same_bits
 
         producer = streamcheck.Producer(torch.device("cpu"), 32, 3)
         for number in range(200):
@@ -412,7 +414,7 @@ class TestStreams:
         """A buffer that did not would be written early, and a one-way read of it would be right."""
         import torch
 
-        from gpu_runtime.numerical import same_bits
+        from qeffect.gpu_runtime.memory.state import same_bits
 
         device = torch.device("cpu")
         long, short = streamcheck.Producer(device, 32, 3), streamcheck.Producer(device, 32, 2)
@@ -480,5 +482,5 @@ class TestPictures:
         plots.add_plots_arguments(parser)
         args = parser.parse_args(["--reports", str(tmp_path), "--out", str(tmp_path / "out")])
         assert 2 == plots.run_plots(args)
-        assert "python -m gpu_runtime bench" in capsys.readouterr().err
+        assert "python -m qeffect.gpu_runtime bench" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()

@@ -13,12 +13,12 @@ import attrs
 import pytest
 import torch
 
-from gpu_runtime.backend import BackendError, parameters
-from gpu_runtime.compare import Recording, compare
-from gpu_runtime.numerical import NumericalState, live_state, same_bits
-from gpu_runtime.train import GuardedRun
-from gpu_runtime.workload import Order
 from qeffect.checkpoint import Checkpoint
+from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
+from qeffect.gpu_runtime.evidence.comparison import Recording, compare
+from qeffect.gpu_runtime.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.memory.state import NumericalState, live_state, same_bits
+from qeffect.gpu_runtime.plan.workload import Order
 from qeffect.refusals import Refused
 
 from .helpers import guarded_run

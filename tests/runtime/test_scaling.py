@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_runtime.backend import BackendError
-from gpu_runtime.numerical import NumericalState, live_state, same_bits
-from gpu_runtime.reference import ReferenceDomain, ReferenceStage
-from gpu_runtime.reference.scaling import E4M3, E5M2, ScalingState
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
+from qeffect.gpu_runtime.backends.reference.scaling import E4M3, E5M2, ScalingState
+from qeffect.gpu_runtime.memory.state import NumericalState, live_state, same_bits
 
 from .helpers import TINY
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_runtime.backend import TensorSpec, parameters
-from gpu_runtime.compare import Recording
-from gpu_runtime.domain import Runtime, RuntimeConfig
-from gpu_runtime.native import NativeRun
-from gpu_runtime.numerical import live_state, same_bits
-from gpu_runtime.optimizer import Optimizer
-from gpu_runtime.reference import ReferenceDomain, ReferenceStage
-from gpu_runtime.train import GuardedRun
-from gpu_runtime.workload import Kind, Order, Workload
+from qeffect.gpu_runtime.backends.protocol import TensorSpec, parameters
+from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
+from qeffect.gpu_runtime.evidence.comparison import Recording
+from qeffect.gpu_runtime.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.evidence.native import NativeRun
+from qeffect.gpu_runtime.memory.state import live_state, same_bits
+from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.plan.workload import Kind, Order, Workload
+from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_runtime.streams import HostHandoff, handoff_for
+from qeffect.gpu_runtime.execute.streams import HostHandoff, handoff_for
 
 from .helpers import guarded_run
 from .orders import table_order

@@ -2,8 +2,8 @@
 The Transformer Engine backend against a stand-in for the library (`fake_te`), on a CPU.
 
 What the stand-in can show: the order in which stores, destinations and state are touched, and every
-refusal. What it cannot: the real library's numerics, which `python -m gpu_runtime compare` checks
-on a GPU.
+refusal. What it cannot: the real library's numerics, which `python -m qeffect.gpu_runtime compare`
+checks on a GPU.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_runtime import te
-from gpu_runtime.arena import Rule
-from gpu_runtime.backend import BackendError, StageBackend, StateDomain, matrices
-from gpu_runtime.compare import Recording, compare
-from gpu_runtime.domain import Runtime, RuntimeConfig
-from gpu_runtime.layers import LayerConfig
-from gpu_runtime.native import NativeRun, rule_for
-from gpu_runtime.numerical import preserving
-from gpu_runtime.optimizer import Optimizer
-from gpu_runtime.te import TransformerEngineDomain, version_problem
-from gpu_runtime.te_stage import TransformerEngineStage
-from gpu_runtime.train import GuardedRun
-from gpu_runtime.workload import Order, Workload
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, StateDomain, matrices
+from qeffect.gpu_runtime.backends.te import domain as te
+from qeffect.gpu_runtime.backends.te.domain import TransformerEngineDomain, version_problem
+from qeffect.gpu_runtime.backends.te.stage import TransformerEngineStage
+from qeffect.gpu_runtime.evidence.comparison import Recording, compare
+from qeffect.gpu_runtime.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.evidence.native import NativeRun, rule_for
+from qeffect.gpu_runtime.memory.arena import Rule
+from qeffect.gpu_runtime.memory.state import preserving
+from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.plan.workload import Order, Workload
+from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 
 from . import fake_te
 from .orders import table_order
@@ -220,7 +220,7 @@ class TestStage:
 
     def test_unknown_closure(self) -> None:
         """A deferred product that is built differently is named, instead of written nowhere."""
-        from gpu_runtime import deferred
+        from qeffect.gpu_runtime.backends.te import deferred
 
         with pytest.raises(BackendError, match="use a tested version of the library"):
             deferred.gemm_arguments(lambda: None)

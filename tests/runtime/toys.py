@@ -8,9 +8,9 @@ from typing import Any
 
 import attrs
 
-from gpu_runtime.bench.cells import Cell
-from gpu_runtime.bench.columns import ColumnSpec, Family, Settings, SumRule
-from gpu_runtime.bench.worker import ColumnError
+from qeffect.gpu_runtime.bench.cells import Cell
+from qeffect.gpu_runtime.bench.columns import ColumnSpec, Family, Settings, SumRule
+from qeffect.gpu_runtime.bench.worker import ColumnError
 
 SETTINGS = Settings(
     rounds=3, steps=4, warm_steps=1, profile_steps=2, growth_steps=40, history=16, device="cpu"

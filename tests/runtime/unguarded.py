@@ -12,13 +12,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from gpu_runtime.arena import Arena, Rule, by_matrix
-from gpu_runtime.backend import StageBackend, Tape
-from gpu_runtime.compare import Recording
-from gpu_runtime.native import matrix_names, record_step, record_sum
-from gpu_runtime.numerical import live_state
-from gpu_runtime.optimizer import Optimizer
-from gpu_runtime.workload import Kind, Order, Step, Workload, by_index
+from qeffect.gpu_runtime.backends.protocol import StageBackend, Tape
+from qeffect.gpu_runtime.evidence.comparison import Recording
+from qeffect.gpu_runtime.evidence.native import matrix_names, record_step, record_sum
+from qeffect.gpu_runtime.memory.arena import Arena, Rule, by_matrix
+from qeffect.gpu_runtime.memory.state import live_state
+from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.plan.workload import Kind, Order, Step, Workload, by_index
 
 
 @attrs.define(eq=False)

@@ -7,12 +7,7 @@ from __future__ import annotations
 import pytest
 
 from qeffect.schedule.actions import Kind, Schedule, ScheduleError
-from qeffect.schedule.binding import (
-    DISCIPLINES,
-    discipline,
-    first_mismatch,
-    mismatches,
-)
+from qeffect.schedule.binding import DISCIPLINES, discipline, first_mismatch, mismatches
 from qeffect.schedule.infer import from_actions
 from qeffect.schedule.random_schedules import Shape, random_schedule
 from qeffect.schedule.tables import fixture_names, read_fixture

@@ -13,10 +13,10 @@ import pytest
 
 import qeffect
 from qeffect import Contract, Destination, Refused, StageConfig, TapeKey, TapeRef
+from qeffect.engine.stage import TRANSITIONS, transitions
 from qeffect.explain import EXPLANATIONS
-from qeffect.stage import TRANSITIONS, transitions
-from spec.clauses import CLAUSES, PARTS
-from spec.transitions import TRANSITIONS as WRITTEN
+from qeffect.spec.clauses import CLAUSES, PARTS
+from qeffect.spec.transitions import TRANSITIONS as WRITTEN
 
 #: Clauses that the embedding API, the layout or the replayer raises around the transitions.
 AROUND = {
@@ -54,7 +54,7 @@ def clauses_in_source() -> set[str]:
     relations = "|".join(part.name for part in PARTS)
     pattern = re.compile(rf"({relations})\.[a-z]+(-[a-z]+)*")
     found = set()
-    for path in Path(qeffect.__file__).parent.glob("*.py"):
+    for path in Path(qeffect.__file__).parent.rglob("*.py"):
         if path.name in ("explain.py", "refusals.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import spec
-from qeffect.stage import OPTIONAL, RELATIONS
-from spec.__main__ import main
-from spec.clauses import CLAUSES, PARTS
-from spec.document import DOCUMENTS, contract, fault_rows
+from qeffect import spec
+from qeffect.engine.stage import OPTIONAL, RELATIONS
+from qeffect.spec.__main__ import main
+from qeffect.spec.clauses import CLAUSES, PARTS
+from qeffect.spec.document import DOCUMENTS, contract, fault_rows
 
 FOLDER = Path(spec.__file__).parent
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spec.predicates import Register
+from qeffect.spec.predicates import Register
 
 
 def filled(name: str) -> Register:

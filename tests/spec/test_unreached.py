@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from spec.clauses import CLAUSES
-from spec.document import contract
-from verification.logs.examples import UNREACHED
+from qeffect.spec.clauses import CLAUSES
+from qeffect.spec.document import contract
+from qeffect.verification.logs.examples import UNREACHED
 
 KERNEL = Path(__file__).parent.parent / "kernel"
 HEADING = "Clauses without a rejected log"

@@ -6,18 +6,18 @@ from __future__ import annotations
 
 from functools import cache
 
-from qeffect.memory import Memory
-from qeffect.stage import Transitions
-from spec.invariants import INVARIANTS
-from verification.batch.engine import Engine
-from verification.batch.explore import BatchExploration
-from verification.batch.explore import explore as explore_batch
-from verification.batch.findings import packed_state
-from verification.explorer import Scope, standard_scopes
-from verification.explorer.plain import Exploration, explore
-from verification.explorer.properties import Checker, claimed
-from verification.explorer.scopes import configuration, sizes
-from verification.explorer.walker import Walker
+from qeffect.engine.memory import Memory
+from qeffect.engine.stage import Transitions
+from qeffect.spec.invariants import INVARIANTS
+from qeffect.verification.batch.engine import Engine
+from qeffect.verification.batch.explore import BatchExploration
+from qeffect.verification.batch.explore import explore as explore_batch
+from qeffect.verification.batch.findings import packed_state
+from qeffect.verification.explorer import Scope, standard_scopes
+from qeffect.verification.explorer.plain import Exploration, explore
+from qeffect.verification.explorer.properties import Checker, claimed
+from qeffect.verification.explorer.scopes import configuration, sizes
+from qeffect.verification.explorer.walker import Walker
 
 NAMES = tuple(standard_scopes())
 

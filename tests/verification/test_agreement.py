@@ -10,11 +10,11 @@ from collections.abc import Callable
 import cvc5
 import pytest
 
-from verification import prove
-from verification.mutants import Mutant, sites
-from verification.obligations import Composition, Goal
-from verification.solvers import Z3, Cvc5
-from verification.symbolic import Encoding
+from qeffect.verification.mutants import Mutant, sites
+from qeffect.verification.proofs import prove
+from qeffect.verification.proofs.obligations import Composition, Goal
+from qeffect.verification.proofs.solvers import Z3, Cvc5
+from qeffect.verification.symbolic import Encoding
 
 #: cvc5 is asked every so many goals of a kind, which keeps the test short; the sweep asks them all.
 STRIDE = 8

@@ -12,21 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qeffect.compose import half_source
-from qeffect.ownership import check_forward_guards
-from qeffect.stage import transitions
-from verification.batch import packing, stateset
-from verification.batch.engine import Engine
-from verification.batch.explore import explore
-from verification.batch.findings import batch_findings, find, frozen_state, packed_state
-from verification.batch.packing import OutOfRangeError, Packing
-from verification.batch.stateset import KeyCollisionError, StateSet, distinct
-from verification.batch.symmetry import canonical_words
-from verification.batch.tally import Tally
-from verification.explorer import Scope, pool_scope, run, standard_scopes, unwitnessed
-from verification.explorer.runs import report_of
-from verification.explorer.symmetry import canonical_form
-from verification.explorer.walker import Walker
+from qeffect.engine.compose import half_source
+from qeffect.engine.stage import transitions
+from qeffect.relations.ownership import check_forward_guards
+from qeffect.verification.batch import packing, stateset
+from qeffect.verification.batch.engine import Engine
+from qeffect.verification.batch.explore import explore
+from qeffect.verification.batch.findings import batch_findings, find, frozen_state, packed_state
+from qeffect.verification.batch.packing import OutOfRangeError, Packing
+from qeffect.verification.batch.stateset import KeyCollisionError, StateSet, distinct
+from qeffect.verification.batch.symmetry import canonical_words
+from qeffect.verification.batch.tally import Tally
+from qeffect.verification.explorer import Scope, pool_scope, run, standard_scopes, unwitnessed
+from qeffect.verification.explorer.runs import report_of
+from qeffect.verification.explorer.symmetry import canonical_form
+from qeffect.verification.explorer.walker import Walker
 
 from .explorations import NAMES, batched, plain
 
@@ -107,7 +107,7 @@ def test_both_readings_find_the_same_violation() -> None:
 
 def test_a_commit_that_refuses_is_found() -> None:
     """A check that does not hold its slot is found out at its commit."""
-    from qeffect.ownership import check_forward_writes
+    from qeffect.relations.ownership import check_forward_writes
 
     node = half_source(check_forward_writes)
     body = [s for s in node.body if "held" not in ast.unparse(s)]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from qeffect.cli import bench, main
+from qeffect.verification.bench import ACTIONS, SCOPES
 from tests.docs.bench_block import Figure, figures, missed
-from verification.bench import ACTIONS, SCOPES
 
 REPORT = Path(__file__).parents[2] / "verification" / "reports" / "bench.json"
 

@@ -16,18 +16,18 @@ import z3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from qeffect.columns import CONFIG, Column
-from qeffect.constants import GRAD, OUT
-from qeffect.memory import Memory
+from qeffect.engine.memory import Memory
+from qeffect.engine.stage import OPTIONAL, STATE, TRANSITIONS
 from qeffect.refusals import Refused
-from qeffect.stage import OPTIONAL, STATE, TRANSITIONS
-from verification.batch.program import Bundle, Evaluation, Program
-from verification.explorer import Scope
-from verification.explorer.plain import explore
-from verification.explorer.scopes import configuration, sizes
-from verification.explorer.walker import Key, Ref, Walker
-from verification.symbolic import ARGUMENTS, Encoding, Path, flat_arguments, path_table
-from verification.symbolic.encoding import STAGE_OF
+from qeffect.relations.columns import CONFIG, Column
+from qeffect.relations.constants import GRAD, OUT
+from qeffect.verification.batch.program import Bundle, Evaluation, Program
+from qeffect.verification.explorer import Scope
+from qeffect.verification.explorer.plain import explore
+from qeffect.verification.explorer.scopes import configuration, sizes
+from qeffect.verification.explorer.walker import Key, Ref, Walker
+from qeffect.verification.symbolic import ARGUMENTS, Encoding, Path, flat_arguments, path_table
+from qeffect.verification.symbolic.encoding import STAGE_OF
 
 from .explorations import real_memory
 

@@ -11,10 +11,10 @@ from math import comb, perm
 
 import pytest
 
-from qeffect.stage import OPTIONAL, transitions
-from verification.explorer import Scope, pool_scope, run, standard_scopes, unwitnessed
-from verification.explorer.runs import plain_findings, report_of
-from verification.explorer.walker import Walker
+from qeffect.engine.stage import OPTIONAL, transitions
+from qeffect.verification.explorer import Scope, pool_scope, run, standard_scopes, unwitnessed
+from qeffect.verification.explorer.runs import plain_findings, report_of
+from qeffect.verification.explorer.walker import Walker
 
 from .explorations import NAMES, plain, walk
 
@@ -160,8 +160,8 @@ def test_every_composition(omit: tuple[str, ...]) -> None:
 
 def _without(function: str, marker: str) -> dict[str, ast.FunctionDef]:
     """Return a half without the statements whose source contains a marker."""
-    from qeffect.compose import half_source
-    from qeffect.stage import RELATIONS
+    from qeffect.engine.compose import half_source
+    from qeffect.engine.stage import RELATIONS
 
     module, name = function.split(".")
     node = half_source(getattr(RELATIONS[module], name))

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from qeffect.stage import RELATIONS
-from verification.lint import BOUNDARY, RULES, Finding, lint, lint_source, main
+from qeffect.engine.stage import RELATIONS
+from qeffect.verification.lint import BOUNDARY, RULES, Finding, lint, lint_source, main
 
 _DRAIN = "def drain_writes(st, domain):"
 _RESTORE = "def restore_writes(st, epoch, incarnation):"
@@ -34,7 +34,7 @@ class TestTree:
         assert halves > 60
 
     def test_command(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """``python -m verification.lint`` exits with 0 and says how much it saw."""
+        """``python -m qeffect.verification.lint`` exits with 0 and says how much it saw."""
         assert main() == 0
         assert capsys.readouterr().out == f"{len(RELATIONS)} relation modules, 0 findings\n"
 

@@ -17,14 +17,13 @@ import pytest
 
 import qeffect.contract
 from qeffect import Contract, Refused
-from qeffect.compose import half_source
-from qeffect.stage import RELATIONS, TRANSITIONS, Transitions, transitions
-from spec.clauses import CLAUSES
-from spec.predicates import Register
-from verification import machine
-from verification.walks import driver, oracle, world
-from verification.walks.processes import PROCESSES, Process
-from verification.walks.sites import clauses, sites
+from qeffect.engine.compose import half_source
+from qeffect.engine.stage import RELATIONS, TRANSITIONS, Transitions, transitions
+from qeffect.spec.clauses import CLAUSES
+from qeffect.spec.predicates import Register
+from qeffect.verification.walks import driver, machine, oracle, world
+from qeffect.verification.walks.processes import PROCESSES, Process
+from qeffect.verification.walks.sites import clauses, sites
 
 #: Enough for every transition and clause, with a margin.
 SCHEDULES = 300

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from qeffect.cli import main
-from qeffect.stage import TRANSITIONS, Transitions, transitions
-from verification import mutants
-from verification.concrete import World
-from verification.mutants import Mutant, MutantReport, Site, Verdict, sites
-from verification.mutants.corpus import legal_schedules
+from qeffect.engine.stage import TRANSITIONS, Transitions, transitions
+from qeffect.verification import mutants
+from qeffect.verification.concrete import World
+from qeffect.verification.mutants import Mutant, MutantReport, Site, Verdict, sites
+from qeffect.verification.mutants.corpus import legal_schedules
 
 #: Deleted in turn: change these when the contract changes, after reading what survives.
 MUTANTS = {"guard": 138, "operand": 95, "update": 152, "condition": 8}

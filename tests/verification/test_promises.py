@@ -5,16 +5,17 @@ What is promised of an accepted action is told in terms of the world, not of the
 from __future__ import annotations
 
 from types import SimpleNamespace
+
 import pytest
 
-from qeffect.columns import CONFIG
-from qeffect.stage import TRANSITIONS
-from spec.predicates import Predicate
-from spec.properties import STEPS
-from verification.obligations import Composition
-from verification.symbolic import Encoding
-from verification.vocabulary import Vocabulary
-from verification.watched import Watched
+from qeffect.engine.stage import TRANSITIONS
+from qeffect.relations.columns import CONFIG
+from qeffect.spec.predicates import Predicate
+from qeffect.spec.properties import STEPS
+from qeffect.verification.proofs.obligations import Composition
+from qeffect.verification.proofs.vocabulary import Vocabulary
+from qeffect.verification.symbolic import Encoding
+from qeffect.verification.watched import Watched
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,14 @@ The proofs: everything is proved, and nothing is vacuous.
 from __future__ import annotations
 
 import pytest
-import z3
 
-from qeffect.stage import OPTIONAL
-from verification import prove
-from verification.finite import SCOPE, refuted, solver_of
-from verification.mutants import Mutant, sites
-from verification.obligations import COMPOSITIONS, Composition, composition_name
-from verification.symbolic import Encoding
-from verification.witnesses import COVERED, witnesses
+from qeffect.engine.stage import OPTIONAL
+from qeffect.verification.mutants import Mutant, sites
+from qeffect.verification.proofs import prove
+from qeffect.verification.proofs.finite import SCOPE, refuted, solver_of
+from qeffect.verification.proofs.obligations import COMPOSITIONS, Composition, composition_name
+from qeffect.verification.proofs.witnesses import COVERED, witnesses
+from qeffect.verification.symbolic import Encoding
 
 
 @pytest.fixture(scope="module")

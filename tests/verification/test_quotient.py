@@ -8,19 +8,19 @@ import random
 
 import pytest
 
-from qeffect.columns import CONFIG
 from qeffect.config import StageConfig, lay_out
-from qeffect.memory import Memory
+from qeffect.engine.memory import Memory
+from qeffect.engine.stage import OPTIONAL, STATE, transitions
 from qeffect.refusals import Refused
-from qeffect.stage import OPTIONAL, STATE, transitions
-from verification.explorer import Scope, pool_scope, standard_scopes
-from verification.explorer.cone import dependence, visible_columns
-from verification.explorer.findings import Seen
-from verification.explorer.plain import explore
-from verification.explorer.runs import plain_findings
-from verification.explorer.scopes import configuration
-from verification.explorer.walker import Step, Walker
-from verification.explorer.witnesses import Guide
+from qeffect.relations.columns import CONFIG
+from qeffect.verification.explorer import Scope, pool_scope, standard_scopes
+from qeffect.verification.explorer.cone import dependence, visible_columns
+from qeffect.verification.explorer.findings import Seen
+from qeffect.verification.explorer.plain import explore
+from qeffect.verification.explorer.runs import plain_findings
+from qeffect.verification.explorer.scopes import configuration
+from qeffect.verification.explorer.walker import Step, Walker
+from qeffect.verification.explorer.witnesses import Guide
 
 from .explorations import NAMES, plain, real_memory, restored
 

@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis.errors import NoSuchExample
 
 from qeffect import Refused
-from verification.strategies import (
+from qeffect.verification.walks.strategies import (
     Illegal,
     Schedule,
     illegal_schedules,
     legal_schedules,
     make_call,
 )
-from verification.walks.world import Call
+from qeffect.verification.walks.world import Call
 
 _FIND = settings(
     max_examples=300,

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import pytest
 
-from verification.explorer import Scope, pool_scope, run, standard_scopes
-from verification.explorer.plain import explore
-from verification.explorer.symmetry import canonical_form
-from verification.explorer.walker import Walker
+from qeffect.verification.explorer import Scope, pool_scope, run, standard_scopes
+from qeffect.verification.explorer.plain import explore
+from qeffect.verification.explorer.symmetry import canonical_form
+from qeffect.verification.explorer.walker import Walker
 
 from .explorations import NAMES, plain
 

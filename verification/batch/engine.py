@@ -12,15 +12,15 @@ import z3
 from attrs import frozen
 from numpy.typing import NDArray
 
-from qeffect.columns import CONFIG, Column
-from qeffect.constants import DI, DW, RESERVED
-from qeffect.stage import STATE, TRANSITIONS, Transitions
-from spec.predicates import Predicate
-from verification.explorer.moves import EVIDENCE, Move, Rel
-from verification.explorer.properties import instances_of
-from verification.explorer.scopes import Scope
-from verification.symbolic import Memory, raw
-from verification.symbolic.encoding import STAGE_OF
+from qeffect.engine.stage import STATE, TRANSITIONS, Transitions
+from qeffect.relations.columns import CONFIG, Column
+from qeffect.relations.constants import DI, DW, RESERVED
+from qeffect.spec.predicates import Predicate
+from qeffect.verification.explorer.moves import EVIDENCE, Move, Rel
+from qeffect.verification.explorer.properties import instances_of
+from qeffect.verification.explorer.scopes import Scope
+from qeffect.verification.symbolic import Memory, raw
+from qeffect.verification.symbolic.encoding import STAGE_OF
 
 from .drafts import Chunk, Draft, narrowed
 from .packing import Packing, Words

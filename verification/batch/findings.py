@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from spec.predicates import Predicate
-from verification.explorer.findings import Findings, Seen, Stopwatch
-from verification.explorer.walker import Walker
+from qeffect.spec.predicates import Predicate
+from qeffect.verification.explorer.findings import Findings, Seen, Stopwatch
+from qeffect.verification.explorer.walker import Walker
 
 from .engine import Engine
 from .explore import BatchExploration, explore

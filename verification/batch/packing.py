@@ -11,10 +11,10 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from qeffect.constants import RESERVED
-from qeffect.stage import STATE
-from verification.explorer.flat import TICKETS, FlatMemory
-from verification.explorer.scopes import Scope, configuration, sizes
+from qeffect.engine.stage import STATE
+from qeffect.relations.constants import RESERVED
+from qeffect.verification.explorer.flat import TICKETS, FlatMemory
+from qeffect.verification.explorer.scopes import Scope, configuration, sizes
 
 __all__ = ["Field", "OutOfRangeError", "Packing", "Words", "ranges"]
 

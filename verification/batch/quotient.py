@@ -1,5 +1,5 @@
 """
-The normal form of ``verification.explorer.quotient``, over many states at a time.
+The normal form of ``qeffect.verification.explorer.quotient``, over many states at a time.
 
 Only entries that a move changed are looked at: the states it started from were in normal form.
 """
@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from qeffect.constants import NEVER, RESERVED
-from qeffect.stage import STATE
-from verification.explorer.flat import TICKETS
-from verification.explorer.scopes import Scope, configuration, sizes
+from qeffect.engine.stage import STATE
+from qeffect.relations.constants import NEVER, RESERVED
+from qeffect.verification.explorer.flat import TICKETS
+from qeffect.verification.explorer.scopes import Scope, configuration, sizes
 
 from .drafts import Draft
 from .program import Value, select

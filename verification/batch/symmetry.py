@@ -1,5 +1,6 @@
 """
-Representatives of orbits, as in ``verification.explorer.symmetry``, over many states at a time.
+Representatives of orbits, as in ``qeffect.verification.explorer.symmetry``, over many states at a
+time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verification.explorer.symmetry import Family, families
+from qeffect.verification.explorer.symmetry import Family, families
 
 from .packing import Packing, Words
 

@@ -12,8 +12,8 @@ import numpy as np
 import z3
 from attrs import frozen
 
-from verification.symbolic import Encoding, Path
-from verification.symbolic.paths import paths
+from qeffect.verification.symbolic import Encoding, Path
+from qeffect.verification.symbolic.paths import paths
 
 from .program import Evaluation, Node, Program, Value, conjoin
 

@@ -2,8 +2,8 @@
 The explorer: every reachable state of small contracts, by running the composed functions.
 
 ``run(scope)`` walks a scope breadth first, in the plain reading or (``batch=True``) in the batch
-reading of ``verification.batch``, with or without symmetry reduction, and reports exact counts,
-the first violation with its schedule, and a witness for everything that happened.
+reading of ``qeffect.verification.batch``, with or without symmetry reduction, and reports exact
+counts, the first violation with its schedule, and a witness for everything that happened.
 """
 
 from .report import ExploreReport

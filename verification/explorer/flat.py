@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from qeffect.columns import CONFIG
-from qeffect.stage import STATE
+from qeffect.engine.stage import STATE
+from qeffect.relations.columns import CONFIG
 
 from .scopes import Scope, configuration, sizes
 

@@ -9,8 +9,8 @@ from itertools import product
 
 from attrs import evolve, field, frozen
 
-from qeffect.constants import DI, DW, GRAD, NO_SLOT, OUT, RESERVED
-from qeffect.stage import TRANSITIONS, Transitions
+from qeffect.engine.stage import TRANSITIONS, Transitions
+from qeffect.relations.constants import DI, DW, GRAD, NO_SLOT, OUT, RESERVED
 
 from .cone import Dependence, dependence, visible_columns
 from .moves import ACTIONS, EVIDENCE, Move, Rel, Value, Where

@@ -11,9 +11,9 @@ from typing import Any
 
 from attrs import define, field
 
-from qeffect.stage import STATE
-from spec.predicates import Predicate
-from verification.watched import Watched
+from qeffect.engine.stage import STATE
+from qeffect.spec.predicates import Predicate
+from qeffect.verification.watched import Watched
 
 from .flat import FlatMemory
 from .scopes import Scope, sizes

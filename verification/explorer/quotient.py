@@ -13,7 +13,7 @@ from typing import Any
 
 from attrs import frozen
 
-from qeffect.constants import NEVER, RESERVED
+from qeffect.relations.constants import NEVER, RESERVED
 
 from .flat import TICKETS, FlatMemory
 from .scopes import Scope, configuration, sizes

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from qeffect.stage import Transitions
-from spec.invariants import INVARIANTS
-from spec.predicates import Predicate
+from qeffect.engine.stage import Transitions
+from qeffect.spec.invariants import INVARIANTS
+from qeffect.spec.predicates import Predicate
 
 from .findings import Findings, Seen, Stopwatch
 from .plain import Exploration, explore
@@ -51,14 +51,16 @@ def run(
         ValueError: The batch reading cannot pack the scope's states.
         OutOfRangeError: A transition left a value that a packed state has no room for.
 
-    >>> from verification.explorer import pool_scope
+    >>> from qeffect.verification.explorer import pool_scope
     >>> run(pool_scope(1, 1, 1), symmetry=True).states
     5
     """
     walker = Walker(scope, composed)
     predicates = claimed(walker, invariants)
     if batch:
-        from verification.batch.findings import find  # NumPy and Z3, which a plain run needs not
+        from qeffect.verification.batch.findings import (
+            find,  # NumPy and Z3, which a plain run needs not
+        )
     else:
         find = _find
     found = find(walker, predicates, symmetry, progress, witnesses)

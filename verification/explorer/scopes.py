@@ -10,8 +10,8 @@ from typing import Any, Final
 from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, instance_of
 
-from qeffect.constants import DI, DW, GRAD, OUT
-from qeffect.stage import OPTIONAL, TRANSITIONS
+from qeffect.engine.stage import OPTIONAL, TRANSITIONS
+from qeffect.relations.constants import DI, DW, GRAD, OUT
 
 __all__ = [
     "Scope",

@@ -13,7 +13,7 @@ from typing import Any
 
 from attrs import frozen
 
-from qeffect.stage import STATE
+from qeffect.engine.stage import STATE
 
 from .flat import FlatMemory
 from .scopes import Scope, configuration

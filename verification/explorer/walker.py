@@ -10,9 +10,9 @@ from typing import Any
 
 from attrs import define, field, frozen
 
-from qeffect.constants import DI, DW, RESERVED
+from qeffect.engine.stage import STATE, TRANSITIONS, Transitions, transitions
 from qeffect.refusals import Refused
-from qeffect.stage import STATE, TRANSITIONS, Transitions, transitions
+from qeffect.relations.constants import DI, DW, RESERVED
 
 from .cone import dependence, visible_columns
 from .flat import FlatMemory

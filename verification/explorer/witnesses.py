@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from attrs import define, field
 
-from qeffect.stage import TRANSITIONS, transitions
+from qeffect.engine.stage import TRANSITIONS, transitions
 
 from .cone import dependence
 from .findings import Seen
@@ -127,7 +127,7 @@ def _accepting_paths() -> Mapping[str, None]:
     """Return the names of the accepting paths that something can take."""
     import z3
 
-    from verification.symbolic import Encoding, path_table
+    from qeffect.verification.symbolic import Encoding, path_table
 
     found: dict[str, None] = {}
     for paths in path_table(transitions(), Encoding.integers()).values():

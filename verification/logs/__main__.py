@@ -1,6 +1,6 @@
 """
-``python -m verification.logs``: write the example logs of ``spec/logs``, or check that they are
-current.
+``python -m qeffect.verification.logs``: write the example logs of ``spec/logs``, or check that they
+are current.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import spec
+from qeffect import spec
 
 from .examples import files
 
@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 when the examples are current (or were written), 1 when ``--check`` finds a stale one.
     """
-    parser = argparse.ArgumentParser(prog="python -m verification.logs", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m qeffect.verification.logs", description=__doc__
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when stale")
     folder = Path(spec.__file__).parent / "logs"
     parser.add_argument("--folder", type=Path, default=folder, help="where they lie")
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in stale:
         name = path.relative_to(args.folder)
         if args.check:
-            print(f"{name} is stale: run python -m verification.logs")
+            print(f"{name} is stale: run python -m qeffect.verification.logs")
         elif path in wanted:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(wanted[path])

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from qeffect import Checkpoint, Contract, Destination, StageConfig, TapeKey, TapeRef
-from qeffect.eventlog import Recorder
+from qeffect.log.recorder import Recorder
 
 __all__ = ["MATRICES", "Driver", "placed"]
 

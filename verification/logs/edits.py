@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from attrs import frozen
 
-from qeffect.eventlog import seal
-from qeffect.logformat import DIGEST_BYTES, FIELDS, compact
+from qeffect.log.format import DIGEST_BYTES, FIELDS, compact
+from qeffect.log.recorder import seal
 
 __all__ = ["Edit", "edits", "line_schema", "reseal", "schema", "semantic_fields"]
 

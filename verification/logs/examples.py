@@ -12,8 +12,8 @@ from typing import Any, Final
 from attrs import frozen
 
 from qeffect import StageConfig
-from qeffect.replay import LogError, ReplayReport, replay_lines
-from spec.clauses import CLAUSES
+from qeffect.log.replayer import LogError, ReplayReport, replay_lines
+from qeffect.spec.clauses import CLAUSES
 
 from .driver import MATRICES, Driver, placed
 from .edits import Edit, edits

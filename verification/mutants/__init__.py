@@ -27,6 +27,7 @@ __all__ = [
     "sites_with",
 ]
 
+
 @define
 class MutantReport:
     """

@@ -9,10 +9,10 @@ from typing import Any
 
 from attrs import evolve
 
-from qeffect.constants import DI, DW, GRAD, NO_SLOT, OUT
+from qeffect.engine.stage import TRANSITIONS
 from qeffect.keys import TapeKey, TapeRef
-from qeffect.stage import TRANSITIONS
-from verification.concrete import World
+from qeffect.relations.constants import DI, DW, GRAD, NO_SLOT, OUT
+from qeffect.verification.concrete import World
 
 from .schedules import Action
 

@@ -15,11 +15,11 @@ from typing import Any, Final
 
 from attrs import define, field
 
+from qeffect.engine.memory import Memory
+from qeffect.engine.stage import TRANSITIONS, transitions
 from qeffect.keys import TapeKey
-from qeffect.memory import Memory
 from qeffect.refusals import Refused
-from qeffect.stage import TRANSITIONS, transitions
-from verification.concrete import Setup, World
+from qeffect.verification.concrete import Setup, World
 
 from .candidates import candidates
 from .probes import Probe, about, harm

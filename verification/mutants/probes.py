@@ -9,10 +9,10 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
+from qeffect.engine.stage import TRANSITIONS, Transitions, transitions
 from qeffect.keys import TapeRef
 from qeffect.refusals import Refused
-from qeffect.stage import TRANSITIONS, Transitions, transitions
-from verification.concrete import Arbitrary, Setup, World
+from qeffect.verification.concrete import Arbitrary, Setup, World
 
 from .schedules import Action
 from .sites import BREAKDOWN, Mutant

@@ -8,8 +8,8 @@ from typing import Any
 
 from attrs import evolve
 
+from qeffect.engine.stage import transitions
 from qeffect.refusals import Refused
-from qeffect.stage import transitions
 
 from .probes import Probe, about, harm
 from .schedules import Action
@@ -31,8 +31,8 @@ from qeffect.config import StageConfig
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.layout import Destination
 from qeffect.refusals import Refused
-from qeffect.stage import transitions
-from verification.concrete import Arbitrary, Setup, World
+from qeffect.engine.stage import transitions
+from qeffect.verification.concrete import Arbitrary, Setup, World
 
 LEFT_OUT = {omit!r}
 BROKEN = {{

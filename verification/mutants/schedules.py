@@ -14,9 +14,9 @@ from typing import Any
 from attrs import define, field
 
 from qeffect.config import Layout
-from qeffect.constants import DI, DW, GRAD, OUT
 from qeffect.keys import Cell, TapeKey, TapeRef
-from verification.concrete import Setup
+from qeffect.relations.constants import DI, DW, GRAD, OUT
+from qeffect.verification.concrete import Setup
 
 __all__ = ["Action", "Stuck", "schedule"]
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from qeffect.config import StageConfig
 from qeffect.layout import Destination
-from verification.concrete import Setup
+from qeffect.verification.concrete import Setup
 
 __all__ = ["SETUPS"]
 

@@ -16,8 +16,8 @@ from typing import Any, Final, Literal
 
 from attrs import evolve, field, frozen
 
-from qeffect.compose import compose, half_source, halves
-from qeffect.stage import RELATIONS, TRANSITIONS, Transitions, transitions
+from qeffect.engine.compose import compose, half_source, halves
+from qeffect.engine.stage import RELATIONS, TRANSITIONS, Transitions, transitions
 
 __all__ = ["BREAKDOWN", "Mutant", "Site", "mutant", "sites"]
 

@@ -20,12 +20,12 @@ import z3
 from attrs import evolve, field, frozen
 
 from qeffect.refusals import Refused
-from verification.concrete import Arbitrary
-from verification.finite import SCOPE, refuted, solver_of
-from verification.obligations import Composition, Goal, composition_name
-from verification.solvers import Z3
-from verification.symbolic import Encoding, Path
-from verification.symbolic.terms import Term
+from qeffect.verification.concrete import Arbitrary
+from qeffect.verification.proofs.finite import SCOPE, refuted, solver_of
+from qeffect.verification.proofs.obligations import Composition, Goal, composition_name
+from qeffect.verification.proofs.solvers import Z3
+from qeffect.verification.symbolic import Encoding, Path
+from qeffect.verification.symbolic.terms import Term
 
 from .corpus import corpus, legal_schedules
 from .probes import Probe, harm, outcome

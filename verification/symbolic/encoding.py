@@ -13,8 +13,8 @@ from typing import Any
 import z3
 from attrs import define, field
 
-from qeffect.columns import CONFIG, Column
-from qeffect.stage import STATE, TRANSITIONS
+from qeffect.engine.stage import STATE, TRANSITIONS
+from qeffect.relations.columns import CONFIG, Column
 
 from .terms import Array, Constants, Run, Scalar, Sym, Term, lift
 
@@ -83,7 +83,7 @@ class Encoding:
     says how wide a generation is; consumer masks are bit vectors of five.
 
     Args:
-        sorts: Z3 sort of every sort name of ``qeffect.columns``.
+        sorts: Z3 sort of every sort name of ``qeffect.relations.columns``.
         constants: Meaning of plain values in uninterpreted sorts.
         members: Members of each finite index sort without its sentinel; empty when unbounded.
         generation_bits: Width of a generation, or None for an unbounded integer.

@@ -11,8 +11,8 @@ from typing import Any
 import z3
 from attrs import evolve, frozen
 
+from qeffect.engine.stage import Transitions
 from qeffect.refusals import Refused
-from qeffect.stage import Transitions
 
 from .encoding import Encoding
 from .terms import Run, Term, raw
@@ -176,7 +176,7 @@ def path_table(transitions: Transitions, encoding: Encoding | None = None) -> Pa
         transitions: The composed transitions.
         encoding: What the sorts are; unbounded by default.
 
-    >>> from qeffect.stage import transitions
+    >>> from qeffect.engine.stage import transitions
     >>> [path.clause for path in path_table(transitions())["finish_reduction"]]
     ['reduction.not-started', None]
     """

@@ -11,9 +11,9 @@ from typing import Any
 from attrs import evolve
 
 from qeffect import Checkpoint, Destination, TapeKey, TapeRef, Ticket
-from qeffect.stage import TRANSITIONS
-from verification.walks.oracle import broken
-from verification.walks.proposals import (
+from qeffect.engine.stage import TRANSITIONS
+from qeffect.verification.walks.oracle import broken
+from qeffect.verification.walks.proposals import (
     NAMES,
     Pick,
     a_link,
@@ -22,7 +22,7 @@ from verification.walks.proposals import (
     key_of,
     shares_pool,
 )
-from verification.walks.world import Call, World
+from qeffect.verification.walks.world import Call, World
 
 __all__ = ["aimed", "attempt"]
 

@@ -13,16 +13,16 @@ from attrs import define, field
 
 from qeffect import Contract, Refused, Ticket
 from qeffect.keys import TapeRef
-from spec.invariants import INVARIANTS
-from spec.predicates import Predicate
-from verification.walks.attempts import aimed, attempt
-from verification.walks.oracle import violations
-from verification.walks.processes import Process
-from verification.walks.proposals import Pick, chooser
-from verification.walks.sites import sites
-from verification.walks.timeline import Step, schedule_text, timeline_text
-from verification.walks.walk import Walker
-from verification.walks.world import Call, World
+from qeffect.spec.invariants import INVARIANTS
+from qeffect.spec.predicates import Predicate
+from qeffect.verification.walks.attempts import aimed, attempt
+from qeffect.verification.walks.oracle import violations
+from qeffect.verification.walks.processes import Process
+from qeffect.verification.walks.proposals import Pick, chooser
+from qeffect.verification.walks.sites import sites
+from qeffect.verification.walks.timeline import Step, schedule_text, timeline_text
+from qeffect.verification.walks.walk import Walker
+from qeffect.verification.walks.world import Call, World
 
 __all__ = ["Driver", "Mismatch", "Tally"]
 

@@ -1,9 +1,9 @@
 """
 The oracle: from what happened so far, is a call legal, and if not, what is wrong with it?
 
-It reads the history that `verification.walks.world` tells and asks nothing of the contract. An
-answer is the list of clauses that the call would break, in the normative order of the relations; a
-legal call breaks none, and a contract must name the first.
+It reads the history that `qeffect.verification.walks.world` tells and asks nothing of the contract.
+An answer is the list of clauses that the call would break, in the normative order of the relations;
+a legal call breaks none, and a contract must name the first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from qeffect import TapeKey, TapeRef, Ticket
-from verification.walks.world import Call, Slot, World
+from qeffect.verification.walks.world import Call, Slot, World
 
 __all__ = ["broken", "seat", "violations"]
 
@@ -29,7 +29,7 @@ def violations(world: World, call: Call) -> list[str]:
     """
     Return the clauses that a call would break now, the one to be named first.
 
-    >>> from verification.walks.processes import PROCESSES
+    >>> from qeffect.verification.walks.processes import PROCESSES
     >>> world = World(PROCESSES[0], incarnation=1)
     >>> violations(world, Call("finalize", {"stage": 0, "link": 0}))[:2]
     ['order.incomplete', 'arena.incomplete']

@@ -11,9 +11,9 @@ from typing import Any
 from attrs import define, field
 
 from qeffect import Contract, Destination, StageConfig
-from qeffect.constants import GENERATION_MAX
 from qeffect.contract import Observer
 from qeffect.keys import Cell
+from qeffect.relations.constants import GENERATION_MAX
 
 __all__ = ["PROCESSES", "Process"]
 

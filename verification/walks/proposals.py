@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from qeffect import Checkpoint, TapeKey, Ticket
-from verification.walks.oracle import broken, violations
-from verification.walks.world import Call, Slot, World
+from qeffect.verification.walks.oracle import broken, violations
+from qeffect.verification.walks.world import Call, Slot, World
 
 __all__ = [
     "NAMES",

@@ -11,7 +11,7 @@ from functools import cache
 from types import ModuleType
 
 from qeffect import arguments, contract, ledgers
-from qeffect.stage import TRANSITIONS, transitions
+from qeffect.engine.stage import TRANSITIONS, transitions
 
 __all__ = ["clauses", "raised", "sites"]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from attrs import frozen
 
 from qeffect import Ticket
-from verification.walks.world import Call
+from qeffect.verification.walks.world import Call
 
 __all__ = ["Step", "schedule_text", "timeline_text"]
 

@@ -7,8 +7,16 @@ from __future__ import annotations
 from typing import Any
 
 from qeffect import Checkpoint
-from verification.walks.proposals import Pick, Plan, chooser, damage, progress, recover, support
-from verification.walks.world import Call, World
+from qeffect.verification.walks.proposals import (
+    Pick,
+    Plan,
+    chooser,
+    damage,
+    progress,
+    recover,
+    support,
+)
+from qeffect.verification.walks.world import Call, World
 
 __all__ = ["Walker"]
 

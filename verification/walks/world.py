@@ -3,7 +3,7 @@ The world beside a contract: what has happened so far, told event by event.
 
 It keeps no column of the contract. It knows which tape is in which slot and who has yet to visit
 it, which weights a cache was quantized from, when a stream last waited and when a replay was
-enqueued. `verification.walks.oracle` says from this history alone which calls are legal.
+enqueued. `qeffect.verification.walks.oracle` says from this history alone which calls are legal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attrs import Factory, define, field, frozen
 
 from qeffect import Checkpoint, StageConfig, TapeKey, TapeRef, Ticket
 from qeffect.keys import Cell
-from verification.walks.processes import Process
+from qeffect.verification.walks.processes import Process
 
 __all__ = ["Call", "Domain", "Flight", "Link", "Pool", "Slot", "Stage", "Tape", "World"]
 

@@ -1,0 +1,3 @@
+"""
+Backends: what a layer library must answer, and the libraries that do.
+"""

@@ -1,0 +1,53 @@
+"""The dimensions of a transformer layer, common to every backend."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from qeffect.gpu_runtime.backends.protocol import TensorSpec
+
+
+@attrs.frozen
+class LayerConfig:
+    """
+    Dimensions of a transformer layer and of what flows through it.
+
+    Args:
+        hidden: Width of the residual stream.
+        ffn: Width of the MLP.
+        heads: Attention heads; hidden must be a multiple.
+        sequence: Tokens in a microbatch.
+        batch: Sequences in a microbatch.
+        fused_qkv: One parameter for query, key and value (12 parameters, 4 of them matrices), or
+            three (16 and 6).
+        dtype: Type of parameters and activations.
+
+    Raises:
+        ValueError: A dimension does not fit the heads, or FP8's blocks of 16.
+    """
+
+    hidden: int = 128
+    ffn: int = 512
+    heads: int = 2
+    sequence: int = 64
+    batch: int = 1
+    fused_qkv: bool = True
+    dtype: torch.dtype = torch.bfloat16
+
+    def __attrs_post_init__(self) -> None:
+        if self.hidden % self.heads:
+            raise ValueError(
+                f"hidden {self.hidden} is not a multiple of heads {self.heads}; "
+                "choose heads that divide it"
+            )
+        rows = self.sequence * self.batch
+        for name, size in (("hidden", self.hidden), ("ffn", self.ffn), ("sequence * batch", rows)):
+            if size % 16:
+                raise ValueError(f"{name} is {size}; FP8 products need a multiple of 16")
+
+    def activation(self, device: torch.device, *, differentiable: bool = True) -> TensorSpec:
+        """The hidden states between stages: sequence first, as Transformer Engine has them."""
+        return TensorSpec(
+            (self.sequence, self.batch, self.hidden), self.dtype, device, differentiable
+        )

@@ -1,0 +1,80 @@
+"""A pre-norm causal transformer layer over `ScaledLinear`, with fused or split QKV."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.protocol import NonMatrix, WgradUnit
+from qeffect.gpu_runtime.backends.reference.linear import ScaledLinear
+from qeffect.gpu_runtime.backends.reference.scaling import ReferenceDomain
+
+
+class ReferenceLayer(torch.nn.Module):
+    """Attention and MLP with residuals; four products, one layer's worth of scaling state."""
+
+    def __init__(
+        self, name: str, config: LayerConfig, domain: ReferenceDomain, generator: torch.Generator
+    ) -> None:
+        super().__init__()
+        hidden, ffn = config.hidden, config.ffn
+        self.name = name
+        self.heads = config.heads
+        self.forward_scaling = domain.scaling(forward=True, tensors=8)
+        self.backward_scaling = domain.scaling(forward=False, tensors=4)
+        scaling = (self.forward_scaling, self.backward_scaling)
+
+        def linear(part: str, sizes: dict[str, int], width: int, index: int) -> ScaledLinear:
+            return ScaledLinear(
+                f"{name}.{part}", sizes, width, domain, scaling, index, config.dtype, generator
+            )
+
+        qkv = {"": 3 * hidden} if config.fused_qkv else dict.fromkeys(("q_", "k_", "v_"), hidden)
+        where = domain.device
+        self.norm1 = torch.nn.LayerNorm(hidden, device=where, dtype=config.dtype)
+        self.qkv = linear("qkv", qkv, hidden, 0)
+        self.proj = linear("proj", {"": hidden}, hidden, 2)
+        self.norm2 = torch.nn.LayerNorm(hidden, device=where, dtype=config.dtype)
+        self.fc1 = linear("fc1", {"": ffn}, hidden, 4)
+        self.fc2 = linear("fc2", {"": hidden}, ffn, 6)
+
+    @property
+    def linears(self) -> tuple[ScaledLinear, ...]:
+        """The four products, in the order of F."""
+        return self.qkv, self.proj, self.fc1, self.fc2
+
+    @property
+    def units(self) -> tuple[WgradUnit, ...]:
+        """One unit for each product."""
+        return tuple(linear.unit for linear in self.linears)
+
+    def non_matrix(self) -> tuple[NonMatrix, ...]:
+        """Norm weights and every bias."""
+        return tuple(
+            NonMatrix(f"{self.name}.{name}", parameter)
+            for name, parameter in self.named_parameters()
+            if parameter.dim() == 1
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """F over `(sequence, batch, hidden)`."""
+        x = x + self.proj(self.attention(self.qkv(self.norm1(x))))
+        result: Tensor = x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
+        return result
+
+    def attention(self, qkv: Tensor) -> Tensor:
+        """Causal attention in the activations' own type, by a deterministic kernel."""
+        sequence, batch, _ = qkv.shape
+        query, key, value = (
+            part.view(sequence, batch, self.heads, -1).permute(1, 2, 0, 3)
+            for part in qkv.chunk(3, -1)
+        )
+        if qkv.is_cuda:
+            with sdpa_kernel(SDPBackend.MATH):
+                mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return mixed.permute(2, 0, 1, 3).reshape(sequence, batch, -1)

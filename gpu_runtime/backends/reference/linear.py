@@ -1,0 +1,166 @@
+"""
+A linear layer over FP8 operands whose weight gradient may be computed now or deferred.
+
+One layer is one product, and so one `WgradUnit`, over one weight or several stacked ones (split
+QKV). The weight is quantized into a cache of fixed addresses; F and dI read the cache, dW does not
+need it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qeffect.gpu_runtime.backends.protocol import Matrix, WgradUnit
+from qeffect.gpu_runtime.backends.reference.scaling import Quantized, ReferenceDomain, ScalingState
+
+Store = deque[tuple["ScaledLinear", tuple[Quantized, Quantized]]]
+"""Deferred operands in the order in which dI queued them; a bare queue, as the library's is."""
+
+
+def product(a: Quantized, b: Quantized, *, a_t: bool = False, b_t: bool = False) -> Tensor:
+    """The fp32 product of two dequantized operands; exact operands, one scaling of the result."""
+    left = a.data.float()
+    right = b.data.float()
+    result = (left.t() if a_t else left) @ (right.t() if b_t else right)
+    return result.mul_(a.scale_inv * b.scale_inv)
+
+
+def write_gradient(value: Tensor, destination: Tensor, *, accumulate: bool) -> None:
+    """Store an fp32 gradient, or add it and round once, as a fused accumulating product does."""
+    if accumulate:
+        destination.copy_(torch.add(destination, value))
+    else:
+        destination.copy_(value)
+
+
+class ScaledLinear(torch.nn.Module):
+    """
+    One FP8 product `x @ weight.t() + bias`.
+
+    Args:
+        name: Its name within the stage.
+        sizes: Rows of each stacked weight, with the name of each.
+        width: Input features.
+        domain: The domain whose rolls move its scales.
+        scaling: Forward and backward state of its layer.
+        first_index: Index of its input in the forward state; its weight is the next one, and its
+            output gradient is at half of it in the backward state.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sizes: Mapping[str, int],
+        width: int,
+        domain: ReferenceDomain,
+        scaling: tuple[ScalingState, ScalingState],
+        first_index: int,
+        dtype: torch.dtype,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__()
+        self.domain = domain
+        self.scaling_forward, self.scaling_backward = scaling
+        self.index = first_index
+        device = domain.device
+        stacked = torch.randn(sum(sizes.values()), width, generator=generator) * 0.02
+        rows: list[Matrix] = []
+        start = 0
+        for piece, size in sizes.items():
+            stop = start + size
+            weight = torch.nn.Parameter(stacked[start:stop].to(device, dtype))
+            self.register_parameter(f"{piece}weight", weight)
+            self.register_parameter(
+                f"{piece}bias", torch.nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
+            )
+            rows.append(Matrix(f"{name}.{piece}weight", weight, start, stop))
+            start = stop
+        self.unit = WgradUnit(name, tuple(rows))
+        self.pieces = tuple(sizes)
+        self.cache = Quantized(
+            torch.zeros(start, width, device=device, dtype=self.scaling_forward.dtype),
+            torch.ones((), device=device),
+        )
+        self.refreshed_at: tuple[int, ...] | None = None
+        self.store: Store | None = None
+        self.main_grad: Tensor | None = None
+        self.overwrite = False
+
+    @property
+    def weights(self) -> tuple[torch.nn.Parameter, ...]:
+        """The stacked weights."""
+        return tuple(matrix.parameter for matrix in self.unit.matrices)
+
+    @property
+    def biases(self) -> tuple[torch.nn.Parameter, ...]:
+        """The stacked biases."""
+        return tuple(self.get_parameter(f"{piece}bias") for piece in self.pieces)
+
+    def refresh(self) -> None:
+        """Quantize the weight into the cache, in place; its amax joins the open interval."""
+        with torch.no_grad():
+            fresh = self.scaling_forward.quantize(torch.cat(self.weights), self.index + 1)
+            self.cache.data.copy_(fresh.data)
+            self.cache.scale_inv.copy_(fresh.scale_inv)
+        self.refreshed_at = self.versions()
+
+    def versions(self) -> tuple[int, ...]:
+        """Autograd's version counters of the weights: they move with every in-place update."""
+        return tuple(weight._version for weight in self.weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """F: flattens all leading dimensions into rows."""
+        flat = x.reshape(-1, x.shape[-1])
+        result: Tensor = _Product.apply(flat, self, *self.weights, *self.biases)  # type: ignore[no-untyped-call]
+        return result.view(*x.shape[:-1], result.shape[-1])
+
+    def quantize_gradient(self, gradient: Tensor) -> Quantized:
+        """Record and quantize an output gradient; the only update that dI makes here."""
+        return self.scaling_backward.quantize(gradient, self.index // 2)
+
+
+class _Product(torch.autograd.Function):
+    """The product, its dI, and its dW done now, fused into `main_grad`, or deferred."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, linear: ScaledLinear, *parameters: torch.nn.Parameter
+    ) -> Tensor:
+        quantized = linear.scaling_forward.quantize(x, linear.index)
+        bias = torch.cat(parameters[len(parameters) // 2 :])
+        ctx.kept = (quantized, linear, linear.store, linear.overwrite)
+        ctx.rolls = linear.domain.claim_first()
+        ctx.dtype = x.dtype
+        return product(quantized, linear.cache, b_t=True).add_(bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = output_gradients
+        quantized, linear, store, overwrite = ctx.kept
+        wanted = linear.quantize_gradient(gradient)
+        dx = product(wanted, linear.cache).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        db = gradient.float().sum(0).to(ctx.dtype)
+        biases = tuple(db[m.start : m.stop] for m in linear.unit.matrices)
+        weights: tuple[Tensor | None, ...] = (None,) * len(biases)
+        if store is not None:
+            store.append((linear, (wanted, quantized)))
+        else:
+            value = product(wanted, quantized, a_t=True)
+            if linear.main_grad is not None:
+                write_gradient(value, linear.main_grad, accumulate=not overwrite)
+            else:
+                rounded = value.to(ctx.dtype)
+                weights = tuple(rounded[m.start : m.stop] for m in linear.unit.matrices)
+        if ctx.rolls:
+            linear.domain.roll(forward=False)
+        return dx, None, *weights, *biases
+
+
+def deferred_product(wanted: Quantized, quantized: Quantized) -> Tensor:
+    """dW of one unit from what dI retained."""
+    return product(wanted, quantized, a_t=True)

@@ -1,0 +1,188 @@
+"""
+Delayed scaling: amax histories, scales, and the domain that rolls them.
+
+Quantizing records the tensor's amax in row 0 of its history and uses the scale of *before*; the
+roll that ends the action turns histories into the next scales. So a quantization belongs to the
+interval between two rolls in which it happens, and moving it into another interval (refreshing a
+weight cache too early, for one) changes numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from qeffect.gpu_runtime.backends.protocol import BackendError
+
+if TYPE_CHECKING:
+    from qeffect.gpu_runtime.backends.reference.stage import ReferenceStage
+
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+@attrs.frozen(eq=False)
+class Quantized:
+    """FP8 data with the factor that turns it back into values."""
+
+    data: Tensor
+    scale_inv: Tensor
+
+
+@attrs.define(eq=False)
+class ScalingState:
+    """
+    Histories and scales of the tensors that one layer quantizes in one direction.
+
+    Args:
+        history: amax by age and tensor; row 0 is the interval that is open now.
+        scale: The factor that each tensor's next quantization uses.
+        dtype: The FP8 type of this direction (HYBRID: E4M3 forward, E5M2 backward).
+    """
+
+    history: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def empty(
+        cls, length: int, tensors: int, dtype: torch.dtype, device: torch.device
+    ) -> ScalingState:
+        """A state that has seen nothing: zero histories, unit scales."""
+        return cls(
+            history=torch.zeros(length, tensors, device=device),
+            scale=torch.ones(tensors, device=device),
+            dtype=dtype,
+        )
+
+    def quantize(self, value: Tensor, index: int) -> Quantized:
+        """Record a tensor's amax in the open interval and quantize it with the scale of before."""
+        seen = self.history[0, index]
+        torch.maximum(seen, value.abs().amax().float(), out=seen)
+        limit = torch.finfo(self.dtype).max
+        scaled = (value.float() * self.scale[index]).clamp_(-limit, limit)
+        return Quantized(scaled.to(self.dtype), self.scale[index].reciprocal())
+
+    def roll(self, margin: int) -> None:
+        """Close the interval: the largest amax of the window gives the next scale."""
+        amax = self.history.amax(0)
+        if self.history.shape[0] > 1:
+            self.history.copy_(self.history.roll(-1, 0))
+        self.history[0].zero_()
+        fresh = torch.finfo(self.dtype).max / amax / 2.0**margin
+        fresh = torch.where((amax > 0.0) & torch.isfinite(amax), fresh, self.scale)
+        self.scale.copy_(fresh.clamp_(max=_FP32_MAX))
+
+
+@attrs.define(eq=False)
+class ReferenceDomain:
+    """
+    Every reference stage whose scaling state moves together: one process's state domain.
+
+    Args:
+        history_length: Entries of each amax history.
+        device: Where the stages run.
+        margin: Powers of two kept free below the largest FP8 value.
+    """
+
+    history_length: int = 4
+    device: torch.device = attrs.field(factory=lambda: torch.device("cpu"))
+    margin: int = 0
+    frozen: bool = attrs.field(default=False, init=False)
+    _stages: list[ReferenceStage] = attrs.field(factory=list, init=False)
+    _forward: list[ScalingState] = attrs.field(factory=list, init=False)
+    _backward: list[ScalingState] = attrs.field(factory=list, init=False)
+    _depth: int = attrs.field(default=0, init=False)
+    _first_unclaimed: bool = attrs.field(default=False, init=False)
+
+    name = "reference"
+
+    @property
+    def stages(self) -> tuple[ReferenceStage, ...]:
+        """The stages that joined, in order."""
+        return tuple(self._stages)
+
+    def join(self, stage: ReferenceStage) -> None:
+        """
+        Take a stage's scaling state into the domain.
+
+        Raises:
+            BackendError: The domain is frozen: graphs that were captured would not roll the
+                newcomer.
+        """
+        if self.frozen:
+            raise BackendError(
+                f"stage {stage.index} joins a frozen state domain; build every stage of the "
+                "process before capture"
+            )
+        self._stages.append(stage)
+
+    def scaling(self, *, forward: bool, tensors: int) -> ScalingState:
+        """New histories for one layer, rolled from now on with all others of that direction."""
+        held = self._forward if forward else self._backward
+        state = ScalingState.empty(
+            self.history_length, tensors, E4M3 if forward else E5M2, self.device
+        )
+        held.append(state)
+        return state
+
+    @contextmanager
+    def forward_interval(self) -> Iterator[None]:
+        """One outermost region of a stage's F; leaving it rolls, also when F raised."""
+        if self._depth == 0:
+            self._first_unclaimed = True
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self.roll(forward=True)
+
+    def claim_first(self) -> bool:
+        """Whether the caller is the first FP8 module of this F: its backward rolls the rest."""
+        claimed, self._first_unclaimed = self._first_unclaimed, False
+        return claimed
+
+    def roll(self, *, forward: bool) -> None:
+        """Close the interval of every history of one direction, in every stage of the domain."""
+        with torch.no_grad():
+            for state in self._forward if forward else self._backward:
+                state.roll(self.margin)
+
+    def freeze(self) -> None:
+        """Close the set of stages before capture."""
+        self.frozen = True
+
+    def check_membership(self) -> None:
+        """Nothing can join unseen: `join` refuses after `freeze`."""
+
+    def extra_state(self) -> Mapping[str, Tensor]:
+        """None: every history belongs to a layer of a stage."""
+        return {}
+
+    def capture_obstacles(self) -> tuple[str, ...]:
+        """CUDA graphs want a CUDA device."""
+        if self.device.type != "cuda":
+            return (f"device {self.device} has no CUDA graphs",)
+        return ()
+
+    def environment(self) -> Mapping[str, str]:
+        """Torch's version, and its thread count, on which CPU results depend."""
+        return {"torch": torch.__version__, "threads": str(torch.get_num_threads())}
+
+    def recipe(self) -> Mapping[str, Any]:
+        """Delayed scaling, HYBRID."""
+        return {
+            "recipe": "DelayedScaling",
+            "format": "HYBRID",
+            "amax_history_len": self.history_length,
+            "amax_compute_algo": "max",
+            "margin": self.margin,
+        }

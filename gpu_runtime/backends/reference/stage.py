@@ -1,0 +1,251 @@
+"""
+One pipeline stage of reference layers: the `StageBackend` that needs no GPU.
+
+The ordinary full backward (`native_forward`, then `torch.autograd.backward`) and the split one (F,
+dI, dW) run over the same modules, so one is the oracle of the other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.protocol import (
+    RELATIONS,
+    BackendError,
+    DeferredWork,
+    InputGradients,
+    NonMatrix,
+    Tape,
+    TensorSpec,
+    WeightGradients,
+    WgradUnit,
+    module_probe,
+)
+from qeffect.gpu_runtime.backends.reference.layer import ReferenceLayer
+from qeffect.gpu_runtime.backends.reference.linear import (
+    ScaledLinear,
+    Store,
+    deferred_product,
+    write_gradient,
+)
+from qeffect.gpu_runtime.backends.reference.scaling import ReferenceDomain
+
+Loss = Callable[..., Tensor]
+
+
+class ReferenceStage(torch.nn.Module):
+    """
+    Layers of one stage in one state domain.
+
+    Args:
+        index: The stage's index in the pipeline.
+        domain: Its state domain; the stage joins it.
+        config: Dimensions of every layer.
+        num_layers: Layers in the stage.
+        first: Whether the stage takes data, so that it has no input gradient.
+        loss: On a last stage, maps the hidden states and the stage's further inputs to a scalar.
+        extra_inputs: The further inputs that `loss` takes (targets).
+        seed: Seed of the initial parameters, drawn on the CPU so that devices agree.
+    """
+
+    relations = frozenset(RELATIONS)
+    survives_restart = frozenset({"parameters", "numerical-state", "recipe"})
+
+    def __init__(
+        self,
+        index: int,
+        domain: ReferenceDomain,
+        config: LayerConfig,
+        *,
+        num_layers: int = 1,
+        first: bool = False,
+        loss: Loss | None = None,
+        extra_inputs: Sequence[TensorSpec] = (),
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.index = index
+        self.domain = domain
+        self.config = config
+        self.loss = loss
+        domain.join(self)
+        generator = torch.Generator().manual_seed(seed)
+        self.layers = torch.nn.ModuleList(
+            ReferenceLayer(f"layers.{n}", config, domain, generator) for n in range(num_layers)
+        )
+        hidden = config.activation(domain.device, differentiable=not first)
+        self.inputs: tuple[TensorSpec, ...] = (hidden, *extra_inputs)
+        self.outputs: tuple[TensorSpec, ...] = (
+            (config.activation(domain.device),)
+            if loss is None
+            else (TensorSpec((), torch.float32, domain.device),)
+        )
+        self.units: tuple[WgradUnit, ...] = tuple(u for layer in self._layers for u in layer.units)
+        self.non_matrix: tuple[NonMatrix, ...] = tuple(
+            p for layer in self._layers for p in layer.non_matrix()
+        )
+        self._direct = [p.parameter for p in self.non_matrix]
+
+    @property
+    def _layers(self) -> tuple[ReferenceLayer, ...]:
+        return tuple(layer for layer in self.layers if isinstance(layer, ReferenceLayer))
+
+    @property
+    def linears(self) -> tuple[ScaledLinear, ...]:
+        """Every product of the stage, in the order of F."""
+        return tuple(linear for layer in self._layers for linear in layer.linears)
+
+    def new_tape(self, slot: int) -> Tape:
+        """A tape with one queue for each product."""
+        return Tape(slot, tuple(deque() for _ in self.linears))
+
+    def warm(self) -> None:
+        """Nothing here is made on first use, but the cache holds no weight before a refresh."""
+        self.refresh_cache()
+
+    def forward(self, tape: Tape, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """F with deferred weight gradients; the outputs and their graph stay on the tape."""
+        for linear, store in zip(self.linears, tape.stores, strict=True):
+            linear.store = store
+        tape.inputs = tuple(inputs)
+        tape.outputs = self._run(inputs)
+        return tape.outputs
+
+    def _run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        hidden, *extra = inputs
+        with self.domain.forward_interval():
+            for layer in self.layers:
+                hidden = layer(hidden)
+        return (hidden,) if self.loss is None else (self.loss(hidden, *extra),)
+
+    def bind(self, tape: Tape, destinations: Mapping[str, Tensor] | None) -> None:
+        """Remember where dW writes; this library reads the destination in dW."""
+        tape.bound = destinations
+
+    def input_gradient(self, tape: Tape, output_gradients: Sequence[Tensor]) -> InputGradients:
+        """dI; the products' operands move from the queues onto the tape."""
+        if not tape.outputs:
+            raise BackendError(f"slot {tape.slot} of stage {self.index} holds no forward work")
+        wanted = [x for x in tape.inputs if x.requires_grad]
+        gradients = torch.autograd.grad(
+            tape.outputs, [*wanted, *self._direct], list(output_gradients)
+        )
+        tape.outputs = ()
+        tape.work = [
+            DeferredWork(linear.unit, operands, deferred_product)
+            for store in tape.stores
+            for linear, operands in _drain(store)
+        ]
+        return InputGradients(
+            gradients[: len(wanted)], gradients[len(wanted) :], tuple(tape.queued)
+        )
+
+    def weight_gradient(
+        self, tape: Tape, *, accumulate: bool, keep: bool = False
+    ) -> WeightGradients:
+        """dW: each retained product once, into its destination or into fresh memory."""
+        by_unit: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for work in tape.work:
+                value = work.compute(*work.operands)
+                if tape.bound is None:
+                    by_unit[work.unit.name] = value.to(self.config.dtype)
+                else:
+                    destination = by_unit[work.unit.name] = tape.bound[work.unit.name]
+                    write_gradient(value, destination, accumulate=accumulate)
+        covered = tuple(m.name for work in tape.work for m in work.unit.matrices)
+        if not keep:
+            tape.clear()
+        return WeightGradients(covered, by_unit)
+
+    def refresh_cache(self) -> None:
+        """Quantize every weight again, within the interval that is open now."""
+        for linear in self.linears:
+            linear.refresh()
+
+    def cache_was_refreshed(self) -> None:
+        """Remember the parameters' version counters."""
+        for linear in self.linears:
+            linear.refreshed_at = linear.versions()
+
+    def cache_is_current(self) -> bool:
+        """Whether autograd's version counters still read what they did at the last refresh."""
+        return all(linear.refreshed_at == linear.versions() for linear in self.linears)
+
+    def cached_weights(self) -> Mapping[str, Tensor]:
+        """FP8 data and scale of every cached weight."""
+        cached: dict[str, Tensor] = {}
+        for linear in self.linears:
+            cached[f"{linear.unit.name}.data"] = linear.cache.data
+            cached[f"{linear.unit.name}.scale_inv"] = linear.cache.scale_inv
+        return cached
+
+    def numerical_state(self) -> Mapping[str, Tensor]:
+        """Histories and scales of every layer, forward and backward."""
+        state: dict[str, Tensor] = {}
+        for layer in self._layers:
+            for way, scaling in (
+                ("forward", layer.forward_scaling),
+                ("backward", layer.backward_scaling),
+            ):
+                state[f"{layer.name}.{way}.amax_history"] = scaling.history
+                state[f"{layer.name}.{way}.scale"] = scaling.scale
+        return state
+
+    def addresses(self) -> Mapping[str, int]:
+        """Parameters, numerical state and caches, by kind and name."""
+        kinds: dict[str, Mapping[str, Tensor]] = {
+            "parameter": dict(self.named_parameters()),
+            "state": self.numerical_state(),
+            "cache": self.cached_weights(),
+        }
+        return {
+            f"{kind}:{name}": tensor.data_ptr()
+            for kind, tensors in kinds.items()
+            for name, tensor in tensors.items()
+        }
+
+    def address_probe(self) -> Callable[[], Sequence[int]]:
+        """The module tree, the scaling state of its layers, the caches of their products."""
+        tree = module_probe(self)
+        layers, linears = self._layers, self.linears
+
+        def look() -> list[int]:
+            found = tree()
+            for layer in layers:
+                for scaling in (layer.forward_scaling, layer.backward_scaling):
+                    found += (scaling.history.data_ptr(), scaling.scale.data_ptr())
+            for linear in linears:
+                found += (linear.cache.data.data_ptr(), linear.cache.scale_inv.data_ptr())
+            return found
+
+        return look
+
+    def capture_obstacles(self) -> tuple[str, ...]:
+        """None of its own."""
+        return ()
+
+    def native_forward(self, inputs: Sequence[Tensor], *, first: bool) -> tuple[Tensor, ...]:
+        """F of the full backward: the first microbatch of an epoch refreshes the cache."""
+        for linear in self.linears:
+            linear.store = None
+            linear.overwrite = first
+            if first:
+                linear.refresh()
+        return self._run(inputs)
+
+    def native_bind(self, destinations: Mapping[str, Tensor] | None) -> None:
+        """Accumulate into these buffers from inside the full backward; None means `.grad`."""
+        for linear in self.linears:
+            linear.main_grad = None if destinations is None else destinations[linear.unit.name]
+
+
+def _drain(store: Store) -> list[tuple[ScaledLinear, tuple[object, ...]]]:
+    drained = list(store)
+    store.clear()
+    return list(drained)

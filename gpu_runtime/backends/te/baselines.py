@@ -1,0 +1,159 @@
+"""
+What users of Transformer Engine run today, for the benchmark's native columns.
+
+Part of the Transformer Engine backend: with `qeffect.gpu_runtime.backends.te.domain` and
+`qeffect.gpu_runtime.backends.te.stage` the only module that knows the library's names, and like
+`te_stage` it reaches them through `te.library()`. Nothing of the runtime is used: no slots, no
+tapes, no guards, so that the columns stay what they are called.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.te.domain import library, reset_process
+
+Chunking = Literal["chunks", "layers", "model"]
+
+
+def delayed_scaling(history: int) -> Any:
+    """The recipe of every column: HYBRID delayed scaling with a given amax history."""
+    recipe = library().recipe
+    return recipe.DelayedScaling(
+        margin=0,
+        fp8_format=recipe.Format.HYBRID,
+        amax_history_len=history,
+        amax_compute_algo="max",
+        reduce_amax=False,
+    )
+
+
+def autocast(recipe: Any) -> AbstractContextManager[None]:
+    """One FP8 region; leaving it rolls the forward histories."""
+    region: AbstractContextManager[None] = library().te.autocast(enabled=True, recipe=recipe)
+    return region
+
+
+def layer(config: LayerConfig, *, fused: bool, seed: int) -> torch.nn.Module:
+    """One `TransformerLayer`; `fused` lets its weight gradients accumulate into `main_grad`."""
+    torch.manual_seed(seed)
+    made: torch.nn.Module = library().te.TransformerLayer(
+        config.hidden,
+        config.ffn,
+        config.heads,
+        layer_number=1,
+        self_attn_mask_type="causal",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=config.dtype,
+        fuse_qkv_params=config.fused_qkv,
+        fuse_wgrad_accumulation=fused,
+        device="cuda",
+    )
+    return made
+
+
+def matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters whose gradient can be fused into `main_grad`."""
+    return [p for name, p in module.named_parameters() if name.endswith("weight") and p.dim() == 2]
+
+
+class Chain(torch.nn.Module):
+    """Layers in a row as one callable, so that one graph holds them all."""
+
+    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, hidden: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """Every layer in turn."""
+        for one in self.layers:
+            hidden = one(hidden, is_first_microbatch=is_first_microbatch)
+        return hidden
+
+
+def graphed(
+    layers: Sequence[torch.nn.Module],
+    sample: Tensor,
+    microbatches: int,
+    order: Sequence[int],
+    chunking: Chunking,
+    recipe: Any,
+) -> tuple[Any, ...]:
+    """
+    The library's own graphs with weight caching.
+
+    Args:
+        layers: The layers, one a chunk.
+        sample: A tensor of the shape that flows between them.
+        microbatches: Microbatches of a step.
+        order: The library's `_order`; for `layers` and `model` one chunk of alternating F and B.
+        chunking: `chunks`: a chunk for each layer. `layers`: one chunk of several callables.
+            `model`: one chunk of one callable.
+        recipe: The FP8 recipe.
+
+    Returns:
+        Graphed forwards: by chunk then microbatch for `chunks`, by microbatch then layer for
+        `layers`, by microbatch for `model`.
+    """
+    callables = (Chain(layers),) if chunking == "model" else tuple(layers)
+    per_chunk = [len(layers)] if chunking == "layers" else [1] * (len(callables))
+    samples = tuple(
+        (torch.randn_like(sample).requires_grad_(),) for _ in range(len(callables) * microbatches)
+    )
+    made: tuple[Any, ...] = library().te.make_graphed_callables(
+        callables,
+        samples,
+        num_warmup_iters=3,
+        allow_unused_input=True,
+        enabled=True,
+        recipe=recipe,
+        cache_quantized_params=True,
+        _order=list(order),
+        _num_layers_per_chunk=per_chunk,
+    )
+    return made
+
+
+def load_libraries(config: LayerConfig) -> None:
+    """
+    Load every kernel that a step of these dimensions uses, and leave nothing else behind.
+
+    Handles, plans and lazily loaded kernels cost the first step of a process seconds whichever
+    column it runs; without this they would be booked on whoever comes first.
+    """
+    recipe = delayed_scaling(16)
+    shape = (config.sequence, config.batch, config.hidden)
+    for fused in (False, True):
+        one = layer(config, fused=fused, seed=0)
+        for parameter in matrices(one):
+            if fused:
+                parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-4, fused=True)
+        for first in (True, False):
+            x = torch.randn(shape, device="cuda", dtype=config.dtype, requires_grad=True)
+            with autocast(recipe):
+                y = one(x, is_first_microbatch=first)
+            y.backward(torch.randn_like(y))
+            del x, y
+        for parameter in matrices(one):
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        del one, optimizer, parameter
+        reset_process()
+    counter = torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counter.add_(1)
+    graph.replay()
+    torch.cuda.synchronize()
+    del graph, counter
+    gc.collect()
+    torch.cuda.empty_cache()

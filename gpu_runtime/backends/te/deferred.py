@@ -1,0 +1,111 @@
+"""
+Transformer Engine's deferred weight gradients, taken out of its queues and given a destination.
+
+The library queues closures over the operands of each product in a `WeightGradStore`: a FIFO without
+key or owner. Its own `backward_dw` pops whatever the module's current store holds, overwrites
+`.grad` and loses the gradients of split QKV. Here every entry leaves its slot's stores at the end
+of dI, is matched with its unit, and is run later into the destination that was bound. Nothing in
+this module imports the library: a queue with `empty` and `get`, and a closure over a dictionary of
+GEMM arguments, are all it knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from qeffect.gpu_runtime.backends.protocol import BackendError, DeferredWork, WgradUnit
+
+GEMM_ARGUMENTS = "wgrad_gemm_kwargs"
+"""The closure variable that holds a deferred product's arguments ends in this."""
+
+
+def take(store: Any, units: Sequence[WgradUnit]) -> list[DeferredWork]:
+    """
+    Empty one store into the work of its units.
+
+    Args:
+        store: A `WeightGradStore` of one slot.
+        units: The units whose work one dI queues there, in queue order.
+
+    Raises:
+        BackendError: The store held more or fewer entries; it is empty now either way.
+    """
+    entries = []
+    while not store.context.empty():
+        entries.append(store.context.get())
+    if len(entries) != len(units):
+        raise BackendError(
+            f"dI queued {len(entries)} deferred products for {[u.name for u in units]}, expected "
+            f"{len(units)}: delayed weight gradients are off in that module, or a store is shared"
+        )
+    return [
+        DeferredWork(unit, operands, compute)
+        for unit, (operands, compute) in zip(units, entries, strict=True)
+    ]
+
+
+def gemm_arguments(compute: Callable[..., Any]) -> MutableMapping[str, Any]:
+    """
+    The argument dictionary that a deferred product's closure reads when it runs.
+
+    Raises:
+        BackendError: The closure has none: this version of the library is built differently.
+    """
+    names = compute.__code__.co_freevars
+    for name, cell in zip(names, compute.__closure__ or (), strict=True):
+        if name.endswith(GEMM_ARGUMENTS):
+            arguments: MutableMapping[str, Any] = cell.cell_contents
+            return arguments
+    raise BackendError(
+        f"deferred product {compute.__qualname__} closes over {list(names)}, none of which is its "
+        f"*{GEMM_ARGUMENTS}; use a tested version of the library"
+    )
+
+
+def run(work: DeferredWork, destination: Tensor | None, *, accumulate: bool) -> Tensor:
+    """
+    Run one deferred product.
+
+    Args:
+        work: The product.
+        destination: Where the gradient goes, or None for fresh memory.
+        accumulate: Add to the destination instead of overwriting it.
+
+    Returns:
+        The destination, or the fresh gradient.
+
+    Raises:
+        BackendError: The product landed elsewhere.
+    """
+    if destination is not None:
+        arguments = gemm_arguments(work.compute)
+        arguments["out"] = destination
+        arguments["out_dtype"] = destination.dtype
+        arguments["accumulate"] = accumulate
+    gradient: Tensor = work.compute(*work.operands)[0]
+    if destination is None:
+        return gradient
+    if gradient is not None and gradient.data_ptr() != destination.data_ptr():
+        raise BackendError(f"{work.unit.name}: the product did not land in its destination")
+    return destination
+
+
+def check_bound(units: Sequence[WgradUnit], bound: Mapping[str, Tensor]) -> None:
+    """
+    Look whether every unit has a contiguous destination of its shape.
+
+    Raises:
+        BackendError: One has not.
+    """
+    for unit in units:
+        tensor = bound.get(unit.name)
+        if tensor is None:
+            raise BackendError(f"{unit.name} has no destination; bind all units before dI")
+        if tuple(tensor.shape) != unit.shape or not tensor.is_contiguous():
+            raise BackendError(
+                f"{unit.name}: expected a contiguous destination of shape {unit.shape}, found "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+            )

@@ -1,0 +1,251 @@
+"""
+Transformer Engine's state domain: the process. The only module that imports the library.
+
+Every update of the library rolls the history of every registered module of the process, other
+chunks included, and graphs bake the set of modules in. So there is one domain, it refuses strangers
+and late-comers, and stages (`qeffect.gpu_runtime.backends.te.stage`) join it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from qeffect.gpu_runtime.backends.protocol import BackendError
+
+if TYPE_CHECKING:
+    from qeffect.gpu_runtime.backends.te.stage import TransformerEngineStage
+
+TESTED = ("2.18",)
+"""Versions, by their first two numbers, whose internals this module was written and tested for."""
+
+Scaling = Literal["delayed", "current", "block"]
+
+
+def version_problem(found: str) -> str | None:
+    """
+    What to tell a user about a version of Transformer Engine; None when it is a tested one.
+
+    >>> version_problem("2.18.0") is None
+    True
+    >>> print(version_problem("1.13.0"))
+    Transformer Engine 1.13.0 is untested; tested: 2.18. The runtime reaches into internals that ...
+    """
+    if ".".join(found.split(".")[:2]) in TESTED:
+        return None
+    return (
+        f"Transformer Engine {found} is untested; tested: {', '.join(TESTED)}. The runtime reaches "
+        "into internals that change between versions: install a tested one, or set "
+        "QEFFECT_UNTESTED_TE=1 and compare with native before trusting it"
+    )
+
+
+@cache
+def library() -> SimpleNamespace:
+    """
+    The parts of Transformer Engine that are used, imported on first use.
+
+    Raises:
+        BackendError: It is not installed, cannot load, or is untested.
+    """
+    try:
+        import transformer_engine
+        import transformer_engine.pytorch as te
+        from transformer_engine.common import recipe
+        from transformer_engine.pytorch.module._common import WeightGradStore, noop_cat
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+    except (ImportError, OSError) as error:
+        raise BackendError(
+            f"Transformer Engine cannot be imported ({error}); install "
+            "transformer-engine[pytorch] on a CUDA host, or use the reference backend"
+        ) from error
+    version = str(transformer_engine.__version__)
+    problem = version_problem(version)
+    if problem is not None and os.environ.get("QEFFECT_UNTESTED_TE") != "1":
+        raise BackendError(problem)
+    return SimpleNamespace(
+        te=te,
+        recipe=recipe,
+        WeightGradStore=WeightGradStore,
+        noop_cat=noop_cat,
+        manager=FP8GlobalStateManager,
+        version=version,
+    )
+
+
+def reset_process() -> None:
+    """Forget every registered module of the process, so that a new domain can be made."""
+    library().manager.reset()
+
+
+@attrs.define(eq=False)
+class TransformerEngineDomain:
+    """
+    The numerical state of all Transformer Engine modules of this process.
+
+    Args:
+        scaling: Delayed, current or block scaling; only delayed has state that actions order.
+        history_length: Entries of each amax history, for delayed scaling.
+        device: The CUDA device.
+
+    Raises:
+        BackendError: The library is missing, or modules of somebody else already share the state.
+    """
+
+    scaling: Scaling = "delayed"
+    history_length: int = 1024
+    device: torch.device = attrs.field(factory=lambda: torch.device("cuda", 0))
+    frozen: bool = attrs.field(default=False, init=False)
+    _stages: list[TransformerEngineStage] = attrs.field(factory=list, init=False)
+    _recipe: Any = attrs.field(init=False)
+    _lib: SimpleNamespace = attrs.field(init=False)
+    _frozen_members: int = attrs.field(default=0, init=False)
+
+    name = "transformer-engine"
+
+    def __attrs_post_init__(self) -> None:
+        self._lib = library()
+        if found := self._registered():
+            raise BackendError(
+                f"{found} FP8 states of this process are registered already, and every update "
+                "moves them too; make the domain first, or call its module's reset_process()"
+            )
+        recipe = self._lib.recipe
+        self._recipe = {
+            # Reducing amax over the default group would reduce over pipeline ranks.
+            "delayed": lambda: recipe.DelayedScaling(
+                margin=0,
+                fp8_format=recipe.Format.HYBRID,
+                amax_history_len=self.history_length,
+                amax_compute_algo="max",
+                reduce_amax=False,
+            ),
+            "current": lambda: recipe.Float8CurrentScaling(),
+            "block": lambda: recipe.Float8BlockScaling(),
+        }[self.scaling]()
+
+    @property
+    def stages(self) -> tuple[TransformerEngineStage, ...]:
+        """The stages that joined, in order."""
+        return tuple(self._stages)
+
+    def join(self, stage: TransformerEngineStage) -> None:
+        """
+        Take a stage into the domain.
+
+        Raises:
+            BackendError: The domain is frozen.
+        """
+        if self.frozen:
+            raise BackendError(
+                f"stage {stage.index} joins a frozen state domain; build and warm every chunk of "
+                "the process before capture: graphs bake the set of modules in"
+            )
+        self._stages.append(stage)
+
+    def autocast(self) -> Any:
+        """One outermost FP8 region; leaving it rolls every forward history of the process."""
+        return self._lib.te.autocast(enabled=True, recipe=self._recipe)
+
+    def _registered(self) -> int:
+        buffers = self._lib.manager.quantization_state.global_amax_buffer
+        return sum(len(held) for held in buffers.values())
+
+    def _members(self) -> int:
+        key = self._lib.manager.get_buffer_info()
+        return sum(
+            len(module.fp8_meta[key]) // 2
+            for stage in self._stages
+            for _, module in stage.fp8_modules()
+            if key in module.fp8_meta
+        )
+
+    def freeze(self) -> None:
+        """
+        Close the set of modules before capture.
+
+        Raises:
+            BackendError: A stage is cold, a stranger shares the state, or the process-wide skip
+                flag exists, which would override every F's refresh flag.
+        """
+        for stage in self._stages:
+            stage.require_warm()
+        if self._lib.manager.quantization_state.skip_fp8_weight_update_tensor is not None:
+            raise BackendError(
+                "the process-wide skip_fp8_weight_update tensor exists; do not mix these graphs "
+                "with make_graphed_callables(cache_quantized_params=True) in one process"
+            )
+        if self._registered() != self._members():
+            raise BackendError(
+                f"{self._registered()} FP8 states are registered in this process, but the domain's "
+                f"stages have {self._members()}; every module of the process must belong to a stage"
+            )
+        self._frozen_members = self._registered()
+        self.frozen = True
+
+    def check_membership(self) -> None:
+        """
+        Look whether a module appeared since `freeze`.
+
+        Raises:
+            BackendError: One has: replays would not move its scales, eager actions would.
+        """
+        if self.frozen and self._registered() != self._frozen_members:
+            raise BackendError(
+                f"{self._registered() - self._frozen_members} FP8 states joined the process after "
+                "capture; warm every module before capture"
+            )
+
+    def extra_state(self) -> Mapping[str, Tensor]:
+        """Global amax buffers that do not alias a module's history."""
+        covered = {
+            tensor.untyped_storage().data_ptr()
+            for stage in self._stages
+            for tensor in stage.numerical_state().values()
+        }
+        buffers = self._lib.manager.quantization_state.global_amax_buffer
+        return {
+            f"global_amax.{key}.{n}": tensor
+            for key, held in sorted(buffers.items())
+            for n, tensor in enumerate(held)
+            if tensor.untyped_storage().data_ptr() not in covered
+        }
+
+    def capture_obstacles(self) -> tuple[str, ...]:
+        """A CUDA device is all that the domain itself needs."""
+        return () if torch.cuda.is_available() else ("no CUDA device is available",)
+
+    def environment(self) -> Mapping[str, str]:
+        """Versions, the device, and the settings that results depend on."""
+        return {
+            "torch": torch.__version__,
+            "transformer_engine": self._lib.version,
+            "cuda": str(torch.version.cuda),
+            "device": _device_name(self.device),
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": os.environ.get(
+                "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "unset"
+            ),
+        }
+
+    def recipe(self) -> Mapping[str, Any]:
+        """The recipe as plain data."""
+        if self.scaling != "delayed":
+            return {"recipe": type(self._recipe).__name__}
+        return {
+            "recipe": "DelayedScaling",
+            "format": "HYBRID",
+            "amax_history_len": self.history_length,
+            "amax_compute_algo": "max",
+            "margin": 0,
+        }
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

@@ -1,0 +1,382 @@
+"""
+One pipeline stage of Transformer Engine layers behind the backend protocol.
+
+Facts that shape it, read from version 2.18: stores of deferred work are read at F and filled at dI;
+`main_grad` is read at dI; F under autocast rolls scales even when it raises; weight caches are the
+modules' `_fp8_workspaces`, silently re-created when they do not fit, so their addresses are
+checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.protocol import (
+    RELATIONS,
+    BackendError,
+    InputGradients,
+    Matrix,
+    NonMatrix,
+    Tape,
+    TensorSpec,
+    WeightGradients,
+    WgradUnit,
+    module_probe,
+)
+from qeffect.gpu_runtime.backends.te import deferred
+from qeffect.gpu_runtime.backends.te.domain import TransformerEngineDomain, library
+
+_STORES = (
+    ("self_attention.layernorm_qkv", ("qkv",)),
+    ("self_attention.proj", ("proj",)),
+    # LayerNormMLP queues FC2 before FC1 in its one store.
+    ("layernorm_mlp", ("fc2", "fc1")),
+)
+_DIRECTIONS = (("forward", "scaling_fwd"), ("backward", "scaling_bwd"))
+_STATE = ("amax_history", "scale")
+
+
+class TransformerEngineStage:
+    """
+    Transformer layers of one stage in one state domain.
+
+    Args:
+        index: The stage's index in the pipeline.
+        domain: Its state domain; the stage joins it.
+        config: Dimensions of every layer.
+        num_layers: Layers in the stage.
+        fuse_wgrad_accumulation: Give destinations to the library as `main_grad` at dI. Fused QKV
+            only; without it they are bound at dW, as split QKV needs.
+        first: Whether the stage takes data, so that it has no input gradient.
+        loss: On a last stage, maps the hidden states and the stage's further inputs to a scalar.
+        extra_inputs: The further inputs that `loss` takes (targets).
+        seed: Seed of the initial parameters.
+
+    Raises:
+        BackendError: Split QKV was asked to fuse its accumulation, which the library refuses.
+    """
+
+    survives_restart = frozenset({"parameters", "numerical-state", "recipe"})
+
+    def __init__(
+        self,
+        index: int,
+        domain: TransformerEngineDomain,
+        config: LayerConfig,
+        *,
+        num_layers: int = 1,
+        fuse_wgrad_accumulation: bool | None = None,
+        first: bool = False,
+        loss: Callable[..., Tensor] | None = None,
+        extra_inputs: Sequence[TensorSpec] = (),
+        seed: int = 0,
+    ) -> None:
+        fuse = config.fused_qkv if fuse_wgrad_accumulation is None else fuse_wgrad_accumulation
+        if fuse and not config.fused_qkv:
+            raise BackendError(
+                "the library refuses fused accumulation with split QKV; "
+                "leave fuse_wgrad_accumulation out: destinations are then bound at dW"
+            )
+        self._lib = library()
+        self.index = index
+        self.domain = domain
+        self.config = config
+        self.fuse = fuse
+        self.loss = loss
+        domain.join(self)
+        torch.manual_seed(seed)
+        self.layers = torch.nn.ModuleList(
+            self._lib.te.TransformerLayer(
+                config.hidden,
+                config.ffn,
+                config.heads,
+                layer_number=n + 1,
+                self_attn_mask_type="causal",
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                params_dtype=config.dtype,
+                fuse_qkv_params=config.fused_qkv,
+                fuse_wgrad_accumulation=fuse,
+                device=domain.device,
+            )
+            for n in range(num_layers)
+        )
+        hidden = config.activation(domain.device, differentiable=not first)
+        self.inputs: tuple[TensorSpec, ...] = (hidden, *extra_inputs)
+        self.outputs: tuple[TensorSpec, ...] = (
+            (config.activation(domain.device),)
+            if loss is None
+            else (TensorSpec((), torch.float32, domain.device),)
+        )
+        self._holders: list[torch.nn.Module] = []
+        self._queued: list[tuple[WgradUnit, ...]] = []
+        for n, layer in enumerate(self.layers):
+            for path, parts in _STORES:
+                module = layer.get_submodule(path)
+                self._holders.append(module)
+                self._queued.append(
+                    tuple(_unit(f"layers.{n}.{path}", module, part) for part in parts)
+                )
+        self.units: tuple[WgradUnit, ...] = tuple(u for units in self._queued for u in units)
+        deferred_names = {m.name for unit in self.units for m in unit.matrices}
+        self.non_matrix: tuple[NonMatrix, ...] = tuple(
+            NonMatrix(f"layers.{name}", parameter)
+            for name, parameter in self.layers.named_parameters()
+            if f"layers.{name}" not in deferred_names
+        )
+        self._direct = [p.parameter for p in self.non_matrix]
+        self._off = tuple(self._lib.WeightGradStore(False) for _ in self._holders)
+        self._refreshed_at: tuple[int, ...] | None = None
+
+    @property
+    def relations(self) -> frozenset[str]:
+        """All of them under delayed scaling; no order of state without state."""
+        unused = set() if self.domain.scaling == "delayed" else {"order"}
+        return frozenset(RELATIONS) - unused
+
+    def fp8_modules(self) -> Iterator[tuple[str, Any]]:
+        """Modules that hold FP8 state, once they are warm."""
+        for name, module in self.layers.named_modules():
+            if getattr(module, "fp8_meta", None):
+                yield f"layers.{name}", module
+
+    def new_tape(self, slot: int) -> Tape:
+        """A tape with stores of its own."""
+        return Tape(slot, tuple(self._lib.WeightGradStore(True) for _ in self._holders))
+
+    def _install(self, stores: Sequence[Any]) -> None:
+        for module, store in zip(self._holders, stores, strict=True):
+            module.wgrad_store = store
+
+    def _run(self, inputs: Sequence[Tensor], *, first: bool) -> tuple[Tensor, ...]:
+        hidden, *extra = inputs
+        with self.domain.autocast():
+            for layer in self.layers:
+                hidden = layer(hidden, is_first_microbatch=first)
+        return (hidden,) if self.loss is None else (self.loss(hidden, *extra),)
+
+    def warm(self) -> None:
+        """Run one F that creates FP8 state and caches; numerical state moves."""
+        self._install(self._off)
+        self._run([spec.buffer() for spec in self.inputs], first=True)
+        self._install(self._off)
+        self.require_warm()
+
+    def require_warm(self) -> None:
+        """
+        Look whether state and caches exist.
+
+        Raises:
+            BackendError: They do not: a first use would create them inside a captured graph.
+        """
+        cached = len(list(self._caches()))
+        if cached != len(self.units):
+            raise BackendError(
+                f"stage {self.index} has {cached} weight caches, expected {len(self.units)}; warm "
+                "every stage of the process before capture"
+            )
+
+    def forward(self, tape: Tape, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """F over cached weights, with the tape's stores in place."""
+        self._install(tape.stores)
+        tape.inputs = tuple(inputs)
+        tape.outputs = self._run(inputs, first=False)
+        return tape.outputs
+
+    def bind(self, tape: Tape, destinations: Mapping[str, Tensor] | None) -> None:
+        """
+        Say where gradients go; must precede dI, where the library reads `main_grad`.
+
+        Raises:
+            BackendError: A unit has no destination, or the library needs one and gets none.
+        """
+        if destinations is not None:
+            deferred.check_bound(self.units, destinations)
+        elif self.fuse:
+            raise BackendError(
+                "copied gradients need a stage made with fuse_wgrad_accumulation=False: with it "
+                "the library writes into main_grad"
+            )
+        tape.bound = destinations
+
+    def _set_main_grad(self, destinations: Mapping[str, Tensor]) -> None:
+        for unit in self.units:
+            (matrix,) = unit.matrices
+            matrix.parameter.main_grad = destinations[unit.name]  # type: ignore[attr-defined]
+
+    def input_gradient(self, tape: Tape, output_gradients: Sequence[Tensor]) -> InputGradients:
+        """dI; deferred products leave the tape's stores for the tape."""
+        if not tape.outputs:
+            raise BackendError(f"slot {tape.slot} of stage {self.index} holds no forward work")
+        self._install(tape.stores)
+        if self.fuse:
+            if tape.bound is None:
+                raise BackendError("no destination is bound; bind before dI")
+            self._set_main_grad(tape.bound)
+        wanted = [x for x in tape.inputs if x.requires_grad]
+        gradients = torch.autograd.grad(
+            tape.outputs, [*wanted, *self._direct], list(output_gradients)
+        )
+        tape.outputs = ()
+        tape.work = [
+            work
+            for store, units in zip(tape.stores, self._queued, strict=True)
+            for work in deferred.take(store, units)
+        ]
+        return InputGradients(gradients[: len(wanted)], gradients[len(wanted) :], tape.queued)
+
+    def weight_gradient(
+        self, tape: Tape, *, accumulate: bool, keep: bool = False
+    ) -> WeightGradients:
+        """dW: every retained product once, into its destination or into the library's memory."""
+        by_unit: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for work in tape.work:
+                destination = None if tape.bound is None else tape.bound[work.unit.name]
+                by_unit[work.unit.name] = deferred.run(work, destination, accumulate=accumulate)
+        covered = tuple(m.name for work in tape.work for m in work.unit.matrices)
+        if not keep:
+            tape.clear()
+        return WeightGradients(covered, by_unit)
+
+    def _caches(self) -> Iterator[tuple[str, Any, Tensor]]:
+        for path, module in self.layers.named_modules():
+            for name, workspace in getattr(module, "_fp8_workspaces", {}).items():
+                if name == "weight":
+                    weight = self._lib.noop_cat(module._get_weight_tensors())
+                else:
+                    weight = getattr(module, name)
+                yield f"layers.{path}.{name}", workspace, weight
+
+    def refresh_cache(self) -> None:
+        """Quantize every weight into its workspace again, in place."""
+        with torch.no_grad():
+            for _, workspace, weight in self._caches():
+                workspace.quantize_(weight)
+        self.cache_was_refreshed()
+
+    def cache_was_refreshed(self) -> None:
+        """Remember the parameters' version counters."""
+        self._refreshed_at = self._versions()
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(m.parameter._version for unit in self.units for m in unit.matrices)
+
+    def cache_is_current(self) -> bool:
+        """Whether autograd's version counters still read what they did at the last refresh."""
+        return self._refreshed_at == self._versions()
+
+    def cached_weights(self) -> Mapping[str, Tensor]:
+        """FP8 data, transposes and scales of every cached weight."""
+        return {
+            f"{name}.{key}": value
+            for name, workspace, _ in self._caches()
+            for key, value in workspace.get_metadata().items()
+            if isinstance(value, Tensor)
+        }
+
+    def numerical_state(self) -> Mapping[str, Tensor]:
+        """Histories and scales of every module; empty for recipes without state."""
+        state: dict[str, Tensor] = {}
+        for name, module in self.fp8_modules():
+            for way, key in _DIRECTIONS:
+                held = module.fp8_meta.get(key)
+                for kind in _STATE:
+                    tensor = getattr(held, kind, None)
+                    if isinstance(tensor, Tensor):
+                        state[f"{name}.{way}.{kind}"] = tensor
+        return state
+
+    def addresses(self) -> Mapping[str, int]:
+        """Parameters, numerical state and caches, by kind and name."""
+        kinds: dict[str, Mapping[str, Tensor]] = {
+            "parameter": dict(self.layers.named_parameters()),
+            "state": self.numerical_state(),
+            "cache": self.cached_weights(),
+        }
+        return {
+            f"{kind}:{name}": tensor.data_ptr()
+            for kind, tensors in kinds.items()
+            for name, tensor in tensors.items()
+        }
+
+    def address_probe(self) -> Callable[[], Sequence[int]]:
+        """The module tree, and what the FP8 state and workspaces of its modules hold by then."""
+        tree = module_probe(self.layers)
+        modules: list[Any] = list(self.layers.modules())
+        stateful = [module for module in modules if hasattr(module, "fp8_meta")]
+        caching = [module for module in modules if hasattr(module, "_fp8_workspaces")]
+
+        def look() -> list[int]:
+            found = tree()
+            for module in stateful:
+                meta = module.fp8_meta
+                for _, key in _DIRECTIONS:
+                    held = meta.get(key)
+                    found += (
+                        tensor.data_ptr()
+                        for kind in _STATE
+                        if isinstance(tensor := getattr(held, kind, None), Tensor)
+                    )
+            for module in caching:
+                for workspace in module._fp8_workspaces.values():
+                    found += (
+                        value.data_ptr() if isinstance(value, Tensor) else 0
+                        for value in workspace.get_metadata().values()
+                    )
+            return found
+
+        return look
+
+    def capture_obstacles(self) -> tuple[str, ...]:
+        """Modes in which a graph would replay host decisions or another library's streams."""
+        found = []
+        for name, module in self.layers.named_modules():
+            if not module.training:
+                found.append(f"layers.{name} is in evaluation mode, which records no amax")
+            if getattr(module, "tp_size", 1) > 1:
+                found.append(f"layers.{name} is tensor parallel; only tp_size 1 is supported")
+            if getattr(module, "primary_weights_in_fp8", False):
+                found.append(f"layers.{name} has FP8 primary weights, which have no weight cache")
+        return tuple(found)
+
+    def native_forward(self, inputs: Sequence[Tensor], *, first: bool) -> tuple[Tensor, ...]:
+        """F of the library's full backward with weight caching."""
+        self._install(self._off)
+        outputs = self._run(inputs, first=first)
+        if first:
+            self._refreshed_at = self._versions()
+        return outputs
+
+    def native_bind(self, destinations: Mapping[str, Tensor] | None) -> None:
+        """
+        Let the full backward accumulate into `main_grad`, or into `.grad` when None.
+
+        Raises:
+            BackendError: The stage was built for the other one.
+        """
+        if (destinations is not None) != self.fuse:
+            raise BackendError(
+                f"this stage was made with fuse_wgrad_accumulation={self.fuse}; make it with "
+                f"{not self.fuse} for native accumulation into "
+                f"{'main_grad' if destinations is not None else '.grad'}"
+            )
+        if destinations is not None:
+            self._set_main_grad(destinations)
+
+
+def _unit(path: str, module: Any, part: str) -> WgradUnit:
+    names = [f"{part}_weight"] if part.startswith("fc") else list(module.weight_names)
+    rows: list[Matrix] = []
+    start = 0
+    for name in names:
+        parameter = getattr(module, name)
+        stop = start + int(parameter.shape[0])
+        rows.append(Matrix(f"{path}.{name}", parameter, start, stop))
+        start = stop
+    return WgradUnit(f"{path}.{part}", tuple(rows))

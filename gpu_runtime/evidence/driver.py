@@ -1,0 +1,135 @@
+"""
+One optimizer step in schedule order over a runtime: Algorithm 1 of the paper as a loop.
+
+This is the driver that comparisons and benchmarks use, and an example of embedding: a pipeline
+runtime calls the same actions from its own loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+from torch import Tensor
+
+from qeffect.gpu_runtime.evidence.comparison import Recording
+from qeffect.gpu_runtime.evidence.native import record_step, record_sum
+from qeffect.gpu_runtime.memory.arena import by_matrix
+from qeffect.gpu_runtime.memory.state import live_state
+from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.plan.workload import Kind, Step, Workload
+from qeffect.gpu_runtime.runtime import Runtime
+from qeffect.keys import TapeKey, TapeRef
+
+
+@attrs.define(eq=False)
+class GuardedRun:
+    """
+    Training over a runtime with a workload's data, recorded where wanted.
+
+    Args:
+        runtime: The runtime; recording wants one with `readers`.
+        workload: The data.
+        optimizer: The optimizer over the same stages.
+        recording: Where to record, or None.
+    """
+
+    runtime: Runtime
+    workload: Workload
+    optimizer: Optimizer
+    recording: Recording | None = None
+    _refs: dict[TapeKey, TapeRef] = attrs.field(factory=dict, init=False)
+    _added: dict[int, int] = attrs.field(factory=dict, init=False)
+
+    def run(self, num_steps: int) -> None:
+        """Train for some optimizer steps, from the runtime's epoch on."""
+        for _ in range(num_steps):
+            self.step()
+
+    def step(self) -> None:
+        """One optimizer step."""
+        self.actions()
+        self.finish()
+
+    def actions(self) -> None:
+        """Every action of one epoch."""
+        self._added = dict.fromkeys(self.runtime.stages, 0)
+        self._refs.clear()
+        refreshed: set[int] = set()
+        for step in self.runtime.order.steps:
+            if step.kind is Kind.FORWARD and step.stage not in refreshed:
+                self.runtime.actions.refresh(step.stage)
+                refreshed.add(step.stage)
+            self.act(step)
+
+    def act(self, step: Step) -> None:
+        """One F, dI or dW."""
+        key = self.runtime.key(step.stage, step.microbatch)
+        if step.kind is Kind.FORWARD:
+            self._forward(key, step)
+        elif step.kind is Kind.DGRAD:
+            self._input_gradient(key, step)
+        else:
+            self._weight_gradient(key)
+
+    def finish(self) -> None:
+        """The end of an epoch."""
+        number, stages = self.runtime.epoch, list(self.runtime.stages.values())
+        gradients = self.runtime.finalize()
+        record_step(self.recording, number, stages, gradients, before_update=True)
+        self.runtime.update(self.optimizer, gradients)
+        record_step(self.recording, number, stages, gradients, optimizer=self.optimizer)
+
+    def _forward(self, key: TapeKey, step: Step) -> None:
+        runtime, stage = self.runtime, self.runtime.stages[key.stage]
+        inputs = self.workload.inputs(stage, key.epoch, key.microbatch)
+        ref = self._refs[key] = runtime.actions.forward(key, inputs)
+        if runtime.config.readers:
+            outputs = runtime.actions.outputs(key, ref)
+            if (r := self.recording) is not None:
+                where = f"step {key.epoch} {step}"
+                memory = runtime.contract.memory
+                r.add_all("outputs", where, {str(n): y for n, y in enumerate(outputs)})
+                r.add("versions", f"{where} weight epoch", memory.weight_epoch[key.stage])
+                r.add("versions", f"{where} cache epoch", memory.cache_epoch[key.stage])
+                r.add("versions", f"{where} cache is current", int(stage.cache_is_current()))
+                r.add_state(where, live_state(runtime.domain))
+            runtime.actions.finish_outputs(key, ref)
+
+    def _input_gradient(self, key: TapeKey, step: Step) -> None:
+        runtime, stage = self.runtime, self.runtime.stages[key.stage]
+        ref = self._refs[key]
+        runtime.actions.bind(key)
+        runtime.actions.input_gradient(
+            key, ref, self.workload.output_gradients(stage, key.epoch, key.microbatch)
+        )
+        if not runtime.config.readers:
+            return
+        found: Sequence[Tensor] = ()
+        if any(spec.differentiable for spec in stage.inputs):
+            found = runtime.actions.input_gradients(key, ref)
+        if (r := self.recording) is not None:
+            where = f"step {key.epoch} {step}"
+            place = f"step {key.epoch} stage {key.stage} m{key.microbatch}"
+            left = runtime.memories[key.stage].table[ref.slot].non_matrix
+            named = dict(zip((p.name for p in stage.non_matrix), left, strict=True))
+            r.add_all("microbatch gradients", place, named)
+            r.add_all("input gradients", where, {str(n): g for n, g in enumerate(found)})
+            r.add_state(where, live_state(runtime.domain))
+        if found:
+            runtime.actions.finish_input_gradients(key, ref)
+
+    def _weight_gradient(self, key: TapeKey) -> None:
+        runtime = self.runtime
+        memory = runtime.memories[key.stage]
+        runtime.actions.weight_gradient(key, self._refs.pop(key))
+        added = self._added[key.stage] = self._added[key.stage] + 1
+        if self.recording is None:
+            return
+        written = memory.arena.written(key.microbatch)
+        if memory.arena.rule == "accumulate":
+            record_sum(self.recording, memory.stage, key.epoch, added, written)
+        else:
+            place = f"step {key.epoch} stage {key.stage} m{key.microbatch}"
+            named = by_matrix(memory.stage.units, written)
+            self.recording.add_all("microbatch gradients", place, named)

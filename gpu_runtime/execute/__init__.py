@@ -1,0 +1,3 @@
+"""
+Execution: the guarded actions, eagerly or as CUDA graphs, and their streams.
+"""

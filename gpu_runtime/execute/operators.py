@@ -1,0 +1,305 @@
+"""
+The guarded actions as `torch.library` operators: explicit tensors, the effect token as state.
+
+A graph compiler sees four operators. Each mutates a token, two integers on the CPU: how many
+effects (F and dI) the state domain has seen in this epoch, and how many actions of any kind. The
+first is presented to the kernel, so that an operator that runs twice, is dropped or is moved is
+refused; mutating it is what keeps a compiler from doing that. Outputs are independent of the
+runtime's static buffers.
+
+`torch.library.opcheck` runs an operator several times on clones of one token. A contract must
+refuse that, and an ordinary session does. A session in *rehearsal* instead goes back to the place
+that the token names, by beginning the epoch again and repeating its actions, so that schema,
+aliasing, fake implementation and functionalization can be checked.
+
+Operators are defined with `Library.define`, not `custom_op`, whose bodies record no autograd. F and
+dI have an overload for each number of results (`forward.n1`), because a compiler cannot
+functionalize a returned list.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from qeffect.gpu_runtime.backends.protocol import BackendError, TensorSpec
+from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.plan.workload import Gradients
+from qeffect.gpu_runtime.runtime import Runtime
+from qeffect.keys import TapeKey, TapeRef
+
+NAMESPACE = "qeffect"
+
+MAX_RESULTS = 4
+"""Outputs of a stage, or differentiable inputs, that the operators provide for."""
+
+
+class Session:
+    """
+    What the operators' integer argument stands for: a runtime, and the references it has issued.
+
+    Args:
+        runtime: The runtime.
+        rehearsal: Go back to the place that a token names instead of refusing an old one. For
+            `opcheck`; it keeps the epoch's inputs.
+    """
+
+    def __init__(self, runtime: Runtime, *, rehearsal: bool = False) -> None:
+        self.runtime = runtime
+        self.rehearsal = rehearsal
+        self.handle = next(_HANDLES)
+        self._refs: dict[TapeKey, TapeRef] = {}
+        self._journal: list[Callable[[], object]] = []
+        self._base = self._effects()
+        _SESSIONS[self.handle] = self
+
+    def token(self) -> Tensor:
+        """The token of now."""
+        return torch.tensor([self._effects() - self._base, len(self._journal)])
+
+    def finish(self, optimizer: Optimizer) -> Gradients:
+        """End the epoch; tokens begin again at zero."""
+        gradients = self.runtime.finish(optimizer)
+        self._begin()
+        return gradients
+
+    def _effects(self) -> int:
+        return self.runtime.contract.token(next(iter(self.runtime.stages)))
+
+    def _begin(self) -> None:
+        self._refs.clear()
+        self._journal.clear()
+        self._base = self._effects()
+
+    def _go_to(self, token: Tensor) -> int:
+        """Make the token's place the current one where that is allowed; return its effects."""
+        effects, position = token.tolist()
+        if self.rehearsal and position != len(self._journal):
+            past = self._journal[:position]
+            self.runtime.rebuild()
+            self._begin()
+            for repeat in past:
+                self._journal.append(repeat)
+                repeat()
+        return self._base + int(effects)
+
+    def _done(self, token: Tensor, repeat: Callable[[], object], *, effect: bool) -> None:
+        # Without rehearsal only the count is wanted, and inputs must not be kept alive.
+        self._journal.append(repeat if self.rehearsal else _nothing)
+        token.add_(torch.tensor([int(effect), 1]))
+
+    def refresh(self, token: Tensor, stage: int) -> None:
+        """Refresh a stage's weight cache."""
+        self._go_to(token)
+        self._refresh(stage)
+        self._done(token, lambda: self._refresh(stage), effect=False)
+
+    def _refresh(self, stage: int) -> None:
+        self.runtime.actions.refresh(stage)
+
+    def forward(
+        self, token: Tensor, inputs: Sequence[Tensor], stage: int, microbatch: int
+    ) -> list[Tensor]:
+        """F."""
+        effects = self._go_to(token)
+        outputs = self._forward(inputs, stage, microbatch, effects)
+        kept = [value.clone() for value in inputs] if self.rehearsal else []
+        self._done(token, lambda: self._forward(kept, stage, microbatch, None), effect=True)
+        return outputs
+
+    def _forward(
+        self, inputs: Sequence[Tensor], stage: int, microbatch: int, effects: int | None
+    ) -> list[Tensor]:
+        key = self.runtime.key(stage, microbatch)
+        actions = self.runtime.actions
+        with _recording():
+            ref = self._refs[key] = actions.forward(key, inputs, token=effects)
+        if not self.runtime.config.readers:
+            return _independent(self.runtime.memories[stage].table[ref.slot].outputs)
+        outputs = _independent(actions.outputs(key, ref))
+        actions.finish_outputs(key, ref)
+        return outputs
+
+    def input_gradient(
+        self, token: Tensor, output_gradients: Sequence[Tensor], stage: int, microbatch: int
+    ) -> list[Tensor]:
+        """Bind, then dI."""
+        effects = self._go_to(token)
+        found = self._input_gradient(output_gradients, stage, microbatch, effects)
+        kept = [value.clone() for value in output_gradients] if self.rehearsal else []
+        self._done(token, lambda: self._input_gradient(kept, stage, microbatch, None), effect=True)
+        return found
+
+    def _input_gradient(
+        self, gradients: Sequence[Tensor], stage: int, microbatch: int, effects: int | None
+    ) -> list[Tensor]:
+        key = self.runtime.key(stage, microbatch)
+        ref, actions = self._ref(key), self.runtime.actions
+        actions.bind(key)
+        with _recording():
+            actions.input_gradient(key, ref, gradients, token=effects)
+        memory = self.runtime.memories[stage]
+        if not (self.runtime.config.readers and _with_gradients(memory.stage.inputs)):
+            return _independent(memory.table[ref.slot].input_gradients)
+        found = _independent(actions.input_gradients(key, ref))
+        actions.finish_input_gradients(key, ref)
+        return found
+
+    def weight_gradient(self, token: Tensor, stage: int, microbatch: int) -> None:
+        """dW; it has no effect on the state domain, so only the token's second number moves."""
+        self._go_to(token)
+        self._weight_gradient(stage, microbatch)
+        self._done(token, lambda: self._weight_gradient(stage, microbatch), effect=False)
+
+    def _weight_gradient(self, stage: int, microbatch: int) -> None:
+        key = self.runtime.key(stage, microbatch)
+        self.runtime.actions.weight_gradient(key, self._ref(key))
+
+    def _ref(self, key: TapeKey) -> TapeRef:
+        try:
+            return self._refs[key]
+        except KeyError:
+            raise BackendError(f"{key} has no tape in this epoch; run its forward first") from None
+
+
+_HANDLES = itertools.count(1)
+_SESSIONS: WeakValueDictionary[int, Session] = WeakValueDictionary()
+
+
+def session_of(handle: int) -> Session:
+    """
+    The session of an operator's integer argument.
+
+    Raises:
+        BackendError: There is none; sessions live as long as somebody holds them.
+    """
+    found = _SESSIONS.get(handle)
+    if found is None:
+        raise BackendError(f"no session {handle}; keep the Session alive while its operators run")
+    return found
+
+
+def _nothing() -> None:
+    """Stands for an action that will not be repeated."""
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """
+    Record autograd although a dispatcher may have called from below it.
+
+    F's own graph is between F and dI of one tape; it is none of the caller's business.
+    """
+    below = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        for key in below:
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        yield
+
+
+def _independent(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def _with_gradients(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    return [spec for spec in specs if spec.differentiable]
+
+
+def _refresh(token: Tensor, session: int, stage: int) -> None:
+    session_of(session).refresh(token, stage)
+
+
+def _forward(
+    token: Tensor, inputs: list[Tensor], session: int, stage: int, microbatch: int
+) -> list[Tensor]:
+    return session_of(session).forward(token, inputs, stage, microbatch)
+
+
+def _input_gradient(
+    token: Tensor, output_gradients: list[Tensor], session: int, stage: int, microbatch: int
+) -> list[Tensor]:
+    return session_of(session).input_gradient(token, output_gradients, stage, microbatch)
+
+
+def _weight_gradient(token: Tensor, session: int, stage: int, microbatch: int) -> None:
+    session_of(session).weight_gradient(token, stage, microbatch)
+
+
+def _fake_nothing(token: Tensor, *_: Any) -> None:
+    """No results."""
+
+
+def _fake_forward(
+    token: Tensor, inputs: list[Tensor], session: int, stage: int, microbatch: int
+) -> list[Tensor]:
+    return _empty(session_of(session).runtime.stages[stage].outputs)
+
+
+def _fake_input_gradient(
+    token: Tensor, output_gradients: list[Tensor], session: int, stage: int, microbatch: int
+) -> list[Tensor]:
+    return _empty(_with_gradients(session_of(session).runtime.stages[stage].inputs))
+
+
+def _empty(specs: Sequence[TensorSpec]) -> list[Tensor]:
+    return [torch.empty(spec.shape, dtype=spec.dtype, device=spec.device) for spec in specs]
+
+
+def _with_arity(function: Callable[..., list[Tensor]], arity: int) -> Callable[..., Any]:
+    """A function that returns as many tensors as its overload says, in the form torch wants."""
+
+    @wraps(function)
+    def call(token: Tensor, given: list[Tensor], session: int, stage: int, microbatch: int) -> Any:
+        runtime = session_of(session).runtime
+        specs = runtime.stages[stage].outputs if "forward" in function.__name__ else None
+        wanted = len(_with_gradients(runtime.stages[stage].inputs) if specs is None else specs)
+        if wanted != arity:
+            raise BackendError(
+                f"stage {stage} has {wanted} results here, the overload n{arity} has {arity}; "
+                f"call n{wanted}"
+            )
+        found = function(token, given, session, stage, microbatch)
+        return found[0] if arity == 1 else tuple(found) if found else None
+
+    return call
+
+
+def _define(
+    library: Any, signature: str, real: Callable[..., Any], fake: Callable[..., Any]
+) -> None:
+    name = signature.partition("(")[0]
+    library.define(signature)
+    # A token alone is on the CPU; with inputs on a device, that device is dispatched to.
+    for key in ("CPU", "CUDA"):
+        library.impl(name, real, key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+
+
+def _define_all() -> Any:
+    library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+    place = "int session, int stage"
+    tape = f"{place}, int microbatch"
+    _define(library, f"refresh(Tensor(a!) token, {place}) -> ()", _refresh, _fake_nothing)
+    _define(
+        library, f"weight_gradient(Tensor(a!) token, {tape}) -> ()", _weight_gradient, _fake_nothing
+    )
+    for name, given, real, fake in (
+        ("forward", "inputs", _forward, _fake_forward),
+        ("input_gradient", "output_gradients", _input_gradient, _fake_input_gradient),
+    ):
+        for arity in range(MAX_RESULTS + 1):
+            results = "Tensor" if arity == 1 else f"({', '.join(['Tensor'] * arity)})"
+            signature = f"{name}.n{arity}(Tensor(a!) token, Tensor[] {given}, {tape}) -> {results}"
+            _define(library, signature, _with_arity(real, arity), _with_arity(fake, arity))
+    return library
+
+
+_LIBRARY = _define_all()

@@ -1,0 +1,3 @@
+"""
+Measuring: the device, reports, tables and pictures that benchmarks and evidence share.
+"""

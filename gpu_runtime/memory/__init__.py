@@ -1,0 +1,3 @@
+"""
+Memory: slots, gradient destinations and their sums, numerical state.
+"""

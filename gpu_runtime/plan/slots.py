@@ -1,0 +1,150 @@
+"""
+How many slots a stage gets, and which microbatch uses which: a pure function of the order.
+
+Live-slot provisioning reserves the order's peak of live tapes and reuses a slot as soon as its dW
+is done; the paper's provisioning reserves one slot for each microbatch. Because the assignment does
+not depend on anything that happens at run time, it can be captured: each slot's graphs know which
+destinations their microbatches write, and whether one of them is the first to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import attrs
+
+from qeffect.gpu_runtime.memory.arena import Rule
+from qeffect.gpu_runtime.plan.workload import Kind, Order
+
+Provisioning = Literal["live", "per_microbatch"]
+PROVISIONINGS: tuple[Provisioning, ...] = ("live", "per_microbatch")
+
+
+class WgradVariant(NamedTuple):
+    """
+    One thing that a slot's dW may have to do; captured graphs have one for each.
+
+    Args:
+        destination: Index of the set of destinations, -1 for the library's own memory.
+        accumulate: Whether it adds.
+    """
+
+    destination: int
+    accumulate: bool
+
+
+@attrs.frozen
+class SlotPlan:
+    """
+    Which slot each microbatch of each stage uses.
+
+    Args:
+        order: What runs.
+        provisioning: How slots were counted.
+        slot_of: Local slot by stage and microbatch.
+        num_slots: Slots by stage.
+    """
+
+    order: Order
+    provisioning: Provisioning
+    slot_of: Mapping[tuple[int, int], int]
+    num_slots: Mapping[int, int]
+
+    def variant(self, stage: int, microbatch: int, rule: Rule) -> WgradVariant:
+        """What the dW of a microbatch does under a destination rule."""
+        if rule == "copied":
+            return WgradVariant(-1, False)
+        if rule == "per_microbatch":
+            return WgradVariant(microbatch, False)
+        return WgradVariant(0, microbatch != self.order.microbatches(stage, Kind.WGRAD)[0])
+
+    def variants(self, stage: int, slot: int, rule: Rule) -> tuple[WgradVariant, ...]:
+        """Everything that the dW of one slot has to do in an epoch, each once."""
+        return tuple(
+            sorted(
+                {
+                    self.variant(stage, microbatch, rule)
+                    for (owner, microbatch), used in self.slot_of.items()
+                    if owner == stage and used == slot
+                }
+            )
+        )
+
+
+def plan_slots(
+    order: Order,
+    provisioning: Provisioning = "live",
+    *,
+    available: Mapping[int, int] | None = None,
+    feeds: Mapping[int, int] | None = None,
+) -> SlotPlan:
+    """
+    Assign slots by walking the order: the lowest free slot at F, free again when all is consumed.
+
+    A tape is consumed by its dW and by the readers of what it produced. Where a stage feeds another
+    one of the same process, the other's F reads its output, and its dI reads the other's input
+    gradient, which may be later than the other's dW.
+
+    >>> plan = plan_slots(Order.parse("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2"))
+    >>> plan.num_slots, [plan.slot_of[0, m] for m in range(3)]
+    ({0: 2}, [0, 1, 0])
+
+    Args:
+        order: What runs.
+        provisioning: `live` or `per_microbatch`.
+        available: Slots that a stage may have at most; unlimited where left out.
+        feeds: Which local stage each local stage feeds.
+
+    Raises:
+        ValueError: The order needs more slots than are available, or names an unknown provisioning.
+    """
+    if provisioning not in PROVISIONINGS:
+        raise ValueError(
+            f"unknown provisioning {provisioning!r}; choose {' or '.join(PROVISIONINGS)}"
+        )
+    slot_of: dict[tuple[int, int], int] = {}
+    consumers = _consumers(order, feeds or {})
+    used: dict[int, set[int]] = {stage: set() for stage in order.stages}
+    needed = dict.fromkeys(order.stages, 0)
+    for kind, stage, microbatch in order.steps:
+        if kind is Kind.FORWARD:
+            free = microbatch
+            if provisioning == "live":
+                free = next(n for n in range(len(used[stage]) + 1) if n not in used[stage])
+            slot_of[stage, microbatch] = free
+            used[stage].add(free)
+            needed[stage] = max(needed[stage], free + 1)
+        for owner, owned in consumers.reads.get((kind, stage, microbatch), ()):
+            left = consumers.left[owner, owned] = consumers.left[owner, owned] - 1
+            if left == 0:
+                used[owner].discard(slot_of[owner, owned])
+    for stage, limit in (available or {}).items():
+        if needed.get(stage, 0) > limit:
+            raise ValueError(
+                f"stage {stage} has {limit} slots, this order needs {needed[stage]} with "
+                f"{provisioning} provisioning; give it {needed[stage]}"
+            )
+    return SlotPlan(order, provisioning, slot_of, needed)
+
+
+class _Consumers(NamedTuple):
+    """Which tapes each action consumes, and how many consumers each tape has left."""
+
+    reads: dict[tuple[Kind, int, int], list[tuple[int, int]]]
+    left: dict[tuple[int, int], int]
+
+
+def _consumers(order: Order, feeds: Mapping[int, int]) -> _Consumers:
+    found = _Consumers({}, {})
+    for stage in order.stages:
+        for microbatch in range(order.num_microbatches):
+            tape = stage, microbatch
+            readers = [(Kind.WGRAD, stage, microbatch)]
+            if stage in feeds:
+                readers.append((Kind.FORWARD, feeds[stage], microbatch))
+            readers += [(Kind.DGRAD, by, microbatch) for by, fed in feeds.items() if fed == stage]
+            found.left[tape] = len(readers)
+            for reader in readers:
+                found.reads.setdefault(reader, []).append(tape)
+    return found

@@ -1,0 +1,397 @@
+"""
+The runtime of one process: its stages, their one state domain, and the boundaries of an epoch.
+
+Everything that spans stages lives here: the contract, the slot plan, the snapshot of the last
+commit from which a poisoned domain is restored, capture, and the optimizer step (finalize, no
+pending work, update, next epoch). Actions are in `qeffect.gpu_runtime.execute.actions`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, BinaryIO
+
+import attrs
+import torch
+
+from qeffect.checkpoint import Checkpoint
+from qeffect.config import StageConfig
+from qeffect.contract import Contract
+from qeffect.engine.stage import OPTIONAL
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, StateDomain
+from qeffect.gpu_runtime.execute.actions import GuardedActions
+from qeffect.gpu_runtime.execute.eager import EagerExecutor, Executor, StageMemory
+from qeffect.gpu_runtime.execute.streams import Handoff, handoff_for
+from qeffect.gpu_runtime.memory.arena import Arena, Rule, by_matrix
+from qeffect.gpu_runtime.memory.state import NumericalState, Snapshot, live_state, preserving
+from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.plan.slots import Provisioning, SlotPlan, plan_slots
+from qeffect.gpu_runtime.plan.workload import Gradients, Kind, Order
+from qeffect.keys import TapeKey
+from qeffect.log.recorder import Recorder
+
+Reducer = Callable[[int, Mapping[str, torch.Tensor]], None]
+
+
+@attrs.frozen(kw_only=True)
+class RuntimeConfig:
+    """
+    How a process runs.
+
+    Args:
+        rule: Where dW writes.
+        dtype: Type of the destinations; another than the parameters' wants master weights.
+        provisioning: How slots are counted.
+        captured: Replay CUDA graphs instead of calling the backend.
+        readers: Whether outputs and input gradients have a reader (a send, the next chunk, a
+            recorder) that must finish before a slot is free.
+        feeds: Which local stage each local stage feeds, so that a slot is kept for its reader.
+        declared: Refuse any other order of F and dI than the plan's.
+        callers: Names of the streams that call.
+        pool: Capture-memory pool that all slots share. Only the test that shows why that is wrong
+            sets it; None gives every slot a pool of its own.
+    """
+
+    rule: Rule = "accumulate"
+    dtype: torch.dtype = torch.bfloat16
+    provisioning: Provisioning = "live"
+    captured: bool = False
+    readers: bool = False
+    feeds: Mapping[int, int] = attrs.field(factory=dict)
+    declared: bool = True
+    callers: tuple[Hashable, ...] = ("main",)
+    pool: Hashable | None = None
+
+
+class Runtime:
+    """
+    Guarded F, dI, dW over the stages of one state domain.
+
+    Args:
+        stages: Every stage of the domain, that is of the process.
+        order: The rank's row of the schedule: slots are a function of it.
+        config: How to run.
+        event_log: Where to write every accepted transition: a path, a binary file, or True for
+            memory (`recorder.lines`). None costs nothing. `close` ends the log.
+        reducer: Reduces the gradients of a finalized stage in place over data-parallel ranks; it
+            is given the stage and its gradients.
+
+    Raises:
+        BackendError: The order names other stages, the backend cannot be captured, or a stage does
+            not fit the configuration.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageBackend],
+        order: Order,
+        config: RuntimeConfig | None = None,
+        *,
+        event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
+        reducer: Reducer | None = None,
+    ) -> None:
+        self.config = config or RuntimeConfig()
+        self.reducer = reducer
+        self._keys: dict[tuple[int, int], TapeKey] = {}
+        self._keys_of = -1
+        self.order = order
+        self.stages = {stage.index: stage for stage in stages}
+        self.domain = _one_domain(stages)
+        self.relations = frozenset[str]().union(*(stage.relations for stage in stages))
+        if tuple(sorted(self.stages)) != order.stages:
+            raise BackendError(
+                f"the order runs stages {list(order.stages)}, this process has "
+                f"{sorted(self.stages)}; build the stages of the rank whose row it is"
+            )
+        self.plan: SlotPlan = plan_slots(order, self.config.provisioning, feeds=self.config.feeds)
+        self.handoff: Handoff = handoff_for(self.domain.device)
+        self.handoff.wait_for_caller()
+        with self.handoff.scope(), preserving(self.domain):
+            for stage in stages:
+                stage.warm()
+        self.handoff.synchronize()
+        self.memories = self._allocate()
+        self.contract = Contract(
+            [self._stage_config(memory) for memory in self.memories.values()],
+            omit=sorted(OPTIONAL - self.relations),
+            callers=self.config.callers,
+            declared=self._declared(),
+        )
+        for own in self.contract.stages:
+            self.memories[own.stage].all_matrices = own.matrices
+        self.recorder: Recorder | None = None
+        if event_log is not None and event_log is not False:
+            self.recorder = Recorder(self.contract, None if event_log is True else event_log)
+        self.executor: Executor = self._make_executor()
+        self.actions = GuardedActions(
+            self.contract,
+            self.memories,
+            self.executor,
+            self.handoff,
+            {caller: self.contract.link(caller) for caller in self.config.callers},
+        )
+        self.handoff.synchronize()
+        self._committed = Snapshot(tuple(live_state(self.domain).values()))
+
+    # Building
+
+    def _allocate(self) -> dict[int, StageMemory]:
+        memories: dict[int, StageMemory] = {}
+        first = 0
+        for index in sorted(self.stages):
+            stage = self.stages[index]
+            arena = Arena.for_stage(
+                stage, self.config.rule, self.order.num_microbatches, self.config.dtype
+            )
+            memories[index] = StageMemory.allocate(stage, self.plan, arena, first)
+            first += self.plan.num_slots[index]
+        return memories
+
+    def _stage_config(self, memory: StageMemory) -> StageConfig:
+        stage = memory.stage
+        return StageConfig(
+            stage=stage.index,
+            microbatches=self.order.num_microbatches,
+            slots=self.plan.num_slots[stage.index],
+            matrices=memory.all_matrices,
+            destinations=memory.arena.configured() if "arena" in self.relations else (),
+            sends_output=self.config.readers,
+            sends_gradient=self.config.readers and any(s.differentiable for s in stage.inputs),
+            reduces=self.reducer is not None and "reduction" in self.relations,
+            pool=self.config.pool,
+        )
+
+    def _declared(self) -> Mapping[Hashable, Sequence[tuple[str, Any]]] | None:
+        if not self.config.declared or "order" not in self.relations:
+            return None
+        names = {Kind.FORWARD: "F", Kind.DGRAD: "dI"}
+        return {
+            0: [
+                (names[step.kind], (step.stage, step.microbatch, 0, 0))
+                for step in self.order.steps
+                if step.kind in names
+            ]
+        }
+
+    def _make_executor(self) -> Executor:
+        if not self.config.captured:
+            return EagerExecutor()
+        from qeffect.gpu_runtime.execute.graphs import capture
+
+        return capture(
+            self.domain, self.memories, self.plan, self.handoff, shared_pool=self.config.pool
+        )
+
+    def caller_scope(self) -> Any:
+        """
+        A context in which the calling code runs on the graph stream.
+
+        A loop inside it needs no event between its actions: one stream's order is both halves of
+        the handoff. What the loop reads elsewhere must still wait for the stream.
+        """
+        return self.handoff.scope()
+
+    # Actions, by name of the key
+
+    def key(self, stage: int, microbatch: int) -> TapeKey:
+        """The key of an execution in the current epoch."""
+        epoch = self.contract.epoch
+        if self._keys_of != epoch:
+            self._keys_of = epoch
+            self._keys.clear()
+        key = self._keys.get((stage, microbatch))
+        if key is None:
+            key = self._keys[stage, microbatch] = TapeKey(epoch, stage, microbatch)
+        return key
+
+    @property
+    def epoch(self) -> int:
+        """The weight epoch."""
+        return self.contract.epoch
+
+    # The end of an epoch
+
+    def finish(self, optimizer: Optimizer, *, caller: Hashable = "main") -> Gradients:
+        """
+        Finalize every stage, update the parameters, begin the next epoch.
+
+        Args:
+            optimizer: The optimizer over the same stages.
+            caller: Name of the calling stream.
+
+        Returns:
+            The gradients that the optimizer was given, valid until the next dW.
+
+        Raises:
+            Refused: An F, dI or dW is missing, work is live, or the epoch was spoiled; nothing was
+                updated.
+        """
+        gradients = self.finalize(caller=caller)
+        self.update(optimizer, gradients, caller=caller)
+        return gradients
+
+    def finalize(self, *, caller: Hashable = "main") -> Gradients:
+        """
+        Declare every stage's gradients whole, and sum them.
+
+        Raises:
+            Refused: Something is missing or spoiled.
+        """
+        link = self.actions._enter(caller)
+        for index in self.memories:
+            self.contract.finalize(index, link)
+        with self.handoff.scope():
+            gradients = {index: self._gradients(memory) for index, memory in self.memories.items()}
+            for index, named in gradients.items():
+                self._reduce(index, named)
+            self.handoff.record_tail()
+        self.actions._leave(link)
+        return gradients
+
+    def _reduce(self, stage: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        if self.reducer is None:
+            return
+        if "reduction" not in self.relations:
+            self.reducer(stage, gradients)
+            return
+        self.contract.start_reduction(stage)
+        try:
+            self.reducer(stage, gradients)
+        except BaseException:
+            self.contract.fail_reduction(stage)
+            raise
+        self.contract.finish_reduction(stage)
+
+    def _gradients(self, memory: StageMemory) -> dict[str, torch.Tensor]:
+        stage = memory.stage
+        total = memory.arena.total(self.order.microbatches(stage.index, Kind.DGRAD))
+        named = by_matrix(stage.units, total)
+        named.update(zip((p.name for p in stage.non_matrix), memory.sums, strict=True))
+        return named
+
+    def update(
+        self, optimizer: Optimizer, gradients: Gradients, *, caller: Hashable = "main"
+    ) -> int:
+        """
+        Commit the epoch and run the optimizer.
+
+        The commit's guards come before the update, so that a refusal leaves the weights alone.
+
+        Returns:
+            The new epoch.
+
+        Raises:
+            Refused: Work is live or a stage is not final; nothing was updated.
+        """
+        link = self.actions._enter(caller)
+        epoch = self.contract.commit_epoch()
+        try:
+            with self.handoff.scope():
+                optimizer.step(gradients)
+                self._committed.take()
+                self.handoff.record_tail()
+        except BaseException:
+            self.actions.unusable = (
+                f"the optimizer failed during the update to epoch {epoch}: weights may be half "
+                "updated; load a checkpoint into a fresh runtime"
+            )
+            raise
+        self.actions._leave(link)
+        for memory in self.memories.values():
+            memory.arena.start_epoch()
+        return epoch
+
+    # Failure and restart
+
+    def rebuild(self) -> None:
+        """
+        Begin the epoch again after a failure: numerical state of the last commit, nothing live.
+
+        Drops every live tape, waits for the device, restores the numerical state from the last
+        commit's snapshot and begins a new incarnation, in which every older reference is refused
+        and every weight cache is stale. Captured graphs stay: they hold addresses, not contents.
+
+        Raises:
+            BackendError: An optimizer update failed half way; no snapshot covers weights.
+        """
+        if self.actions.unusable is not None:
+            raise BackendError(self.actions.unusable)
+        epoch = self.contract.epoch
+        self.drain()
+        self.contract.purge(epoch)
+        with self.handoff.scope():
+            self._committed.restore()
+        self._restart(epoch)
+
+    def _restart(self, epoch: int) -> None:
+        for memory in self.memories.values():
+            memory.table.rebuild()
+            memory.arena.start_epoch()
+        self.drain()
+        self.contract.restore(
+            Checkpoint(epoch, self.contract.stages, self.contract.transitions.relations)
+        )
+
+    def drain(self) -> None:
+        """Wait for all device work, and tell the kernel."""
+        self.handoff.synchronize()
+        if self.domain.device.type == "cuda":
+            torch.cuda.synchronize(self.domain.device)
+        self.contract.drain()
+
+    def checkpoint(self) -> tuple[Checkpoint, NumericalState]:
+        """
+        What persists of the runtime: the contract's part and the numerical state.
+
+        Parameters and the optimizer's state are the caller's to save beside it.
+
+        Raises:
+            Refused: Something is live, in flight or unfinished.
+        """
+        self.drain()
+        state = NumericalState.of(self.domain)
+        return self.contract.checkpoint(recipe=dict(self.domain.recipe())), state
+
+    def restore(self, checkpoint: Checkpoint, state: NumericalState) -> None:
+        """
+        Continue from a checkpoint, in a fresh runtime or this one; parameters are loaded first.
+
+        Raises:
+            Refused: The checkpoint is of another configuration.
+            BackendError: The numerical state is of another recipe or other stages.
+        """
+        self.drain()
+        self.contract.purge(self.contract.epoch)
+        # Checked first: restoring the contract is what can be refused.
+        before = NumericalState.of(self.domain)
+        state.into(self.domain)
+        try:
+            self.contract.restore(checkpoint)
+        except BaseException:
+            before.into(self.domain)
+            raise
+        for memory in self.memories.values():
+            memory.table.rebuild()
+            memory.arena.start_epoch()
+        self._committed.take()
+        self.actions.unusable = None
+
+    def close(self) -> None:
+        """End the event log, if one is written."""
+        if self.recorder is not None:
+            self.recorder.close()
+
+
+def _one_domain(stages: Sequence[StageBackend]) -> StateDomain:
+    if not stages:
+        raise BackendError("a runtime needs at least one stage")
+    domain = stages[0].domain
+    if any(stage.domain is not domain for stage in stages):
+        raise BackendError("every stage of a process must be in one state domain")
+    if {id(s) for s in domain.stages} != {id(s) for s in stages}:
+        raise BackendError(
+            f"the state domain has {len(domain.stages)} stages, the runtime was given "
+            f"{len(stages)}; F of any stage rolls the state of all of them, so give all"
+        )
+    return domain

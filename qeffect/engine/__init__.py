@@ -1,0 +1,3 @@
+"""
+The engine: relations composed into transitions, over plain memory.
+"""

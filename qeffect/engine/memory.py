@@ -1,0 +1,83 @@
+"""
+The concrete memory: one plain list or dictionary per column of the contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..relations.columns import CONFIG, Column
+from .stage import STATE
+
+__all__ = ["Memory", "Snapshot"]
+
+#: A memory's contents as plain values, comparable with ``==``.
+Snapshot = dict[str, tuple[Any, ...]]
+
+
+class Memory:
+    """
+    Every column as a list, or as a dictionary where the index is a key's cell.
+
+    Args:
+        columns: The columns to hold, from the transitions that will run over it.
+        sorts: The members of each index sort: a count for the dense ones, the cells themselves
+            for ``cell``.
+        config: Value of each configured column, one entry per member of its index sort.
+    """
+
+    __slots__ = ("_names", *CONFIG, *STATE)
+
+    def __init__(
+        self,
+        columns: Mapping[str, Column],
+        sorts: Mapping[str, int | Iterable[Any]],
+        config: Mapping[str, Any],
+    ) -> None:
+        self._names = tuple(columns)
+        for name, column in columns.items():
+            members = sorts[column.index]
+            if column.initial is None and name in CONFIG:
+                setattr(self, name, config[name])
+            elif isinstance(members, int):
+                setattr(self, name, [column.initial] * members)
+            else:
+                setattr(self, name, dict.fromkeys(members, column.initial))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Columns are lists or dictionaries; the halves that read them are duck-typed."""
+
+    @staticmethod
+    def every(column: Any, value: Any) -> bool:
+        """Whether every entry of a column equals the value; the only quantifier there is."""
+        if isinstance(column, dict):
+            return all(entry == value for entry in column.values())
+        return bool(column.count(value) == len(column))
+
+    @staticmethod
+    def fill(column: Any, value: Any) -> None:
+        """Set every entry of a column to the value."""
+        if isinstance(column, dict):
+            for index in column:
+                column[index] = value
+        else:
+            column[:] = [value] * len(column)
+
+    def copy(self) -> Memory:
+        """Return a memory with the same contents, on which a transition can be rehearsed."""
+        twin = object.__new__(Memory)
+        twin._names = self._names
+        for name in self._names:
+            setattr(twin, name, getattr(self, name).copy())
+        return twin
+
+    def snapshot(self) -> Snapshot:
+        """Return the contents as plain values; two memories are equal when these are."""
+        result: Snapshot = {}
+        for name in self._names:
+            column = getattr(self, name)
+            result[name] = tuple(column.items()) if isinstance(column, dict) else tuple(column)
+        return result

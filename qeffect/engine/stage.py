@@ -1,0 +1,155 @@
+"""
+The stage: every transition of the contract, composed from the relations that a backend uses.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from types import ModuleType
+from typing import Any, Final
+
+from attrs import field, frozen
+
+from ..relations import (
+    arena,
+    capture,
+    completion,
+    epoch,
+    order,
+    ownership,
+    persistence,
+    reduction,
+    tickets,
+    version,
+)
+from ..relations.columns import CONFIG, Column
+from .compose import compose
+
+__all__ = ["OPTIONAL", "RELATIONS", "STATE", "TRANSITIONS", "Transitions", "transitions"]
+
+#: Relations in the normative order of their guards: a refusal names the first that fails.
+RELATIONS: Final[Mapping[str, ModuleType]] = {
+    "ownership": ownership,
+    "version": version,
+    "order": order,
+    "arena": arena,
+    "capture": capture,
+    "completion": completion,
+    "reduction": reduction,
+    "epoch": epoch,
+    "persistence": persistence,
+    "tickets": tickets,
+}
+
+#: Relations that a backend may leave out because it does not use what they protect.
+OPTIONAL: Final = frozenset({"version", "order", "arena", "capture", "completion", "reduction"})
+
+#: Every transition and its parameters after the state. ``check_*`` reserves and returns a ticket,
+#: ``commit_*`` redeems it after the physical action succeeded, ``abort_*`` after it failed.
+TRANSITIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "reserve": ("key", "slot"),
+    "bind": ("key", "destination"),
+    "check_refresh": ("stage", "link"),
+    "commit_refresh": ("stage", "ticket"),
+    "abort_refresh": ("stage", "ticket"),
+    "check_forward": ("key", "slot", "token", "link", "refresh"),
+    "commit_forward": ("slot", "ticket"),
+    "abort_forward": ("slot", "ticket"),
+    "check_dgrad": ("key", "ref", "token", "link"),
+    "commit_dgrad": ("slot", "ticket", "queued"),
+    "abort_dgrad": ("slot", "ticket"),
+    "check_wgrad": ("key", "ref", "link", "destination", "first"),
+    "commit_wgrad": ("slot", "ticket", "covered"),
+    "abort_wgrad": ("slot", "ticket"),
+    "read": ("key", "ref", "bit", "link"),
+    "finish_read": ("key", "ref", "bit"),
+    "drop": ("key", "ref"),
+    "invalidate": ("stage",),
+    "submit": ("link",),
+    "join": ("link",),
+    "wait": ("link",),
+    "drain": ("domain",),
+    "finalize": ("stage", "link"),
+    "start_reduction": ("stage",),
+    "finish_reduction": ("stage",),
+    "fail_reduction": ("stage",),
+    "commit_epoch": ("epoch",),
+    "checkpoint": (),
+    "restore": ("epoch", "incarnation"),
+}
+
+#: Every column that some transition writes, with the relation that owns it.
+STATE: Final[Mapping[str, Column]] = {
+    name: column for module in RELATIONS.values() for name, column in module.STATE.items()
+}
+
+
+@frozen
+class Transitions:
+    """
+    The composed transition functions over one choice of relations.
+
+    Args:
+        relations: Names of the relations that take part, in the normative order.
+        functions: Composed function by transition name.
+    """
+
+    relations: tuple[str, ...]
+    functions: Mapping[str, Callable[..., Any]] = field(repr=False)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        try:
+            return self.functions[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """Every column, configured ones first, that a memory for these transitions has."""
+        return {**CONFIG, **STATE}
+
+
+def transitions(
+    omit: Iterable[str] = (), replaced: Mapping[str, ast.FunctionDef] | None = None
+) -> Transitions:
+    """
+    Compose the transitions of a stage that leaves out some relations.
+
+    Args:
+        omit: Names from ``OPTIONAL``.
+        replaced: Halves or helpers to put in place of the relations' own, by
+            ``module.function``; how a mutant is made.
+
+    Raises:
+        ValueError: A name is unknown, or the relation may not be left out.
+
+    >>> transitions(omit=["capture", "completion"]).relations[:4]
+    ('ownership', 'version', 'order', 'arena')
+    """
+    left_out = frozenset(omit)
+    unknown = sorted(left_out - OPTIONAL)
+    if unknown:
+        raise ValueError(
+            f"cannot leave out {', '.join(unknown)}: a stage may omit {', '.join(sorted(OPTIONAL))}"
+        )
+    if replaced is None:
+        return _composed(left_out)
+    return _compose(left_out, replaced)
+
+
+@cache
+def _composed(left_out: frozenset[str]) -> Transitions:
+    return _compose(left_out, {})
+
+
+def _compose(left_out: frozenset[str], replaced: Mapping[str, ast.FunctionDef]) -> Transitions:
+    modules = {name: m for name, m in RELATIONS.items() if name not in left_out}
+    return Transitions(
+        tuple(modules),
+        {
+            name: compose(name, parameters, modules.values(), replaced=replaced)
+            for name, parameters in TRANSITIONS.items()
+        },
+    )

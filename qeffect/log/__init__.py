@@ -1,0 +1,3 @@
+"""
+The event log: its format, the recorder, the reader and the replayer.
+"""

@@ -1,0 +1,292 @@
+"""
+The machine behind ``qeffect.log.replayer``: hashes, parses and applies one line after the other.
+
+The way of a good line is short. Whatever stumbles on it is looked at again, slowly, to say what is
+wrong; so nothing on the short way needs to know why it failed, only that it cannot pass.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
+from typing import Any, Final, NoReturn
+
+from qeffect.spec.clauses import CLAUSES
+
+from ..contract import Contract
+from ..explain import explain
+from ..refusals import Refused
+from .checker import LogError, check_closing, check_event, check_header, parse
+from .format import DIGEST_BYTES, fingerprints, rebuild
+from .reader import Converters
+
+__all__ = ["MAX_LINE", "Player", "Violation"]
+
+#: Longest line that is read; a header with thousands of destinations fits.
+MAX_LINE: Final = 1 << 24
+_BEGIN: Final = b'{"qeffect":"event-log",'
+_MARK: Final = b',"digest":"'
+_TAIL: Final = b'"}\n'
+_END: Final = len(_MARK) + 2 * DIGEST_BYTES + len(_TAIL)
+_SEALED: Final = re.compile(rb',"digest":"[0-9a-f]{16}"}\n')
+#: What a line of the wrong shape may provoke in the functions that read or apply it.
+_STUMBLES: Final = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError)
+
+
+class Violation(Exception):  # noqa: N818 - it ends a replay with a report
+    """
+    A line that is well formed and refused.
+
+    Args:
+        clause: The clause.
+        line: Line of the log, counted from 1.
+        field: Field to look at first.
+        presented: What the line presented.
+        expected: What was expected.
+        action: Transition of the refused event, if it is one.
+    """
+
+    def __init__(
+        self,
+        clause: str,
+        line: int,
+        field: str,
+        presented: str,
+        expected: str,
+        action: str | None = None,
+    ) -> None:
+        super().__init__(clause, line, field)
+        self.clause, self.line, self.field = clause, line, field
+        self.presented, self.expected, self.action = presented, expected, action
+
+
+class Player:
+    """
+    One replay of one log.
+
+    Args:
+        name: What to call the log in a message.
+
+    Attributes:
+        events: Events accepted so far.
+        rank: Rank that the header names.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.events = 0
+        self.rank: int | None = None
+        self.contract: Contract | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The weight epoch that the events led to."""
+        return self.contract.epoch if self.contract else 0
+
+    def play(self, lines: Iterable[bytes]) -> None:
+        """
+        Apply a whole log.
+
+        Raises:
+            LogError: It is no event log.
+            Violation: A line is refused.
+        """
+        rest = iter(lines)
+        chain = blake2b(digest_size=DIGEST_BYTES)
+        contract = self._begin(next(rest, b""), chain)
+        self._follow(rest, chain, contract)
+
+    def _where(self, number: int) -> str:
+        return f"{self.name}, line {number}"
+
+    def _begin(self, line: bytes, chain: blake2b) -> Contract:
+        """Read the header and build the contract that it describes."""
+        if not line:
+            raise LogError(f"{self.name} is empty; an event log has at least a header")
+        if not line.startswith(_BEGIN):
+            raise LogError(
+                f"{self.name} is no event log: it begins with {line[:24]!r}, "
+                f"not with {_BEGIN.decode()}"
+            )
+        body = line[:-_END]
+        chain.update(body)
+        sealed = _MARK + chain.hexdigest().encode() + _TAIL
+        if line[-_END:] != sealed:
+            self._broken(1, line, sealed)
+        chain.update(sealed)
+        where = self._where(1)
+        header = parse(body, where)
+        check_header(header, where)
+        self.rank = header["rank"]
+        try:
+            self.contract = rebuild(header)
+        except Refused as refused:
+            raise Violation(
+                refused.clause, 1, "stages", refused.presented, refused.expected
+            ) from None
+        except _STUMBLES as error:
+            raise LogError(f"{where} configures no contract: {error}") from None
+        return self.contract
+
+    def _follow(self, lines: Iterator[bytes], chain: blake2b, contract: Contract) -> None:
+        """Apply every line after the header; this loop is what a replay costs."""
+        st = contract.memory
+        converters = Converters(contract)
+        plans = converters.plans()
+        update, hexdigest = chain.update, chain.hexdigest
+        decode = json.JSONDecoder(parse_float=_stumble, parse_constant=_stumble).raw_decode
+        number = 1
+        for number, line in enumerate(lines, 2):
+            body = line[:-_END]
+            update(body)
+            sealed = _MARK + hexdigest().encode() + _TAIL
+            if line[-_END:] != sealed:
+                self._broken(number, line, sealed)
+            update(sealed)
+            try:
+                text = (body + b"}").decode()
+                event, end = decode(text)
+                fields, function, checks, converts, stop = plans[event["transition"]]
+                if (
+                    end != len(text)
+                    or tuple(event) != fields
+                    or text.count('":') != len(fields)
+                    or "true" in text
+                    or "false" in text
+                    or "null" in text
+                ):
+                    check_event(parse(body, self._where(number)), self._where(number))
+                values = [*event.values()]
+                for position, allowed in checks:
+                    if values[position] not in allowed:
+                        raise ValueError(position)
+                for position, convert in converts:
+                    values[position] = convert(values[position])
+                if values[0] != number - 1:
+                    self._out_of_sequence(number, event)
+                result = function(st, *values[2:stop])
+            except Refused as refused:
+                self._refused(number, body, refused, converters)
+            except _STUMBLES:
+                self._stumbled(number, body, converters)
+                break
+            if result is not None and values[stop] != result:
+                self._other_result(number, body, result)
+            self.events = number - 1
+        else:
+            raise Violation(
+                "log.closing",
+                number + 1,
+                "events",
+                f"the end of the log after {self.events} events",
+                "a closing line",
+            )
+        if next(lines, None) is not None:
+            raise Violation(
+                "log.closing", number + 1, "events", "another line", "the end of the log"
+            )
+
+    # The long way: what is wrong with a line that could not pass
+
+    def _broken(self, number: int, line: bytes, sealed: bytes) -> NoReturn:
+        if not line.endswith(b"\n"):
+            if len(line) >= MAX_LINE:
+                raise LogError(f"{self._where(number)} is longer than {MAX_LINE} bytes")
+            raise Violation(
+                "log.closing", number, "events", "a line that is cut off", "a closing line"
+            )
+        if not _SEALED.fullmatch(line[-_END:]):
+            raise LogError(f"{self._where(number)} does not end in a digest: {line[-_END:]!r}")
+        raise Violation(
+            "log.chain",
+            number,
+            "digest",
+            line[-_END:][len(_MARK) : -len(_TAIL)].decode(),
+            sealed[len(_MARK) : -len(_TAIL)].decode(),
+        )
+
+    def _out_of_sequence(self, number: int, event: Mapping[str, Any]) -> NoReturn:
+        check_event(event, self._where(number))
+        raise Violation(
+            "log.sequence",
+            number,
+            "seq",
+            f"event {event['seq']}",
+            f"event {number - 1}",
+            event["transition"],
+        )
+
+    def _other_result(self, number: int, body: bytes, result: Any) -> NoReturn:
+        event = parse(body, self._where(number))
+        check_event(event, self._where(number))
+        raise Violation(
+            "log.result",
+            number,
+            "result",
+            f"ticket {event['result']}",
+            f"ticket {result}",
+            event["transition"],
+        )
+
+    def _refused(
+        self, number: int, body: bytes, refused: Refused, converters: Converters
+    ) -> NoReturn:
+        event = parse(body, self._where(number))
+        check_event(event, self._where(number))
+        transition = event["transition"]
+        refused = explain(
+            refused, transition, converters.contract.memory, converters.arguments(event)
+        )
+        raise Violation(
+            refused.clause,
+            number,
+            _field(refused.clause, event),
+            refused.presented,
+            refused.expected,
+            transition,
+        )
+
+    def _stumbled(self, number: int, body: bytes, converters: Converters) -> None:
+        """Return when the line is the closing line; say what is wrong with any other."""
+        where = self._where(number)
+        event = parse(body, where)
+        if "events" in event:
+            self._close(number, event, converters.contract)
+            return
+        check_event(event, where)
+        clause, field, expected = converters.unknown(event)
+        if clause:
+            raise Violation(clause, number, field, f"{event[field]}", expected, event["transition"])
+        raise LogError(f"{where}, field {field}: {event[field]} is not configured; {expected}")
+
+    def _close(self, number: int, closing: Mapping[str, Any], contract: Contract) -> None:
+        state = fingerprints(contract.snapshot())
+        check_closing(closing, state, self._where(number))
+        if closing["events"] != self.events:
+            raise Violation(
+                "log.closing",
+                number,
+                "events",
+                f"{closing['events']} events",
+                f"{self.events}, as many as there are",
+            )
+        for column, digest in state.items():
+            if closing["state"][column] != digest:
+                raise Violation(
+                    "log.state", number, f"state.{column}", closing["state"][column], digest
+                )
+
+
+def _field(clause: str, event: Mapping[str, Any]) -> str:
+    """Name the field to look at first, or the transition where only the moment is wrong."""
+    argument = CLAUSES[clause].argument
+    for name in (argument.partition(".")[0], argument.rpartition(".")[2]):
+        if name in event:
+            return argument if name == argument.partition(".")[0] else name
+    return "transition"
+
+
+def _stumble(text: str) -> NoReturn:
+    raise ValueError(text)

@@ -1,0 +1,185 @@
+"""
+From the fields of an event log's line to the arguments of a transition.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..contract import Contract
+from ..engine.stage import TRANSITIONS
+from ..keys import Cell, TapeKey, TapeRef
+from ..layout import Destination
+from ..relations.constants import GRAD, NO_SLOT, OUT
+from .format import FIELDS
+
+__all__ = ["Converters", "Plan"]
+
+
+class _Presented:
+    """A key or a reference, filled in anew for each line; transitions only read them."""
+
+    __slots__ = ("cell", "epoch", "generation", "incarnation", "slot", "stage")
+
+    cell: Cell
+    epoch: int
+    generation: int
+    incarnation: int
+    slot: int
+    stage: int
+
+
+class _Incarnations(dict[str, int]):
+    """Incarnations by their spelling; there are few in a log."""
+
+    def __missing__(self, spelled: str) -> int:
+        if not re.fullmatch("[0-9a-f]{16}", spelled):
+            raise ValueError(spelled)
+        self[spelled] = number = int(spelled, 16)
+        return number
+
+
+#: How to apply a transition: its fields, its function, which positions to check for membership
+#: and which to convert, and where its arguments end.
+Plan = tuple[
+    tuple[str, ...],
+    Callable[..., Any],
+    tuple[tuple[int, frozenset[int]], ...],
+    tuple[tuple[int, Callable[[Any], Any]], ...],
+    int,
+]
+
+
+class Converters:
+    """What turns the fields of a line into a transition's arguments, for one contract."""
+
+    def __init__(self, contract: Contract) -> None:
+        st = contract.memory
+        self.contract = contract
+        self.cells = frozenset(st.slot_of)
+        self.buffers: dict[int, tuple[Destination, ...]] = {
+            b: st.destination_of[cell] for cell, b in st.buffer_of.items()
+        }
+        self.incarnations = _Incarnations()
+        self._key, self._ref = _Presented(), _Presented()
+        self.members: Mapping[str, frozenset[int]] = {
+            "slot": frozenset(range(len(st.pending))),
+            "link": frozenset(range(len(st.domain_at))),
+            "domain": frozenset(range(len(st.token))),
+            "stage": frozenset(config.stage for config in contract.stages),
+            "refresh": frozenset((0, 1)),
+            "first": frozenset((0, 1)),
+            "bit": frozenset((OUT, GRAD)),
+        }
+
+    def plans(self) -> dict[str, Plan]:
+        """Return how to apply each transition."""
+        converts: dict[str, Callable[[Any], Any]] = {
+            "key": self.key,
+            "ref": self.ref,
+            "destination": self.destination,
+            "queued": _names,
+            "covered": _names,
+            "epoch": _natural,
+            "incarnation": self.incarnations.__getitem__,
+        }
+        # A relation that is left out checks nothing; its arguments are still numbers.
+        relations = self.contract.transitions.relations
+        if "order" not in relations:
+            converts["token"] = _natural
+        if "version" not in relations:
+            converts["ticket"] = _natural
+        return {
+            name: (
+                FIELDS[name],
+                self.contract.transitions.functions[name],
+                tuple(
+                    (i, self.allowed(name, field))
+                    for i, field in enumerate(FIELDS[name])
+                    if field in self.members
+                ),
+                tuple(
+                    (i, self.claiming_key if f == "key" and "ref" not in parameters else convert)
+                    for i, f in enumerate(FIELDS[name])
+                    if (convert := converts.get(f))
+                ),
+                2 + len(parameters),
+            )
+            for name, parameters in TRANSITIONS.items()
+        }
+
+    def allowed(self, transition: str, field: str) -> frozenset[int]:
+        """Return the values a field may have; a claim may also present no slot at all."""
+        claims = field == "slot" and transition in ("reserve", "check_forward")
+        return self.members[field] | ({NO_SLOT} if claims else set())
+
+    def key(self, raw: Any) -> Any:
+        epoch, stage, microbatch, block, invocation = raw
+        if epoch < 0:
+            raise ValueError(raw)
+        key = self._key
+        key.epoch, key.stage, key.cell = epoch, stage, (stage, microbatch, block, invocation)
+        return key
+
+    def claiming_key(self, raw: Any) -> Any:
+        """A key without a reference beside it, which no guard would otherwise compare."""
+        key = self.key(raw)
+        if key.cell not in self.cells:
+            raise ValueError(raw)
+        return key
+
+    def ref(self, raw: Any) -> Any:
+        slot, generation, incarnation = raw
+        if slot not in self.members["slot"]:
+            raise ValueError(raw)
+        ref = self._ref
+        ref.slot, ref.generation = slot, generation
+        ref.incarnation = self.incarnations[incarnation]
+        return ref
+
+    def destination(self, raw: Any) -> tuple[Destination, ...]:
+        if raw.__class__ is int:
+            return self.buffers[raw]
+        return tuple(Destination(**described) for described in raw)
+
+    def arguments(self, event: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return a well-formed event's arguments as the embedding API knows them."""
+        slow: dict[str, Callable[[Any], Any]] = {
+            "key": lambda raw: TapeKey(*raw),
+            "ref": lambda raw: TapeRef(raw[0], raw[1], int(raw[2], 16)),
+            "destination": self.destination,
+            "queued": tuple,
+            "covered": tuple,
+            "incarnation": lambda spelled: int(spelled, 16),
+        }
+        return tuple(slow.get(name, int)(event[name]) for name in TRANSITIONS[event["transition"]])
+
+    def unknown(self, event: Mapping[str, Any]) -> tuple[str | None, str, str]:
+        """Return the clause (if any), the field and the bounds that a well-formed event leaves."""
+        slots = self.members["slot"]
+        within = f"a slot from 0 to {len(slots) - 1}"
+        for field, value in event.items():
+            if field == "key" and tuple(value[1:]) not in self.cells:
+                return "ownership.unknown-key", field, "a key that the header configures"
+            if field == "ref" and value[0] not in slots:
+                return "ownership.unknown-slot", field, within
+            if field == "slot" and value not in self.allowed(event["transition"], field):
+                return "ownership.unknown-slot", field, within
+            if field in self.members and value not in self.members[field]:
+                known = ", ".join(map(str, sorted(self.members[field])))
+                return None, field, f"the header configures {known}"
+        return None, "destination", f"the header configures {len(self.buffers)} buffers"
+
+
+def _names(raw: Any) -> tuple[str, ...]:
+    if raw.__class__ is not list:
+        raise TypeError(raw)
+    return tuple(raw)
+
+
+def _natural(raw: Any) -> int:
+    if raw.__class__ is not int or raw < 0:
+        raise ValueError(raw)
+    return int(raw)

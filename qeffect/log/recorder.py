@@ -1,0 +1,170 @@
+"""
+The event log's recorder: one line per accepted transition, each ending in a digest of the log.
+
+A contract without a recorder pays one comparison per transition for the possibility.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Final
+
+from ..contract import Contract
+from ..keys import TapeKey, TapeRef
+from .format import DIGEST_BYTES, FIELDS, compact, describe, fingerprints, write_destinations
+
+__all__ = ["Recorder", "seal"]
+
+
+def seal(body: str, chain: blake2b) -> str:
+    """
+    Return a line of a log: its body, its digest and a newline.
+
+    Args:
+        body: The JSON object without its closing brace.
+        chain: Digest of everything before; it is advanced over the line.
+    """
+    chain.update(body.encode())
+    end = f',"digest":"{chain.hexdigest()}"}}\n'
+    chain.update(end.encode())
+    return body + end
+
+
+class Recorder:
+    """
+    Writes a contract's event log while it is attached.
+
+    A line is written after its transition was accepted. An error in writing it, a full disk for
+    example, reaches the caller of that transition, which has then happened.
+
+    Args:
+        contract: The contract to observe, before its first transition.
+        file: Where to write: a path, a binary file, or None to keep the lines in memory.
+        rank: Rank of the process, for whoever reads the log.
+
+    Raises:
+        ValueError: The contract already has an observer, has made a transition, or has a name
+            that JSON cannot hold.
+
+    >>> from qeffect import StageConfig
+    >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
+    >>> with Recorder(contract) as log:
+    ...     contract.submit()
+    >>> len(log.lines)  # header, event, closing line
+    3
+    """
+
+    def __init__(
+        self,
+        contract: Contract,
+        file: str | os.PathLike[str] | BinaryIO | None = None,
+        *,
+        rank: int | None = None,
+    ) -> None:
+        if contract.observer is not None:
+            raise ValueError("the contract already has an observer; detach it first")
+        header = describe(contract, rank)
+        self.contract = contract
+        self.lines: list[str] = []
+        self.events = 0
+        self._owned = isinstance(file, str | os.PathLike)
+        self._file: BinaryIO | None = (
+            Path(file).open("wb")  # noqa: SIM115 - close() closes it
+            if isinstance(file, str | os.PathLike)
+            else file
+        )
+        self._chain = blake2b(digest_size=DIGEST_BYTES)
+        self._write(compact(header)[:-1])
+        contract.observer = self
+
+    @classmethod
+    def attach(
+        cls,
+        contract: Contract,
+        file: str | os.PathLike[str] | BinaryIO | None = None,
+        *,
+        rank: int | None = None,
+    ) -> Recorder:
+        """Begin to record a contract; the same as constructing a recorder."""
+        return cls(contract, file, rank=rank)
+
+    def __call__(self, transition: str, arguments: tuple[Any, ...], result: Any) -> None:
+        """Record one accepted transition; the contract calls this."""
+        self.events += 1
+        body = f'{{"seq":{self.events},"transition":"{transition}"'
+        for name, value in zip(FIELDS[transition][2:], arguments, strict=False):
+            if name == "destination":
+                body += f',"destination":{self._destination(arguments[0], value)}'
+            else:
+                body += f',"{name}":{_TEXT.get(name, _integer)(value)}'
+        if result is not None:
+            body += f',"result":{result}'
+        self._write(body)
+
+    def close(self) -> list[str]:
+        """
+        Detach from the contract and write the closing line; a second call does nothing.
+
+        Returns:
+            The log's lines when they were kept in memory, else nothing.
+        """
+        if self.contract.observer is self:
+            self.contract.observer = None
+            state = compact(fingerprints(self.contract.snapshot()))
+            self._write(f'{{"events":{self.events},"state":{state}')
+            if self._file is not None:
+                self._file.flush()
+                if self._owned:
+                    self._file.close()
+        return self.lines
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _destination(self, key: TapeKey, presented: Any) -> str:
+        """Name the configured destinations by their buffer, and spell out any others."""
+        st = self.contract.memory
+        if presented == st.destination_of[key.cell]:
+            return str(st.buffer_of[key.cell])
+        return compact(write_destinations(presented))
+
+    def _write(self, body: str) -> None:
+        line = seal(body, self._chain)
+        if self._file is None:
+            self.lines.append(line)
+        else:
+            self._file.write(line.encode())
+
+
+def _integer(value: int) -> str:
+    return f"{value:d}"
+
+
+def _key(key: TapeKey) -> str:
+    _, microbatch, block, invocation = key.cell
+    return f"[{key.epoch},{key.stage},{microbatch},{block},{invocation}]"
+
+
+def _ref(ref: TapeRef) -> str:
+    return f'[{ref.slot},{ref.generation},"{ref.incarnation:016x}"]'
+
+
+_TEXT: Final[Mapping[str, Callable[[Any], str]]] = {
+    "key": _key,
+    "ref": _ref,
+    "queued": compact,
+    "covered": compact,
+    "incarnation": lambda number: f'"{number:016x}"',
+}

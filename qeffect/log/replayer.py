@@ -1,0 +1,136 @@
+"""
+The replayer: an event log's transitions, run again through the functions that guard a runtime.
+
+It takes time linear in the log, and memory that does not depend on its length.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from qeffect.spec.clauses import CLAUSES
+
+from .checker import LogError
+from .player import MAX_LINE, Player, Violation
+
+__all__ = ["LogError", "ReplayReport", "replay", "replay_lines"]
+
+
+@attrs.frozen
+class ReplayReport:
+    """
+    What a replay found.
+
+    Args:
+        verdict: ``accepted`` or ``refused``.
+        events: Events that were replayed and accepted.
+        epoch: Weight epoch after them.
+        rank: Rank that the header names.
+        clause: Clause of a refusal; this and what follows is None where nothing was refused.
+        step: Sequence number of the refused event.
+        action: Its transition.
+        line: Line of the log, counted from 1.
+        field: Field of that line to look at first.
+        presented: What the line presented.
+        expected: What was expected.
+        cause: The likely cause.
+        remedy: What to do.
+    """
+
+    verdict: str
+    events: int
+    epoch: int
+    rank: int | None = None
+    clause: str | None = None
+    step: int | None = None
+    action: str | None = None
+    line: int | None = None
+    field: str | None = None
+    presented: str | None = None
+    expected: str | None = None
+    cause: str | None = None
+    remedy: str | None = None
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the report as a plain dictionary."""
+        return attrs.asdict(self)
+
+    def summary(self) -> str:
+        """Say what was found, in a line."""
+        if self.clause is None:
+            return f"accepted: {self.events} events, up to weight epoch {self.epoch}"
+        action = f", {self.action}" if self.action else ""
+        return (
+            f"refused: line {self.line}{action}, field {self.field}: {self.clause}: presented "
+            f"{self.presented}; expected {self.expected}. Likely cause: {self.cause} "
+            f"What to do: {self.remedy}"
+        )
+
+
+def replay(path: str | os.PathLike[str]) -> ReplayReport:
+    """
+    Replay an event log.
+
+    Args:
+        path: The log.
+
+    Returns:
+        The verdict, and where and why the log was refused.
+
+    Raises:
+        LogError: The file cannot be read, or is no event log.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            return replay_lines(iter(lambda: file.readline(MAX_LINE), b""), name=str(path))
+    except OSError as error:
+        raise LogError(f"cannot read {path}: {error.strerror}") from error
+
+
+def replay_lines(lines: Iterable[bytes | str], name: str = "log") -> ReplayReport:
+    """
+    Replay the lines of an event log, each with its newline.
+
+    Args:
+        lines: The lines.
+        name: What to call the log in a message.
+
+    Returns:
+        The verdict, and where and why the log was refused.
+
+    Raises:
+        LogError: They are no event log.
+
+    >>> from qeffect import Contract, StageConfig
+    >>> from qeffect.log.recorder import Recorder
+    >>> with Recorder(Contract([StageConfig(0, microbatches=1, slots=1)])) as log:
+    ...     log.contract.submit()
+    >>> replay_lines(log.lines).summary()
+    'accepted: 1 events, up to weight epoch 0'
+    """
+    player = Player(name)
+    try:
+        player.play(line.encode() if isinstance(line, str) else line for line in lines)
+    except Violation as violation:
+        clause = CLAUSES[violation.clause]
+        return ReplayReport(
+            "refused",
+            player.events,
+            player.epoch,
+            player.rank,
+            clause=clause.id,
+            step=player.events + 1 if violation.action else None,
+            action=violation.action,
+            line=violation.line,
+            field=violation.field,
+            presented=violation.presented,
+            expected=violation.expected,
+            cause=clause.cause,
+            remedy=clause.remedy,
+        )
+    return ReplayReport("accepted", player.events, player.epoch, player.rank)

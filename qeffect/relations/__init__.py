@@ -1,0 +1,3 @@
+"""
+The relations and ledgers: the guards and the writes of every transition, and nothing else.
+"""

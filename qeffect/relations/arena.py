@@ -1,0 +1,90 @@
+"""
+Arena: each matrix gradient of each microbatch lands in its configured destination exactly once
+(paper, III-D).
+"""
+
+from __future__ import annotations
+
+from ..refusals import Refused
+from .columns import Column
+from .constants import NEVER, State
+
+#: ``bound`` marks the epoch a cell's destination was bound in, ``opened`` the epoch of a
+#: buffer's first write; ``writing`` is the serial of the dW in flight on a buffer, or 0.
+STATE = {
+    "bound": Column("cell", initial=NEVER),
+    "opened": Column("buffer", initial=NEVER),
+    "writing": Column("buffer", "ticket"),
+}
+
+
+def bind_guards(st: State, key, destination):
+    s = key.stage
+    e = key.epoch
+    c = key.cell
+    if st.spoiled[s] == e:
+        raise Refused("arena.unusable")
+    if st.bound[c] == e:
+        raise Refused("arena.duplicate-bind")
+    if st.destination_of[c] != destination:
+        raise Refused("arena.mismatch")
+
+
+def bind_writes(st: State, key, destination):
+    e = key.epoch
+    c = key.cell
+    st.bound[c] = e
+
+
+def check_dgrad_guards(st: State, key, ref, token, link):
+    e = key.epoch
+    c = key.cell
+    if st.bound[c] != e:
+        raise Refused("arena.unbound")
+
+
+def check_wgrad_guards(st: State, key, ref, link, destination, first):
+    s = key.stage
+    e = key.epoch
+    c = key.cell
+    b = st.buffer_of[c]
+    if st.spoiled[s] == e:
+        raise Refused("arena.unusable")
+    if st.destination_of[c] != destination:
+        raise Refused("arena.mismatch")
+    if st.writing[b] != 0:
+        raise Refused("arena.pending")
+    if first != 0 and st.opened[b] == e:
+        raise Refused("arena.overwrite")
+    if first == 0 and st.opened[b] != e:
+        raise Refused("arena.stale-accumulation")
+
+
+def check_wgrad_writes(st: State, key, ref, link, destination, first):
+    c = key.cell
+    b = st.buffer_of[c]
+    ticket = st.serial[0] + 1
+    st.writing[b] = ticket
+
+
+def commit_wgrad_writes(st: State, slot, ticket, covered):
+    b = st.buffer_of[st.cell_at[slot]]
+    st.writing[b] = 0
+    st.opened[b] = st.epoch_at[slot]
+
+
+def abort_wgrad_writes(st: State, slot, ticket):
+    b = st.buffer_of[st.cell_at[slot]]
+    st.writing[b] = 0
+
+
+def finalize_guards(st: State, stage, link):
+    if st.spoiled[stage] == st.weight_epoch[stage]:
+        raise Refused("arena.unusable")
+    if st.wgrads[stage] != st.cells[stage]:
+        raise Refused("arena.incomplete")
+
+
+def restore_writes(st: State, epoch, incarnation):
+    st.fill(st.bound, NEVER)
+    st.fill(st.opened, NEVER)

@@ -1,0 +1,98 @@
+"""
+Capture memory: graphs that share a memory pool are right only when replayed in the order of their
+capture, because an earlier graph's freed tensors are a later graph's scratch.
+"""
+
+from __future__ import annotations
+
+from ..refusals import Refused
+from .columns import Column
+from .constants import DW, RESERVED, State
+
+#: ``cursor`` is the capture rank of the pool's latest replay, ``tenants`` how many live tapes
+#: keep memory in the pool, from the check of their forward on. Configured: ``pool_of`` a slot,
+#: and the capture ranks of its three graphs within that pool. A pool serves the slots of one
+#: state domain.
+STATE = {"cursor": Column("pool"), "tenants": Column("pool")}
+
+
+def check_forward_guards(st: State, key, slot, token, link, refresh):
+    p = st.pool_of[slot]
+    if st.tenants[p] != 0 and st.cursor[p] >= st.forward_rank[slot]:
+        raise Refused("capture.out-of-order")
+
+
+def check_forward_writes(st: State, key, slot, token, link, refresh):
+    p = st.pool_of[slot]
+    st.cursor[p] = st.forward_rank[slot]
+    st.tenants[p] = st.tenants[p] + 1
+
+
+def abort_forward_writes(st: State, slot, ticket):
+    p = st.pool_of[slot]
+    st.tenants[p] = st.tenants[p] - 1
+
+
+def check_dgrad_guards(st: State, key, ref, token, link):
+    slot = ref.slot
+    p = st.pool_of[slot]
+    if st.cursor[p] >= st.dgrad_rank[slot]:
+        raise Refused("capture.out-of-order")
+
+
+def check_dgrad_writes(st: State, key, ref, token, link):
+    slot = ref.slot
+    p = st.pool_of[slot]
+    st.cursor[p] = st.dgrad_rank[slot]
+
+
+def abort_dgrad_writes(st: State, slot, ticket):
+    p = st.pool_of[slot]
+    st.tenants[p] = st.tenants[p] - 1
+
+
+def check_wgrad_guards(st: State, key, ref, link, destination, first):
+    slot = ref.slot
+    p = st.pool_of[slot]
+    if st.cursor[p] >= st.wgrad_rank[slot]:
+        raise Refused("capture.out-of-order")
+
+
+def check_wgrad_writes(st: State, key, ref, link, destination, first):
+    slot = ref.slot
+    p = st.pool_of[slot]
+    st.cursor[p] = st.wgrad_rank[slot]
+
+
+def commit_wgrad_writes(st: State, slot, ticket, covered):
+    mask = st.pending[slot]
+    p = st.pool_of[slot]
+    left = mask & ~DW
+    if left == 0:
+        st.tenants[p] = st.tenants[p] - 1
+
+
+def abort_wgrad_writes(st: State, slot, ticket):
+    p = st.pool_of[slot]
+    st.tenants[p] = st.tenants[p] - 1
+
+
+def finish_read_writes(st: State, key, ref, bit):
+    slot = ref.slot
+    mask = st.pending[slot]
+    p = st.pool_of[slot]
+    left = mask & ~bit
+    if left == 0:
+        st.tenants[p] = st.tenants[p] - 1
+
+
+def drop_writes(st: State, key, ref):
+    slot = ref.slot
+    mask = st.pending[slot]
+    p = st.pool_of[slot]
+    if mask != RESERVED:
+        st.tenants[p] = st.tenants[p] - 1
+
+
+def restore_writes(st: State, epoch, incarnation):
+    st.fill(st.tenants, 0)

@@ -1,0 +1,85 @@
+"""
+Epoch: an optimizer step is final only when whole, and a spoiled one never commits (paper, IV-E).
+"""
+
+from __future__ import annotations
+
+from ..refusals import Refused
+from .columns import Column
+from .constants import NEVER, State
+
+#: ``weight_epoch`` counts a stage's optimizer updates; ``spoiled`` and ``final`` mark the epoch in
+#: which a stage was spoiled or finalized.
+STATE = {
+    "weight_epoch": Column("stage"),
+    "wgrads": Column("stage"),
+    "spoiled": Column("stage", initial=NEVER),
+    "final": Column("stage", initial=NEVER),
+}
+
+
+def commit_wgrad_writes(st: State, slot, ticket, covered):
+    s = st.slot_stage[slot]
+    st.wgrads[s] = st.wgrads[s] + 1
+
+
+def abort_forward_writes(st: State, slot, ticket):
+    s = st.slot_stage[slot]
+    st.spoiled[s] = st.epoch_at[slot]
+
+
+def abort_dgrad_writes(st: State, slot, ticket):
+    s = st.slot_stage[slot]
+    st.spoiled[s] = st.epoch_at[slot]
+
+
+def abort_wgrad_writes(st: State, slot, ticket):
+    s = st.slot_stage[slot]
+    st.spoiled[s] = st.epoch_at[slot]
+
+
+def drop_writes(st: State, key, ref):
+    s = key.stage
+    e = key.epoch
+    st.spoiled[s] = e
+    st.final[s] = NEVER
+
+
+def finalize_guards(st: State, stage, link):
+    if st.spoiled[stage] == st.weight_epoch[stage]:
+        raise Refused("epoch.spoiled")
+    if st.wgrads[stage] != st.cells[stage]:
+        raise Refused("epoch.incomplete")
+    if st.final[stage] == st.weight_epoch[stage]:
+        raise Refused("epoch.already-final")
+
+
+def finalize_writes(st: State, stage, link):
+    st.final[stage] = st.weight_epoch[stage]
+
+
+def fail_reduction_writes(st: State, stage):
+    st.spoiled[stage] = st.weight_epoch[stage]
+    st.final[stage] = NEVER
+
+
+def commit_epoch_guards(st: State, epoch):
+    if not st.every(st.final, epoch):
+        raise Refused("epoch.not-final")
+
+
+def commit_epoch_writes(st: State, epoch):
+    st.fill(st.weight_epoch, epoch + 1)
+    st.fill(st.wgrads, 0)
+
+
+def checkpoint_guards(st: State):
+    if not st.every(st.forwards, 0) or not st.every(st.wgrads, 0):
+        raise Refused("persistence.mid-epoch")
+
+
+def restore_writes(st: State, epoch, incarnation):
+    st.fill(st.weight_epoch, epoch)
+    st.fill(st.wgrads, 0)
+    st.fill(st.spoiled, NEVER)
+    st.fill(st.final, NEVER)

@@ -1,0 +1,159 @@
+"""
+Order: F and dI advance a state domain's effect token exactly once, dW never (paper, III-B;
+Invariant 1).
+"""
+
+from __future__ import annotations
+
+from ..refusals import Refused
+from .columns import Column
+from .constants import State
+
+#: ``busy`` is the serial of the F, dI or refresh in flight on a domain, or 0; ``position`` counts
+#: the updates of this epoch.
+STATE = {
+    "token": Column("domain"),
+    "position": Column("domain"),
+    "busy": Column("domain", "ticket"),
+    "poisoned": Column("domain", "flag"),
+    "forwards": Column("stage"),
+    "dgrads": Column("stage"),
+}
+
+
+def check_refresh_guards(st: State, stage, link):
+    d = st.domain_of[stage]
+    if st.busy[d] != 0:
+        raise Refused("order.pending")
+    if st.poisoned[d] != 0:
+        raise Refused("order.poisoned")
+
+
+def check_refresh_writes(st: State, stage, link):
+    d = st.domain_of[stage]
+    ticket = st.serial[0] + 1
+    st.busy[d] = ticket
+
+
+def commit_refresh_writes(st: State, stage, ticket):
+    d = st.domain_of[stage]
+    st.busy[d] = 0
+
+
+def abort_refresh_writes(st: State, stage, ticket):
+    d = st.domain_of[stage]
+    st.busy[d] = 0
+    st.poisoned[d] = 1
+
+
+def check_forward_guards(st: State, key, slot, token, link, refresh):
+    s = key.stage
+    c = key.cell
+    d = st.domain_of[s]
+    if st.busy[d] != 0:
+        raise Refused("order.pending")
+    if st.poisoned[d] != 0:
+        raise Refused("order.poisoned")
+    if st.token[d] != token:
+        raise Refused("order.token")
+    if st.declared[d] != 0 and st.forward_at[c] != st.position[d]:
+        raise Refused("order.reordered")
+
+
+def check_forward_writes(st: State, key, slot, token, link, refresh):
+    s = key.stage
+    d = st.domain_of[s]
+    ticket = st.serial[0] + 1
+    st.busy[d] = ticket
+
+
+def commit_forward_writes(st: State, slot, ticket):
+    s = st.slot_stage[slot]
+    d = st.domain_of[s]
+    st.busy[d] = 0
+    st.token[d] = st.token[d] + 1
+    st.position[d] = st.position[d] + 1
+    st.forwards[s] = st.forwards[s] + 1
+
+
+def abort_forward_writes(st: State, slot, ticket):
+    s = st.slot_stage[slot]
+    d = st.domain_of[s]
+    st.busy[d] = 0
+    st.poisoned[d] = 1
+
+
+def check_dgrad_guards(st: State, key, ref, token, link):
+    s = key.stage
+    c = key.cell
+    d = st.domain_of[s]
+    if st.busy[d] != 0:
+        raise Refused("order.pending")
+    if st.poisoned[d] != 0:
+        raise Refused("order.poisoned")
+    if st.token[d] != token:
+        raise Refused("order.token")
+    if st.declared[d] != 0 and st.dgrad_at[c] != st.position[d]:
+        raise Refused("order.reordered")
+
+
+def check_dgrad_writes(st: State, key, ref, token, link):
+    s = key.stage
+    d = st.domain_of[s]
+    ticket = st.serial[0] + 1
+    st.busy[d] = ticket
+
+
+def commit_dgrad_writes(st: State, slot, ticket, queued):
+    s = st.slot_stage[slot]
+    d = st.domain_of[s]
+    st.busy[d] = 0
+    st.token[d] = st.token[d] + 1
+    st.position[d] = st.position[d] + 1
+    st.dgrads[s] = st.dgrads[s] + 1
+
+
+def abort_dgrad_writes(st: State, slot, ticket):
+    s = st.slot_stage[slot]
+    d = st.domain_of[s]
+    st.busy[d] = 0
+    st.poisoned[d] = 1
+
+
+def finalize_guards(st: State, stage, link):
+    d = st.domain_of[stage]
+    if st.poisoned[d] != 0:
+        raise Refused("order.poisoned")
+    if st.forwards[stage] != st.cells[stage] or st.dgrads[stage] != st.cells[stage]:
+        raise Refused("order.incomplete")
+
+
+def commit_epoch_guards(st: State, epoch):
+    if not st.every(st.busy, 0):
+        raise Refused("order.pending")
+
+
+def commit_epoch_writes(st: State, epoch):
+    st.fill(st.position, 0)
+    st.fill(st.forwards, 0)
+    st.fill(st.dgrads, 0)
+
+
+def checkpoint_guards(st: State):
+    if not st.every(st.busy, 0):
+        raise Refused("persistence.pending-action")
+    if not st.every(st.poisoned, 0):
+        raise Refused("order.poisoned")
+
+
+def restore_guards(st: State, epoch, incarnation):
+    if not st.every(st.busy, 0):
+        raise Refused("order.pending")
+
+
+def restore_writes(st: State, epoch, incarnation):
+    st.fill(st.token, 0)
+    st.fill(st.position, 0)
+    st.fill(st.poisoned, 0)
+    st.fill(st.forwards, 0)
+    st.fill(st.dgrads, 0)

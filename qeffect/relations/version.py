@@ -1,0 +1,166 @@
+"""
+Version: every action sees the weights, and the quantized weight cache, of its key's epoch
+(paper, III-C; Invariant 3).
+"""
+
+from __future__ import annotations
+
+from ..refusals import Refused
+from .columns import Column
+from .constants import NEVER, NO_STAGE, State
+
+#: ``refreshed`` names the stage whose first forward must come next in the domain, or NO_STAGE;
+#: ``refreshing`` is the serial of the refresh in flight on a stage, ``filling`` that of the F in
+#: flight that refreshes the cache itself, or 0.
+STATE = {
+    "cache_epoch": Column("stage", initial=NEVER),
+    "refreshed": Column("domain", "stage", NO_STAGE),
+    "refreshing": Column("stage", "ticket"),
+    "filling": Column("stage", "ticket"),
+}
+
+
+def reserve_guards(st: State, key, slot):
+    s = key.stage
+    e = key.epoch
+    if e != st.weight_epoch[s]:
+        raise Refused("version.wrong-epoch")
+
+
+def check_refresh_guards(st: State, stage, link):
+    d = st.domain_of[stage]
+    if st.refreshing[stage] != 0 or st.filling[stage] != 0:
+        raise Refused("version.pending")
+    if st.cache_epoch[stage] == st.weight_epoch[stage]:
+        raise Refused("version.already-fresh")
+    if st.forwards[stage] != 0:
+        raise Refused("version.late-refresh")
+    if st.refreshed[d] != NO_STAGE and st.refreshed[d] != stage:
+        raise Refused("version.refresh-interrupted")
+
+
+def check_refresh_writes(st: State, stage, link):
+    ticket = st.serial[0] + 1
+    st.refreshing[stage] = ticket
+
+
+def commit_refresh_guards(st: State, stage, ticket):
+    if st.refreshing[stage] == 0 or st.refreshing[stage] != ticket:
+        raise Refused("version.unknown-ticket")
+
+
+def commit_refresh_writes(st: State, stage, ticket):
+    d = st.domain_of[stage]
+    st.refreshing[stage] = 0
+    st.cache_epoch[stage] = st.weight_epoch[stage]
+    st.refreshed[d] = stage
+
+
+def abort_refresh_guards(st: State, stage, ticket):
+    if st.refreshing[stage] == 0 or st.refreshing[stage] != ticket:
+        raise Refused("version.unknown-ticket")
+
+
+def abort_refresh_writes(st: State, stage, ticket):
+    st.refreshing[stage] = 0
+
+
+def check_forward_guards(st: State, key, slot, token, link, refresh):
+    s = key.stage
+    e = key.epoch
+    d = st.domain_of[s]
+    cached = st.cache_epoch[s]
+    waiting = st.refreshed[d]
+    if e != st.weight_epoch[s]:
+        raise Refused("version.wrong-epoch")
+    if refresh != 0 and (st.refreshing[s] != 0 or st.filling[s] != 0):
+        raise Refused("version.pending")
+    if refresh == 0 and cached != e:
+        raise Refused("version.stale-cache")
+    if refresh != 0 and cached == e:
+        raise Refused("version.already-fresh")
+    if refresh != 0 and st.forwards[s] != 0:
+        raise Refused("version.late-refresh")
+    if waiting != NO_STAGE and waiting != s:
+        raise Refused("version.refresh-interrupted")
+
+
+def check_forward_writes(st: State, key, slot, token, link, refresh):
+    s = key.stage
+    ticket = st.serial[0] + 1
+    if refresh != 0:
+        st.filling[s] = ticket
+
+
+def commit_forward_writes(st: State, slot, ticket):
+    s = st.slot_stage[slot]
+    d = st.domain_of[s]
+    if st.filling[s] == ticket:
+        st.cache_epoch[s] = st.epoch_at[slot]
+        st.filling[s] = 0
+    st.refreshed[d] = NO_STAGE
+
+
+def abort_forward_writes(st: State, slot, ticket):
+    s = st.slot_stage[slot]
+    if st.filling[s] == ticket:
+        st.filling[s] = 0
+
+
+def check_dgrad_guards(st: State, key, ref, token, link):
+    s = key.stage
+    e = key.epoch
+    d = st.domain_of[s]
+    if e != st.weight_epoch[s]:
+        raise Refused("version.wrong-epoch")
+    if st.cache_epoch[s] != e:
+        raise Refused("version.stale-cache")
+    if st.refreshed[d] != NO_STAGE:
+        raise Refused("version.refresh-interrupted")
+
+
+def check_wgrad_guards(st: State, key, ref, link, destination, first):
+    s = key.stage
+    e = key.epoch
+    if e != st.weight_epoch[s]:
+        raise Refused("version.wrong-epoch")
+
+
+def bind_guards(st: State, key, destination):
+    s = key.stage
+    e = key.epoch
+    if e != st.weight_epoch[s]:
+        raise Refused("version.wrong-epoch")
+
+
+def invalidate_guards(st: State, stage):
+    if st.refreshing[stage] != 0 or st.filling[stage] != 0:
+        raise Refused("version.pending")
+
+
+def invalidate_writes(st: State, stage):
+    st.cache_epoch[stage] = NEVER
+
+
+def commit_epoch_guards(st: State, epoch):
+    if not st.every(st.weight_epoch, epoch):
+        raise Refused("version.wrong-epoch")
+    if not st.every(st.refreshing, 0):
+        raise Refused("version.pending")
+
+
+def checkpoint_guards(st: State):
+    if not st.every(st.refreshing, 0):
+        raise Refused("persistence.pending-action")
+    if not st.every(st.refreshed, NO_STAGE):
+        raise Refused("persistence.mid-epoch")
+
+
+def restore_guards(st: State, epoch, incarnation):
+    if not st.every(st.refreshing, 0):
+        raise Refused("version.pending")
+
+
+def restore_writes(st: State, epoch, incarnation):
+    st.fill(st.cache_epoch, NEVER)
+    st.fill(st.refreshed, NO_STAGE)

@@ -1,0 +1,3 @@
+"""
+Proofs: obligations from the transitions' paths, and the solvers that answer them.
+"""

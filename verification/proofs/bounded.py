@@ -1,0 +1,201 @@
+"""
+Bounded proofs: from the beginning, no violation within some number of accepted transitions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import z3
+
+from ..symbolic import Path
+from ..symbolic.encoding import ARGUMENTS, STAGE_OF
+from ..symbolic.terms import Term
+from .ground import BITS, Grounding, Known, Value
+from .obligations import Composition, Obligation
+from .theorems import beginning
+
+__all__ = ["DEPTH", "SCOPE", "Unrolling", "bounded", "scope_name"]
+
+#: Members of each sort.
+SCOPE: Mapping[str, int] = {
+    "slot": 2,
+    "cell": 2,
+    "stage": 1,
+    "domain": 1,
+    "link": 1,
+    "pool": 1,
+    "buffer": 1,
+    "opaque": 2,
+}
+#: Transitions in a row.
+DEPTH = 8
+
+#: The greatest first epoch, restored epoch and generation; with the depth, below the integers.
+_GREATEST = 3
+
+
+def scope_name(scope: Mapping[str, int]) -> str:
+    """Spell a scope.
+
+    >>> scope_name({"slot": 2, "cell": 1})
+    '2 slots, 1 cell'
+    """
+    return ", ".join(f"{n} {name}{'s' if n > 1 else ''}" for name, n in scope.items())
+
+
+class Unrolling:
+    """
+    Some number of accepted transitions in a row, from the beginning.
+
+    Each step takes one accepting path of the path table; no sequence is forked.
+
+    Args:
+        composition: One in a finite encoding.
+    """
+
+    def __init__(self, composition: Composition) -> None:
+        self.composition = composition
+        self.words = composition.vocabulary
+        self.ground = Grounding(composition.encoding)
+        self.solver = z3.SolverFor("QF_BV")
+        self.accepting: list[Path] = [
+            path for paths in composition.paths.values() for path in paths if path.clause is None
+        ]
+        self.taken: list[list[Term]] = []
+        self.arguments: list[dict[str, Value]] = []
+        self._base = dict(self.words.before.columns())
+        self._after = [dict(self.words.after(path).columns()) for path in self.accepting]
+        self._denied = [self.words.denied(c) for c in self.words.invariants(self.words.before)]
+        self.states = [self._begin()]
+
+    def _begin(self) -> dict[str, Value]:
+        stage_of = self.words.state(self.words.before).stage_of.term
+        epoch = self.composition.encoding.const("first_epoch", "int")
+        constants = {**self._base, STAGE_OF: stage_of, "first_epoch": epoch}
+        arbitrary = {}
+        for name, term in constants.items():
+            arbitrary[name] = self.ground.fresh(name, term.sort())
+            self.solver.add(self.ground.possible(arbitrary[name], term.sort()))
+        start, facts = beginning(self.composition)
+        known: Known = {}
+        for fact in facts:
+            self.solver.add(self.ground.value(fact, arbitrary, known))
+        for claim in self.words.configuration():
+            for term in self.words.close(claim):
+                self.solver.add(self.ground.value(term, arbitrary, known))
+        small = [arbitrary["first_epoch"], arbitrary["generation_max"]]
+        self.solver.add([value <= _GREATEST for value in small])
+        first = {n: self.ground.value(t, arbitrary, known) for n, t in start.columns()}
+        return {**first, STAGE_OF: arbitrary[STAGE_OF]}
+
+    @property
+    def depth(self) -> int:
+        """How many steps are taken."""
+        return len(self.taken)
+
+    def extend(self) -> None:
+        """Take one more step."""
+        step, before = self.depth, self.states[-1]
+        given = dict(before)
+        for name, sort in ARGUMENTS.items():
+            z3_sort = self.composition.encoding.sorts[sort]
+            given[f"arg.{name}"] = self.ground.fresh(f"{name}@{step}", z3_sort)
+            self.solver.add(self.ground.possible(given[f"arg.{name}"], z3_sort))
+        self.solver.add(given["arg.epoch"] <= _GREATEST + step)
+        known: Known = {}
+        taken = [z3.Bool(f"{p.transition}#{p.index}@{step}") for p in self.accepting]
+        self.solver.add(z3.PbEq([(choice, 1) for choice in taken], 1))
+        for choice, path in zip(taken, self.accepting, strict=True):
+            needed = z3.And(path.condition, *self.words.assumed(path.transition))
+            self.solver.add(z3.Implies(choice, self.ground.value(needed, given, known)))
+        after: dict[str, Value] = dict(before)
+        for name, base in self._base.items():
+            movers = [
+                (choice, moved[name])
+                for choice, moved in zip(taken, self._after, strict=True)
+                if not moved[name].eq(base)
+            ]
+            if movers:
+                after[name] = self.ground.fresh(f"{name}@{step + 1}", base.sort())
+                value = before[name]
+                for choice, term in movers:
+                    moved_to = self.ground.value(term, given, known)
+                    value = _either(choice, moved_to, value)
+                self.solver.add(self.ground.same(after[name], value))
+        self.taken.append(taken)
+        self.arguments.append({n: v for n, v in given.items() if n.startswith("arg.")})
+        self.states.append(after)
+
+    def violation(self) -> Term:
+        """Return that the last step broke a step property, or its end an invariant."""
+        known: Known = {}
+        broken = [self.ground.value(term, self.states[-1], known) for term in self._denied]
+        given = {**self.states[-2], **self.arguments[-1]}
+        known = {}
+        for choice, path in zip(self.taken[-1], self.accepting, strict=True):
+            for claim in self.words.steps(path.transition):
+                denied = self.ground.value(self.words.denied(claim), given, known)
+                broken.append(z3.And(choice, denied))
+        return z3.Or(broken)
+
+    def check(self) -> str:
+        """
+        Ask whether a violation is reachable in exactly this many steps.
+
+        Where none is, later steps may build on that.
+        """
+        violation = self.violation()
+        self.solver.push()
+        self.solver.add(violation)
+        verdict = str(self.solver.check())
+        self.solver.pop()
+        if verdict == "unsat":
+            self.solver.add(z3.Not(violation))
+        return verdict
+
+    def reaches(self, transition: str) -> str:
+        """Ask whether the last step can be an accepted transition of this name."""
+        choices = [
+            choice
+            for choice, path in zip(self.taken[-1], self.accepting, strict=True)
+            if path.transition == transition
+        ]
+        return str(self.solver.check(z3.Or(choices)))
+
+
+def _either(test: Term, yes: Value, no: Value) -> Any:
+    if isinstance(yes, dict):
+        return {key: _either(test, yes[key], no[key]) for key in yes}
+    return z3.If(test, yes, no)
+
+
+def bounded(
+    composition: Composition, depth: int = DEPTH, scope: Mapping[str, int] = SCOPE
+) -> Iterator[Obligation]:
+    """
+    Yield, for each number of steps up to a depth, that no violation is reachable in it.
+
+    Args:
+        composition: One whose encoding has this scope.
+        depth: Transitions in a row.
+        scope: Members of each sort.
+    """
+    unrolling = Unrolling(composition)
+    within = f"{scope_name(scope)}, integers of {BITS} bits"
+    for steps in range(1, depth + 1):
+        began = time.perf_counter()
+        unrolling.extend()
+        verdict = unrolling.check()
+        yield Obligation(
+            f"no violation in {steps} transitions ({within})",
+            "bounded",
+            composition.name,
+            "",
+            f"depth {steps}",
+            "z3",
+            verdict,
+            time.perf_counter() - began,
+        )

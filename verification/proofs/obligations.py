@@ -1,0 +1,239 @@
+"""
+Proof obligations: what each path of each transition must keep, and the records of their proofs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import z3
+from attrs import field, frozen
+
+from qeffect.engine.stage import OPTIONAL, STATE, Transitions, transitions
+from qeffect.relations.columns import Column
+from qeffect.spec.predicates import Predicate
+
+from ..symbolic import Encoding, Path, PathTable, merge, path_table
+from ..symbolic.terms import Term, lift
+from .vocabulary import MANDATORY, Claim, Vocabulary
+
+__all__ = ["COMPOSITIONS", "Composition", "Goal", "Obligation", "composition_name", "obligations"]
+
+#: The compositions that are proved: with every relation, without each optional one, with none.
+COMPOSITIONS: tuple[tuple[str, ...], ...] = (
+    ("arena", "capture", "completion", "order", "reduction", "version"),
+    ("arena",),
+    ("capture",),
+    ("completion",),
+    ("order",),
+    ("reduction",),
+    ("version",),
+    (),
+)
+
+#: Transitions that a backend without a relation never calls: the contract refuses them there.
+_WITHOUT: Mapping[str, frozenset[str]] = {
+    "version": frozenset({"check_refresh", "commit_refresh", "abort_refresh", "invalidate"})
+}
+
+
+def composition_name(omit: Sequence[str]) -> str:
+    """Name a composition by what it leaves out.
+
+    >>> composition_name(("order",))
+    'without order'
+    """
+    if not omit:
+        return "full"
+    return "bare" if len(omit) == len(OPTIONAL) else f"without {', '.join(omit)}"
+
+
+@frozen
+class Obligation:
+    """
+    One proof obligation and what a solver said of it.
+
+    Args:
+        name: What is claimed: a predicate's name, or a theorem's.
+        kind: ``initial``, ``inductive``, ``step``, ``refusal``, ``commit``, ``capture``,
+            ``restore``, ``width``; for a search, ``witness`` or ``bounded``.
+        composition: The relations that took part.
+        transition: The transition, or empty.
+        path: The path through it: its clause or ``accepted``, and its position.
+        solver: ``z3``, ``cvc5``, or ``syntax`` where both sides are the same term.
+        verdict: ``unsat``, ``sat`` or ``unknown``.
+        seconds: What the answer took; 0 where a proof of a stronger claim was at hand.
+        expected: The verdict that proves it.
+    """
+
+    name: str
+    kind: str
+    composition: str
+    transition: str
+    path: str
+    solver: str
+    verdict: str
+    seconds: float
+    expected: str = "unsat"
+
+    @property
+    def proved(self) -> bool:
+        """Whether the verdict is the expected one; unknown never is."""
+        return self.verdict == self.expected
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the record as a plain dictionary."""
+        names = ("name", "kind", "composition", "transition", "path", "solver", "verdict")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "seconds": round(self.seconds, 4),
+            "proved": self.proved,
+        }
+
+
+@frozen
+class Goal:
+    """
+    An obligation as it is put to a solver: facts and a denial that cannot all hold.
+
+    Args:
+        name, kind, transition, path: As in ``Obligation``.
+        relations: Relations whose lemmas suffice as hypotheses, as a first attempt; None where
+            there are no hypotheses, because the claim is about the beginning.
+        facts: What holds: the path's tests, assumptions, the claim before the transition.
+        denied: The claim's negation.
+    """
+
+    name: str
+    kind: str
+    transition: str
+    path: str
+    relations: frozenset[str] | None
+    facts: tuple[Term, ...] = field(repr=False)
+    denied: Term = field(repr=False)
+
+    def answered(self, composition: str, solver: str, verdict: str, seconds: float) -> Obligation:
+        """Return the obligation with what a solver said of it."""
+        return Obligation(
+            self.name,
+            self.kind,
+            composition,
+            self.transition,
+            self.path,
+            solver,
+            verdict,
+            seconds,
+        )
+
+
+@frozen(slots=False)
+class Composition:
+    """
+    The transitions over one choice of relations, as paths, with the predicates that are claimed.
+
+    Args:
+        omit: Relations left out.
+        encoding: What the sorts are.
+        functions: The composed transitions; others than the kernel's own for a mutant.
+    """
+
+    omit: tuple[str, ...]
+    encoding: Encoding
+    functions: Transitions = field(repr=False)
+
+    @classmethod
+    def of(cls, omit: Sequence[str], encoding: Encoding) -> Composition:
+        """Return a composition of the kernel's own transitions."""
+        return cls(tuple(omit), encoding, transitions(omit))
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return composition_name(self.omit)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The predicates that are claimed of it."""
+        return Vocabulary(self.encoding, self.functions.relations)
+
+    @cached_property
+    def every_path(self) -> PathTable:
+        """Every path of every transition that it is used with."""
+        left_out = frozenset().union(*(_WITHOUT.get(name, frozenset()) for name in self.omit))
+        found = path_table(self.functions, self.encoding)
+        return {name: paths for name, paths in found.items() if name not in left_out}
+
+    @cached_property
+    def paths(self) -> PathTable:
+        """The same with paths joined that leave and answer the same."""
+        return {name: self._merged(found) for name, found in self.every_path.items()}
+
+    def _merged(self, found: tuple[Path, ...]) -> tuple[Path, ...]:
+        known = self.encoding.memo.get(("merged", id(found)))
+        if known is None:
+            known = (found, merge(found))  # with the paths themselves, which keeps the id theirs
+            self.encoding.memo["merged", id(found)] = known
+        joined: tuple[Path, ...] = known[1]
+        return joined
+
+    @cached_property
+    def untouched(self) -> list[Term]:
+        """What is known of the columns that no transition writes: they are as they began."""
+        written = {n for paths in self.paths.values() for p in paths for n in p.written}
+        found = []
+        for name, column in STATE.items():
+            if name not in written and column.initial is not None:
+                found += self._is_initial(name, column)
+        return found
+
+    def _is_initial(self, name: str, column: Column) -> list[Term]:
+        term = self.encoding.column(name, column)
+        if not z3.is_array(term):
+            return [term == lift(column.initial, term.sort(), self.encoding.constants)]
+        index = self.encoding.const("var.i", column.index)
+        value = lift(column.initial, term.sort().range(), self.encoding.constants)
+        return list(self.encoding.close({"var.i": column.index}, z3.Select(term, index) == value))
+
+
+def slice_of(predicate: Predicate | Claim) -> frozenset[str]:
+    """Return relations whose lemmas are likely to prove a predicate."""
+    relations = predicate.needs | MANDATORY
+    return relations | {"version"} if "order" in relations else relations
+
+
+def obligations(composition: Composition) -> Iterator[Goal]:
+    """
+    Yield what must be proved of every accepting path of every transition.
+
+    A predicate whose columns the path leaves alone is the same term before and after; it holds
+    by hypothesis and yields nothing.
+    """
+    words = composition.vocabulary
+    before = {claim.name: claim for claim in words.invariants(words.before)}
+    for transition, paths in composition.paths.items():
+        assumed = words.assumed(transition)
+        steps = words.steps(transition)
+        for path in paths:
+            if path.clause is not None:
+                continue
+            facts = (*path.tests, *assumed)
+            for step in steps:
+                yield _goal(words, step, "step", path, facts)
+            for claim in words.disturbed(words.after(path)):
+                earlier = before[claim.name].body
+                if not claim.body.eq(earlier):
+                    yield _goal(words, claim, "inductive", path, (*facts, earlier))
+
+
+def _goal(words: Vocabulary, claim: Claim, kind: str, path: Path, facts: tuple[Term, ...]) -> Goal:
+    return Goal(
+        claim.name,
+        kind,
+        path.transition,
+        path.label,
+        slice_of(claim),
+        facts,
+        words.denied(claim),
+    )

@@ -1,0 +1,240 @@
+"""
+The proofs: every obligation of every composition, asked of Z3, and again of other seeds and cvc5.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, combinations
+from typing import Any, Final
+
+from attrs import define, field
+
+from qeffect.engine.stage import OPTIONAL
+
+from ..symbolic import Encoding
+from . import bounded as in_steps
+from . import witnesses as in_scope
+from .finite import SCOPE
+from .obligations import COMPOSITIONS, Composition, Goal, Obligation, obligations
+from .solvers import Z3, Cvc5, Proved
+from .theorems import capture_in_own_pool, initial, refusals, restored, tickets, widths
+
+__all__ = ["SEEDS", "Agreement", "ProofReport", "again", "everywhere", "run", "unbounded"]
+
+Progress = Callable[[str], None]
+
+#: Seeds of the sweep.
+SEEDS: Final = tuple(range(40))
+
+
+@define
+class Agreement:
+    """
+    One more answer to the goals of the full composition.
+
+    Args:
+        solver: ``z3`` or ``cvc5``.
+        seed: Seed of its own choices.
+        goals: How many were asked.
+        unsat: How many were proved.
+        seconds: What it took.
+        open: Goals without a proof.
+    """
+
+    solver: str
+    seed: int
+    goals: int
+    unsat: int
+    seconds: float
+    open: list[Obligation] = field(factory=list)
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the answer as a plain dictionary."""
+        return {
+            "solver": self.solver,
+            "seed": self.seed,
+            "goals": self.goals,
+            "unsat": self.unsat,
+            "seconds": round(self.seconds, 3),
+            "open": [obligation.asdict() for obligation in self.open],
+        }
+
+
+@define
+class ProofReport:
+    """
+    What was proved.
+
+    Args:
+        obligations: Every unbounded obligation, with its verdict.
+        witnesses: For every path of every transition, that some state takes it, or that none does.
+        bounded: Proofs from the beginning, by their number of steps.
+        agreements: What other seeds and solvers said of the full composition.
+        seconds: What the unbounded proofs took, the path tables included.
+    """
+
+    obligations: list[Obligation] = field(factory=list)
+    witnesses: list[Obligation] = field(factory=list)
+    bounded: list[Obligation] = field(factory=list)
+    agreements: list[Agreement] = field(factory=list)
+    seconds: float = 0.0
+
+    @property
+    def unsat(self) -> int:
+        """How many obligations are proved."""
+        return sum(obligation.verdict == "unsat" for obligation in self.obligations)
+
+    @property
+    def unknown(self) -> int:
+        """How many obligations a solver gave up on; each is a failure."""
+        return sum(obligation.verdict == "unknown" for obligation in self.obligations)
+
+    @property
+    def open(self) -> list[Obligation]:
+        """Everything that did not get the verdict that it should."""
+        asked = (*self.obligations, *self.witnesses, *self.bounded)
+        again = [obligation for agreement in self.agreements for obligation in agreement.open]
+        return [*(obligation for obligation in asked if not obligation.proved), *again]
+
+    def by_kind(self) -> dict[str, int]:
+        """Count the obligations of each kind."""
+        found: dict[str, int] = {}
+        for obligation in self.obligations:
+            found[obligation.kind] = found.get(obligation.kind, 0) + 1
+        return found
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the report as a plain dictionary, ready for JSON."""
+        return {
+            "obligations": [obligation.asdict() for obligation in self.obligations],
+            "unsat": self.unsat,
+            "unknown": self.unknown,
+            "seconds": round(self.seconds, 3),
+            "by_kind": self.by_kind(),
+            "covered": sum(obligation.expected == "unsat" for obligation in self.witnesses),
+            "witnesses": [obligation.asdict() for obligation in self.witnesses],
+            "bounded": [obligation.asdict() for obligation in self.bounded],
+            "agreements": [agreement.asdict() for agreement in self.agreements],
+            "open": [obligation.asdict() for obligation in self.open],
+        }
+
+
+def run(
+    progress: Progress | None = None,
+    seeds: Iterable[int] = (),
+    solvers: Sequence[str] = ("z3",),
+    *,
+    depth: int = in_steps.DEPTH,
+) -> ProofReport:
+    """
+    Prove everything.
+
+    Args:
+        progress: Called with a line now and then.
+        seeds: Seeds of Z3. The first is that of the proofs; with each other one the goals of the
+            full composition are proved again.
+        solvers: ``z3``, and ``cvc5`` to ask it the same goals too.
+        depth: Steps of the bounded proofs.
+
+    Raises:
+        ImportError: cvc5 is asked for and not installed.
+    """
+    tell = progress or (lambda line: None)
+    first, *others = [*seeds] or [0]
+    report = ProofReport()
+    began = time.perf_counter()
+    for obligation in unbounded(seed=first):
+        report.obligations.append(obligation)
+        tell(f"proving {obligation.composition}: {len(report.obligations)} obligations")
+    report.seconds = time.perf_counter() - began
+    scope = Composition.of((), Encoding.finite(SCOPE))
+    for witness in in_scope.witnesses(scope):
+        report.witnesses.append(witness)
+        tell(f"looking for states that take {witness.transition} {witness.path}")
+    small = Composition.of((), Encoding.finite(in_steps.SCOPE))
+    for proof in in_steps.bounded(small, depth):
+        report.bounded.append(proof)
+        tell(f"bounded: {proof.path} in {proof.seconds:.1f} s")
+    for agreement in again(others, solvers):
+        report.agreements.append(agreement)
+        tell(f"{agreement.solver}, seed {agreement.seed}: {agreement.unsat}/{agreement.goals}")
+    return report
+
+
+def unbounded(
+    seed: int = 0, compositions: Iterable[tuple[str, ...]] = COMPOSITIONS
+) -> Iterator[Obligation]:
+    """
+    Yield every unbounded obligation of every composition, with its verdict.
+
+    Args:
+        seed: Seed of Z3's own choices.
+        compositions: What each leaves out; best those first that leave out more, because what is
+            proved of them need not be proved again.
+    """
+    encoding = Encoding.sorted()
+    proved = Proved()
+    for omit in compositions:
+        composition = Composition.of(omit, encoding)
+        z3 = Z3(composition, seed=seed, proved=proved)
+        yield from z3.prove(_goals(composition))
+        for found in refusals(composition):
+            if isinstance(found, Obligation):
+                yield found
+            else:
+                yield from z3.prove([found])
+    wide = Composition.of((), Encoding.sorted(generation_bits=64))
+    yield from Z3(wide, seed=seed).prove(widths(wide))
+
+
+def everywhere() -> Iterator[Obligation]:
+    """Yield the unbounded obligations of each composition that a contract may have."""
+    numbers = range(len(OPTIONAL), -1, -1)
+    left_out = (combinations(sorted(OPTIONAL), number) for number in numbers)
+    yield from unbounded(compositions=chain.from_iterable(left_out))
+
+
+def again(seeds: Sequence[int], solvers: Sequence[str] = ("z3",)) -> Iterator[Agreement]:
+    """
+    Yield the answers of other seeds, and of cvc5, to the goals of the full composition.
+
+    Args:
+        seeds: Seeds of Z3.
+        solvers: With ``cvc5``, it is asked too.
+
+    Raises:
+        ImportError: cvc5 is asked for and not installed.
+    """
+    if not seeds and "cvc5" not in solvers:
+        return
+    composition = Composition.of((), Encoding.sorted())
+    goals = list(_goals(composition))
+    for seed in seeds:
+        yield _agreement(Z3(composition, seed=seed), goals, seed)
+    if "cvc5" in solvers:
+        yield _agreement(Cvc5(composition), goals, 0)
+
+
+def _agreement(solver: Z3 | Cvc5, goals: list[Goal], seed: int) -> Agreement:
+    began = time.perf_counter()
+    answers = list(solver.prove(goals))
+    missing = [answer for answer in answers if not answer.proved]
+    return Agreement(
+        solver.name,
+        seed,
+        len(goals),
+        len(answers) - len(missing),
+        time.perf_counter() - began,
+        missing,
+    )
+
+
+def _goals(composition: Composition) -> Iterator[Goal]:
+    yield from initial(composition)
+    yield from obligations(composition)
+    yield from tickets(composition)
+    yield from restored(composition)
+    if "capture" not in composition.omit:
+        yield from capture_in_own_pool(composition)

@@ -1,0 +1,258 @@
+"""
+What is proved beyond the induction: beginnings, refusals, tickets, capture, restores, widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import z3
+
+from qeffect.engine.stage import STATE
+from qeffect.spec.history import DGRAD, FORWARD, GHOSTS, REFRESH, WGRAD
+from qeffect.spec.properties import STEPS
+
+from ..symbolic import Path, flat_arguments
+from ..symbolic.terms import Term, lift
+from .obligations import Composition, Goal, Obligation
+from .vocabulary import MANDATORY, Claim, Moment
+
+__all__ = [
+    "beginning",
+    "capture_in_own_pool",
+    "initial",
+    "refusals",
+    "restored",
+    "tickets",
+    "widths",
+]
+
+#: Evidence that is whole, by the transition that wants some.
+_EVIDENCE = {"commit_dgrad": "queued", "commit_wgrad": "covered"}
+
+_KINDS = {"forward": FORWARD, "dgrad": DGRAD, "wgrad": WGRAD, "refresh": REFRESH}
+
+#: The greatest generation of a 64-bit counter.
+_LAST = (1 << 64) - 1
+
+
+def beginning(composition: Composition) -> tuple[Moment, list[Term]]:
+    """
+    Return the moment that every run begins at, and what is assumed of it.
+
+    What a contract sets itself (its incarnation, its first epoch) and what a ghost may start with
+    is arbitrary, within what the origin predicates assume of it.
+    """
+    words, enc = composition.vocabulary, composition.encoding
+    epoch = enc.const("first_epoch", "int")
+    state = dict(words.before.state)
+    for name, column in STATE.items():
+        if column.initial is not None and name != "incarnation":
+            state[name] = _filled(composition, state[name], column.initial)
+    state["weight_epoch"] = _filled(composition, state["weight_epoch"], epoch)
+    history = dict(words.before.history)
+    for name, ghost in GHOSTS.items():
+        if ghost.initial is not None:
+            history[name] = _filled(composition, history[name], ghost.initial)
+    history["weights"] = epoch
+    origin = [term for claim in words.origin() for term in words.close(claim)]
+    return Moment(state, history), [epoch >= 0, *words.arbitrary(), *origin]
+
+
+def initial(composition: Composition) -> Iterator[Goal]:
+    """Yield that a fresh memory satisfies every invariant, in whatever epoch it begins."""
+    words = composition.vocabulary
+    moment, facts = beginning(composition)
+    for claim in words.invariants(moment):
+        yield Goal(claim.name, "initial", "", "", None, tuple(facts), words.denied(claim))
+
+
+def _filled(composition: Composition, term: Term, value: Any) -> Term:
+    sort = term.sort()
+    if not z3.is_array(term):
+        return lift(value, sort, composition.encoding.constants)
+    return z3.K(sort.domain(), lift(value, sort.range(), composition.encoding.constants))
+
+
+def refusals(composition: Composition) -> Iterator[Obligation | Goal]:
+    """Yield that every refusing path leaves every column as it was."""
+    for transition, paths in composition.every_path.items():
+        for path in paths:
+            if path.clause is None:
+                continue
+            changed = [path.before[n] != term for n, term in path.written.items()]
+            if changed:
+                yield Goal(
+                    "refusal changes nothing",
+                    "refusal",
+                    transition,
+                    path.label,
+                    MANDATORY,
+                    path.tests,
+                    z3.Or(changed),
+                )
+            else:
+                yield Obligation(
+                    "refusal changes nothing",
+                    "refusal",
+                    composition.name,
+                    transition,
+                    path.label,
+                    "syntax",
+                    "unsat",
+                    0.0,
+                )
+
+
+def tickets(composition: Composition) -> Iterator[Goal]:
+    """
+    Yield that a ticket that is out, with whole evidence, is refused by no commit and no abort.
+
+    A ticket is out from the check that returned it to its commit or abort, whatever transitions
+    were accepted between: that is what the history's ``outstanding`` follows.
+    """
+    enc, words = composition.encoding, composition.vocabulary
+    h = words.history(words.before)
+    for transition, paths in composition.paths.items():
+        verb, _, action = transition.partition("_")
+        if verb not in ("commit", "abort") or action not in _KINDS:
+            continue
+        place = "stage" if action == "refresh" else "slot"
+        facts = [
+            h.outstanding[0].term == _KINDS[action],
+            enc.const("arg.ticket", "ticket") == h.ticket[0].term,
+            enc.const(f"arg.{place}", place) == getattr(h, f"ticket_{place}")[0].term,
+            *words.assumed(transition),
+        ]
+        if transition in _EVIDENCE:
+            st = words.state(words.before)
+            stage = st.slot_stage[enc.sym(enc.const("arg.slot", "slot"))]
+            given = enc.const(f"arg.{_EVIDENCE[transition]}", "opaque")
+            facts.append(given == st.matrices[stage].term)
+        for path in paths:
+            if path.clause is not None:
+                yield _never("a ticket is honoured", "commit", path, facts, {"version"})
+
+
+def capture_in_own_pool(composition: Composition) -> Iterator[Goal]:
+    """Yield that with one pool for each slot, F before dI before dW, nothing is out of order."""
+    words = composition.vocabulary
+    st = words.state(words.before)
+    a, b = (composition.encoding.const(f"own.{n}", "slot") for n in "ab")
+    sym = composition.encoding.sym
+    apart = st.pool_of[sym(a)].term == st.pool_of[sym(b)].term
+    close = composition.encoding.close
+    ordered = z3.And(
+        st.forward_rank[sym(a)].term < st.dgrad_rank[sym(a)].term,
+        st.dgrad_rank[sym(a)].term < st.wgrad_rank[sym(a)].term,
+    )
+    facts = [
+        *close({"own.a": "slot", "own.b": "slot"}, z3.Implies(apart, a == b)),
+        *close({"own.a": "slot"}, ordered),
+    ]
+    seated = next(c for c in words.invariants(words.before) if c.name == "capture.every-seat-taken")
+    for transition, paths in composition.paths.items():
+        for path in paths:
+            if path.clause == "capture.out-of-order":
+                name = "arg.slot" if transition == "check_forward" else "arg.ref.slot"
+                pool = st.pool_of[sym(composition.encoding.const(name, "slot"))].term
+                # If the pool has a tenant, its first seat names one: an instance of the lemma.
+                first = z3.substitute(
+                    seated.body,
+                    (composition.encoding.const("var.p", "pool"), pool),
+                    (composition.encoding.const("var.i", "place"), z3.IntVal(0)),
+                )
+                known = [*facts, first, *words.assumed(transition)]
+                yield _never("one pool a slot", "capture", path, known, {"capture"})
+
+
+def restored(composition: Composition) -> Iterator[Goal]:
+    """
+    Yield that a restore ends every reference that was handed out, for good.
+
+    The restore kills it, nothing brings it back, and no transition accepts it. That no two
+    incarnations are alike is assumed (``persistence.fresh-incarnation``).
+    """
+    words, enc = composition.vocabulary, composition.encoding
+    h = words.history(words.before)
+    dead, issued = h.dead[0].term == 1, h.issued[0].term == 1
+    for transition, paths in composition.paths.items():
+        facts = words.assumed(transition)
+        for path in paths:
+            if path.clause is not None:
+                continue
+            after = words.history(words.after(path))
+            if transition == "restore":
+                yield _goal("a restore ends every reference", path, [*facts, issued], _gone(after))
+            if not after.dead.term.eq(h.dead.term):
+                yield _goal("what ended stays ended", path, [*facts, dead], _gone(after))
+            if "ref.slot" in flat_arguments(transition):
+                presented = [
+                    enc.const(f"arg.ref.{part}", sort) == getattr(h, f"ref_{part}")[0].term
+                    for part, sort in (
+                        ("slot", "slot"),
+                        ("generation", "generation"),
+                        ("incarnation", "int"),
+                    )
+                ]
+                given = [*facts, *presented, dead]
+                yield _never("an ended reference is refused", "restore", path, given, set())
+
+
+def widths(composition: Composition) -> Iterator[Goal]:
+    """
+    Yield that generations of 64 bits never wrap: what speaks of them, where they wrap by nature.
+
+    Args:
+        composition: One whose encoding has generations of 64 bits.
+    """
+    words, enc = composition.vocabulary, composition.encoding
+    last = enc.const("generation_max", "generation") == z3.BitVecVal(_LAST, 64)
+    speaking = {"ownership.generation-bounded", "ownership.reference"}
+    steps = [p.name for p in STEPS if p.name == "ownership.right-reference"]
+    before = {c.name: c for c in words.invariants(words.before)}
+    slot = enc.const("var.s", "slot")
+    for transition, paths in composition.paths.items():
+        for path in paths:
+            if path.clause is not None:
+                continue
+            facts = (*path.tests, *words.assumed(transition), last)
+            found = [(c, before[c.name].body) for c in words.disturbed(words.after(path))]
+            for claim, earlier in found:
+                if claim.name in speaking and not claim.body.eq(earlier):
+                    yield _width(claim.name, path, (*facts, earlier), words.denied(claim))
+            for claim in words.steps(transition):
+                if claim.name in steps:
+                    yield _width(claim.name, path, facts, words.denied(claim))
+            old, new = path.before["generation"], path.columns["generation"]
+            if not new.eq(old) and transition != "restore":
+                grows = z3.ULE(z3.Select(old, slot), z3.Select(new, slot))
+                claim = Claim("generations only rise", frozenset(), {"s": "slot"}, grows)
+                yield _width(claim.name, path, facts, words.denied(claim))
+
+
+def _width(name: str, path: Path, facts: tuple[Term, ...], denied: Term) -> Goal:
+    relations = MANDATORY | {"version"}
+    return Goal(name, "width", path.transition, path.label, relations, facts, denied)
+
+
+def _gone(history: Any) -> Term:
+    return history.dead[0].term != 1
+
+
+def _goal(name: str, path: Path, facts: list[Term], denied: Term) -> Goal:
+    given = (*path.tests, *facts)
+    return Goal(name, "restore", path.transition, path.label, MANDATORY, given, denied)
+
+
+def _never(name: str, kind: str, path: Path, facts: list[Term], relations: set[str]) -> Goal:
+    return Goal(
+        name,
+        kind,
+        path.transition,
+        path.label,
+        MANDATORY | relations,
+        tuple(facts),
+        path.condition,
+    )

@@ -1,0 +1,243 @@
+"""
+The specification's predicates as terms: over the state before a transition and after a path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import z3
+from attrs import field, frozen
+
+from qeffect.engine.stage import STATE, TRANSITIONS
+from qeffect.relations.columns import CONFIG, Column
+from qeffect.spec.history import GHOSTS, advance
+from qeffect.spec.invariants import CONFIGURATION, INVARIANTS
+from qeffect.spec.predicates import Predicate
+from qeffect.spec.properties import ASSUMED, HISTORY, ORIGIN, STEPS
+
+from ..symbolic import Encoding, Memory, Path
+from ..symbolic.encoding import STAGE_OF
+from ..symbolic.terms import Term, raw
+from ..watched import Watched
+
+__all__ = ["MANDATORY", "Claim", "Moment", "Vocabulary"]
+
+#: Relations that every composition has, whatever predicates call them.
+MANDATORY = frozenset({"ownership", "epoch", "persistence", "tickets"})
+
+#: Transitions whose ``slot`` may be the sentinel: the caller found no free slot.
+_MAY_FIND_NO_SLOT = frozenset({"reserve", "check_forward"})
+
+
+@frozen
+class Claim:
+    """
+    A predicate as a term over its variables.
+
+    Args:
+        name: The predicate's name.
+        needs: Relations that it speaks of.
+        variables: Sort of each variable.
+        body: Term over constants named ``var.NAME``.
+    """
+
+    name: str
+    needs: frozenset[str]
+    variables: Mapping[str, str]
+    body: Term = field(repr=False)
+
+
+@frozen
+class Moment:
+    """The memory and the history at one moment, as terms by column name."""
+
+    state: Mapping[str, Term]
+    history: Mapping[str, Term]
+
+    def columns(self) -> Iterator[tuple[str, Term]]:
+        """Yield every column of both; those of the history are named ``ghost.NAME``."""
+        yield from self.state.items()
+        for name, term in self.history.items():
+            yield f"ghost.{name}", term
+
+
+_OF_HISTORY = frozenset(predicate.name for predicate in HISTORY)
+
+
+class Vocabulary:
+    """
+    The predicates of one composition in one encoding.
+
+    Args:
+        encoding: What the sorts are.
+        relations: Relations that take part; predicates that need another are left out.
+    """
+
+    def __init__(self, encoding: Encoding, relations: Iterable[str]) -> None:
+        self.encoding = encoding
+        self.relations = frozenset(relations) | MANDATORY
+        self.before = Moment(
+            {n: encoding.column(n, c) for n, c in {**CONFIG, **STATE}.items()},
+            {n: self._ghost(n) for n in GHOSTS},
+        )
+        self._stage_of = encoding.column(STAGE_OF, Column("cell", "stage"))
+
+    def _ghost(self, name: str) -> Term:
+        ghost = GHOSTS[name]
+        indices = tuple(i for i in ghost.indices if i != "one")
+        return self.encoding.array(f"ghost.{name}", indices, ghost.values)
+
+    def speaks_of(self, predicate: Predicate) -> bool:
+        """Whether every relation that the predicate needs takes part, and none that checks it."""
+        return predicate.needs <= self.relations and predicate.without not in self.relations
+
+    # Building terms
+
+    def state(self, moment: Moment) -> Memory:
+        """Return the memory at a moment, with the stage of every cell."""
+        return Memory(self.encoding, {**moment.state, STAGE_OF: self._stage_of})
+
+    def history(self, moment: Moment) -> Memory:
+        """Return the history at a moment."""
+        return Memory(self.encoding, moment.history)
+
+    def after(self, path: Path) -> Moment:
+        """Return the moment after an accepted path."""
+        st, h = self.state(self.before), self.history(self.before)
+        ticket = None if path.returned is None else self.encoding.sym(path.returned)
+        advance(path.transition, st, h, self.encoding.arguments(path.transition), ticket)
+        return Moment(dict(path.columns), h.terms())
+
+    def claim(self, predicate: Predicate, *subjects: Any) -> Claim:
+        """Return a predicate of some subjects (memory, history, arguments) as a term."""
+        variables = {
+            name: self.encoding.sym(self.encoding.const(f"var.{name}", sort))
+            for name, sort in predicate.variables.items()
+        }
+        body = raw(predicate.function(*subjects, **variables))
+        return Claim(predicate.name, predicate.needs, predicate.variables, body)
+
+    def close(self, claim: Claim, weight: int = 1) -> Iterator[Term]:
+        """Yield the claim for all values of its variables: quantified, or one by one."""
+        yield from self.encoding.close(
+            {f"var.{n}": sort for n, sort in claim.variables.items()}, claim.body, weight
+        )
+
+    def denied(self, claim: Claim) -> Term:
+        """Return that the claim fails for some values of its variables."""
+        key = ("denied", claim.name, claim.body.get_id())
+        if key not in self.encoding.memo:
+            self.encoding.memo[key] = (self._denied(claim), claim.body)
+        return self.encoding.memo[key][0]
+
+    def _denied(self, claim: Claim) -> Term:
+        if not self.encoding.unbounded:
+            return z3.Not(z3.And(list(self.close(claim))))
+        members = [
+            self.encoding.const(f"var.{n}", sort) != self.encoding.null(sort)
+            for n, sort in claim.variables.items()
+            if self.encoding.null(sort) is not None
+        ]
+        return z3.And(*members, z3.Not(claim.body))
+
+    # The predicates that are claimed
+
+    def invariants(self, moment: Moment) -> list[Claim]:
+        """Return what must hold at every moment."""
+        return self._at(self._invariants(), moment)
+
+    def disturbed(self, moment: Moment) -> list[Claim]:
+        """Return those of them that speak of a column which is not as it was before."""
+        before = dict(self.before.columns())
+        changed = {
+            n for n, term in moment.columns() if term is not before[n] and not term.eq(before[n])
+        }
+        return self._at((p for p in self._invariants() if self._read[p.name] & changed), moment)
+
+    def _invariants(self) -> Iterator[Predicate]:
+        return (p for p in (*INVARIANTS, *HISTORY) if self.speaks_of(p))
+
+    def _at(self, predicates: Iterable[Predicate], moment: Moment) -> list[Claim]:
+        st, h = self.state(moment), self.history(moment)
+        columns = dict(moment.columns())
+        found = []
+        for predicate in predicates:
+            # Many paths, also of other compositions, leave what a predicate reads alike.
+            terms = [columns[name] for name in sorted(self._read[predicate.name])]
+            key = ("claim", predicate.name, *(term.get_id() for term in terms))
+            known = self.encoding.memo.get(key)
+            if known is None:
+                subjects = (st, h) if predicate.name in _OF_HISTORY else (st,)
+                known = (self.claim(predicate, *subjects), terms)  # which keeps the ids theirs
+                self.encoding.memo[key] = known
+            found.append(known[0])
+        return found
+
+    @cached_property
+    def _read(self) -> dict[str, set[str]]:
+        """The columns that each invariant reads."""
+        found: dict[str, set[str]] = self.encoding.memo.setdefault("read", {})
+        st, h = self.state(self.before), self.history(self.before)
+        for predicate in self._invariants():
+            if predicate.name in found:
+                continue
+            memory, history = Watched(st), Watched(h)
+            subjects = (memory, history) if predicate.name in _OF_HISTORY else (memory,)
+            self.claim(predicate, *subjects)
+            ghosts = {f"ghost.{name}" for name in history.read}
+            found[predicate.name] = (memory.read | ghosts) - {STAGE_OF}
+        return found
+
+    def configuration(self) -> list[Claim]:
+        """Return what a configuration is trusted with."""
+        st = self.state(self.before)
+        return [self.claim(p, st) for p in CONFIGURATION]
+
+    def counted(self) -> list[Term]:
+        """Return that a finite scope has a number for every cell and slot; nothing if unbounded."""
+        enc, st, h = self.encoding, self.state(self.before), self.history(self.before)
+        most = len(enc.members.get("place", ()))
+        counts = [st.cells[enc.sym(stage)] for stage in enc.members.get("stage", ())]
+        counts += [h.slots[enc.sym(pool)] for pool in enc.members.get("pool", ())]
+        return [raw(count <= most) for count in counts]
+
+    def origin(self) -> list[Claim]:
+        """Return what arbitrary ghosts are trusted to start with."""
+        st, h = self.state(self.before), self.history(self.before)
+        return [self.claim(p, st, h) for p in ORIGIN]
+
+    def steps(self, transition: str) -> list[Claim]:
+        """Return what must hold before the transition if it is accepted."""
+        return self._about(STEPS, transition, self.speaks_of)
+
+    def assumed(self, transition: str) -> list[Term]:
+        """Return what is assumed of a transition's arguments."""
+        enc = self.encoding
+        found = [c.body for c in self._about(ASSUMED, transition, self.speaks_of)]
+        for parameter in TRANSITIONS[transition]:
+            name, sort = ("ref.slot", "slot") if parameter == "ref" else (parameter, parameter)
+            if sort not in ("slot", "stage"):
+                continue
+            if parameter == "slot" and transition in _MAY_FIND_NO_SLOT:
+                continue
+            found.append(enc.const(f"arg.{name}", sort) != enc.null(sort))
+        return found + self.arbitrary()
+
+    def arbitrary(self) -> list[Term]:
+        """Return that the slot and the stage which the history follows are no sentinels."""
+        enc = self.encoding
+        return [enc.const(f"ghost.{n}", n) != enc.null(n) for n in ("slot", "stage")]
+
+    def _about(self, register: Any, transition: str, speaks: Any) -> list[Claim]:
+        arguments = self.encoding.arguments(transition)
+        given = SimpleNamespace(**dict(zip(TRANSITIONS[transition], arguments, strict=True)))
+        st, h = self.state(self.before), self.history(self.before)
+        return [
+            self.claim(p, st, h, given)
+            for p in register
+            if transition in p.transitions and speaks(p)
+        ]

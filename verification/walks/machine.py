@@ -1,0 +1,248 @@
+"""
+The random machine: real contracts under random legal and illegal calls, against the oracle.
+
+`run` drives it by whole schedules; `ContractMachine` is the same as a Hypothesis state machine
+with a rule for every transition. A run proves nothing. It fails when a legal call was refused, an
+illegal one accepted or refused by another clause than the first it breaks, a refusal changed
+anything, an invariant of the specification broke, or when something was never exercised.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from attrs import asdict, define, field
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from qeffect import Contract
+from qeffect.engine.stage import TRANSITIONS
+from qeffect.verification.walks.driver import Driver, Mismatch, Tally
+from qeffect.verification.walks.processes import PROCESSES, Process
+from qeffect.verification.walks.proposals import chooser
+from qeffect.verification.walks.sites import clauses
+from qeffect.verification.walks.strategies import numbers, processes
+
+__all__ = ["ContractMachine", "RandomReport", "run", "uncovered"]
+
+_CHOICES = st.integers(0, (1 << 64) - 1)
+#: Steps of the longest schedule; a step is a call or a few that belong together.
+_LONGEST = 160
+#: Where a plainer failure is sought: in short schedules first, so many of each length, and for how
+#: long it is made plainer yet.
+_LENGTHS = (8, 24, 72, _LONGEST)
+_SHRINKING = 300
+_SHRINKING_SECONDS = 30.0
+
+
+@define
+class RandomReport:
+    """
+    What a run of random schedules found.
+
+    Args:
+        schedules: Schedules that ran.
+        actions: Calls that were made, accepted and refused.
+        accepted: How often each transition was accepted.
+        refused: How often each clause refused.
+        uncovered: Transitions never accepted and clauses that never refused.
+        seconds: How long it took.
+        failure: What went wrong, with the shrunk schedule and its timeline; empty if nothing did.
+    """
+
+    schedules: int = 0
+    actions: int = 0
+    accepted: dict[str, int] = field(factory=dict)
+    refused: dict[str, int] = field(factory=dict)
+    uncovered: list[str] = field(factory=list)
+    seconds: float = 0.0
+    failure: str = ""
+
+    @property
+    def actions_per_second(self) -> float:
+        """Calls made in a second, drawing and checking included."""
+        return self.actions / self.seconds if self.seconds else 0.0
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+        return {**asdict(self), "actions_per_second": self.actions_per_second}
+
+
+def uncovered(tally: Tally) -> list[str]:
+    """Return the transitions that were never accepted and the clauses that never refused."""
+    return [
+        *(f"transition {name}" for name in TRANSITIONS if not tally.accepted[name]),
+        *(f"clause {clause}" for clause in clauses() if not tally.refused[clause]),
+    ]
+
+
+def run(
+    schedules: int,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+    make: Callable[[Process], Callable[..., Contract]] | None = None,
+) -> RandomReport:
+    """
+    Run random schedules over processes of every shape.
+
+    A few hundred schedules exercise everything; fewer may leave something uncovered, which the
+    report then says.
+
+    Args:
+        schedules: How many.
+        seed: What they are drawn from; in one installation the same seed draws the same
+            schedules.
+        progress: Told how far it is.
+        make: What makes a process's contracts, to test faulty ones.
+
+    Returns:
+        The report. It is a failure if ``failure`` or ``uncovered`` is not empty.
+    """
+    tally = Tally()
+    report = RandomReport()
+
+    def walk(process: Process, steps: list[int]) -> None:
+        driver = Driver(process, tally, None if make is None else make(process))
+        for number in steps:
+            driver.step(number)
+        driver.agree()
+        report.schedules += 1
+        if progress is not None:
+            progress(f"Checking. schedules={report.schedules:,} actions={tally.calls:,}")
+
+    begun = time.perf_counter()
+    found = None
+    for number, process in enumerate(PROCESSES):
+        # One process after another: drawn with the steps, some would hardly ever be met.
+        share = (schedules + number) // len(PROCESSES)
+        if share and found is None:
+            found = _found(walk, st.just(process), share, seed + number, (Phase.generate,))
+    report.seconds = time.perf_counter() - begun
+    if found is not None:
+        report.failure = str(_shrunk(found, seed, progress, make))
+    report.actions = tally.calls
+    report.accepted = {name: tally.accepted[name] for name in TRANSITIONS}
+    report.refused = {clause: tally.refused[clause] for clause in clauses()}
+    report.uncovered = [] if report.failure else uncovered(tally)
+    return report
+
+
+def _shrunk(
+    found: Mismatch,
+    seed: int,
+    progress: Callable[[str], None] | None,
+    make: Callable[[Process], Callable[..., Contract]] | None,
+) -> Mismatch:
+    """
+    Return the same kind of mismatch in as few and as plain calls as can be found.
+
+    The search looks at one guard after every step. Among all the guards at random, as the run
+    does, every step that is left out would change what is attempted later.
+    """
+
+    best = found
+    deadline = time.monotonic() + _SHRINKING_SECONDS
+
+    def walk(process: Process, steps: list[int]) -> None:
+        nonlocal best
+        if time.monotonic() > deadline:
+            raise _Enough
+        if progress is not None:
+            progress("Shrinking.")
+        focus = [] if found.guard is None else [found.guard]
+        driver = Driver(process, None, None if make is None else make(process), focus)
+        try:
+            for number in steps:
+                driver.step(number)
+            driver.agree()
+        except Mismatch as mismatch:
+            best = min(best, mismatch, key=lambda one: len(one.steps))
+            raise
+
+    with suppress(_Enough):
+        for longest in _LENGTHS:
+            phases = (Phase.generate, Phase.shrink)
+            if _found(walk, processes(), _SHRINKING, seed, phases, longest):
+                break
+    return best
+
+
+class _Enough(BaseException):
+    """The time for shrinking is over."""
+
+
+def _found(
+    walk: Callable[[Process, list[int]], None],
+    process: st.SearchStrategy[Process],
+    examples: int,
+    seed: int,
+    phases: tuple[Phase, ...],
+    longest: int = _LONGEST,
+) -> Mismatch | None:
+    """Walk through examples until one fails; nothing is remembered, nothing has a deadline."""
+    configured = settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
+    test = seeded(seed)(configured(given(process, numbers(longest))(walk)))
+    try:
+        test()
+    except Mismatch as mismatch:
+        return mismatch
+    return None
+
+
+class ContractMachine(RuleBasedStateMachine):
+    """
+    A Hypothesis state machine over one process; a class attribute counts what it exercised.
+
+    It has a rule for each transition, which attempts it in a right or a wrong way. A caller who
+    only did that would not get far, so each rule first takes some steps of a random walk.
+    """
+
+    tally = Tally()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = Driver(PROCESSES[0], self.tally)
+
+    @initialize(process=processes())
+    def configure(self, process: Process) -> None:
+        """Choose the process."""
+        self.driver = Driver(process, self.tally)
+
+    def attempt(self, transition: str, steps: list[int], choices: int) -> None:
+        """Walk, then attempt a transition."""
+        for number in steps:
+            self.driver.step(number)
+        self.driver.attempt(chooser(choices), transition)
+
+    @rule()
+    def agree(self) -> None:
+        """Hold the contract's account and the specification's invariants against the world."""
+        self.driver.agree()
+
+
+def _rule(transition: str) -> Callable[[ContractMachine, list[int], int], None]:
+    def attempt(self: ContractMachine, steps: list[int], choices: int) -> None:
+        self.attempt(transition, steps, choices)
+
+    attempt.__name__ = transition
+    attempt.__doc__ = f"Attempt {transition}, right or wrong."
+    return attempt
+
+
+_WALKS = st.lists(_CHOICES, min_size=1, max_size=10)
+for _name in TRANSITIONS:
+    _made = rule(steps=_WALKS, choices=_CHOICES)(_rule(_name))
+    setattr(ContractMachine, _name, _made)
