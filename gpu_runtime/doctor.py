@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -35,15 +36,21 @@ class Finding:
     remedy: str = ""
 
 
-def examine() -> list[Finding]:
-    """Look at Python, torch, the device and Transformer Engine, in that order."""
+def examine(*, probe: bool = False) -> list[Finding]:
+    """
+    Look at Python, torch, the device and Transformer Engine, in that order.
+
+    Args:
+        probe: Run one small layer of Transformer Engine on the device as well, which sees what a
+            look at its names cannot; it makes a device context and resets FP8 state.
+    """
     findings = [Finding("Python", platform.python_version(), True)]
     torch_finding, torch = _torch()
     findings.append(torch_finding)
     if torch is None:
         return findings
     findings.append(_device(torch))
-    findings.append(_library(torch))
+    findings.append(_library(torch, probe))
     return findings
 
 
@@ -67,41 +74,62 @@ def _device(torch: Any) -> Finding:
             "the reference backend runs here on the CPU, without capture; capture needs a CUDA "
             "build of torch and a GPU",
         )
-    name = torch.cuda.get_device_name(0)
-    major, minor = torch.cuda.get_device_capability(0)
+    # The current device, as everything else here; a host may have several, not all alike.
+    index = torch.cuda.current_device()
+    name = torch.cuda.get_device_name(index)
+    major, minor = torch.cuda.get_device_capability(index)
     works = (major, minor) >= (8, 9)
+    count = torch.cuda.device_count()
+    which = f" (device {index} of {count})" if count > 1 else ""
     return Finding(
         "CUDA device",
-        f"{name}, compute capability {major}.{minor}",
+        f"{name}{which}, compute capability {major}.{minor}",
         works,
         "" if works else "FP8 needs compute capability 8.9 or later; measured on 9.0 only",
     )
 
 
-def _library(torch: Any) -> Finding:
+def _library(torch: Any, probe: bool) -> Finding:
+    what = "Transformer Engine"
     try:
         found = version("transformer-engine")
     except PackageNotFoundError:
         return Finding(
-            "Transformer Engine",
+            what,
             "not installed",
             False,
             "pip install 'qeffect[gpu]' on a CUDA host; the reference backend needs nothing",
         )
-    from qeffect.gpu_runtime.backends.te.domain import version_problem
+    from qeffect.gpu_runtime.backends.te.domain import library, version_problem
 
     problem = version_problem(found)
-    if problem:
-        return Finding("Transformer Engine", found, False, problem)
     if not torch.cuda.is_available():
-        return Finding("Transformer Engine", found, False, "it needs a CUDA device")
+        return Finding(what, found, False, problem or "it needs a CUDA device")
+    if problem and os.environ.get("QEFFECT_UNTESTED_TE") != "1":
+        return Finding(what, found, False, f"{problem}. {_internals()}")
     try:
-        from qeffect.gpu_runtime.backends.te.domain import library
-
         library()
+        if probe:
+            from qeffect.gpu_runtime.backends.te.stage import check_backend
+
+            check_backend()
+    except Exception as error:  # whatever the library raises while it loads or runs
+        said = str(error) or type(error).__name__
+        return Finding(what, found, False, f"{problem}. {said}" if problem else said)
+    return Finding(what, found, True)
+
+
+def _internals() -> str:
+    """What a look at the reached internals of an untested version shows."""
+    from qeffect.gpu_runtime.backends.te.internals import BASELINE, IMPORTED, missing_imports
+
+    try:
+        missing = missing_imports((*IMPORTED, *BASELINE))
     except Exception as error:  # whatever the library raises while it loads
-        return Finding("Transformer Engine", found, False, str(error))
-    return Finding("Transformer Engine", found, True)
+        return f"Its internals cannot be looked at: {error}"
+    if missing:
+        return f"It lacks what the runtime reaches: {', '.join(missing)}"
+    return "Every name that is reached at import is there"
 
 
 def run_doctor(args: argparse.Namespace) -> int:
@@ -111,7 +139,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     Returns:
         0 when the reference backend works (captured or not), 2 when nothing does.
     """
-    findings = examine()
+    findings = examine(probe=True)
     by_name = {f.what: f for f in findings}
     reference = by_name["torch"].works
     captured = reference and len(findings) == 4 and all(f.works for f in findings)

@@ -87,9 +87,10 @@ def check_handoff(handoff: str, checks: int, *, width: int, depth: int) -> dict[
     Returns:
         Counts of stale and vacuous checks, and how long the producer takes.
     """
+    from qeffect.gpu_runtime.backends.devices import placed
     from qeffect.gpu_runtime.execute.streams import GraphStream
 
-    device = torch.device("cuda", 0)
+    device = placed()
     stream = GraphStream(device, two_way=handoff != "one-way")
     producer = Producer(device, width, depth)
     read = {kind: torch.zeros_like(tensor) for kind, tensor in producer.state.items()}

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from qeffect.gpu_runtime.backends.devices import visible_id
+
 STATE = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu", "pstate")
 FIRST_READING_S = 4.0
 IDENTITY = ("name", "driver_version", "memory.total")
@@ -16,7 +18,7 @@ IDENTITY = ("name", "driver_version", "memory.total")
 
 def query(fields: Sequence[str]) -> dict[str, Any] | None:
     """
-    Ask nvidia-smi for some fields of the first device.
+    Ask nvidia-smi for some fields of the device that columns run on: the first visible one.
 
     Returns:
         The values, numbers where they are numbers; None when there is no nvidia-smi to ask.
@@ -24,7 +26,11 @@ def query(fields: Sequence[str]) -> dict[str, Any] | None:
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
-            [*command, "--id=0"], capture_output=True, text=True, timeout=30, check=True
+            [*command, f"--id={visible_id()}"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -71,7 +77,7 @@ class MemoryPoll:
         command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         try:
             self._process = subprocess.Popen(
-                [*command, "--id=0", "--loop-ms=20"],
+                [*command, f"--id={visible_id()}", "--loop-ms=20"],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,

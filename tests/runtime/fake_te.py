@@ -1,11 +1,12 @@
 """
-A stand-in for Transformer Engine 2.18 on a CPU: its structure and habits, none of its kernels.
+A stand-in for Transformer Engine 2.18 to 2.20 on a CPU: its structure and habits, no kernels.
 
 It exists so that the backend's own code (which stores are installed when, what is drained, where a
 destination is bound, which state is whose) runs in a test without a GPU. Each habit below is one
 that the real library has: stores are read at F and filled at dI; `main_grad` is read at dI;
 `LayerNormMLP` queues FC2 before FC1 in one store; leaving autocast rolls every registered forward
-history, the first FP8 module's backward every backward one; a workspace is made on first use.
+history, the first FP8 module's backward every backward one; a workspace is made on first use. None
+of them differs between 2.18 and 2.20 (see the runtime's README); what does is in `Graphs`.
 The arithmetic is the reference backend's. It proves nothing about the real library's numerics.
 """
 
@@ -33,6 +34,10 @@ class DelayedScaling:
 
     def __init__(self, **options: Any) -> None:
         self.amax_history_len = options["amax_history_len"]
+
+
+class StatelessScaling:
+    """A recipe without state; it is only ever looked for."""
 
 
 class Meta(ScalingState):
@@ -362,6 +367,49 @@ def noop_cat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(tensors))
 
 
+class Graphs:
+    """`make_graphed_callables`: what it was asked for; it captures nothing."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Any] = {}
+
+    def of(self, version: str) -> Callable[..., tuple[Any, ...]]:
+        """The function with the parameters of a version: from 2.19 on it can leave clones out."""
+
+        def make_graphed_callables(
+            modules: Any,
+            sample_args: Any,
+            num_warmup_iters: int = 3,
+            allow_unused_input: bool = False,
+            enabled: bool | None = None,
+            recipe: Any = None,
+            cache_quantized_params: bool | None = None,
+            _order: Any = None,
+            _num_layers_per_chunk: Any = None,
+        ) -> tuple[Any, ...]:
+            return tuple(sample_args)
+
+        def make_graphed_callables_from_2_19(
+            *arguments: Any,
+            num_warmup_iters: int = 3,
+            allow_unused_input: bool = False,
+            enabled: bool | None = None,
+            recipe: Any = None,
+            cache_quantized_params: bool | None = None,
+            _order: Any = None,
+            _num_layers_per_chunk: Any = None,
+            clone_param_grads_on_return: bool = True,
+        ) -> tuple[Any, ...]:
+            self.asked["clone_param_grads_on_return"] = clone_param_grads_on_return
+            return tuple(arguments[1])
+
+        old = version.startswith("2.18")
+        return make_graphed_callables if old else make_graphed_callables_from_2_19
+
+
+graphs = Graphs()
+
+
 def modules(version: str = VERSION) -> dict[str, types.ModuleType]:
     """What to put into `sys.modules`."""
     names = (
@@ -381,8 +429,11 @@ def modules(version: str = VERSION) -> dict[str, types.ModuleType]:
     made["transformer_engine"].__version__ = version
     te = made["transformer_engine.pytorch"]
     te.TransformerLayer, te.autocast = TransformerLayer, autocast
+    graphs.asked.clear()
+    te.make_graphed_callables = graphs.of(version)
     recipe = made["transformer_engine.common.recipe"]
     recipe.DelayedScaling = DelayedScaling
+    recipe.Float8CurrentScaling = recipe.Float8BlockScaling = StatelessScaling
     recipe.Format = types.SimpleNamespace(HYBRID="HYBRID")
     common = made["transformer_engine.pytorch.module._common"]
     common.WeightGradStore, common.noop_cat = WeightGradStore, noop_cat

@@ -410,6 +410,7 @@ class TestDevice:
     ) -> None:
         """Every argument that reaches nvidia-smi asks; none sets anything."""
         self.stand_in(tmp_path, f'echo "$@" > {tmp_path}/asked; echo "1980, P0"', monkeypatch)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         assert {"clocks.sm": 1980.0, "pstate": "P0"} == device.query(("clocks.sm", "pstate"))
         asked = (tmp_path / "asked").read_text().split()
         assert [
@@ -417,6 +418,19 @@ class TestDevice:
             "--format=csv,noheader,nounits",
             "--id=0",
         ] == asked
+
+    @pytest.mark.parametrize(
+        ("visible", "number"), [("5,3", "5"), ("GPU-8f2c", "GPU-8f2c"), ("", "0")]
+    )
+    def test_the_visible_device_is_asked(
+        self, visible: str, number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A column runs on the first visible device; nvidia-smi is asked about that one."""
+        self.stand_in(tmp_path, f'echo "$@" > {tmp_path}/asked; echo 7', monkeypatch)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert {"memory.used": 7.0} == device.query(("memory.used",))
+
+        assert f"--id={number}" == (tmp_path / "asked").read_text().split()[-1]
 
     def test_a_poll_reads_what_is_printed_until_it_ends(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ import argparse
 import copy
 import json
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,23 @@ class TestCheckedIn:
 
         with pytest.raises(AssertionError, match="do not follow"):
             check(json.loads(found.read_text()))
+
+    @pytest.mark.parametrize("installed", ["2.18.0", "2.20.2", None])
+    def test_the_library_that_is_installed_is_recorded(
+        self, installed: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A report says which Transformer Engine it ran under, or that there is none."""
+
+        def version(package: str) -> str:
+            if package.replace("_", "-") != "transformer-engine":
+                return "2.11.0"
+            if installed is None:
+                raise PackageNotFoundError(package)
+            return installed
+
+        monkeypatch.setattr("qeffect.gpu_runtime.measure.report.version", version)
+
+        assert installed == environment([], "1" * 40)["transformer_engine"]
 
     def test_the_environment_of_this_machine_fits_the_schema(self) -> None:
         """What a report would say of the machine that runs this test."""

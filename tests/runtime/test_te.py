@@ -9,16 +9,41 @@ checks on a GPU.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from qeffect import gpu_runtime
+from qeffect.gpu_runtime import doctor
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, StateDomain, matrices
-from qeffect.gpu_runtime.backends.te import domain as te
+from qeffect.gpu_runtime.backends.te import (
+    baselines as te_baselines,
+)
+from qeffect.gpu_runtime.backends.te import (
+    deferred,
+)
+from qeffect.gpu_runtime.backends.te import (
+    domain as te,
+)
+from qeffect.gpu_runtime.backends.te import (
+    stage as te_stage,
+)
 from qeffect.gpu_runtime.backends.te.domain import TransformerEngineDomain, version_problem
+from qeffect.gpu_runtime.backends.te.internals import (
+    BASELINE,
+    IMPORTED,
+    LAYER,
+    STATE,
+    Imported,
+    missing_imports,
+    missing_members,
+    missing_state,
+)
 from qeffect.gpu_runtime.backends.te.stage import TransformerEngineStage
 from qeffect.gpu_runtime.evidence.comparison import Recording, compare
 from qeffect.gpu_runtime.evidence.driver import GuardedRun
@@ -220,10 +245,15 @@ class TestStage:
 
     def test_unknown_closure(self) -> None:
         """A deferred product that is built differently is named, instead of written nowhere."""
-        from qeffect.gpu_runtime.backends.te import deferred
-
         with pytest.raises(BackendError, match="use a tested version of the library"):
             deferred.gemm_arguments(lambda: None)
+
+    def test_arguments_without_a_destination(self) -> None:
+        """A deferred product whose arguments have no `out` is refused by that name."""
+        wgrad_gemm_kwargs = {"accumulate": False, "out_dtype": BF16}
+
+        with pytest.raises(BackendError, match=r"no argument \['out'\] in its \*wgrad_gemm_kwargs"):
+            deferred.gemm_arguments(lambda: wgrad_gemm_kwargs)
 
     def test_native_bind_needs_the_right_stage(self) -> None:
         """Native accumulation into `.grad` wants a stage that does not fuse, and the reverse."""
@@ -340,7 +370,299 @@ class TestVersion:
         with pytest.raises(BackendError, match="or use the reference backend"):
             TransformerEngineDomain("delayed", 4, CPU)
 
-    @pytest.mark.parametrize("version", ["2.18.0", "2.18.1+abc"])
-    def test_tested(self, version: str) -> None:
+    @pytest.mark.parametrize("version", ["2.18.0", "2.18.1+abc", "2.19.0", "2.20.2"])
+    def test_tested(self, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Patch releases of a tested version are tested versions."""
+        install(monkeypatch, version)
+
         assert version_problem(version) is None
+        assert version == te.library().version
+
+    @pytest.mark.parametrize(
+        "version",
+        ["2.17.1", "2.21.0", "2.200.0", "3.19.0", "1.20.0", "2", "2.21rc1", "unknown", ""],
+    )
+    def test_outside(self, version: str) -> None:
+        """Every other version is untested, also one that has no two numbers."""
+        assert "tested: 2.18 to 2.20" in (version_problem(version) or "")
+
+
+def names(reached: tuple[Imported, ...] = (*IMPORTED, *BASELINE)) -> Any:
+    """One case for each name that is looked for at import."""
+    return pytest.mark.parametrize("reached", reached, ids=lambda one: one.path)
+
+
+def drop(reached: Imported, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take one name out of the stand-in, as a later version may."""
+    holder: Any = sys.modules[reached.module]
+    *parents, last = reached.path.split(".")
+    for parent in parents:
+        holder = getattr(holder, parent)
+    monkeypatch.delattr(holder, last)
+    te.library.cache_clear()
+
+
+class TestInternals:
+    def test_nothing_is_missing(self) -> None:
+        """The stand-in has every name, so that each test below shows the one that it drops."""
+        layer = stages_of(FUSED)[0].layers[0]  # type: ignore[attr-defined]
+
+        assert [] == missing_imports((*IMPORTED, *BASELINE))
+        assert [] == missing_members(layer)
+
+    @names(IMPORTED)
+    def test_a_name_that_is_gone(self, reached: Imported, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A library without one of the names is refused, and the message has that name in full."""
+        drop(reached, monkeypatch)
+
+        with pytest.raises(BackendError) as refused:
+            te.library()
+
+        assert "2.18.0 lacks what the runtime reaches: " in str(refused.value)
+        assert reached.name in str(refused.value)
+        assert "(2.18 to 2.20)" in str(refused.value)
+
+    def test_a_module_that_is_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Every name of a module that cannot be imported is missing."""
+        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.quantization", None)
+
+        assert [
+            one.name for one in IMPORTED if one.module == "transformer_engine.pytorch.quantization"
+        ] == missing_imports()
+
+    def test_a_parameter_that_is_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A function that no longer takes a parameter is named with it."""
+
+        def autocast(enabled: bool) -> None:
+            """Without a recipe."""
+
+        monkeypatch.setattr(sys.modules["transformer_engine.pytorch"], "autocast", autocast)
+
+        assert ["transformer_engine.pytorch.autocast(recipe=)"] == missing_imports()
+
+    @pytest.mark.parametrize(
+        ("path", "name"), [(path, one.name) for one in LAYER for path in one.paths]
+    )
+    def test_a_member_that_is_gone(
+        self, path: str, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A layer whose module lacks a member is named with its path."""
+        layer = stages_of(FUSED)[0].layers[0]  # type: ignore[attr-defined]
+        module = layer.get_submodule(path)
+        held = hasattr(fake_te.FP8Module, name)
+        monkeypatch.delattr(fake_te.FP8Module if held else module, name)
+
+        assert f"{path}.{name}" in missing_members(layer)
+
+    def test_a_stage_of_such_a_layer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Building a stage is refused before anything is captured."""
+        monkeypatch.delattr(fake_te.FP8Module, "tp_size")
+
+        with pytest.raises(BackendError, match=r"reaches: self_attention\.layernorm_qkv\.tp_size"):
+            stages_of(FUSED)
+
+    def test_a_submodule_that_is_gone(self) -> None:
+        """A layer without one of the modules that defer is named with the module's path."""
+        layer = stages_of(FUSED)[0].layers[0]  # type: ignore[attr-defined]
+        del layer.self_attention.proj
+
+        assert ["self_attention.proj"] == missing_members(layer)
+
+    def test_a_cache_of_another_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A first F that leaves its cache under another name is found in warm-up."""
+        forward = fake_te.TransformerLayer.forward
+
+        def renaming(layer: Any, x: torch.Tensor, is_first_microbatch: bool) -> torch.Tensor:
+            made = forward(layer, x, is_first_microbatch)
+            caches = layer.layernorm_mlp._fp8_workspaces
+            caches["fc1"] = caches.pop("fc1_weight")
+            return made
+
+        monkeypatch.setattr(fake_te.TransformerLayer, "forward", renaming)
+
+        with pytest.raises(BackendError, match=r"layernorm_mlp\._fp8_workspaces\['fc1_weight'\]"):
+            stages_of(FUSED)[0].warm()
+
+    @pytest.mark.parametrize("name", [*STATE, "get_metadata", "quantize_"])
+    def test_state_that_is_gone(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Histories, scales and what a cache can do are looked for after the first F."""
+        stage = stages_of(FUSED)[0]
+        stage.warm()
+        layer = stage.layers[0]  # type: ignore[attr-defined]
+        assert [] == missing_state(layer, delayed=True)
+        if name == "scale":
+            del layer.layernorm_mlp.fp8_meta["scaling_bwd"].scale
+        else:
+            owner: Any = fake_te.Meta if name in STATE else fake_te.Workspace
+            monkeypatch.delattr(owner, name)
+
+        missing = missing_state(layer, delayed=True)
+
+        assert missing
+        assert all(one.endswith(f".{name}") for one in missing)
+        assert all("layernorm_mlp" in one for one in missing) == (name == "scale")
+
+    def test_the_readme_lists_them(self) -> None:
+        """The README's table has exactly the names that are looked for."""
+        text = (Path(gpu_runtime.__file__).parent / "README.md").read_text()
+        section = text.split("## Which internals of Transformer Engine are reached")[1]
+        rows = [row for row in section.split("\n## ")[0].splitlines() if row.startswith("| `")]
+        listed = {name for row in rows for name in row.split("|")[1].replace("`", "").split(", ")}
+        listed = {name.strip() for name in listed}
+
+        reached = {one.path for one in (*IMPORTED, *BASELINE)}
+        reached |= {one.name for one in LAYER}
+        reached |= {f"fp8_meta[...].{name}" for name in STATE}
+        reached |= {"get_metadata", "quantize_", "context", deferred.GEMM_ARGUMENTS}
+        assert reached == listed
+
+
+class TestBackendCheck:
+    def test_it_leaves_nothing_behind(self) -> None:
+        """F, dI, dW and refresh of a small layer run; afterwards a new domain can be made."""
+        te_stage.check_backend("cpu")
+
+        assert 0 == len(TransformerEngineDomain("delayed", 4, CPU).stages)
+
+    def test_a_store_of_another_kind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What no look at names sees: a library that no longer queues its products is found."""
+        monkeypatch.setattr(fake_te.WeightGradStore, "delay_wgrad_compute", lambda _: False)
+
+        with pytest.raises(BackendError, match="queued 0 deferred products"):
+            te_stage.check_backend("cpu")
+        assert 0 == len(TransformerEngineDomain("delayed", 4, CPU).stages)
+
+
+class TestDoctor:
+    @pytest.fixture(autouse=True)
+    def host(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], doctor.Finding]:
+        """A host with two GPUs whose second one is current, and a look at its library."""
+        for name, said in (
+            ("is_available", True),
+            ("current_device", 1),
+            ("device_count", 2),
+        ):
+            monkeypatch.setattr(torch.cuda, name, lambda said=said: said)
+        monkeypatch.setattr(torch.cuda, "get_device_name", ["small", "large"].__getitem__)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", [(8, 0), (9, 0)].__getitem__)
+        check = te_stage.check_backend
+        monkeypatch.setattr(te_stage, "check_backend", lambda: check("cpu"))
+
+        def look(version: str) -> doctor.Finding:
+            install(monkeypatch, version)
+            monkeypatch.setattr(doctor, "version", lambda _: version)
+            return doctor.examine(probe=True)[-1]
+
+        self.look = look
+        return look
+
+    def test_the_current_device(self) -> None:
+        """The device that is looked at is the current one, and its number is said."""
+        self.look("2.18.0")
+        found = doctor.examine()[2]
+
+        assert "large (device 1 of 2), compute capability 9.0" == found.found
+        assert found.works
+
+    @pytest.mark.parametrize("version", ["2.18.0", "2.19.0", "2.20.2"])
+    def test_a_tested_version_works(self, version: str) -> None:
+        """A tested version whose small layer runs is enough."""
+        assert doctor.Finding("Transformer Engine", version, True) == self.look(version)
+
+    def test_it_names_what_a_run_lacks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A member that only a layer shows is named."""
+        monkeypatch.delattr(fake_te.FP8Module, "primary_weights_in_fp8")
+        found = self.look("2.20.2")
+
+        assert not found.works
+        assert "layernorm_mlp.primary_weights_in_fp8" in found.remedy
+
+    def test_an_untested_version_with_every_name(self) -> None:
+        """It is said to be untested, and that nothing is known to be missing."""
+        found = self.look("2.21.0")
+
+        assert not found.works
+        assert "tested: 2.18 to 2.20" in found.remedy
+        assert found.remedy.endswith("Every name that is reached at import is there")
+
+    def test_an_untested_version_without_a_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The name that it lacks is said, instead of a crash when it is asked for all the same."""
+        look = self.look
+        look("2.21.0")
+        monkeypatch.setattr(doctor, "version", lambda _: "2.21.0")
+        monkeypatch.delattr(sys.modules["transformer_engine.pytorch.module._common"], "noop_cat")
+
+        found = doctor.examine()[-1]
+
+        assert "transformer_engine.pytorch.module._common.noop_cat" in found.remedy
+
+    def test_an_untested_version_on_request(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Asked for all the same, it is run and works, or the run says what is missing."""
+        monkeypatch.setenv("QEFFECT_UNTESTED_TE", "1")
+        assert self.look("2.21.0").works
+
+        monkeypatch.delattr(fake_te.FP8Module, "tp_size")
+        found = self.look("2.21.0")
+        assert not found.works
+        assert "2.21.0 is untested" in found.remedy
+        assert "self_attention.proj.tp_size" in found.remedy
+
+
+class TestDevice:
+    @pytest.fixture
+    def second(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A host whose second GPU is the current one."""
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+    def test_the_default_is_the_current_one(self, second: None) -> None:
+        """A domain without a device, or with one without an index, is on the current device."""
+        there = torch.device("cuda", 1)
+
+        assert there == TransformerEngineDomain().device
+        assert there == TransformerEngineDomain(device=torch.device("cuda")).device
+        assert CPU == TransformerEngineDomain(device=CPU).device
+
+    def test_another_than_the_current_one(self, second: None) -> None:
+        """A domain elsewhere cannot be captured; the obstacle says what to call."""
+        assert () == TransformerEngineDomain().capture_obstacles()
+        te.reset_process()
+        (said,) = TransformerEngineDomain(device=torch.device("cuda", 0)).capture_obstacles()
+
+        assert "the domain is on cuda:0, but the current device is cuda:1" in said
+        assert "torch.cuda.set_device(0)" in said
+
+    def test_without_a_device(self) -> None:
+        """A domain can be made without a GPU; capture says what is missing."""
+        assert ("no CUDA device is available",) == TransformerEngineDomain().capture_obstacles()
+
+
+class TestBaselines:
+    @pytest.mark.parametrize(
+        ("version", "asked"),
+        [
+            ("2.18.0", {}),
+            ("2.19.0", {"clone_param_grads_on_return": False}),
+            ("2.20.2", {"clone_param_grads_on_return": False}),
+        ],
+    )
+    def test_graphs_without_clones(
+        self, version: str, asked: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The library's own graphs return gradients in the same way under every version."""
+        install(monkeypatch, version)
+
+        made = te_baselines.graphed(
+            [torch.nn.Identity()], torch.zeros(2), 3, [1, -1], "chunks", SimpleNamespace()
+        )
+
+        assert 3 == len(made)
+        assert asked == fake_te.graphs.asked
+
+    def test_graphs_of_another_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Only the columns of the library's own graphs need its graphs."""
+        drop(BASELINE[0], monkeypatch)
+        assert te.library()
+
+        with pytest.raises(BackendError, match=r"reaches: .*make_graphed_callables;"):
+            te_baselines.graphed([], torch.zeros(2), 1, [1, -1], "chunks", None)

@@ -17,6 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from qeffect.gpu_runtime.backends.devices import placed
 from qeffect.gpu_runtime.backends.protocol import BackendError
 
 if TYPE_CHECKING:
@@ -87,12 +88,12 @@ class ReferenceDomain:
 
     Args:
         history_length: Entries of each amax history.
-        device: Where the stages run.
+        device: Where the stages run; `cuda` without an index is the current CUDA device.
         margin: Powers of two kept free below the largest FP8 value.
     """
 
     history_length: int = 4
-    device: torch.device = attrs.field(factory=lambda: torch.device("cpu"))
+    device: torch.device = attrs.field(factory=lambda: torch.device("cpu"), converter=placed)
     margin: int = 0
     frozen: bool = attrs.field(default=False, init=False)
     _stages: list[ReferenceStage] = attrs.field(factory=list, init=False)

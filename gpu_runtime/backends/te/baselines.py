@@ -10,6 +10,7 @@ tapes, no guards, so that the columns stay what they are called.
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.backends.te.domain import library, reset_process
+from qeffect.gpu_runtime.backends.te.domain import library, refuse_missing, reset_process
+from qeffect.gpu_runtime.backends.te.internals import BASELINE, missing_imports
 
 Chunking = Literal["chunks", "layers", "model"]
 
@@ -102,13 +104,19 @@ def graphed(
     Returns:
         Graphed forwards: by chunk then microbatch for `chunks`, by microbatch then layer for
         `layers`, by microbatch for `model`.
+
+    Raises:
+        BackendError: The library's function lacks a parameter.
     """
+    lib = library()
+    refuse_missing(lib.version, missing_imports(BASELINE))
     callables = (Chain(layers),) if chunking == "model" else tuple(layers)
     per_chunk = [len(layers)] if chunking == "layers" else [1] * (len(callables))
     samples = tuple(
         (torch.randn_like(sample).requires_grad_(),) for _ in range(len(callables) * microbatches)
     )
-    made: tuple[Any, ...] = library().te.make_graphed_callables(
+    make = lib.te.make_graphed_callables
+    made: tuple[Any, ...] = make(
         callables,
         samples,
         num_warmup_iters=3,
@@ -118,8 +126,21 @@ def graphed(
         cache_quantized_params=True,
         _order=list(order),
         _num_layers_per_chunk=per_chunk,
+        **_without_clones(make),
     )
     return made
+
+
+def _without_clones(make: Any) -> dict[str, bool]:
+    """
+    The option that lets graphs return gradients as they did before 2.19, where there is one.
+
+    From 2.19 on a replay clones every parameter gradient that it returns. A column reads a graph's
+    gradients in the step that replays it, before that graph is replayed again, so it needs no
+    clone: columns mean the same under every version, and the library is timed at its fastest.
+    """
+    option = "clone_param_grads_on_return"
+    return {option: False} if option in inspect.signature(make).parameters else {}
 
 
 def load_libraries(config: LayerConfig) -> None:

@@ -21,6 +21,8 @@ from qeffect.gpu_runtime.backends.protocol import BackendError, DeferredWork, Wg
 GEMM_ARGUMENTS = "wgrad_gemm_kwargs"
 """The closure variable that holds a deferred product's arguments ends in this."""
 
+_REBOUND = ("out", "out_dtype", "accumulate")
+
 
 def take(store: Any, units: Sequence[WgradUnit]) -> list[DeferredWork]:
     """
@@ -52,12 +54,18 @@ def gemm_arguments(compute: Callable[..., Any]) -> MutableMapping[str, Any]:
     The argument dictionary that a deferred product's closure reads when it runs.
 
     Raises:
-        BackendError: The closure has none: this version of the library is built differently.
+        BackendError: The closure has none, or they lack one that says where the gradient goes:
+            this version of the library is built differently.
     """
     names = compute.__code__.co_freevars
     for name, cell in zip(names, compute.__closure__ or (), strict=True):
         if name.endswith(GEMM_ARGUMENTS):
             arguments: MutableMapping[str, Any] = cell.cell_contents
+            if absent := [key for key in _REBOUND if key not in arguments]:
+                raise BackendError(
+                    f"deferred product {compute.__qualname__} has no argument {absent} in its "
+                    f"*{GEMM_ARGUMENTS}; use a tested version of the library"
+                )
             return arguments
     raise BackendError(
         f"deferred product {compute.__qualname__} closes over {list(names)}, none of which is its "

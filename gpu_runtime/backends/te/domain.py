@@ -1,5 +1,5 @@
 """
-Transformer Engine's state domain: the process. The only module that imports the library.
+Transformer Engine's state domain: the process. The only module that imports the library by name.
 
 Every update of the library rolls the history of every registered module of the process, other
 chunks included, and graphs bake the set of modules in. So there is one domain, it refuses strangers
@@ -9,7 +9,7 @@ and late-comers, and stages (`qeffect.gpu_runtime.backends.te.stage`) join it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,30 +18,48 @@ import attrs
 import torch
 from torch import Tensor
 
+from qeffect.gpu_runtime.backends.devices import placed
 from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.backends.te.internals import missing_imports
 
 if TYPE_CHECKING:
     from qeffect.gpu_runtime.backends.te.stage import TransformerEngineStage
 
-TESTED = ("2.18",)
-"""Versions, by their first two numbers, whose internals this module was written and tested for."""
+TESTED = ((2, 18), (2, 20))
+"""
+First and last version, by their first two numbers, whose internals this was made for. The device
+tests ran under both; the internals of those between were compared with theirs.
+"""
 
 Scaling = Literal["delayed", "current", "block"]
+
+
+def tested_versions() -> str:
+    """
+    The tested versions in words.
+
+    >>> tested_versions()
+    '2.18 to 2.20'
+    """
+    return " to ".join(".".join(map(str, version)) for version in TESTED)
 
 
 def version_problem(found: str) -> str | None:
     """
     What to tell a user about a version of Transformer Engine; None when it is a tested one.
 
-    >>> version_problem("2.18.0") is None
+    >>> version_problem("2.18.0") is version_problem("2.20.2") is None
     True
     >>> print(version_problem("1.13.0"))
-    Transformer Engine 1.13.0 is untested; tested: 2.18. The runtime reaches into internals that ...
+    Transformer Engine 1.13.0 is untested; tested: 2.18 to 2.20. The runtime reaches into ...
     """
-    if ".".join(found.split(".")[:2]) in TESTED:
-        return None
+    numbers = found.split(".")[:2]
+    if all(n.isdigit() for n in numbers):
+        first, last = TESTED
+        if first <= tuple(map(int, numbers)) <= last:
+            return None
     return (
-        f"Transformer Engine {found} is untested; tested: {', '.join(TESTED)}. The runtime reaches "
+        f"Transformer Engine {found} is untested; tested: {tested_versions()}. The runtime reaches "
         "into internals that change between versions: install a tested one, or set "
         "QEFFECT_UNTESTED_TE=1 and compare with native before trusting it"
     )
@@ -53,14 +71,13 @@ def library() -> SimpleNamespace:
     The parts of Transformer Engine that are used, imported on first use.
 
     Raises:
-        BackendError: It is not installed, cannot load, or is untested.
+        BackendError: It is not installed, cannot load, is untested, or lacks a name that the
+            runtime reaches; the message says which.
     """
     try:
         import transformer_engine
         import transformer_engine.pytorch as te
         from transformer_engine.common import recipe
-        from transformer_engine.pytorch.module._common import WeightGradStore, noop_cat
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
     except (ImportError, OSError) as error:
         raise BackendError(
             f"Transformer Engine cannot be imported ({error}); install "
@@ -70,6 +87,10 @@ def library() -> SimpleNamespace:
     problem = version_problem(version)
     if problem is not None and os.environ.get("QEFFECT_UNTESTED_TE") != "1":
         raise BackendError(problem)
+    refuse_missing(version, missing_imports())
+    from transformer_engine.pytorch.module._common import WeightGradStore, noop_cat
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
     return SimpleNamespace(
         te=te,
         recipe=recipe,
@@ -78,6 +99,24 @@ def library() -> SimpleNamespace:
         manager=FP8GlobalStateManager,
         version=version,
     )
+
+
+def refuse_missing(version: str, missing: Sequence[str]) -> None:
+    """
+    Refuse a library that lacks internals.
+
+    Args:
+        version: The library's version.
+        missing: What `qeffect.gpu_runtime.backends.te.internals` did not find.
+
+    Raises:
+        BackendError: Something is missing; the message names all of it.
+    """
+    if missing:
+        raise BackendError(
+            f"Transformer Engine {version} lacks what the runtime reaches: {', '.join(missing)}; "
+            f"install a tested version ({tested_versions()})"
+        )
 
 
 def reset_process() -> None:
@@ -93,7 +132,7 @@ class TransformerEngineDomain:
     Args:
         scaling: Delayed, current or block scaling; only delayed has state that actions order.
         history_length: Entries of each amax history, for delayed scaling.
-        device: The CUDA device.
+        device: The CUDA device; the current one when it is left out or has no index.
 
     Raises:
         BackendError: The library is missing, or modules of somebody else already share the state.
@@ -101,7 +140,7 @@ class TransformerEngineDomain:
 
     scaling: Scaling = "delayed"
     history_length: int = 1024
-    device: torch.device = attrs.field(factory=lambda: torch.device("cuda", 0))
+    device: torch.device = attrs.field(factory=placed, converter=placed)
     frozen: bool = attrs.field(default=False, init=False)
     _stages: list[TransformerEngineStage] = attrs.field(factory=list, init=False)
     _recipe: Any = attrs.field(init=False)
@@ -219,8 +258,16 @@ class TransformerEngineDomain:
         }
 
     def capture_obstacles(self) -> tuple[str, ...]:
-        """A CUDA device is all that the domain itself needs."""
-        return () if torch.cuda.is_available() else ("no CUDA device is available",)
+        """The domain itself needs a CUDA device, and needs it to be the current one."""
+        if not torch.cuda.is_available():
+            return ("no CUDA device is available",)
+        current = placed()
+        if self.device.type == "cuda" and self.device != current:
+            return (
+                f"the domain is on {self.device}, but the current device is {current}; call "
+                f"torch.cuda.set_device({self.device.index}) before the runtime is made",
+            )
+        return ()
 
     def environment(self) -> Mapping[str, str]:
         """Versions, the device, and the settings that results depend on."""

@@ -1,10 +1,10 @@
 """
 One pipeline stage of Transformer Engine layers behind the backend protocol.
 
-Facts that shape it, read from version 2.18: stores of deferred work are read at F and filled at dI;
-`main_grad` is read at dI; F under autocast rolls scales even when it raises; weight caches are the
-modules' `_fp8_workspaces`, silently re-created when they do not fit, so their addresses are
-checked.
+Facts that shape it, read from versions 2.18 to 2.20: stores of deferred work are read at F and
+filled at dI; `main_grad` is read at dI; F under autocast rolls scales even when it raises; weight
+caches are the modules' `_fp8_workspaces`, silently re-created when they do not fit, so their
+addresses are checked.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ from qeffect.gpu_runtime.backends.protocol import (
     module_probe,
 )
 from qeffect.gpu_runtime.backends.te import deferred
-from qeffect.gpu_runtime.backends.te.domain import TransformerEngineDomain, library
-
-_STORES = (
-    ("self_attention.layernorm_qkv", ("qkv",)),
-    ("self_attention.proj", ("proj",)),
-    # LayerNormMLP queues FC2 before FC1 in its one store.
-    ("layernorm_mlp", ("fc2", "fc1")),
+from qeffect.gpu_runtime.backends.te.domain import (
+    TransformerEngineDomain,
+    library,
+    refuse_missing,
+    reset_process,
 )
+from qeffect.gpu_runtime.backends.te.internals import STATE, STORES, missing_members, missing_state
+
 _DIRECTIONS = (("forward", "scaling_fwd"), ("backward", "scaling_bwd"))
-_STATE = ("amax_history", "scale")
 
 
 class TransformerEngineStage:
@@ -58,7 +57,8 @@ class TransformerEngineStage:
         seed: Seed of the initial parameters.
 
     Raises:
-        BackendError: Split QKV was asked to fuse its accumulation, which the library refuses.
+        BackendError: Split QKV was asked to fuse its accumulation, which the library refuses; or
+            the library's layers lack a member that the runtime reaches.
     """
 
     survives_restart = frozenset({"parameters", "numerical-state", "recipe"})
@@ -106,6 +106,7 @@ class TransformerEngineStage:
             )
             for n in range(num_layers)
         )
+        refuse_missing(self._lib.version, missing_members(self.layers[0]))
         hidden = config.activation(domain.device, differentiable=not first)
         self.inputs: tuple[TensorSpec, ...] = (hidden, *extra_inputs)
         self.outputs: tuple[TensorSpec, ...] = (
@@ -116,7 +117,7 @@ class TransformerEngineStage:
         self._holders: list[torch.nn.Module] = []
         self._queued: list[tuple[WgradUnit, ...]] = []
         for n, layer in enumerate(self.layers):
-            for path, parts in _STORES:
+            for path, parts in STORES:
                 module = layer.get_submodule(path)
                 self._holders.append(module)
                 self._queued.append(
@@ -161,10 +162,17 @@ class TransformerEngineStage:
         return (hidden,) if self.loss is None else (self.loss(hidden, *extra),)
 
     def warm(self) -> None:
-        """Run one F that creates FP8 state and caches; numerical state moves."""
+        """
+        Run one F that creates FP8 state and caches; numerical state moves.
+
+        Raises:
+            BackendError: The F left state or caches out, or under names that are unknown here.
+        """
         self._install(self._off)
         self._run([spec.buffer() for spec in self.inputs], first=True)
         self._install(self._off)
+        delayed = self.domain.scaling == "delayed"
+        refuse_missing(self._lib.version, missing_state(self.layers[0], delayed=delayed))
         self.require_warm()
 
     def require_warm(self) -> None:
@@ -286,7 +294,7 @@ class TransformerEngineStage:
         for name, module in self.fp8_modules():
             for way, key in _DIRECTIONS:
                 held = module.fp8_meta.get(key)
-                for kind in _STATE:
+                for kind in STATE:
                     tensor = getattr(held, kind, None)
                     if isinstance(tensor, Tensor):
                         state[f"{name}.{way}.{kind}"] = tensor
@@ -320,7 +328,7 @@ class TransformerEngineStage:
                     held = meta.get(key)
                     found += (
                         tensor.data_ptr()
-                        for kind in _STATE
+                        for kind in STATE
                         if isinstance(tensor := getattr(held, kind, None), Tensor)
                     )
             for module in caching:
@@ -368,6 +376,43 @@ class TransformerEngineStage:
             )
         if destinations is not None:
             self._set_main_grad(destinations)
+
+
+def check_backend(device: torch.device | str = "cuda") -> None:
+    """
+    Run refresh, F, dI and dW of one small layer, eager, and forget it after.
+
+    What a look at names cannot see is seen here: a library that still has every name and uses one
+    of them differently. FP8 state of this process is reset.
+
+    Args:
+        device: Where; the current CUDA device when it is left out.
+
+    Raises:
+        BackendError: FP8 modules are registered in this process already, or the library lacks or
+            changed what the runtime reaches; the message names it.
+    """
+    # 128 tokens: the library's fused attention backward is wrong below.
+    config = LayerConfig(sequence=128)
+    domain = TransformerEngineDomain("delayed", 16, device)
+    try:
+        stage = TransformerEngineStage(0, domain, config)
+        gradients = {
+            unit.name: torch.zeros(unit.shape, dtype=config.dtype, device=domain.device)
+            for unit in stage.units
+        }
+        stage.warm()
+        stage.refresh_cache()
+        tape = stage.new_tape(0)
+        outputs = stage.forward(tape, [spec.buffer() for spec in stage.inputs])
+        stage.bind(tape, gradients)
+        stage.input_gradient(tape, [torch.ones_like(output) for output in outputs])
+        stage.weight_gradient(tape, accumulate=False)
+        stage.address_probe()()
+        if domain.device.type == "cuda":
+            torch.cuda.synchronize(domain.device)
+    finally:
+        reset_process()
 
 
 def _unit(path: str, module: Any, part: str) -> WgradUnit:
