@@ -19,8 +19,8 @@ ODD = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -1e-45, 3.3e
 
 
 def device() -> torch.device:
-    """The first CUDA device."""
-    return torch.device("cuda", 0)
+    """The current CUDA device."""
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def drawn(num_sets: int, dtype: torch.dtype) -> list[list[Tensor]]:
