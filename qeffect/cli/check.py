@@ -17,7 +17,7 @@ from ..schedule.tables import fixture_names, read_fixture
 from ..schedule.timeline import timeline
 from ..schedule.trace import trace_json
 from .command import PLACE, Outcome, Progress, Unusable, needs, refuse_unused
-from .source import SOURCE, add_source, read_source
+from .source import SOURCE, add_source, read_source, read_transport
 
 __all__ = ["Check"]
 
@@ -55,7 +55,12 @@ class Check:
         if args.fixtures:
             return _fixtures(args, progress)
         schedule = read_source(args)
-        verdict = check(schedule, binding=_binding(args), shared_pool=args.shared_pool)
+        verdict = check(
+            schedule,
+            binding=_binding(args),
+            shared_pool=args.shared_pool,
+            transport=read_transport(args, schedule),
+        )
         if args.svg is not None:
             _write(args.svg, timeline(schedule, verdict.finding))
         if args.trace is not None:

@@ -10,7 +10,7 @@ from ..schedule.actions import ScheduleError
 from ..schedule.plan import Layers, Provision, plan
 from ..schedule.ranks import check_ranks
 from .command import Outcome, Progress, Unusable, refuse_unused
-from .source import add_source, read_source
+from .source import add_source, read_source, read_transport
 
 __all__ = ["Plan"]
 
@@ -41,7 +41,7 @@ class Plan:
                 "bytes are counted only with --hidden; give that too or leave it out",
             )
         schedule = read_source(args)
-        findings = check_ranks(schedule)
+        findings = check_ranks(schedule, read_transport(args, schedule))
         if findings:
             raise Unusable(f"plan a schedule that keeps the contract; this one: {findings[0]}")
         try:
@@ -51,11 +51,12 @@ class Plan:
         planned = plan(schedule, layers)
         lines = [
             f"{planned.source}",
-            "rank  live tapes  pending dW  slots  graphs live/paper  arena live/paper",
+            "rank  live tapes  pending dW  slots  open sends  graphs live/paper  arena live/paper",
         ]
         for rank in planned.ranks:
             lines.append(
                 f"{rank.rank:4}  {rank.peak_live:10}  {rank.peak_pending:10}  {rank.slots:5}  "
+                f"{'-' if rank.outstanding_sends is None else rank.outstanding_sends:>10}  "
                 f"{rank.live_slots.graphs:6} / {rank.paper.graphs:<6}    "
                 f"{_bytes(rank.live_slots)} / {_bytes(rank.paper)}"
             )
@@ -63,6 +64,7 @@ class Plan:
                 lines.append(
                     f"      stage {stage.stage}: {stage.peak_live} live, "
                     f"{stage.peak_pending} pending, {stage.forwards} forwards"
+                    + (f", {stage.held_by_sends} held by sends" if stage.held_by_sends else "")
                 )
         if layers is None:
             lines.append("give --hidden for bytes")

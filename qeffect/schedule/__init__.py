@@ -1,8 +1,9 @@
 """
 Pipeline schedules: tables in, actions out, and what can be said about them before anything runs.
 
-`tables`, `torch_tables`, `te_order` and `infer` read; `ranks` checks what needs no kernel, `check`
-drives the contract through every action; `binding`, `pools` and `plan` analyse; `grid`, `timeline`
+`tables`, `torch_tables`, `te_order` and `infer` read; `ranks` checks what needs no kernel (under a
+`transport`, which says how the runtime carries messages), `check` drives the contract through every
+action; `binding`, `pools` and `plan` analyse; `grid`, `timeline`
 and `trace` show; `random_schedules` and `faults` make schedules up.
 
 >>> from qeffect.schedule.check import check

@@ -3,7 +3,8 @@ Actions, cells and schedules: the vocabulary that every reader produces and ever
 
 A *cell* is what one rank does at one step of a schedule table. It is idle, or holds one `Action`.
 An action is what `torch.distributed.pipelining` calls an action: a computation on one stage and one
-microbatch, a message, a sharding step, a reduction, or an overlapped pair of computations.
+microbatch, a message, a sharding step, a reduction, or an overlapped pair of computations. Since
+2.15 its tables also say where a rank waits for a send or a reduction to be done.
 
 Cells are matched whole. torch's own pattern is not anchored and reads ``0F0xyz`` as ``0F0``; a
 checker that guesses what a cell meant has already lost, so here it is refused.
@@ -15,6 +16,7 @@ import enum
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 import attrs
@@ -65,25 +67,39 @@ class Kind(enum.StrEnum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    WAIT_SEND_F = "WAIT_SEND_F"
+    WAIT_SEND_B = "WAIT_SEND_B"
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
+    WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.DGRAD, Kind.WGRAD, Kind.BACKWARD})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD})
-PER_STAGE = SHARDING | {Kind.REDUCE_GRAD}
+PER_STAGE = SHARDING | {Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD}
+#: For each wait, what it ends.
+WAITS: Mapping[Kind, Kind] = MappingProxyType(
+    {
+        Kind.WAIT_SEND_F: Kind.SEND_F,
+        Kind.WAIT_SEND_B: Kind.SEND_B,
+        Kind.WAIT_REDUCE_GRAD: Kind.REDUCE_GRAD,
+    }
+)
+SEND_WAITS = frozenset({Kind.WAIT_SEND_F, Kind.WAIT_SEND_B})
 
 _INDEX = rf"(0|[1-9][0-9]{{0,{MAX_INDEX_DIGITS - 1}}})"
 _CELL = re.compile(
-    rf"{_INDEX}(?:(F|I|W|B|SEND_F|RECV_F|SEND_B|RECV_B){_INDEX}|(UNSHARD|RESHARD|REDUCE_GRAD))"
+    rf"{_INDEX}(?:"
+    rf"(F|I|W|B|SEND_F|RECV_F|SEND_B|RECV_B|WAIT_SEND_F|WAIT_SEND_B){_INDEX}"
+    rf"|(UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD))"
 )
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _EXPECTED = (
-    "expected stage, action and microbatch (0F1, 2I0, 3SEND_F2), a stage's UNSHARD, RESHARD or "
-    "REDUCE_GRAD (1UNSHARD), or (0F1;3B0)OVERLAP_F_B"
+    "expected stage, action and microbatch (0F1, 2I0, 3SEND_F2, 3WAIT_SEND_F2), a stage's UNSHARD, "
+    "RESHARD, REDUCE_GRAD or WAIT_REDUCE_GRAD (1UNSHARD), or (0F1;3B0)OVERLAP_F_B"
 )
 
 
@@ -233,6 +249,22 @@ class Schedule:
         """Whether this is a compute+comms table: it names messages or sharding."""
         return any(
             action is not None and (action.kind in SENDS | RECEIVES | SHARDING)
+            for row in self.rows
+            for action in row
+        )
+
+    @cached_property
+    def awaits_sends(self) -> bool:
+        """Whether the table says where sends end: it has a WAIT_SEND_F or a WAIT_SEND_B."""
+        return any(
+            action is not None and action.kind in SEND_WAITS for row in self.rows for action in row
+        )
+
+    @cached_property
+    def awaits_reductions(self) -> bool:
+        """Whether the table says where reductions end: it has a WAIT_REDUCE_GRAD."""
+        return any(
+            action is not None and action.kind is Kind.WAIT_REDUCE_GRAD
             for row in self.rows
             for action in row
         )

@@ -6,8 +6,9 @@ Engine's modules do, and each stage has as many slots as the plan says it needs.
 then run as a runtime would run it: refresh before a stage's first forward, both halves of the
 stream handshake around every replay, destinations bound before dI, sends as readers of what they
 send, finalize and reduce where the table says so or at the row's end, then commit, drain and
-checkpoint. The row is run for two optimizer steps, since a table is run again and again and must
-leave the contract as it found it.
+checkpoint. A send or reduction ends where the table awaits it; in a table that awaits none, sends
+end at once and reductions at the row's end. The row is run for two optimizer steps, since a table
+is run again and again and must leave the contract as it found it.
 
 Under another binding than `contract`, dW presents the reference that the discipline would pick,
 and it is the contract that refuses it.
@@ -24,11 +25,12 @@ from qeffect.config import StageConfig
 from qeffect.contract import Contract
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused
-from qeffect.schedule.actions import SENDS, Atom, Kind, Schedule, ScheduleError
+from qeffect.schedule.actions import SEND_WAITS, SENDS, Atom, Kind, Schedule, ScheduleError
 from qeffect.schedule.binding import Cell, Discipline, discipline
 from qeffect.schedule.findings import Finding, Place, place
 from qeffect.schedule.plan import Plan, plan
 from qeffect.schedule.ranks import check_ranks
+from qeffect.schedule.transport import DEFAULT, Transport
 
 MATRICES = ("fc1", "fc2", "proj", "qkv")
 _SHOWN = 100
@@ -46,6 +48,7 @@ class Verdict:
         findings: Why it was refused, the cause first; none if it was accepted.
         counts: How often each action went through the contract, over all ranks and steps.
         plan: What the schedule needs; `None` when the table alone is refused.
+        transport: How the runtime was taken to carry messages.
     """
 
     verdict: str
@@ -54,6 +57,7 @@ class Verdict:
     findings: tuple[Finding, ...]
     counts: dict[str, int]
     plan: Plan | None
+    transport: Transport = DEFAULT
 
     @property
     def finding(self) -> Finding | None:
@@ -102,6 +106,7 @@ class Verdict:
             "action": self.action,
             "source": self.source,
             "binding": self.binding,
+            "transport": attrs.asdict(self.transport),
             "actions": self.actions,
             "counts": self.counts,
             "findings": [found.record() for found in self.findings[:_SHOWN]],
@@ -111,7 +116,12 @@ class Verdict:
 
 
 def check(
-    schedule: Schedule, binding: str = "contract", *, steps: int = 2, shared_pool: bool = False
+    schedule: Schedule,
+    binding: str = "contract",
+    *,
+    steps: int = 2,
+    shared_pool: bool = False,
+    transport: Transport | None = None,
 ) -> Verdict:
     """
     Check a schedule against the contract.
@@ -122,16 +132,20 @@ def check(
         steps: Optimizer steps to run the table for.
         shared_pool: Let all graphs of a rank share one capture-memory pool, captured all F, then
             all dI, then all dW, instead of a pool for every slot.
+        transport: How the runtime carries messages; as torch does by default when left out.
 
     Raises:
-        ScheduleError: The binding is unknown, or `steps` is below one.
+        ScheduleError: The binding is unknown, `steps` is below one, or outstanding sends are
+            limited in a table that does not say when its sends end.
     """
+    transport = transport or DEFAULT
+    transport.require_waits(schedule)
     discipline(binding)
     if steps < 1:
         raise ScheduleError(f"steps must be at least 1, not {steps}")
-    found = check_ranks(schedule)
+    found = check_ranks(schedule, transport)
     if found:
-        return Verdict("refused", schedule.source, binding, found, {}, None)
+        return Verdict("refused", schedule.source, binding, found, {}, None, transport)
     needs = plan(schedule)
     counts: Counter[str] = Counter()
     refusals: list[Finding] = []
@@ -153,6 +167,7 @@ def check(
         tuple(refusals),
         dict(counts),
         needs,
+        transport,
     )
 
 
@@ -171,6 +186,7 @@ class _Process:
         self.picked: Cell | None = None
         self.refs: dict[Cell, TapeRef] = {}
         sends = {(atom.kind, atom.stage) for atom in self.atoms if atom.kind in SENDS}
+        self.ended = {atom.stage for atom in self.atoms if atom.kind is Kind.WAIT_REDUCE_GRAD}
         self.reduced = {atom.stage for atom in self.atoms if atom.kind is Kind.REDUCE_GRAD}
         self.stages = schedule.stages_of(rank)
         self.contract = Contract(
@@ -214,14 +230,21 @@ class _Process:
                 self._wgrad(TapeKey(epoch, stage, atom.microbatch))
             elif kind in SENDS:
                 self._send(TapeKey(epoch, stage, atom.microbatch), kind is Kind.SEND_B)
+            elif kind in SEND_WAITS:
+                self._sent(TapeKey(epoch, stage, atom.microbatch), kind is Kind.WAIT_SEND_B)
+                self.counts["wait"] += 1
             elif kind is Kind.REDUCE_GRAD:
                 contract.finalize(stage)
                 contract.start_reduction(stage)
                 self.counts["reduce"] += 1
+            elif kind is Kind.WAIT_REDUCE_GRAD:
+                contract.finish_reduction(stage)
+                self.counts["wait"] += 1
         self.at = None
         for stage in self.stages:
             if stage in self.reduced:
-                contract.finish_reduction(stage)
+                if stage not in self.ended:
+                    contract.finish_reduction(stage)
             else:
                 contract.finalize(stage)
             self.counts["finalize"] += 1
@@ -272,8 +295,12 @@ class _Process:
     def _send(self, key: TapeKey, gradient: bool) -> None:
         ref = self.refs[key.stage, key.microbatch]
         self.contract.read(key, ref, gradient=gradient)
-        self.contract.finish_read(key, ref, gradient=gradient)
         self.counts["send"] += 1
+        if not self.schedule.awaits_sends:
+            self._sent(key, gradient)
+
+    def _sent(self, key: TapeKey, gradient: bool) -> None:
+        self.contract.finish_read(key, self.refs[key.stage, key.microbatch], gradient=gradient)
 
     def explain(self, refused: Refused, binding: str) -> Finding:
         """

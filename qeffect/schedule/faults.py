@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import attrs
 
-from qeffect.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
+from qeffect.schedule.actions import COMPUTE, RECEIVES, SENDS, WAITS, Action, Kind, Schedule
 from qeffect.schedule.random_schedules import random_schedule, random_shape
 
 Rows = list[list[Action | None]]
@@ -227,6 +227,10 @@ def _send_nowhere(rng: Random, schedule: Schedule, rows: Rows) -> tuple[int, Act
 
 
 def _swap_receives(rng: Random, schedule: Schedule, rows: Rows) -> tuple[int, Action] | None:
+    if schedule.awaits_sends:
+        # The sender may await the first message before it sends the second: that is a deadlock.
+        return None
+
     def source(action: Action) -> int:
         offset = -1 if action.kind is Kind.RECV_F else 1
         return schedule.stage_to_rank[action.stage + offset]
@@ -309,6 +313,34 @@ def _unshard_twice(rng: Random, schedule: Schedule, rows: Rows) -> tuple[int, Ac
     return rank, action
 
 
+def _drop_wait(rng: Random, schedule: Schedule, rows: Rows) -> tuple[int, Action] | None:
+    # The absence of all waits is no fault: such a table leaves ends to the runtime.
+    sends = frozenset(kind for kind, start in WAITS.items() if start in SENDS)
+    kinds = rng.choice((sends, frozenset(WAITS) - sends))
+    if len(list(_cells(rows, kinds))) < 2:
+        return None
+    return _drop(kinds)(rng, schedule, rows)
+
+
+def _wait_twice(rng: Random, schedule: Schedule, rows: Rows) -> tuple[int, Action] | None:
+    place = _pick(rng, rows, frozenset(WAITS))
+    if place is None:
+        return None
+    rank, step, action = place
+    rows[rank].insert(rng.randint(step + 1, len(rows[rank])), action)
+    return rank, action
+
+
+def _wait_for_nothing(rng: Random, schedule: Schedule, rows: Rows) -> tuple[int, Action] | None:
+    if not schedule.awaits_sends:
+        return None
+    stage, kind = rng.choice(((0, Kind.WAIT_SEND_B), (schedule.num_stages - 1, Kind.WAIT_SEND_F)))
+    rank = schedule.stage_to_rank[stage]
+    action = Action(kind, stage, rng.randrange(schedule.num_microbatches))
+    rows[rank].insert(rng.randint(0, len(rows[rank])), action)
+    return rank, action
+
+
 FAULTS: Mapping[str, tuple[str, Edit]] = MappingProxyType(
     {
         "wrong-stage": ("stage-out-of-range", _change(1, 0)),
@@ -335,6 +367,10 @@ FAULTS: Mapping[str, tuple[str, Edit]] = MappingProxyType(
         "drop-receive": ("send-without-receive", _drop(RECEIVES)),
         "drop-send": ("receive-without-send", _drop(SENDS)),
         "message-nowhere": ("message-misplaced", _send_nowhere),
+        "wait-for-nothing": ("wait-without-start", _wait_for_nothing),
+        "wait-early": ("wait-before-start", _before(frozenset(WAITS), WAITS)),
+        "wait-twice": ("wait-twice", _wait_twice),
+        "drop-wait": ("wait-missing", _drop_wait),
         "swap-receives": ("message-order", _swap_receives),
         "wait-in-a-circle": ("deadlock", _wait_for_own),
         "reduce-early": ("reduction-before-settled", _reduce_early),

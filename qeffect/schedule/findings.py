@@ -168,8 +168,34 @@ SCHEDULE_CLAUSES: Mapping[str, ScheduleClause] = MappingProxyType(
             ),
             _clause(
                 "message-order",
-                "Between two ranks, messages are received in the order in which they are sent.",
-                "put sends and receives of the pair of ranks into one order; NCCL matches by order",
+                "Between two ranks, messages of a queue are received in the order of their sends.",
+                "put the pair's sends and receives into one order (NCCL matches by order): do not "
+                "defer receives, or give activations and gradients a process group each",
+            ),
+            _clause(
+                "wait-without-start",
+                "Every wait stands in the row of the send or reduction that it ends.",
+                "add the send or the REDUCE_GRAD, or remove the wait",
+            ),
+            _clause(
+                "wait-before-start",
+                "A send or reduction is awaited after it was started.",
+                "move the wait behind the send or the REDUCE_GRAD",
+            ),
+            _clause(
+                "wait-twice",
+                "A send or reduction is awaited once.",
+                "remove the second wait; after the first one there is nothing left to wait for",
+            ),
+            _clause(
+                "wait-missing",
+                "If a table says where any send (or reduction) ends, it says so of every one.",
+                "add the wait, no later than where the slot or the gradients are needed again",
+            ),
+            _clause(
+                "outstanding-sends",
+                "A rank has at most max_outstanding_sends sends posted and not awaited at once.",
+                "move a wait before the send, or allow more",
             ),
             _clause(
                 "sharding-order",

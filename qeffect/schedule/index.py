@@ -9,6 +9,7 @@ from typing import NamedTuple
 import attrs
 
 from qeffect.schedule.actions import PER_STAGE, Atom, Kind, Schedule
+from qeffect.schedule.transport import DEFAULT, Transport
 
 Event = tuple[Kind, int, int]
 
@@ -29,11 +30,14 @@ class Index:
     Args:
         schedule: What is indexed.
         first: The first occurrence of each (kind, stage, microbatch), rows taken in rank order.
-        repeated: Later occurrences of messages and computations, each with the first one.
+        repeated: Later occurrences of messages, waits for sends and computations, each with the
+            first one.
         stray_stages: Actions of stages that the pipeline does not have.
         misplaced: Actions on another rank than their stage's.
         stray_microbatches: Actions of microbatches past the configured number.
-        per_stage: UNSHARD, RESHARD and REDUCE_GRAD, in order of position within each rank.
+        per_stage: UNSHARD, RESHARD, REDUCE_GRAD and WAIT_REDUCE_GRAD, in order of position within
+            each rank.
+        transport: How the runtime carries messages.
     """
 
     schedule: Schedule
@@ -43,6 +47,7 @@ class Index:
     misplaced: list[Spot]
     stray_microbatches: list[Spot]
     per_stage: list[Spot]
+    transport: Transport = DEFAULT
 
     def get(self, kind: Kind, stage: int, microbatch: int) -> Spot | None:
         """The first occurrence of an event, if there is one."""
@@ -59,9 +64,15 @@ class Index:
         )
 
 
-def index_of(schedule: Schedule) -> Index:
-    """Index a schedule, in time linear in its actions."""
-    index = Index(schedule, {}, [], [], [], [], [])
+def index_of(schedule: Schedule, transport: Transport | None = None) -> Index:
+    """
+    Index a schedule, in time linear in its actions.
+
+    Args:
+        schedule: The schedule.
+        transport: How the runtime carries messages; as torch does by default when left out.
+    """
+    index = Index(schedule, {}, [], [], [], [], [], transport or DEFAULT)
     homes = schedule.stage_to_rank
     for rank, atoms in enumerate(schedule.atoms):
         for position, atom in enumerate(atoms):

@@ -119,11 +119,12 @@ def check_messages(index: Index) -> Iterator[Finding]:
 
 
 def check_message_order(index: Index) -> Iterator[Finding]:
-    """Between two ranks, messages are received in the order in which they are sent."""
+    """Messages that share a queue are received in the order in which they are sent."""
     if not index.schedule.complete:
         return
-    sent: dict[tuple[int, int], list[Spot]] = defaultdict(list)
-    received: dict[tuple[int, int], list[Spot]] = defaultdict(list)
+    queue = index.transport.queue
+    sent: dict[tuple[int, int, str], list[Spot]] = defaultdict(list)
+    received: dict[tuple[int, int, str], list[Spot]] = defaultdict(list)
     for (kind, stage, microbatch), spot in index.first.items():
         if kind not in _COUNTERPART:
             continue
@@ -132,11 +133,11 @@ def check_message_order(index: Index) -> Iterator[Finding]:
         if other is None or other.rank == spot.rank:
             continue
         if kind in SENDS:
-            sent[spot.rank, other.rank].append(spot)
+            sent[spot.rank, other.rank, queue(kind)].append(spot)
         elif kind in RECEIVES:
-            received[other.rank, spot.rank].append(spot)
-    for (source, target), sends in sent.items():
-        for send, receive in zip(sends, received[source, target], strict=False):
+            received[other.rank, spot.rank, queue(counterpart)].append(spot)
+    for (source, target, shared), sends in sent.items():
+        for send, receive in zip(sends, received[source, target, shared], strict=False):
             counterpart, offset = _COUNTERPART[send.atom.kind]
             wanted = (counterpart, send.atom.stage + offset, send.atom.microbatch)
             atom = receive.atom

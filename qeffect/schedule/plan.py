@@ -10,7 +10,12 @@ one destination for every matrix: the first weight gradient of a step overwrites
 accumulate.
 
 A tape is live from its forward until everybody is done with it: its weight gradient, and where the
-table shows messages, the sends that read its output and its input gradient.
+table shows messages, the sends that read its output and its input gradient. A send is done where
+the table awaits it (torch 2.15), and at once in a table that awaits none. The default tables of
+torch 2.15 await every send of a gradient at the end of the row, which keeps the tapes of all
+microbatches live; `max_outstanding_sends` is what brings them down. torch's own
+`analyze_pipeline_activation_liveness` leaves sends out: it counts the tapes that computations keep,
+`StagePlan.peak_live - StagePlan.held_by_sends`.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from typing import Any
 
 import attrs
 
-from qeffect.schedule.actions import SENDS, Kind, Schedule, ScheduleError
+from qeffect.schedule.actions import SEND_WAITS, SENDS, Kind, Schedule, ScheduleError
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
 GRAPHS_PER_TAPE = 3
@@ -89,12 +94,15 @@ class StagePlan:
         peak_live: Tapes live at once: forwards whose last consumer is still to come.
         peak_pending: Weight gradients pending at once: input gradients whose weight gradient is to
             come.
+        held_by_sends: How many of `peak_live` there are only because sends read a tape longer than
+            its weight gradient.
     """
 
     stage: int
     forwards: int
     peak_live: int
     peak_pending: int
+    held_by_sends: int
 
 
 @attrs.frozen
@@ -129,6 +137,8 @@ class RankPlan:
         paper: One tape and one destination for every microbatch.
         live_slots: A tape for every slot, one cache refresh for every stage, accumulating
             destinations.
+        outstanding_sends: The most sends posted and not awaited at once; `None` where the table
+            does not say when sends end.
     """
 
     rank: int
@@ -139,6 +149,7 @@ class RankPlan:
     slots: int
     paper: Provision
     live_slots: Provision
+    outstanding_sends: int | None
 
 
 @attrs.frozen
@@ -184,53 +195,74 @@ def plan(schedule: Schedule, layers: Layers | None = None) -> Plan:
     )
 
 
+def _peaks(schedule: Schedule, rank: int, readers: frozenset[Kind]) -> tuple[int, dict[int, int]]:
+    """The most tapes live at once, of the rank and of each stage, when these end a tape's life."""
+    left = Counter(
+        (atom.stage, atom.microbatch) for atom in schedule.atoms[rank] if atom.kind in readers
+    )
+    live: Counter[int] = Counter()
+    peaks: dict[int, int] = defaultdict(int)
+    most = 0
+    for atom in schedule.atoms[rank]:
+        stage = atom.stage
+        if atom.kind is Kind.FORWARD:
+            live[stage] += 1
+            peaks[stage] = max(peaks[stage], live[stage])
+            most = max(most, live.total())
+        elif atom.kind in readers:
+            left[stage, atom.microbatch] -= 1
+            live[stage] -= not left[stage, atom.microbatch]
+    return most, peaks
+
+
+def _outstanding(schedule: Schedule, rank: int) -> int | None:
+    """The most sends of a rank that are posted and not awaited; `None` where no waits are shown."""
+    if not schedule.awaits_sends:
+        return None
+    posted = most = 0
+    for atom in schedule.atoms[rank]:
+        posted += (atom.kind in SENDS) - (atom.kind in SEND_WAITS)
+        most = max(most, posted)
+    return most
+
+
 def _plan_rank(schedule: Schedule, rank: int, layers: Layers | None) -> RankPlan:
     local = schedule.stages_of(rank)
-    live: dict[int, int] = defaultdict(int)
-    pending: dict[int, int] = defaultdict(int)
-    peak_live: dict[int, int] = defaultdict(int)
+    ends = SEND_WAITS if schedule.awaits_sends else SENDS
+    most_live, peak_live = _peaks(schedule, rank, ends | {Kind.WGRAD})
+    _, computing = _peaks(schedule, rank, frozenset({Kind.WGRAD}))
+    pending: Counter[int] = Counter()
     peak_pending: dict[int, int] = defaultdict(int)
     forwards: dict[int, int] = defaultdict(int)
-    all_live = all_pending = most_live = most_pending = delayed = 0
+    most_pending = delayed = 0
     previous: tuple[Kind, int, int] | None = None
-    consumers = Counter(
-        (atom.stage, atom.microbatch)
-        for atom in schedule.atoms[rank]
-        if atom.kind is Kind.WGRAD or atom.kind in SENDS
-    )
     for atom in schedule.atoms[rank]:
         stage = atom.stage
         if atom.kind is Kind.FORWARD:
             forwards[stage] += 1
-            live[stage] += 1
-            all_live += 1
-            peak_live[stage] = max(peak_live[stage], live[stage])
-            most_live = max(most_live, all_live)
         elif atom.kind is Kind.DGRAD:
             pending[stage] += 1
-            all_pending += 1
             peak_pending[stage] = max(peak_pending[stage], pending[stage])
-            most_pending = max(most_pending, all_pending)
+            most_pending = max(most_pending, pending.total())
         elif atom.kind is Kind.WGRAD:
             delayed += previous != (Kind.DGRAD, stage, atom.microbatch)
             pending[stage] -= 1
-            all_pending -= 1
-        elif atom.kind not in SENDS:
+        else:
             continue
-        if atom.kind is Kind.WGRAD or atom.kind in SENDS:
-            consumers[stage, atom.microbatch] -= 1
-            if not consumers[stage, atom.microbatch]:
-                live[stage] -= 1
-                all_live -= 1
-        if atom.kind not in SENDS:
-            previous = (atom.kind, stage, atom.microbatch)
+        previous = (atom.kind, stage, atom.microbatch)
     slots = sum(peak_live[stage] for stage in local)
     tapes = schedule.num_microbatches * len(local)
     one = None if layers is None else layers.bytes_per_stage * len(local)
     return RankPlan(
         rank=rank,
         stages=tuple(
-            StagePlan(stage, forwards[stage], peak_live[stage], peak_pending[stage])
+            StagePlan(
+                stage,
+                forwards[stage],
+                peak_live[stage],
+                peak_pending[stage],
+                peak_live[stage] - computing[stage],
+            )
             for stage in local
         ),
         peak_live=most_live,
@@ -247,4 +279,5 @@ def _plan_rank(schedule: Schedule, rank: int, layers: Layers | None) -> RankPlan
             tapes=slots,
             arena_bytes=one,
         ),
+        outstanding_sends=_outstanding(schedule, rank),
     )

@@ -4,15 +4,16 @@ Random schedules that are legal and far from LIFO, and schedules that one edit h
 A legal schedule is a random run of the pipeline written down: at every moment some rank does
 something that its inputs and free slots allow. Microbatches come in any order, a weight gradient
 waits as long as it likes, stages lie anywhere. Since it was written down in the order of one run,
-no rank can deadlock. Nor can the run get stuck for want of slots: the deepest stage that holds a
-tape can always go on with it.
+no rank can deadlock: a wait for a send, too, is written after its receive was. Nor can the run get
+stuck for want of slots: the deepest stage that holds a tape can always go on with it, and a send
+that holds one is received and awaited sooner or later.
 
 Everything is a function of a `random.Random`, so a seed names a schedule.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from random import Random
 
 import attrs
@@ -35,6 +36,8 @@ class Shape:
         full: The share of backwards that are not split.
         overlap: The share of forwards that are overlapped with a backward.
         ordered: Run microbatches in ascending order where there is a choice.
+        waits: With `comms`, write where sends and reductions end; a tape then lives until its sends
+            are awaited.
     """
 
     homes: tuple[int, ...]
@@ -45,6 +48,7 @@ class Shape:
     full: float = 0.1
     overlap: float = 0.1
     ordered: bool = False
+    waits: bool = False
 
 
 def random_shape(
@@ -77,6 +81,7 @@ def random_shape(
         full=rng.choice((0.0, 0.1, 0.5)),
         overlap=rng.choice((0.0, 0.0, 0.2)),
         ordered=rng.random() < 0.5,
+        waits=rng.random() < 0.5,
     )
 
 
@@ -110,6 +115,7 @@ class _Run:
     def __init__(self, rng: Random, shape: Shape) -> None:
         self.rng = rng
         self.shape = shape
+        self.awaits = shape.comms and shape.waits
         self.last = len(shape.homes) - 1
         ranks = max(shape.homes) + 1
         self.written: list[list[Action | None]] = [[] for _ in range(ranks)]
@@ -120,6 +126,10 @@ class _Run:
         self.to_settle = [shape.microbatches] * len(shape.homes)
         # What was sent to a rank and not received yet, by sender, in order.
         self.inbox: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
+        # What still reads each tape: its weight gradient, and the sends that are not awaited.
+        self.readers: Counter[tuple[int, int]] = Counter()
+        # Waits whose receive has been posted, by the rank that may write them.
+        self.waits: dict[int, list[Action]] = defaultdict(list)
         self.ready[Kind.FORWARD][shape.homes[0]] = [(0, m) for m in range(shape.microbatches)]
 
     def rows(self) -> list[list[Action | None]]:
@@ -130,10 +140,44 @@ class _Run:
         left = 3 * len(self.shape.homes) * self.shape.microbatches
         while left:
             rank = self.rng.randrange(len(self.written))
+            if self.awaits and self.rng.random() < 0.3:
+                self._catch_up(rank)
             left -= self._act(rank)
             if not self.shape.comms and self.written[rank] and self.rng.random() < 0.05:
                 self.written[rank].append(None)
+        for rank in range(len(self.written)):
+            while self.waits[rank]:
+                self._await(rank)
         return self.written
+
+    def _catch_up(self, rank: int) -> None:
+        """Post a receive of a message that is under way, and await a send that was received."""
+        senders = [source for source, home in self.inbox if home == rank]
+        waiting = [source for source in senders if self.inbox[source, rank]]
+        if waiting:
+            self._post(self.rng.choice(waiting), rank)
+        if self.waits[rank]:
+            self._await(rank)
+
+    def _post(self, source: int, rank: int) -> None:
+        receive = self.inbox[source, rank].popleft()
+        self.written[rank].append(receive)
+        if self.awaits:
+            kind, offset = (
+                (Kind.WAIT_SEND_F, -1) if receive.kind is Kind.RECV_F else (Kind.WAIT_SEND_B, 1)
+            )
+            self.waits[source].append(Action(kind, receive.stage + offset, receive.microbatch))
+
+    def _await(self, rank: int) -> None:
+        wait = self.waits[rank].pop(self.rng.randrange(len(self.waits[rank])))
+        self.written[rank].append(wait)
+        if wait.kind is not Kind.WAIT_REDUCE_GRAD:
+            self._read((wait.stage, wait.microbatch))
+
+    def _read(self, cell: tuple[int, int]) -> None:
+        """One of a tape's readers is done; the last one frees its slot."""
+        self.readers[cell] -= 1
+        self.live[cell[0]] -= not self.readers[cell]
 
     def _act(self, rank: int) -> int:
         """Let a rank do something if it can; returns how many steps of the schedule it did."""
@@ -149,7 +193,7 @@ class _Run:
         if kind is Kind.DGRAD:
             return self._backward(rank, self._maybe_full(action))
         self.written[rank].append(action)
-        self._settle(rank, stage)
+        self._settle(rank, stage, microbatch)
         return 1
 
     def _choices(self, kind: Kind, rank: int) -> list[tuple[int, int]]:
@@ -175,6 +219,7 @@ class _Run:
     def _forward(self, rank: int, forward: Action) -> int:
         self._receive(rank, forward, Kind.RECV_F, -1)
         self.live[forward.stage] += 1
+        self.readers[forward.stage, forward.microbatch] += 1
         if forward.stage == self.last:
             self.ready[Kind.DGRAD][rank].append((forward.stage, forward.microbatch))
         if self.ready[Kind.DGRAD][rank] and self.rng.random() < self.shape.overlap:
@@ -196,16 +241,18 @@ class _Run:
     def _after_backward(self, rank: int, backward: Action) -> int:
         self._hand_on(rank, backward, Kind.DGRAD, Kind.SEND_B, Kind.RECV_B, -1)
         if backward.kind is Kind.BACKWARD:
-            self._settle(rank, backward.stage)
+            self._settle(rank, backward.stage, backward.microbatch)
             return 2
         self.ready[Kind.WGRAD][rank].append((backward.stage, backward.microbatch))
         return 1
 
-    def _settle(self, rank: int, stage: int) -> None:
-        self.live[stage] -= 1
+    def _settle(self, rank: int, stage: int, microbatch: int) -> None:
+        self._read((stage, microbatch))
         self.to_settle[stage] -= 1
         if self.shape.comms and not self.to_settle[stage]:
             self.written[rank].append(Action(Kind.REDUCE_GRAD, stage))
+            if self.awaits:
+                self.waits[rank].append(Action(Kind.WAIT_REDUCE_GRAD, stage))
             self.written[rank].append(Action(Kind.RESHARD, stage))
 
     def _hand_on(
@@ -219,8 +266,10 @@ class _Run:
         if self.shape.comms and home != rank:
             self.written[rank].append(Action(send, done.stage, done.microbatch))
             self.inbox[rank, home].append(Action(receive, target, done.microbatch))
+            if self.awaits:
+                self.readers[done.stage, done.microbatch] += 1
             while self.inbox[rank, home] and self.rng.random() < 0.4:
-                self.written[home].append(self.inbox[rank, home].popleft())
+                self._post(rank, home)
 
     def _receive(self, rank: int, action: Action, kind: Kind, offset: int) -> None:
         source = action.stage + offset
@@ -230,4 +279,4 @@ class _Run:
         inbox = self.inbox[self.shape.homes[source], rank]
         wanted = Action(kind, action.stage, action.microbatch)
         while wanted in inbox:
-            self.written[rank].append(inbox.popleft())
+            self._post(self.shape.homes[source], rank)

@@ -2,8 +2,8 @@
 Everything that can be said about a schedule without the kernel, in time linear in its actions.
 
 The findings come in an order in which the first one is the cause and later ones may be its
-consequences: wrong places, repeated and missing actions, order on a rank, messages, deadlock,
-message order, reductions.
+consequences: wrong places, repeated and missing actions, order on a rank, messages and waits for
+them, deadlock, message order, reductions and waits for them, sends outstanding.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from qeffect.schedule.structure import (
     check_repeats,
     check_sharding,
 )
+from qeffect.schedule.transport import Transport
+from qeffect.schedule.waits import check_outstanding, check_reduction_waits, check_send_waits
 
 
 def _check_deadlock(index: Index) -> Iterator[Finding]:
@@ -36,24 +38,28 @@ _PHASES: tuple[tuple[Callable[[Index], Iterator[Finding]], ...], ...] = (
     (check_missing,),
     (check_order,),
     (check_messages,),
+    (check_send_waits,),
     (check_inputs,),
     (_check_deadlock,),
     (check_message_order,),
     (check_reductions, check_sharding),
+    (check_reduction_waits,),
+    (check_outstanding,),
 )
 
 
-def check_ranks(schedule: Schedule) -> tuple[Finding, ...]:
+def check_ranks(schedule: Schedule, transport: Transport | None = None) -> tuple[Finding, ...]:
     """
     Check a schedule rank by rank and across ranks.
 
     Args:
         schedule: The schedule.
+        transport: How the runtime carries messages; as torch does by default when left out.
 
     Returns:
         The findings, causes before consequences and then by step and rank; none if it is fine.
     """
-    index = index_of(schedule)
+    index = index_of(schedule, transport)
     found: list[Finding] = []
     for phase in _PHASES:
         found.extend(sorted((f for check in phase for f in check(index)), key=_by_place))

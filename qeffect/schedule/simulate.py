@@ -2,11 +2,12 @@
 A dry run of all ranks at once: each runs its row in order and waits for what comes from other
 ranks.
 
-In a compute+comms table a receive blocks until its send was run; sends do not block. In a
-compute-only table a computation blocks until the neighbour stage's computation was run. Waiting
-for something that is nowhere in the table, or later in the same row, does not block: other checks
-report that. So ranks that stop short wait for each other, and following one rank's wait leads into
-a cycle.
+In a compute+comms table a receive blocks until its send was run; sends do not block. A wait for a
+send blocks until the other rank has come to its receive: before that nobody takes what is sent.
+(pytorch pull request 194121: a badly placed wait deadlocks at replay.) In a compute-only table a
+computation blocks until the neighbour stage's computation was run. Waiting for something that is
+nowhere in the table, or later in the same row, does not block: other checks report that. So ranks
+that stop short wait for each other, and following one rank's wait leads into a cycle.
 
 The run takes time linear in the table. It also yields start times, with F, I and W one unit each,
 as torch's visualizer draws them, and messages without duration. torch's runtime posts its receives
@@ -22,12 +23,13 @@ from collections.abc import Iterator
 
 import attrs
 
-from qeffect.schedule.actions import RECEIVES, Atom, Kind
+from qeffect.schedule.actions import RECEIVES, SEND_WAITS, Atom, Kind
 from qeffect.schedule.findings import Finding, finding, place
 from qeffect.schedule.index import Event, Index, Spot
 from qeffect.schedule.messages import INPUTS
 
 _SEND_OF = {Kind.RECV_F: (Kind.SEND_F, -1), Kind.RECV_B: (Kind.SEND_B, 1)}
+_RECEIVE_OF = {Kind.WAIT_SEND_F: (Kind.RECV_F, 1), Kind.WAIT_SEND_B: (Kind.RECV_B, -1)}
 _UNIT = frozenset({Kind.FORWARD, Kind.DGRAD, Kind.WGRAD})
 
 
@@ -141,6 +143,8 @@ def _needs(index: Index, rank: int, atom: Atom, blocking: bool) -> Spot | None:
     """What a step waits for on another rank, or `None` if nothing holds it up."""
     if atom.kind in RECEIVES and blocking:
         kind, offset = _SEND_OF[atom.kind]
+    elif atom.kind in SEND_WAITS:
+        kind, offset = _RECEIVE_OF[atom.kind]
     elif atom.kind in INPUTS and not index.schedule.has_comms:
         kind, offset = atom.kind, INPUTS[atom.kind][1]
     elif atom.kind in INPUTS and not blocking:

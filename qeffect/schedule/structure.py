@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from qeffect.schedule.actions import Kind
+from qeffect.schedule.actions import WAITS, Kind
 from qeffect.schedule.findings import Finding, finding, place
 from qeffect.schedule.index import Index, Spot
 
@@ -56,6 +56,8 @@ def check_repeats(index: Index) -> Iterator[Finding]:
     """No computation and no message twice."""
     for spot, earlier in index.repeated:
         atom = spot.atom
+        if atom.kind in WAITS:
+            continue
         what = f"{atom.stage}{atom.kind.value}{atom.microbatch}"
         yield finding(
             "duplicate-action",

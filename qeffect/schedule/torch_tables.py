@@ -7,10 +7,16 @@ as it is. Classes with one stage a rank (`Schedule1F1B`, `ScheduleGPipe`) execut
 here the loop itself is run against stages that only write down what they are asked to do. Their
 `pipeline_order` is a separate drawing of that loop, and for `Schedule1F1B` a wrong one in torch
 2.13: on the last rank it starts at microbatch 1. Ask for it with `drawn=True` to see it refused.
+
+torch 2.11 to 2.14 write the same tables; from 2.13 on receives can be deferred. 2.15 places a wait
+for every send and every reduction, can limit the sends that are outstanding, and moves a few
+receives. 1F1B and GPipe wait within
+their loop in every version, so that their tables have no waits.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from types import ModuleType
@@ -23,6 +29,7 @@ SINGLE = ("Schedule1F1B", "ScheduleGPipe")
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 CLASSES = SINGLE + LOOPED + V_SHAPED
+_SINCE = {"defer_pp_recv": "2.13", "max_outstanding_sends": "2.15"}
 
 
 def torch_schedule(
@@ -33,6 +40,9 @@ def torch_schedule(
     vpp: int | None = None,
     comms: bool = False,
     drawn: bool = False,
+    defer_receives: bool = False,
+    max_outstanding_sends: int | None = None,
+    release: tuple[str, ModuleType] | None = None,
 ) -> Schedule:
     """
     The table of one of torch's schedule classes.
@@ -44,15 +54,33 @@ def torch_schedule(
         vpp: Stages (model chunks) a rank; 1 for 1F1B and GPipe and 2 for the others when left out.
         comms: Give the table with sends, receives and sharding.
         drawn: For 1F1B and GPipe, the class's `pipeline_order` instead of what it executes.
+        defer_receives: Give each receive just before the computation that uses it, torch's
+            `defer_pp_recv`; from torch 2.13 on.
+        max_outstanding_sends: The most sends that a rank may have posted and not awaited, torch's
+            option of that name; from torch 2.15 on.
+        release: The version and the `torch.distributed.pipelining.schedules` module of another
+            release than the installed one.
 
     Raises:
-        ScheduleError: torch is missing, the class is unknown, or it refuses this combination.
+        ScheduleError: torch is missing, the class is unknown, it refuses this combination, or this
+            torch does not have an option.
     """
     cls_name = class_name(name)
     vpp = (1 if cls_name in SINGLE else 2) if vpp is None else vpp
     what = f"{cls_name} pp={pp} vpp={vpp} microbatches={microbatches}"
     _check_arguments(cls_name, what, pp, vpp, microbatches, comms, drawn)
     torch, schedules = _import_torch()
+    version = str(torch.__version__).split("+")[0]
+    if release is not None:
+        version, schedules = release
+    options: dict[str, Any] = {}
+    if defer_receives:
+        options["defer_pp_recv"] = True
+    if max_outstanding_sends is not None:
+        options["max_outstanding_sends"] = max_outstanding_sends
+    if options and not comms:
+        raise ScheduleError(f"{what}: {' and '.join(options)} shape messages; ask for comms too")
+    _check_options(schedules, version, cls_name, options)
     try:
         if cls_name in SINGLE and not drawn:
             rows = [
@@ -60,7 +88,7 @@ def torch_schedule(
                 for rank in range(pp)
             ]
         else:
-            rows = _table(torch, schedules, cls_name, pp, vpp, microbatches, comms)
+            rows = _table(torch, schedules, cls_name, pp, vpp, microbatches, comms, options)
     except ScheduleError:
         raise
     except Exception as error:
@@ -68,10 +96,10 @@ def torch_schedule(
         # whole table as text) means that torch has no such schedule.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ScheduleError(f"torch refuses {what}: {' '.join(lines[0].split())}") from error
-    version = str(torch.__version__).split("+")[0]
+    asked = "".join(f" {option}={value}" for option, value in options.items())
     return from_actions(
         dict(enumerate(rows)),
-        source=f"torch {version} {what} {'comms' if comms else 'compute'}",
+        source=f"torch {version} {what} {'comms' if comms else 'compute'}{asked}",
         num_stages=pp * vpp,
         num_microbatches=microbatches,
         complete=True,
@@ -110,6 +138,21 @@ def _check_arguments(
     # Three computations a stage and microbatch, and about as many messages.
     if pp * vpp * microbatches * 8 > MAX_CELLS:
         raise ScheduleError(f"{what}: more than {MAX_CELLS} cells, the most that are read")
+
+
+def _check_options(
+    schedules: ModuleType, version: str, cls_name: str, options: dict[str, Any]
+) -> None:
+    known = inspect.signature(getattr(schedules, cls_name).__init__).parameters
+    for option in options:
+        if option not in known:
+            since = (
+                "no release so far" if cls_name in SINGLE else f"torch {_SINCE[option]} and later"
+            )
+            raise ScheduleError(
+                f"torch {version}'s {cls_name} has no {option}; {since} has it: leave it out, or "
+                "read a table that was saved with it"
+            )
 
 
 def _import_torch() -> tuple[ModuleType, ModuleType]:
@@ -173,6 +216,9 @@ class _RecordingStage(_Stage):
     def backward_one_chunk(self, microbatch: int, *_: object, **__: object) -> None:
         self._note("B", microbatch)
 
+    def release_fwd_send_outputs(self, _: int) -> None:
+        """Forget what was sent, from torch 2.15 on; nothing was kept here."""
+
     def perform_reduce_grad(self, *_: object) -> None:
         if self._comms:
             self.cells.append(f"{self.stage_index}REDUCE_GRAD")
@@ -212,6 +258,7 @@ def _table(
     vpp: int,
     microbatches: int,
     comms: bool,
+    options: dict[str, Any],
 ) -> list[list[Any]]:
     submod = torch.nn.Identity()
     local = [0, 2 * pp - 1] if cls_name in V_SHAPED else [pp * chunk for chunk in range(vpp)]
@@ -219,7 +266,7 @@ def _table(
     made = _quietly(
         schedules,
         lambda: getattr(schedules, cls_name)(
-            stages[0] if cls_name in SINGLE else stages, microbatches
+            stages[0] if cls_name in SINGLE else stages, microbatches, **options
         ),
     )
     order = made.pipeline_order_with_comms if comms else made.pipeline_order

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from qeffect.schedule.actions import RECEIVES, SENDS, Kind, Schedule
+from qeffect.schedule.actions import RECEIVES, SEND_WAITS, SENDS, Kind, Schedule
 from qeffect.schedule.findings import Finding
 from qeffect.schedule.layout import Placed, layout
 
@@ -99,7 +99,7 @@ def _metadata(name: str, rank: int, thread: int, value: str) -> dict[str, Any]:
 def _thread(cell: Placed) -> int:
     if cell.action.is_compute:
         return 0
-    return 1 if cell.action.kind in SENDS | RECEIVES else 2
+    return 1 if cell.action.kind in SENDS | RECEIVES | SEND_WAITS else 2
 
 
 def _slice(cell: Placed, finding: Finding | None) -> dict[str, Any]:

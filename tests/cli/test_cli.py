@@ -24,7 +24,18 @@ from qeffect.verification.proofs import prove
 from qeffect.verification.proofs.obligations import Obligation
 from qeffect.verification.walks import machine
 
-SOURCE = {"file", "--torch", "--pp", "--vpp", "--microbatches", "--comms", "--te-order"}
+SOURCE = {
+    "file",
+    "--torch",
+    "--pp",
+    "--vpp",
+    "--microbatches",
+    "--comms",
+    "--defer-receives",
+    "--te-order",
+    "--max-outstanding-sends",
+    "--queues",
+}
 COMMON = {"-h", "--help", "--json", "--quiet"}
 OPTIONS = {
     "check": SOURCE
@@ -240,6 +251,12 @@ def test_unusable_input(capsys: pytest.CaptureFixture[str], argv: list[str], sai
         ("check a.csv --pp 2", "--pp 2"),
         ("check a.csv --vpp 2 --comms", "--vpp 2 and --comms"),
         ("check --te-order 1,-1 --pp 2", "--pp 2"),
+        ("check a.csv --defer-receives", "--defer-receives"),
+        ("check --te-order 1,-1 --queues pair", "--queues pair"),
+        ("check --te-order 1,-1 --max-outstanding-sends 1", "--max-outstanding-sends 1"),
+        ("check --torch 1F1B --queues direction", "--queues direction"),
+        ("plan --torch 1F1B --max-outstanding-sends 0", "--max-outstanding-sends 0"),
+        ("check --fixtures --max-outstanding-sends 2", "--max-outstanding-sends 2"),
         ("plan --te-order 1,-1 --microbatches 1", "--microbatches 1"),
         ("plan --te-order 1,-1 --ffn 10", "--ffn 10"),
         ("plan --te-order 1,-1 --layers 2 --dtype fp32", "--layers 2 and --dtype fp32"),
@@ -407,6 +424,63 @@ def test_plan(capsys: pytest.CaptureFixture[str], table: Path) -> None:
 
     assert 0 == code
     assert [(4, 5), (4, 5)] == [(r["peak_live"], r["slots"]) for r in data["plan"]["ranks"]]
+
+
+AWAITED = """\
+0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0WAIT_SEND_F0,0RECV_B1,0B1,0WAIT_SEND_F1
+1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1,1WAIT_SEND_B0,1WAIT_SEND_B1
+"""
+
+
+@pytest.fixture
+def awaited(tmp_path: Path) -> Path:
+    """A table that says where its sends end; both ranks have two outstanding at most."""
+    path = tmp_path / "awaited.csv"
+    path.write_text(AWAITED)
+    return path
+
+
+def test_outstanding_sends(capsys: pytest.CaptureFixture[str], awaited: Path) -> None:
+    """The limit on outstanding sends is kept by `check` and `plan` alike, and planned for."""
+    code, data = json_of(capsys, "check", str(awaited), "--max-outstanding-sends", "2")
+    tight, refused = json_of(capsys, "check", str(awaited), "--max-outstanding-sends", "1")
+    planned, plan = json_of(capsys, "plan", str(awaited), "--max-outstanding-sends", "2")
+    unplanned, _, said = run(capsys, "plan", str(awaited), "--max-outstanding-sends", "1")
+
+    assert (0, "accepted", 2) == (code, data["verdict"], data["transport"]["max_outstanding_sends"])
+    assert (1, "schedule.outstanding-sends", 0, "0SEND_F1") == (
+        tight,
+        refused["clause"],
+        refused["rank"],
+        refused["action"],
+    )
+    assert 0 == planned
+    assert [2, 2] == [rank["outstanding_sends"] for rank in plan["plan"]["ranks"]]
+    assert [0, 1] == [rank["stages"][0]["held_by_sends"] for rank in plan["plan"]["ranks"]]
+    assert 2 == unplanned
+    assert "schedule.outstanding-sends" in said
+
+
+def test_outstanding_sends_of_a_table_without_waits(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Where nothing says when sends end, a limit on them is unusable; so is a negative one."""
+    path = tmp_path / "silent.csv"
+    path.write_text("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+
+    assert 2 == run(capsys, "check", str(path), "--max-outstanding-sends", "1")[0]
+    code, out, err = run(capsys, "plan", str(path), "--max-outstanding-sends", "-1")
+    assert (2, "") == (code, out)
+    assert "non-negative" in err
+
+
+def test_plan_says_what_sends_hold(capsys: pytest.CaptureFixture[str], awaited: Path) -> None:
+    """The printed plan names outstanding sends, and the slots that only they hold."""
+    code, out, _ = run(capsys, "plan", str(awaited))
+
+    assert 0 == code
+    assert "open sends" in out
+    assert "stage 1: 2 live, 1 pending, 2 forwards, 1 held by sends" in out
 
 
 def test_bench(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from qeffect.schedule.tables import fixture_names, read_fixture, read_table, wri
 from qeffect.schedule.timeline import timeline
 from qeffect.schedule.trace import trace_json
 
-KINDS = ("F", "I", "W", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B")
-BYTES = b'0123456789FIWB,;()_\r\n"\x00\xff aSENDRCV'
+KINDS = ("F", "I", "W", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B")
+BYTES = b'0123456789FIWB,;()_\r\n"\x00\xff aSENDRCVT'
 
 
 def random_cell(rng: Random) -> str:
@@ -30,6 +30,7 @@ def random_cell(rng: Random) -> str:
             f"{stage}{rng.choice(KINDS)}{microbatch}",
             "",
             f"{stage}REDUCE_GRAD",
+            f"{stage}WAIT_REDUCE_GRAD",
             f"{stage}UNSHARD",
             f"{stage}RESHARD",
             f"({stage}F{microbatch};{other}B{microbatch})OVERLAP_F_B",

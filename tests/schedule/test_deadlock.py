@@ -151,6 +151,10 @@ def _naively_stuck(schedule: Schedule) -> list[str | None]:
                     wanted = (Kind.SEND_F, atom.stage - 1)
                 elif atom.kind is Kind.RECV_B:
                     wanted = (Kind.SEND_B, atom.stage + 1)
+                elif atom.kind is Kind.WAIT_SEND_F:
+                    wanted = (Kind.RECV_F, atom.stage + 1)
+                elif atom.kind is Kind.WAIT_SEND_B:
+                    wanted = (Kind.RECV_B, atom.stage - 1)
                 elif not schedule.has_comms and atom.kind is Kind.FORWARD and atom.stage:
                     wanted = (atom.kind, atom.stage - 1)
                 elif not schedule.has_comms and atom.kind is Kind.DGRAD:

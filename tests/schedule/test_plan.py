@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from qeffect.schedule.actions import SENDS, Kind, Schedule, ScheduleError
+from qeffect.schedule.actions import SEND_WAITS, SENDS, Kind, Schedule, ScheduleError
 from qeffect.schedule.infer import from_actions
 from qeffect.schedule.plan import Layers, plan
 from qeffect.schedule.random_schedules import random_schedule, random_shape
@@ -95,6 +95,20 @@ class TestPeaks:
         assert 2 == plan(from_actions([*sends, late])).ranks[1].peak_live
         assert 1 == plan(from_actions([*sends, prompt])).ranks[1].peak_live
 
+    def test_awaited_sends_keep_a_tape(self) -> None:
+        """Where a table awaits its sends, a tape is live until the wait, not until the send."""
+        end = ["1RECV_F0", "1F0", "1B0", "1SEND_B0", "1RECV_F1", "1F1", "1B1", "1SEND_B1"]
+        first = ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0B0", "0RECV_B1", "0B1"]
+        late = [*end, "1WAIT_SEND_B0", "1WAIT_SEND_B1"]
+        early = [*end[:4], "1WAIT_SEND_B0", *end[4:], "1WAIT_SEND_B1"]
+        waits = ["0WAIT_SEND_F0", "0WAIT_SEND_F1"]
+        for row, live, held, outstanding in ((end, 1, 0, None), (late, 2, 1, 2), (early, 1, 0, 1)):
+            awaited = [] if outstanding is None else waits
+            made = plan(from_actions([[*first, *awaited], row])).ranks[1]
+
+            assert (live, held) == (made.peak_live, made.stages[0].held_by_sends)
+            assert outstanding == made.outstanding_sends
+
     def test_formats_agree(self) -> None:
         """torch sends at once, so messages change no peak."""
         assert plan(read_fixture(ZBV)).slots == plan(read_fixture(ZBV_COMMS)).slots
@@ -120,6 +134,7 @@ class TestPeaks:
 
 def _sets(schedule: Schedule, rank: int) -> tuple[list[set[tuple[int, int]]], ...]:
     atoms = schedule.atoms[rank]
+    ends = {Kind.WGRAD, *(SEND_WAITS if schedule.awaits_sends else SENDS)}
     live: list[set[tuple[int, int]]] = [set()]
     pending: list[set[tuple[int, int]]] = [set()]
     for i, atom in enumerate(atoms):
@@ -131,9 +146,9 @@ def _sets(schedule: Schedule, rank: int) -> tuple[list[set[tuple[int, int]]], ..
             work.add(cell)
         elif atom.kind is Kind.WGRAD:
             work.discard(cell)
-        if atom.kind is Kind.WGRAD or atom.kind in SENDS:
+        if atom.kind in ends:
             rest = {(a.kind, a.stage, a.microbatch) for a in atoms[i + 1 :]}
-            if not any((k, *cell) in rest for k in (Kind.WGRAD, *SENDS)):
+            if not any((k, *cell) in rest for k in ends):
                 now.discard(cell)
         live.append(now)
         pending.append(work)

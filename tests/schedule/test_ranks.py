@@ -358,6 +358,7 @@ class TestFindings:
             "schedule.action-after-reduction",
             "schedule.binding-mismatch",
             "schedule.capture-order",
+            "schedule.outstanding-sends",
         }
 
         assert set(SCHEDULE_CLAUSES) == injected | by_hand
@@ -373,6 +374,8 @@ class TestFindings:
             ("check_inputs", "receive-late"),
             ("_check_deadlock", "wait-in-a-circle"),
             ("check_message_order", "swap-receives"),
+            ("check_send_waits", "wait-for-nothing"),
+            ("check_reduction_waits", "wait-early"),
             ("check_reductions", "reduce-early"),
             ("check_sharding", "unshard-twice"),
         ],

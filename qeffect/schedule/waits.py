@@ -1,0 +1,135 @@
+"""
+Checks of waits: each ends one send or one reduction, once, after it was started.
+
+A send reads its tape until it is done, and a reduction holds a stage's gradients. Tables up to
+torch 2.14 do not say when either ends; torch 2.15's do (`WAIT_SEND_F`, `WAIT_SEND_B`,
+`WAIT_REDUCE_GRAD`), since a step that is captured in a graph cannot ask whether a send is done
+(pytorch pull request 194121). A table that says so of one send must say so of all of them, or
+nobody ever learns that the slot of the others is free; and likewise for reductions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from qeffect.schedule.actions import SEND_WAITS, SENDS, WAITS, Kind
+from qeffect.schedule.findings import Finding, finding, place
+from qeffect.schedule.index import Index, Spot
+
+_SHOWN = 8
+_WAIT_OF = {start: wait for wait, start in WAITS.items()}
+
+
+def check_send_waits(index: Index) -> Iterator[Finding]:
+    """Every wait for a send follows its send, once; and where a table has any, every send has."""
+    for spot, earlier in index.repeated:
+        if spot.atom.kind in SEND_WAITS:
+            yield _twice(spot, earlier)
+    for (kind, stage, microbatch), spot in index.first.items():
+        if kind in SEND_WAITS:
+            yield from _check_start(spot, index.get(WAITS[kind], stage, microbatch))
+        elif kind in SENDS and index.schedule.awaits_sends:
+            if index.get(_WAIT_OF[kind], stage, microbatch) is None:
+                yield _missing(spot)
+
+
+def check_reduction_waits(index: Index) -> Iterator[Finding]:
+    """Every wait for a reduction follows it, once; and where a table has any, every one has."""
+    started: dict[int, Spot] = {}
+    awaited: dict[int, Spot] = {}
+    for spot in index.per_stage:
+        if spot.atom.kind is Kind.REDUCE_GRAD:
+            started.setdefault(spot.atom.stage, spot)
+        elif spot.atom.kind is Kind.WAIT_REDUCE_GRAD:
+            earlier = awaited.setdefault(spot.atom.stage, spot)
+            if earlier is not spot:
+                yield _twice(spot, earlier)
+    for stage, spot in awaited.items():
+        yield from _check_start(spot, started.get(stage))
+    if index.schedule.awaits_reductions:
+        for stage, spot in started.items():
+            if stage not in awaited:
+                yield _missing(spot)
+
+
+def check_outstanding(index: Index) -> Iterator[Finding]:
+    """No rank has more sends posted and not awaited than the runtime allows; the first place."""
+    limit = index.transport.max_outstanding_sends
+    if limit is None or not index.schedule.awaits_sends:
+        return
+    for rank, atoms in enumerate(index.schedule.atoms):
+        outstanding: dict[tuple[Kind, int, int], Spot] = {}
+        for position, atom in enumerate(atoms):
+            if atom.kind in SEND_WAITS:
+                outstanding.pop((WAITS[atom.kind], atom.stage, atom.microbatch), None)
+            elif atom.kind in SENDS:
+                outstanding[atom.kind, atom.stage, atom.microbatch] = Spot(rank, position, atom)
+                if len(outstanding) <= limit:
+                    continue
+                *earlier, _ = outstanding.values()
+                names = ", ".join(str(spot.atom.action) for spot in earlier[:_SHOWN])
+                yield finding(
+                    "outstanding-sends",
+                    f"{atom.action} makes {len(outstanding)} sends of rank {rank} that are posted "
+                    f"and not awaited; at most {limit} may be",
+                    rank=rank,
+                    atom=atom,
+                    expected=f"no more than {limit} outstanding",
+                    found=f"outstanding already: {names or 'none'}",
+                    related=tuple(place(rank, spot.atom, "first") for spot in earlier),
+                )
+                break
+
+
+def _check_start(wait: Spot, start: Spot | None) -> Iterator[Finding]:
+    atom = wait.atom
+    microbatch = atom.microbatch if atom.microbatch >= 0 else ""
+    name = f"{atom.stage}{WAITS[atom.kind].value}{microbatch}"
+    if start is None:
+        yield finding(
+            "wait-without-start",
+            f"{atom.action} waits for {name}, which is not in rank {wait.rank}'s row",
+            rank=wait.rank,
+            atom=atom,
+            expected=f"{name} before step {atom.step}",
+            found="none",
+        )
+    # On another rank: reported as misplaced already.
+    elif start.rank == wait.rank and start.position > wait.position:
+        yield finding(
+            "wait-before-start",
+            f"{atom.action} waits for {name}, which starts only at step {start.atom.step}",
+            rank=wait.rank,
+            atom=atom,
+            expected=f"{name} before step {atom.step}",
+            found=f"{name} at step {start.atom.step}",
+            related=(place(start.rank, start.atom, "needs"),),
+        )
+
+
+def _twice(spot: Spot, earlier: Spot) -> Finding:
+    return finding(
+        "wait-twice",
+        f"{spot.atom.action} occurs again; it stands already on rank {earlier.rank} at step "
+        f"{earlier.atom.step}, and what it waits for has ended there",
+        rank=spot.rank,
+        atom=spot.atom,
+        expected=f"{spot.atom.action} once",
+        found="a second occurrence",
+        related=(place(earlier.rank, earlier.atom, "first"),),
+    )
+
+
+def _missing(spot: Spot) -> Finding:
+    atom = spot.atom
+    microbatch = atom.microbatch if atom.microbatch >= 0 else ""
+    name = f"{atom.stage}{_WAIT_OF[atom.kind].value}{microbatch}"
+    what = "reduction" if atom.kind is Kind.REDUCE_GRAD else "send"
+    return finding(
+        "wait-missing",
+        f"{atom.action} is never awaited, though this table awaits others: {name} is nowhere",
+        rank=spot.rank,
+        atom=atom,
+        expected=f"{name} after step {atom.step}",
+        found=f"a {what} without end",
+    )
