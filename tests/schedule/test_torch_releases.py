@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from qeffect.gpu_runtime.plan.slots import plan_slots
 from qeffect.gpu_runtime.plan.workload import Order
@@ -273,12 +274,11 @@ class TestLiveness:
                     assert schedule.num_microbatches == planned.slots[stage]
 
     def test_recorded_slots_are_those_of_an_installed_release(self) -> None:
-        """Where the installed torch computes slots, they are the recorded ones."""
+        """The installed torch computes the recorded slots; before 2.15 it computes none."""
         from torch.distributed.pipelining import schedules
 
         tables = {name: read_table(LATEST / name) for name in LIVENESS}
         found = make_torch_tables.liveness(schedules, tables)
-        if found is None:
-            pytest.skip("the installed torch computes no slots; torch 2.15 does")
+        computes = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 15)
 
-        assert LIVENESS == found
+        assert found == (LIVENESS if computes else None)
