@@ -149,16 +149,6 @@ def finalize_guards(st: State, stage, link):
         raise Refused("completion.graph-to-caller")
 
 
-def checkpoint_guards(st: State):
-    if not st.every(st.undrained, 0):
-        raise Refused("persistence.device-work")
-
-
-def restore_guards(st: State, epoch, incarnation):
-    if not st.every(st.undrained, 0):
-        raise Refused("persistence.device-work")
-
-
 def restore_writes(st: State, epoch, incarnation):
     st.fill(st.submitted, 0)
     st.fill(st.joined, 0)

@@ -262,11 +262,6 @@ def commit_epoch_guards(st: State, epoch):
         raise Refused("ownership.live-tape")
 
 
-def checkpoint_guards(st: State):
-    if not st.every(st.pending, 0):
-        raise Refused("persistence.live-tape")
-
-
 def restore_guards(st: State, epoch, incarnation):
     if not st.every(st.held, 0):
         raise Refused("ownership.pending")

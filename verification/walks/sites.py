@@ -11,6 +11,7 @@ from functools import cache
 from types import ModuleType
 
 from qeffect import arguments, contract, ledgers
+from qeffect.engine.compose import source
 from qeffect.engine.stage import TRANSITIONS, transitions
 
 __all__ = ["clauses", "raised", "sites"]
@@ -45,7 +46,7 @@ def sites(omit: frozenset[str] = frozenset()) -> Mapping[str, tuple[str, ...]]:
     found: dict[str, list[str]] = {}
     functions = transitions(omit).functions
     for transition in TRANSITIONS:
-        for clause in raised(ast.parse(_source(functions[transition]))):
+        for clause in raised(ast.parse(source(functions[transition]))):
             if transition not in found.setdefault(clause, []):
                 found[clause].append(transition)
     for module in (arguments, contract, ledgers):
@@ -57,11 +58,6 @@ def sites(omit: frozenset[str] = frozenset()) -> Mapping[str, tuple[str, ...]]:
 def clauses() -> tuple[str, ...]:
     """Every clause that some composition, or the embedding API, can refuse by."""
     return tuple(sites())
-
-
-def _source(function: object) -> str:
-    text = inspect.getdoc(function) or ""
-    return text[text.index("def ") :]
 
 
 def _raised_by(module: ModuleType) -> Iterator[str]:
