@@ -159,9 +159,11 @@ class _Checker:
         args = function.args
         names = tuple(arg.arg for arg in args.args)
         if half:
-            if transition not in TRANSITIONS or names != ("st", *TRANSITIONS[transition]):
-                self.report("half", function)
-            elif half.before and (half.part != "guards" or half.before not in RELATIONS):
+            if (
+                transition not in TRANSITIONS
+                or names != ("st", *TRANSITIONS[transition])
+                or (half.before and (half.part != "guards" or half.before not in RELATIONS))
+            ):
                 self.report("half", function)
         elif not self.is_called(function.name):
             self.report("half", function)

@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 import attrs
 
 from ..config import StageConfig
-from ..layout import Destination
+from ..destinations import Destination
 from ..relations.constants import GRAD, OUT
 from .format import FIELDS, HEADER, MAGIC, VERSION
 

@@ -1,0 +1,50 @@
+"""
+Tickets: what a check reserved, until a commit or an abort redeems it.
+"""
+
+from __future__ import annotations
+
+from attrs import define
+
+from .keys import TapeKey, TapeRef
+
+__all__ = ["ABORTS", "COMMITS", "Ticket"]
+
+#: The transition that redeems an action's ticket after it succeeded, and after it failed.
+COMMITS = {
+    "F": "commit_forward",
+    "dI": "commit_dgrad",
+    "dW": "commit_wgrad",
+    "refresh": "commit_refresh",
+}
+ABORTS = {action: name.replace("commit", "abort") for action, name in COMMITS.items()}
+
+
+@define(slots=True)
+class Ticket:
+    """
+    What a check reserved; commit or abort redeems it, once.
+
+    Args:
+        action: ``F``, ``dI``, ``dW`` or ``refresh``.
+        key: Key of the tape; None for a refresh.
+        slot: Slot of the tape, or the stage of a refresh.
+        serial: Serial of the check that issued the ticket.
+        incarnation: Of the memory that issued it; no other redeems it.
+        ref: Reference the action consumes; None before a forward's commit.
+
+    >>> from qeffect import Contract, StageConfig
+    >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))
+    >>> ticket = contract.check_forward(TapeKey(epoch=0, stage=0, microbatch=0))
+    >>> ticket.action, ticket.slot, ticket.ref
+    ('F', 0, None)
+    >>> contract.commit(ticket) == ticket.ref
+    True
+    """
+
+    action: str
+    key: TapeKey | None
+    slot: int
+    serial: int
+    incarnation: int
+    ref: TapeRef | None = None
