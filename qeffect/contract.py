@@ -27,11 +27,9 @@ from .ledgers.streams import Streams
 from .ledgers.tapes import Tapes
 from .refusals import Refused
 from .relations.constants import GENERATION_MAX
-from .tickets import ABORTS, COMMITS, Ticket
+from .tickets import ABORTS, COMMITS, Ticket, issue
 
 __all__ = ["Contract", "Observer", "Ticket"]
-
-_new = object.__new__
 
 
 class Contract:
@@ -103,7 +101,7 @@ class Contract:
         self._runner = Runner(
             laid.memory, self.transitions, Arguments(laid.cells, laid.slots, len(laid.links))
         )
-        self._runner.observer = observer
+        self.observer = observer
         self._pool = Pool(laid.memory, laid.slots)
         self._tapes = Tapes(self._runner, self._pool)
         self._streams = Streams(self._runner, tuple(callers), laid.domains, laid.links)
@@ -126,11 +124,11 @@ class Contract:
     @property
     def observer(self) -> Observer | None:
         """Called after every accepted transition; None costs nothing."""
-        return self._runner.observer
+        return self._observer
 
     @observer.setter
     def observer(self, observer: Observer | None) -> None:
-        self._runner.observer = observer
+        self._observer = self._runner.observer = observer
 
     @property
     def configuration(self) -> Configuration:
@@ -227,6 +225,7 @@ class Contract:
         qeffect.refusals.Refused: version.stale-cache in check_forward: presented ...
         """
         st = self.memory
+        taken = None
         try:
             if link < 0:
                 raise IndexError(link)
@@ -234,28 +233,30 @@ class Contract:
                 free = self._free[key.stage]
                 if self._reserved and key.cell in self._reserved:
                     slot = self._reserved[key.cell]
+                elif free:
+                    slot = taken = free.pop()
                 else:
-                    slot = free[-1] if free else st.slot_of[key.cell]
+                    slot = st.slot_of[key.cell]
             elif slot < 0 or key.cell not in st.slot_of:
                 raise IndexError(slot)
             if token is None:
                 token = st.token[st.domain_of[key.stage]]
             serial = self._check_forward(st, key, slot, token, link, 1 if refresh else 0)
         except Refused as refused:
+            if taken is not None:
+                self._free[key.stage].append(taken)
             raise explain(refused, "check_forward", st, (key, slot, token, link, refresh)) from None
         except UNUSABLE as error:
+            if taken is not None:
+                self._free[key.stage].append(taken)
             raise self._arguments.unusable(
                 error, "check_forward", (key, slot, token, link, refresh)
             ) from None
-        free = self._free[key.stage]
-        if free and free[-1] == slot:
-            free.pop()
-        elif not free.take(slot):
+        if taken is None and not self._free[key.stage].take(slot):
             del self._reserved[key.cell]
-        observer = self._runner.observer
-        if observer is not None:
-            observer("check_forward", (key, slot, token, link, int(refresh)), serial)
-        return Ticket("F", key, slot, serial, st.incarnation[0])
+        if self._observer is not None:
+            self._observer("check_forward", (key, slot, token, link, int(refresh)), serial)
+        return issue("F", key, slot, serial, st.incarnation[0], None)
 
     def check_dgrad(
         self, key: TapeKey, ref: TapeRef, *, token: int | None = None, link: int = 0
@@ -277,10 +278,9 @@ class Contract:
             raise explain(refused, "check_dgrad", st, (key, ref, token, link)) from None
         except UNUSABLE as error:
             raise self._arguments.unusable(error, "check_dgrad", (key, ref, token, link)) from None
-        observer = self._runner.observer
-        if observer is not None:
-            observer("check_dgrad", (key, ref, token, link), serial)
-        return Ticket("dI", key, ref.slot, serial, ref.incarnation, ref)
+        if self._observer is not None:
+            self._observer("check_dgrad", (key, ref, token, link), serial)
+        return issue("dI", key, ref.slot, serial, ref.incarnation, ref)
 
     def check_wgrad(
         self,
@@ -321,10 +321,9 @@ class Contract:
             raise self._arguments.unusable(
                 error, "check_wgrad", (key, ref, link, destination, first)
             ) from None
-        observer = self._runner.observer
-        if observer is not None:
-            observer("check_wgrad", (key, ref, link, destination, int(first)), serial)
-        return Ticket("dW", key, ref.slot, serial, ref.incarnation, ref)
+        if self._observer is not None:
+            self._observer("check_wgrad", (key, ref, link, destination, int(first)), serial)
+        return issue("dW", key, ref.slot, serial, ref.incarnation, ref)
 
     def commit(self, ticket: Ticket, evidence: Iterable[str] = ()) -> TapeRef | None:
         """
@@ -385,9 +384,8 @@ class Contract:
             raise
         except UNUSABLE:
             raise self._arguments.ticket("commit", ticket, self.incarnation) from None
-        observer = self._runner.observer
-        if observer is not None:
-            observer(COMMITS[action], _redeemed(action, slot, serial, evidence), None)
+        if self._observer is not None:
+            self._observer(COMMITS[action], _redeemed(action, slot, serial, evidence), None)
         return ref
 
     def abort(self, ticket: Ticket) -> None:
@@ -417,9 +415,8 @@ class Contract:
             raise explain(refused, name, self.memory, (slot, ticket.serial)) from None
         except UNUSABLE:
             raise self._arguments.ticket("abort", ticket, self.incarnation) from None
-        observer = self._runner.observer
-        if observer is not None:
-            observer(name, (slot, ticket.serial), None)
+        if self._observer is not None:
+            self._observer(name, (slot, ticket.serial), None)
         if ticket.action != "refresh":
             self._pool.reclaim(ticket.slot)
 

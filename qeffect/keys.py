@@ -4,6 +4,8 @@ Names of retained work: what a tape is (its key) and where it is (its reference)
 
 from __future__ import annotations
 
+from typing import Any
+
 from attrs import field, frozen
 from attrs.validators import ge, instance_of
 
@@ -69,8 +71,14 @@ class TapeKey:
         return f"e{self.epoch}.s{self.stage}.m{self.microbatch}.b{self.block}.i{self.invocation}"
 
 
+class _Unfrozen:
+    """A reference that is being made; `TapeRef` adds no attribute to this layout."""
+
+    __slots__ = ("__weakref__", "generation", "incarnation", "slot")
+
+
 @frozen
-class TapeRef:
+class TapeRef(_Unfrozen):
     """
     The physical place of a tape: a slot, the generation it had, and who issued it (paper, III-A).
 
@@ -94,23 +102,23 @@ class TapeRef:
         return f"slot {self.slot} generation {self.generation} incarnation {self.incarnation:016x}"
 
 
-_new = TapeRef.__new__
-_put_slot = TapeRef.slot.__set__  # type: ignore[attr-defined]  # a slot's descriptor
-_put_generation = TapeRef.generation.__set__  # type: ignore[attr-defined]
-_put_incarnation = TapeRef.incarnation.__set__  # type: ignore[attr-defined]
+_new = object.__new__
 
 
 def reference(slot: int, generation: int, incarnation: int) -> TapeRef:
     """
-    Return ``TapeRef(slot, generation, incarnation)`` in a third of the time.
+    Return ``TapeRef(slot, generation, incarnation)`` in less than half of the time.
 
-    A frozen class looks up how to set each attribute by name; every forward makes a reference.
+    Every forward makes a reference, and a frozen class looks up by name how to set each
+    attribute. So it is made unfrozen, in the same layout, and frozen when whole.
 
     >>> reference(2, 5, 0x1F) == TapeRef(slot=2, generation=5, incarnation=0x1F)
     True
     """
-    ref = _new(TapeRef)
-    _put_slot(ref, slot)
-    _put_generation(ref, generation)
-    _put_incarnation(ref, incarnation)
+    made: Any = _new(_Unfrozen)
+    made.slot = slot
+    made.generation = generation
+    made.incarnation = incarnation
+    made.__class__ = TapeRef
+    ref: TapeRef = made
     return ref

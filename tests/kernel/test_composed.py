@@ -21,7 +21,7 @@ from qeffect.relations import version as version_relation
 
 class TestCurrent:
     def test_what_is_checked_in_is_what_the_relations_say(self) -> None:
-        """No page differs from what the composer would write now; else: python -m qeffect.engine."""
+        """No page differs from what ``python -m qeffect.engine`` would write now."""
         assert generate.stale() == []
 
     def test_the_pages_hold_every_transition_once(self) -> None:

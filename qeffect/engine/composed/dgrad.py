@@ -90,11 +90,13 @@ def commit_dgrad(st, slot, ticket, queued):
     # ownership.commit_dgrad_guards
     s = st.slot_stage[slot]
     mask = st.pending[slot]
-    if st.held[slot] == 0 or st.held[slot] != ticket or mask & DI == 0:
+    held = st.held[slot]
+    if held == 0 or held != ticket or mask & DI == 0:
         raise Refused("ownership.unknown-ticket")
     if queued != st.matrices[s]:
         raise Refused("ownership.work-not-queued")
     d = st.domain_of[s]
+    replay = st.replays[d] + 1
     # ownership.commit_dgrad_writes
     st.pending[slot] = mask & ~DI
     st.held[slot] = 0
@@ -104,8 +106,8 @@ def commit_dgrad(st, slot, ticket, queued):
     st.position[d] = st.position[d] + 1
     st.dgrads[s] = st.dgrads[s] + 1
     # completion.commit_dgrad_writes
-    st.produced[slot] = st.replays[d] + 1
-    st.replays[d] = st.replays[d] + 1
+    st.produced[slot] = replay
+    st.replays[d] = replay
     st.undrained[d] = 1
 
 
@@ -118,7 +120,8 @@ def abort_dgrad(st, slot, ticket):
     """
     # ownership.abort_dgrad_guards
     mask = st.pending[slot]
-    if st.held[slot] == 0 or st.held[slot] != ticket or mask & DI == 0:
+    held = st.held[slot]
+    if held == 0 or held != ticket or mask & DI == 0:
         raise Refused("ownership.unknown-ticket")
     s = st.slot_stage[slot]
     d = st.domain_of[s]

@@ -102,10 +102,12 @@ def commit_forward(st, slot, ticket):
     """
     # ownership.commit_forward_guards
     mask = st.pending[slot]
-    if st.held[slot] == 0 or st.held[slot] != ticket or mask != RESERVED:
+    held = st.held[slot]
+    if held == 0 or held != ticket or mask != RESERVED:
         raise Refused("ownership.unknown-ticket")
     s = st.slot_stage[slot]
     d = st.domain_of[s]
+    replay = st.replays[d] + 1
     # ownership.commit_forward_writes
     st.pending[slot] = st.owes[s]
     st.held[slot] = 0
@@ -120,8 +122,8 @@ def commit_forward(st, slot, ticket):
     st.position[d] = st.position[d] + 1
     st.forwards[s] = st.forwards[s] + 1
     # completion.commit_forward_writes
-    st.produced[slot] = st.replays[d] + 1
-    st.replays[d] = st.replays[d] + 1
+    st.produced[slot] = replay
+    st.replays[d] = replay
     st.undrained[d] = 1
 
 
@@ -134,7 +136,8 @@ def abort_forward(st, slot, ticket):
     """
     # ownership.abort_forward_guards
     mask = st.pending[slot]
-    if st.held[slot] == 0 or st.held[slot] != ticket or mask != RESERVED:
+    held = st.held[slot]
+    if held == 0 or held != ticket or mask != RESERVED:
         raise Refused("ownership.unknown-ticket")
     s = st.slot_stage[slot]
     d = st.domain_of[s]

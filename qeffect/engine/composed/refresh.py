@@ -60,6 +60,7 @@ def commit_refresh(st, stage, ticket):
     if st.refreshing[stage] == 0 or st.refreshing[stage] != ticket:
         raise Refused("version.unknown-ticket")
     d = st.domain_of[stage]
+    replay = st.replays[d] + 1
     # version.commit_refresh_writes
     st.refreshing[stage] = 0
     st.cache_epoch[stage] = st.weight_epoch[stage]
@@ -67,7 +68,7 @@ def commit_refresh(st, stage, ticket):
     # order.commit_refresh_writes
     st.busy[d] = 0
     # completion.commit_refresh_writes
-    st.replays[d] = st.replays[d] + 1
+    st.replays[d] = replay
     st.undrained[d] = 1
 
 

@@ -86,7 +86,8 @@ def commit_wgrad(st, slot, ticket, covered):
     # ownership.commit_wgrad_guards
     s = st.slot_stage[slot]
     mask = st.pending[slot]
-    if st.held[slot] == 0 or st.held[slot] != ticket or mask & DI != 0 or (mask & DW == 0):
+    held = st.held[slot]
+    if held == 0 or held != ticket or mask & DI != 0 or (mask & DW == 0):
         raise Refused("ownership.unknown-ticket")
     if covered != st.matrices[s]:
         raise Refused("ownership.matrix-coverage")
@@ -94,6 +95,7 @@ def commit_wgrad(st, slot, ticket, covered):
     b = st.buffer_of[st.cell_at[slot]]
     p = st.pool_of[slot]
     d = st.domain_of[s]
+    replay = st.replays[d] + 1
     # ownership.commit_wgrad_writes
     st.held[slot] = 0
     if left == 0:
@@ -109,8 +111,8 @@ def commit_wgrad(st, slot, ticket, covered):
     if left == 0:
         st.tenants[p] = st.tenants[p] - 1
     # completion.commit_wgrad_writes
-    st.landed[s] = st.replays[d] + 1
-    st.replays[d] = st.replays[d] + 1
+    st.landed[s] = replay
+    st.replays[d] = replay
     st.undrained[d] = 1
     # epoch.commit_wgrad_writes
     st.wgrads[s] = st.wgrads[s] + 1
@@ -125,7 +127,8 @@ def abort_wgrad(st, slot, ticket):
     """
     # ownership.abort_wgrad_guards
     mask = st.pending[slot]
-    if st.held[slot] == 0 or st.held[slot] != ticket or mask & DI != 0 or (mask & DW == 0):
+    held = st.held[slot]
+    if held == 0 or held != ticket or mask & DI != 0 or (mask & DW == 0):
         raise Refused("ownership.unknown-ticket")
     b = st.buffer_of[st.cell_at[slot]]
     p = st.pool_of[slot]
