@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
-from attrs import evolve, field, fields, frozen
+from attrs import evolve, fields, frozen
 
 from .config import StageConfig
 from .destinations import Destination
@@ -46,9 +46,9 @@ class Configuration:
     ('a', 'b')
     """
 
-    stages: tuple[StageConfig, ...] = field(converter=tuple)
-    relations: tuple[str, ...] = field(converter=tuple)
-    callers: tuple[Hashable, ...] = field(default=("main",), converter=tuple)
+    stages: tuple[StageConfig, ...]
+    relations: tuple[str, ...]
+    callers: tuple[Hashable, ...] = ("main",)
     capture_order: tuple[Graph, ...] = ()
     declared: tuple[Positions, ...] = ()
     generation_max: int = GENERATION_MAX
@@ -76,9 +76,9 @@ class Configuration:
         order = tuple(graph for _, graph in sorted(placed))
         domains = dict.fromkeys(config.domain for config in stages)
         return cls(
-            stages,
-            relations,
-            callers,
+            tuple(stages),
+            tuple(relations),
+            tuple(callers),
             () if order == default_capture_order(stages) else order,
             tuple((name, _positions(st, d)) for d, name in enumerate(domains) if st.declared[d]),
             st.generation_max[0],
@@ -155,9 +155,9 @@ class Configuration:
         if len(plain["declared"]) != len({domain for domain, _ in plain["declared"]}):
             raise ValueError("a domain declares its order twice")
         return cls(
-            [_read_stage(stage) for stage in plain["stages"]],
-            plain["relations"],
-            [_name(caller, "caller") for caller in plain["callers"]],
+            tuple(_read_stage(stage) for stage in plain["stages"]),
+            tuple(plain["relations"]),
+            tuple(_name(caller, "caller") for caller in plain["callers"]),
             tuple((stage, slot, kind) for stage, slot, kind in plain["capture_order"]),
             tuple(
                 (domain, tuple((kind, cell_of(*cell)) for kind, cell in sequence))

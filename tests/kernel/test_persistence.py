@@ -16,7 +16,6 @@ from qeffect.relations.constants import GENERATION_MAX
 
 from .helpers import MATRICES, Rig, refused, stage
 
-
 CELL = (0, 0, 0, 0)
 
 

@@ -168,7 +168,16 @@ class Rehearsal(Walker):
             return TapeRef(slot.index, slot.releases, world.incarnation)
         if call.transition == "checkpoint":
             relations = tuple(name for name in RELATIONS if world.uses(name))
-            return Checkpoint(world.epoch, Configuration(self.process.stages, relations))
+            process = self.process
+            configuration = Configuration(
+                process.stages,
+                relations,
+                process.callers,
+                process.capture_order,
+                tuple(process.declared.items()),
+                process.generation_max,
+            )
+            return Checkpoint(world.epoch, configuration)
         if call.transition == "restore" and given["fresh"]:
             self.serial = 0
         return None
