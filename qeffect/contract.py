@@ -589,7 +589,7 @@ class Contract:
 
 
 def _names(evidence: Iterable[str]) -> tuple[Any, ...]:
-    """Sort evidence; what is no collection of names is evidence of nothing."""
+    """Sort evidence; anything but a collection of names is evidence of nothing."""
     try:
         return tuple(sorted(evidence))
     except Exception as error:  # the caller's iterable may raise anything; the action has failed
