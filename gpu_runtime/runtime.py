@@ -329,9 +329,7 @@ class Runtime:
             memory.table.rebuild()
             memory.arena.start_epoch()
         self.drain()
-        self.contract.restore(
-            Checkpoint(epoch, self.contract.stages, self.contract.transitions.relations)
-        )
+        self.contract.restore(Checkpoint(epoch, self.contract.configuration))
 
     def drain(self) -> None:
         """Wait for all device work, and tell the kernel."""

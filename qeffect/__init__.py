@@ -5,9 +5,9 @@ State and resource contracts for low-precision pipeline training under captured 
 from .checkpoint import Checkpoint
 from .config import StageConfig
 from .contract import Contract, Ticket
+from .destinations import Destination
 from .guarded import guarded
 from .keys import TapeKey, TapeRef
-from .layout import Destination
 from .refusals import Refusal, Refused
 
 __all__ = [

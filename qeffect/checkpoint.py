@@ -4,26 +4,33 @@ What a checkpoint of the contract holds, and as importantly what it never holds 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
-if TYPE_CHECKING:
-    from .config import StageConfig
+from .config import StageConfig
+from .configuration import Configuration
+from .refusals import refused
 
-__all__ = ["Checkpoint"]
+__all__ = ["Caches", "Checkpoint", "cache_semantics", "require_same"]
+
+#: What a restore makes of weight caches: ``stale`` has every stage refresh its cache before its
+#: first forward, ``unguarded`` leaves caches alone, because the version relation is left out.
+Caches = Literal["stale", "unguarded"]
 
 
-def _without_places(stages: Iterable[StageConfig]) -> tuple[StageConfig, ...]:
-    """Configurations without the addresses and devices of their destinations."""
-    return tuple(
-        evolve(
-            config,
-            destinations=tuple(evolve(d, address=0, device="") for d in config.destinations),
-        )
-        for config in stages
-    )
+def cache_semantics(configuration: Configuration) -> Caches:
+    """
+    Return what a contract of this configuration makes of weight caches at a restore.
+
+    >>> cache_semantics(Configuration((), ("ownership", "version")))
+    'stale'
+    """
+    return "stale" if "version" in configuration.relations else "unguarded"
+
+
+def _without_places(configuration: Configuration) -> Configuration:
+    return configuration.without_places()
 
 
 @frozen
@@ -32,27 +39,42 @@ class Checkpoint:
     The persistent part of a contract.
 
     It has no tokens, streams, events, generations, addresses or cache contents: those belong to
-    a process and are rebuilt. Weight caches are stale after every restore.
+    a process and are rebuilt.
 
     Args:
         epoch: Weight epoch of the process.
-        stages: Configuration of its stages, without where their destinations are: addresses are
-            made anew in every process.
-        relations: Relations that its transitions were composed from.
+        configuration: What the contract was built from, without where its destinations are:
+            addresses are made anew in every process.
         state: Handle of the numerical state, saved by the caller.
         recipe: Precision recipe.
+        caches: Cache semantics: what a restore makes of weight caches; by default what the
+            configuration says.
 
     >>> from qeffect import Contract, StageConfig
     >>> saved = Contract([StageConfig(0, microbatches=1, slots=1)]).checkpoint(state="step-0.pt")
-    >>> saved.epoch, saved.state
-    (0, 'step-0.pt')
+    >>> saved.epoch, saved.state, saved.caches
+    (0, 'step-0.pt', 'stale')
     """
 
     epoch: int
-    stages: tuple[StageConfig, ...] = field(converter=_without_places)
-    relations: tuple[str, ...]
+    configuration: Configuration = field(converter=_without_places)
     state: Any = None
     recipe: Any = None
+    caches: Caches = field()
+
+    @caches.default
+    def _caches(self) -> Caches:
+        return cache_semantics(self.configuration)
+
+    @property
+    def stages(self) -> tuple[StageConfig, ...]:
+        """Configuration of the stages, without where their destinations are."""
+        return self.configuration.stages
+
+    @property
+    def relations(self) -> tuple[str, ...]:
+        """Relations that the contract's transitions were composed from."""
+        return self.configuration.relations
 
     def summary(self) -> str:
         """
@@ -62,5 +84,24 @@ class Checkpoint:
         >>> Contract([StageConfig(0, microbatches=2, slots=1)]).checkpoint().summary()
         'stages 0 (M=2, 1 slots) under ...'
         """
-        stages = ", ".join(f"{c.stage} (M={c.microbatches}, {c.slots} slots)" for c in self.stages)
-        return f"stages {stages} under {', '.join(self.relations)}"
+        return self.configuration.summary()
+
+
+def require_same(checkpoint: Checkpoint, own: Configuration) -> None:
+    """
+    Require that a checkpoint is of a contract's own configuration and cache semantics.
+
+    Raises:
+        Refused: ``persistence.configuration``, naming the first part that differs.
+    """
+    found = checkpoint.configuration.difference(own.without_places())
+    if found is None and checkpoint.caches != cache_semantics(own):
+        found = "caches", repr(checkpoint.caches), repr(cache_semantics(own))
+    if found is not None:
+        part, saved, ours = found
+        raise refused(
+            "persistence.configuration",
+            "restore",
+            f"a checkpoint of {checkpoint.summary()}, with another {part}: {saved}",
+            f"one of {own.summary()}, with {part}: {ours}",
+        )

@@ -8,63 +8,31 @@ import secrets
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from attrs import define
-
 from .arguments import UNUSABLE, Arguments
-from .config import StageConfig, lay_out
-from .engine.freelist import FreeSlots
-from .engine.memory import Snapshot
-from .engine.stage import transitions
+from .checkpoint import Checkpoint
+from .config import StageConfig
+from .configuration import Configuration
+from .destinations import Destination
+from .engine.memory import Memory, Snapshot
+from .engine.stage import Transitions, transitions
 from .explain import explain
 from .guarded import Dgrad, Forward, Refresh, Wgrad
-from .keys import Cell, TapeKey, TapeRef
-from .layout import Destination
-from .ledgers import Ledgers, Observer
+from .keys import Cell, TapeKey, TapeRef, reference
+from .layout import lay_out
+from .ledgers.epochs import Epochs
+from .ledgers.pool import Pool
+from .ledgers.restarts import Restarts
+from .ledgers.runner import Observer, Runner
+from .ledgers.streams import Streams
+from .ledgers.tapes import Tapes
 from .refusals import Refused
 from .relations.constants import GENERATION_MAX
+from .tickets import ABORTS, COMMITS, Ticket, issue
 
 __all__ = ["Contract", "Observer", "Ticket"]
 
 
-@define(slots=True)
-class Ticket:
-    """
-    What a check reserved; commit or abort redeems it, once.
-
-    Args:
-        action: ``F``, ``dI``, ``dW`` or ``refresh``.
-        key: Key of the tape; None for a refresh.
-        slot: Slot of the tape, or the stage of a refresh.
-        serial: Serial of the check that issued the ticket.
-        incarnation: Of the memory that issued it; no other redeems it.
-        ref: Reference the action consumes; None before a forward's commit.
-
-    >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))
-    >>> ticket = contract.check_forward(TapeKey(epoch=0, stage=0, microbatch=0))
-    >>> ticket.action, ticket.slot, ticket.ref
-    ('F', 0, None)
-    >>> contract.commit(ticket) == ticket.ref
-    True
-    """
-
-    action: str
-    key: TapeKey | None
-    slot: int
-    serial: int
-    incarnation: int
-    ref: TapeRef | None = None
-
-
-_COMMITS = {
-    "F": "commit_forward",
-    "dI": "commit_dgrad",
-    "dW": "commit_wgrad",
-    "refresh": "commit_refresh",
-}
-_ABORTS = {action: name.replace("commit", "abort") for action, name in _COMMITS.items()}
-
-
-class Contract(Ledgers):
+class Contract:
     """
     The state and resource contract of one process (paper, Section III).
 
@@ -77,8 +45,8 @@ class Contract(Ledgers):
         stages: The stages of this process.
         omit: Relations that the backend does not use, from ``qeffect.engine.stage.OPTIONAL``.
         callers: Names of the streams that call into the graph streams.
-        capture_order: Order of capture of graphs that share a pool; see ``config.lay_out``.
-        declared: Declared order of F and dI per domain; see ``config.lay_out``.
+        capture_order: Order of capture of graphs that share a pool; see ``layout.lay_out``.
+        declared: Declared order of F and dI per domain; see ``layout.lay_out``.
         generation_max: The last generation that a slot may reach.
         epoch: Weight epoch to begin in.
         observer: Called after every accepted transition; None costs nothing.
@@ -118,9 +86,9 @@ class Contract(Ledgers):
         observer: Observer | None = None,
     ) -> None:
         if not isinstance(epoch, int) or epoch < 0:
-            raise ValueError(f"epoch must be a number from 0, got {epoch!r}")
+            raise ValueError(f"epoch must be a non-negative integer, got {epoch!r}")
         self.stages = tuple(stages)
-        self.transitions = transitions(omit)
+        self.transitions: Transitions = transitions(omit)
         laid = lay_out(
             self.stages,
             self.transitions,
@@ -129,28 +97,50 @@ class Contract(Ledgers):
             declared=declared,
             generation_max=generation_max,
         )
-        self.memory = laid.memory
+        self.memory: Memory = laid.memory
+        self._runner = Runner(
+            laid.memory, self.transitions, Arguments(laid.cells, laid.slots, len(laid.links))
+        )
         self.observer = observer
-        self._slots = laid.slots
-        self._domains = laid.domains
-        self._links = laid.links
-        self._arguments = Arguments(laid.cells, laid.slots, len(laid.links))
-        self._callers = tuple(callers)
-        self._free = {stage: FreeSlots(own) for stage, own in laid.slots.items()}
-        self._reserved: dict[Cell, int] = {}
-        self._num_slots = len(self.memory.pending)
+        self._pool = Pool(laid.memory, laid.slots)
+        self._tapes = Tapes(self._runner, self._pool)
+        self._streams = Streams(self._runner, tuple(callers), laid.domains, laid.links)
+        self._epochs = Epochs(self._runner, self.stages[0].stage)
+        self._restarts = Restarts(self._runner, self._pool, self._epochs)
         self.memory.incarnation[0] = secrets.randbits(64)
         self.memory.fill(self.memory.weight_epoch, epoch)
+        # What F, dI and dW reach for, bound once: each look-up costs a guard's time.
+        self._arguments = self._runner.arguments
+        self._free, self._reserved = self._pool.free, self._pool.reserved
+        self._num_slots = len(self.memory.pending)
         t = self.transitions
         self._check_forward, self._commit_forward = t.check_forward, t.commit_forward
         self._check_dgrad, self._commit_dgrad = t.check_dgrad, t.commit_dgrad
         self._check_wgrad, self._commit_wgrad = t.check_wgrad, t.commit_wgrad
         self._commit_refresh = t.commit_refresh
-        # Where each cell's gradients go: configured, so one look-up serves both columns.
-        st = self.memory
-        self._homes = {c: (st.destination_of[c], st.buffer_of[c]) for c in st.buffer_of}
 
     # Reading
+
+    @property
+    def observer(self) -> Observer | None:
+        """Called after every accepted transition; None costs nothing."""
+        return self._observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._observer = self._runner.observer = observer
+
+    @property
+    def configuration(self) -> Configuration:
+        """What the contract was built from; an event log and a checkpoint hold it."""
+        return Configuration.of(
+            self.stages, self.transitions.relations, self._streams.callers, self.memory
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The weight epoch of the process; commit is atomic over its stages."""
+        return self._epochs.current
 
     @property
     def incarnation(self) -> int:
@@ -163,13 +153,11 @@ class Contract(Ledgers):
 
     def link(self, caller: Hashable = "main", domain: Hashable | None = None) -> int:
         """Index of the link between a caller stream and a domain's graph stream."""
-        name = self.stages[0].domain if domain is None else domain
-        try:
-            return self._links[caller, name]
-        except (KeyError, TypeError):
-            raise ValueError(
-                f"no link of caller {caller!r} and domain {name!r}; there are {list(self._links)}"
-            ) from None
+        return self._streams.link(caller, self.stages[0].domain if domain is None else domain)
+
+    def live(self) -> dict[TapeKey, TapeRef]:
+        """Every live tape: its key and the reference that names it."""
+        return self._tapes.live()
 
     def first_writer(self, key: TapeKey) -> bool:
         """Whether the key's dW would be the first write of its buffer in this epoch."""
@@ -205,7 +193,7 @@ class Contract(Ledgers):
             raise ValueError("these stages leave version out: they have no cache to refresh")
         self._arguments.stage("check_refresh", stage)
         self._arguments.link("check_refresh", link)
-        serial = self._run("check_refresh", stage, link)
+        serial = self._runner.run("check_refresh", stage, link)
         return Ticket("refresh", None, stage, serial, self.memory.incarnation[0])
 
     def check_forward(
@@ -237,6 +225,7 @@ class Contract(Ledgers):
         qeffect.refusals.Refused: version.stale-cache in check_forward: presented ...
         """
         st = self.memory
+        taken = None
         try:
             if link < 0:
                 raise IndexError(link)
@@ -244,27 +233,30 @@ class Contract(Ledgers):
                 free = self._free[key.stage]
                 if self._reserved and key.cell in self._reserved:
                     slot = self._reserved[key.cell]
+                elif free:
+                    slot = taken = free.pop()
                 else:
-                    slot = free[-1] if free else st.slot_of[key.cell]
+                    slot = st.slot_of[key.cell]
             elif slot < 0 or key.cell not in st.slot_of:
                 raise IndexError(slot)
             if token is None:
                 token = st.token[st.domain_of[key.stage]]
             serial = self._check_forward(st, key, slot, token, link, 1 if refresh else 0)
         except Refused as refused:
+            if taken is not None:
+                self._free[key.stage].append(taken)
             raise explain(refused, "check_forward", st, (key, slot, token, link, refresh)) from None
         except UNUSABLE as error:
+            if taken is not None:
+                self._free[key.stage].append(taken)
             raise self._arguments.unusable(
                 error, "check_forward", (key, slot, token, link, refresh)
             ) from None
-        free = self._free[key.stage]
-        if free and free[-1] == slot:
-            free.pop()
-        elif not free.take(slot):
+        if taken is None and not self._free[key.stage].take(slot):
             del self._reserved[key.cell]
-        if self.observer is not None:
-            self.observer("check_forward", (key, slot, token, link, int(refresh)), serial)
-        return Ticket("F", key, slot, serial, st.incarnation[0])
+        if self._observer is not None:
+            self._observer("check_forward", (key, slot, token, link, int(refresh)), serial)
+        return issue("F", key, slot, serial, st.incarnation[0], None)
 
     def check_dgrad(
         self, key: TapeKey, ref: TapeRef, *, token: int | None = None, link: int = 0
@@ -286,9 +278,9 @@ class Contract(Ledgers):
             raise explain(refused, "check_dgrad", st, (key, ref, token, link)) from None
         except UNUSABLE as error:
             raise self._arguments.unusable(error, "check_dgrad", (key, ref, token, link)) from None
-        if self.observer is not None:
-            self.observer("check_dgrad", (key, ref, token, link), serial)
-        return Ticket("dI", key, ref.slot, serial, ref.incarnation, ref)
+        if self._observer is not None:
+            self._observer("check_dgrad", (key, ref, token, link), serial)
+        return issue("dI", key, ref.slot, serial, ref.incarnation, ref)
 
     def check_wgrad(
         self,
@@ -316,11 +308,10 @@ class Contract(Ledgers):
         try:
             if link < 0 or not 0 <= ref.slot < self._num_slots:
                 raise IndexError(ref.slot)
-            configured, buffer = self._homes[key.cell]
             if destination is None:
-                destination = configured
+                destination = st.destination_of[key.cell]
             if first is None:
-                first = st.opened[buffer] != key.epoch
+                first = st.opened[st.buffer_of[key.cell]] != key.epoch
             serial = self._check_wgrad(st, key, ref, link, destination, 1 if first else 0)
         except Refused as refused:
             raise explain(
@@ -330,9 +321,9 @@ class Contract(Ledgers):
             raise self._arguments.unusable(
                 error, "check_wgrad", (key, ref, link, destination, first)
             ) from None
-        if self.observer is not None:
-            self.observer("check_wgrad", (key, ref, link, destination, int(first)), serial)
-        return Ticket("dW", key, ref.slot, serial, ref.incarnation, ref)
+        if self._observer is not None:
+            self._observer("check_wgrad", (key, ref, link, destination, int(first)), serial)
+        return issue("dW", key, ref.slot, serial, ref.incarnation, ref)
 
     def commit(self, ticket: Ticket, evidence: Iterable[str] = ()) -> TapeRef | None:
         """
@@ -368,7 +359,7 @@ class Contract(Ledgers):
                 raise IndexError(slot)
             if action == "F":
                 self._commit_forward(st, slot, serial)
-                ticket.ref = ref = TapeRef(slot, st.generation[slot], ticket.incarnation)
+                ticket.ref = ref = reference(slot, st.generation[slot], ticket.incarnation)
             elif action == "refresh":
                 self._commit_refresh(st, slot, serial)
             else:
@@ -387,14 +378,14 @@ class Contract(Ledgers):
                         else:
                             self._free[stage].put(slot)
         except Refused as refused:
-            explain(refused, _COMMITS[action], st, _redeemed(action, slot, serial, evidence))
+            explain(refused, COMMITS[action], st, _redeemed(action, slot, serial, evidence))
             if not refused.clause.endswith("unknown-ticket"):
                 self.abort(ticket)
             raise
         except UNUSABLE:
             raise self._arguments.ticket("commit", ticket, self.incarnation) from None
-        if self.observer is not None:
-            self.observer(_COMMITS[action], _redeemed(action, slot, serial, evidence), None)
+        if self._observer is not None:
+            self._observer(COMMITS[action], _redeemed(action, slot, serial, evidence), None)
         return ref
 
     def abort(self, ticket: Ticket) -> None:
@@ -416,7 +407,7 @@ class Contract(Ledgers):
         qeffect.refusals.Refused: ownership.unknown-ticket in commit_forward: presented ...
         """
         try:
-            name, slot = _ABORTS[ticket.action], ticket.slot
+            name, slot = ABORTS[ticket.action], ticket.slot
             if slot < 0 or ticket.incarnation != self.memory.incarnation[0]:
                 raise IndexError(slot)
             self.transitions.functions[name](self.memory, slot, ticket.serial)
@@ -424,10 +415,10 @@ class Contract(Ledgers):
             raise explain(refused, name, self.memory, (slot, ticket.serial)) from None
         except UNUSABLE:
             raise self._arguments.ticket("abort", ticket, self.incarnation) from None
-        if self.observer is not None:
-            self.observer(name, (slot, ticket.serial), None)
+        if self._observer is not None:
+            self._observer(name, (slot, ticket.serial), None)
         if ticket.action != "refresh":
-            self._reclaim(ticket.slot)
+            self._pool.reclaim(ticket.slot)
 
     # The same as context managers
 
@@ -447,9 +438,158 @@ class Contract(Ledgers):
         """Guard dW: ``with contract.wgrad(key, ref) as w: ...; w.covered = matrices``."""
         return Wgrad(self, key, ref, options)
 
+    # Slots, destinations and readers
+
+    def reserve(self, key: TapeKey, slot: int | None = None) -> TapeRef:
+        """
+        Claim a slot for a key before its forward, so that a receive can fill its input buffer.
+
+        Raises:
+            Refused: A clause of ownership, version or order.
+        """
+        return self._tapes.reserve(key, slot)
+
+    def bind(self, key: TapeKey, destination: tuple[Destination, ...] | None = None) -> None:
+        """
+        Bind the destinations of a key's matrix gradients; must precede its dI (paper, III-D).
+
+        Raises:
+            Refused: ``arena.mismatch``, ``arena.duplicate-bind``, ``arena.unusable`` or
+                ``version.wrong-epoch``.
+        """
+        self._tapes.bind(key, destination)
+
+    def read(self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0) -> None:
+        """
+        Check that a stream may now read a tape's output (or input gradient).
+
+        Raises:
+            Refused: A clause of ownership, or ``completion.graph-to-caller``.
+        """
+        self._tapes.read(key, ref, gradient, link)
+
+    def finish_read(self, key: TapeKey, ref: TapeRef, *, gradient: bool = False) -> None:
+        """
+        Tell that the reader of a tape's output (or input gradient) is done with it.
+
+        Raises:
+            Refused: A clause of ownership.
+        """
+        self._tapes.finish_read(key, ref, gradient)
+
+    def drop(self, key: TapeKey, ref: TapeRef) -> None:
+        """
+        Abort one tape that has no action in flight; its epoch can no longer commit.
+
+        Raises:
+            Refused: A clause of ownership, or ``reduction.in-flight``.
+        """
+        self._tapes.drop(key, ref)
+
+    def purge(self, epoch: int) -> int:
+        """
+        Abort every live tape of an epoch; return how many there were.
+
+        Raises:
+            Refused: ``ownership.pending`` or ``reduction.in-flight`` for one of them; then none
+                is aborted.
+        """
+        return self._tapes.purge(epoch)
+
+    def invalidate(self, stage: int) -> None:
+        """Declare a stage's weight cache lost, for example re-created at another address."""
+        self._arguments.stage("invalidate", stage)
+        self._runner.run("invalidate", stage)
+
+    # Completion
+
+    def submit(self, caller: Hashable = "main") -> None:
+        """
+        Tell that a caller stream enqueued work which later replays must see.
+
+        Raises:
+            ValueError: No caller has that name.
+        """
+        self._streams.submit(caller)
+
+    def join(self, link: int = 0) -> None:
+        """Tell that the graph stream waits for everything the caller submitted."""
+        self._streams.join(link)
+
+    def wait(self, link: int = 0) -> None:
+        """Tell that the caller waits for everything replayed so far on the graph stream."""
+        self._streams.wait(link)
+
+    def drain(self) -> None:
+        """Tell that the host has seen all device work of every domain finish."""
+        self._streams.drain()
+
+    # The end of an epoch
+
+    def finalize(self, stage: int, link: int = 0) -> None:
+        """
+        Declare a stage's gradients whole.
+
+        Raises:
+            Refused: ``order.incomplete``, ``arena.incomplete``, ``arena.unusable`` and others.
+        """
+        self._epochs.finalize(stage, link)
+
+    def start_reduction(self, stage: int) -> None:
+        """Tell that the data-parallel reduction of a finalized stage starts."""
+        self._epochs.reduction("start_reduction", stage)
+
+    def finish_reduction(self, stage: int) -> None:
+        """Tell that a reduction finished."""
+        self._epochs.reduction("finish_reduction", stage)
+
+    def fail_reduction(self, stage: int) -> None:
+        """Tell that a reduction failed; the epoch can no longer commit."""
+        self._epochs.reduction("fail_reduction", stage)
+
+    def commit_epoch(self, epoch: int | None = None) -> int:
+        """
+        Advance every stage to the next weight epoch; call it with the optimizer's update.
+
+        Across processes the caller makes it a barrier.
+
+        Returns:
+            The new epoch.
+
+        Raises:
+            Refused: Work is live or in flight, or a stage is not final.
+        """
+        return self._epochs.commit(epoch)
+
+    def checkpoint(self, *, state: Any = None, recipe: Any = None) -> Checkpoint:
+        """
+        Return what persists, when nothing is live (paper, III-E; Invariant 4).
+
+        Args:
+            state: Handle of the numerical state that the caller saves alongside.
+            recipe: Precision recipe, any JSON value.
+
+        Raises:
+            Refused: A clause of persistence.
+        """
+        return self._restarts.checkpoint(self.configuration, state, recipe)
+
+    def restore(self, checkpoint: Checkpoint, *, incarnation: int | None = None) -> None:
+        """
+        Begin a new incarnation at a checkpoint's epoch, in this process or a fresh one.
+
+        Every older reference is refused afterwards and every weight cache is stale. The caller
+        restores the numerical state first.
+
+        Raises:
+            Refused: ``persistence.configuration``, or work is still in flight.
+            TypeError, ValueError: No checkpoint, or an incarnation outside 64 bits.
+        """
+        self._restarts.restore(self.configuration, checkpoint, incarnation=incarnation)
+
 
 def _names(evidence: Iterable[str]) -> tuple[Any, ...]:
-    """Sort evidence; what is no collection of names is evidence of nothing."""
+    """Sort evidence; anything but a collection of names is evidence of nothing."""
     try:
         return tuple(sorted(evidence))
     except Exception as error:  # the caller's iterable may raise anything; the action has failed

@@ -17,8 +17,8 @@ from qeffect.spec.document import fault_rows
 
 from .config import StageConfig
 from .contract import Contract
+from .destinations import Destination
 from .keys import TapeKey, TapeRef
-from .layout import Destination
 from .refusals import Refused
 
 __all__ = ["FaultReport", "FaultRow", "run"]

@@ -8,15 +8,52 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from .keys import TapeKey, TapeRef
 from .refusals import Refused
+from .tickets import Ticket
 
-if TYPE_CHECKING:
-    from .contract import Contract, Ticket
+__all__ = ["Actions", "Dgrad", "Forward", "Guards", "Refresh", "Wgrad", "guarded"]
 
-__all__ = ["Dgrad", "Forward", "Refresh", "Wgrad", "guarded"]
+
+class Guards(Protocol):
+    """What a guarded action asks of its contract; `qeffect.contract.Contract` is one."""
+
+    @property
+    def check_refresh(self) -> Callable[..., Ticket]:
+        """Reserve a domain for a refresh."""
+
+    @property
+    def check_forward(self) -> Callable[..., Ticket]:
+        """Reserve a slot and a domain for F."""
+
+    @property
+    def check_dgrad(self) -> Callable[..., Ticket]:
+        """Reserve a tape and a domain for dI."""
+
+    @property
+    def check_wgrad(self) -> Callable[..., Ticket]:
+        """Reserve a tape and its destinations for dW."""
+
+    def commit(self, ticket: Ticket, evidence: Iterable[str] = ()) -> TapeRef | None:
+        """Redeem a ticket after its action succeeded."""
+
+    def abort(self, ticket: Ticket) -> None:
+        """Redeem a ticket after its action failed."""
+
+
+class Actions(Protocol):
+    """What `guarded` asks of a contract: its actions as context managers."""
+
+    def forward(self, key: TapeKey, **options: Any) -> Forward:
+        """Guard F."""
+
+    def dgrad(self, key: TapeKey, ref: TapeRef, **options: Any) -> Dgrad:
+        """Guard dI."""
+
+    def wgrad(self, key: TapeKey, ref: TapeRef, **options: Any) -> Wgrad:
+        """Guard dW."""
 
 
 class _Guarded:
@@ -24,7 +61,7 @@ class _Guarded:
 
     __slots__ = ("contract", "ticket")
 
-    contract: Contract
+    contract: Guards
     ticket: Ticket
 
     def check(self) -> Ticket:
@@ -58,7 +95,7 @@ class Refresh(_Guarded):
 
     __slots__ = ("link", "stage")
 
-    def __init__(self, contract: Contract, stage: int, link: int) -> None:
+    def __init__(self, contract: Guards, stage: int, link: int) -> None:
         self.contract, self.stage, self.link = contract, stage, link
 
     def check(self) -> Ticket:
@@ -70,7 +107,7 @@ class Forward(_Guarded):
 
     __slots__ = ("key", "options")
 
-    def __init__(self, contract: Contract, key: TapeKey, options: dict[str, Any]) -> None:
+    def __init__(self, contract: Guards, key: TapeKey, options: dict[str, Any]) -> None:
         self.contract, self.key, self.options = contract, key, options
 
     def check(self) -> Ticket:
@@ -99,7 +136,7 @@ class Dgrad(_Guarded):
     __slots__ = ("key", "options", "queued", "ref")
 
     def __init__(
-        self, contract: Contract, key: TapeKey, ref: TapeRef, options: dict[str, Any]
+        self, contract: Guards, key: TapeKey, ref: TapeRef, options: dict[str, Any]
     ) -> None:
         self.contract, self.key, self.ref, self.options = contract, key, ref, options
         self.queued: Iterable[str] = ()
@@ -117,7 +154,7 @@ class Wgrad(_Guarded):
     __slots__ = ("covered", "key", "options", "ref")
 
     def __init__(
-        self, contract: Contract, key: TapeKey, ref: TapeRef, options: dict[str, Any]
+        self, contract: Guards, key: TapeKey, ref: TapeRef, options: dict[str, Any]
     ) -> None:
         self.contract, self.key, self.ref, self.options = contract, key, ref, options
         self.covered: Iterable[str] = ()
@@ -130,7 +167,7 @@ class Wgrad(_Guarded):
 
 
 def guarded(
-    contract: Contract, action: Literal["F", "dI", "dW"]
+    contract: Actions, action: Literal["F", "dI", "dW"]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """
     Decorate a physical action so that every call is checked, then committed or aborted.
@@ -140,7 +177,7 @@ def guarded(
     ``(matrices, result)``, the matrices it queued or covered, and the caller gets ``result``.
 
     Raises:
-        ValueError: The action is none of the three.
+        ValueError: The action is not F, dI or dW.
         TypeError: A dI or dW returned something else; it is aborted.
         Refused: As ``Contract.check_*`` and ``Contract.commit``.
 

@@ -4,16 +4,30 @@ Names of retained work: what a tape is (its key) and where it is (its reference)
 
 from __future__ import annotations
 
+from typing import Any
+
 from attrs import field, frozen
 from attrs.validators import ge, instance_of
 
-__all__ = ["Cell", "TapeKey", "TapeRef"]
+__all__ = ["Cell", "TapeKey", "TapeRef", "cell_of", "reference"]
 
 #: A key without its epoch: (stage, microbatch, block, invocation).
 Cell = tuple[int, int, int, int]
 
-#: One object per cell: the memory's look-ups then compare by identity.
+#: One object per cell: the memory's look-ups then compare by identity, and no key holds another.
 _cells: dict[Cell, Cell] = {}
+
+
+def cell_of(stage: int, microbatch: int, block: int, invocation: int) -> Cell:
+    """
+    Return the one object that stands for a cell.
+
+    >>> cell_of(0, 1, 0, 0) is TapeKey(epoch=7, stage=0, microbatch=1).cell
+    True
+    """
+    cell = (stage, microbatch, block, invocation)
+    return _cells.setdefault(cell, cell)
+
 
 _index = [instance_of(int), ge(0)]
 
@@ -50,15 +64,21 @@ class TapeKey:
     cell: Cell = field(init=False, repr=False, eq=False, order=False)
 
     def __attrs_post_init__(self) -> None:
-        cell = (self.stage, self.microbatch, self.block, self.invocation)
-        object.__setattr__(self, "cell", _cells.setdefault(cell, cell))
+        cell = cell_of(self.stage, self.microbatch, self.block, self.invocation)
+        object.__setattr__(self, "cell", cell)
 
     def __str__(self) -> str:
         return f"e{self.epoch}.s{self.stage}.m{self.microbatch}.b{self.block}.i{self.invocation}"
 
 
+class _Unfrozen:
+    """A reference that is being made; `TapeRef` adds no attribute to this layout."""
+
+    __slots__ = ("__weakref__", "generation", "incarnation", "slot")
+
+
 @frozen
-class TapeRef:
+class TapeRef(_Unfrozen):
     """
     The physical place of a tape: a slot, the generation it had, and who issued it (paper, III-A).
 
@@ -80,3 +100,25 @@ class TapeRef:
 
     def __str__(self) -> str:
         return f"slot {self.slot} generation {self.generation} incarnation {self.incarnation:016x}"
+
+
+_new = object.__new__
+
+
+def reference(slot: int, generation: int, incarnation: int) -> TapeRef:
+    """
+    Return ``TapeRef(slot, generation, incarnation)`` in less than half of the time.
+
+    Every forward makes a reference, and a frozen class looks up by name how to set each
+    attribute. So it is made unfrozen, in the same layout, and frozen when whole.
+
+    >>> reference(2, 5, 0x1F) == TapeRef(slot=2, generation=5, incarnation=0x1F)
+    True
+    """
+    made: Any = _new(_Unfrozen)
+    made.slot = slot
+    made.generation = generation
+    made.incarnation = incarnation
+    made.__class__ = TapeRef
+    ref: TapeRef = made
+    return ref

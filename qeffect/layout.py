@@ -1,69 +1,237 @@
 """
-Gradient destinations: what the arena's ledger compares, and the check that none overlap
-(paper, III-D).
+The layout of a process: its memory, and what each configured name became in it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
-from attrs import Attribute, field, frozen
+from attrs import frozen
 
+from .config import StageConfig
+from .destinations import Destination, require_disjoint
+from .engine.memory import Memory
+from .engine.stage import Transitions
 from .keys import Cell
-from .refusals import Refused
+from .refusals import refused
+from .relations.constants import GENERATION_MAX
 
-if TYPE_CHECKING:
-    from .config import StageConfig
-
-__all__ = ["Destination", "placements", "require_layout"]
-
-
-def _shape(shape: Iterable[int]) -> tuple[int, ...]:
-    return tuple(shape)
-
-
-def _not_negative(destination: Any, attribute: Attribute[int], value: Any) -> None:
-    if not isinstance(value, int) or value < 0:
-        raise ValueError(
-            f"{attribute.name} of the destination of {destination.matrix!r} must be a number from "
-            f"0, got {value!r}"
-        )
+__all__ = ["GRAPHS", "Layout", "lay_out"]
 
 
 @frozen
-class Destination:
+class Layout:
     """
-    One buffer that receives a matrix gradient.
-
-    The kernel compares destinations for equality and their ranges for overlap, nothing else.
+    Dense indices of a process: what each configured name became.
 
     Args:
-        matrix: Name of the weight matrix.
-        microbatch: Microbatch whose gradient it receives; None for one accumulating buffer.
-        shape: Shape of the gradient, in elements.
-        dtype: Name of the element type, for example ``float32``.
-        device: Name of the device, for example ``cuda:0``.
-        address: First byte; what ``data_ptr`` returns.
-        nbytes: Length in bytes; zero for a symbolic destination, which overlaps nothing.
-
-    Raises:
-        ValueError: An address or a length is no count of bytes.
-
-    >>> qkv = Destination("qkv", shape=(12, 4), dtype="float32", device="cuda:0", nbytes=192)
-    >>> qkv.microbatch is None  # one buffer, into which every microbatch accumulates
-    True
+        memory: The memory, in its initial state.
+        slots: Slot indices of each stage.
+        domains: Domain index by name.
+        links: Link index by (caller, domain name).
+        cells: Every configured cell, in the order of the stages.
     """
 
-    matrix: str
-    microbatch: int | None = None
-    shape: tuple[int, ...] = field(default=(), converter=_shape)
-    dtype: str = ""
-    device: str = ""
-    address: int = field(default=0, validator=_not_negative)
-    nbytes: int = field(default=0, validator=_not_negative)
+    memory: Memory
+    slots: Mapping[int, tuple[int, ...]]
+    domains: Mapping[Hashable, int]
+    links: Mapping[tuple[Hashable, Hashable], int]
+    cells: Collection[Cell]
+
+
+#: Kinds of captured graph, in the order in which a slot's are replayed.
+GRAPHS: Final = ("F", "dI", "dW")
+
+
+def lay_out(
+    stages: Sequence[StageConfig],
+    functions: Transitions,
+    *,
+    callers: Sequence[Hashable] = ("main",),
+    capture_order: Iterable[tuple[int, int, str]] = (),
+    declared: Mapping[Hashable, Sequence[tuple[str, Cell]]] | None = None,
+    generation_max: int = GENERATION_MAX,
+) -> Layout:
+    """
+    Build the memory of a process.
+
+    Args:
+        stages: Its stages; each index once.
+        functions: The composed transitions that will run over the memory.
+        callers: Names of the streams that call into the domains' graph streams.
+        capture_order: (stage, local slot, "F" | "dI" | "dW") of every captured graph, in the
+            order of capture; only shared pools need it. By default all F, then all dI, then all
+            dW, stage by stage and slot by slot.
+        declared: For a domain, the order of its F and dI within an epoch as
+            ("F" | "dI", cell) pairs. Where given, another order is refused.
+        generation_max: The last generation that a slot may reach.
+
+    Raises:
+        TypeError, ValueError: A stage is configured twice, a declared order is not a permutation,
+            or what is configured needs a relation that was left out.
+        Refused: Destinations overlap, or a matrix of a microbatch has none or two.
+    """
+    for config in stages:
+        if not isinstance(config, StageConfig):
+            raise TypeError(f"stages must be StageConfig objects, got {config!r}")
+    _require_relations(stages, functions, declared or {})
+    if isinstance(callers, str) or len(set(callers)) != len(callers) or not callers:
+        raise ValueError(f"callers must be different names, at least one, got {callers!r}")
+    if not isinstance(generation_max, int) or not 0 <= generation_max <= GENERATION_MAX:
+        raise ValueError(
+            f"generation_max must be from 0 to {GENERATION_MAX}, got {generation_max!r}"
+        )
+    indices = [config.stage for config in stages]
+    if len(set(indices)) != len(indices) or not indices:
+        raise ValueError(f"every stage must be configured exactly once, got stages {indices}")
+    domains = {name: d for d, name in enumerate(dict.fromkeys(c.domain for c in stages))}
+    links = {
+        (caller, name): c * len(domains) + d
+        for c, caller in enumerate(callers)
+        for name, d in domains.items()
+    }
+    slot_stage = [c.stage for c in stages for _ in range(c.slots)]
+    # One object for each number: a large pool has many columns that hold the same ones.
+    numbers = list(range(3 * len(slot_stage)))
+    slots: dict[int, tuple[int, ...]] = {}
+    first = 0
+    for config in stages:
+        slots[config.stage] = tuple(numbers[first : first + config.slots])
+        first += config.slots
+    pools, ranks = _pools(stages, slots, domains, capture_order, numbers)
+    cells = [cell for config in stages for cell in config.cells()]
+    destination_of, buffer_of, buffers = placements(stages)
+    members = {
+        name: [cell for c in stages if c.domain == name for cell in c.cells()] for name in domains
+    }
+    forward_at, dgrad_at, has_order = _positions(cells, domains, members, declared or {})
+    dense = sorted(indices) == list(range(len(indices)))
+
+    def by_stage(values: Mapping[int, Any]) -> Any:
+        return [values[s] for s in sorted(values)] if dense else dict(values)
+
+    memory = Memory(
+        functions.columns,
+        {
+            "one": 1,
+            "slot": len(slot_stage),
+            "cell": cells,
+            "stage": len(indices) if dense else indices,
+            "domain": len(domains),
+            "link": len(links),
+            "pool": max(pools) + 1,
+            "buffer": buffers,
+        },
+        {
+            "generation_max": [generation_max],
+            "slot_stage": slot_stage,
+            "domain_of": by_stage({c.stage: domains[c.domain] for c in stages}),
+            "domain_at": [domains[name] for _, name in links],
+            "owes": by_stage({c.stage: c.consumers() for c in stages}),
+            "matrices": by_stage({c.stage: c.matrices for c in stages}),
+            "cells": by_stage({c.stage: len(c.cells()) for c in stages}),
+            "declared": has_order,
+            "forward_at": forward_at,
+            "dgrad_at": dgrad_at,
+            "destination_of": destination_of,
+            "buffer_of": buffer_of,
+            "pool_of": pools,
+            "forward_rank": ranks["F"],
+            "dgrad_rank": ranks["dI"],
+            "wgrad_rank": ranks["dW"],
+            "reduces": by_stage({c.stage: int(c.reduces) for c in stages}),
+        },
+    )
+    return Layout(memory, slots, domains, links, memory.buffer_of.keys())
+
+
+def _require_relations(
+    stages: Sequence[StageConfig],
+    functions: Transitions,
+    declared: Mapping[Hashable, Sequence[tuple[str, Cell]]],
+) -> None:
+    """Refuse a configuration that a left-out relation would silently ignore."""
+    asked = {
+        "order": ("a declared order", bool(declared)),
+        "arena": ("destinations", any(config.destinations for config in stages)),
+        "capture": ("a shared pool", any(config.pool is not None for config in stages)),
+        "reduction": ("reduces=True", any(config.reduces for config in stages)),
+    }
+    for relation, (what, given) in asked.items():
+        if given and relation not in functions.relations:
+            raise ValueError(f"{what} is configured but the relation {relation!r} is left out")
+
+
+def _pools(
+    stages: Sequence[StageConfig],
+    slots: Mapping[int, tuple[int, ...]],
+    domains: Mapping[Hashable, int],
+    capture_order: Iterable[tuple[int, int, str]],
+    numbers: Sequence[int],
+) -> tuple[list[int], dict[str, list[int]]]:
+    """Return the pool of each slot, and by kind of graph the capture rank of each slot's."""
+    names: dict[Hashable, int] = {}
+    owner: dict[Hashable, Hashable] = {}
+    pools: list[int] = []
+    for config in stages:
+        for slot in slots[config.stage]:
+            name: Hashable = ("slot", slot) if config.pool is None else ("pool", config.pool)
+            if owner.setdefault(name, config.domain) != config.domain:
+                raise ValueError(f"pool {config.pool!r} is shared by two state domains")
+            pools.append(names.setdefault(name, numbers[len(names)]))
+    order = []
+    for graph in capture_order:
+        match graph:
+            case (stage, int(local), "F" | "dI" | "dW" as kind) if (
+                0 <= local < len(slots.get(stage, ()))
+            ):
+                order.append((slots[stage][local], kind))
+            case _:
+                raise ValueError(
+                    f"the capture order names {graph!r}; expected (stage, local slot, F | dI | dW)"
+                )
+    if not order:
+        order = [(slot, kind) for kind in GRAPHS for slot in range(len(pools))]
+    if len(order) != 3 * len(pools) or len(set(order)) != len(order):
+        raise ValueError(
+            f"the capture order must name F, dI and dW of all {len(pools)} slots once, "
+            f"got {len(order)} graphs"
+        )
+    ranks = {kind: [0] * len(pools) for kind in GRAPHS}
+    for rank, (slot, kind) in zip(numbers, order, strict=True):
+        ranks[kind][slot] = rank
+    return pools, ranks
+
+
+def _positions(
+    cells: Sequence[Cell],
+    domains: Mapping[Hashable, int],
+    members: Mapping[Hashable, Sequence[Cell]],
+    declared: Mapping[Hashable, Sequence[tuple[str, Cell]]],
+) -> tuple[dict[Cell, int], dict[Cell, int], list[int]]:
+    """Return the declared position of each cell's F and dI, and which domains declare any."""
+    has_order = [0] * len(domains)
+    nowhere = dict.fromkeys(cells, -1)
+    if not declared:  # both are configured and never written, so that one object serves as both
+        return nowhere, nowhere, has_order
+    positions = {"F": nowhere, "dI": nowhere.copy()}
+    for name, sequence in declared.items():
+        if name not in domains:
+            raise ValueError(f"an order is declared for domain {name!r}; there are {[*domains]}")
+        wanted = {(kind, cell) for cell in members[name] for kind in ("F", "dI")}
+        given = Counter(tuple(action) for action in sequence)
+        for action in (*given, *wanted):
+            if given[action] != 1 or action not in wanted:
+                raise ValueError(
+                    f"the declared order of domain {name!r} names {action!r} {given[action]} "
+                    f"times; expected each of its {len(wanted)} (F | dI, cell) pairs once"
+                )
+        has_order[domains[name]] = 1
+        for position, (kind, cell) in enumerate(sequence):
+            positions[kind][cell] = position
+    return positions["F"], positions["dI"], has_order
 
 
 def require_layout(config: StageConfig) -> None:
@@ -83,41 +251,28 @@ def require_layout(config: StageConfig) -> None:
     counts = Counter((d.matrix, d.microbatch) for d in config.destinations)
     for (matrix, microbatch), count in counts.items():
         if matrix not in config.matrices:
-            raise _refused(
-                "arena.unknown-matrix", f"{matrix!r}", f"one of {', '.join(config.matrices)}"
+            raise refused(
+                "arena.unknown-matrix",
+                "configure",
+                f"{matrix!r}",
+                f"one of {', '.join(config.matrices)}",
             )
         if count > 1 or (microbatch is not None and (matrix, None) in counts):
-            raise _refused(
+            raise refused(
                 "arena.duplicate-destination",
+                "configure",
                 f"{count} destinations for {matrix!r} microbatch {microbatch}",
                 "exactly one",
             )
     for matrix in config.matrices:
         for microbatch in range(config.microbatches):
             if not {(matrix, microbatch), (matrix, None)} & counts.keys():
-                raise _refused(
+                raise refused(
                     "arena.missing-destination",
+                    "configure",
                     f"no destination for {matrix!r} microbatch {microbatch}",
                     "exactly one",
                 )
-
-
-def require_disjoint(destinations: Iterable[Destination]) -> None:
-    """
-    Refuse destinations whose bytes overlap on one device.
-
-    Raises:
-        Refused: ``arena.overlapping-destinations``, naming both.
-    """
-    ranged = sorted((d for d in destinations if d.nbytes), key=lambda d: (d.device, d.address))
-    for before, after in pairwise(ranged):
-        if before.device == after.device and before.address + before.nbytes > after.address:
-            raise _refused(
-                "arena.overlapping-destinations",
-                f"{after.matrix!r} microbatch {after.microbatch} at {after.address:#x}",
-                f"an address at or after {before.address + before.nbytes:#x}, the end of "
-                f"{before.matrix!r} microbatch {before.microbatch}",
-            )
 
 
 def placements(
@@ -132,25 +287,19 @@ def placements(
     """
     destination_of: dict[Cell, tuple[Destination, ...]] = {}
     buffer_of: dict[Cell, int] = {}
-    buffers: dict[Any, int] = {}
+    buffers = 0
     for config in stages:
         if config.destinations:
             require_layout(config)
         given = config.destinations or tuple(Destination(matrix) for matrix in config.matrices)
+        by_microbatch: dict[int | None, list[Destination]] = {}
+        for destination in sorted(given, key=lambda d: d.matrix):
+            by_microbatch.setdefault(destination.microbatch, []).append(destination)
+        shared = None in by_microbatch or not by_microbatch
+        names: Iterable[int | None] = (None,) if shared else range(config.microbatches)
+        own = {m: (tuple(by_microbatch.get(m, ())), buffers + i) for i, m in enumerate(names)}
+        buffers += len(own)
         for cell in config.cells():
-            own = tuple(
-                d
-                for d in sorted(given, key=lambda d: d.matrix)
-                if d.microbatch is None or d.microbatch == cell[1]
-            )
-            destination_of[cell] = own
-            name = (config.stage, own)
-            buffer_of[cell] = buffers.setdefault(name, len(buffers))
+            destination_of[cell], buffer_of[cell] = own[None if shared else cell[1]]
     require_disjoint(d for config in stages for d in config.destinations)
-    return destination_of, buffer_of, len(buffers)
-
-
-def _refused(clause: str, presented: str, expected: str) -> Refused:
-    refused = Refused(clause)
-    refused.transition, refused.presented, refused.expected = "configure", presented, expected
-    return refused
+    return destination_of, buffer_of, buffers

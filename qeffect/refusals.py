@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import asdict, frozen
 
-__all__ = ["Refusal", "Refused"]
+__all__ = ["Refusal", "Refused", "refused"]
 
 
 @frozen
@@ -96,10 +96,16 @@ class Refused(Exception):  # noqa: N818 - the contract's own word, not an error 
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (self.clause, self.transition, self.presented, self.expected))
+        return (refused, (self.clause, self.transition, self.presented, self.expected))
 
 
-def _rebuild(clause: str, transition: str, presented: str, expected: str) -> Refused:
-    refused = Refused(clause)
-    refused.transition, refused.presented, refused.expected = transition, presented, expected
-    return refused
+def refused(clause: str, transition: str, presented: str, expected: str) -> Refused:
+    """
+    Return a refusal that already says what was presented and expected.
+
+    >>> refused("order.token", "check_forward", "effect token 3", "token 4").presented
+    'effect token 3'
+    """
+    refusal = Refused(clause)
+    refusal.transition, refusal.presented, refusal.expected = transition, presented, expected
+    return refusal

@@ -9,6 +9,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,9 @@ def _imports(path: Path, *, lazy: bool) -> Iterator[str]:
         yield INSIDE.get(".".join(parts[:2]), parts[0])
 
 
+#: Layers whose modules are held to import each other in no circle.
+STRAIGHT = ("spec", "qeffect", "verification")
+
 EACH = pytest.mark.parametrize("package", PACKAGES)
 
 
@@ -73,6 +77,48 @@ def test_arrows(package: str) -> None:
         ours = {name for name in _imports(path, lazy=True) if name in PACKAGES}
 
         assert ours <= ALLOWED[package], path
+
+
+def _module(path: Path) -> str:
+    """The full name that a file is imported by."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = (("qeffect",) if parts[0] != "qeffect" else ()) + parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _graph(layers: tuple[str, ...]) -> dict[str, set[str]]:
+    """Which modules each module imports, lazily and for type checking alone included."""
+    files = {_module(path): path for layer in layers for path in _modules(layer)}
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        found = set()
+        for name in _names(path, lazy=True):
+            name = ".".join(part for part in name.split(".") if part)
+            found.add(name if name in files else name.rpartition(".")[0])
+        graph[module] = (found & set(files)) - {module}
+    return graph
+
+
+def test_no_import_circle() -> None:
+    """Modules can be read in an order in which each comes after all that it imports."""
+    graph = _graph(STRAIGHT)
+    assert {"qeffect.contract", "qeffect.spec.clauses", "qeffect.verification.lint"} <= set(graph)
+    assert "qeffect.config" in graph["qeffect.layout"]
+    try:
+        order = list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"an import circle: {' -> '.join(error.args[1])}")
+
+    assert set(graph) == set(order)
+
+
+def test_a_circle_would_be_seen() -> None:
+    """The instrument is not blind: one edge back makes a circle."""
+    graph = _graph(("qeffect",))
+    graph["qeffect.keys"].add("qeffect.contract")
+
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph).prepare()
 
 
 @EACH

@@ -12,10 +12,11 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from qeffect.config import Layout, StageConfig, lay_out
+from qeffect.config import StageConfig
 from qeffect.engine.memory import Memory
 from qeffect.engine.stage import TRANSITIONS, transitions
 from qeffect.keys import TapeRef
+from qeffect.layout import Layout, lay_out
 from qeffect.spec.history import GHOSTS, advance
 from qeffect.spec.invariants import INVARIANTS
 from qeffect.spec.predicates import Predicate
@@ -35,7 +36,7 @@ class Setup:
     Args:
         name: Name for reports.
         stages: Its stages.
-        options: Further arguments of ``qeffect.config.lay_out``.
+        options: Further arguments of ``qeffect.layout.lay_out``.
         epoch: Epoch it begins in.
     """
 

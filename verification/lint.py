@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from attrs import define, field, frozen
 
+from qeffect.engine.compose import half_name
 from qeffect.engine.stage import RELATIONS, STATE, TRANSITIONS
 from qeffect.relations.columns import CONFIG
 from qeffect.spec.clauses import CLAUSES
@@ -45,7 +46,8 @@ RULES: Mapping[str, str] = {
     "clause": "every clause is one that qeffect.spec.clauses has",
     "every": "st.every stands only in guards of boundary transitions",
     "fill": "st.fill stands only in write halves, as a statement",
-    "half": "a half is named after a transition and takes its parameters",
+    "half": "a half is named after a transition, takes its parameters, and its guards may name the "
+    "relation that they run before",
     "plain": "a half is a plain function: no defaults, decorators, returns or other statements",
 }
 
@@ -152,11 +154,16 @@ class _Checker:
 
     def check(self, function: ast.FunctionDef) -> None:
         self.function = function.name
-        transition, _, part = function.name.rpartition("_")
+        half = half_name(function.name)
+        transition = half.transition if half else ""
         args = function.args
         names = tuple(arg.arg for arg in args.args)
-        if part in ("guards", "writes") and transition:
-            if transition not in TRANSITIONS or names != ("st", *TRANSITIONS[transition]):
+        if half:
+            if (
+                transition not in TRANSITIONS
+                or names != ("st", *TRANSITIONS[transition])
+                or (half.before and (half.part != "guards" or half.before not in RELATIONS))
+            ):
                 self.report("half", function)
         elif not self.is_called(function.name):
             self.report("half", function)
@@ -164,7 +171,7 @@ class _Checker:
             self.report("plain", function)
         for node in ast.walk(function):
             self.forbidden(node)
-        part = part if part in ("guards", "writes") else "helper"
+        part = half.part if half else "helper"
         self.block(function.body, part, transition)
 
     def is_called(self, helper: str) -> bool:

@@ -26,9 +26,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from qeffect.destinations import Destination
 from qeffect.gpu_runtime.backends.protocol import StageBackend, WgradUnit
 from qeffect.gpu_runtime.memory.sums import OrderedSum
-from qeffect.layout import Destination
 
 Rule = Literal["copied", "per_microbatch", "accumulate"]
 RULES: tuple[Rule, ...] = ("copied", "per_microbatch", "accumulate")

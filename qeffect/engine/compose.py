@@ -3,9 +3,14 @@ Composition: one flat transition function from the guards and writes that each r
 
 A relation module exports a transition as two halves, ``NAME_guards`` and ``NAME_writes``. The
 composed function runs every relation's guards in the normative order, then every write, so that a
-refusal has one name and leaves the state as it was. The halves are joined as syntax trees rather
-than called one by one: a guarded action then costs a third less, and one function object is what
-runs beside the GPU, what the explorer walks, what Z3 proves and what NumPy batches.
+refusal has one name and leaves the state as it was. A guard half named
+``NAME_before_RELATION_guards`` runs before that relation's guards instead of in its own relation's
+place. The halves are joined as syntax trees rather than called one by one: a guarded action then
+costs a third less, and one function object is what runs beside the GPU, what the explorer walks,
+what Z3 proves and what NumPy batches.
+
+The composition of all relations is checked in as source, ``qeffect.engine.composed``; see
+``qeffect.engine.generate``. Every other composition is made when it is first asked for.
 
 Joining is refused where it could change a meaning: a guard that writes, a local name with two
 definitions, or a read of a column that an earlier half has already written.
@@ -22,13 +27,55 @@ from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["CompositionError", "compose", "half_source", "halves"]
+from attrs import frozen
 
-Halves = Mapping[tuple[str, str], ast.FunctionDef]
+from qeffect.spec.transitions import TRANSITIONS as DESCRIBED
+
+__all__ = [
+    "CompositionError",
+    "Half",
+    "Joined",
+    "compose",
+    "half_name",
+    "half_source",
+    "halves",
+    "join",
+    "source",
+]
+
+_WIDTH = 100
 
 
 class CompositionError(Exception):
     """A relation's half is outside what the readings understand."""
+
+
+@frozen
+class Half:
+    """
+    What the name of a relation's half says.
+
+    Args:
+        transition: The transition it is a part of.
+        part: ``guards`` or ``writes``.
+        before: Relation whose guards it runs before; empty where it runs in its own place.
+
+    >>> half_name("checkpoint_before_order_guards")
+    Half(transition='checkpoint', part='guards', before='order')
+    """
+
+    transition: str
+    part: str
+    before: str = ""
+
+
+def half_name(name: str) -> Half | None:
+    """Read the name of a function; None for a helper."""
+    transition, _, part = name.rpartition("_")
+    if part not in ("guards", "writes") or not transition:
+        return None
+    transition, _, before = transition.partition("_before_")
+    return Half(transition, part, before)
 
 
 @cache
@@ -41,12 +88,42 @@ def half_source(function: FunctionType) -> ast.FunctionDef:
     return node
 
 
-def halves(module: ModuleType, transition: str) -> Iterable[tuple[str, FunctionType]]:
-    """Yield the ("guards" | "writes", function) pairs that a relation exports for a transition."""
-    for part in ("guards", "writes"):
-        function = getattr(module, f"{transition}_{part}", None)
-        if function is not None:
-            yield part, function
+def halves(module: ModuleType, transition: str) -> list[tuple[str, FunctionType]]:
+    """
+    Return the ("guards" | "writes", function) pairs that a relation exports for a transition.
+
+    Guards come first, and among them those that run before another relation's.
+    """
+    found = []
+    for name, function in vars(module).items():
+        half = half_name(name)
+        if half is not None and half.transition == transition:
+            found.append((half, function))
+    found.sort(key=lambda one: (one[0].part == "writes", not one[0].before))
+    return [(half.part, function) for half, function in found]
+
+
+def source(function: Callable[..., Any]) -> str:
+    """Return the source of a composed function, checked in or made at run time."""
+    text = vars(function).get("source")
+    if text is None:
+        text = textwrap.dedent(inspect.getsource(function))
+        vars(function)["source"] = text
+    return str(text)
+
+
+@frozen
+class Joined:
+    """
+    A composed transition as text.
+
+    Args:
+        text: Its source, a function of the state and the parameters.
+        names: The globals that the source reads.
+    """
+
+    text: str
+    names: Mapping[str, Any]
 
 
 def compose(
@@ -72,13 +149,49 @@ def compose(
     Raises:
         CompositionError: The halves cannot be joined without changing their meaning.
     """
+    joined = join(transition, parameters, relations, replaced=replaced)
+    filename = f"<composed {transition} {hash(joined.text) & 0xFFFFFFFF:08x}>"
+    lines = joined.text.splitlines(True)
+    linecache.cache[filename] = (len(joined.text), None, lines, filename)
+    namespace = dict(joined.names)
+    exec(compile(joined.text, filename, "exec"), namespace)
+    built: Callable[..., Any] = namespace[transition]
+    built.__module__ = "qeffect.engine.compose"
+    vars(built)["source"] = joined.text
+    return built
+
+
+def join(
+    transition: str,
+    parameters: tuple[str, ...],
+    relations: Iterable[ModuleType],
+    *,
+    replaced: Mapping[str, ast.FunctionDef] | None = None,
+) -> Joined:
+    """
+    Return the source of a composed transition; the arguments are those of `compose`.
+
+    Raises:
+        CompositionError: The halves cannot be joined without changing their meaning.
+    """
     joiner = _Joiner(transition, parameters, dict(replaced or {}))
-    exported = [
-        (relation, *half) for relation in relations for half in halves(relation, transition)
-    ]
-    for relation, part, function in sorted(exported, key=lambda half: half[1] == "writes"):
-        joiner.add(relation, part, function)  # guards first: their locals must precede them
-    return joiner.build()
+    taking_part = list(relations)
+    places = {_short(relation): place for place, relation in enumerate(taking_part)}
+    exported = []
+    for place, relation in enumerate(taking_part):
+        for part, function in halves(relation, transition):
+            half = half_name(function.__name__)
+            before = half.before if half else ""
+            at = (places.get(before, place), not before)
+            exported.append(((part == "writes", *at), relation, part, function))
+    # Guards first, also because their locals must precede the writes'.
+    for _, relation, part, function in sorted(exported, key=lambda half: half[0]):
+        joiner.add(relation, part, function)
+    return joiner.join()
+
+
+def _short(module: ModuleType) -> str:
+    return module.__name__.rpartition(".")[2]
 
 
 class _Joiner:
@@ -90,10 +203,9 @@ class _Joiner:
         self.replaced = replaced
         self.names: dict[str, Any] = {}
         self.locals: dict[str, str] = {}
-        self.guards: list[ast.stmt] = []
+        self.guards: dict[str, list[ast.stmt]] = {}
         self.hoisted: list[ast.stmt] = []
-        self.writes: list[ast.stmt] = []
-        self.doc: list[str] = []
+        self.writes: dict[str, list[ast.stmt]] = {}
 
     def add(self, module: ModuleType, part: str, function: FunctionType) -> None:
         node = self.tree(module, function)
@@ -103,30 +215,32 @@ class _Joiner:
                 f"{module.__name__}.{node.name} takes {given}, the transition {self.parameters}"
             )
         where = f"{module.__name__}.{node.name}"
+        half = f"{_short(module)}.{node.name}"
+        own = (self.guards if part == "guards" else self.writes).setdefault(half, [])
         for statement in self.inlined(module, node.body):
             if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-                self.local(statement, where, self.guards if part == "guards" else self.hoisted)
+                self.local(statement, where, own if part == "guards" else self.hoisted)
             elif part == "guards":
                 if not (isinstance(statement, ast.If) and isinstance(statement.body[0], ast.Raise)):
                     raise CompositionError(f"{where}: a guard may only refuse: {_text(statement)}")
-                self.guards.append(statement)
+                own.append(statement)
             else:
-                self.writes.append(statement)
+                own.append(statement)
         self.bind(module, node)
 
     def tree(self, module: ModuleType, function: FunctionType) -> ast.FunctionDef:
-        name = f"{module.__name__.rpartition('.')[2]}.{function.__name__}"
-        return self.replaced.get(name) or half_source(function)
+        return self.replaced.get(f"{_short(module)}.{function.__name__}") or half_source(function)
 
     def local(self, statement: ast.Assign, where: str, into: list[ast.stmt]) -> None:
         target = statement.targets[0]
         assert isinstance(target, ast.Name)
         definition = ast.unparse(statement.value)
-        known = self.locals.setdefault(target.id, definition)
-        if known != definition:
-            raise CompositionError(f"{where}: {target.id} is {definition}, elsewhere {known}")
-        if not any(_text(s) == _text(statement) for s in (*self.guards, *self.hoisted)):
+        known = self.locals.get(target.id)
+        if known is None:
+            self.locals[target.id] = definition
             into.append(statement)
+        elif known != definition:
+            raise CompositionError(f"{where}: {target.id} is {definition}, elsewhere {known}")
 
     def inlined(self, module: ModuleType, body: list[ast.stmt]) -> list[ast.stmt]:
         """Replace statements that call a helper of the same module by the helper's body."""
@@ -161,53 +275,38 @@ class _Joiner:
                 if self.names.setdefault(name, value) is not value:
                     raise CompositionError(f"{name} means two things in {self.transition}")
 
-    def build(self) -> Callable[..., Any]:
+    def join(self) -> Joined:
         self.refuse_late_reads()
-        body: list[ast.stmt] = [*self.guards, *self.hoisted, *self.writes]
+        lines = [f"def {self.transition}({', '.join(('st', *self.parameters))}):"]
+        lines += [f"    {line}".rstrip() for line in self.docstring()]
+        for half, statements in self.guards.items():
+            if statements:
+                lines += [f"    # {half}", *_lines(statements)]
+        lines += _lines(self.hoisted)
+        for half, statements in self.writes.items():
+            if statements:
+                lines += [f"    # {half}", *_lines(statements)]
         if "ticket" in self.locals:
-            body.append(ast.Return(ast.Name("ticket", ast.Load())))
-        function = ast.FunctionDef(
-            name=self.transition,
-            args=ast.arguments(
-                posonlyargs=[],
-                args=[ast.arg(a) for a in ("st", *self.parameters)],
-                kwonlyargs=[],
-                kw_defaults=[],
-                defaults=[],
-            ),
-            body=body or [ast.Pass()],
-            decorator_list=[],
-        )
-        source = ast.unparse(ast.fix_missing_locations(ast.Module([function], [])))
-        filename = f"<composed {self.transition} {hash(source) & 0xFFFFFFFF:08x}>"
-        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-        constants = {name: v for name, v in self.names.items() if isinstance(v, int)}
-        literal = ast.fix_missing_locations(_Literal(constants).visit(ast.parse(source)))
-        namespace = dict(self.names)
-        exec(compile(literal, filename, "exec"), namespace)
-        built: Callable[..., Any] = namespace[self.transition]
-        built.__module__ = "qeffect.engine.stage"
-        built.__doc__ = f"Composed transition; its guards and writes, in order:\n\n{source}"
-        return built
+            lines.append("    return ticket")
+        text = "\n".join(lines) + "\n"
+        read = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+        return Joined(text, {name: v for name, v in self.names.items() if name in read})
+
+    def docstring(self) -> list[str]:
+        when = [t.when for t in DESCRIBED if t.name == self.transition]
+        found = when or [f"The composed transition {self.transition}."]
+        for what, part in (("Guards", self.guards), ("Writes", self.writes)):
+            relations = list(dict.fromkeys(half.partition(".")[0] for half in part))
+            found.append(f"{what}: {', '.join(relations) or 'none'}.")
+        first, *rest = found
+        return ['"""', *textwrap.wrap(first, _WIDTH - 4), "", *rest, '"""']
 
     def refuse_late_reads(self) -> None:
         written: set[str] = set()
-        for statement in self.writes:
+        for statement in (s for statements in self.writes.values() for s in statements):
             for read in sorted(_columns(statement, ast.Load) & written):
                 raise CompositionError(f"{self.transition}: st.{read} is read after it was written")
             written |= _columns(statement, ast.Store)
-
-
-class _Literal(ast.NodeTransformer):
-    """Put the values of named constants in their place: each look-up costs a guard's time."""
-
-    def __init__(self, constants: Mapping[str, int]) -> None:
-        self.constants = constants
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id in self.constants:
-            return ast.copy_location(ast.Constant(self.constants[node.id]), node)
-        return node
 
 
 def _columns(statement: ast.stmt, context: type[ast.expr_context]) -> set[str]:
@@ -233,3 +332,9 @@ def _columns(statement: ast.stmt, context: type[ast.expr_context]) -> set[str]:
 
 def _text(node: ast.AST) -> str:
     return ast.unparse(node)
+
+
+def _lines(statements: list[ast.stmt]) -> list[str]:
+    """Return statements as indented source, strings in double quotes."""
+    text = "\n".join(map(_text, statements)).replace("'", '"')
+    return textwrap.indent(text, "    ").splitlines()

@@ -25,7 +25,7 @@ from ..relations import (
     version,
 )
 from ..relations.columns import CONFIG, Column
-from .compose import compose
+from .compose import compose, halves
 
 __all__ = ["OPTIONAL", "RELATIONS", "STATE", "TRANSITIONS", "Transitions", "transitions"]
 
@@ -141,7 +141,20 @@ def transitions(
 
 @cache
 def _composed(left_out: frozenset[str]) -> Transitions:
-    return _compose(left_out, {})
+    # Not imported with this module: what writes the page must run where the page is broken.
+    from . import composed
+
+    modules = {name: m for name, m in RELATIONS.items() if name not in left_out}
+    absent = [RELATIONS[name] for name in left_out]
+    return Transitions(
+        tuple(modules),
+        {
+            name: compose(name, parameters, modules.values())
+            if any(halves(module, name) for module in absent)
+            else getattr(composed, name)
+            for name, parameters in TRANSITIONS.items()
+        },
+    )
 
 
 def _compose(left_out: frozenset[str], replaced: Mapping[str, ast.FunctionDef]) -> Transitions:

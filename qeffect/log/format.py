@@ -5,18 +5,16 @@ The event log's format: how an argument is written, and how the header describes
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any, Final
 
 import attrs
 
-from ..config import StageConfig
+from ..configuration import Configuration
 from ..contract import Contract
 from ..engine.memory import Snapshot
 from ..engine.stage import RELATIONS, TRANSITIONS
-from ..keys import Cell
-from ..layout import Destination
 
 __all__ = [
     "DIGEST_BYTES",
@@ -28,12 +26,11 @@ __all__ = [
     "describe",
     "fingerprints",
     "rebuild",
-    "write_destinations",
 ]
 
 MAGIC: Final = "event-log"
 VERSION: Final = 1
-#: Bytes of a line's digest: enough to find damage; it is no signature.
+#: Bytes of a line's digest: enough to find damage; it is not a signature.
 DIGEST_BYTES: Final = 8
 #: Most slots, and most cells, that a header may configure.
 LIMIT: Final = 1 << 20
@@ -71,18 +68,6 @@ def compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-def write_destinations(destinations: tuple[Destination, ...]) -> list[dict[str, Any]]:
-    """
-    Return destinations as plain data.
-
-    Raises:
-        TypeError: One is not a ``Destination``.
-    """
-    if not all(isinstance(d, Destination) for d in destinations):
-        raise TypeError(f"an event log holds Destination records, got {destinations!r}")
-    return [attrs.asdict(d) for d in destinations]
-
-
 def fingerprints(snapshot: Snapshot) -> dict[str, str]:
     """Return a digest of every column of a state."""
     return {
@@ -106,28 +91,11 @@ def describe(contract: Contract, rank: int | None = None) -> dict[str, Any]:
         ValueError: A domain, pool or caller has a name that JSON cannot hold, or the contract
             has already made a transition.
     """
-    st = contract.memory
-    local = [(config.stage, i) for config in contract.stages for i in range(config.slots)]
-    domains = dict.fromkeys(config.domain for config in contract.stages)
-    graphs = [
-        (rank_of[slot], [*local[slot], kind])
-        for kind, rank_of in (("F", st.forward_rank), ("dI", st.dgrad_rank), ("dW", st.wgrad_rank))
-        for slot in range(len(st.pending))
-    ]
     header = {
         "qeffect": MAGIC,
         "version": VERSION,
         "rank": rank,
-        "relations": list(contract.transitions.relations),
-        "stages": [_write_stage(config) for config in contract.stages],
-        "callers": [_name(caller, "caller") for caller in contract._callers],
-        "capture_order": [graph for _, graph in sorted(graphs)],
-        "declared": [
-            [_name(name, "domain"), _declared(st, d)]
-            for d, name in enumerate(domains)
-            if st.declared[d]
-        ],
-        "generation_max": st.generation_max[0],
+        **contract.configuration.plain(),
         "epoch": contract.epoch,
         "incarnation": f"{contract.incarnation:016x}",
     }
@@ -150,7 +118,8 @@ def rebuild(header: Mapping[str, Any]) -> Contract:
     unknown = [name for name in header["relations"] if name not in RELATIONS]
     if unknown:
         raise ValueError(f"relations {unknown} are not known; there are {list(RELATIONS)}")
-    stages = [_read_stage(stage) for stage in header["stages"]]
+    described = Configuration.read(header)
+    stages = described.stages
     slots = sum(config.slots for config in stages)
     cells = sum(config.microbatches * config.blocks * config.invocations for config in stages)
     if slots > LIMIT or cells > LIMIT:
@@ -158,59 +127,13 @@ def rebuild(header: Mapping[str, Any]) -> Contract:
     contract = Contract(
         stages,
         omit=[name for name in RELATIONS if name not in header["relations"]],
-        callers=[_name(caller, "caller") for caller in header["callers"]],
-        capture_order=[(s, slot, kind) for s, slot, kind in header["capture_order"]],
-        declared={
-            domain: [(kind, _cell(cell)) for kind, cell in sequence]
-            for domain, sequence in header["declared"]
-        },
-        generation_max=header["generation_max"],
+        callers=described.callers,
+        capture_order=described.capture_order,
+        declared=dict(described.declared),
+        generation_max=described.generation_max,
         epoch=header["epoch"],
     )
     if list(contract.transitions.relations) != header["relations"]:
         raise ValueError(f"the relations come in the order {contract.transitions.relations}")
-    if len(header["declared"]) != len({domain for domain, _ in header["declared"]}):
-        raise ValueError("a domain declares its order twice")
     contract.memory.incarnation[0] = int(header["incarnation"], 16)
     return contract
-
-
-def _declared(st: Any, domain: int) -> list[list[Any]]:
-    """Return the declared F and dI of a domain, in order."""
-    placed = [
-        (at[cell], kind, cell)
-        for kind, at in (("F", st.forward_at), ("dI", st.dgrad_at))
-        for cell in at
-        if at[cell] >= 0 and st.domain_of[cell[0]] == domain
-    ]
-    return [[kind, list(cell)] for _, kind, cell in sorted(placed)]
-
-
-def _write_stage(config: StageConfig) -> dict[str, Any]:
-    plain = {a.name: getattr(config, a.name) for a in attrs.fields(StageConfig)}
-    plain["domain"] = _name(config.domain, "domain")
-    plain["pool"] = None if config.pool is None else _name(config.pool, "pool")
-    plain["destinations"] = write_destinations(config.destinations)
-    return plain
-
-
-def _read_stage(plain: Mapping[str, Any]) -> StageConfig:
-    return StageConfig(
-        **{
-            **plain,
-            "domain": _name(plain["domain"], "domain"),
-            "matrices": tuple(plain["matrices"]),
-            "destinations": tuple(Destination(**d) for d in plain["destinations"]),
-        }
-    )
-
-
-def _cell(parts: list[int]) -> Cell:
-    stage, microbatch, block, invocation = parts
-    return stage, microbatch, block, invocation
-
-
-def _name(name: Hashable, what: str) -> int | str:
-    if type(name) is int or isinstance(name, str):
-        return name
-    raise ValueError(f"an event log names a {what} by an integer or a string, got {name!r}")

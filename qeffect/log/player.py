@@ -90,7 +90,7 @@ class Player:
         Apply a whole log.
 
         Raises:
-            LogError: It is no event log.
+            LogError: It is not an event log.
             Violation: A line is refused.
         """
         rest = iter(lines)
@@ -107,7 +107,7 @@ class Player:
             raise LogError(f"{self.name} is empty; an event log has at least a header")
         if not line.startswith(_BEGIN):
             raise LogError(
-                f"{self.name} is no event log: it begins with {line[:24]!r}, "
+                f"{self.name} is not an event log: it begins with {line[:24]!r}, "
                 f"not with {_BEGIN.decode()}"
             )
         body = line[:-_END]

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..contract import Contract
+from ..destinations import Destination
 from ..engine.stage import TRANSITIONS
 from ..keys import Cell, TapeKey, TapeRef
-from ..layout import Destination
 from ..relations.constants import GRAD, NO_SLOT, OUT
 from .format import FIELDS
 

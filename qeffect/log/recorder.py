@@ -13,9 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Final
 
+from ..configuration import write_destinations
 from ..contract import Contract
 from ..keys import TapeKey, TapeRef
-from .format import DIGEST_BYTES, FIELDS, compact, describe, fingerprints, write_destinations
+from .format import DIGEST_BYTES, FIELDS, compact, describe, fingerprints
 
 __all__ = ["Recorder", "seal"]
 

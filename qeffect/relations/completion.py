@@ -52,7 +52,8 @@ def require_join(st: State, d, link):
 
 def replayed(st: State, d):
     """One more replay was enqueued on the domain's graph stream."""
-    st.replays[d] = st.replays[d] + 1
+    replay = st.replays[d] + 1
+    st.replays[d] = replay
     st.undrained[d] = 1
 
 
@@ -75,7 +76,8 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
 def commit_forward_writes(st: State, slot, ticket):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
-    st.produced[slot] = st.replays[d] + 1
+    replay = st.replays[d] + 1
+    st.produced[slot] = replay
     replayed(st, d)
 
 
@@ -91,7 +93,8 @@ def check_dgrad_guards(st: State, key, ref, token, link):
 def commit_dgrad_writes(st: State, slot, ticket, queued):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
-    st.produced[slot] = st.replays[d] + 1
+    replay = st.replays[d] + 1
+    st.produced[slot] = replay
     replayed(st, d)
 
 
@@ -104,7 +107,8 @@ def check_wgrad_guards(st: State, key, ref, link, destination, first):
 def commit_wgrad_writes(st: State, slot, ticket, covered):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
-    st.landed[s] = st.replays[d] + 1
+    replay = st.replays[d] + 1
+    st.landed[s] = replay
     replayed(st, d)
 
 
@@ -147,16 +151,6 @@ def finalize_guards(st: State, stage, link):
         raise Refused("completion.wrong-stream")
     if st.waited[link] < st.landed[stage]:
         raise Refused("completion.graph-to-caller")
-
-
-def checkpoint_guards(st: State):
-    if not st.every(st.undrained, 0):
-        raise Refused("persistence.device-work")
-
-
-def restore_guards(st: State, epoch, incarnation):
-    if not st.every(st.undrained, 0):
-        raise Refused("persistence.device-work")
 
 
 def restore_writes(st: State, epoch, incarnation):

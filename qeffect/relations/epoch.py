@@ -73,11 +73,6 @@ def commit_epoch_writes(st: State, epoch):
     st.fill(st.wgrads, 0)
 
 
-def checkpoint_guards(st: State):
-    if not st.every(st.forwards, 0) or not st.every(st.wgrads, 0):
-        raise Refused("persistence.mid-epoch")
-
-
 def restore_writes(st: State, epoch, incarnation):
     st.fill(st.weight_epoch, epoch)
     st.fill(st.wgrads, 0)

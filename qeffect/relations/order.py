@@ -140,8 +140,6 @@ def commit_epoch_writes(st: State, epoch):
 
 
 def checkpoint_guards(st: State):
-    if not st.every(st.busy, 0):
-        raise Refused("persistence.pending-action")
     if not st.every(st.poisoned, 0):
         raise Refused("order.poisoned")
 

@@ -107,7 +107,8 @@ def check_forward_writes(st: State, key, slot, token, link, refresh):
 
 def commit_forward_guards(st: State, slot, ticket):
     mask = st.pending[slot]
-    if st.held[slot] == 0 or st.held[slot] != ticket or mask != RESERVED:
+    held = st.held[slot]
+    if held == 0 or held != ticket or mask != RESERVED:
         raise Refused("ownership.unknown-ticket")
 
 
@@ -119,7 +120,8 @@ def commit_forward_writes(st: State, slot, ticket):
 
 def abort_forward_guards(st: State, slot, ticket):
     mask = st.pending[slot]
-    if st.held[slot] == 0 or st.held[slot] != ticket or mask != RESERVED:
+    held = st.held[slot]
+    if held == 0 or held != ticket or mask != RESERVED:
         raise Refused("ownership.unknown-ticket")
 
 
@@ -147,7 +149,8 @@ def check_dgrad_writes(st: State, key, ref, token, link):
 def commit_dgrad_guards(st: State, slot, ticket, queued):
     s = st.slot_stage[slot]
     mask = st.pending[slot]
-    if st.held[slot] == 0 or st.held[slot] != ticket or mask & DI == 0:
+    held = st.held[slot]
+    if held == 0 or held != ticket or mask & DI == 0:
         raise Refused("ownership.unknown-ticket")
     if queued != st.matrices[s]:
         raise Refused("ownership.work-not-queued")
@@ -161,7 +164,8 @@ def commit_dgrad_writes(st: State, slot, ticket, queued):
 
 def abort_dgrad_guards(st: State, slot, ticket):
     mask = st.pending[slot]
-    if st.held[slot] == 0 or st.held[slot] != ticket or mask & DI == 0:
+    held = st.held[slot]
+    if held == 0 or held != ticket or mask & DI == 0:
         raise Refused("ownership.unknown-ticket")
 
 
@@ -191,7 +195,8 @@ def check_wgrad_writes(st: State, key, ref, link, destination, first):
 def commit_wgrad_guards(st: State, slot, ticket, covered):
     s = st.slot_stage[slot]
     mask = st.pending[slot]
-    if st.held[slot] == 0 or st.held[slot] != ticket or mask & DI != 0 or mask & DW == 0:
+    held = st.held[slot]
+    if held == 0 or held != ticket or mask & DI != 0 or mask & DW == 0:
         raise Refused("ownership.unknown-ticket")
     if covered != st.matrices[s]:
         raise Refused("ownership.matrix-coverage")
@@ -209,7 +214,8 @@ def commit_wgrad_writes(st: State, slot, ticket, covered):
 
 def abort_wgrad_guards(st: State, slot, ticket):
     mask = st.pending[slot]
-    if st.held[slot] == 0 or st.held[slot] != ticket or mask & DI != 0 or mask & DW == 0:
+    held = st.held[slot]
+    if held == 0 or held != ticket or mask & DI != 0 or mask & DW == 0:
         raise Refused("ownership.unknown-ticket")
 
 
@@ -260,11 +266,6 @@ def drop_writes(st: State, key, ref):
 def commit_epoch_guards(st: State, epoch):
     if not st.every(st.pending, 0):
         raise Refused("ownership.live-tape")
-
-
-def checkpoint_guards(st: State):
-    if not st.every(st.pending, 0):
-        raise Refused("persistence.live-tape")
 
 
 def restore_guards(st: State, epoch, incarnation):

@@ -63,11 +63,6 @@ def commit_epoch_guards(st: State, epoch):
         raise Refused("reduction.missing")
 
 
-def checkpoint_guards(st: State):
-    if not st.every(st.reducing, 0):
-        raise Refused("persistence.reduction-in-flight")
-
-
 def restore_guards(st: State, epoch, incarnation):
     if not st.every(st.reducing, 0):
         raise Refused("reduction.in-flight")

@@ -149,13 +149,6 @@ def commit_epoch_guards(st: State, epoch):
         raise Refused("version.pending")
 
 
-def checkpoint_guards(st: State):
-    if not st.every(st.refreshing, 0):
-        raise Refused("persistence.pending-action")
-    if not st.every(st.refreshed, NO_STAGE):
-        raise Refused("persistence.mid-epoch")
-
-
 def restore_guards(st: State, epoch, incarnation):
     if not st.every(st.refreshing, 0):
         raise Refused("version.pending")

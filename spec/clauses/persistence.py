@@ -101,7 +101,8 @@ restored twice, because the incarnation is a fresh random number that is never p
             id="persistence.configuration",
             number="9.7",
             title="A checkpoint fits the configuration that restores it",
-            invariant="A checkpoint is restored only into the same stages and relations.",
+            invariant="A checkpoint is restored only into the configuration that saved it: stages, "
+            "relations, callers, capture order, declared order, last generation, cache semantics.",
             transitions=("restore",),
             argument="checkpoint",
             unchanged=_RUNNING,

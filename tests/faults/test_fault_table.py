@@ -40,12 +40,12 @@ GUARDS: dict[str, list[tuple[str, str]]] = {
     "stale-cache": [("version.check_forward_guards", "version.stale-cache")],
     # A tape whose forward was committed also means that the epoch has begun.
     "checkpoint-live-tape": [
-        ("ownership.checkpoint_guards", "persistence.live-tape"),
-        ("epoch.checkpoint_guards", "persistence.mid-epoch"),
+        ("persistence.checkpoint_before_order_guards", "persistence.live-tape"),
+        ("persistence.checkpoint_guards", "persistence.mid-epoch"),
     ],
     "checkpoint-reduction": [
-        ("reduction.checkpoint_guards", "persistence.reduction-in-flight"),
-        ("epoch.checkpoint_guards", "persistence.mid-epoch"),
+        ("persistence.checkpoint_guards", "persistence.reduction-in-flight"),
+        ("persistence.checkpoint_guards", "persistence.mid-epoch"),
     ],
 }
 
@@ -55,7 +55,7 @@ def without(guards: Iterable[tuple[str, str]]) -> dict[str, ast.FunctionDef]:
     replaced: dict[str, ast.FunctionDef] = {}
     for half, clause in guards:
         module, name = half.split(".")
-        source = half_source(getattr(RELATIONS[module], name))
+        source = replaced.get(half) or half_source(getattr(RELATIONS[module], name))
         kept = [s for s in source.body if f"'{clause}'" not in ast.unparse(s)]
         assert len(kept) == len(source.body) - 1, f"{half} refuses with {clause} once"
         replaced[half] = ast.FunctionDef(

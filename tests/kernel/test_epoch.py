@@ -105,5 +105,5 @@ class TestCommit:
 
         assert rig.epoch() == 8
         for wrong in (-1, "0", None, 1.5):
-            with pytest.raises(ValueError, match=r"epoch must be a number from 0, got"):
+            with pytest.raises(ValueError, match=r"epoch must be a non-negative integer, got"):
                 Rig(epoch=wrong)

@@ -12,8 +12,11 @@ import pytest
 from attrs import evolve, fields
 
 from qeffect import Checkpoint, Contract, Destination
+from qeffect.relations.constants import GENERATION_MAX
 
 from .helpers import MATRICES, Rig, refused, stage
+
+CELL = (0, 0, 0, 0)
 
 
 def _places(address: int, device: str = "cuda:0") -> list[Destination]:
@@ -93,7 +96,7 @@ class TestCheckpoint:
         rig.contract.drain()
         checkpoint = rig.contract.checkpoint()
 
-        assert ["epoch", "stages", "relations", "state", "recipe"] == [
+        assert ["epoch", "configuration", "state", "recipe", "caches"] == [
             a.name for a in fields(Checkpoint)
         ]
         text = pickle.dumps(checkpoint)
@@ -220,6 +223,75 @@ class TestRestore:
 
         with refused(rig, "persistence.configuration", "under ownership, version, order, capture"):
             rig.contract.restore(checkpoint)
+
+    @pytest.mark.parametrize(
+        ("options", "part", "saved", "ours"),
+        [
+            ({"callers": ("main", "loader")}, "callers", "2 callers", "1 callers"),
+            ({"callers": ("loader",)}, "callers", "'loader' at place 0", "'main' at place 0"),
+            ({"generation_max": 7}, "generation_max", "7", str(GENERATION_MAX)),
+            (
+                {"declared": {0: [("F", CELL), ("dI", CELL)]}},
+                "declared",
+                "1 declared",
+                "0 declared",
+            ),
+            (
+                {"capture_order": [(0, 0, "dW"), (0, 0, "dI"), (0, 0, "F")]},
+                "capture_order",
+                "3 capture_order",
+                "0 capture_order",
+            ),
+        ],
+    )
+    def test_another_option(
+        self, options: dict[str, Any], part: str, saved: str, ours: str
+    ) -> None:
+        """Callers, orders and the last generation are configuration; the message names them."""
+        stages = [stage(microbatches=1, slots=1)]
+        checkpoint = Contract(stages, **options).checkpoint()
+        contract = Contract(stages)
+
+        with refused(contract, "persistence.configuration", f"with another {part}: {saved}"):
+            contract.restore(checkpoint)
+        with refused(contract, "persistence.configuration", "", f"with {part}: {ours}"):
+            contract.restore(checkpoint)
+        Contract(stages, **options).restore(checkpoint)
+
+    def test_the_default_capture_order_written_out_is_the_same(self) -> None:
+        """Naming the default order does not make another configuration."""
+        stages = [stage(microbatches=1, slots=1)]
+        order = [(0, 0, "F"), (0, 0, "dI"), (0, 0, "dW")]
+        checkpoint = Contract(stages, capture_order=order).checkpoint()
+        contract = Contract(stages)
+        contract.restore(checkpoint)
+
+        assert contract.configuration == checkpoint.configuration
+
+    def test_another_declared_order(self) -> None:
+        """Of two declared orders the message names the first action that differs."""
+        stages = [stage(microbatches=2, slots=2)]
+        a, b = (0, 0, 0, 0), (0, 1, 0, 0)
+        one = [("F", a), ("F", b), ("dI", a), ("dI", b)]
+        checkpoint = Contract(stages, declared={0: one}).checkpoint()
+        contract = Contract(stages, declared={0: [*one[:2], *one[:1:-1]]})
+
+        with refused(
+            contract,
+            "persistence.configuration",
+            f"declared: {('dI', a)!r} at place 2",
+            f"declared: {('dI', b)!r} at place 2",
+        ):
+            contract.restore(checkpoint)
+
+    def test_other_cache_semantics(self) -> None:
+        """A checkpoint says what a restore makes of weight caches, and another is refused."""
+        rig, bare = Rig(), Rig(omit={"version"})
+        saved, unguarded = rig.contract.checkpoint(), bare.contract.checkpoint()
+        assert ("stale", "unguarded") == (saved.caches, unguarded.caches)
+
+        with refused(rig, "persistence.configuration", "caches: 'unguarded'", "caches: 'stale'"):
+            rig.contract.restore(evolve(saved, caches="unguarded"))
 
     def test_destinations_may_have_moved(self) -> None:
         """Addresses are rebuilt: a fresh process has its destinations elsewhere."""

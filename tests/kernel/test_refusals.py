@@ -12,6 +12,7 @@ import pytest
 
 import qeffect
 from qeffect import Refusal, Refused
+from qeffect.engine.compose import source
 from qeffect.engine.stage import transitions
 from qeffect.explain import EXPLANATIONS
 from qeffect.spec.clauses import CLAUSES
@@ -115,9 +116,9 @@ class TestClauses:
             for name in names:
                 found[name].append(clause)
         for name in ("check_dgrad", "check_wgrad"):
-            text = transitions().functions[name].__doc__ or ""
+            text = source(transitions().functions[name])
             places = sorted(
-                (text.index(f"'{c}'"), c.partition(".")[0]) for c in found[name] if f"'{c}'" in text
+                (text.index(f'"{c}"'), c.partition(".")[0]) for c in found[name] if f'"{c}"' in text
             )
             relations = [relation for _, relation in places]
 

@@ -8,9 +8,10 @@ import random
 
 import pytest
 
-from qeffect.config import StageConfig, lay_out
+from qeffect.config import StageConfig
 from qeffect.engine.memory import Memory
 from qeffect.engine.stage import OPTIONAL, STATE, transitions
+from qeffect.layout import lay_out
 from qeffect.refusals import Refused
 from qeffect.relations.columns import CONFIG
 from qeffect.verification.explorer import Scope, pool_scope, standard_scopes

@@ -29,7 +29,7 @@ import ast
 
 from qeffect.config import StageConfig
 from qeffect.keys import TapeKey, TapeRef
-from qeffect.layout import Destination
+from qeffect.destinations import Destination
 from qeffect.refusals import Refused
 from qeffect.engine.stage import transitions
 from qeffect.verification.concrete import Arbitrary, Setup, World

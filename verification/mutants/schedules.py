@@ -13,8 +13,8 @@ from typing import Any
 
 from attrs import define, field
 
-from qeffect.config import Layout
 from qeffect.keys import Cell, TapeKey, TapeRef
+from qeffect.layout import Layout
 from qeffect.relations.constants import DI, DW, GRAD, OUT
 from qeffect.verification.concrete import Setup
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Final
 
 from qeffect.config import StageConfig
-from qeffect.layout import Destination
+from qeffect.destinations import Destination
 from qeffect.verification.concrete import Setup
 
 __all__ = ["SETUPS"]

@@ -11,6 +11,7 @@ from typing import Any
 import z3
 from attrs import evolve, frozen
 
+from qeffect.engine.compose import source
 from qeffect.engine.stage import Transitions
 from qeffect.refusals import Refused
 
@@ -186,7 +187,7 @@ def path_table(transitions: Transitions, encoding: Encoding | None = None) -> Pa
 
 def _once(name: str, function: Callable[..., Any], encoding: Encoding) -> tuple[Path, ...]:
     """Enumerate the paths of a composed function; compositions share many, word for word."""
-    key = ("paths", name, function.__doc__)
+    key = ("paths", name, source(function))
     if key not in encoding.memo:
         encoding.memo[key] = tuple(paths(name, function, encoding))
     found: tuple[Path, ...] = encoding.memo[key]

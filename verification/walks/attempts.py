@@ -284,7 +284,9 @@ def _restores(
     world: World, pick: Pick, checkpoints: Sequence[Checkpoint], incarnation: int
 ) -> Call:
     checkpoint = checkpoints[pick(len(checkpoints))]
-    other = evolve(checkpoint, stages=(*checkpoint.stages, checkpoint.stages[0]))
+    saved = checkpoint.configuration
+    another = evolve(saved, stages=(*saved.stages, saved.stages[0]))
+    other = evolve(checkpoint, configuration=another)
     call = Call("restore", {"checkpoint": checkpoint, "incarnation": incarnation, "fresh": False})
     return _twisted(call, [("checkpoint", other), ("incarnation", world.incarnation)], pick)
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from types import ModuleType
 
-from qeffect import arguments, contract, ledgers
+from qeffect import arguments, checkpoint
+from qeffect.engine.compose import source
 from qeffect.engine.stage import TRANSITIONS, transitions
 
 __all__ = ["clauses", "raised", "sites"]
@@ -30,7 +31,7 @@ def raised(tree: ast.AST) -> Iterator[str]:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             name = node.func.id if isinstance(node.func, ast.Name) else name
             clause = node.args[0].value
-            if name in ("Refused", "_refused") and isinstance(clause, str):
+            if name in ("Refused", "refused", "_refused") and isinstance(clause, str):
                 yield clause
 
 
@@ -45,10 +46,10 @@ def sites(omit: frozenset[str] = frozenset()) -> Mapping[str, tuple[str, ...]]:
     found: dict[str, list[str]] = {}
     functions = transitions(omit).functions
     for transition in TRANSITIONS:
-        for clause in raised(ast.parse(_source(functions[transition]))):
+        for clause in raised(ast.parse(source(functions[transition]))):
             if transition not in found.setdefault(clause, []):
                 found[clause].append(transition)
-    for module in (arguments, contract, ledgers):
+    for module in (arguments, checkpoint):
         for clause in _raised_by(module):
             found.setdefault(clause, list(_EMBEDDING[clause]))
     return {clause: tuple(where) for clause, where in found.items()}
@@ -57,11 +58,6 @@ def sites(omit: frozenset[str] = frozenset()) -> Mapping[str, tuple[str, ...]]:
 def clauses() -> tuple[str, ...]:
     """Every clause that some composition, or the embedding API, can refuse by."""
     return tuple(sites())
-
-
-def _source(function: object) -> str:
-    text = inspect.getdoc(function) or ""
-    return text[text.index("def ") :]
 
 
 def _raised_by(module: ModuleType) -> Iterator[str]:

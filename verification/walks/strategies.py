@@ -18,6 +18,7 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 from qeffect import Checkpoint, Contract, TapeRef, Ticket
+from qeffect.configuration import Configuration
 from qeffect.engine.stage import RELATIONS
 from qeffect.verification.walks.attempts import aimed
 from qeffect.verification.walks.oracle import seat, violations
@@ -167,7 +168,16 @@ class Rehearsal(Walker):
             return TapeRef(slot.index, slot.releases, world.incarnation)
         if call.transition == "checkpoint":
             relations = tuple(name for name in RELATIONS if world.uses(name))
-            return Checkpoint(world.epoch, self.process.stages, relations)
+            process = self.process
+            configuration = Configuration(
+                process.stages,
+                relations,
+                process.callers,
+                process.capture_order,
+                tuple(process.declared.items()),
+                process.generation_max,
+            )
+            return Checkpoint(world.epoch, configuration)
         if call.transition == "restore" and given["fresh"]:
             self.serial = 0
         return None

@@ -1,0 +1,254 @@
+"""
+The description of a contract: all that two processes must have in common to be the same contract.
+
+An event log begins with it and a checkpoint holds it, in one spelling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+from attrs import evolve, fields, frozen
+
+from .config import StageConfig
+from .destinations import Destination
+from .keys import Cell, cell_of
+from .layout import GRAPHS
+from .relations.constants import GENERATION_MAX
+
+__all__ = ["Configuration", "Graph", "Positions", "write_destinations"]
+
+#: A captured graph: its stage, its slot within the stage, and ``F``, ``dI`` or ``dW``.
+Graph = tuple[int, int, str]
+#: The declared order of one domain: its name and its (``F`` | ``dI``, cell) pairs.
+Positions = tuple[Hashable, tuple[tuple[str, Cell], ...]]
+
+
+@frozen
+class Configuration:
+    """
+    What a contract was built from; the meaning of each part is that of ``Contract``'s arguments.
+
+    Args:
+        stages: The stages of the process.
+        relations: Relations in force, in the normative order.
+        callers: Names of the streams that call.
+        capture_order: Order of capture; empty for the default order, in which all F come first,
+            then all dI, then all dW, stage by stage and slot by slot.
+        declared: The declared order of each domain that declares one.
+        generation_max: The last generation that a slot may reach.
+
+    >>> from qeffect import Contract, StageConfig
+    >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], callers=("a", "b"))
+    >>> contract.configuration.callers
+    ('a', 'b')
+    """
+
+    stages: tuple[StageConfig, ...]
+    relations: tuple[str, ...]
+    callers: tuple[Hashable, ...] = ("main",)
+    capture_order: tuple[Graph, ...] = ()
+    declared: tuple[Positions, ...] = ()
+    generation_max: int = GENERATION_MAX
+
+    @classmethod
+    def of(
+        cls,
+        stages: Sequence[StageConfig],
+        relations: Iterable[str],
+        callers: Iterable[Hashable],
+        st: Any,
+    ) -> Configuration:
+        """
+        Return the configuration that a memory was laid out for.
+
+        Args:
+            stages: The stages of the process.
+            relations: Relations in force.
+            callers: Names of the streams that call.
+            st: The memory; its configured columns say the rest.
+        """
+        local = [(config.stage, i) for config in stages for i in range(config.slots)]
+        ranks = zip(GRAPHS, (st.forward_rank, st.dgrad_rank, st.wgrad_rank), strict=True)
+        placed = [(rank[i], (*local[i], kind)) for kind, rank in ranks for i in range(len(local))]
+        order = tuple(graph for _, graph in sorted(placed))
+        domains = dict.fromkeys(config.domain for config in stages)
+        return cls(
+            tuple(stages),
+            tuple(relations),
+            tuple(callers),
+            () if order == default_capture_order(stages) else order,
+            tuple((name, _positions(st, d)) for d, name in enumerate(domains) if st.declared[d]),
+            st.generation_max[0],
+        )
+
+    def without_places(self) -> Configuration:
+        """Return it without the addresses and devices of destinations, which every process makes
+        anew."""
+        return evolve(
+            self,
+            stages=tuple(
+                evolve(
+                    config,
+                    destinations=tuple(
+                        evolve(d, address=0, device="") for d in config.destinations
+                    ),
+                )
+                for config in self.stages
+            ),
+        )
+
+    def difference(self, other: Configuration) -> tuple[str, str, str] | None:
+        """
+        Return the first part in which another differs, and what both have there.
+
+        Returns:
+            Name of the part, what this has, what the other has; None where they are equal.
+
+        >>> one = Configuration((), ("order",), generation_max=3)
+        >>> one.difference(Configuration((), ("order",), generation_max=4))
+        ('generation_max', '3', '4')
+        """
+        for part in fields(Configuration):
+            ours, theirs = getattr(self, part.name), getattr(other, part.name)
+            if ours != theirs:
+                return part.name, *_first_difference(part.name, ours, theirs)
+        return None
+
+    def summary(self) -> str:
+        """Say in a line which stages and relations there are."""
+        stages = ", ".join(f"{c.stage} (M={c.microbatches}, {c.slots} slots)" for c in self.stages)
+        return f"stages {stages} under {', '.join(self.relations)}"
+
+    # As plain data
+
+    def plain(self) -> dict[str, Any]:
+        """
+        Return it as plain data, the default capture order written out.
+
+        Raises:
+            ValueError: A domain, pool or caller has a name that JSON cannot hold.
+        """
+        order = self.capture_order or default_capture_order(self.stages)
+        return {
+            "relations": list(self.relations),
+            "stages": [_write_stage(config) for config in self.stages],
+            "callers": [_name(caller, "caller") for caller in self.callers],
+            "capture_order": [list(graph) for graph in order],
+            "declared": [
+                [_name(domain, "domain"), [[kind, list(cell)] for kind, cell in sequence]]
+                for domain, sequence in self.declared
+            ],
+            "generation_max": self.generation_max,
+        }
+
+    @classmethod
+    def read(cls, plain: Mapping[str, Any]) -> Configuration:
+        """
+        Return the configuration that plain data describe.
+
+        Raises:
+            KeyError, TypeError, ValueError: They describe none.
+        """
+        if len(plain["declared"]) != len({domain for domain, _ in plain["declared"]}):
+            raise ValueError("a domain declares its order twice")
+        return cls(
+            tuple(_read_stage(stage) for stage in plain["stages"]),
+            tuple(plain["relations"]),
+            tuple(_name(caller, "caller") for caller in plain["callers"]),
+            tuple((stage, slot, kind) for stage, slot, kind in plain["capture_order"]),
+            tuple(
+                (domain, tuple((kind, cell_of(*cell)) for kind, cell in sequence))
+                for domain, sequence in plain["declared"]
+            ),
+            plain["generation_max"],
+        )
+
+
+def default_capture_order(stages: Sequence[StageConfig]) -> tuple[Graph, ...]:
+    """
+    Return the capture order of graphs for which none is given.
+
+    >>> default_capture_order([StageConfig(3, microbatches=1, slots=1)])
+    ((3, 0, 'F'), (3, 0, 'dI'), (3, 0, 'dW'))
+    """
+    local = [(config.stage, i) for config in stages for i in range(config.slots)]
+    return tuple((*slot, kind) for kind in GRAPHS for slot in local)
+
+
+def write_destinations(destinations: tuple[Destination, ...]) -> list[dict[str, Any]]:
+    """
+    Return destinations as plain data.
+
+    Raises:
+        TypeError: One is not a ``Destination``.
+    """
+    if not all(isinstance(d, Destination) for d in destinations):
+        raise TypeError(f"an event log holds Destination records, got {destinations!r}")
+    return [attrs.asdict(d) for d in destinations]
+
+
+def _positions(st: Any, domain: int) -> tuple[tuple[str, Cell], ...]:
+    """Return the declared F and dI of a domain, in order."""
+    placed = [
+        (at[cell], kind, cell)
+        for kind, at in (("F", st.forward_at), ("dI", st.dgrad_at))
+        for cell in at
+        if at[cell] >= 0 and st.domain_of[cell[0]] == domain
+    ]
+    return tuple((kind, cell) for _, kind, cell in sorted(placed))
+
+
+def _first_difference(part: str, ours: Any, theirs: Any) -> tuple[str, str]:
+    """Spell what differs, narrowed down to the first entry of a sequence of equal length."""
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        if len(ours) != len(theirs):
+            return f"{len(ours)} {part}", f"{len(theirs)} {part}"
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        place, (one, other) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+        if isinstance(one, StageConfig):
+            return _stage_difference(one, other)
+        if isinstance(one, tuple) and isinstance(other, tuple) and part == "declared":
+            if one[0] == other[0]:
+                inner = _first_difference(f"actions of domain {one[0]!r}", one[1], other[1])
+                return inner
+        return f"{one!r} at place {place}", f"{other!r} at place {place}"
+    return repr(ours), repr(theirs)
+
+
+def _stage_difference(one: StageConfig, other: StageConfig) -> tuple[str, str]:
+    for part in fields(StageConfig):
+        ours, theirs = getattr(one, part.name), getattr(other, part.name)
+        if ours != theirs:
+            return (
+                f"{part.name}={ours!r} of stage {one.stage}",
+                f"{part.name}={theirs!r} of stage {other.stage}",
+            )
+    raise AssertionError("the stages are equal")
+
+
+def _write_stage(config: StageConfig) -> dict[str, Any]:
+    plain = {a.name: getattr(config, a.name) for a in fields(StageConfig)}
+    plain["domain"] = _name(config.domain, "domain")
+    plain["pool"] = None if config.pool is None else _name(config.pool, "pool")
+    plain["destinations"] = write_destinations(config.destinations)
+    return plain
+
+
+def _read_stage(plain: Mapping[str, Any]) -> StageConfig:
+    return StageConfig(
+        **{
+            **plain,
+            "domain": _name(plain["domain"], "domain"),
+            "matrices": tuple(plain["matrices"]),
+            "destinations": tuple(Destination(**d) for d in plain["destinations"]),
+        }
+    )
+
+
+def _name(name: Hashable, what: str) -> int | str:
+    if type(name) is int or isinstance(name, str):
+        return name
+    raise ValueError(f"an event log names a {what} by an integer or a string, got {name!r}")

@@ -1,0 +1,80 @@
+"""
+Gradient destinations: what the arena's ledger compares, and the check that none overlap
+(paper, III-D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+from attrs import Attribute, field, frozen
+
+from .refusals import refused
+
+__all__ = ["Destination", "require_disjoint"]
+
+
+def _shape(shape: Iterable[int]) -> tuple[int, ...]:
+    return tuple(shape)
+
+
+def _not_negative(destination: Any, attribute: Attribute[int], value: Any) -> None:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(
+            f"{attribute.name} of the destination of {destination.matrix!r} must be a non-negative "
+            f"integer, got {value!r}"
+        )
+
+
+@frozen
+class Destination:
+    """
+    One buffer that receives a matrix gradient.
+
+    The kernel compares destinations for equality and their ranges for overlap, nothing else.
+
+    Args:
+        matrix: Name of the weight matrix.
+        microbatch: Microbatch whose gradient it receives; None for one accumulating buffer.
+        shape: Shape of the gradient, in elements.
+        dtype: Name of the element type, for example ``float32``.
+        device: Name of the device, for example ``cuda:0``.
+        address: First byte; what ``data_ptr`` returns.
+        nbytes: Length in bytes; zero for a symbolic destination, which overlaps nothing.
+
+    Raises:
+        ValueError: An address or a length is not a non-negative integer.
+
+    >>> qkv = Destination("qkv", shape=(12, 4), dtype="float32", device="cuda:0", nbytes=192)
+    >>> qkv.microbatch is None  # one buffer, into which every microbatch accumulates
+    True
+    """
+
+    matrix: str
+    microbatch: int | None = None
+    shape: tuple[int, ...] = field(default=(), converter=_shape)
+    dtype: str = ""
+    device: str = ""
+    address: int = field(default=0, validator=_not_negative)
+    nbytes: int = field(default=0, validator=_not_negative)
+
+
+def require_disjoint(destinations: Iterable[Destination]) -> None:
+    """
+    Refuse destinations whose bytes overlap on one device.
+
+    Raises:
+        Refused: ``arena.overlapping-destinations``, naming both.
+    """
+    ranged = sorted((d for d in destinations if d.nbytes), key=lambda d: (d.device, d.address))
+    for before, after in pairwise(ranged):
+        if before.device == after.device and before.address + before.nbytes > after.address:
+            raise refused(
+                "arena.overlapping-destinations",
+                "configure",
+                f"{after.matrix!r} microbatch {after.microbatch} at {after.address:#x}",
+                f"an address at or after {before.address + before.nbytes:#x}, the end of "
+                f"{before.matrix!r} microbatch {before.microbatch}",
+            )

@@ -1,0 +1,43 @@
+"""
+``python -m qeffect.engine``: write the composed transitions anew, or check that they are current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .compose import CompositionError
+from .generate import FOLDER, stale, write
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """
+    Run the command.
+
+    Returns:
+        0 when the page is current or was written, 1 when ``--check`` finds it stale, 2 when it
+        cannot be composed or written.
+    """
+    parser = argparse.ArgumentParser(prog="python -m qeffect.engine", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when stale")
+    options = parser.parse_args(arguments)
+    try:
+        if options.check:
+            differing = stale()
+            if differing:
+                print(f"stale: {', '.join(differing)}; run python -m qeffect.engine")
+                return 1
+            print("the composed transitions are current")
+            return 0
+        print(f"written: {', '.join(write()) or 'nothing, all was current'}")
+    except (CompositionError, OSError) as error:
+        print(f"cannot write {FOLDER.name}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

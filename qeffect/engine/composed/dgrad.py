@@ -1,0 +1,142 @@
+"""
+The composed transitions check_dgrad, commit_dgrad and abort_dgrad.
+
+Written by ``python -m qeffect.engine``; edit ``qeffect.relations`` and write it again.
+"""
+
+from __future__ import annotations
+
+from ...refusals import Refused
+from ...relations.constants import DI, NO_SLOT, NO_STAGE, RESERVED
+
+__all__ = ["abort_dgrad", "check_dgrad", "commit_dgrad"]
+
+
+def check_dgrad(st, key, ref, token, link):
+    """
+    Before dI: reserve tape and domain.
+
+    Guards: ownership, version, order, arena, capture, completion.
+    Writes: ownership, order, capture, tickets.
+    """
+    # ownership.check_dgrad_guards
+    slot = ref.slot
+    mask = st.pending[slot]
+    e = key.epoch
+    c = key.cell
+    if ref.incarnation != st.incarnation[0]:
+        raise Refused("ownership.foreign-incarnation")
+    if mask == 0 or st.generation[slot] != ref.generation:
+        raise Refused("ownership.stale-reference")
+    if st.cell_at[slot] != c or st.epoch_at[slot] != e:
+        raise Refused("ownership.wrong-key")
+    if st.held[slot] != 0:
+        raise Refused("ownership.pending")
+    if mask == RESERVED:
+        raise Refused("ownership.not-forwarded")
+    if mask & DI == 0:
+        raise Refused("ownership.duplicate-dgrad")
+    # version.check_dgrad_guards
+    s = key.stage
+    d = st.domain_of[s]
+    if e != st.weight_epoch[s]:
+        raise Refused("version.wrong-epoch")
+    if st.cache_epoch[s] != e:
+        raise Refused("version.stale-cache")
+    if st.refreshed[d] != NO_STAGE:
+        raise Refused("version.refresh-interrupted")
+    # order.check_dgrad_guards
+    if st.busy[d] != 0:
+        raise Refused("order.pending")
+    if st.poisoned[d] != 0:
+        raise Refused("order.poisoned")
+    if st.token[d] != token:
+        raise Refused("order.token")
+    if st.declared[d] != 0 and st.dgrad_at[c] != st.position[d]:
+        raise Refused("order.reordered")
+    # arena.check_dgrad_guards
+    if st.bound[c] != e:
+        raise Refused("arena.unbound")
+    # capture.check_dgrad_guards
+    p = st.pool_of[slot]
+    if st.cursor[p] >= st.dgrad_rank[slot]:
+        raise Refused("capture.out-of-order")
+    # completion.check_dgrad_guards
+    if st.domain_at[link] != d:
+        raise Refused("completion.wrong-stream")
+    if st.joined[link] != st.submitted[link]:
+        raise Refused("completion.caller-to-graph")
+    if st.waited[link] < st.produced[slot]:
+        raise Refused("completion.graph-to-caller")
+    ticket = st.serial[0] + 1
+    # ownership.check_dgrad_writes
+    st.held[slot] = ticket
+    # order.check_dgrad_writes
+    st.busy[d] = ticket
+    # capture.check_dgrad_writes
+    st.cursor[p] = st.dgrad_rank[slot]
+    # tickets.check_dgrad_writes
+    st.serial[0] = ticket
+    return ticket
+
+
+def commit_dgrad(st, slot, ticket, queued):
+    """
+    After dI: the token advances, the tape waits for dW; `queued` is the deferred work.
+
+    Guards: ownership.
+    Writes: ownership, order, completion.
+    """
+    # ownership.commit_dgrad_guards
+    s = st.slot_stage[slot]
+    mask = st.pending[slot]
+    held = st.held[slot]
+    if held == 0 or held != ticket or mask & DI == 0:
+        raise Refused("ownership.unknown-ticket")
+    if queued != st.matrices[s]:
+        raise Refused("ownership.work-not-queued")
+    d = st.domain_of[s]
+    replay = st.replays[d] + 1
+    # ownership.commit_dgrad_writes
+    st.pending[slot] = mask & ~DI
+    st.held[slot] = 0
+    # order.commit_dgrad_writes
+    st.busy[d] = 0
+    st.token[d] = st.token[d] + 1
+    st.position[d] = st.position[d] + 1
+    st.dgrads[s] = st.dgrads[s] + 1
+    # completion.commit_dgrad_writes
+    st.produced[slot] = replay
+    st.replays[d] = replay
+    st.undrained[d] = 1
+
+
+def abort_dgrad(st, slot, ticket):
+    """
+    After dI failed: tape released, domain poisoned, epoch spoiled.
+
+    Guards: ownership.
+    Writes: ownership, order, capture, completion, epoch.
+    """
+    # ownership.abort_dgrad_guards
+    mask = st.pending[slot]
+    held = st.held[slot]
+    if held == 0 or held != ticket or mask & DI == 0:
+        raise Refused("ownership.unknown-ticket")
+    s = st.slot_stage[slot]
+    d = st.domain_of[s]
+    p = st.pool_of[slot]
+    # ownership.abort_dgrad_writes
+    st.held[slot] = 0
+    st.slot_of[st.cell_at[slot]] = NO_SLOT
+    st.pending[slot] = 0
+    st.generation[slot] = st.generation[slot] + 1
+    # order.abort_dgrad_writes
+    st.busy[d] = 0
+    st.poisoned[d] = 1
+    # capture.abort_dgrad_writes
+    st.tenants[p] = st.tenants[p] - 1
+    # completion.abort_dgrad_writes
+    st.undrained[d] = 1
+    # epoch.abort_dgrad_writes
+    st.spoiled[s] = st.epoch_at[slot]

@@ -1,0 +1,161 @@
+"""
+The composed transitions check_forward, commit_forward and abort_forward.
+
+Written by ``python -m qeffect.engine``; edit ``qeffect.relations`` and write it again.
+"""
+
+from __future__ import annotations
+
+from ...refusals import Refused
+from ...relations.constants import NO_SLOT, NO_STAGE, RESERVED
+
+__all__ = ["abort_forward", "check_forward", "commit_forward"]
+
+
+def check_forward(st, key, slot, token, link, refresh):
+    """
+    Before F: claim slot, domain.
+
+    Guards: ownership, version, order, capture, completion.
+    Writes: ownership, version, order, capture, tickets.
+    """
+    # ownership.check_forward_guards
+    s = key.stage
+    e = key.epoch
+    c = key.cell
+    mask = st.pending[slot]
+    if slot == NO_SLOT:
+        raise Refused("ownership.pool-exhausted")
+    if st.slot_stage[slot] != s:
+        raise Refused("ownership.foreign-slot")
+    if st.held[slot] != 0:
+        raise Refused("ownership.pending")
+    if mask != 0 and (mask != RESERVED or st.cell_at[slot] != c or st.epoch_at[slot] != e):
+        raise Refused("ownership.slot-busy")
+    if mask == 0 and st.slot_of[c] != NO_SLOT:
+        raise Refused("ownership.key-live")
+    if st.forwarded[c] == e:
+        raise Refused("ownership.repeated-forward")
+    if st.generation[slot] == st.generation_max[0]:
+        raise Refused("ownership.generation-exhausted")
+    # version.check_forward_guards
+    d = st.domain_of[s]
+    cached = st.cache_epoch[s]
+    waiting = st.refreshed[d]
+    if e != st.weight_epoch[s]:
+        raise Refused("version.wrong-epoch")
+    if refresh != 0 and (st.refreshing[s] != 0 or st.filling[s] != 0):
+        raise Refused("version.pending")
+    if refresh == 0 and cached != e:
+        raise Refused("version.stale-cache")
+    if refresh != 0 and cached == e:
+        raise Refused("version.already-fresh")
+    if refresh != 0 and st.forwards[s] != 0:
+        raise Refused("version.late-refresh")
+    if waiting != NO_STAGE and waiting != s:
+        raise Refused("version.refresh-interrupted")
+    # order.check_forward_guards
+    if st.busy[d] != 0:
+        raise Refused("order.pending")
+    if st.poisoned[d] != 0:
+        raise Refused("order.poisoned")
+    if st.token[d] != token:
+        raise Refused("order.token")
+    if st.declared[d] != 0 and st.forward_at[c] != st.position[d]:
+        raise Refused("order.reordered")
+    # capture.check_forward_guards
+    p = st.pool_of[slot]
+    if st.tenants[p] != 0 and st.cursor[p] >= st.forward_rank[slot]:
+        raise Refused("capture.out-of-order")
+    # completion.check_forward_guards
+    if st.domain_at[link] != d:
+        raise Refused("completion.wrong-stream")
+    if st.joined[link] != st.submitted[link]:
+        raise Refused("completion.caller-to-graph")
+    ticket = st.serial[0] + 1
+    # ownership.check_forward_writes
+    st.slot_of[c] = slot
+    st.cell_at[slot] = c
+    st.epoch_at[slot] = e
+    st.pending[slot] = RESERVED
+    st.held[slot] = ticket
+    st.forwarded[c] = e
+    # version.check_forward_writes
+    if refresh != 0:
+        st.filling[s] = ticket
+    # order.check_forward_writes
+    st.busy[d] = ticket
+    # capture.check_forward_writes
+    st.cursor[p] = st.forward_rank[slot]
+    st.tenants[p] = st.tenants[p] + 1
+    # tickets.check_forward_writes
+    st.serial[0] = ticket
+    return ticket
+
+
+def commit_forward(st, slot, ticket):
+    """
+    After F: the tape is live, the token advances; a refreshing F makes the cache current.
+
+    Guards: ownership.
+    Writes: ownership, version, order, completion.
+    """
+    # ownership.commit_forward_guards
+    mask = st.pending[slot]
+    held = st.held[slot]
+    if held == 0 or held != ticket or mask != RESERVED:
+        raise Refused("ownership.unknown-ticket")
+    s = st.slot_stage[slot]
+    d = st.domain_of[s]
+    replay = st.replays[d] + 1
+    # ownership.commit_forward_writes
+    st.pending[slot] = st.owes[s]
+    st.held[slot] = 0
+    # version.commit_forward_writes
+    if st.filling[s] == ticket:
+        st.cache_epoch[s] = st.epoch_at[slot]
+        st.filling[s] = 0
+    st.refreshed[d] = NO_STAGE
+    # order.commit_forward_writes
+    st.busy[d] = 0
+    st.token[d] = st.token[d] + 1
+    st.position[d] = st.position[d] + 1
+    st.forwards[s] = st.forwards[s] + 1
+    # completion.commit_forward_writes
+    st.produced[slot] = replay
+    st.replays[d] = replay
+    st.undrained[d] = 1
+
+
+def abort_forward(st, slot, ticket):
+    """
+    After F failed: tape released, domain poisoned, epoch spoiled.
+
+    Guards: ownership.
+    Writes: ownership, version, order, capture, completion, epoch.
+    """
+    # ownership.abort_forward_guards
+    mask = st.pending[slot]
+    held = st.held[slot]
+    if held == 0 or held != ticket or mask != RESERVED:
+        raise Refused("ownership.unknown-ticket")
+    s = st.slot_stage[slot]
+    d = st.domain_of[s]
+    p = st.pool_of[slot]
+    # ownership.abort_forward_writes
+    st.held[slot] = 0
+    st.slot_of[st.cell_at[slot]] = NO_SLOT
+    st.pending[slot] = 0
+    st.generation[slot] = st.generation[slot] + 1
+    # version.abort_forward_writes
+    if st.filling[s] == ticket:
+        st.filling[s] = 0
+    # order.abort_forward_writes
+    st.busy[d] = 0
+    st.poisoned[d] = 1
+    # capture.abort_forward_writes
+    st.tenants[p] = st.tenants[p] - 1
+    # completion.abort_forward_writes
+    st.undrained[d] = 1
+    # epoch.abort_forward_writes
+    st.spoiled[s] = st.epoch_at[slot]

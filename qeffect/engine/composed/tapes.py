@@ -1,0 +1,192 @@
+"""
+The composed transitions reserve, bind, read, finish_read, drop and invalidate.
+
+Written by ``python -m qeffect.engine``; edit ``qeffect.relations`` and write it again.
+"""
+
+from __future__ import annotations
+
+from ...refusals import Refused
+from ...relations.constants import DI, GRAD, NEVER, NO_SLOT, OUT, RESERVED
+
+__all__ = ["bind", "drop", "finish_read", "invalidate", "read", "reserve"]
+
+
+def reserve(st, key, slot):
+    """
+    Before a receive: claim a slot for a key's forward.
+
+    Guards: ownership, version.
+    Writes: ownership.
+    """
+    # ownership.reserve_guards
+    s = key.stage
+    e = key.epoch
+    c = key.cell
+    mask = st.pending[slot]
+    if slot == NO_SLOT:
+        raise Refused("ownership.pool-exhausted")
+    if st.slot_stage[slot] != s:
+        raise Refused("ownership.foreign-slot")
+    if mask != 0:
+        raise Refused("ownership.slot-busy")
+    if st.slot_of[c] != NO_SLOT:
+        raise Refused("ownership.key-live")
+    if st.forwarded[c] == e:
+        raise Refused("ownership.repeated-forward")
+    if st.generation[slot] == st.generation_max[0]:
+        raise Refused("ownership.generation-exhausted")
+    # version.reserve_guards
+    if e != st.weight_epoch[s]:
+        raise Refused("version.wrong-epoch")
+    # ownership.reserve_writes
+    st.slot_of[c] = slot
+    st.cell_at[slot] = c
+    st.epoch_at[slot] = e
+    st.pending[slot] = RESERVED
+
+
+def bind(st, key, destination):
+    """
+    Before dI: bind the destinations of its gradients.
+
+    Guards: version, arena.
+    Writes: arena.
+    """
+    # version.bind_guards
+    s = key.stage
+    e = key.epoch
+    if e != st.weight_epoch[s]:
+        raise Refused("version.wrong-epoch")
+    # arena.bind_guards
+    c = key.cell
+    if st.spoiled[s] == e:
+        raise Refused("arena.unusable")
+    if st.bound[c] == e:
+        raise Refused("arena.duplicate-bind")
+    if st.destination_of[c] != destination:
+        raise Refused("arena.mismatch")
+    # arena.bind_writes
+    st.bound[c] = e
+
+
+def read(st, key, ref, bit, link):
+    """
+    Before a stream reads an output or input gradient.
+
+    Guards: ownership, completion.
+    Writes: none.
+    """
+    # ownership.read_guards
+    slot = ref.slot
+    mask = st.pending[slot]
+    e = key.epoch
+    c = key.cell
+    if ref.incarnation != st.incarnation[0]:
+        raise Refused("ownership.foreign-incarnation")
+    if mask == 0 or st.generation[slot] != ref.generation:
+        raise Refused("ownership.stale-reference")
+    if st.cell_at[slot] != c or st.epoch_at[slot] != e:
+        raise Refused("ownership.wrong-key")
+    if st.held[slot] != 0:
+        raise Refused("ownership.pending")
+    if bit != OUT and bit != GRAD or mask & bit == 0:
+        raise Refused("ownership.no-such-reader")
+    if bit == GRAD and mask & DI != 0:
+        raise Refused("ownership.read-before-dgrad")
+    # completion.read_guards
+    s = key.stage
+    d = st.domain_of[s]
+    if st.domain_at[link] != d:
+        raise Refused("completion.wrong-stream")
+    if st.waited[link] < st.produced[slot]:
+        raise Refused("completion.graph-to-caller")
+
+
+def finish_read(st, key, ref, bit):
+    """
+    After: the reader is done; the last one releases.
+
+    Guards: ownership.
+    Writes: ownership, capture.
+    """
+    # ownership.finish_read_guards
+    slot = ref.slot
+    mask = st.pending[slot]
+    e = key.epoch
+    c = key.cell
+    if ref.incarnation != st.incarnation[0]:
+        raise Refused("ownership.foreign-incarnation")
+    if mask == 0 or st.generation[slot] != ref.generation:
+        raise Refused("ownership.stale-reference")
+    if st.cell_at[slot] != c or st.epoch_at[slot] != e:
+        raise Refused("ownership.wrong-key")
+    if st.held[slot] != 0:
+        raise Refused("ownership.pending")
+    if bit != OUT and bit != GRAD or mask & bit == 0:
+        raise Refused("ownership.no-such-reader")
+    if bit == GRAD and mask & DI != 0:
+        raise Refused("ownership.read-before-dgrad")
+    left = mask & ~bit
+    p = st.pool_of[slot]
+    # ownership.finish_read_writes
+    if left == 0:
+        st.slot_of[st.cell_at[slot]] = NO_SLOT
+        st.pending[slot] = 0
+        st.generation[slot] = st.generation[slot] + 1
+    else:
+        st.pending[slot] = left
+    # capture.finish_read_writes
+    if left == 0:
+        st.tenants[p] = st.tenants[p] - 1
+
+
+def drop(st, key, ref):
+    """
+    Abort one tape; purge drops every tape of an epoch.
+
+    Guards: ownership, reduction.
+    Writes: ownership, capture, epoch.
+    """
+    # ownership.drop_guards
+    slot = ref.slot
+    e = key.epoch
+    c = key.cell
+    mask = st.pending[slot]
+    if ref.incarnation != st.incarnation[0]:
+        raise Refused("ownership.foreign-incarnation")
+    if mask == 0 or st.generation[slot] != ref.generation:
+        raise Refused("ownership.stale-reference")
+    if st.cell_at[slot] != c or st.epoch_at[slot] != e:
+        raise Refused("ownership.wrong-key")
+    if st.held[slot] != 0:
+        raise Refused("ownership.pending")
+    # reduction.drop_guards
+    s = key.stage
+    if st.reducing[s] != 0:
+        raise Refused("reduction.in-flight")
+    p = st.pool_of[slot]
+    # ownership.drop_writes
+    st.slot_of[st.cell_at[slot]] = NO_SLOT
+    st.pending[slot] = 0
+    st.generation[slot] = st.generation[slot] + 1
+    # capture.drop_writes
+    if mask != RESERVED:
+        st.tenants[p] = st.tenants[p] - 1
+    # epoch.drop_writes
+    st.spoiled[s] = e
+    st.final[s] = NEVER
+
+
+def invalidate(st, stage):
+    """
+    The weight cache was lost; it is stale.
+
+    Guards: version.
+    Writes: version.
+    """
+    # version.invalidate_guards
+    if st.refreshing[stage] != 0 or st.filling[stage] != 0:
+        raise Refused("version.pending")
+    # version.invalidate_writes
+    st.cache_epoch[stage] = NEVER

@@ -1,0 +1,47 @@
+"""
+The end of an epoch: finalized gradients, their reductions, and the commit.
+"""
+
+from __future__ import annotations
+
+from .runner import Runner
+
+__all__ = ["Epochs"]
+
+
+class Epochs:
+    """
+    What is asked and told between the last dW of an epoch and the next epoch.
+
+    Args:
+        runner: Runs the transitions.
+        stage: A stage of the process; all have one weight epoch, since commit is atomic.
+    """
+
+    __slots__ = ("_runner", "_stage")
+
+    def __init__(self, runner: Runner, stage: int) -> None:
+        self._runner = runner
+        self._stage = stage
+
+    @property
+    def current(self) -> int:
+        """The weight epoch of the process."""
+        return int(self._runner.memory.weight_epoch[self._stage])
+
+    def finalize(self, stage: int, link: int) -> None:
+        """Declare a stage's gradients whole."""
+        self._runner.arguments.stage("finalize", stage)
+        self._runner.arguments.link("finalize", link)
+        self._runner.run("finalize", stage, link)
+
+    def reduction(self, transition: str, stage: int) -> None:
+        """Tell what became of a stage's reduction: it starts, finished or failed."""
+        self._runner.arguments.stage(transition, stage)
+        self._runner.run(transition, stage)
+
+    def commit(self, epoch: int | None) -> int:
+        """Advance every stage to the next weight epoch and return it."""
+        current = self.current if epoch is None else epoch
+        self._runner.run("commit_epoch", current)
+        return current + 1

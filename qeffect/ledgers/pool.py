@@ -1,0 +1,61 @@
+"""
+The pool: which slots are free, and which a key has reserved before its forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..engine.freelist import FreeSlots
+from ..engine.memory import Memory
+from ..keys import Cell, TapeKey
+
+__all__ = ["Pool"]
+
+
+class Pool:
+    """
+    The free slots of every stage.
+
+    Args:
+        memory: The contract's memory; its consumer masks say when a slot is free.
+        slots: Slot indices of each stage.
+
+    Attributes:
+        free: Free slots by stage.
+        reserved: Slot by the cell that reserved it.
+    """
+
+    __slots__ = ("_memory", "_slots", "free", "reserved")
+
+    def __init__(self, memory: Memory, slots: Mapping[int, tuple[int, ...]]) -> None:
+        self._memory = memory
+        self._slots = slots
+        self.free: dict[int, FreeSlots] = {}
+        self.reserved: dict[Cell, int] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Make every slot free, as after a restore."""
+        self.free.update({stage: FreeSlots(own) for stage, own in self._slots.items()})
+        self.reserved.clear()
+
+    def next_slot(self, key: TapeKey) -> int:
+        """Return the slot a reservation should use; one that is refused when none is free."""
+        free = self.free[key.stage]
+        return free[-1] if free else int(self._memory.slot_of[key.cell])
+
+    def reserve(self, key: TapeKey, slot: int) -> None:
+        """Note that a key reserved a slot."""
+        self.free[key.stage].take(slot)
+        self.reserved[key.cell] = slot
+
+    def reclaim(self, slot: int) -> None:
+        """Put a slot back if nothing waits for it any more."""
+        st = self._memory
+        if st.pending[slot] == 0:
+            free = self.free[st.slot_stage[slot]]
+            if st.generation[slot] == st.generation_max[0]:
+                free.retire(slot)
+            else:
+                free.put(slot)

@@ -1,0 +1,52 @@
+"""
+Restarts: what persists of a contract, and how another incarnation begins there.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from ..checkpoint import Checkpoint, require_same
+from ..configuration import Configuration
+from .epochs import Epochs
+from .pool import Pool
+from .runner import Runner
+
+__all__ = ["Restarts"]
+
+
+class Restarts:
+    """
+    Checkpoint and restore.
+
+    Args:
+        runner: Runs the transitions.
+        pool: The free slots; all are free after a restore.
+        epochs: Knows the current epoch.
+    """
+
+    __slots__ = ("_epochs", "_pool", "_runner")
+
+    def __init__(self, runner: Runner, pool: Pool, epochs: Epochs) -> None:
+        self._runner = runner
+        self._pool = pool
+        self._epochs = epochs
+
+    def checkpoint(self, own: Configuration, state: Any, recipe: Any) -> Checkpoint:
+        """Return what persists; refused while anything is live."""
+        self._runner.run("checkpoint")
+        return Checkpoint(self._epochs.current, own, state, recipe)
+
+    def restore(self, own: Configuration, checkpoint: Checkpoint, incarnation: int | None) -> None:
+        """Begin a new incarnation at a checkpoint's epoch."""
+        if not isinstance(checkpoint, Checkpoint):
+            raise TypeError(f"restore: expected a Checkpoint, got {checkpoint!r}")
+        if incarnation is not None and not (
+            isinstance(incarnation, int) and 0 <= incarnation < 1 << 64
+        ):
+            raise ValueError(f"restore: an incarnation has 64 bits, got {incarnation!r}")
+        require_same(checkpoint, own)
+        fresh = secrets.randbits(64) if incarnation is None else incarnation
+        self._runner.run("restore", checkpoint.epoch, fresh)
+        self._pool.reset()

@@ -1,0 +1,74 @@
+"""
+The streams of a contract: what callers enqueued, and what has been waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+from .runner import Runner
+
+__all__ = ["Streams"]
+
+
+class Streams:
+    """
+    The links between caller streams and the graph streams of state domains.
+
+    Args:
+        runner: Runs the transitions.
+        callers: Names of the caller streams.
+        domains: Domain index by name.
+        links: Link index by (caller, domain name).
+    """
+
+    __slots__ = ("_domains", "_links", "_runner", "callers")
+
+    def __init__(
+        self,
+        runner: Runner,
+        callers: tuple[Hashable, ...],
+        domains: Mapping[Hashable, int],
+        links: Mapping[tuple[Hashable, Hashable], int],
+    ) -> None:
+        self._runner = runner
+        self.callers = callers
+        self._domains = domains
+        self._links = links
+
+    def link(self, caller: Hashable, domain: Hashable) -> int:
+        """
+        Return the index of a link.
+
+        Raises:
+            ValueError: No such caller or domain is configured.
+        """
+        try:
+            return self._links[caller, domain]
+        except (KeyError, TypeError):
+            raise ValueError(
+                f"no link of caller {caller!r} and domain {domain!r}; there are {list(self._links)}"
+            ) from None
+
+    def submit(self, caller: Hashable) -> None:
+        """Tell that a caller enqueued work, on every one of its links."""
+        if caller not in self.callers:
+            raise ValueError(f"submit: no caller {caller!r}; there are {list(self.callers)}")
+        for (name, _), link in self._links.items():
+            if name == caller:
+                self._runner.run("submit", link)
+
+    def join(self, link: int) -> None:
+        """Tell that the graph stream waits for the caller."""
+        self._runner.arguments.link("join", link)
+        self._runner.run("join", link)
+
+    def wait(self, link: int) -> None:
+        """Tell that the caller waits for the graph stream."""
+        self._runner.arguments.link("wait", link)
+        self._runner.run("wait", link)
+
+    def drain(self) -> None:
+        """Tell that the device work of every domain has been seen to finish."""
+        for domain in self._domains.values():
+            self._runner.run("drain", domain)
