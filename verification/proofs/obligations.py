@@ -57,8 +57,8 @@ class Obligation:
 
     Args:
         name: What is claimed: a predicate's name, or a theorem's.
-        kind: ``initial``, ``inductive``, ``step``, ``refusal``, ``commit``, ``capture``,
-            ``restore``, ``width``; for a search, ``witness`` or ``bounded``.
+        kind: ``initial``, ``inductive``, ``step``, ``change``, ``refusal``, ``commit``,
+            ``capture``, ``restore``, ``width``; for a search, ``witness`` or ``bounded``.
         composition: The relations that took part.
         transition: The transition, or empty.
         path: The path through it: its clause or ``accepted``, and its position.
@@ -221,6 +221,8 @@ def obligations(composition: Composition) -> Iterator[Goal]:
             facts = (*path.tests, *assumed)
             for step in steps:
                 yield _goal(words, step, "step", path, facts)
+            for change in words.changes(path):
+                yield _goal(words, change, "change", path, facts)
             for claim in words.disturbed(words.after(path)):
                 earlier = before[claim.name].body
                 if not claim.body.eq(earlier):

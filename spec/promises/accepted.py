@@ -9,8 +9,9 @@ accepted once.
 
 from __future__ import annotations
 
-from ..history import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, WGRAD
-from ..predicates import GRAD, NEVER, NO_SLOT, RESERVED, Register, implies
+from ..constants import GRAD, NEVER, NO_SLOT, OUT, RESERVED
+from ..predicates import Register, implies
+from ..world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, WGRAD
 from .words import Args, History, Index, State, Truth
 
 __all__ = ["STEPS"]
@@ -46,7 +47,7 @@ def right_work(st: State, h: History, a: Args) -> Truth:
 def right_consumer(st: State, h: History, a: Args) -> Truth:
     """One reader reads, only where one is awaited, and a gradient only after dI."""
     s = a.ref.slot
-    one = (a.bit == 4) | (a.bit == 8)
+    one = (a.bit == OUT) | (a.bit == GRAD)
     there = implies(a.bit == GRAD, h.ran_dgrad[a.key.cell] == 1)
     return one & ((h.owing[s] & a.bit) != 0) & (h.ran_forward[a.key.cell] == 1) & there
 
