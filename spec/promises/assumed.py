@@ -88,7 +88,7 @@ def commits_of_now(st: State, h: History, a: Args) -> Truth:
 
 @ASSUMED("persistence.epochs-from-zero", "restore")
 def checkpoints_from_zero(st: State, h: History, a: Args) -> Truth:
-    """So do checkpoints."""
+    """Checkpoints count epochs from zero."""
     return 0 <= a.epoch
 
 

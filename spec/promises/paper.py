@@ -27,7 +27,8 @@ class PaperInvariant:
         title: What the paper calls it.
         says: What is promised, in a sentence.
         promises: Names of the promises that together say it.
-        needs: Optional relations without which part of it is not claimed.
+        theorems: What else is proved for it: names of the proofs' own theorems.
+        needs: Optional relations; where one is left out, part of it is not claimed.
     """
 
     name: str
@@ -35,6 +36,7 @@ class PaperInvariant:
     title: str
     says: str
     promises: tuple[str, ...]
+    theorems: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
 
 
@@ -119,6 +121,11 @@ _ALL = (
             "version.stale-after-restore",
             "order.token-from-zero",
             "ownership.right-reference",
+        ),
+        theorems=(
+            "a restore ends every reference",
+            "what ended stays ended",
+            "an ended reference is refused",
         ),
         needs=("version", "order", "completion", "reduction"),
     ),

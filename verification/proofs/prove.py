@@ -12,12 +12,13 @@ from typing import Any, Final
 from attrs import define, field
 
 from qeffect.engine.stage import OPTIONAL
+from qeffect.spec.promises import PAPER
 
 from ..symbolic import Encoding
 from . import bounded as in_steps
 from . import witnesses as in_scope
 from .finite import SCOPE
-from .obligations import COMPOSITIONS, Composition, Goal, Obligation, obligations
+from .obligations import COMPOSITIONS, Composition, Goal, Obligation, changes, obligations
 from .solvers import Z3, Cvc5, Proved
 from .theorems import capture_in_own_pool, initial, refusals, restored, tickets, widths
 
@@ -98,6 +99,20 @@ class ProofReport:
         again = [obligation for agreement in self.agreements for obligation in agreement.open]
         return [*(obligation for obligation in asked if not obligation.proved), *again]
 
+    def paper(self) -> dict[str, bool]:
+        """
+        Say of each invariant of the paper whether all that makes it up is proved.
+
+        A promise without an obligation in the full composition is not.
+        """
+        full = [o for o in self.obligations if o.composition == "full"]
+        asked = {obligation.name for obligation in full}
+        missed = {obligation.name for obligation in self.open}
+        return {
+            name: asked - missed >= {*invariant.promises, *invariant.theorems}
+            for name, invariant in PAPER.items()
+        }
+
     def by_kind(self) -> dict[str, int]:
         """Count the obligations of each kind."""
         found: dict[str, int] = {}
@@ -113,6 +128,7 @@ class ProofReport:
             "unknown": self.unknown,
             "seconds": round(self.seconds, 3),
             "by_kind": self.by_kind(),
+            "paper": self.paper(),
             "covered": sum(obligation.expected == "unsat" for obligation in self.witnesses),
             "witnesses": [obligation.asdict() for obligation in self.witnesses],
             "bounded": [obligation.asdict() for obligation in self.bounded],
@@ -180,10 +196,10 @@ def unbounded(
         composition = Composition.of(omit, encoding)
         z3 = Z3(composition, seed=seed, proved=proved)
         yield from z3.prove(_goals(composition))
-        for found in refusals(composition):
+        for found in (*changes(composition), *refusals(composition)):
             if isinstance(found, Obligation):
                 yield found
-            else:
+            elif found.kind == "refusal":
                 yield from z3.prove([found])
     wide = Composition.of((), Encoding.sorted(generation_bits=64))
     yield from Z3(wide, seed=seed).prove(widths(wide))
@@ -234,6 +250,7 @@ def _agreement(solver: Z3 | Cvc5, goals: list[Goal], seed: int) -> Agreement:
 def _goals(composition: Composition) -> Iterator[Goal]:
     yield from initial(composition)
     yield from obligations(composition)
+    yield from (goal for goal in changes(composition) if isinstance(goal, Goal))
     yield from tickets(composition)
     yield from restored(composition)
     if "capture" not in composition.omit:
