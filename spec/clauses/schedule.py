@@ -63,14 +63,14 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
     ),
     (
         "dgrad-before-forward",
-        "Backward follows forward",
+        "Input gradients follow their forwards",
         "The input gradient of a stage and microbatch follows its forward.",
         "Two cells of a row were exchanged.",
         "Move the forward before it.",
     ),
     (
         "wgrad-before-dgrad",
-        "dW follows its own dI",
+        "Weight gradients follow their own input gradients",
         "The weight gradient of a stage and microbatch follows its own input gradient.",
         "A dW was moved into a bubble that comes before its dI.",
         "Move the input gradient before it; that of another microbatch does not do.",

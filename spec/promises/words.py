@@ -3,8 +3,8 @@ The words that the promises are written in.
 
 ``st`` is the contract's memory, with the columns of ``qeffect.spec.columns``; ``h`` is the world
 beside it, told in the words of ``qeffect.spec.world``; ``a`` are the arguments of a transition, by
-their names. ``st.stage_of[cell]`` is the stage that a cell names. All are read as plain values and as
-symbolic terms alike, so they have no one type.
+their names. ``st.stage_of[cell]`` is the stage that a cell names. All of them are read as plain
+values and as symbolic terms alike, so they have no one type.
 """
 
 from __future__ import annotations
