@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def _numbered(text: str, first: int) -> str:
     return re.sub(r"^## ", lambda _: f"## {next(numbers)}. ", text, flags=re.MULTILINE)
 
 
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     dashes = "|".join("---" for _ in header)
     lines = [" | ".join(header), *(" | ".join(row) for row in rows)]
     first, *others = (f"| {line} |".replace("|  |", "| |") for line in lines)

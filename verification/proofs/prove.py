@@ -195,11 +195,13 @@ def unbounded(
     for omit in compositions:
         composition = Composition.of(omit, encoding)
         z3 = Z3(composition, seed=seed, proved=proved)
-        yield from z3.prove(_goals(composition))
-        for found in (*changes(composition), *refusals(composition)):
+        moved = list(changes(composition))
+        yield from z3.prove(chain(_goals(composition), _asked(moved)))
+        yield from (found for found in moved if isinstance(found, Obligation))
+        for found in refusals(composition):
             if isinstance(found, Obligation):
                 yield found
-            elif found.kind == "refusal":
+            else:
                 yield from z3.prove([found])
     wide = Composition.of((), Encoding.sorted(generation_bits=64))
     yield from Z3(wide, seed=seed).prove(widths(wide))
@@ -226,7 +228,7 @@ def again(seeds: Sequence[int], solvers: Sequence[str] = ("z3",)) -> Iterator[Ag
     if not seeds and "cvc5" not in solvers:
         return
     composition = Composition.of((), Encoding.sorted())
-    goals = list(_goals(composition))
+    goals = [*_goals(composition), *_asked(changes(composition))]
     for seed in seeds:
         yield _agreement(Z3(composition, seed=seed), goals, seed)
     if "cvc5" in solvers:
@@ -247,10 +249,14 @@ def _agreement(solver: Z3 | Cvc5, goals: list[Goal], seed: int) -> Agreement:
     )
 
 
+def _asked(found: Iterable[Obligation | Goal]) -> Iterator[Goal]:
+    """Yield what a solver has to be asked."""
+    return (goal for goal in found if isinstance(goal, Goal))
+
+
 def _goals(composition: Composition) -> Iterator[Goal]:
     yield from initial(composition)
     yield from obligations(composition)
-    yield from (goal for goal in changes(composition) if isinstance(goal, Goal))
     yield from tickets(composition)
     yield from restored(composition)
     if "capture" not in composition.omit:
