@@ -39,6 +39,8 @@ class FaultRow:
         clause: The clause that refused it; empty when none did.
         refused: It was refused, at its first invalid operation, under the clause of the table,
             and the state was the same before and after.
+        result: What the paper's table says became of it; that it was not refused so, where it
+            was not.
         preserved: What was preserved, as shown by using it afterwards; or what was not.
         holds: Refused, and preserved.
         accepted: Transitions that were accepted before it.
@@ -50,6 +52,7 @@ class FaultRow:
     transition: str
     clause: str
     refused: bool
+    result: str
     preserved: str
     holds: bool
     accepted: int
@@ -113,6 +116,7 @@ def _inject(row: Mapping[str, str]) -> FaultRow:
         transition=refusal.transition if refusal else "",
         clause=refusal.clause if refusal else "",
         refused=refused_so,
+        result=row["result"] if refused_so else "not refused as the table says",
         preserved=preserved or row["preserved"],
         holds=refused_so and not preserved,
         accepted=accepted,

@@ -5,12 +5,19 @@ The written contract and the fault table, rendered from their data.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from .clauses import CLAUSES, PARTS, Clause, Part
+from .clauses import CLAUSES, PARTS, SCHEDULE, Clause, Part
+from .columns import COLUMNS, CONFIGURED, SORTS, StateColumn
+from .guards import GUARDS
+from .predicates import Register
+from .promises import ASSUMED, CHANGES, CONFIGURATION, MEMORY, PAPER, STEPS, WORLD
 from .transitions import TRANSITIONS
+from .world import WORDS
 
 __all__ = ["DOCUMENTS", "contract", "fault_rows", "faults"]
 
@@ -21,15 +28,18 @@ _NOTICE = (
 
 
 def contract() -> str:
-    """Return the normative text: every part with its clauses, then the transitions."""
+    """Return the normative text: parts with their clauses, transitions, state, promises."""
+    parts = (*PARTS, SCHEDULE)
+    chapters = "\n".join(
+        [_transitions(), _state(), _paper(), _promises(), _text("differences"), _text("closing")]
+    )
     return "\n".join(
         [
             _NOTICE,
-            _chapter("opening"),
-            _relations(),
-            *(_part(number, part) for number, part in enumerate(PARTS, 1)),
-            _transitions(len(PARTS) + 1),
-            _chapter("closing"),
+            _text("opening"),
+            _relations(parts),
+            *(_part(number, part) for number, part in enumerate(parts, 1)),
+            _numbered(chapters, len(parts) + 1),
         ]
     )
 
@@ -42,48 +52,64 @@ def fault_rows() -> tuple[Mapping[str, str], ...]:
 
 def faults() -> str:
     """Return the fault table as text."""
-    lines = [
-        _NOTICE,
-        "# Injected contract violations",
-        "",
-        "Seven injections in six families, after the paper's table (Section V). Each enters",
-        "through the public API on a CPU, is refused at its first invalid operation, and leaves",
-        "the state as it was; `qeffect faults` runs them.",
-        "",
-        "| family | injected violation | detected at | result | clause | preserved |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row['family']} | {row['violation']} | {row['detected_at']} | {row['result']} "
-        f"| `{row['clause']}` ({CLAUSES[row['clause']].number}) | {row['preserved']} |"
+    rows = [
+        (
+            row["family"],
+            row["violation"],
+            row["detected_at"],
+            row["result"],
+            f"`{row['clause']}` ({CLAUSES[row['clause']].number})",
+            row["preserved"],
+        )
         for row in fault_rows()
     ]
-    return "\n".join(lines) + "\n"
+    header = ("family", "injected violation", "detected at", "result", "clause", "preserved")
+    return "\n".join(
+        [
+            _NOTICE,
+            "# Injected contract violations",
+            "",
+            "Seven injections in six families, after the paper's table (Section V). Each enters",
+            "through the public API on a CPU, is refused at its first invalid operation, and",
+            "leaves the state as it was; `qeffect faults` runs them.",
+            "",
+            *_table(header, rows),
+            "",
+        ]
+    )
 
 
 #: Generated files by name, with what renders each.
 DOCUMENTS = {"contract.md": contract, "faults.md": faults}
 
 
-def _chapter(name: str) -> str:
+def _text(name: str) -> str:
     return (_HERE / "chapters" / f"{name}.md").read_text(encoding="utf-8")
 
 
-def _relations() -> str:
+def _numbered(text: str, first: int) -> str:
+    """Number the chapters of a text."""
+    numbers = count(first)
+    return re.sub(r"^## ", lambda _: f"## {next(numbers)}. ", text, flags=re.MULTILINE)
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    dashes = "|".join("---" for _ in header)
+    lines = [" | ".join(header), *(" | ".join(row) for row in rows)]
+    first, *others = (f"| {line} |".replace("|  |", "| |") for line in lines)
+    return [first, f"|{dashes}|", *others]
+
+
+# Parts and their clauses
+
+
+def _relations(parts: tuple[Part, ...]) -> str:
     rows = [
-        f"| {number} | {part.title} | {part.hidden} | {part.without} | {part.holder} |"
-        for number, part in enumerate(PARTS, 1)
+        (str(number), part.title, part.hidden, part.without, part.holder)
+        for number, part in enumerate(parts, 1)
     ]
-    return "\n".join(
-        [
-            "**The parts.**",
-            "",
-            "| | part | what is hidden | what goes wrong without it | what holds it |",
-            "|---|---|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
+    header = ("", "part", "what is hidden", "what goes wrong without it", "what holds it")
+    return "\n".join(["**The parts.**", "", *_table(header, rows), ""])
 
 
 def _part(number: int, part: Part) -> str:
@@ -110,24 +136,136 @@ def _clause(clause: Clause) -> str:
     )
 
 
-def _transitions(number: int) -> str:
-    rows = []
-    for transition in TRANSITIONS:
-        numbers = [c.number for c in CLAUSES.values() if transition.name in c.transitions]
-        arguments = ", ".join(transition.arguments)
-        rows.append(
-            f"| `{transition.name}({arguments})` | {transition.when} | {', '.join(numbers)} |"
-        )
+# Transitions and state
+
+
+def _transitions() -> str:
+    calls = [(f"`{t.name}({', '.join(t.arguments)})`", t.when) for t in TRANSITIONS]
+    guards = [
+        (f"`{name}`", " → ".join(f"{clause} ({CLAUSES[clause].number})" for clause in clauses))
+        for name, clauses in GUARDS.items()
+        if clauses
+    ]
+    never = ", ".join(f"`{name}`" for name, clauses in GUARDS.items() if not clauses)
     return "\n".join(
         [
-            f"## {number}. Transitions",
+            "## Transitions",
             "",
-            "A check returns the ticket it issued; nothing else returns a value. Transitions",
-            "without clauses are never refused.",
+            "A check returns the ticket it issued; nothing else returns a value.",
             "",
-            "| transition | when, and what it changes | clauses |",
-            "|---|---|---|",
-            *rows,
+            *_table(("transition", "when, and what it changes"), calls),
+            "",
+            "**The order of the guards** is normative: the first that fails gives the refusal",
+            "its name. A clause that stands twice is checked twice, of two columns. A stage that",
+            "leaves out a part leaves out its guards, and the others keep their order. A key or",
+            "slot that was never configured is refused apart, where it would be looked up.",
+            "",
+            *_table(("transition", "its guards, in order"), guards),
+            "",
+            f"Never refused: {never}.",
             "",
         ]
     )
+
+
+def _state() -> str:
+    rows = [
+        (_column(c), c.relation, c.meaning, ", ".join(f"`{name}`" for name in c.writers))
+        for c in COLUMNS
+    ]
+    return "\n".join(
+        [
+            "## State",
+            "",
+            "The memory is a set of columns and nothing else. Each is indexed by one sort.",
+            "",
+            *_table(("sort", "what it is"), list(SORTS.items())),
+            "",
+            "Each column belongs to one part, and only that part's half of a transition writes it.",
+            "*Tickets* is the series of serial numbers that the checks share.",
+            "",
+            *_table(("column", "part", "what an entry says", "written by"), rows),
+            "",
+            "Configured columns are written by nobody.",
+            "",
+            *_table(
+                ("column", "what an entry says"), [(_column(c), c.meaning) for c in CONFIGURED]
+            ),
+            "",
+        ]
+    )
+
+
+def _column(column: StateColumn) -> str:
+    index = "" if column.index == "one" else column.index
+    return f"`{column.name}[{index}]`: {column.values}"
+
+
+# Promises
+
+
+def _paper() -> str:
+    says = {p.name: p.text for _, register in _registers() for p in register}
+    lines = [
+        "## The paper's invariants",
+        "",
+        "Section III-F of the paper numbers four invariants. Its abstract counts completion where",
+        "III-F counts persistence, and III-D adds, without a number, that every configured",
+        "microbatch is written exactly once. Each has a name here, and is the conjunction of the",
+        "promises under it (`qeffect.spec.promises.PAPER`). `qeffect prove` proves every one of",
+        "them, for any number of slots, microbatches and epochs.",
+        "",
+    ]
+    for invariant in PAPER.values():
+        needs = f" Claimed in full with {', '.join(invariant.needs)}." if invariant.needs else ""
+        lines += [
+            f"### {invariant.title} ({invariant.place})",
+            "",
+            f"`{invariant.name}`. **{invariant.says}**{needs}",
+            "",
+            *(f"- `{name}`: {says[name]}" for name in invariant.promises),
+            *(f"- proved besides: {name}." for name in invariant.theorems),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _promises() -> str:
+    lines = [
+        "## Promises",
+        "",
+        "Beside the clauses, which say what is refused, the predicates in `promises/` say what may",
+        "be relied on. They are written in the columns above and in words for the world beside",
+        "the contract, never in the contract's guards. All but the assumptions are proved; the",
+        "history and the lemmas that the proofs need besides stand in `verification/induction/`.",
+        "",
+    ]
+    for title, register in _registers():
+        lines += [f"### {title}", ""]
+        lines += [f"- `{p.name}`{_where(p.transitions)}: {p.text}" for p in register]
+        lines.append("")
+    words = [
+        (f"`{w.name}`" if w.index == "one" else f"`{w.name}[{w.index}]`", w.meaning)
+        for w in WORDS.values()
+    ]
+    return "\n".join(
+        [*lines, "### Words for the world", "", *_table(("word", "meaning"), words), ""]
+    )
+
+
+def _registers() -> Iterator[tuple[str, Register]]:
+    yield "Always, of the memory", MEMORY
+    yield "Always, of the memory and the world", WORLD
+    yield "Whenever an action is accepted", STEPS
+    yield "By an accepted transition", CHANGES
+    yield "Assumed of a configuration", CONFIGURATION
+    yield "Assumed of the caller's arguments", ASSUMED
+
+
+def _where(transitions: tuple[str, ...]) -> str:
+    if not transitions:
+        return ""
+    if len(transitions) > len(TRANSITIONS) // 2:
+        left = [t.name for t in TRANSITIONS if t.name not in transitions]
+        return f" (every transition{' but ' if left else ''}{', '.join(left)})"
+    return f" ({', '.join(transitions)})"

@@ -11,34 +11,11 @@ It never branches on what it compares. An entry outside a column is an unspecifi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 from attrs import field, frozen
 
-__all__ = [
-    "DI",
-    "DW",
-    "GRAD",
-    "NEVER",
-    "NO_SLOT",
-    "NO_STAGE",
-    "OUT",
-    "RESERVED",
-    "Predicate",
-    "Register",
-    "choose",
-    "implies",
-]
-
-#: The sentinels and consumer bits of the contract's columns.
-NO_SLOT: Final = -1
-NO_STAGE: Final = -1
-NEVER: Final = -1
-DI: Final = 1
-DW: Final = 2
-OUT: Final = 4
-GRAD: Final = 8
-RESERVED: Final = 16
+__all__ = ["Predicate", "Register", "choose", "implies"]
 
 
 def implies(premise: Any, conclusion: Any) -> Any:

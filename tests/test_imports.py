@@ -176,7 +176,7 @@ def _loaded(statement: str) -> set[str]:
         "import qeffect.spec",
         "import qeffect.cli",
         "import qeffect.schedule",
-        "import qeffect.spec.clauses, qeffect.spec.invariants",
+        "import qeffect.spec.clauses, qeffect.spec.promises",
         "import qeffect; c = qeffect.Contract([qeffect.StageConfig(0, microbatches=1, slots=1)])",
     ],
 )

@@ -218,6 +218,10 @@ class Prove:
             f"{len(data['witnesses'])} paths through the transitions: {taken} are taken from some "
             f"state, {data['covered']} are proved to be covered by an earlier guard",
         ]
+        kept = [name for name, proved in data["paper"].items() if proved]
+        lines.append(
+            f"{len(kept)} of the paper's {len(data['paper'])} invariants proved: {', '.join(kept)}"
+        )
         lines += [f"bounded, {b['path']}: {b['verdict']}" for b in data["bounded"]]
         lines += [
             f"{a['solver']}, seed {a['seed']}: {a['unsat']} of {a['goals']} agree"

@@ -17,10 +17,11 @@ from qeffect.engine.memory import Memory
 from qeffect.engine.stage import TRANSITIONS, transitions
 from qeffect.keys import TapeRef
 from qeffect.layout import Layout, lay_out
-from qeffect.spec.history import GHOSTS, advance
-from qeffect.spec.invariants import INVARIANTS
 from qeffect.spec.predicates import Predicate
-from qeffect.spec.properties import ASSUMED, HISTORY, STEPS
+from qeffect.spec.promises import ASSUMED, STEPS
+
+from .induction import HISTORY, INVARIANTS
+from .induction.history import GHOSTS, advance
 
 __all__ = ["MANDATORY", "Arbitrary", "Setup", "World"]
 

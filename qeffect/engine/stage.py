@@ -12,6 +12,8 @@ from typing import Any, Final
 
 from attrs import field, frozen
 
+from qeffect.spec.transitions import TRANSITIONS as WRITTEN
+
 from ..relations import (
     arena,
     capture,
@@ -46,38 +48,9 @@ RELATIONS: Final[Mapping[str, ModuleType]] = {
 #: Relations that a backend may leave out because it does not use what they protect.
 OPTIONAL: Final = frozenset({"version", "order", "arena", "capture", "completion", "reduction"})
 
-#: Every transition and its parameters after the state. ``check_*`` reserves and returns a ticket,
-#: ``commit_*`` redeems it after the physical action succeeded, ``abort_*`` after it failed.
+#: Every transition and its parameters after the state, from the specification's table.
 TRANSITIONS: Final[Mapping[str, tuple[str, ...]]] = {
-    "reserve": ("key", "slot"),
-    "bind": ("key", "destination"),
-    "check_refresh": ("stage", "link"),
-    "commit_refresh": ("stage", "ticket"),
-    "abort_refresh": ("stage", "ticket"),
-    "check_forward": ("key", "slot", "token", "link", "refresh"),
-    "commit_forward": ("slot", "ticket"),
-    "abort_forward": ("slot", "ticket"),
-    "check_dgrad": ("key", "ref", "token", "link"),
-    "commit_dgrad": ("slot", "ticket", "queued"),
-    "abort_dgrad": ("slot", "ticket"),
-    "check_wgrad": ("key", "ref", "link", "destination", "first"),
-    "commit_wgrad": ("slot", "ticket", "covered"),
-    "abort_wgrad": ("slot", "ticket"),
-    "read": ("key", "ref", "bit", "link"),
-    "finish_read": ("key", "ref", "bit"),
-    "drop": ("key", "ref"),
-    "invalidate": ("stage",),
-    "submit": ("link",),
-    "join": ("link",),
-    "wait": ("link",),
-    "drain": ("domain",),
-    "finalize": ("stage", "link"),
-    "start_reduction": ("stage",),
-    "finish_reduction": ("stage",),
-    "fail_reduction": ("stage",),
-    "commit_epoch": ("epoch",),
-    "checkpoint": (),
-    "restore": ("epoch", "incarnation"),
+    transition.name: transition.arguments for transition in WRITTEN
 }
 
 #: Every column that some transition writes, with the relation that owns it.

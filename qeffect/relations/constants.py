@@ -1,29 +1,29 @@
 """
-Names for the sentinel values and consumer bits that the transition functions share.
+The specification's sentinels and consumer bits, as the transition functions name them.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
+from qeffect.spec.constants import DI, DW, GRAD, NEVER, NO_SLOT, NO_STAGE, OUT, RESERVED
+
+__all__ = [
+    "DI",
+    "DW",
+    "GENERATION_MAX",
+    "GRAD",
+    "NEVER",
+    "NO_SLOT",
+    "NO_STAGE",
+    "OUT",
+    "RESERVED",
+    "State",
+]
+
 #: What a transition function is handed: any object whose attributes are indexable columns.
 #: Lists and dicts when running for real, Z3 arrays when proving, NumPy batches when exploring.
 State = Any
-
-#: No slot: the pool had none free, or the cell holds no live tape.
-NO_SLOT: Final = -1
-#: No stage: no refresh waits for its first forward.
-NO_STAGE: Final = -1
-#: An epoch mark that no epoch equals: never happened, or stale.
-NEVER: Final = -1
-
-#: Consumer bits of a tape's mask: who still has to visit the slot before it is free.
-DI: Final = 1
-DW: Final = 2
-OUT: Final = 4  # a reader of the forward's output: a send, or the next local stage
-GRAD: Final = 8  # a reader of the input gradient
-#: Mask of a slot that a key has claimed before its forward ran; no consumer may visit it.
-RESERVED: Final = 16
 
 #: The last generation a slot reaches with the default 64-bit counter.
 GENERATION_MAX: Final = (1 << 64) - 1

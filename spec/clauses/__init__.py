@@ -18,14 +18,15 @@ from . import (
     ownership,
     persistence,
     reduction,
+    schedule,
     version,
 )
 from .model import Clause, Part
 
-__all__ = ["CLAUSES", "PARTS", "Clause", "Part"]
+__all__ = ["CLAUSES", "PARTS", "SCHEDULE", "SCHEDULE_CLAUSES", "Clause", "Part"]
 
 #: The parts in the normative order: guards of a transition run in this order, so that a refusal
-#: has one name.
+#: has one name. The last is of event logs.
 PARTS: Final[tuple[Part, ...]] = (
     ownership.PART,
     version.PART,
@@ -39,7 +40,15 @@ PARTS: Final[tuple[Part, ...]] = (
     log.PART,
 )
 
-#: Every clause by its id, in the normative order.
+#: Every clause that a call or an event log is refused by, by its id, in the normative order.
 CLAUSES: Final[Mapping[str, Clause]] = MappingProxyType(
     {clause.id: clause for part in PARTS for clause in part.clauses}
+)
+
+#: The part about schedules: its clauses are found in a table before anything is called.
+SCHEDULE: Final[Part] = schedule.PART
+
+#: Every clause that a schedule is refused by, by its id.
+SCHEDULE_CLAUSES: Final[Mapping[str, Clause]] = MappingProxyType(
+    {clause.id: clause for clause in SCHEDULE.clauses}
 )

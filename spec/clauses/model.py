@@ -20,7 +20,7 @@ class Clause:
         title: The promise in a few words.
         invariant: The promise in a sentence.
         transitions: Transitions that check it; ``configure`` is the construction of a contract,
-            ``replay`` the reading of an event log.
+            ``replay`` the reading of an event log, ``check`` that of a schedule.
         argument: Argument to look at first when it is refused, ``ref.generation`` for a part of
             one; empty where no argument is at fault but the moment is.
         unchanged: What a refusal leaves as it was.

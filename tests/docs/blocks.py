@@ -46,9 +46,15 @@ def faults() -> str:
 
     rows = run().asdict()["rows"]
     return markdown(
-        ("injected violation", "detected at", "refused by", "preserved"),
+        ("injected violation", "detected at", "result", "refused by", "preserved"),
         [
-            (row["injection"], row["detected_at"], f"`{row['clause']}`", row["preserved"])
+            (
+                row["injection"],
+                row["detected_at"],
+                row["result"],
+                f"`{row['clause']}`",
+                row["preserved"],
+            )
             for row in rows
         ],
     )

@@ -128,6 +128,7 @@ class TestFault:
 
         assert injection.contract.epoch == epoch + 1
         assert row(name).preserved == ROWS[name]["preserved"]
+        assert row(name).result == ROWS[name]["result"]
 
     def test_fault_explains_itself(self, name: str) -> None:
         """The refusal says what was presented and expected, the cause and what to do."""
@@ -189,6 +190,7 @@ class TestFaultTable:
                 "injection",
                 "family",
                 "detected_at",
+                "result",
                 "clause",
                 "refused",
                 "preserved",
@@ -206,6 +208,7 @@ class TestFaultTable:
             ROWS["stale-cache"]["violation"]
         ]
         assert all("not preserved" in r.preserved for r in report.rows if not r.holds)
+        assert all(r.result.startswith("not refused") != r.refused for r in report.rows)
 
     def test_fault_report_tells_a_refusal_that_came_too_early(
         self, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ import qeffect
 from qeffect import Contract, Destination, Refused, StageConfig, TapeKey, TapeRef
 from qeffect.engine.stage import TRANSITIONS, transitions
 from qeffect.explain import EXPLANATIONS
-from qeffect.spec.clauses import CLAUSES, PARTS
+from qeffect.spec.clauses import CLAUSES, PARTS, SCHEDULE, SCHEDULE_CLAUSES
 from qeffect.spec.transitions import TRANSITIONS as WRITTEN
 
 #: Clauses that the embedding API, the layout or the replayer raises around the transitions.
@@ -32,6 +32,10 @@ AROUND = {
     "arena.overlapping-destinations": {"configure"},
     **{f"log.{name}": {"replay"} for name in ("chain", "sequence", "result", "closing", "state")},
 }
+
+
+#: Clauses that a call, a log or a schedule is refused by.
+ALL = (*CLAUSES.values(), *SCHEDULE_CLAUSES.values())
 
 
 def raised_by_composition() -> dict[str, list[str]]:
@@ -102,19 +106,20 @@ class TestText:
         """Clause numbers are the part's place and the clause's place in it."""
         expected = [
             f"{number}.{place}"
-            for number, part in enumerate(PARTS, 1)
+            for number, part in enumerate((*PARTS, SCHEDULE), 1)
             for place, _ in enumerate(part.clauses, 1)
         ]
 
-        assert expected == [clause.number for clause in CLAUSES.values()]
+        assert expected == [c.number for c in (*CLAUSES.values(), *SCHEDULE_CLAUSES.values())]
 
     def test_ids_begin_with_their_part(self) -> None:
         """A clause's id names the part it stands in, and no id occurs twice."""
-        for part in PARTS:
+        for part in (*PARTS, SCHEDULE):
             assert {part.name} == {clause.relation for clause in part.clauses}
         assert len(CLAUSES) == sum(len(part.clauses) for part in PARTS)
+        assert len(SCHEDULE_CLAUSES) == len(SCHEDULE.clauses)
 
-    @pytest.mark.parametrize("clause", CLAUSES.values(), ids=lambda c: c.id)
+    @pytest.mark.parametrize("clause", ALL, ids=lambda c: c.id)
     def test_each_text_is_whole_sentences(self, clause: object) -> None:
         """Invariant, unchanged, cause and remedy are sentences; the title is none."""
         for name in ("invariant", "unchanged", "cause", "remedy"):
@@ -142,7 +147,12 @@ class TestText:
             "design",
         }
 
-        assert {clause.section for clause in CLAUSES.values()} <= sections
+        assert {clause.section for clause in ALL} <= sections
+
+    def test_no_text_is_anothers(self) -> None:
+        """Every clause has a title and an invariant of its own."""
+        assert len(ALL) == len({clause.title for clause in ALL})
+        assert len(ALL) == len({clause.invariant for clause in ALL})
 
 
 class TestAroundTheTransitions:

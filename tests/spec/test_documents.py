@@ -14,10 +14,14 @@ import pytest
 from qeffect import spec
 from qeffect.engine.stage import OPTIONAL, RELATIONS
 from qeffect.spec.__main__ import main
-from qeffect.spec.clauses import CLAUSES, PARTS
+from qeffect.spec.clauses import CLAUSES, PARTS, SCHEDULE_CLAUSES
 from qeffect.spec.document import DOCUMENTS, contract, fault_rows
 
 FOLDER = Path(spec.__file__).parent
+PAPER_TITLE = (
+    "Explicit State and Resource Contracts for Low-Precision Pipeline Parallel Training under "
+    "Captured Graphs"
+)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -53,7 +57,7 @@ def test_check_fails_on_a_stale_document(name: str, tmp_path: Path) -> None:
 def test_every_clause_stands_in_the_contract_once() -> None:
     """The normative text has each clause's heading and id exactly once."""
     text = contract()
-    for clause in CLAUSES.values():
+    for clause in (*CLAUSES.values(), *SCHEDULE_CLAUSES.values()):
         assert text.count(f"### {clause.number} {clause.title}\n") == 1
         assert text.count(f"\n`{clause.id}` (") == 1
 
@@ -71,6 +75,36 @@ def test_the_text_names_the_parts_that_may_be_left_out() -> None:
     assert sentence is not None
 
     assert set(OPTIONAL) == set(re.findall(r"[a-z]+", sentence[1])) - {"and"}
+
+
+def test_chapters_are_numbered_through() -> None:
+    """Headings count from 0, and no chapter is without a number."""
+    headings = re.findall(r"^## (.*)$", contract(), re.MULTILINE)
+
+    assert [f"{n}" for n in range(len(headings))] == [h.partition(".")[0] for h in headings]
+
+
+@pytest.mark.parametrize("document", [FOLDER / "contract.md", FOLDER.parents[1] / "README.md"])
+def test_the_paper_is_cited(document: Path) -> None:
+    """Title and authors of the paper stand in the contract and in the README."""
+    text = " ".join(document.read_text(encoding="utf-8").split())
+
+    assert PAPER_TITLE in text
+    assert "Genlang Chen and Junyi Zhu" in text
+
+
+def test_differences_name_a_place_in_the_paper_and_a_reason() -> None:
+    """Each row says what the paper says and where, what is so here, and why."""
+    _, _, chapter = contract().partition(". Where it differs from the paper\n")
+    rows = [r for r in chapter.split("\n## ")[0].splitlines() if r.startswith("| ")][1:]
+
+    assert len(rows) >= 15
+    for row in rows:
+        theirs, ours, why = (cell.strip() for cell in row.strip("|").split("|"))
+        assert ours
+        assert why.endswith(".")
+        place = r"\((Algorithm 1|[IV]+(-[A-F])?(, [IV]+-[A-F])*)\)|abstract"
+        assert re.search(place, theirs), theirs
 
 
 def test_the_specification_imports_no_other_layer() -> None:

@@ -8,7 +8,6 @@ from functools import cache
 
 from qeffect.engine.memory import Memory
 from qeffect.engine.stage import Transitions
-from qeffect.spec.invariants import INVARIANTS
 from qeffect.verification.batch.engine import Engine
 from qeffect.verification.batch.explore import BatchExploration
 from qeffect.verification.batch.explore import explore as explore_batch
@@ -18,6 +17,7 @@ from qeffect.verification.explorer.plain import Exploration, explore
 from qeffect.verification.explorer.properties import Checker, claimed
 from qeffect.verification.explorer.scopes import configuration, sizes
 from qeffect.verification.explorer.walker import Walker
+from qeffect.verification.induction import INVARIANTS
 
 NAMES = tuple(standard_scopes())
 

@@ -11,7 +11,7 @@ import pytest
 from qeffect.engine.stage import TRANSITIONS
 from qeffect.relations.columns import CONFIG
 from qeffect.spec.predicates import Predicate
-from qeffect.spec.properties import STEPS
+from qeffect.spec.promises import STEPS
 from qeffect.verification.proofs.obligations import Composition
 from qeffect.verification.proofs.vocabulary import Vocabulary
 from qeffect.verification.symbolic import Encoding

@@ -5,12 +5,19 @@ The proofs: everything is proved, and nothing is vacuous.
 from __future__ import annotations
 
 import pytest
+from attrs import evolve
 
 from qeffect.engine.stage import OPTIONAL
+from qeffect.spec.promises import PAPER
 from qeffect.verification.mutants import Mutant, sites
 from qeffect.verification.proofs import prove
 from qeffect.verification.proofs.finite import SCOPE, refuted, solver_of
-from qeffect.verification.proofs.obligations import COMPOSITIONS, Composition, composition_name
+from qeffect.verification.proofs.obligations import (
+    COMPOSITIONS,
+    Composition,
+    Obligation,
+    composition_name,
+)
 from qeffect.verification.proofs.witnesses import COVERED, witnesses
 from qeffect.verification.symbolic import Encoding
 
@@ -36,11 +43,31 @@ def test_every_composition_is_proved(report: prove.ProofReport) -> None:
 
 
 def test_every_kind_is_there(report: prove.ProofReport) -> None:
-    """Beginnings, induction, steps, refusals, tickets and capture each have obligations."""
+    """Beginnings, induction, steps, changes, refusals, tickets and capture have obligations."""
     kinds = report.by_kind()
 
-    for kind in ("initial", "inductive", "step", "refusal", "commit", "capture"):
+    for kind in ("initial", "inductive", "step", "change", "refusal", "commit", "capture"):
         assert kinds[kind] > 0, kind
+
+
+def test_the_papers_invariants_are_proved(report: prove.ProofReport) -> None:
+    """Every promise and theorem that makes one up has obligations, and all are proved."""
+    assert dict.fromkeys(PAPER, True) == report.paper()
+
+
+def test_a_papers_invariant_with_an_open_obligation_is_not_proved() -> None:
+    """One open or missing obligation takes away the invariants that it is part of, and no other."""
+    names = {n for invariant in PAPER.values() for n in (*invariant.promises, *invariant.theorems)}
+    made = [Obligation(name, "step", "full", "", "", "z3", "unsat", 0.0) for name in sorted(names)]
+    broken = [
+        evolve(o, verdict="unknown") if o.name == "order.threaded" else o
+        for o in made
+        if o.name != "epoch.whole"
+    ]
+    lost = {"token-once": False, "written-exactly-once": False}
+
+    assert dict.fromkeys(PAPER, True) == prove.ProofReport(made).paper()
+    assert {**dict.fromkeys(PAPER, True), **lost} == prove.ProofReport(broken).paper()
 
 
 def test_nothing_is_vacuous(report: prove.ProofReport) -> None:
@@ -110,3 +137,31 @@ def test_without_a_guard_nothing_is_proved(
 
     assert [] == list(refuted(finite, transition, solver_of(finite)))
     assert promise in set(refuted(broken, transition, solver_of(finite)))
+
+
+#: A transition, an update, and a promise of what the transition changes that fails without it.
+MOVED = [
+    ("commit_forward", "st.token[d] = st.token[d] + 1", "order.token-advances"),
+    ("commit_dgrad", "st.token[d] = st.token[d] + 1", "order.token-advances"),
+    ("drop", "st.generation[slot] = st.generation[slot] + 1", "ownership.generation-rises"),
+    ("commit_refresh", "st.cache_epoch[stage] = st.weight_epoch[stage]", "version.refresh-fills"),
+    ("restore", "st.fill(st.cache_epoch, NEVER)", "version.stale-after-restore"),
+    ("restore", "st.fill(st.generation, 0)", "persistence.slots-from-zero"),
+]
+
+
+@pytest.mark.parametrize(("transition", "update", "promise"), MOVED)
+def test_without_an_update_what_it_changes_is_not_proved(
+    transition: str, update: str, promise: str, finite: Composition
+) -> None:
+    """A promise of what a transition changes fails for a kernel that lacks the update."""
+    updates = [
+        site
+        for site in sites()
+        if (site.transition, site.kind, site.text) == (transition, "update", update)
+    ]
+    assert updates
+    broken = Composition((), finite.encoding, Mutant(tuple(updates)).functions)
+    failing = set(refuted(broken, transition, solver_of(finite)))
+
+    assert any(name.startswith(promise) for name in failing)

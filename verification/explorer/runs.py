@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from qeffect.engine.stage import Transitions
-from qeffect.spec.invariants import INVARIANTS
 from qeffect.spec.predicates import Predicate
+from qeffect.verification.induction import INVARIANTS
 
 from .findings import Findings, Seen, Stopwatch
 from .plain import Exploration, explore

@@ -49,7 +49,11 @@ def refuted(composition: Composition, transition: str, solver: Any) -> Iterator[
     for path in composition.paths[transition]:
         if path.clause is not None:
             continue
-        claims = [*words.disturbed(words.after(path)), *words.steps(transition)]
+        claims = [
+            *words.disturbed(words.after(path)),
+            *words.steps(transition),
+            *words.changes(path),
+        ]
         denials = [words.denied(claim) for claim in claims]
         solver.push()
         solver.add(path.condition, *words.assumed(transition))

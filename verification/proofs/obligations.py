@@ -19,7 +19,15 @@ from ..symbolic import Encoding, Path, PathTable, merge, path_table
 from ..symbolic.terms import Term, lift
 from .vocabulary import MANDATORY, Claim, Vocabulary
 
-__all__ = ["COMPOSITIONS", "Composition", "Goal", "Obligation", "composition_name", "obligations"]
+__all__ = [
+    "COMPOSITIONS",
+    "Composition",
+    "Goal",
+    "Obligation",
+    "changes",
+    "composition_name",
+    "obligations",
+]
 
 #: The compositions that are proved: with every relation, without each optional one, with none.
 COMPOSITIONS: tuple[tuple[str, ...], ...] = (
@@ -57,8 +65,8 @@ class Obligation:
 
     Args:
         name: What is claimed: a predicate's name, or a theorem's.
-        kind: ``initial``, ``inductive``, ``step``, ``refusal``, ``commit``, ``capture``,
-            ``restore``, ``width``; for a search, ``witness`` or ``bounded``.
+        kind: ``initial``, ``inductive``, ``step``, ``change``, ``refusal``, ``commit``,
+            ``capture``, ``restore``, ``width``; for a search, ``witness`` or ``bounded``.
         composition: The relations that took part.
         transition: The transition, or empty.
         path: The path through it: its clause or ``accepted``, and its position.
@@ -225,6 +233,35 @@ def obligations(composition: Composition) -> Iterator[Goal]:
                 earlier = before[claim.name].body
                 if not claim.body.eq(earlier):
                     yield _goal(words, claim, "inductive", path, (*facts, earlier))
+
+
+def changes(composition: Composition) -> Iterator[Obligation | Goal]:
+    """
+    Yield what every accepting path must do, and what it must leave alone.
+
+    Most paths leave alone what a promise is of: the terms before and after are the same, and
+    nothing has to be asked of a solver.
+    """
+    words = composition.vocabulary
+    for transition, paths in composition.paths.items():
+        assumed = words.assumed(transition)
+        for path in paths:
+            if path.clause is not None:
+                continue
+            for claim in words.changes(path):
+                if z3.is_true(z3.simplify(claim.body)):
+                    yield Obligation(
+                        claim.name,
+                        "change",
+                        composition.name,
+                        transition,
+                        path.label,
+                        "syntax",
+                        "unsat",
+                        0.0,
+                    )
+                else:
+                    yield _goal(words, claim, "change", path, (*path.tests, *assumed))
 
 
 def _goal(words: Vocabulary, claim: Claim, kind: str, path: Path, facts: tuple[Term, ...]) -> Goal:

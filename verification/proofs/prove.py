@@ -12,12 +12,13 @@ from typing import Any, Final
 from attrs import define, field
 
 from qeffect.engine.stage import OPTIONAL
+from qeffect.spec.promises import PAPER
 
 from ..symbolic import Encoding
 from . import bounded as in_steps
 from . import witnesses as in_scope
 from .finite import SCOPE
-from .obligations import COMPOSITIONS, Composition, Goal, Obligation, obligations
+from .obligations import COMPOSITIONS, Composition, Goal, Obligation, changes, obligations
 from .solvers import Z3, Cvc5, Proved
 from .theorems import capture_in_own_pool, initial, refusals, restored, tickets, widths
 
@@ -98,6 +99,20 @@ class ProofReport:
         again = [obligation for agreement in self.agreements for obligation in agreement.open]
         return [*(obligation for obligation in asked if not obligation.proved), *again]
 
+    def paper(self) -> dict[str, bool]:
+        """
+        Say of each invariant of the paper whether all that makes it up is proved.
+
+        A promise without an obligation in the full composition is not.
+        """
+        full = [o for o in self.obligations if o.composition == "full"]
+        asked = {obligation.name for obligation in full}
+        missed = {obligation.name for obligation in self.open}
+        return {
+            name: asked - missed >= {*invariant.promises, *invariant.theorems}
+            for name, invariant in PAPER.items()
+        }
+
     def by_kind(self) -> dict[str, int]:
         """Count the obligations of each kind."""
         found: dict[str, int] = {}
@@ -113,6 +128,7 @@ class ProofReport:
             "unknown": self.unknown,
             "seconds": round(self.seconds, 3),
             "by_kind": self.by_kind(),
+            "paper": self.paper(),
             "covered": sum(obligation.expected == "unsat" for obligation in self.witnesses),
             "witnesses": [obligation.asdict() for obligation in self.witnesses],
             "bounded": [obligation.asdict() for obligation in self.bounded],
@@ -179,7 +195,9 @@ def unbounded(
     for omit in compositions:
         composition = Composition.of(omit, encoding)
         z3 = Z3(composition, seed=seed, proved=proved)
-        yield from z3.prove(_goals(composition))
+        moved = list(changes(composition))
+        yield from z3.prove(chain(_goals(composition), _asked(moved)))
+        yield from (found for found in moved if isinstance(found, Obligation))
         for found in refusals(composition):
             if isinstance(found, Obligation):
                 yield found
@@ -210,7 +228,7 @@ def again(seeds: Sequence[int], solvers: Sequence[str] = ("z3",)) -> Iterator[Ag
     if not seeds and "cvc5" not in solvers:
         return
     composition = Composition.of((), Encoding.sorted())
-    goals = list(_goals(composition))
+    goals = [*_goals(composition), *_asked(changes(composition))]
     for seed in seeds:
         yield _agreement(Z3(composition, seed=seed), goals, seed)
     if "cvc5" in solvers:
@@ -229,6 +247,11 @@ def _agreement(solver: Z3 | Cvc5, goals: list[Goal], seed: int) -> Agreement:
         time.perf_counter() - began,
         missing,
     )
+
+
+def _asked(found: Iterable[Obligation | Goal]) -> Iterator[Goal]:
+    """Yield what a solver has to be asked."""
+    return (goal for goal in found if isinstance(goal, Goal))
 
 
 def _goals(composition: Composition) -> Iterator[Goal]:

@@ -10,9 +10,10 @@ from typing import Any
 import z3
 
 from qeffect.engine.stage import STATE
-from qeffect.spec.history import DGRAD, FORWARD, GHOSTS, REFRESH, WGRAD
-from qeffect.spec.properties import STEPS
+from qeffect.spec.promises import STEPS
+from qeffect.spec.world import DGRAD, FORWARD, REFRESH, WGRAD
 
+from ..induction.history import GHOSTS
 from ..symbolic import Path, flat_arguments
 from ..symbolic.terms import Term, lift
 from .obligations import Composition, Goal, Obligation

@@ -14,11 +14,11 @@ from attrs import field, frozen
 
 from qeffect.engine.stage import STATE, TRANSITIONS
 from qeffect.relations.columns import CONFIG, Column
-from qeffect.spec.history import GHOSTS, advance
-from qeffect.spec.invariants import CONFIGURATION, INVARIANTS
-from qeffect.spec.predicates import Predicate
-from qeffect.spec.properties import ASSUMED, HISTORY, ORIGIN, STEPS
+from qeffect.spec.predicates import Predicate, Register
+from qeffect.spec.promises import ASSUMED, CHANGES, CONFIGURATION, STEPS
 
+from ..induction import HISTORY, INVARIANTS, ORIGIN
+from ..induction.history import GHOSTS, advance
 from ..symbolic import Encoding, Memory, Path
 from ..symbolic.encoding import STAGE_OF
 from ..symbolic.terms import Term, raw
@@ -212,12 +212,17 @@ class Vocabulary:
 
     def steps(self, transition: str) -> list[Claim]:
         """Return what must hold before the transition if it is accepted."""
-        return self._about(STEPS, transition, self.speaks_of)
+        return self._about(STEPS, transition)
+
+    def changes(self, path: Path) -> list[Claim]:
+        """Return what must hold between the moments before and after an accepted path."""
+        after = self.state(Moment(dict(path.columns), {}))
+        return self._claims(CHANGES, path.transition, self.state(self.before), after)
 
     def assumed(self, transition: str) -> list[Term]:
         """Return what is assumed of a transition's arguments."""
         enc = self.encoding
-        found = [c.body for c in self._about(ASSUMED, transition, self.speaks_of)]
+        found = [c.body for c in self._about(ASSUMED, transition)]
         for parameter in TRANSITIONS[transition]:
             name, sort = ("ref.slot", "slot") if parameter == "ref" else (parameter, parameter)
             if sort not in ("slot", "stage"):
@@ -232,12 +237,15 @@ class Vocabulary:
         enc = self.encoding
         return [enc.const(f"ghost.{n}", n) != enc.null(n) for n in ("slot", "stage")]
 
-    def _about(self, register: Any, transition: str, speaks: Any) -> list[Claim]:
+    def _about(self, register: Register, transition: str) -> list[Claim]:
+        moments = self.state(self.before), self.history(self.before)
+        return self._claims(register, transition, *moments)
+
+    def _claims(self, register: Register, transition: str, *moments: Memory) -> list[Claim]:
         arguments = self.encoding.arguments(transition)
         given = SimpleNamespace(**dict(zip(TRANSITIONS[transition], arguments, strict=True)))
-        st, h = self.state(self.before), self.history(self.before)
         return [
-            self.claim(p, st, h, given)
+            self.claim(p, *moments, given)
             for p in register
-            if transition in p.transitions and speaks(p)
+            if transition in p.transitions and self.speaks_of(p)
         ]

@@ -13,8 +13,8 @@ from attrs import define, field
 
 from qeffect import Contract, Refused, Ticket
 from qeffect.keys import TapeRef
-from qeffect.spec.invariants import INVARIANTS
 from qeffect.spec.predicates import Predicate
+from qeffect.verification.induction import INVARIANTS
 from qeffect.verification.walks.attempts import aimed, attempt
 from qeffect.verification.walks.oracle import violations
 from qeffect.verification.walks.processes import Process

@@ -8,9 +8,10 @@ opened in, at most one dW writes it, and a cell is bound to it before its dI run
 
 from __future__ import annotations
 
-from ..invariants import retained
-from ..predicates import NO_SLOT, Register, implies
-from .words import History, Index, State, Truth, in_flight, now, wgrad_in_flight
+from qeffect.spec.constants import NO_SLOT
+from qeffect.spec.predicates import Register, implies
+
+from .words import History, Index, State, Truth, in_flight, now, retained, wgrad_in_flight
 
 __all__ = ["HISTORY"]
 

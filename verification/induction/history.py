@@ -17,22 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from .predicates import DI, DW, NEVER, RESERVED, choose
+from qeffect.spec.constants import DI, DW, NEVER, RESERVED
+from qeffect.spec.predicates import choose
+from qeffect.spec.promises.words import domain_of_slot
+from qeffect.spec.world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, WGRAD
 
-__all__ = ["ADVANCE", "DGRAD", "FORWARD", "GHOSTS", "REFRESH", "WGRAD", "Ghost", "advance"]
+__all__ = ["ADVANCE", "GHOSTS", "Ghost", "advance"]
 
 State = Any
 History = Any
-
-#: Kinds of a ticket.
-NONE: Final = 0
-FORWARD: Final = 1
-DGRAD: Final = 2
-WGRAD: Final = 3
-REFRESH: Final = 4
-#: Stations of a reduction.
-RUNNING: Final = 1
-DONE: Final = 2
 
 
 class Ghost(NamedTuple):
@@ -123,10 +116,6 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("one", "ticket_slot", values="slot", initial=None),
     **_each("one", "ticket_stage", values="stage", initial=None),
 }
-
-
-def domain_of_slot(st: State, slot: Any) -> Any:
-    return st.domain_of[st.slot_stage[slot]]
 
 
 # What happens to the arbitrary reference and ticket

@@ -9,8 +9,9 @@ accepted once.
 
 from __future__ import annotations
 
-from ..history import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, WGRAD
-from ..predicates import GRAD, NEVER, NO_SLOT, RESERVED, Register, implies
+from ..constants import GRAD, NEVER, NO_SLOT, OUT, RESERVED
+from ..predicates import Register, implies
+from ..world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, WGRAD
 from .words import Args, History, Index, State, Truth
 
 __all__ = ["STEPS"]
@@ -46,7 +47,7 @@ def right_work(st: State, h: History, a: Args) -> Truth:
 def right_consumer(st: State, h: History, a: Args) -> Truth:
     """One reader reads, only where one is awaited, and a gradient only after dI."""
     s = a.ref.slot
-    one = (a.bit == 4) | (a.bit == 8)
+    one = (a.bit == OUT) | (a.bit == GRAD)
     there = implies(a.bit == GRAD, h.ran_dgrad[a.key.cell] == 1)
     return one & ((h.owing[s] & a.bit) != 0) & (h.ran_forward[a.key.cell] == 1) & there
 
@@ -114,7 +115,7 @@ def only_stale_filled(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("version.only-stale-filled-by-forward", "check_forward", needs="order")
 def only_stale_filled_by_forward(st: State, h: History, a: Args) -> Truth:
-    """The same of a forward that fills it."""
+    """A forward fills only a cache without the current weights, as the epoch's first."""
     s = a.key.stage
     stale = (h.cached[s] != h.weights[0]) & (h.fill_of_epoch[s] == NEVER)
     return implies(a.refresh != 0, stale)
@@ -130,7 +131,7 @@ def first_after_fill(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.threaded", "check_forward", "check_dgrad")
 def threaded(st: State, h: History, a: Args) -> Truth:
-    """The caller's token has seen every scaling update, in the declared order if there is one."""
+    """The token that the caller threads has seen every scaling update of the domain."""
     d = st.domain_of[a.key.stage]
     return a.token == h.updates[d]
 
@@ -151,14 +152,14 @@ def declared_dgrad(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("order.sound-state", "check_forward", "check_dgrad")
 def sound_state(st: State, h: History, a: Args) -> Truth:
-    """Scaling state is whole, and nobody else is updating it."""
+    """F and dI find scaling state whole, and nobody else updating it."""
     d = st.domain_of[a.key.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
 
 @STEPS("order.sound-state-of-stage", "check_refresh")
 def sound_state_of_stage(st: State, h: History, a: Args) -> Truth:
-    """The same for a refresh."""
+    """A refresh finds scaling state whole, and nobody else updating it."""
     d = st.domain_of[a.stage]
     return (h.broken[d] == 0) & (h.running[d] == 0)
 
@@ -236,7 +237,7 @@ def replay_after_caller(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.refresh-after-caller", "check_refresh")
 def refresh_after_caller(st: State, h: History, a: Args) -> Truth:
-    """So does a refresh."""
+    """A refresh comes after all work of its caller, which waited for this graph stream."""
     here = st.domain_at[a.link] == st.domain_of[a.stage]
     return here & (h.behind[a.link] == 0)
 
@@ -325,19 +326,19 @@ def quiescent_device(st: State, h: History, a: Args, d: Index) -> Truth:
 
 @STEPS("reduction.quiescent", "checkpoint", "restore", g="stage")
 def quiescent_reduction(st: State, h: History, a: Args, g: Index) -> Truth:
-    """Nor a reduction."""
+    """No reduction is in flight when state is saved or replaced."""
     return h.reduction[g] != RUNNING
 
 
 @STEPS("persistence.restore-between-actions", "restore", s="slot")
 def restore_between_actions(st: State, h: History, a: Args, s: Index) -> Truth:
-    """State is replaced only between actions."""
+    """State is replaced only when no action on a slot is in flight."""
     return h.acting[s] == 0
 
 
 @STEPS("order.restore-between-actions", "restore", d="domain")
 def restore_between_updates(st: State, h: History, a: Args, d: Index) -> Truth:
-    """And only between scaling updates."""
+    """Scaling state is replaced only between scaling updates."""
     return h.running[d] == 0
 
 

@@ -8,10 +8,23 @@ A stage's reduction is where the contract says, and of gradients that were final
 
 from __future__ import annotations
 
-from ..history import DONE, NONE, RUNNING
-from ..invariants import awaits, domain_of_slot, free, live, retained
-from ..predicates import DI, DW, NO_SLOT, NO_STAGE, RESERVED, Register, implies
-from .words import History, Index, State, Truth, in_flight, now
+from qeffect.spec.constants import DI, DW, NO_SLOT, NO_STAGE, RESERVED
+from qeffect.spec.predicates import Register, implies
+from qeffect.spec.world import DONE, NONE, RUNNING
+
+from .words import (
+    History,
+    Index,
+    State,
+    Truth,
+    awaits,
+    domain_of_slot,
+    free,
+    in_flight,
+    live,
+    now,
+    retained,
+)
 
 __all__ = ["HISTORY"]
 
@@ -72,12 +85,6 @@ def last_rank(st: State, h: History, s: Index) -> Truth:
     deferred = retained(st, s) & idle & (mask & (DI | DW) == DW)
     dgrad = (forwarded & in_flight(st, s)) | deferred
     return forward & implies(dgrad, h.last_rank[s] == st.dgrad_rank[s])
-
-
-@HISTORY("capture.unclobbered")
-def unclobbered(st: State, h: History) -> Truth:
-    """No earlier graph has overwritten what a live tape keeps."""
-    return implies(h.in_pool[h.slot[0]] == 1, h.clobbered[0] == 0)
 
 
 # Completion

@@ -8,9 +8,21 @@ scaling state, the effect token counts the updates, and state that is broken is 
 
 from __future__ import annotations
 
-from ..invariants import domain_of_slot, live, retained
-from ..predicates import NEVER, NO_SLOT, NO_STAGE, RESERVED, Register, implies
-from .words import History, Index, State, Truth, in_flight, now, update_in_flight
+from qeffect.spec.constants import NEVER, NO_SLOT, NO_STAGE, RESERVED
+from qeffect.spec.predicates import Register, implies
+
+from .words import (
+    History,
+    Index,
+    State,
+    Truth,
+    domain_of_slot,
+    in_flight,
+    live,
+    now,
+    retained,
+    update_in_flight,
+)
 
 __all__ = ["HISTORY"]
 
@@ -19,20 +31,6 @@ HISTORY = Register()
 
 
 # Version: weights, and what the caches hold
-
-
-@HISTORY("epoch.weights", g="stage")
-def weights(st: State, h: History, g: Index) -> Truth:
-    """The weight epoch counts the optimizer's updates."""
-    return now(st, g) == h.weights[0]
-
-
-@HISTORY("version.cache-content", g="stage")
-def cache_content(st: State, h: History, g: Index) -> Truth:
-    """A cache is called fresh exactly when it holds the current weights, and is never ahead."""
-    return ((st.cache_epoch[g] == now(st, g)) == (h.cached[g] == h.weights[0])) & (
-        h.cached[g] <= h.weights[0]
-    )
 
 
 @HISTORY("version.fill-in-progress", g="stage")
@@ -51,13 +49,6 @@ def filled_by_forward(st: State, h: History, s: Index, g: Index) -> Truth:
         in_flight(st, s) & (st.pending[s] == RESERVED) & (h.filling[s] != 0),
         st.filling[st.slot_stage[s]] == st.held[s],
     )
-
-
-@HISTORY("version.one-fill", needs="order", g="stage")
-def one_fill(st: State, h: History, g: Index) -> Truth:
-    """All forwards of an epoch read one and the same fill of the cache."""
-    same = implies(h.fill_of_epoch[g] != NEVER, h.fills[g] == h.fill_of_epoch[g])
-    return same & (0 <= h.fills[g])
 
 
 @HISTORY("version.tape-of-that-fill", needs="order", s="slot")
@@ -103,12 +94,6 @@ def refresh_before_forwards(st: State, h: History, g: Index) -> Truth:
 
 
 # Order: scaling state
-
-
-@HISTORY("order.token", d="domain")
-def token(st: State, h: History, d: Index) -> Truth:
-    """The effect token counts the scaling updates."""
-    return st.token[d] == h.updates[d]
 
 
 @HISTORY("order.position", d="domain")

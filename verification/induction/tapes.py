@@ -9,10 +9,11 @@ that is out finds, when it is redeemed, what was reserved for it.
 
 from __future__ import annotations
 
-from ..history import DGRAD, FORWARD, NONE, REFRESH, WGRAD
-from ..invariants import awaits, live, retained
-from ..predicates import DI, DW, NO_SLOT, NO_STAGE, RESERVED, Register, implies
-from .words import History, Index, State, Truth, now
+from qeffect.spec.constants import DI, DW, NO_SLOT, NO_STAGE, RESERVED
+from qeffect.spec.predicates import Register, implies
+from qeffect.spec.world import DGRAD, FORWARD, NONE, REFRESH, WGRAD
+
+from .words import History, Index, State, Truth, awaits, live, now, retained
 
 __all__ = ["HISTORY"]
 
@@ -23,32 +24,11 @@ HISTORY = Register()
 # Ownership: who is in a slot, and how far its work has come
 
 
-@HISTORY("ownership.tenant", s="slot")
-def tenant(st: State, h: History, s: Index) -> Truth:
-    """A live slot holds the work of the key that was put there."""
-    return implies(
-        live(st, s), (h.tenant[s] == st.cell_at[s]) & (h.tenant_epoch[s] == st.epoch_at[s])
-    )
-
-
-@HISTORY("ownership.owing", s="slot")
-def owing(st: State, h: History, s: Index) -> Truth:
-    """A slot waits for exactly the consumers that have yet to visit its work."""
-    return st.pending[s] == h.owing[s]
-
-
 @HISTORY("ownership.acting", s="slot")
 def acting(st: State, h: History, s: Index) -> Truth:
     """At most one action is in flight on a slot, and the ticket there is its own."""
     idle = (st.held[s] == 0) & (h.acting[s] == 0)
     return idle | ((st.held[s] != 0) & (h.acting[s] == 1))
-
-
-@HISTORY("ownership.once", c="cell")
-def once(st: State, h: History, c: Index) -> Truth:
-    """Per weights, a cell's F runs at most once, its dI only after it, its dW only after that."""
-    forwards, dgrads, wgrads = h.ran_forward[c], h.ran_dgrad[c], h.ran_wgrad[c]
-    return (0 <= wgrads) & (wgrads <= dgrads) & (dgrads <= forwards) & (forwards <= 1)
 
 
 @HISTORY("ownership.ran-is-marked", c="cell")
@@ -73,12 +53,6 @@ def deferred_whole(st: State, h: History, s: Index) -> Truth:
     """Between dI and dW a tape keeps deferred work of every matrix."""
     after_dgrad = retained(st, s) & (st.pending[s] & DI == 0)
     return implies(after_dgrad, h.queued[s] == st.matrices[st.slot_stage[s]])
-
-
-@HISTORY("ownership.covered-whole", c="cell")
-def covered_whole(st: State, h: History, c: Index) -> Truth:
-    """A dW that ran covered every matrix."""
-    return implies(h.ran_wgrad[c] != 0, h.covered[c] == st.matrices[st.stage_of[c]])
 
 
 @HISTORY("ownership.reference", s="slot")

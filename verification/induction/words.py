@@ -1,17 +1,22 @@
 """
-The words that the properties are written in: the argument types and what is in flight.
-
-``st`` is the contract's memory and ``h`` the history of ``qeffect.spec.history``; ``a`` are the
-arguments of a transition, by their names. All are read as plain values and as symbolic terms alike,
-so they have no one type.
+What is in flight, in the words of the promises: the vocabulary of the lemmas.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..invariants import awaits, live, retained
-from ..predicates import DI, RESERVED
+from qeffect.spec.constants import DI, RESERVED
+from qeffect.spec.promises.words import (
+    Args,
+    History,
+    Index,
+    State,
+    Truth,
+    domain_of_slot,
+    free,
+    live,
+)
 
 __all__ = [
     "Args",
@@ -19,17 +24,26 @@ __all__ = [
     "Index",
     "State",
     "Truth",
+    "awaits",
+    "domain_of_slot",
+    "free",
     "in_flight",
+    "live",
     "now",
+    "retained",
     "update_in_flight",
     "wgrad_in_flight",
 ]
 
-State = Any
-History = Any
-Index = Any
-Args = Any
-Truth = Any
+
+def retained(st: State, slot: Index) -> Truth:
+    """The forward has run and its work is kept for the consumers in the mask."""
+    return (st.pending[slot] != 0) & (st.pending[slot] != RESERVED)
+
+
+def awaits(st: State, slot: Index, bit: int) -> Truth:
+    """The slot waits for a consumer."""
+    return (st.pending[slot] & bit) != 0
 
 
 def in_flight(st: State, slot: Index) -> Truth:

@@ -1,0 +1,241 @@
+"""
+Schedules: what must hold of a table of actions before any of them runs.
+
+An entry of ``_CLAUSES`` is all that a new clause needs: it then has a number, stands in the
+contract, and can be named by a finding.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .model import Clause, Part
+
+__all__ = ["PART"]
+
+#: Number of the part: it comes after those whose clauses a call or a log is refused by.
+_NUMBER: Final = 11
+
+#: Name, title, invariant, likely cause, remedy.
+_CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
+    (
+        "stage-out-of-range",
+        "Stages exist",
+        "Every action names a stage of the pipeline.",
+        "The table is of a longer pipeline, or counts stages from one.",
+        "Correct the cell's stage, or state the number of stages.",
+    ),
+    (
+        "stage-on-wrong-rank",
+        "A stage lives on one rank",
+        "All actions of a stage stand in the row of the one rank that holds it.",
+        "A looped placement was read as a V-shaped one or the other way round, or rows were "
+        "exchanged.",
+        "Move the action to the rank that holds its stage.",
+    ),
+    (
+        "stage-missing",
+        "Every stage computes",
+        "Every stage of the pipeline computes on some rank.",
+        "A row was lost, or the stated number of stages is that of another pipeline.",
+        "Add the stage's actions, or state the number of stages.",
+    ),
+    (
+        "microbatch-out-of-range",
+        "Microbatches exist",
+        "Every microbatch is below the configured number.",
+        "The table is of a larger batch, or counts microbatches from one.",
+        "Correct the cell's microbatch, or state the number of microbatches.",
+    ),
+    (
+        "microbatch-missing",
+        "Every microbatch is computed",
+        "Every stage computes F, dI and dW once for every microbatch.",
+        "A cell was lost, or a dW was deferred beyond the end of the row.",
+        "Add the missing action.",
+    ),
+    (
+        "duplicate-action",
+        "No action twice",
+        "No action occurs twice in one step of training.",
+        "A cell was copied, or a whole backward B stands beside the I and W that it consists of.",
+        "Remove the second occurrence; B counts as I and W.",
+    ),
+    (
+        "dgrad-before-forward",
+        "Input gradients follow their forwards",
+        "The input gradient of a stage and microbatch follows its forward.",
+        "Two cells of a row were exchanged.",
+        "Move the forward before it.",
+    ),
+    (
+        "wgrad-before-dgrad",
+        "Weight gradients follow their own input gradients",
+        "The weight gradient of a stage and microbatch follows its own input gradient.",
+        "A dW was moved into a bubble that comes before its dI.",
+        "Move the input gradient before it; that of another microbatch does not do.",
+    ),
+    (
+        "use-before-receive",
+        "Inputs arrive before they are used",
+        "A computation follows the arrival of its input on its rank.",
+        "A receive stands too late in the row, or was left out.",
+        "Move the receive, or the neighbour stage's computation on this rank, before it.",
+    ),
+    (
+        "send-before-compute",
+        "Results are computed before they are sent",
+        "A result is sent after it has been computed.",
+        "A send stands too early in the row.",
+        "Move the send after the computation.",
+    ),
+    (
+        "send-without-receive",
+        "Every send is received",
+        "Every send has its receive on the neighbour stage's rank.",
+        "The receive was lost, or stands in the row of another rank.",
+        "Add the receive on the other rank, or remove the send.",
+    ),
+    (
+        "receive-without-send",
+        "Every receive is sent",
+        "Every receive has its send on the neighbour stage's rank.",
+        "The send was lost, or stands in the row of another rank.",
+        "Add the send on the other rank, or remove the receive.",
+    ),
+    (
+        "message-misplaced",
+        "Messages go between neighbours",
+        "Messages go between neighbour stages on different ranks.",
+        "A message was placed at the pipeline's end, or between two chunks of one rank.",
+        "Remove it: stages at the pipeline's ends, or on one rank, exchange nothing there.",
+    ),
+    (
+        "message-order",
+        "Messages keep their order",
+        "Between two ranks, messages of a queue are received in the order of their sends.",
+        "One rank's row was reordered and the other's was not, as when receives are deferred.",
+        "Put the pair's sends and receives into one order (NCCL matches by order): do not defer "
+        "receives, or give activations and gradients a process group each.",
+    ),
+    (
+        "wait-without-start",
+        "Only what was started is awaited",
+        "Every wait stands in the row of the send or reduction that it ends.",
+        "The send was lost, or the wait stands in the row of another rank.",
+        "Add the send or the REDUCE_GRAD, or remove the wait.",
+    ),
+    (
+        "wait-before-start",
+        "Waits follow what they end",
+        "A send or reduction is awaited after it was started.",
+        "Two cells of a row were exchanged.",
+        "Move the wait behind the send or the REDUCE_GRAD.",
+    ),
+    (
+        "wait-twice",
+        "No wait twice",
+        "A send or reduction is awaited once.",
+        "A cell was copied.",
+        "Remove the second wait; after the first one there is nothing left to wait for.",
+    ),
+    (
+        "wait-missing",
+        "All sends are awaited, or none",
+        "If a table says where any send (or reduction) ends, it says so of every one.",
+        "A wait was lost.",
+        "Add the wait, no later than where the slot or the gradients are needed again.",
+    ),
+    (
+        "outstanding-sends",
+        "Outstanding sends are bounded",
+        "A rank has at most max_outstanding_sends sends posted and not awaited at once.",
+        "The table was made for a higher limit.",
+        "Move a wait before the send, or allow more.",
+    ),
+    (
+        "sharding-order",
+        "Unshard and reshard alternate",
+        "A stage is unsharded before it is resharded, and neither twice in a row.",
+        "An UNSHARD or RESHARD was repeated, or its counterpart was lost.",
+        "Remove the second UNSHARD or RESHARD, or add the one missing between.",
+    ),
+    (
+        "use-while-resharded",
+        "A stage computes on whole parameters",
+        "A stage computes only while its parameters are unsharded.",
+        "The stage is resharded too early, or is never unsharded.",
+        "Unshard the stage before it computes, or reshard it later.",
+    ),
+    (
+        "reduction-before-settled",
+        "Reductions come last",
+        "A stage's gradients are reduced after its last weight gradient.",
+        "A dW was deferred past the stage's REDUCE_GRAD.",
+        "Move REDUCE_GRAD behind the stage's last W or B.",
+    ),
+    (
+        "action-after-reduction",
+        "Nothing is computed after the reduction",
+        "A stage computes nothing after its gradients are reduced.",
+        "An action was moved behind the stage's REDUCE_GRAD.",
+        "Move the action before the stage's REDUCE_GRAD.",
+    ),
+    (
+        "reduction-missing",
+        "All stages reduce, or none",
+        "If any stage's gradients are reduced by the table, every stage's are.",
+        "One stage's REDUCE_GRAD was lost.",
+        "Add REDUCE_GRAD for the stage.",
+    ),
+    (
+        "deadlock",
+        "Every rank reaches the end",
+        "Ranks that run their rows in order, blocking on receives, all reach the end.",
+        "Ranks wait for one another in a circle: each receives before it sends what the next one "
+        "waits for.",
+        "Reorder one of the ranks so that the shown cycle is broken.",
+    ),
+    (
+        "binding-mismatch",
+        "dW finds its own work",
+        "The retained work that a weight gradient consumes is that of its own microbatch.",
+        "Work is bound by the order in which it was left, and this schedule runs dW in another.",
+        "Bind retained work by key, not by the order in which it was left.",
+    ),
+    (
+        "capture-order",
+        "Graphs of a pool keep their order",
+        "Graphs that share a memory pool are replayed in the order of their capture.",
+        "Slots share one pool, and the schedule reorders them.",
+        "Give every slot its own memory pool.",
+    ),
+)
+
+PART = Part(
+    name="schedule",
+    title="Schedules",
+    hidden="whether a table of actions can run at all",
+    without="a rank waits for ever, or a mispaired dW is found in the middle of a step",
+    holder="a check of the whole table, on every rank, before anything runs",
+    intro="""\
+These clauses are about a schedule as such: a table of each rank's actions, from torch's schedule
+classes, from Transformer Engine's `_order` lists or from a file. They need no kernel, and what they
+say can be read off the table; `qeffect check` names the first cell that breaks one. A table that
+passes is then run, rank by rank, through the transitions of parts 1 to 9.""",
+    clauses=tuple(
+        Clause(
+            id=f"schedule.{name}",
+            number=f"{_NUMBER}.{place}",
+            title=title,
+            invariant=invariant,
+            transitions=("check",),
+            argument="",
+            unchanged="Everything; no action of the table has run.",
+            section="design",
+            cause=cause,
+            remedy=remedy,
+        )
+        for place, (name, title, invariant, cause, remedy) in enumerate(_CLAUSES, 1)
+    ),
+)

@@ -1,0 +1,26 @@
+"""
+The plain numbers of the contract's columns: sentinels, and the consumer bits of a tape's mask.
+
+They are defined here once; the kernel, the predicates and the proofs import them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["DI", "DW", "GRAD", "NEVER", "NO_SLOT", "NO_STAGE", "OUT", "RESERVED"]
+
+#: No slot: the pool had none free, or the cell holds no live tape.
+NO_SLOT: Final = -1
+#: No stage: no refresh waits for its first forward.
+NO_STAGE: Final = -1
+#: An epoch mark that no epoch equals: never happened, or stale.
+NEVER: Final = -1
+
+#: Consumer bits of a tape's mask: who still has to visit the slot before it is free.
+DI: Final = 1
+DW: Final = 2
+OUT: Final = 4  # a reader of the forward's output: a send, or the next local stage
+GRAD: Final = 8  # a reader of the input gradient
+#: Mask of a slot that a key has claimed before its forward ran; no consumer may visit it.
+RESERVED: Final = 16

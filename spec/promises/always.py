@@ -1,0 +1,75 @@
+"""
+What is always true of the world and the memory together: the contract's books say what is so.
+
+Each predicate holds in every reachable state, for all values of its variables.
+"""
+
+from __future__ import annotations
+
+from ..constants import NEVER
+from ..predicates import Register, implies
+from .words import History, Index, State, Truth, live
+
+__all__ = ["WORLD"]
+
+#: Proved: what every transition keeps of the world and the memory.
+WORLD = Register()
+
+
+@WORLD("ownership.tenant", s="slot")
+def tenant(st: State, h: History, s: Index) -> Truth:
+    """A live slot holds the work of the key that was put there."""
+    return implies(
+        live(st, s), (h.tenant[s] == st.cell_at[s]) & (h.tenant_epoch[s] == st.epoch_at[s])
+    )
+
+
+@WORLD("ownership.owing", s="slot")
+def owing(st: State, h: History, s: Index) -> Truth:
+    """A slot waits for exactly the consumers that have yet to visit its work."""
+    return st.pending[s] == h.owing[s]
+
+
+@WORLD("ownership.once", c="cell")
+def once(st: State, h: History, c: Index) -> Truth:
+    """Per weights, a cell's F runs at most once, its dI only after it, its dW only after that."""
+    forwards, dgrads, wgrads = h.ran_forward[c], h.ran_dgrad[c], h.ran_wgrad[c]
+    return (0 <= wgrads) & (wgrads <= dgrads) & (dgrads <= forwards) & (forwards <= 1)
+
+
+@WORLD("ownership.covered-whole", c="cell")
+def covered_whole(st: State, h: History, c: Index) -> Truth:
+    """A dW that ran covered every matrix."""
+    return implies(h.ran_wgrad[c] != 0, h.covered[c] == st.matrices[st.stage_of[c]])
+
+
+@WORLD("epoch.weights", g="stage")
+def weights(st: State, h: History, g: Index) -> Truth:
+    """The weight epoch counts the optimizer's updates."""
+    return st.weight_epoch[g] == h.weights[0]
+
+
+@WORLD("version.cache-content", g="stage")
+def cache_content(st: State, h: History, g: Index) -> Truth:
+    """A cache is called fresh exactly when it holds the current weights, and is never ahead."""
+    called_fresh = st.cache_epoch[g] == st.weight_epoch[g]
+    return (called_fresh == (h.cached[g] == h.weights[0])) & (h.cached[g] <= h.weights[0])
+
+
+@WORLD("version.one-fill", needs="order", g="stage")
+def one_fill(st: State, h: History, g: Index) -> Truth:
+    """All forwards of an epoch read one and the same fill of the cache."""
+    same = implies(h.fill_of_epoch[g] != NEVER, h.fills[g] == h.fill_of_epoch[g])
+    return same & (0 <= h.fills[g])
+
+
+@WORLD("order.token", d="domain")
+def token(st: State, h: History, d: Index) -> Truth:
+    """The effect token counts the scaling updates."""
+    return st.token[d] == h.updates[d]
+
+
+@WORLD("capture.unclobbered")
+def unclobbered(st: State, h: History) -> Truth:
+    """No earlier graph has overwritten what a live tape keeps."""
+    return implies(h.in_pool[h.slot[0]] == 1, h.clobbered[0] == 0)

@@ -1,0 +1,99 @@
+"""
+What is not proved but taken as given: of a configuration, and of the caller's arguments.
+
+A configuration is checked when a contract is built from it. The caller counts epochs from zero and
+draws a fresh incarnation for a restore. Where the relation that would check it is left out, the
+caller is also trusted with naming the current weights.
+"""
+
+from __future__ import annotations
+
+from ..constants import DI, DW, NO_STAGE, RESERVED
+from ..predicates import Register, implies
+from .words import Args, History, Index, State, Truth, domain_of_slot
+
+__all__ = ["ASSUMED", "CONFIGURATION"]
+
+#: Assumed: what a configuration is checked for when a contract is built from it.
+CONFIGURATION = Register()
+#: Assumed of the caller's arguments; some only where the relation that checks it is left out.
+ASSUMED = Register()
+
+
+# The configuration
+
+
+@CONFIGURATION("ownership.slots-have-stages", s="slot")
+def slots_have_stages(st: State, s: Index) -> Truth:
+    """Every slot belongs to a stage."""
+    return st.slot_stage[s] != NO_STAGE
+
+
+@CONFIGURATION("ownership.cells-have-stages", c="cell")
+def cells_have_stages(st: State, c: Index) -> Truth:
+    """Every cell belongs to a stage."""
+    return st.stage_of[c] != NO_STAGE
+
+
+@CONFIGURATION("ownership.tapes-owe-both", g="stage")
+def tapes_owe_both(st: State, g: Index) -> Truth:
+    """A fresh tape waits for its dI and its dW, and perhaps for readers."""
+    return ((st.owes[g] & (DI | DW)) == (DI | DW)) & ((st.owes[g] & RESERVED) == 0)
+
+
+@CONFIGURATION("ownership.cells-counted", g="stage")
+def cells_counted(st: State, g: Index) -> Truth:
+    """Every stage has a cell."""
+    return 1 <= st.cells[g]
+
+
+@CONFIGURATION("ownership.generations-counted")
+def generations_counted(st: State) -> Truth:
+    """Generations begin at zero."""
+    return 0 <= st.generation_max[0]
+
+
+@CONFIGURATION("arena.buffers-apart", a="cell", b="cell")
+def buffers_apart(st: State, a: Index, b: Index) -> Truth:
+    """Stages do not share gradient buffers."""
+    return implies(st.buffer_of[a] == st.buffer_of[b], st.stage_of[a] == st.stage_of[b])
+
+
+@CONFIGURATION("capture.pools-apart", a="slot", b="slot")
+def pools_apart(st: State, a: Index, b: Index) -> Truth:
+    """State domains do not share capture memory."""
+    return implies(st.pool_of[a] == st.pool_of[b], domain_of_slot(st, a) == domain_of_slot(st, b))
+
+
+# The caller's arguments
+
+
+@ASSUMED("ownership.epochs-from-zero", "reserve", "bind", "check_forward")
+def epochs_from_zero(st: State, h: History, a: Args) -> Truth:
+    """Keys count epochs from zero."""
+    return 0 <= a.key.epoch
+
+
+@ASSUMED("ownership.keys-of-now", "reserve", "bind", "check_forward", without="version")
+def keys_of_now(st: State, h: History, a: Args) -> Truth:
+    """Where version is left out, the caller's keys are of the current weights."""
+    return a.key.epoch == h.weights[0]
+
+
+@ASSUMED("epoch.commits-of-now", "commit_epoch", without="version")
+def commits_of_now(st: State, h: History, a: Args) -> Truth:
+    """Where version is left out, the caller commits the current epoch."""
+    return a.epoch == h.weights[0]
+
+
+@ASSUMED("persistence.epochs-from-zero", "restore")
+def checkpoints_from_zero(st: State, h: History, a: Args) -> Truth:
+    """Checkpoints count epochs from zero."""
+    return 0 <= a.epoch
+
+
+@ASSUMED("persistence.fresh-incarnation", "restore")
+def fresh_incarnation(st: State, h: History, a: Args) -> Truth:
+    """A restore draws an incarnation that no earlier one had; 64 random bits make it so."""
+    earlier = (h.issued[0] == 1) & (h.ref_incarnation[0] != st.incarnation[0])
+    return implies(earlier, a.incarnation != h.ref_incarnation[0])

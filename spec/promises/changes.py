@@ -1,0 +1,110 @@
+"""
+What an accepted transition does, and what none ever does: promises of the moment before and after.
+
+Each property is of the memory before (``st``), of the memory after (``after``) and of the
+arguments, and names the transitions whose acceptance it holds of. A restore begins anew, and has
+promises of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..constants import NEVER
+from ..predicates import Register, choose, implies
+from ..transitions import TRANSITIONS
+from .words import Args, Index, State, Truth, domain_of_slot, free, live
+
+__all__ = ["CHANGES"]
+
+#: Proved: what holds between the moments before and after a transition that was accepted.
+CHANGES = Register()
+
+_EVERY: Final = tuple(transition.name for transition in TRANSITIONS)
+_UPDATES: Final = ("commit_forward", "commit_dgrad")
+
+
+def _but(*names: str) -> tuple[str, ...]:
+    """Every transition except these."""
+    return tuple(name for name in _EVERY if name not in names)
+
+
+# The effect token
+
+
+@CHANGES("order.token-advances", *_UPDATES, d="domain")
+def token_advances(st: State, after: State, a: Args, d: Index) -> Truth:
+    """The commit of an F or a dI advances its domain's token by one, and no other token."""
+    own = d == domain_of_slot(st, a.slot)
+    return after.token[d] == st.token[d] + choose(own, 1, 0)
+
+
+@CHANGES("order.token-kept", *_but(*_UPDATES, "restore"), d="domain")
+def token_kept(st: State, after: State, a: Args, d: Index) -> Truth:
+    """Nothing else moves a token: no dW, no refresh, no reader, no abort."""
+    return after.token[d] == st.token[d]
+
+
+@CHANGES("order.token-from-zero", "restore", d="domain")
+def token_from_zero(st: State, after: State, a: Args, d: Index) -> Truth:
+    """A restore begins every token at zero."""
+    return after.token[d] == 0
+
+
+# Slots and their tenants
+
+
+@CHANGES("ownership.tenant-stays", *_EVERY, s="slot")
+def tenant_stays(st: State, after: State, a: Args, s: Index) -> Truth:
+    """A live slot keeps its tenant until it is free: nothing preempts it."""
+    same = (after.cell_at[s] == st.cell_at[s]) & (after.epoch_at[s] == st.epoch_at[s])
+    return implies(live(st, s) & live(after, s), same)
+
+
+@CHANGES("ownership.generation-rises-at-release", *_but("restore"), s="slot")
+def generation_rises_at_release(st: State, after: State, a: Args, s: Index) -> Truth:
+    """A generation rises by one when its slot becomes free, and at no other time."""
+    released = live(st, s) & free(after, s)
+    return after.generation[s] == st.generation[s] + choose(released, 1, 0)
+
+
+# Weights and caches
+
+
+@CHANGES("epoch.weights-advance", "commit_epoch", g="stage")
+def weights_advance(st: State, after: State, a: Args, g: Index) -> Truth:
+    """A commit advances the weight epoch of every stage by one."""
+    return after.weight_epoch[g] == st.weight_epoch[g] + 1
+
+
+@CHANGES("epoch.weights-kept", *_but("commit_epoch", "restore"), g="stage")
+def weights_kept(st: State, after: State, a: Args, g: Index) -> Truth:
+    """Nothing else moves a weight epoch."""
+    return after.weight_epoch[g] == st.weight_epoch[g]
+
+
+@CHANGES("version.refresh-fills", "commit_refresh")
+def refresh_fills(st: State, after: State, a: Args) -> Truth:
+    """A refresh that succeeded makes its stage's cache current."""
+    return after.cache_epoch[a.stage] == st.weight_epoch[a.stage]
+
+
+# A restore
+
+
+@CHANGES("persistence.slots-from-zero", "restore", s="slot")
+def slots_from_zero(st: State, after: State, a: Args, s: Index) -> Truth:
+    """A restore frees every slot, at generation zero."""
+    return free(after, s) & (after.generation[s] == 0)
+
+
+@CHANGES("version.stale-after-restore", "restore", g="stage")
+def stale_after_restore(st: State, after: State, a: Args, g: Index) -> Truth:
+    """A restore makes every weight cache stale."""
+    return after.cache_epoch[g] == NEVER
+
+
+@CHANGES("persistence.epoch-of-checkpoint", "restore", g="stage")
+def epoch_of_checkpoint(st: State, after: State, a: Args, g: Index) -> Truth:
+    """A restore sets every weight epoch to the checkpoint's, in the incarnation that it draws."""
+    return (after.weight_epoch[g] == a.epoch) & (after.incarnation[0] == a.incarnation)

@@ -1,0 +1,54 @@
+"""
+What is always true of the contract's memory: one key, one slot, one generation, one epoch.
+
+Each predicate holds in every reachable state, for all values of its variables.
+"""
+
+from __future__ import annotations
+
+from ..constants import NO_SLOT
+from ..predicates import Register, implies
+from .words import Index, State, Truth, live
+
+__all__ = ["MEMORY"]
+
+#: Proved: what every transition keeps of the memory.
+MEMORY = Register()
+
+
+@MEMORY("ownership.injective", a="cell", b="cell")
+def injective(st: State, a: Index, b: Index) -> Truth:
+    """Two live cells are in two slots."""
+    return implies((st.slot_of[a] == st.slot_of[b]) & (st.slot_of[a] != NO_SLOT), a == b)
+
+
+@MEMORY("ownership.cell-names-its-slot", c="cell")
+def cell_names_its_slot(st: State, c: Index) -> Truth:
+    """The slot of a live cell is live and holds that cell."""
+    slot = st.slot_of[c]
+    return implies(slot != NO_SLOT, live(st, slot) & (st.cell_at[slot] == c))
+
+
+@MEMORY("ownership.slot-names-its-cell", s="slot")
+def slot_names_its_cell(st: State, s: Index) -> Truth:
+    """The cell in a live slot is live there."""
+    return implies(live(st, s), st.slot_of[st.cell_at[s]] == s)
+
+
+@MEMORY("ownership.own-stage", s="slot")
+def own_stage(st: State, s: Index) -> Truth:
+    """A live slot holds a cell of its own stage."""
+    return implies(live(st, s), st.stage_of[st.cell_at[s]] == st.slot_stage[s])
+
+
+@MEMORY("ownership.live-epoch", s="slot")
+def live_epoch(st: State, s: Index) -> Truth:
+    """A live slot holds a key of the current weight epoch."""
+    return implies(live(st, s), st.epoch_at[s] == st.weight_epoch[st.slot_stage[s]])
+
+
+@MEMORY("ownership.generation-bounded", s="slot")
+def generation_bounded(st: State, s: Index) -> Truth:
+    """No generation passes the maximum, and a live slot can still be released."""
+    bounded = (0 <= st.generation[s]) & (st.generation[s] <= st.generation_max[0])
+    return bounded & implies(live(st, s), st.generation[s] != st.generation_max[0])

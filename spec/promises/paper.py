@@ -1,0 +1,171 @@
+"""
+The paper's invariants by name, each with the promises that make it up.
+
+Section III-F of the paper numbers four. Its abstract counts completion as the fourth, where Section
+III-F counts persistence, and Section III-D states a fifth without a number: that every configured
+microbatch is written exactly once. All six are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from attrs import frozen
+
+__all__ = ["PAPER", "PaperInvariant"]
+
+
+@frozen
+class PaperInvariant:
+    """
+    One invariant of the paper.
+
+    Args:
+        name: What it is called here.
+        place: Where the paper states it.
+        title: What the paper calls it.
+        says: What is promised, in a sentence.
+        promises: Names of the promises that together say it.
+        theorems: What else is proved for it: names of the proofs' own theorems.
+        needs: Optional relations; where one is left out, part of it is not claimed.
+    """
+
+    name: str
+    place: str
+    title: str
+    says: str
+    promises: tuple[str, ...]
+    theorems: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+_ALL = (
+    PaperInvariant(
+        name="token-once",
+        place="III-F, Invariant 1; III-B",
+        title="Temporal serialization",
+        says="An F or a dI advances its domain's effect token exactly once, and nothing else "
+        "does: no dW perturbs scaling state.",
+        promises=(
+            "order.token",
+            "order.token-advances",
+            "order.token-kept",
+            "order.token-from-zero",
+            "order.threaded",
+            "order.sound-state",
+            "ownership.forward-once",
+            "ownership.dgrad-after-forward",
+            "ownership.once",
+        ),
+        needs=("order",),
+    ),
+    PaperInvariant(
+        name="one-live-tape",
+        place="III-F, Invariant 2; III-A",
+        title="Generational ownership",
+        says="A key has at most one live tape and a slot at most one tenant, which is never "
+        "preempted; a reference finds its own key's work or is refused.",
+        promises=(
+            "ownership.injective",
+            "ownership.cell-names-its-slot",
+            "ownership.slot-names-its-cell",
+            "ownership.own-stage",
+            "ownership.tenant",
+            "ownership.tenant-stays",
+            "ownership.never-preempted",
+            "ownership.generation-rises-at-release",
+            "ownership.generation-bounded",
+            "ownership.right-reference",
+            "ownership.right-work",
+            "ownership.owing",
+        ),
+    ),
+    PaperInvariant(
+        name="cache-current-when-read",
+        place="III-F, Invariant 3; III-C",
+        title="Cache freshness",
+        says="Whenever a quantized weight cache is read it holds the weights of the key's epoch: "
+        "the first F of an epoch comes after a refresh, or makes it, and later ones read the same "
+        "fill.",
+        promises=(
+            "epoch.weights",
+            "version.cache-content",
+            "version.weights-of-the-key",
+            "version.cache-of-the-key",
+            "version.cache-for-dgrad",
+            "version.one-fill",
+            "version.only-stale-filled",
+            "version.only-stale-filled-by-forward",
+            "version.filled-just-before",
+            "version.refresh-fills",
+            "version.stale-after-restore",
+        ),
+        needs=("version", "order"),
+    ),
+    PaperInvariant(
+        name="quiescent-persistence",
+        place="III-F, Invariant 4; III-E",
+        title="Quiescent persistence",
+        says="A checkpoint is taken only when no tape, write, reduction or device work is under "
+        "way; a restore begins with free slots, stale caches and no reference that is still good.",
+        promises=(
+            "persistence.quiescent",
+            "order.quiescent",
+            "completion.quiescent",
+            "reduction.quiescent",
+            "persistence.restore-between-actions",
+            "order.restore-between-actions",
+            "persistence.slots-from-zero",
+            "persistence.epoch-of-checkpoint",
+            "version.stale-after-restore",
+            "order.token-from-zero",
+            "ownership.right-reference",
+        ),
+        theorems=(
+            "a restore ends every reference",
+            "what ended stays ended",
+            "an ended reference is refused",
+        ),
+        needs=("version", "order", "completion", "reduction"),
+    ),
+    PaperInvariant(
+        name="written-exactly-once",
+        place="III-D, finalization",
+        title="Every configured microbatch writes exactly once",
+        says="When a stage is final, and when the weights change, the F, dI and dW of every "
+        "configured cell ran exactly once, over every matrix, alone in the destination that was "
+        "bound for it.",
+        promises=(
+            "epoch.whole",
+            "epoch.not-ruined",
+            "epoch.commit",
+            "ownership.once",
+            "ownership.covered-whole",
+            "ownership.wgrad-after-dgrad",
+            "arena.bound-once",
+            "arena.bound-destination",
+            "arena.right-destination",
+            "arena.usable",
+        ),
+        needs=("arena",),
+    ),
+    PaperInvariant(
+        name="completion",
+        place="abstract, invariant 4; II-C, IV-D",
+        title="Bidirectional completion",
+        says="A replay comes after the work of its caller, and a consumer after the replay that "
+        "wrote what it consumes.",
+        promises=(
+            "completion.replay-after-caller",
+            "completion.refresh-after-caller",
+            "completion.consumer-after-replay",
+            "completion.gradients-after-replay",
+            "completion.quiescent",
+        ),
+        needs=("completion",),
+    ),
+)
+
+#: The paper's invariants by name, in its order.
+PAPER: Final[Mapping[str, PaperInvariant]] = {invariant.name: invariant for invariant in _ALL}

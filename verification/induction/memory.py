@@ -1,0 +1,182 @@
+"""
+Lemmas of the memory alone: what the induction needs beside the promises.
+
+They hold in every reachable state. Nobody is promised them: another kernel that keeps the promises
+may keep others.
+"""
+
+from __future__ import annotations
+
+from qeffect.spec.constants import DI, DW, GRAD, NEVER, NO_STAGE, RESERVED
+from qeffect.spec.predicates import Register, implies
+
+from .words import Index, State, Truth, awaits, domain_of_slot, live, retained
+
+__all__ = ["MEMORY"]
+
+#: Proved, beside the promises of the memory alone.
+MEMORY = Register()
+
+
+# Ownership: who waits for a tape, and what is in flight on it
+
+
+@MEMORY("ownership.consumers", s="slot")
+def consumers(st: State, s: Index) -> Truth:
+    """A retained tape waits only for configured consumers, dI before dW and gradient readers."""
+    mask, owes = st.pending[s], st.owes[st.slot_stage[s]]
+    configured = (mask | owes) == owes
+    before_dgrad = implies((mask & DI) != 0, (mask & (DW | GRAD)) == (owes & (DW | GRAD)))
+    return implies(retained(st, s), configured & before_dgrad)
+
+
+@MEMORY("ownership.held-is-live", s="slot")
+def held_is_live(st: State, s: Index) -> Truth:
+    """An action in flight has a live slot."""
+    return implies(st.held[s] != 0, live(st, s))
+
+
+@MEMORY("ownership.forwarded-marks", s="slot")
+def forwarded_marks(st: State, s: Index) -> Truth:
+    """A cell is marked as forwarded once its forward has been checked, not before."""
+    here = st.forwarded[st.cell_at[s]] == st.weight_epoch[st.slot_stage[s]]
+    begun = retained(st, s) | (st.held[s] != 0)
+    return implies(live(st, s), here == begun)
+
+
+# Marks of an epoch are never ahead of it, so that the next epoch begins with none
+
+
+@MEMORY("epoch.counts-from-zero", g="stage")
+def counts_from_zero(st: State, g: Index) -> Truth:
+    """Epochs count from zero, and a stage's marks are at most the current one."""
+    now = st.weight_epoch[g]
+    return (0 <= now) & (st.spoiled[g] <= now) & (st.final[g] <= now)
+
+
+@MEMORY("ownership.forwarded-by-now", c="cell")
+def forwarded_by_now(st: State, c: Index) -> Truth:
+    """No cell was forwarded in an epoch to come."""
+    return st.forwarded[c] <= st.weight_epoch[st.stage_of[c]]
+
+
+@MEMORY("arena.bound-by-now", c="cell")
+def bound_by_now(st: State, c: Index) -> Truth:
+    """No cell was bound in an epoch to come."""
+    return st.bound[c] <= st.weight_epoch[st.stage_of[c]]
+
+
+@MEMORY("arena.opened-by-now", c="cell")
+def opened_by_now(st: State, c: Index) -> Truth:
+    """No buffer was opened in an epoch to come."""
+    return st.opened[st.buffer_of[c]] <= st.weight_epoch[st.stage_of[c]]
+
+
+# Version
+
+
+@MEMORY("version.cache-by-now", g="stage")
+def cache_by_now(st: State, g: Index) -> Truth:
+    """No cache holds weights to come."""
+    return (st.cache_epoch[g] == NEVER) | (
+        (0 <= st.cache_epoch[g]) & (st.cache_epoch[g] <= st.weight_epoch[g])
+    )
+
+
+@MEMORY("version.refreshed-at-home", d="domain")
+def refreshed_at_home(st: State, d: Index) -> Truth:
+    """The stage whose first forward must come next is one of the domain."""
+    return implies(st.refreshed[d] != NO_STAGE, st.domain_of[st.refreshed[d]] == d)
+
+
+# Tickets: what a check reserved is what its commit finds
+
+
+@MEMORY("tickets.issued", s="slot")
+def issued(st: State, s: Index) -> Truth:
+    """Every ticket in flight on a slot was issued."""
+    return (0 <= st.held[s]) & (st.held[s] <= st.serial[0])
+
+
+@MEMORY("tickets.issued-to-refresh", g="stage")
+def issued_to_refresh(st: State, g: Index) -> Truth:
+    """So was every ticket in flight on a stage's cache."""
+    refreshing = (0 <= st.refreshing[g]) & (st.refreshing[g] <= st.serial[0])
+    return refreshing & (0 <= st.filling[g]) & (st.filling[g] <= st.serial[0])
+
+
+@MEMORY("tickets.one-stage", a="stage", b="stage")
+def one_stage(st: State, a: Index, b: Index) -> Truth:
+    """No ticket is of two refreshes."""
+    return implies((st.refreshing[a] == st.refreshing[b]) & (st.refreshing[a] != 0), a == b)
+
+
+@MEMORY("tickets.tape-or-refresh", s="slot", g="stage")
+def tape_or_refresh(st: State, s: Index, g: Index) -> Truth:
+    """No ticket is in flight on a slot and of a refresh."""
+    return implies(st.held[s] == st.refreshing[g], st.held[s] == 0)
+
+
+@MEMORY("tickets.one-slot", a="slot", b="slot")
+def one_slot(st: State, a: Index, b: Index) -> Truth:
+    """No ticket is in flight on two slots."""
+    return implies((st.held[a] == st.held[b]) & (st.held[a] != 0), a == b)
+
+
+@MEMORY("order.busy-with-forward-or-dgrad", s="slot")
+def busy_with_forward_or_dgrad(st: State, s: Index) -> Truth:
+    """A domain is busy with the F or dI in flight on one of its slots."""
+    updates = (st.pending[s] == RESERVED) | awaits(st, s, DI)
+    return implies((st.held[s] != 0) & updates, st.busy[domain_of_slot(st, s)] == st.held[s])
+
+
+@MEMORY("order.busy-with-refresh", needs="version", g="stage")
+def busy_with_refresh(st: State, g: Index) -> Truth:
+    """A domain is busy with the refresh in flight on one of its stages."""
+    return implies(st.refreshing[g] != 0, st.busy[st.domain_of[g]] == st.refreshing[g])
+
+
+@MEMORY("arena.writing-with-wgrad", s="slot")
+def writing_with_wgrad(st: State, s: Index) -> Truth:
+    """A buffer is reserved for the dW in flight on a slot."""
+    wgrad = retained(st, s) & (st.pending[s] & DI == 0)
+    buffer = st.buffer_of[st.cell_at[s]]
+    return implies((st.held[s] != 0) & wgrad, st.writing[buffer] == st.held[s])
+
+
+# Completion
+
+
+@MEMORY("completion.waits-behind-work", l="link")
+def waits_behind_work(st: State, l: Index) -> Truth:  # noqa: E741 - a link
+    """Nothing waits for work that was not enqueued."""
+    return (st.joined[l] <= st.submitted[l]) & (st.waited[l] <= st.replays[st.domain_at[l]])
+
+
+@MEMORY("completion.output-behind-work", s="slot")
+def output_behind_work(st: State, s: Index) -> Truth:
+    """A slot's output comes from a replay that was enqueued."""
+    return st.produced[s] <= st.replays[domain_of_slot(st, s)]
+
+
+@MEMORY("completion.gradients-behind-work", g="stage")
+def gradients_behind_work(st: State, g: Index) -> Truth:
+    """A stage's gradients come from a replay that was enqueued."""
+    return st.landed[g] <= st.replays[st.domain_of[g]]
+
+
+# Reduction
+
+
+@MEMORY("reduction.of-final-gradients", g="stage")
+def of_final_gradients(st: State, g: Index) -> Truth:
+    """Only a finalized stage reduces, and only one that owes a reduction."""
+    final = st.final[g] == st.weight_epoch[g]
+    return implies(st.reducing[g] != 0, final & (st.unreduced[g] != 0))
+
+
+@MEMORY("reduction.owed-by-final", g="stage")
+def owed_by_final(st: State, g: Index) -> Truth:
+    """Only a stage that was finalized in this epoch owes a reduction."""
+    now = st.weight_epoch[g]
+    return implies(st.unreduced[g] != 0, (st.final[g] == now) | (st.spoiled[g] == now))

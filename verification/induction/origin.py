@@ -1,0 +1,50 @@
+"""
+What is taken for granted of the beginning: a stage's cells, and a pool's slots, can be numbered.
+"""
+
+from __future__ import annotations
+
+from qeffect.spec.constants import NO_SLOT
+from qeffect.spec.predicates import Register, implies
+
+from .words import History, Index, State, Truth
+
+__all__ = ["ORIGIN"]
+
+#: Assumed: that ghosts with an arbitrary start start so.
+ORIGIN = Register()
+
+
+@ORIGIN("ownership.cells-counted", c="cell")
+def cells_counted(st: State, h: History, c: Index) -> Truth:
+    """A stage's cells, of which it is configured to have so many, can be numbered:"""
+    g, place = st.stage_of[c], h.place[c]
+    return (0 <= place) & (place < st.cells[g]) & (h.placed[g, place] == c)
+
+
+@ORIGIN("ownership.cell-numbers-used", g="stage", i="place")
+def cell_numbers_used(st: State, h: History, g: Index, i: Index) -> Truth:
+    """every number names one of them."""
+    cell = h.placed[g, i]
+    return implies((0 <= i) & (i < st.cells[g]), (st.stage_of[cell] == g) & (h.place[cell] == i))
+
+
+@ORIGIN("capture.slots-counted", s="slot")
+def slots_counted(st: State, h: History, s: Index) -> Truth:
+    """A pool's slots can be numbered:"""
+    p, seat = st.pool_of[s], h.seat[s]
+    return (0 <= seat) & (seat < h.slots[p]) & (h.seated[p, seat] == s)
+
+
+@ORIGIN("capture.slot-numbers-used", p="pool", i="place")
+def slot_numbers_used(st: State, h: History, p: Index, i: Index) -> Truth:
+    """every number names one of them."""
+    s = h.seated[p, i]
+    named = (s != NO_SLOT) & (st.pool_of[s] == p) & (h.seat[s] == i)
+    return implies((0 <= i) & (i < h.slots[p]), named)
+
+
+@ORIGIN("capture.slot-numbers", p="pool")
+def slot_numbers(st: State, h: History, p: Index) -> Truth:
+    """There are as many numbers as slots, perhaps none."""
+    return 0 <= h.slots[p]
