@@ -25,7 +25,7 @@ from ..keys import TapeKey, TapeRef
 from ..refusals import Refused
 from .command import Outcome, Progress, Unusable, needs
 
-__all__ = ["Bench", "environment", "write_report"]
+__all__ = ["Bench", "environment", "memory_of_a_tape", "write_report"]
 
 MATRICES = ("fc1", "fc2", "proj", "qkv")
 
@@ -237,16 +237,17 @@ def _refusal(rounds: int = 50, each: int = 50) -> float:
 
 def _memory() -> dict[str, Any]:
     """Measure the bytes of a slot and its cell as configured, and of a live tape on top."""
-    found = {str(slots): _bytes(slots) for slots in FULL_POOLS}
+    found = {str(slots): memory_of_a_tape(slots) for slots in FULL_POOLS}
     live = {slots: added for slots, (_, added) in found.items()}
     return {
+        "bytes_per_live_tape_in_a_full_pool": max(sum(both) for both in found.values()),
         "bytes_per_live_tape": max(live.values()),
         "bytes_per_live_tape_by_slots": live,
         "bytes_configured_per_slot": {slots: kept for slots, (kept, _) in found.items()},
     }
 
 
-def _bytes(slots: int) -> tuple[float, float]:
+def memory_of_a_tape(slots: int) -> tuple[float, float]:
     """
     Fill a pool with as many microbatches as it has slots; divide what was allocated by them.
 

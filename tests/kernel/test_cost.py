@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from qeffect import Contract, Refused
+from qeffect.cli.bench import memory_of_a_tape
 from qeffect.engine.freelist import FreeSlots
 
 from .helpers import MATRICES, Rig, stage
@@ -162,6 +163,13 @@ def test_a_walk_would_be_seen() -> None:
     """The instrument is not blind: a boundary call walks, and is caught."""
     with pytest.raises(_WalkedError):
         _instrumented(4).contract.commit_epoch()
+
+
+def test_a_live_tape_in_a_full_pool_fits_a_kibibyte() -> None:
+    """Slot, microbatch, key and reference together, in the largest pool that is measured."""
+    configured, live = memory_of_a_tape(4096)
+
+    assert 0 < live < configured < configured + live <= 1024
 
 
 class TestFreeSlots:
