@@ -304,13 +304,27 @@ class Runtime:
 
     # Failure and restart
 
+    def abort(self) -> int:
+        """
+        Abort every outstanding tape: something of the step failed that is no action of this class.
+
+        An action that fails does this itself. A loop calls it when a transfer or another rank has
+        failed. The epoch of a stage that had a tape can no longer commit; `rebuild` begins it
+        again.
+
+        Returns:
+            How many tapes there were.
+        """
+        return self.actions.abort_outstanding()
+
     def rebuild(self) -> None:
         """
         Begin the epoch again after a failure: numerical state of the last commit, nothing live.
 
-        Drops every live tape, waits for the device, restores the numerical state from the last
-        commit's snapshot and begins a new incarnation, in which every older reference is refused
-        and every weight cache is stale. Captured graphs stay: they hold addresses, not contents.
+        Drops every tape that is left, waits for the device, restores the numerical state from the
+        last commit's snapshot and begins a new incarnation, in which every older reference is
+        refused and every weight cache is stale. Captured graphs stay: they hold addresses, not
+        contents.
 
         Raises:
             BackendError: An optimizer update failed half way; no snapshot covers weights.

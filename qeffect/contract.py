@@ -139,6 +139,12 @@ class Contract(Ledgers):
         self._free = {stage: FreeSlots(own) for stage, own in laid.slots.items()}
         self._reserved: dict[Cell, int] = {}
         self._num_slots = len(self.memory.pending)
+        self._num_links = len(laid.links)
+        self._links_of = {
+            name: tuple(link for (caller, _), link in laid.links.items() if caller == name)
+            for name in self._callers
+        }
+        self._transition = self.transitions.functions
         self.memory.incarnation[0] = secrets.randbits(64)
         self.memory.fill(self.memory.weight_epoch, epoch)
         t = self.transitions

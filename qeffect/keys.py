@@ -4,8 +4,10 @@ Names of retained work: what a tape is (its key) and where it is (its reference)
 
 from __future__ import annotations
 
-from attrs import field, frozen
-from attrs.validators import ge, instance_of
+from typing import Any
+
+from attrs import Attribute, field, frozen
+from attrs.validators import and_, ge, instance_of
 
 __all__ = ["Cell", "TapeKey", "TapeRef"]
 
@@ -15,7 +17,13 @@ Cell = tuple[int, int, int, int]
 #: One object per cell: the memory's look-ups then compare by identity.
 _cells: dict[Cell, Cell] = {}
 
-_index = [instance_of(int), ge(0)]
+_explained = and_(instance_of(int), ge(0))
+
+
+def _index(key: Any, attribute: Attribute[Any], value: Any) -> None:
+    """Require a non-negative integer; a runtime makes a key for each tape of each step."""
+    if value.__class__ is not int or value < 0:
+        _explained(key, attribute, value)
 
 
 @frozen(eq=True, order=True, cache_hash=True)

@@ -48,6 +48,10 @@ class Ledgers:
     _links: Mapping[tuple[Hashable, Hashable], int]
     _arguments: Arguments
     _callers: tuple[Hashable, ...]
+    _links_of: Mapping[Hashable, tuple[int, ...]]
+    _num_links: int
+    _num_slots: int
+    _transition: Mapping[str, Callable[..., Any]]
     _free: dict[int, FreeSlots]
     _reserved: dict[Cell, int]
 
@@ -95,10 +99,19 @@ class Ledgers:
             Refused: ``arena.mismatch``, ``arena.duplicate-bind``, ``arena.unusable`` or
                 ``version.wrong-epoch``.
         """
-        self._arguments.key("bind", key)
-        if destination is None:
-            destination = self.memory.destination_of[key.cell]
-        self._run("bind", key, destination)
+        st = self.memory
+        try:
+            if destination is None:
+                destination = st.destination_of[key.cell]
+            elif key.cell not in self._arguments.cells:
+                raise KeyError(key)
+            self._transition["bind"](st, key, destination)
+        except Refused as refused:
+            raise explain(refused, "bind", st, (key, destination)) from None
+        except UNUSABLE as error:
+            raise self._arguments.unusable(error, "bind", (key, destination)) from None
+        if self.observer is not None:
+            self.observer("bind", (key, destination), None)
 
     def read(self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0) -> None:
         """
@@ -107,9 +120,17 @@ class Ledgers:
         Raises:
             Refused: A clause of ownership, or ``completion.graph-to-caller``.
         """
-        self._arguments.link("read", link)
-        self._arguments.tape("read", key, ref)
-        self._run("read", key, ref, GRAD if gradient else OUT, link)
+        st, bit = self.memory, GRAD if gradient else OUT
+        try:
+            if not 0 <= link < self._num_links or not 0 <= ref.slot < self._num_slots:
+                raise IndexError(link, ref)
+            self._transition["read"](st, key, ref, bit, link)
+        except Refused as refused:
+            raise explain(refused, "read", st, (key, ref, bit, link)) from None
+        except UNUSABLE as error:
+            raise self._arguments.unusable(error, "read", (key, ref, bit, link)) from None
+        if self.observer is not None:
+            self.observer("read", (key, ref, bit, link), None)
 
     def finish_read(self, key: TapeKey, ref: TapeRef, *, gradient: bool = False) -> None:
         """
@@ -118,10 +139,19 @@ class Ledgers:
         Raises:
             Refused: A clause of ownership.
         """
-        self._arguments.tape("finish_read", key, ref)
-        bit = GRAD if gradient else OUT
-        self._run("finish_read", key, ref, bit)
-        self._reclaim(ref.slot)
+        st, bit = self.memory, GRAD if gradient else OUT
+        try:
+            if not 0 <= ref.slot < self._num_slots:
+                raise IndexError(ref)
+            self._transition["finish_read"](st, key, ref, bit)
+        except Refused as refused:
+            raise explain(refused, "finish_read", st, (key, ref, bit)) from None
+        except UNUSABLE as error:
+            raise self._arguments.unusable(error, "finish_read", (key, ref, bit)) from None
+        if self.observer is not None:
+            self.observer("finish_read", (key, ref, bit), None)
+        if st.pending[ref.slot] == 0:
+            self._reclaim(ref.slot)
 
     def drop(self, key: TapeKey, ref: TapeRef) -> None:
         """
@@ -168,21 +198,38 @@ class Ledgers:
         Raises:
             ValueError: No caller has that name.
         """
-        if caller not in self._callers:
-            raise ValueError(f"submit: no caller {caller!r}; there are {list(self._callers)}")
-        for (name, _), link in self._links.items():
-            if name == caller:
-                self._run("submit", link)
+        try:
+            own = self._links_of[caller]
+        except (KeyError, TypeError):
+            raise ValueError(
+                f"submit: no caller {caller!r}; there are {list(self._callers)}"
+            ) from None
+        for link in own:
+            self._transition["submit"](self.memory, link)
+            if self.observer is not None:
+                self.observer("submit", (link,), None)
 
     def join(self, link: int = 0) -> None:
         """Tell that the graph stream waits for everything the caller submitted."""
-        self._arguments.link("join", link)
-        self._run("join", link)
+        try:
+            if not 0 <= link < self._num_links:
+                raise IndexError(link)
+            self._transition["join"](self.memory, link)
+        except UNUSABLE as error:
+            raise self._arguments.unusable(error, "join", (link,)) from None
+        if self.observer is not None:
+            self.observer("join", (link,), None)
 
     def wait(self, link: int = 0) -> None:
         """Tell that the caller waits for everything replayed so far on the graph stream."""
-        self._arguments.link("wait", link)
-        self._run("wait", link)
+        try:
+            if not 0 <= link < self._num_links:
+                raise IndexError(link)
+            self._transition["wait"](self.memory, link)
+        except UNUSABLE as error:
+            raise self._arguments.unusable(error, "wait", (link,)) from None
+        if self.observer is not None:
+            self.observer("wait", (link,), None)
 
     def drain(self) -> None:
         """Tell that the host has seen all device work of every domain finish."""
