@@ -25,9 +25,9 @@ from qeffect.gpu_runtime.execute.eager import EagerExecutor, Executor, StageMemo
 from qeffect.gpu_runtime.execute.streams import Handoff, handoff_for
 from qeffect.gpu_runtime.memory.arena import Arena, Rule, by_matrix
 from qeffect.gpu_runtime.memory.state import NumericalState, Snapshot, live_state, preserving
-from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
+from qeffect.gpu_runtime.plan.order import Kind, Order
 from qeffect.gpu_runtime.plan.slots import Provisioning, SlotPlan, plan_slots
-from qeffect.gpu_runtime.plan.workload import Gradients, Kind, Order
 from qeffect.keys import TapeKey
 from qeffect.log.recorder import Recorder
 

@@ -20,8 +20,8 @@ from qeffect.gpu_runtime.bench.columns import Settings
 from qeffect.gpu_runtime.measure.unguarded import UnguardedActions, silence
 from qeffect.gpu_runtime.memory.arena import Rule
 from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.plan.order import Kind, Order
 from qeffect.gpu_runtime.plan.slots import Provisioning
-from qeffect.gpu_runtime.plan.workload import Kind, Order
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.keys import TapeKey, TapeRef
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qeffect.gpu_runtime.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.plan.workload import Kind, Step
+from qeffect.gpu_runtime.plan.order import Kind, Step
 from qeffect.refusals import Refused
 
 __all__ = ["REFUSED", "disturb"]

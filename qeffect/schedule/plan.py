@@ -15,7 +15,7 @@ table shows messages, the sends that read its output and its input gradient.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import attrs
 
 from qeffect.schedule.actions import SENDS, Kind, Schedule, ScheduleError
+from qeffect.schedule.slots import assign, own_readers
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
 GRAPHS_PER_TAPE = 3
@@ -186,26 +187,18 @@ def plan(schedule: Schedule, layers: Layers | None = None) -> Plan:
 
 def _plan_rank(schedule: Schedule, rank: int, layers: Layers | None) -> RankPlan:
     local = schedule.stages_of(rank)
-    live: dict[int, int] = defaultdict(int)
+    steps = [(atom.kind, atom.stage, atom.microbatch) for atom in schedule.atoms[rank]]
+    made = assign(steps, own_readers(steps, {Kind.WGRAD, *SENDS}))
+    peak_live = made.peaks
     pending: dict[int, int] = defaultdict(int)
-    peak_live: dict[int, int] = defaultdict(int)
     peak_pending: dict[int, int] = defaultdict(int)
     forwards: dict[int, int] = defaultdict(int)
-    all_live = all_pending = most_live = most_pending = delayed = 0
+    all_pending = most_pending = delayed = 0
     previous: tuple[Kind, int, int] | None = None
-    consumers = Counter(
-        (atom.stage, atom.microbatch)
-        for atom in schedule.atoms[rank]
-        if atom.kind is Kind.WGRAD or atom.kind in SENDS
-    )
     for atom in schedule.atoms[rank]:
         stage = atom.stage
         if atom.kind is Kind.FORWARD:
             forwards[stage] += 1
-            live[stage] += 1
-            all_live += 1
-            peak_live[stage] = max(peak_live[stage], live[stage])
-            most_live = max(most_live, all_live)
         elif atom.kind is Kind.DGRAD:
             pending[stage] += 1
             all_pending += 1
@@ -215,25 +208,19 @@ def _plan_rank(schedule: Schedule, rank: int, layers: Layers | None) -> RankPlan
             delayed += previous != (Kind.DGRAD, stage, atom.microbatch)
             pending[stage] -= 1
             all_pending -= 1
-        elif atom.kind not in SENDS:
+        else:
             continue
-        if atom.kind is Kind.WGRAD or atom.kind in SENDS:
-            consumers[stage, atom.microbatch] -= 1
-            if not consumers[stage, atom.microbatch]:
-                live[stage] -= 1
-                all_live -= 1
-        if atom.kind not in SENDS:
-            previous = (atom.kind, stage, atom.microbatch)
-    slots = sum(peak_live[stage] for stage in local)
+        previous = (atom.kind, stage, atom.microbatch)
+    slots = sum(peak_live.get(stage, 0) for stage in local)
     tapes = schedule.num_microbatches * len(local)
     one = None if layers is None else layers.bytes_per_stage * len(local)
     return RankPlan(
         rank=rank,
         stages=tuple(
-            StagePlan(stage, forwards[stage], peak_live[stage], peak_pending[stage])
+            StagePlan(stage, forwards[stage], peak_live.get(stage, 0), peak_pending[stage])
             for stage in local
         ),
-        peak_live=most_live,
+        peak_live=made.peak,
         peak_pending=most_pending,
         delayed=delayed,
         slots=slots,

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.evidence.comparison import Recording
+from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.memory.state import same_bits
-from qeffect.gpu_runtime.plan.workload import Kind, Step, Workload
+from qeffect.gpu_runtime.plan.order import Kind, Step
 from qeffect.refusals import Refused
 
 from .helpers import guarded_run
