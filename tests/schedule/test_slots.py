@@ -12,7 +12,7 @@ from qeffect.schedule.actions import SENDS, Kind, Schedule
 from qeffect.schedule.plan import plan
 from qeffect.schedule.pools import replays
 from qeffect.schedule.random_schedules import random_schedule
-from qeffect.schedule.slots import Step, Tape, assign, own_readers
+from qeffect.schedule.slots import Step, assign, own_readers
 from qeffect.schedule.torch_tables import torch_schedule
 
 TABLES = [
