@@ -159,7 +159,7 @@ class GraphStream:
         if torch.cuda.current_device() != self._index:
             # Two devices have a current stream each; torch's context knows how to keep both.
             other = torch.cuda.stream(self.stream)
-            other.__enter__()
+            other.__enter__()  # type: ignore[no-untyped-call]
             return other
         caller = self._caller(handle)
         torch.cuda.set_stream(self.stream)

@@ -80,7 +80,7 @@ def _spread(ns: Sequence[float]) -> dict[str, float]:
 
 def host_rows(host: Mapping[str, Raw]) -> list[tuple[str, ...]]:
     """The host table: a row for each kind of call of each column, and one for all of them."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, column in host.items():
         for kind, entry in column["kinds"].items():
             bare = entry["bare_us"]
