@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
-from qeffect.gpu_runtime.plan.workload import Gradients
+
+Gradients = Mapping[int, Mapping[str, Tensor]]
+"""Parameter gradients of an epoch: by stage, then by parameter name."""
 
 
 class Optimizer:

@@ -25,9 +25,9 @@ from qeffect.gpu_runtime.execute.eager import EagerExecutor, Executor, StageMemo
 from qeffect.gpu_runtime.execute.streams import Handoff, handoff_for
 from qeffect.gpu_runtime.memory.arena import Arena, Rule, by_matrix
 from qeffect.gpu_runtime.memory.state import NumericalState, Snapshot, live_state, preserving
-from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
+from qeffect.gpu_runtime.plan.order import Kind, Order
 from qeffect.gpu_runtime.plan.slots import Provisioning, SlotPlan, plan_slots
-from qeffect.gpu_runtime.plan.workload import Gradients, Kind, Order
 from qeffect.keys import TapeKey
 from qeffect.log.recorder import Recorder
 
@@ -304,13 +304,27 @@ class Runtime:
 
     # Failure and restart
 
+    def abort(self) -> int:
+        """
+        Abort every outstanding tape: something of the step failed that is no action of this class.
+
+        An action that fails does this itself. A loop calls it when a transfer or another rank has
+        failed. The epoch of a stage that had a tape can no longer commit; `rebuild` begins it
+        again.
+
+        Returns:
+            How many tapes there were.
+        """
+        return self.actions.abort_outstanding()
+
     def rebuild(self) -> None:
         """
         Begin the epoch again after a failure: numerical state of the last commit, nothing live.
 
-        Drops every live tape, waits for the device, restores the numerical state from the last
-        commit's snapshot and begins a new incarnation, in which every older reference is refused
-        and every weight cache is stale. Captured graphs stay: they hold addresses, not contents.
+        Drops every tape that is left, waits for the device, restores the numerical state from the
+        last commit's snapshot and begins a new incarnation, in which every older reference is
+        refused and every weight cache is stale. Captured graphs stay: they hold addresses, not
+        contents.
 
         Raises:
             BackendError: An optimizer update failed half way; no snapshot covers weights.

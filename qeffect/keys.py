@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from attrs import field, frozen
-from attrs.validators import ge, instance_of
+from attrs import Attribute, field, frozen
+from attrs.validators import and_, ge, instance_of
 
 __all__ = ["Cell", "TapeKey", "TapeRef", "cell_of", "reference"]
 
@@ -29,7 +29,13 @@ def cell_of(stage: int, microbatch: int, block: int, invocation: int) -> Cell:
     return _cells.setdefault(cell, cell)
 
 
-_index = [instance_of(int), ge(0)]
+_explained = and_(instance_of(int), ge(0))
+
+
+def _index(key: Any, attribute: Attribute[Any], value: Any) -> None:
+    """Require a non-negative integer; a runtime makes a key for each tape of each step."""
+    if value.__class__ is not int or value < 0:
+        _explained(key, attribute, value)
 
 
 @frozen(eq=True, order=True, cache_hash=True)

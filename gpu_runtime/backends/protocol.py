@@ -15,6 +15,7 @@ kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -355,7 +356,7 @@ def module_probe(root: torch.nn.Module) -> Callable[[], list[int]]:
     parameters = [module._parameters for module in tree]
 
     def look() -> list[int]:
-        found = [id(child) for held in children for child in held.values()]
+        found = [*map(id, chain.from_iterable(map(dict.values, children)))]
         found += [p.data_ptr() for held in parameters for p in held.values() if p is not None]
         return found
 

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.plan.workload import Order
+from qeffect.gpu_runtime.plan.order import Order
 from qeffect.schedule.torch_tables import torch_schedule
 
 

@@ -18,7 +18,7 @@ from qeffect.gpu_runtime.backends.te import baselines as te_baselines
 from qeffect.gpu_runtime.backends.te.baselines import Chunking
 from qeffect.gpu_runtime.bench.cells import Cell
 from qeffect.gpu_runtime.bench.columns import Settings
-from qeffect.gpu_runtime.plan.workload import Kind
+from qeffect.gpu_runtime.plan.order import Kind
 
 WARMUP_STEPS = 3
 

@@ -7,7 +7,7 @@ reference backend, so that everything here except capture is exercised without a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import attrs
@@ -17,11 +17,12 @@ from torch import Tensor
 from qeffect.gpu_runtime.backends.protocol import StageBackend
 from qeffect.gpu_runtime.bench.cells import Cell
 from qeffect.gpu_runtime.bench.columns import Settings
+from qeffect.gpu_runtime.bench.host import times_of
 from qeffect.gpu_runtime.measure.unguarded import UnguardedActions, silence
 from qeffect.gpu_runtime.memory.arena import Rule
 from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.plan.order import Kind, Order
 from qeffect.gpu_runtime.plan.slots import Provisioning
-from qeffect.gpu_runtime.plan.workload import Kind, Order
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.keys import TapeKey, TapeRef
 
@@ -211,6 +212,10 @@ class Ours:
         if key.stage not in self.before:
             actions.input_gradients(key, ref)
             actions.finish_input_gradients(key, ref)
+
+    def host_actions(self, steps: int, synchronize: Callable[[], None]) -> Mapping[str, Any]:
+        """Host time of every call of some steps, and of their bare replays; only `close` after."""
+        return times_of(self, synchronize, steps)
 
     def facts(self) -> Mapping[str, Any]:
         """Resources that are reserved, and what a step asks for."""

@@ -15,7 +15,7 @@ from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 from qeffect.gpu_runtime.bench.cells import Cell
 from qeffect.gpu_runtime.bench.columns import Settings
-from qeffect.gpu_runtime.plan.workload import Kind, Order
+from qeffect.gpu_runtime.plan.order import Kind, Order
 
 
 @attrs.define(eq=False)

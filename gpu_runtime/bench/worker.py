@@ -139,6 +139,11 @@ class Session:
         found: dict[str, Any] = profile_steps(self._the_column().step, self._synchronize, steps)
         return found
 
+    def host_actions(self, steps: int) -> dict[str, Any]:
+        """Host time of single actions; empty for a column that has none. Nothing runs after it."""
+        measure = getattr(self._the_column(), "host_actions", None)
+        return {} if measure is None else dict(measure(steps, self._synchronize))
+
     def memory(self, *, peaks: bool = False) -> dict[str, int | None]:
         """The allocator's figures; None where there is no device."""
         if not self.on_device:

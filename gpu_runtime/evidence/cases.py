@@ -15,7 +15,7 @@ import torch
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.evidence.native import NativeRule, rule_for
 from qeffect.gpu_runtime.memory.arena import RULES, Rule
-from qeffect.gpu_runtime.plan.workload import Kind, Order, Step
+from qeffect.gpu_runtime.plan.order import Kind, Order, Step
 from qeffect.schedule.torch_tables import torch_schedule
 
 Scaling = Literal["delayed", "current", "block"]

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.evidence.comparison import Recording
 from qeffect.gpu_runtime.evidence.native import record_step, record_sum
+from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.memory.arena import by_matrix
 from qeffect.gpu_runtime.memory.state import live_state
 from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.plan.workload import Kind, Step, Workload
+from qeffect.gpu_runtime.plan.order import Kind, Step
 from qeffect.gpu_runtime.runtime import Runtime
 from qeffect.keys import TapeKey, TapeRef
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qeffect.gpu_runtime.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.plan.workload import Kind, Step
+from qeffect.gpu_runtime.plan.order import Kind, Step
 from qeffect.refusals import Refused
 
 __all__ = ["REFUSED", "disturb"]
@@ -153,14 +153,10 @@ def _fail(run: GuardedRun, kind: Kind) -> None:
         act(step)
     else:
         raise AssertionError(f"the order has fewer than two {kind.value}")
-    waiting = [(k, ref) for k, ref in run._refs.items() if k.stage == step.stage]
     if kind is not Kind.WGRAD:
         # Recipes without hidden state have no order to poison; the epoch is spoiled all the same.
         clauses = ("order.poisoned", "arena.unusable", "epoch.spoiled")
         _expect(clauses, lambda: runtime.contract.finalize(step.stage))
-    elif waiting:
-        clauses = ("arena.unusable", "epoch.spoiled", "ownership.wgrad-before-dgrad")
-        _expect(clauses, lambda: runtime.contract.check_wgrad(*waiting[0]))
     else:
         clauses = ("arena.unusable", "epoch.spoiled", "order.incomplete")
         _expect(clauses, lambda: runtime.contract.finalize(step.stage))

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, matrices, parameters
 from qeffect.gpu_runtime.evidence.comparison import Recording
+from qeffect.gpu_runtime.measure.workload import Workload, by_index
 from qeffect.gpu_runtime.memory.arena import by_matrix
 from qeffect.gpu_runtime.memory.state import live_state
-from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.plan.workload import Gradients, Kind, Order, Step, Workload, by_index
+from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
+from qeffect.gpu_runtime.plan.order import Kind, Order, Step
 
 NativeRule = Literal["grad", "main_grad", "dgrad_order", "wgrad_order"]
 

@@ -21,10 +21,10 @@ from qeffect.gpu_runtime.evidence.comparison import Recording
 from qeffect.gpu_runtime.evidence.driver import GuardedRun
 from qeffect.gpu_runtime.evidence.faults import disturb
 from qeffect.gpu_runtime.evidence.native import NativeRule, NativeRun
+from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.memory.arena import Rule
 from qeffect.gpu_runtime.memory.state import live_state, preserving
 from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.plan.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 
 __all__ = ["SIDES", "fresh_stages", "fuse_for", "optimizer_of", "record", "run_native"]

@@ -23,8 +23,9 @@ from qeffect.gpu_runtime.evidence.native import record_step
 from qeffect.gpu_runtime.evidence.sides import fresh_stages, fuse_for, optimizer_of, run_native
 from qeffect.gpu_runtime.execute.actions import GuardedActions
 from qeffect.gpu_runtime.measure.unguarded import UnguardedActions, silence
+from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.plan.workload import Kind, Step, Workload
+from qeffect.gpu_runtime.plan.order import Kind, Step
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused

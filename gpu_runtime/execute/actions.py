@@ -2,9 +2,14 @@
 F, dI, dW and the cache refresh as guarded actions: check, act, commit.
 
 Every action crosses to the graph stream and back, asks the kernel before it touches memory, and
-tells the kernel after. An exception in between aborts the tape, spoils the epoch and, for F, dI and
-a refresh, poisons the state domain, because the library rolls its scales even when F raises. The
-same code runs eager and captured: only the executor differs.
+tells the kernel after. A refusal changes nothing. An exception while acting, or evidence that falls
+short, fails the step: its tape and every other outstanding tape of the state domain are aborted at
+once (paper, IV-E), the epoch is spoiled and, for F, dI and a refresh, the state domain is poisoned,
+because the library rolls its scales even when F raises. The same code runs eager and captured: only
+the executor differs.
+
+What an action of a configured key needs is looked up once, at construction (`_Place`): beside a
+graph's launch of two microseconds, looking it up again would show.
 """
 
 from __future__ import annotations
@@ -18,8 +23,27 @@ from qeffect.contract import Contract, Ticket
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.execute.eager import Executor, StageMemory
 from qeffect.gpu_runtime.execute.streams import Handoff
-from qeffect.gpu_runtime.memory.slots import Slot, check_values, fill
-from qeffect.keys import TapeKey, TapeRef
+from qeffect.gpu_runtime.memory.slots import Slot, fill
+from qeffect.gpu_runtime.plan.slots import WgradVariant
+from qeffect.keys import Cell, TapeKey, TapeRef
+from qeffect.refusals import Refused
+
+
+@attrs.frozen(eq=False)
+class _Place:
+    """
+    What an action on one microbatch of one stage touches.
+
+    Args:
+        memory: The stage's memory.
+        index: The slot that the plan gives the microbatch, in the process's pool; None for a
+            microbatch without one, which is left to the kernel to refuse.
+        variant: What its dW does.
+    """
+
+    memory: StageMemory
+    index: int | None
+    variant: WgradVariant | None
 
 
 @attrs.define(eq=False)
@@ -33,6 +57,7 @@ class GuardedActions:
         executor: Who performs.
         handoff: The graph stream.
         links: The kernel's link of each caller.
+        unusable: Why no action may run any more, where that is so.
     """
 
     contract: Contract
@@ -41,6 +66,16 @@ class GuardedActions:
     handoff: Handoff
     links: Mapping[Hashable, int]
     unusable: str | None = None
+    _places: dict[Cell, _Place] = attrs.field(init=False, factory=dict)
+    _slots: dict[int, Slot] = attrs.field(init=False, factory=dict)
+    _versioned: bool = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._versioned = "version" in self.contract.transitions.relations
+        for stage, memory in self.memories.items():
+            self._slots.update((slot.index, slot) for slot in memory.table)
+            for m, (index, variant) in enumerate(zip(memory.slot_of, memory.variants, strict=True)):
+                self._places[stage, m, 0, 0] = _Place(memory, index, variant)
 
     def refresh(self, stage: int, *, caller: Hashable = "main") -> None:
         """
@@ -54,16 +89,18 @@ class GuardedActions:
         """
         memory = self._memory(stage)
         link = self._enter(caller)
-        ticket = None
-        if "version" in self.contract.transitions.relations:
-            ticket = self.contract.check_refresh(stage, link)
+        ticket = self.contract.check_refresh(stage, link) if self._versioned else None
         try:
-            with self.handoff.scope():
+            back = self.handoff.switch()
+            try:
                 self.executor.refresh(memory)
-                self._mark()
+                if not self.executor.marks_tail:
+                    self.handoff.record_tail()
+            finally:
+                self.handoff.switch_back(back)
         except BaseException:
             if ticket is not None:
-                self._abort(ticket, memory, None)
+                self._abort(ticket, None)
             raise
         if ticket is not None:
             self.contract.commit(ticket)
@@ -76,7 +113,7 @@ class GuardedActions:
         Raises:
             Refused: A clause of ownership, version or order.
         """
-        return self.contract.reserve(key, self._slot_index(self._memory(key.stage), key))
+        return self.contract.reserve(key, self._place(key).index)
 
     def input_buffers(self, key: TapeKey) -> tuple[Tensor, ...]:
         """The buffers that F of a reserved key reads, to be filled in place."""
@@ -110,22 +147,27 @@ class GuardedActions:
             Refused: A clause of ownership, version, order, capture or completion.
             BackendError: The inputs are not what the stage takes; nothing was touched.
         """
-        memory = self._memory(key.stage)
+        place = self._places.get(key.cell)
+        if place is None or self.unusable is not None:
+            place = self._place(key)
+        memory = place.memory
         if inputs is not None:
-            check_values(inputs, memory.stage.inputs, "inputs", key.stage)
+            memory.table.inputs.check(inputs)
         link = self._enter(caller)
-        ticket = self.contract.check_forward(
-            key, slot=self._slot_index(memory, key), token=token, link=link
-        )
-        slot = memory.table[ticket.slot]
+        ticket = self.contract.check_forward(key, slot=place.index, token=token, link=link)
+        slot = self._slots[ticket.slot]
         try:
-            with self.handoff.scope():
+            back = self.handoff.switch()
+            try:
                 if inputs is not None:
                     fill(slot.input_views, inputs)
                 self.executor.forward(memory, slot)
-                self._mark()
+                if not self.executor.marks_tail:
+                    self.handoff.record_tail()
+            finally:
+                self.handoff.switch_back(back)
         except BaseException:
-            self._abort(ticket, memory, slot)
+            self._abort(ticket, slot)
             raise
         ref = self.contract.commit(ticket)
         assert ref is not None  # a committed F always has a reference
@@ -158,22 +200,30 @@ class GuardedActions:
         """
         memory = self._memory(key.stage)
         if output_gradients is not None:
-            check_values(
-                output_gradients, memory.table.gradient_specs, "output gradients", key.stage
-            )
+            memory.table.output_gradients.check(output_gradients)
         link = self._enter(caller)
         ticket = self.contract.check_dgrad(key, ref, token=token, link=link)
-        slot = memory.table[ticket.slot]
+        slot = self._slots[ticket.slot]
         try:
-            with self.handoff.scope():
+            back = self.handoff.switch()
+            try:
                 if output_gradients is not None:
                     fill(slot.output_gradients, output_gradients)
                 queued = self.executor.input_gradient(memory, slot, memory.variants[key.microbatch])
-                self._mark()
+                if not self.executor.marks_tail:
+                    self.handoff.record_tail()
+            finally:
+                self.handoff.switch_back(back)
         except BaseException:
-            self._abort(ticket, memory, slot)
+            self._abort(ticket, slot)
             raise
-        self._commit(ticket, queued, memory, slot)
+        try:
+            self.contract.commit(ticket, queued)
+        except BaseException:
+            # The kernel aborts a ticket whose own evidence fails.
+            self._discard(ticket.key, slot)
+            self.abort_outstanding()
+            raise
         self._leave(link)
 
     def bind(self, key: TapeKey) -> None:
@@ -184,8 +234,7 @@ class GuardedActions:
             Refused: `arena.mismatch` when a destination is no longer the memory that was
                 configured, `arena.duplicate-bind`, `arena.unusable` or `version.wrong-epoch`.
         """
-        memory = self._memory(key.stage)
-        self._known(memory, key)
+        memory = self._known(key).memory
         self.contract.bind(key, memory.arena.present(key.microbatch))
 
     def weight_gradient(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> None:
@@ -196,28 +245,39 @@ class GuardedActions:
             Refused: A clause of ownership, version, arena, capture or completion, or
                 `ownership.matrix-coverage` when not every matrix was covered exactly once.
         """
-        memory = self._memory(key.stage)
-        self._known(memory, key)
-        variant = memory.variants[key.microbatch]
+        place = self._known(key)
+        memory, variant = place.memory, place.variant
+        assert variant is not None  # a known key has a slot, and its dW something to do
+        arena = memory.arena
         link = self._enter(caller)
         ticket = self.contract.check_wgrad(
             key,
             ref,
-            destination=memory.arena.present(key.microbatch),
+            destination=arena.present(key.microbatch),
             first=not variant.accumulate,
             link=link,
         )
-        slot = memory.table[ticket.slot]
+        slot = self._slots[ticket.slot]
         try:
-            with self.handoff.scope():
+            back = self.handoff.switch()
+            try:
                 covered = self.executor.weight_gradient(memory, slot, variant)
-                if not memory.arena.direct:
-                    memory.arena.keep_copies(key.microbatch, slot.weight_gradients)
-                self._mark(after_copies=not memory.arena.direct)
+                if not arena.direct:
+                    arena.keep_copies(key.microbatch, slot.weight_gradients)
+                # A graph has marked its own tail, unless something came after it.
+                if not (self.executor.marks_tail and arena.direct):
+                    self.handoff.record_tail()
+            finally:
+                self.handoff.switch_back(back)
         except BaseException:
-            self._abort(ticket, memory, slot)
+            self._abort(ticket, slot)
             raise
-        self._commit(ticket, covered, memory, slot)
+        try:
+            self.contract.commit(ticket, covered)
+        except BaseException:
+            self._discard(ticket.key, slot)
+            self.abort_outstanding()
+            raise
         self._leave(link)
 
     def outputs(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> Sequence[Tensor]:
@@ -257,23 +317,28 @@ class GuardedActions:
                 f"no stage {stage} in this process; it has {sorted(self.memories)}"
             ) from None
 
-    @staticmethod
-    def _slot_index(memory: StageMemory, key: TapeKey) -> int | None:
-        # A microbatch that has no slot is left to the kernel, which names its key.
-        known = key.microbatch < len(memory.slot_of)
-        return memory.slot_of[key.microbatch] if known else None
+    def _place(self, key: TapeKey) -> _Place:
+        """What a key's actions touch; a microbatch without a slot is the kernel's to refuse."""
+        memory = self._memory(key.stage)
+        return self._places.get(key.cell) or _Place(memory, None, None)
 
-    @staticmethod
-    def _known(memory: StageMemory, key: TapeKey) -> None:
-        if key.microbatch >= len(memory.slot_of):
-            raise BackendError(
-                f"{key}: stage {key.stage} runs microbatches 0 to {len(memory.slot_of) - 1}"
-            )
+    def _known(self, key: TapeKey) -> _Place:
+        place = self._places.get(key.cell)
+        if place is not None and self.unusable is None:
+            return place
+        memory = self._memory(key.stage)
+        # A block or an invocation that was never configured is the kernel's to refuse.
+        place = self._places.get((key.stage, key.microbatch, 0, 0))
+        if place is not None:
+            return place
+        raise BackendError(
+            f"{key}: stage {key.stage} runs microbatches 0 to {len(memory.slot_of) - 1}"
+        )
 
     def _slot(self, key: TapeKey) -> Slot:
-        memory = self._memory(key.stage)
-        self._known(memory, key)
-        return memory.table[memory.slot_of[key.microbatch]]
+        index = self._known(key).index
+        assert index is not None
+        return self._slots[index]
 
     def _enter(self, caller: Hashable) -> int:
         link = self.links[caller]
@@ -286,29 +351,37 @@ class GuardedActions:
         self.handoff.caller_waits()
         self.contract.wait(link)
 
-    def _mark(self, *, after_copies: bool = False) -> None:
-        """Mark the tail, unless a graph has done so and nothing came after it."""
-        if after_copies or not self.executor.marks_tail:
-            self.handoff.record_tail()
+    def abort_outstanding(self) -> int:
+        """
+        Abort every outstanding tape of the process: the step has failed (paper, III-A and IV-E).
 
-    def _abort(self, ticket: Ticket, memory: StageMemory, slot: Slot | None) -> None:
+        An action that fails does this itself. A loop calls it when something else of the step has
+        failed, a transfer for one. The epoch can then no longer commit; `Runtime.rebuild` begins it
+        again.
+
+        Returns:
+            How many tapes there were.
+        """
+        aborted = 0
+        for key, ref in self.contract.live().items():
+            try:
+                self.contract.drop(key, ref)
+            except Refused:
+                # Another action holds it; that action's end, or the rebuild, is its end.
+                continue
+            self._discard(key, self._slots[ref.slot])
+            aborted += 1
+        return aborted
+
+    def _abort(self, ticket: Ticket, slot: Slot | None) -> None:
         self.contract.abort(ticket)
-        self._discard(ticket, memory, slot)
-
-    def _commit(
-        self, ticket: Ticket, evidence: Sequence[str], memory: StageMemory, slot: Slot
-    ) -> None:
-        try:
-            self.contract.commit(ticket, evidence)
-        except BaseException:
-            # The kernel aborts a ticket whose own evidence fails.
-            self._discard(ticket, memory, slot)
-            raise
-
-    @staticmethod
-    def _discard(ticket: Ticket, memory: StageMemory, slot: Slot | None) -> None:
         if slot is not None:
-            slot.tape.clear()
-            slot.forget()
-        if ticket.key is not None:
-            memory.arena.spoil(ticket.key.microbatch)
+            self._discard(ticket.key, slot)
+        self.abort_outstanding()
+
+    def _discard(self, key: TapeKey | None, slot: Slot) -> None:
+        """Drop what an aborted tape retains, and its half-written copy."""
+        slot.tape.clear()
+        slot.forget()
+        if key is not None:
+            self.memories[key.stage].arena.spoil(key.microbatch)

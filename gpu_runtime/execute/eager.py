@@ -20,6 +20,8 @@ from qeffect.gpu_runtime.memory.arena import Arena
 from qeffect.gpu_runtime.memory.slots import Slot, SlotTable
 from qeffect.gpu_runtime.plan.slots import SlotPlan, WgradVariant
 
+_data_ptr = Tensor.data_ptr
+
 
 @attrs.define(eq=False)
 class StageMemory:
@@ -70,8 +72,9 @@ class StageMemory:
         def look() -> list[int]:
             found = [*stage()]
             for slot in self.table:
-                found += [tensor.data_ptr() for tensor in (*slot.inputs, *slot.output_gradients)]
-            found += [total.data_ptr() for total in self.sums]
+                found += map(_data_ptr, slot.inputs)
+                found += map(_data_ptr, slot.output_gradients)
+            found += map(_data_ptr, self.sums)
             return found
 
         return look

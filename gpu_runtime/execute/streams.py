@@ -19,6 +19,8 @@ import torch
 
 _UNCHANGED = nullcontext()
 """A scope that changes nothing; it keeps no state, so one serves all."""
+_MOST_CALLERS = 64
+"""Streams that a handoff remembers; torch's own pools have 32 of each priority."""
 
 
 def _current_handle(device_index: int) -> int:
@@ -42,6 +44,12 @@ class Handoff(Protocol):
 
     def scope(self) -> Any:
         """A context in which the graph stream is the current one."""
+
+    def switch(self) -> Any:
+        """Make the graph stream current; returns what `switch_back` takes."""
+
+    def switch_back(self, caller: Any) -> None:
+        """Make the stream current again that was before `switch`."""
 
     def synchronize(self) -> None:
         """Let the host wait until the graph stream is empty."""
@@ -68,6 +76,12 @@ class HostHandoff:
         """Nothing changes."""
         return _UNCHANGED
 
+    def switch(self) -> None:
+        """Nothing changes."""
+
+    def switch_back(self, caller: None) -> None:
+        """Nothing was changed."""
+
     def synchronize(self) -> None:
         """Nothing is in flight."""
 
@@ -89,6 +103,7 @@ class GraphStream:
         self._handle = self.stream.cuda_stream
         self._index = self.stream.device_index
         self.handoffs = 0
+        self._callers: dict[int, Any] = {}
         self._from_caller = torch.cuda.Event()  # type: ignore[no-untyped-call]
         # Recorded inside graphs at their tail, and by eager actions at their end.
         self.tail = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
@@ -100,8 +115,9 @@ class GraphStream:
 
     def wait_for_caller(self) -> None:
         """Record the caller's position and let the graph stream wait for it."""
-        if not self.is_current():
-            self._from_caller.record(torch.cuda.current_stream(self.device))
+        handle = _current_handle(self._index)
+        if handle != self._handle:
+            self._from_caller.record(self._caller(handle))
             self.stream.wait_event(self._from_caller)
         self.handoffs += 1
 
@@ -111,13 +127,52 @@ class GraphStream:
 
     def caller_waits(self) -> None:
         """Let the caller wait for the latest tail."""
-        if self.two_way and not self.is_current():
-            torch.cuda.current_stream(self.device).wait_event(self.tail)
+        handle = _current_handle(self._index)
+        if self.two_way and handle != self._handle:
+            self._caller(handle).wait_event(self.tail)
         self.handoffs += 1
+
+    def _caller(self, handle: int) -> Any:
+        """The stream that is current, made into an object once: that costs more than an event."""
+        found = self._callers.get(handle)
+        if found is None:
+            if len(self._callers) >= _MOST_CALLERS:
+                self._callers.clear()
+            found = self._callers[handle] = torch.cuda.current_stream(self.device)
+        return found
 
     def scope(self) -> Any:
         """Make the graph stream current; nothing changes where it already is."""
         return _UNCHANGED if self.is_current() else torch.cuda.stream(self.stream)
+
+    def switch(self) -> Any:
+        """
+        Make the graph stream current, without a context's objects.
+
+        Returns:
+            None where it was current already; the caller's stream where the device is current too;
+            else a context that was entered.
+        """
+        handle = _current_handle(self._index)
+        if handle == self._handle:
+            return None
+        if torch.cuda.current_device() != self._index:
+            # Two devices have a current stream each; torch's context knows how to keep both.
+            other = torch.cuda.stream(self.stream)
+            other.__enter__()  # type: ignore[no-untyped-call]
+            return other
+        caller = self._caller(handle)
+        torch.cuda.set_stream(self.stream)
+        return caller
+
+    def switch_back(self, caller: Any) -> None:
+        """Make the caller's stream current again."""
+        if caller is None:
+            return
+        if isinstance(caller, torch.cuda.Stream):
+            torch.cuda.set_stream(caller)
+        else:
+            caller.__exit__(None, None, None)
 
     def synchronize(self) -> None:
         """Let the host wait for the graph stream."""

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from qeffect.gpu_runtime.measure.host import derive_host
 from qeffect.gpu_runtime.measure.tracing import matrix_copies
 
 Raw = Mapping[str, Any]
@@ -188,6 +189,9 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
         else None
     )
     found["guards"] = derive_guards(columns)
+    # Reports from before actions were timed one by one have no such numbers.
+    if host := derive_host(columns):
+        found["host"] = host
     return found
 
 

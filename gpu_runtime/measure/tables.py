@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qeffect.gpu_runtime.measure.host import HOST_HEADER, host_rows
+
 Report = Mapping[str, Any]
 
 
@@ -92,6 +94,8 @@ def bench_lines(report: Report) -> list[str]:
                 f"guards on / off  {_median(guards['step_on_over_off'], 4)},"
                 f" {_median(guards['host_us_of_a_guard'])} us an action"
             )
+        if host := cell.get("host"):
+            lines += ["", *table(HOST_HEADER, host_rows(host))]
     return lines + target_lines(report["derived"]["targets"])
 
 

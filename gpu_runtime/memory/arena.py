@@ -20,7 +20,8 @@ now: shape, dtype, device and address are read again at every bind.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
 import attrs
 import torch
@@ -33,12 +34,36 @@ from qeffect.gpu_runtime.memory.sums import OrderedSum
 Rule = Literal["copied", "per_microbatch", "accumulate"]
 RULES: tuple[Rule, ...] = ("copied", "per_microbatch", "accumulate")
 
-Facts = tuple[Tensor, int, torch.Size, torch.dtype, torch.device]
+_data_ptr = Tensor.data_ptr
+_form = attrgetter("shape", "dtype", "device")
 
 
-def facts_of(tensor: Tensor) -> Facts:
-    """A destination and what identifies it: a captured graph writes to exactly this."""
-    return tensor, tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device
+class Facts(NamedTuple):
+    """
+    Destinations and what identifies them: a captured graph writes to exactly these.
+
+    Args:
+        tensors: The destinations of one set.
+        addresses: Where each was when it was configured.
+        forms: Shape, dtype and device of each, likewise.
+    """
+
+    tensors: tuple[Tensor, ...]
+    addresses: list[int]
+    forms: list[tuple[torch.Size, torch.dtype, torch.device]]
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> Facts:
+        """What identifies some tensors now."""
+        held = tuple(tensors)
+        return cls(held, [*map(_data_ptr, held)], [*map(_form, held)])
+
+    def hold(self) -> bool:
+        """Look at every tensor again: whether it still is where and what it was."""
+        # Loops in C: a step looks twice for each microbatch.
+        return [*map(_data_ptr, self.tensors)] == self.addresses and [
+            *map(_form, self.tensors)
+        ] == self.forms
 
 
 @attrs.define(eq=False)
@@ -62,7 +87,7 @@ class Arena:
     device: torch.device
     _buffers: list[dict[str, Tensor]] = attrs.field(init=False, factory=list)
     _configured: list[tuple[Destination, ...]] = attrs.field(init=False, factory=list)
-    _facts: list[list[Facts]] = attrs.field(init=False, factory=list)
+    _facts: list[Facts] = attrs.field(init=False, factory=list)
     _copies: dict[int, dict[str, Tensor]] = attrs.field(init=False, factory=dict)
     _sum: OrderedSum = attrs.field(init=False)
 
@@ -81,7 +106,7 @@ class Arena:
         for index in range(self.num_microbatches if self.rule != "accumulate" else 1):
             self._configured.append(self._described(index))
             held = self._buffers[index].values() if self.direct else ()
-            self._facts.append([facts_of(tensor) for tensor in held])
+            self._facts.append(Facts.of(held))
 
     @classmethod
     def for_stage(
@@ -128,15 +153,7 @@ class Arena:
         description itself is returned, which the kernel compares by identity.
         """
         index = 0 if self.rule == "accumulate" else microbatch
-        for tensor, address, shape, dtype, device in self._facts[index]:
-            if (
-                tensor.data_ptr() != address
-                or tensor.shape != shape
-                or tensor.dtype is not dtype
-                or tensor.device != device
-            ):
-                return self._described(index)
-        return self._configured[index]
+        return self._configured[index] if self._facts[index].hold() else self._described(index)
 
     def _described(self, index: int) -> tuple[Destination, ...]:
         owner = None if self.rule == "accumulate" else index

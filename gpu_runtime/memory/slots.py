@@ -9,12 +9,55 @@ send can read them. It never decides anything: which slot may be touched is the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 
 import attrs
 import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, Tape, TensorSpec
+
+_form = attrgetter("shape", "dtype", "device")
+"""What a tensor and the specification of one both have."""
+
+
+@attrs.define(eq=False)
+class Boundary:
+    """
+    The tensors that cross into a stage, and the check of those that a caller passes.
+
+    Args:
+        stage: The stage's index.
+        what: What they are, for messages.
+        specs: What is expected of each.
+    """
+
+    stage: int
+    what: str
+    specs: tuple[TensorSpec, ...]
+    _forms: list[tuple[object, ...]] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._forms = [*map(_form, self.specs)]
+
+    def check(self, values: Sequence[Tensor]) -> None:
+        """
+        Compare tensors that a caller passes with what the stage takes.
+
+        Raises:
+            BackendError: Their number, or the shape, dtype or device of one differs.
+        """
+        # One comparison in C; only where it fails is looked for what differs.
+        if [*map(_form, values)] == self._forms:
+            return
+        if len(values) != len(self.specs):
+            raise BackendError(
+                f"stage {self.stage} takes {len(self.specs)} {self.what}, found {len(values)}; "
+                "pass all of them"
+            )
+        for n, (value, spec) in enumerate(zip(values, self.specs, strict=True)):
+            if problem := spec.mismatch(value):
+                raise BackendError(f"stage {self.stage}, {self.what} {n}: {problem}")
 
 
 @attrs.define(eq=False)
@@ -69,19 +112,21 @@ class SlotTable:
     stage: StageBackend
     first_index: int
     num_slots: int
-    gradient_specs: tuple[TensorSpec, ...] = attrs.field(init=False)
+    inputs: Boundary = attrs.field(init=False)
+    output_gradients: Boundary = attrs.field(init=False)
     _slots: list[Slot] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.gradient_specs = tuple(s for s in self.stage.outputs if s.differentiable)
+        index, wanted = self.stage.index, tuple(s for s in self.stage.outputs if s.differentiable)
+        self.inputs = Boundary(index, "inputs", tuple(self.stage.inputs))
+        self.output_gradients = Boundary(index, "output gradients", wanted)
         self._slots = [
             Slot(
                 self.first_index + local,
                 self.stage.new_tape(self.first_index + local),
                 tuple(spec.buffer() for spec in self.stage.inputs),
                 tuple(
-                    torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-                    for spec in self.gradient_specs
+                    torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) for spec in wanted
                 ),
             )
             for local in range(self.num_slots)
@@ -111,30 +156,17 @@ class SlotTable:
         )
 
 
-def check_values(
-    values: Sequence[Tensor], specs: Sequence[TensorSpec], what: str, stage: int
-) -> None:
-    """
-    Compare tensors that a caller passes with what a stage takes.
-
-    Raises:
-        BackendError: Their number, or the shape, dtype or device of one differs.
-    """
-    if len(values) != len(specs):
-        raise BackendError(
-            f"stage {stage} takes {len(specs)} {what}, found {len(values)}; pass all of them"
-        )
-    for n, (value, spec) in enumerate(zip(values, specs, strict=True)):
-        if problem := spec.mismatch(value):
-            raise BackendError(f"stage {stage}, {what} {n}: {problem}")
-
-
 def fill(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """
     Copy values into static buffers, several of them at once where the device can.
 
     A value that is its buffer was filled in place already.
     """
+    if len(values) == 1:
+        value, buffer = values[0], buffers[0]
+        if value.data_ptr() != buffer.data_ptr():
+            buffer.copy_(value.detach() if value.requires_grad else value)
+        return
     into: list[Tensor] = []
     out_of: list[Tensor] = []
     for buffer, value in zip(buffers, values, strict=True):
@@ -142,7 +174,5 @@ def fill(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             into.append(buffer)
             # A copy from a tensor with a graph would make the buffer part of it.
             out_of.append(value.detach() if value.requires_grad else value)
-    if len(into) == 1:
-        into[0].copy_(out_of[0])
-    elif into:
+    if into:
         torch._foreach_copy_(into, out_of)

@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 import attrs
 
 from qeffect.gpu_runtime.memory.arena import Rule
-from qeffect.gpu_runtime.plan.workload import Kind, Order
+from qeffect.gpu_runtime.plan.order import Kind, Order
+from qeffect.schedule.slots import Readers, assign
 
 Provisioning = Literal["live", "per_microbatch"]
 PROVISIONINGS: tuple[Provisioning, ...] = ("live", "per_microbatch")
@@ -103,48 +104,26 @@ def plan_slots(
         raise ValueError(
             f"unknown provisioning {provisioning!r}; choose {' or '.join(PROVISIONINGS)}"
         )
-    slot_of: dict[tuple[int, int], int] = {}
-    consumers = _consumers(order, feeds or {})
-    used: dict[int, set[int]] = {stage: set() for stage in order.stages}
-    needed = dict.fromkeys(order.stages, 0)
-    for kind, stage, microbatch in order.steps:
-        if kind is Kind.FORWARD:
-            free = microbatch
-            if provisioning == "live":
-                free = next(n for n in range(len(used[stage]) + 1) if n not in used[stage])
-            slot_of[stage, microbatch] = free
-            used[stage].add(free)
-            needed[stage] = max(needed[stage], free + 1)
-        for owner, owned in consumers.reads.get((kind, stage, microbatch), ()):
-            left = consumers.left[owner, owned] = consumers.left[owner, owned] - 1
-            if left == 0:
-                used[owner].discard(slot_of[owner, owned])
+    made = assign(order.steps, _readers(order, feeds or {}), reuse=provisioning == "live")
+    needed = {stage: made.num_slots.get(stage, 0) for stage in order.stages}
     for stage, limit in (available or {}).items():
         if needed.get(stage, 0) > limit:
             raise ValueError(
                 f"stage {stage} has {limit} slots, this order needs {needed[stage]} with "
                 f"{provisioning} provisioning; give it {needed[stage]}"
             )
-    return SlotPlan(order, provisioning, slot_of, needed)
+    return SlotPlan(order, provisioning, made.slot_of, needed)
 
 
-class _Consumers(NamedTuple):
-    """Which tapes each action consumes, and how many consumers each tape has left."""
-
-    reads: dict[tuple[Kind, int, int], list[tuple[int, int]]]
-    left: dict[tuple[int, int], int]
-
-
-def _consumers(order: Order, feeds: Mapping[int, int]) -> _Consumers:
-    found = _Consumers({}, {})
+def _readers(order: Order, feeds: Mapping[int, int]) -> Readers:
+    """Who reads each tape: its dW, the stage that it feeds, and the dI of the one that feeds it."""
+    found: dict[tuple[Kind, int, int], list[tuple[int, int]]] = {}
     for stage in order.stages:
         for microbatch in range(order.num_microbatches):
-            tape = stage, microbatch
             readers = [(Kind.WGRAD, stage, microbatch)]
             if stage in feeds:
                 readers.append((Kind.FORWARD, feeds[stage], microbatch))
             readers += [(Kind.DGRAD, by, microbatch) for by, fed in feeds.items() if fed == stage]
-            found.left[tape] = len(readers)
             for reader in readers:
-                found.reads.setdefault(reader, []).append(tape)
+                found.setdefault(reader, []).append((stage, microbatch))
     return found

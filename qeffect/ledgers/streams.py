@@ -22,7 +22,7 @@ class Streams:
         links: Link index by (caller, domain name).
     """
 
-    __slots__ = ("_domains", "_links", "_runner", "callers")
+    __slots__ = ("_domains", "_links", "_links_of", "_runner", "callers")
 
     def __init__(
         self,
@@ -35,6 +35,10 @@ class Streams:
         self.callers = callers
         self._domains = domains
         self._links = links
+        self._links_of = {
+            caller: tuple(link for (name, _), link in links.items() if name == caller)
+            for caller in callers
+        }
 
     def link(self, caller: Hashable, domain: Hashable) -> int:
         """
@@ -52,11 +56,14 @@ class Streams:
 
     def submit(self, caller: Hashable) -> None:
         """Tell that a caller enqueued work, on every one of its links."""
-        if caller not in self.callers:
-            raise ValueError(f"submit: no caller {caller!r}; there are {list(self.callers)}")
-        for (name, _), link in self._links.items():
-            if name == caller:
-                self._runner.run("submit", link)
+        try:
+            own = self._links_of[caller]
+        except (KeyError, TypeError):
+            raise ValueError(
+                f"submit: no caller {caller!r}; there are {list(self.callers)}"
+            ) from None
+        for link in own:
+            self._runner.run("submit", link)
 
     def join(self, link: int) -> None:
         """Tell that the graph stream waits for the caller."""

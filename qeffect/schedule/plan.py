@@ -28,6 +28,7 @@ from typing import Any
 import attrs
 
 from qeffect.schedule.actions import SEND_WAITS, SENDS, Kind, Schedule, ScheduleError
+from qeffect.schedule.slots import assign, own_readers
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
 GRAPHS_PER_TAPE = 3
@@ -195,26 +196,6 @@ def plan(schedule: Schedule, layers: Layers | None = None) -> Plan:
     )
 
 
-def _peaks(schedule: Schedule, rank: int, readers: frozenset[Kind]) -> tuple[int, dict[int, int]]:
-    """The most tapes live at once, of the rank and of each stage, when these end a tape's life."""
-    left = Counter(
-        (atom.stage, atom.microbatch) for atom in schedule.atoms[rank] if atom.kind in readers
-    )
-    live: Counter[int] = Counter()
-    peaks: dict[int, int] = defaultdict(int)
-    most = 0
-    for atom in schedule.atoms[rank]:
-        stage = atom.stage
-        if atom.kind is Kind.FORWARD:
-            live[stage] += 1
-            peaks[stage] = max(peaks[stage], live[stage])
-            most = max(most, live.total())
-        elif atom.kind in readers:
-            left[stage, atom.microbatch] -= 1
-            live[stage] -= not left[stage, atom.microbatch]
-    return most, peaks
-
-
 def _outstanding(schedule: Schedule, rank: int) -> int | None:
     """The most sends of a rank that are posted and not awaited; `None` where no waits are shown."""
     if not schedule.awaits_sends:
@@ -229,8 +210,9 @@ def _outstanding(schedule: Schedule, rank: int) -> int | None:
 def _plan_rank(schedule: Schedule, rank: int, layers: Layers | None) -> RankPlan:
     local = schedule.stages_of(rank)
     ends = SEND_WAITS if schedule.awaits_sends else SENDS
-    most_live, peak_live = _peaks(schedule, rank, ends | {Kind.WGRAD})
-    _, computing = _peaks(schedule, rank, frozenset({Kind.WGRAD}))
+    steps = [(atom.kind, atom.stage, atom.microbatch) for atom in schedule.atoms[rank]]
+    made = assign(steps, own_readers(steps, {Kind.WGRAD, *ends}))
+    computing = assign(steps, own_readers(steps)).peaks
     pending: Counter[int] = Counter()
     peak_pending: dict[int, int] = defaultdict(int)
     forwards: dict[int, int] = defaultdict(int)
@@ -250,7 +232,7 @@ def _plan_rank(schedule: Schedule, rank: int, layers: Layers | None) -> RankPlan
         else:
             continue
         previous = (atom.kind, stage, atom.microbatch)
-    slots = sum(peak_live[stage] for stage in local)
+    slots = sum(made.peaks.get(stage, 0) for stage in local)
     tapes = schedule.num_microbatches * len(local)
     one = None if layers is None else layers.bytes_per_stage * len(local)
     return RankPlan(
@@ -259,13 +241,13 @@ def _plan_rank(schedule: Schedule, rank: int, layers: Layers | None) -> RankPlan
             StagePlan(
                 stage,
                 forwards[stage],
-                peak_live[stage],
+                made.peaks.get(stage, 0),
                 peak_pending[stage],
-                peak_live[stage] - computing[stage],
+                made.peaks.get(stage, 0) - computing.get(stage, 0),
             )
             for stage in local
         ),
-        peak_live=most_live,
+        peak_live=made.peak,
         peak_pending=most_pending,
         delayed=delayed,
         slots=slots,

@@ -15,7 +15,6 @@ another is live replays its forward a second time, and then no capture order is 
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -23,6 +22,7 @@ import attrs
 
 from qeffect.schedule.actions import Atom, Kind, Schedule, ScheduleError
 from qeffect.schedule.findings import Finding, finding, place
+from qeffect.schedule.slots import assign, own_readers
 
 Graph = tuple[Kind, int, int]
 """What is captured: F, dI or dW of one tape of one stage."""
@@ -81,31 +81,19 @@ def replays(
     """
     _require("tapes", tapes, TAPES)
     _require("pool", pool, POOLS)
-    free: dict[int, list[int]] = defaultdict(list)
-    made: dict[int, int] = defaultdict(int)
-    held: dict[tuple[int, int], int] = {}
+    steps = [(atom.kind, atom.stage, atom.microbatch) for atom in schedule.atoms[rank]]
+    held = assign(steps, own_readers(steps), reuse=tapes == "slots").slot_of
     live: dict[tuple[int, ...], int] = defaultdict(int)
     for atom in schedule.atoms[rank]:
         if atom.kind not in _KINDS:
             continue
-        stage, key = atom.stage, (atom.stage, atom.microbatch)
-        if atom.kind is Kind.FORWARD:
-            if tapes == "microbatches":
-                held[key] = atom.microbatch
-            elif free[stage]:
-                held[key] = heapq.heappop(free[stage])
-            else:
-                held[key] = made[stage]
-                made[stage] += 1
-        tape = held[key]
+        stage, tape = atom.stage, held[atom.stage, atom.microbatch]
         shared = {"rank": (), "stage": (stage,), "slot": (stage, tape)}[pool]
         yield Replay((atom.kind, stage, tape), shared, atom, live[shared])
         if atom.kind is Kind.FORWARD:
             live[shared] += 1
         elif atom.kind is Kind.WGRAD:
             live[shared] -= 1
-            if tapes == "slots":
-                heapq.heappush(free[stage], tape)
 
 
 def capture_ranks(steps: list[Replay], order: str) -> dict[Graph, int]:

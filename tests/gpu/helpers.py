@@ -13,8 +13,8 @@ from qeffect.gpu_runtime.evidence.comparison import Recording, compare
 from qeffect.gpu_runtime.evidence.driver import GuardedRun
 from qeffect.gpu_runtime.evidence.sides import fresh_stages, fuse_for, optimizer_of, run_native
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
+from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.memory.state import live_state
-from qeffect.gpu_runtime.plan.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 
 from ..runtime.injection import FINAL, NUM_STEPS, ORDER, Injection

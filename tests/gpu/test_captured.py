@@ -17,8 +17,9 @@ from qeffect.gpu_runtime.evidence import streams as streamcheck
 from qeffect.gpu_runtime.evidence.cases import Case
 from qeffect.gpu_runtime.evidence.comparison import Recording
 from qeffect.gpu_runtime.evidence.sides import fresh_stages, record
+from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.memory.arena import Rule
-from qeffect.gpu_runtime.plan.workload import Kind, Step, Workload
+from qeffect.gpu_runtime.plan.order import Kind, Step
 from qeffect.refusals import Refused
 
 from ..runtime.helpers import assert_same

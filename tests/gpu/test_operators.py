@@ -9,8 +9,8 @@ import torch
 from torch.library import opcheck
 
 from qeffect.gpu_runtime.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.execute.operators import Session
-from qeffect.gpu_runtime.plan.workload import Order
+from qeffect.gpu_runtime.operators import Session
+from qeffect.gpu_runtime.plan.order import Order
 from qeffect.refusals import Refused
 
 from ..runtime.test_operators import ORDER, assert_same_state, call, gradients_of, inputs_of
@@ -43,7 +43,7 @@ class TestOpcheck:
         """The refresh of a stage before its first F."""
         session, token, _ = session_at("0F0", captured=captured)
 
-        results = opcheck(OPS.refresh.default, (token, session.handle, 0))
+        results = opcheck(OPS.refresh.default, (token, session.sums(0), session.handle, 0))
 
         assert {"SUCCESS"} == set(results.values())
 
@@ -60,7 +60,8 @@ class TestOpcheck:
         session, token, run = session_at("0I1", captured=captured)
 
         results = opcheck(
-            OPS.input_gradient.n1, (token, gradients_of(run, 0, 1), session.handle, 0, 1)
+            OPS.input_gradient.n1,
+            (token, session.sums(0), gradients_of(run, 0, 1), session.handle, 0, 1),
         )
 
         assert {"SUCCESS"} == set(results.values())
@@ -69,7 +70,9 @@ class TestOpcheck:
         """dW into its destination."""
         session, token, _ = session_at("1W0", captured=captured)
 
-        results = opcheck(OPS.weight_gradient.default, (token, session.handle, 1, 0))
+        results = opcheck(
+            OPS.weight_gradient.default, (token, session.destinations(1, 0), session.handle, 1, 0)
+        )
 
         assert {"SUCCESS"} == set(results.values())
 

@@ -11,10 +11,11 @@ from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceSta
 from qeffect.gpu_runtime.evidence.comparison import Comparison, Recording, compare
 from qeffect.gpu_runtime.evidence.driver import GuardedRun
 from qeffect.gpu_runtime.evidence.native import NativeRun, rule_for
+from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.memory.arena import Rule
 from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.plan.order import Order
 from qeffect.gpu_runtime.plan.slots import Provisioning
-from qeffect.gpu_runtime.plan.workload import Order, Workload
 from qeffect.gpu_runtime.runtime import Reducer, Runtime, RuntimeConfig
 
 from .unguarded import UnguardedRun

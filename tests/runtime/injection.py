@@ -12,8 +12,9 @@ from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
 from qeffect.gpu_runtime.evidence.comparison import Recording, compare
 from qeffect.gpu_runtime.evidence.driver import GuardedRun
 from qeffect.gpu_runtime.evidence.native import NativeRun, rule_for
+from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.memory.state import live_state, same_bits
-from qeffect.gpu_runtime.plan.workload import Kind, Order, Step, Workload
+from qeffect.gpu_runtime.plan.order import Kind, Order, Step
 from qeffect.keys import TapeRef
 from qeffect.refusals import Refused
 

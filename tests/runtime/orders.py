@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from functools import cache
 
-from qeffect.gpu_runtime.plan.workload import Kind, Order, Step
+from qeffect.gpu_runtime.plan.order import Kind, Order, Step
 from qeffect.schedule.torch_tables import torch_schedule
 
 SCHEDULES = (

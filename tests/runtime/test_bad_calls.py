@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.plan.workload import Order, Workload
+from qeffect.gpu_runtime.measure.workload import Workload
+from qeffect.gpu_runtime.plan.order import Order
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.refusals import Refused
 

@@ -27,11 +27,12 @@ from qeffect.gpu_runtime.execute import graphs as capture
 from qeffect.gpu_runtime.execute.eager import EagerExecutor, StageMemory
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.execute.streams import HostHandoff
+from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.memory.arena import RULES, Rule
 from qeffect.gpu_runtime.memory.slots import Slot
 from qeffect.gpu_runtime.memory.state import NumericalState
+from qeffect.gpu_runtime.plan.order import Order
 from qeffect.gpu_runtime.plan.slots import PROVISIONINGS, Provisioning
-from qeffect.gpu_runtime.plan.workload import Order, Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 
 from .helpers import TINY, assert_same, native, optimizer_for, reference_stages

@@ -11,7 +11,7 @@ import torch
 from qeffect import gpu_runtime
 from qeffect.gpu_runtime.backends.protocol import matrices
 from qeffect.gpu_runtime.memory.state import same_bits
-from qeffect.gpu_runtime.plan.workload import Order
+from qeffect.gpu_runtime.plan.order import Order
 
 from .helpers import TINY, reference_stages
 

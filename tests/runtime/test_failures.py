@@ -17,8 +17,9 @@ from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 from qeffect.gpu_runtime.backends.reference import ReferenceStage
 from qeffect.gpu_runtime.backends.reference.linear import ScaledLinear
 from qeffect.gpu_runtime.evidence.comparison import Recording, compare
+from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.memory.state import NumericalState
-from qeffect.gpu_runtime.plan.workload import Kind, Step, Workload
+from qeffect.gpu_runtime.plan.order import Kind, Order, Step
 from qeffect.refusals import Refused
 
 from .helpers import guarded_run
@@ -44,12 +45,9 @@ class TestActionsThatRaise:
                 injected.act(Step(Kind.FORWARD, 2, 1))
         assert NumericalState.of(runtime.domain).differences(before)
 
-        key, ref = runtime.key(1, 0), injected.ref(1, 0)
-        gradients = Workload().output_gradients(runtime.stages[1], 1, 0)
-        injected.actions.bind(key)
-        injected.refused(
-            "order.poisoned", lambda: injected.actions.input_gradient(key, ref, gradients)
-        )
+        key = runtime.key(1, 2)
+        inputs = Workload().inputs(runtime.stages[1], 1, 2)
+        injected.refused("order.poisoned", lambda: injected.actions.forward(key, inputs))
 
         injected.start_over(undisturbed)
 
@@ -64,9 +62,9 @@ class TestActionsThatRaise:
                 injected.act(Step(Kind.DGRAD, 1, 1))
         assert runtime.key(1, 1) not in injected.contract.live()
 
-        with pytest.raises(Refused) as caught:
-            injected.act(Step(Kind.DGRAD, 2, 2))
-        assert "order.poisoned" == caught.value.clause
+        key = runtime.key(2, 3)
+        inputs = Workload().inputs(runtime.stages[2], 1, 3)
+        injected.refused("order.poisoned", lambda: injected.actions.forward(key, inputs))
 
         injected.start_over(undisturbed)
 
@@ -119,6 +117,118 @@ class TestActionsThatRaise:
         stages = list(run.runtime.stages.values())
         result = compare(undisturbed, final_of(stages, run.optimizer), categories=FINAL)
         assert result.mismatched == 0, str(result)
+
+
+class TestTheWholeStepIsAborted:
+    """An action that fails ends every outstanding tape of its domain, not its own alone."""
+
+    @pytest.mark.parametrize(
+        ("cell", "kind"),
+        [("2F1", "forward"), ("1I1", "input_gradient"), ("1W1", "weight_gradient")],
+    )
+    def test_by_an_action_that_raises(
+        self, cell: str, kind: str, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """F, dI or dW that raises drops the others of every stage; their references are stale."""
+        injected = Injection()
+        injected.until(cell)
+        runtime, step = injected.run.runtime, Order.parse(cell).steps[0]
+        before = injected.contract.live()
+        others = {k: r for k, r in before.items() if (k.stage, k.microbatch) != step[1:]}
+        assert {1, 2} == {key.stage for key in others}
+        with monkeypatch.context() as broken:
+            broken.setattr(runtime.executor, kind, boom)
+            with pytest.raises(RuntimeError, match="injected"):
+                injected.act(step)
+
+        assert {} == injected.contract.live()
+        for key, ref in before.items():
+            slot = runtime.memories[key.stage].table[ref.slot]
+            assert not slot.tape.work
+            assert () == (*slot.tape.inputs, *slot.tape.outputs, *slot.outputs)
+        for key, ref in others.items():
+            injected.refused(
+                "ownership.stale-reference",
+                lambda key=key, ref=ref: injected.actions.weight_gradient(key, ref),  # type: ignore[misc]
+            )
+        injected.start_over(undisturbed)
+
+    def test_by_a_refresh_that_raises(
+        self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A stage whose refresh fails ends the tapes of the stage before it."""
+        injected = Injection()
+        stage = max(injected.run.runtime.stages)
+        first = next(step for step in ORDER.steps if step.stage == stage)
+        injected.until(str(first))
+        assert injected.contract.live()
+        with monkeypatch.context() as broken:
+            broken.setattr(injected.run.runtime.executor, "refresh", boom)
+            with pytest.raises(RuntimeError, match="injected"):
+                injected.actions.refresh(stage)
+
+        assert {} == injected.contract.live()
+        injected.start_over(undisturbed)
+
+    def test_by_evidence_that_falls_short(
+        self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """dW that covers less than every matrix ends all other tapes as well."""
+        injected = Injection()
+        injected.until("1W1")
+        assert 1 < len(injected.contract.live())
+        with monkeypatch.context() as broken:
+            broken.setattr(injected.run.runtime.executor, "weight_gradient", lambda *_: ())
+            with pytest.raises(Refused) as caught:
+                injected.act(Step(Kind.WGRAD, 1, 1))
+
+        assert "ownership.matrix-coverage" == caught.value.clause
+        assert {} == injected.contract.live()
+        injected.start_over(undisturbed)
+
+    def test_not_by_a_refusal(self, undisturbed: Recording) -> None:
+        """A refused call is no failure: every tape stays, and the epoch goes on."""
+        injected = Injection()
+        injected.until("1W0")
+        live = injected.contract.live()
+        key, ref = injected.run.runtime.key(1, 0), injected.ref(1, 0)
+
+        injected.refused(
+            "ownership.duplicate-dgrad", lambda: injected.actions.input_gradient(key, ref)
+        )
+
+        assert live == injected.contract.live()
+        injected.go_on(undisturbed)
+
+    def test_by_the_loop(self, undisturbed: Recording) -> None:
+        """A loop whose transfer failed aborts all tapes itself; the epoch cannot commit."""
+        injected = Injection()
+        injected.until("1W2")
+        live = len(injected.contract.live())
+        assert 1 < live
+
+        assert live == injected.run.runtime.abort()
+        assert 0 == injected.run.runtime.abort()
+
+        with pytest.raises(Refused) as caught:
+            injected.run.finish()
+        assert "arena.unusable" == caught.value.clause
+        injected.start_over(undisturbed)
+
+    def test_a_reserved_slot_too(self, undisturbed: Recording) -> None:
+        """A slot that was reserved for a receive is free again."""
+        injected = Injection()
+        injected.until("1W1")
+        free = {stage: len(own) for stage, own in injected.contract._free.items()}
+        step = next(s for s in ORDER.steps[len(injected.done) :] if s.kind is Kind.FORWARD)
+        injected.actions.reserve(injected.run.runtime.key(step.stage, step.microbatch))
+
+        injected.run.runtime.abort()
+
+        slots = injected.run.runtime.plan.num_slots
+        assert free != slots
+        assert slots == {stage: len(own) for stage, own in injected.contract._free.items()}
+        injected.start_over(undisturbed)
 
 
 class TestEvidence:

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.evidence.comparison import Recording
+from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.memory.state import same_bits
-from qeffect.gpu_runtime.plan.workload import Kind, Step, Workload
+from qeffect.gpu_runtime.plan.order import Kind, Step
 from qeffect.refusals import Refused
 
 from .helpers import guarded_run
@@ -74,22 +75,23 @@ class TestFaultTable:
     def test_write_after_aborted_write(
         self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A dW that raises spoils its epoch's arena; later writes and the commit are refused."""
+        """A dW that raises spoils its epoch's arena; the next write cannot even be bound."""
         injected = Injection()
-        injected.until("1W2")
+        injected.until("1W0")
         runtime, stage = injected.run.runtime, injected.run.runtime.stages[1]
         weights = [p.detach().clone() for p in parameters_of(stage)]
         with monkeypatch.context() as broken:
             broken.setattr(stage, "weight_gradient", half_a_wgrad(stage.weight_gradient))
             with pytest.raises(RuntimeError, match="injected"):
-                injected.act(Step(Kind.WGRAD, 1, 2))
+                injected.act(Step(Kind.WGRAD, 1, 0))
 
-        key, ref = runtime.key(1, 3), injected.ref(1, 3)
-        injected.refused("arena.unusable", lambda: injected.actions.weight_gradient(key, ref))
+        key = runtime.key(1, 3)
+        assert injected.contract.memory.bound[key.cell] != key.epoch
+        injected.refused("arena.unusable", lambda: injected.actions.bind(key))
         with pytest.raises(Refused) as caught:
             runtime.finish(injected.run.optimizer)
 
-        assert caught.value.clause in ("arena.unusable", "epoch.spoiled")
+        assert "order.incomplete" == caught.value.clause
         assert all(same_bits(a, b) for a, b in zip(weights, parameters_of(stage), strict=True))
         injected.start_over(undisturbed)
 

@@ -10,9 +10,10 @@ from torch.library import opcheck
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.execute.operators import Session
+from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.memory.state import live_state, same_bits
-from qeffect.gpu_runtime.plan.workload import Kind, Order, Workload
+from qeffect.gpu_runtime.operators import Session
+from qeffect.gpu_runtime.plan.order import Kind, Order
 from qeffect.refusals import Refused
 
 from .helpers import guarded_run
@@ -42,12 +43,12 @@ def call(
     place = session.handle, stage
     if kind is Kind.FORWARD:
         if m == run.runtime.order.microbatches(stage, kind)[0]:
-            OPS.refresh(token, *place)
+            OPS.refresh(token, session.sums(stage), *place)
         OPS.forward.n1(token, inputs_of(run, stage, m), *place, m)
     elif kind is Kind.DGRAD:
-        OPS.input_gradient.n1(token, gradients_of(run, stage, m), *place, m)
+        OPS.input_gradient.n1(token, session.sums(stage), gradients_of(run, stage, m), *place, m)
     else:
-        OPS.weight_gradient(token, *place, m)
+        OPS.weight_gradient(token, session.destinations(stage, m), *place, m)
 
 
 def inputs_of(run: GuardedRun, stage: int, m: int) -> list[torch.Tensor]:
@@ -67,7 +68,7 @@ class TestOpcheck:
         """The refresh of a stage before its first F."""
         session, token, _ = session_at("0F0", rehearsal=True)
 
-        results = opcheck(OPS.refresh.default, (token, session.handle, 0))
+        results = opcheck(OPS.refresh.default, (token, session.sums(0), session.handle, 0))
 
         assert {"SUCCESS"} == set(results.values())
         assert 4 == len(results)
@@ -85,7 +86,8 @@ class TestOpcheck:
         session, token, run = session_at("0I1", rehearsal=True)
 
         results = opcheck(
-            OPS.input_gradient.n1, (token, gradients_of(run, 0, 1), session.handle, 0, 1)
+            OPS.input_gradient.n1,
+            (token, session.sums(0), gradients_of(run, 0, 1), session.handle, 0, 1),
         )
 
         assert {"SUCCESS"} == set(results.values())
@@ -94,7 +96,9 @@ class TestOpcheck:
         """dW into its destination; it returns nothing but the token."""
         session, token, _ = session_at("1W0", rehearsal=True)
 
-        results = opcheck(OPS.weight_gradient.default, (token, session.handle, 1, 0))
+        results = opcheck(
+            OPS.weight_gradient.default, (token, session.destinations(1, 0), session.handle, 1, 0)
+        )
 
         assert {"SUCCESS"} == set(results.values())
 
@@ -102,7 +106,9 @@ class TestOpcheck:
         """A rehearsed operator gives the same bits each time, and the epoch ends as it would."""
         session, token, run = session_at("0I1", rehearsal=True)
         for _ in range(2):
-            OPS.input_gradient.n1(token.clone(), gradients_of(run, 0, 1), session.handle, 0, 1)
+            OPS.input_gradient.n1(
+                token.clone(), session.sums(0), gradients_of(run, 0, 1), session.handle, 0, 1
+            )
         for step in ORDER.steps[ORDER.steps.index(Order.parse("0I1").steps[0]) :]:
             call(session, token, run, *step)
         session.finish(run.optimizer)
@@ -123,10 +129,11 @@ class TestGuards:
         session, token, run = session_at(cell, rehearsal=False)
         values = inputs_of if kind == "forward" else gradients_of
         old = token.clone()
-        getattr(OPS, kind).n1(token, values(run, 0, 1), session.handle, 0, 1)
+        more = [] if kind == "forward" else [session.sums(0)]
+        getattr(OPS, kind).n1(token, *more, values(run, 0, 1), session.handle, 0, 1)
 
         with pytest.raises(Refused) as caught:
-            getattr(OPS, kind).n1(old, values(run, 0, 1), session.handle, 0, 1)
+            getattr(OPS, kind).n1(old, *more, values(run, 0, 1), session.handle, 0, 1)
 
         assert caught.value.relation in ("order", "ownership", "arena")
 
@@ -145,31 +152,33 @@ class TestGuards:
         session, token, _ = session_at("1W0", rehearsal=False)
         before = token.clone()
 
-        OPS.weight_gradient(token, session.handle, 1, 0)
+        OPS.weight_gradient(token, session.destinations(1, 0), session.handle, 1, 0)
 
         assert [0, 1] == (token - before).tolist()
 
     def test_wgrad_twice(self) -> None:
         """dW twice is refused by ownership: its reference died."""
         session, token, _ = session_at("1W0", rehearsal=False)
-        OPS.weight_gradient(token, session.handle, 1, 0)
+        OPS.weight_gradient(token, session.destinations(1, 0), session.handle, 1, 0)
 
         with pytest.raises(Refused) as caught:
-            OPS.weight_gradient(token, session.handle, 1, 0)
+            OPS.weight_gradient(token, session.destinations(1, 0), session.handle, 1, 0)
 
         assert "ownership.stale-reference" == caught.value.clause
 
     def test_no_session(self) -> None:
         """An unknown session is a clear line."""
         with pytest.raises(BackendError, match="keep the Session alive"):
-            OPS.refresh(torch.zeros(2, dtype=torch.int64), -5, 0)
+            OPS.refresh(torch.zeros(2, dtype=torch.int64), [], -5, 0)
 
     def test_no_forward(self) -> None:
         """dI of a microbatch that was not forwarded is a clear line."""
         session, token, run = session_at("0F1", rehearsal=False)
 
         with pytest.raises(BackendError, match="run its forward first"):
-            OPS.input_gradient.n1(token, gradients_of(run, 0, 1), session.handle, 0, 1)
+            OPS.input_gradient.n1(
+                token, session.sums(0), gradients_of(run, 0, 1), session.handle, 0, 1
+            )
 
     def test_wrong_overload(self) -> None:
         """An overload with another number of results names the right one, and nothing runs."""
@@ -180,6 +189,86 @@ class TestGuards:
             OPS.forward.n2(token, inputs_of(run, 0, 1), session.handle, 0, 1)
 
         assert before == run.runtime.contract.snapshot()
+
+
+class TestGradientMemory:
+    """The arena and the sums are declared as mutated, and a declaration must be true."""
+
+    @pytest.mark.parametrize(
+        ("operator", "argument"),
+        [
+            ("refresh.default", "sums"),
+            ("input_gradient.n1", "sums"),
+            ("weight_gradient.default", "arena"),
+        ],
+    )
+    def test_is_declared(self, operator: str, argument: str) -> None:
+        """The schema says that the operator writes the token and its gradient memory, no more."""
+        name, overload = operator.split(".")
+        schema = getattr(getattr(OPS, name), overload)._schema
+
+        written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
+
+        assert {"token", argument} == written
+
+    @pytest.mark.parametrize("rule", ["per_microbatch", "accumulate", "copied"])
+    def test_is_what_the_action_writes(self, rule: Any) -> None:
+        """dW changes the tensors that it is given: the configured destinations themselves."""
+        run = guarded_run(ORDER, rule=rule)
+        session = Session(run.runtime)
+        token = session.token()
+        for step in ORDER.steps[: ORDER.steps.index(Order.parse("1W0").steps[0])]:
+            call(session, token, run, *step)
+        arena = session.destinations(1, 0)
+        before = [tensor._version for tensor in arena]
+        assert not any(tensor.any() for tensor in arena)
+
+        OPS.weight_gradient(token, arena, session.handle, 1, 0)
+
+        units = run.runtime.stages[1].units if rule != "copied" else ()
+        assert len(units) == len(arena)
+        assert all(tensor.any() for tensor in arena)
+        assert all(old < tensor._version for old, tensor in zip(before, arena, strict=True))
+
+    def test_a_copy_is_brought_up_to_date(self) -> None:
+        """A functionalizing compiler passes clones: they hold afterwards what the arena holds."""
+        session, token, _ = session_at("1W0", rehearsal=False)
+        arena = session.destinations(1, 0)
+        copies = [tensor.clone() for tensor in arena]
+
+        OPS.weight_gradient(token, copies, session.handle, 1, 0)
+
+        assert all(same_bits(a, b) for a, b in zip(arena, copies, strict=True))
+        assert all(tensor.any() for tensor in arena)
+
+    def test_other_memory(self) -> None:
+        """Memory that is not the microbatch's is refused before anything runs."""
+        session, token, run = session_at("1W0", rehearsal=False)
+        before = run.runtime.contract.snapshot()
+
+        with pytest.raises(BackendError, match=r"pass session.destinations\(1, 0\)"):
+            OPS.weight_gradient(token, session.sums(1), session.handle, 1, 0)
+
+        assert before == run.runtime.contract.snapshot()
+
+    def test_a_compiled_reader_comes_after(self) -> None:
+        """What a compiled function reads of the arena after dW is what dW wrote."""
+        session, token, run = session_at("1W0", rehearsal=False)
+        handle = session.handle
+
+        def write(token: torch.Tensor, arena: list[torch.Tensor]) -> torch.Tensor:
+            before = arena[0].float().abs().sum()
+            OPS.weight_gradient(token, arena, handle, 1, 0)
+            return torch.stack([before, arena[0].float().abs().sum()])
+
+        arena = session.destinations(1, 0)
+        compiled = torch.compile(write, backend="aot_eager", fullgraph=True)
+        before, after = compiled(token, arena).tolist()
+
+        assert before == 0.0 < after
+        assert after == float(arena[0].float().abs().sum())
+        assert [int(t) for t in session.token()] == token.tolist()
+        assert run.runtime.memories[1].arena.destinations(0)
 
 
 class TestSameBits:
@@ -203,10 +292,10 @@ class TestSameBits:
         run, plain = guarded_run(ORDER), guarded_run(ORDER)
         session = Session(run.runtime)
         x, dy = inputs_of(run, 0, 0), gradients_of(run, 0, 0)
-        handle = session.handle
+        handle, sums = session.handle, session.sums(0)
 
         def start(token: torch.Tensor) -> list[torch.Tensor]:
-            OPS.refresh(token, handle, 0)
+            OPS.refresh(token, sums, handle, 0)
             return [OPS.forward.n1(token, x, handle, 0, 0)]
 
         token = session.token()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from qeffect.gpu_runtime.plan.order import Kind, Order
 from qeffect.gpu_runtime.plan.slots import PROVISIONINGS, Provisioning, WgradVariant, plan_slots
-from qeffect.gpu_runtime.plan.workload import Kind, Order
 
 from .orders import TABLE_ROWS, random_order, table_order
 

@@ -18,7 +18,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.evidence.comparison import Recording, compare
 from qeffect.gpu_runtime.evidence.driver import GuardedRun
 from qeffect.gpu_runtime.memory.state import NumericalState, live_state, same_bits
-from qeffect.gpu_runtime.plan.workload import Order
+from qeffect.gpu_runtime.plan.order import Order
 from qeffect.refusals import Refused
 
 from .helpers import guarded_run

@@ -10,9 +10,10 @@ from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceSta
 from qeffect.gpu_runtime.evidence.comparison import Recording
 from qeffect.gpu_runtime.evidence.driver import GuardedRun
 from qeffect.gpu_runtime.evidence.native import NativeRun
+from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.memory.state import live_state, same_bits
 from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.plan.workload import Kind, Order, Workload
+from qeffect.gpu_runtime.plan.order import Kind, Order
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused

@@ -48,10 +48,11 @@ from qeffect.gpu_runtime.backends.te.stage import TransformerEngineStage
 from qeffect.gpu_runtime.evidence.comparison import Recording, compare
 from qeffect.gpu_runtime.evidence.driver import GuardedRun
 from qeffect.gpu_runtime.evidence.native import NativeRun, rule_for
+from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.memory.arena import Rule
 from qeffect.gpu_runtime.memory.state import preserving
 from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.plan.workload import Order, Workload
+from qeffect.gpu_runtime.plan.order import Order
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 
 from . import fake_te

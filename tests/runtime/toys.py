@@ -111,6 +111,7 @@ class Scripted:
                 "facts": {},
             },
             "memory": {"allocated": 1000, "reserved": 1000},
+            "host_actions": {},
             "trace": {
                 "steps": 2,
                 "device_us": 2000.0,

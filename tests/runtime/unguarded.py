@@ -15,10 +15,11 @@ from torch import Tensor
 from qeffect.gpu_runtime.backends.protocol import StageBackend, Tape
 from qeffect.gpu_runtime.evidence.comparison import Recording
 from qeffect.gpu_runtime.evidence.native import matrix_names, record_step, record_sum
+from qeffect.gpu_runtime.measure.workload import Workload, by_index
 from qeffect.gpu_runtime.memory.arena import Arena, Rule, by_matrix
 from qeffect.gpu_runtime.memory.state import live_state
 from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.plan.workload import Kind, Order, Step, Workload, by_index
+from qeffect.gpu_runtime.plan.order import Kind, Order, Step
 
 
 @attrs.define(eq=False)

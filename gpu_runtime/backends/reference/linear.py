@@ -86,7 +86,6 @@ class ScaledLinear(torch.nn.Module):
             torch.zeros(start, width, device=device, dtype=self.scaling_forward.dtype),
             torch.ones((), device=device),
         )
-        self.refreshed_at: tuple[int, ...] | None = None
         self.store: Store | None = None
         self.main_grad: Tensor | None = None
         self.overwrite = False
@@ -107,11 +106,6 @@ class ScaledLinear(torch.nn.Module):
             fresh = self.scaling_forward.quantize(torch.cat(self.weights), self.index + 1)
             self.cache.data.copy_(fresh.data)
             self.cache.scale_inv.copy_(fresh.scale_inv)
-        self.refreshed_at = self.versions()
-
-    def versions(self) -> tuple[int, ...]:
-        """Autograd's version counters of the weights: they move with every in-place update."""
-        return tuple(weight._version for weight in self.weights)
 
     def forward(self, x: Tensor) -> Tensor:
         """F: flattens all leading dimensions into rows."""

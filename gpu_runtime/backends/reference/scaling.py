@@ -11,17 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.devices import placed
-from qeffect.gpu_runtime.backends.protocol import BackendError
-
-if TYPE_CHECKING:
-    from qeffect.gpu_runtime.backends.reference.stage import ReferenceStage
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -96,7 +93,7 @@ class ReferenceDomain:
     device: torch.device = attrs.field(factory=lambda: torch.device("cpu"), converter=placed)
     margin: int = 0
     frozen: bool = attrs.field(default=False, init=False)
-    _stages: list[ReferenceStage] = attrs.field(factory=list, init=False)
+    _stages: list[StageBackend] = attrs.field(factory=list, init=False)
     _forward: list[ScalingState] = attrs.field(factory=list, init=False)
     _backward: list[ScalingState] = attrs.field(factory=list, init=False)
     _depth: int = attrs.field(default=0, init=False)
@@ -105,11 +102,11 @@ class ReferenceDomain:
     name = "reference"
 
     @property
-    def stages(self) -> tuple[ReferenceStage, ...]:
+    def stages(self) -> tuple[StageBackend, ...]:
         """The stages that joined, in order."""
         return tuple(self._stages)
 
-    def join(self, stage: ReferenceStage) -> None:
+    def join(self, stage: StageBackend) -> None:
         """
         Take a stage's scaling state into the domain.
 

@@ -90,6 +90,8 @@ class ReferenceStage(torch.nn.Module):
             p for layer in self._layers for p in layer.non_matrix()
         )
         self._direct = [p.parameter for p in self.non_matrix]
+        self._matrices = [m.parameter for unit in self.units for m in unit.matrices]
+        self._refreshed_at: list[int] | None = None
 
     @property
     def _layers(self) -> tuple[ReferenceLayer, ...]:
@@ -99,6 +101,10 @@ class ReferenceStage(torch.nn.Module):
     def linears(self) -> tuple[ScaledLinear, ...]:
         """Every product of the stage, in the order of F."""
         return tuple(linear for layer in self._layers for linear in layer.linears)
+
+    def _versions(self) -> list[int]:
+        """Autograd's version counters of the matrices: they move with every in-place update."""
+        return [parameter._version for parameter in self._matrices]
 
     def new_tape(self, slot: int) -> Tape:
         """A tape with one queue for each product."""
@@ -167,15 +173,15 @@ class ReferenceStage(torch.nn.Module):
         """Quantize every weight again, within the interval that is open now."""
         for linear in self.linears:
             linear.refresh()
+        self.cache_was_refreshed()
 
     def cache_was_refreshed(self) -> None:
         """Remember the parameters' version counters."""
-        for linear in self.linears:
-            linear.refreshed_at = linear.versions()
+        self._refreshed_at = self._versions()
 
     def cache_is_current(self) -> bool:
         """Whether autograd's version counters still read what they did at the last refresh."""
-        return all(linear.refreshed_at == linear.versions() for linear in self.linears)
+        return self._refreshed_at == self._versions()
 
     def cached_weights(self) -> Mapping[str, Tensor]:
         """FP8 data and scale of every cached weight."""
@@ -237,6 +243,8 @@ class ReferenceStage(torch.nn.Module):
             linear.overwrite = first
             if first:
                 linear.refresh()
+        if first:
+            self.cache_was_refreshed()
         return self._run(inputs)
 
     def native_bind(self, destinations: Mapping[str, Tensor] | None) -> None:

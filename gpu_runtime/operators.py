@@ -7,6 +7,12 @@ first is presented to the kernel, so that an operator that runs twice, is droppe
 refused; mutating it is what keeps a compiler from doing that. Outputs are independent of the
 runtime's static buffers.
 
+Gradient memory is an argument too, and declared as mutated: dW writes its microbatch's destinations
+(`Session.destinations`), dI adds to the sums of the non-matrix gradients and a refresh empties them
+(`Session.sums`). So a compiler sees that reading a gradient must come after the last operator that
+writes it. What is passed must be that memory, or a copy of it that a compiler made to keep the
+graph functional: a copy is brought up to date when the operator ends.
+
 `torch.library.opcheck` runs an operator several times on clones of one token. A contract must
 refuse that, and an ordinary session does. A session in *rehearsal* instead goes back to the place
 that the token names, by beginning the epoch again and repeating its actions, so that schema,
@@ -30,8 +36,7 @@ import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, TensorSpec
-from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.plan.workload import Gradients
+from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
 from qeffect.gpu_runtime.runtime import Runtime
 from qeffect.keys import TapeKey, TapeRef
 
@@ -64,6 +69,20 @@ class Session:
         """The token of now."""
         return torch.tensor([self._effects() - self._base, len(self._journal)])
 
+    def destinations(self, stage: int, microbatch: int) -> list[Tensor]:
+        """
+        What a microbatch's dW writes, in the order of the stage's units: `weight_gradient`'s arena.
+
+        Empty under `copied`, where the library writes memory of its own.
+        """
+        memory = self.runtime.memories[stage]
+        held = memory.arena.destinations(microbatch) or {}
+        return [held[unit.name] for unit in memory.stage.units if unit.name in held]
+
+    def sums(self, stage: int) -> list[Tensor]:
+        """The sums of a stage's non-matrix gradients: what its refresh and its dI write."""
+        return list(self.runtime.memories[stage].sums)
+
     def finish(self, optimizer: Optimizer) -> Gradients:
         """End the epoch; tokens begin again at zero."""
         gradients = self.runtime.finish(optimizer)
@@ -95,10 +114,11 @@ class Session:
         self._journal.append(repeat if self.rehearsal else _nothing)
         token.add_(torch.tensor([int(effect), 1]))
 
-    def refresh(self, token: Tensor, stage: int) -> None:
+    def refresh(self, token: Tensor, sums: Sequence[Tensor], stage: int) -> None:
         """Refresh a stage's weight cache."""
-        self._go_to(token)
-        self._refresh(stage)
+        with _written(sums, self.sums(stage), f"sums({stage})"):
+            self._go_to(token)
+            self._refresh(stage)
         self._done(token, lambda: self._refresh(stage), effect=False)
 
     def _refresh(self, stage: int) -> None:
@@ -128,11 +148,17 @@ class Session:
         return outputs
 
     def input_gradient(
-        self, token: Tensor, output_gradients: Sequence[Tensor], stage: int, microbatch: int
+        self,
+        token: Tensor,
+        sums: Sequence[Tensor],
+        output_gradients: Sequence[Tensor],
+        stage: int,
+        microbatch: int,
     ) -> list[Tensor]:
         """Bind, then dI."""
-        effects = self._go_to(token)
-        found = self._input_gradient(output_gradients, stage, microbatch, effects)
+        with _written(sums, self.sums(stage), f"sums({stage})"):
+            effects = self._go_to(token)
+            found = self._input_gradient(output_gradients, stage, microbatch, effects)
         kept = [value.clone() for value in output_gradients] if self.rehearsal else []
         self._done(token, lambda: self._input_gradient(kept, stage, microbatch, None), effect=True)
         return found
@@ -152,10 +178,14 @@ class Session:
         actions.finish_input_gradients(key, ref)
         return found
 
-    def weight_gradient(self, token: Tensor, stage: int, microbatch: int) -> None:
+    def weight_gradient(
+        self, token: Tensor, arena: Sequence[Tensor], stage: int, microbatch: int
+    ) -> None:
         """dW; it has no effect on the state domain, so only the token's second number moves."""
-        self._go_to(token)
-        self._weight_gradient(stage, microbatch)
+        own = self.destinations(stage, microbatch)
+        with _written(arena, own, f"destinations({stage}, {microbatch})"):
+            self._go_to(token)
+            self._weight_gradient(stage, microbatch)
         self._done(token, lambda: self._weight_gradient(stage, microbatch), effect=False)
 
     def _weight_gradient(self, stage: int, microbatch: int) -> None:
@@ -205,6 +235,32 @@ def _recording() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _written(given: Sequence[Tensor], own: Sequence[Tensor], where: str) -> Iterator[None]:
+    """
+    Let an operator write its own memory, and bring what it was given up to date with it.
+
+    Args:
+        given: What the call declares as mutated.
+        own: What it mutates.
+        where: The session's method that gives it.
+
+    Raises:
+        BackendError: The two differ in number, shape, dtype or device; nothing has run.
+    """
+    forms = [[(t.shape, t.dtype, t.device) for t in tensors] for tensors in (given, own)]
+    if forms[0] != forms[1]:
+        raise BackendError(
+            f"the operator mutates {len(own)} tensors of gradient memory, found {len(given)} "
+            f"tensors or others; pass session.{where}"
+        )
+    yield
+    with torch.no_grad():
+        for copy, held in zip(given, own, strict=True):
+            if copy.data_ptr() != held.data_ptr():
+                copy.copy_(held)
+
+
 def _independent(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
@@ -213,8 +269,8 @@ def _with_gradients(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     return [spec for spec in specs if spec.differentiable]
 
 
-def _refresh(token: Tensor, session: int, stage: int) -> None:
-    session_of(session).refresh(token, stage)
+def _refresh(token: Tensor, sums: list[Tensor], session: int, stage: int) -> None:
+    session_of(session).refresh(token, sums, stage)
 
 
 def _forward(
@@ -224,13 +280,20 @@ def _forward(
 
 
 def _input_gradient(
-    token: Tensor, output_gradients: list[Tensor], session: int, stage: int, microbatch: int
+    token: Tensor,
+    sums: list[Tensor],
+    output_gradients: list[Tensor],
+    session: int,
+    stage: int,
+    microbatch: int,
 ) -> list[Tensor]:
-    return session_of(session).input_gradient(token, output_gradients, stage, microbatch)
+    return session_of(session).input_gradient(token, sums, output_gradients, stage, microbatch)
 
 
-def _weight_gradient(token: Tensor, session: int, stage: int, microbatch: int) -> None:
-    session_of(session).weight_gradient(token, stage, microbatch)
+def _weight_gradient(
+    token: Tensor, arena: list[Tensor], session: int, stage: int, microbatch: int
+) -> None:
+    session_of(session).weight_gradient(token, arena, stage, microbatch)
 
 
 def _fake_nothing(token: Tensor, *_: Any) -> None:
@@ -244,7 +307,12 @@ def _fake_forward(
 
 
 def _fake_input_gradient(
-    token: Tensor, output_gradients: list[Tensor], session: int, stage: int, microbatch: int
+    token: Tensor,
+    sums: list[Tensor],
+    output_gradients: list[Tensor],
+    session: int,
+    stage: int,
+    microbatch: int,
 ) -> list[Tensor]:
     return _empty(_with_gradients(session_of(session).runtime.stages[stage].inputs))
 
@@ -257,7 +325,8 @@ def _with_arity(function: Callable[..., list[Tensor]], arity: int) -> Callable[.
     """A function that returns as many tensors as its overload says, in the form torch wants."""
 
     @wraps(function)
-    def call(token: Tensor, given: list[Tensor], session: int, stage: int, microbatch: int) -> Any:
+    def call(token: Tensor, *given: Any) -> Any:
+        session, stage, _ = given[-3:]
         runtime = session_of(session).runtime
         specs = runtime.stages[stage].outputs if "forward" in function.__name__ else None
         wanted = len(_with_gradients(runtime.stages[stage].inputs) if specs is None else specs)
@@ -266,7 +335,7 @@ def _with_arity(function: Callable[..., list[Tensor]], arity: int) -> Callable[.
                 f"stage {stage} has {wanted} results here, the overload n{arity} has {arity}; "
                 f"call n{wanted}"
             )
-        found = function(token, given, session, stage, microbatch)
+        found = function(token, *given)
         return found[0] if arity == 1 else tuple(found) if found else None
 
     return call
@@ -287,17 +356,26 @@ def _define_all() -> Any:
     library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
     place = "int session, int stage"
     tape = f"{place}, int microbatch"
-    _define(library, f"refresh(Tensor(a!) token, {place}) -> ()", _refresh, _fake_nothing)
+    token, sums = "Tensor(a!) token", "Tensor(b!)[] sums"
+    _define(library, f"refresh({token}, {sums}, {place}) -> ()", _refresh, _fake_nothing)
     _define(
-        library, f"weight_gradient(Tensor(a!) token, {tape}) -> ()", _weight_gradient, _fake_nothing
+        library,
+        f"weight_gradient({token}, Tensor(b!)[] arena, {tape}) -> ()",
+        _weight_gradient,
+        _fake_nothing,
     )
     for name, given, real, fake in (
-        ("forward", "inputs", _forward, _fake_forward),
-        ("input_gradient", "output_gradients", _input_gradient, _fake_input_gradient),
+        ("forward", "Tensor[] inputs", _forward, _fake_forward),
+        (
+            "input_gradient",
+            f"{sums}, Tensor[] output_gradients",
+            _input_gradient,
+            _fake_input_gradient,
+        ),
     ):
         for arity in range(MAX_RESULTS + 1):
             results = "Tensor" if arity == 1 else f"({', '.join(['Tensor'] * arity)})"
-            signature = f"{name}.n{arity}(Tensor(a!) token, Tensor[] {given}, {tape}) -> {results}"
+            signature = f"{name}.n{arity}({token}, {given}, {tape}) -> {results}"
             _define(library, signature, _with_arity(real, arity), _with_arity(fake, arity))
     return library
 

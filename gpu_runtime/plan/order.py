@@ -1,5 +1,5 @@
 """
-What a process runs: the order of its F, dI and dW, and the data that flows through them.
+The order of a process's F, dI and dW.
 
 An order is one rank's row of a schedule table. Both sides of a comparison run the same one: the
 state domain is rolled by every F and dI of the process, so another order is another computation.
@@ -7,18 +7,15 @@ state domain is rolled by every F and dI of the process, so another order is ano
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
 import attrs
-import torch
-from torch import Tensor
 
-from qeffect.gpu_runtime.backends.protocol import StageBackend, TensorSpec
-from qeffect.schedule.actions import COMPUTE, Kind, Schedule
+from qeffect.schedule.actions import COMPUTE, Action, Kind, Schedule
+from qeffect.schedule.slots import assign, own_readers
 
-__all__ = ["Kind", "Order", "Step", "Workload"]
+__all__ = ["Kind", "Order", "Step"]
 
 
 class Step(NamedTuple):
@@ -73,8 +70,6 @@ class Order:
     @classmethod
     def parse(cls, text: str) -> Order:
         """Read an order from cells, as in `0F0 0I0 0W0`."""
-        from qeffect.schedule.actions import Action
-
         atoms = (atom for cell in text.split() for atom in Action.parse(cell).atoms())
         return cls(tuple(Step(a.kind, a.stage, a.microbatch) for a in atoms), "given")
 
@@ -103,65 +98,4 @@ class Order:
     @property
     def peaks(self) -> dict[int, int]:
         """The most tapes that are live at once, by stage: a tape lives from its F to its dW."""
-        live = dict.fromkeys(self.stages, 0)
-        peak = dict(live)
-        for step in self.steps:
-            live[step.stage] += {Kind.FORWARD: 1, Kind.WGRAD: -1}.get(step.kind, 0)
-            peak[step.stage] = max(peak[step.stage], live[step.stage])
-        return peak
-
-
-@attrs.frozen
-class Workload:
-    """
-    Random inputs and output gradients that any process can make again.
-
-    Drawn on the CPU from the seed and the place in the run, so that a comparison across processes
-    and devices sees the same bits.
-
-    Args:
-        seed: What everything is drawn from.
-        gradient_scale: Standard deviation of output gradients.
-    """
-
-    seed: int = 1
-    gradient_scale: float = 0.01
-
-    def _draw(self, spec: TensorSpec, place: Iterable[int], scale: float) -> Tensor:
-        mixed = self.seed
-        for part in place:
-            mixed = (mixed * 1_000_003 + part + 1) % (1 << 62)
-        generator = torch.Generator().manual_seed(mixed)
-        if not spec.dtype.is_floating_point:
-            drawn = torch.randint(0, 128, spec.shape, generator=generator)
-        else:
-            drawn = torch.randn(spec.shape, generator=generator) * scale
-        return drawn.to(spec.dtype).to(spec.device)
-
-    def inputs(self, stage: StageBackend, step: int, microbatch: int) -> tuple[Tensor, ...]:
-        """What a stage's F takes."""
-        return tuple(
-            self._draw(spec, (step, stage.index, microbatch, 0, n), 1.0)
-            for n, spec in enumerate(stage.inputs)
-        )
-
-    def output_gradients(
-        self, stage: StageBackend, step: int, microbatch: int
-    ) -> tuple[Tensor, ...]:
-        """What a stage's dI takes; the gradient of a scalar loss is a constant."""
-        return tuple(
-            torch.full(spec.shape, self.gradient_scale, dtype=spec.dtype, device=spec.device)
-            if spec.shape == ()
-            else self._draw(spec, (step, stage.index, microbatch, 1, n), self.gradient_scale)
-            for n, spec in enumerate(stage.outputs)
-            if spec.differentiable
-        )
-
-
-def by_index(stages: Iterable[StageBackend]) -> dict[int, StageBackend]:
-    """Stages by their pipeline index."""
-    return {stage.index: stage for stage in stages}
-
-
-Gradients = Mapping[int, Mapping[str, Tensor]]
-"""Parameter gradients of an epoch: by stage, then by parameter name."""
+        return dict(assign(self.steps, own_readers(self.steps)).peaks)

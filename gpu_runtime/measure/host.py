@@ -1,0 +1,115 @@
+"""
+What follows from the host times of single actions: each over its bare replay, and a mean of all.
+
+All numbers are microseconds of host time. A guarded action is an F, dI, dW or refresh together with
+the calls around it that only ask (bind, read and finish): their time is divided among the actions
+of the step, as a runtime that asks less would be charged less.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+GOAL_US = 12.0
+"""Host time of a guarded action over the bare replay's, on the first cell."""
+
+Raw = Mapping[str, Any]
+
+
+def derive_host(columns: Mapping[str, Raw]) -> dict[str, Any]:
+    """Each column whose actions were timed one by one; empty where none was."""
+    return {
+        name: derive_column(column["host_actions"])
+        for name, column in columns.items()
+        if column.get("host_actions")
+    }
+
+
+def derive_column(raw: Raw) -> dict[str, Any]:
+    """
+    Medians of each kind of call, and what an action costs over its bare replay.
+
+    Args:
+        raw: What `bench.host.host_times` measured.
+    """
+    steps, actions = raw["steps"], raw["actions"]
+    kinds = {}
+    for name, ns in raw["guarded_ns"].items():
+        bare = raw["bare_ns"].get(name)
+        kinds[name] = {
+            "calls": len(ns) / steps,
+            "us": _spread(ns),
+            "bare_us": _spread(bare) if bare else None,
+            "over_bare_us": round((statistics.median(ns) - statistics.median(bare)) / 1e3, 3)
+            if bare
+            else None,
+        }
+    found: dict[str, Any] = {"kinds": kinds, "copy_us": None, "of_an_action_us": None}
+    if raw["copy_ns"]:
+        found["copy_us"] = _spread(raw["copy_ns"])
+    if raw["bare_ns"]:
+        guarded, bare = (_by_step(raw[key], steps) for key in ("guarded_ns", "bare_ns"))
+        over = [(a - b) / actions for a, b in zip(guarded, bare, strict=True)]
+        found["of_an_action_us"] = {**_spread(over), "goal": GOAL_US}
+    return found
+
+
+def _by_step(times: Mapping[str, Sequence[int]], steps: int) -> list[int]:
+    """Time of all calls of each step; every step makes the same calls."""
+    totals = [0] * steps
+    for ns in times.values():
+        each = len(ns) // steps
+        for n in range(steps):
+            totals[n] += sum(ns[n * each : (n + 1) * each])
+    return totals
+
+
+def _spread(ns: Sequence[float]) -> dict[str, float]:
+    """Median, extremes and the middle half's width, in microseconds."""
+    ordered = sorted(ns)
+    quarter = len(ordered) // 4
+    return {
+        "median": round(statistics.median(ordered) / 1e3, 3),
+        "min": round(ordered[0] / 1e3, 3),
+        "max": round(ordered[-1] / 1e3, 3),
+        "middle_half": round((ordered[-1 - quarter] - ordered[quarter]) / 1e3, 3),
+    }
+
+
+def host_rows(host: Mapping[str, Raw]) -> list[tuple[str, ...]]:
+    """The host table: a row for each kind of call of each column, and one for all of them."""
+    rows: list[tuple[str, ...]] = []
+    for name, column in host.items():
+        for kind, entry in column["kinds"].items():
+            bare = entry["bare_us"]
+            rows.append(
+                (
+                    f"{name} {kind}",
+                    f"{entry['calls']:g}",
+                    f"{entry['us']['median']:.2f}",
+                    f"{entry['us']['middle_half']:.2f}",
+                    "-" if bare is None else f"{bare['median']:.2f}",
+                    "-" if bare is None else f"{entry['over_bare_us']:.2f}",
+                )
+            )
+        if (copy := column["copy_us"]) is not None:
+            rows.append(
+                (f"{name} copy", "", f"{copy['median']:.2f}", f"{copy['middle_half']:.2f}", "", "")
+            )
+        if (over := column["of_an_action_us"]) is not None:
+            rows.append(
+                (
+                    f"{name}, an action over its replay (goal {over['goal']:g})",
+                    "",
+                    "",
+                    f"{over['middle_half']:.2f}",
+                    "",
+                    f"{over['median']:.2f}",
+                )
+            )
+    return rows
+
+
+HOST_HEADER = ("host us", "calls", "us", "middle half", "bare us", "over bare")
