@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.plan.slots import plan_slots
-from qeffect.gpu_runtime.plan.workload import Order
+from qeffect.gpu_runtime.plan.order import Order
 from qeffect.schedule.actions import RECEIVES, WAITS, Kind, ScheduleError
 from qeffect.schedule.check import check
 from qeffect.schedule.plan import plan
