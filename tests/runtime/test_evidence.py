@@ -287,7 +287,7 @@ class TestFaults:
         """Faults precede steps 1 to 4; a shorter case would never meet the last."""
         cases = [case for cases in SETS.values() for case in cases]
 
-        assert min(case.steps for case in cases) > max(faults.REFUSED)
+        assert min(case.steps for case in cases) > max(faults.INJECTED)
 
 
 class TestPools:
