@@ -35,6 +35,7 @@ class FaultRow:
         injection: The injected violation, in the paper's words.
         family: The family it belongs to.
         detected_at: Where it was detected, in the paper's words.
+        result: What came of it, in the paper's words.
         transition: The transition that refused it; empty when none did.
         clause: The clause that refused it; empty when none did.
         refused: It was refused, at its first invalid operation, under the clause of the table,
@@ -47,6 +48,7 @@ class FaultRow:
     injection: str
     family: str
     detected_at: str
+    result: str
     transition: str
     clause: str
     refused: bool
@@ -110,6 +112,7 @@ def _inject(row: Mapping[str, str]) -> FaultRow:
         injection=row["violation"],
         family=row["family"],
         detected_at=row["detected_at"],
+        result=row["result"],
         transition=refusal.transition if refusal else "",
         clause=refusal.clause if refusal else "",
         refused=refused_so,

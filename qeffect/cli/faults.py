@@ -31,7 +31,7 @@ class Faults:
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    columns = ("injection", "detected_at", "clause", "preserved")
+    columns = ("injection", "detected_at", "clause", "result", "preserved")
     cells = [columns] + [tuple(str(row[c]) for c in columns) for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells]

@@ -359,7 +359,7 @@ def test_faults(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert 0 == code
     assert 7 == len(data["rows"])
-    columns = {"injection", "family", "detected_at", "clause", "refused", "preserved"}
+    columns = {"injection", "family", "detected_at", "clause", "refused", "result", "preserved"}
     assert all(columns <= row.keys() and row["refused"] for row in data["rows"])
 
 
