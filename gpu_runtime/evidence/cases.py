@@ -177,10 +177,7 @@ RECIPES: tuple[Case, ...] = (
 )
 
 
-
-def _timed(
-    name: str, rule: Rule, hidden: int, ffn: int, sequence: int, microbatches: int
-) -> Case:
+def _timed(name: str, rule: Rule, hidden: int, ffn: int, sequence: int, microbatches: int) -> Case:
     return Case(
         name,
         _IL,

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError

@@ -125,9 +125,7 @@ def disturb(run: GuardedRun, number: int) -> list[dict[str, str]]:
     return [found]
 
 
-def _row(
-    run: GuardedRun, name: str, where: object, action: Callable[[], object]
-) -> dict[str, str]:
+def _row(run: GuardedRun, name: str, where: object, action: Callable[[], object]) -> dict[str, str]:
     """One row of the table, refused by exactly its clause in exactly its transition."""
     row = ROWS[name]
     found = refused(run.runtime, row["clause"], row["transition"], action)
@@ -173,9 +171,7 @@ def _about_a_tape(run: GuardedRun, step: Step) -> list[dict[str, str]]:
     gradients = run.workload.output_gradients(
         runtime.stages[step.stage], runtime.epoch, step.microbatch
     )
-    found = [
-        _row(run, "repeated-dgrad", step, lambda: actions.input_gradient(key, ref, gradients))
-    ]
+    found = [_row(run, "repeated-dgrad", step, lambda: actions.input_gradient(key, ref, gradients))]
     old = run.released.get((step.stage, ref.slot))
     if old is not None:
         # The slot is this tape's by now: reused, one generation on or more.
@@ -234,7 +230,7 @@ def _fail(run: GuardedRun, kind: Kind) -> dict[str, str]:
         raise AssertionError(f"the order has fewer than two {kind.value}")
     with _failing(run, kind):
         run.advance(step)
-    # Recipes without hidden state have no order to poison; their gradients are spoiled all the same.
+    # Recipes without hidden state have no order to poison; their gradients are spoiled anyway.
     ordered = "order" in run.runtime.relations
     clause = "order.poisoned" if ordered else "arena.unusable"
     found = refused(run.runtime, clause, "finalize", lambda: _finalize(run.runtime, step.stage))

@@ -10,6 +10,7 @@ fault has spoiled is recorded once it has been rebuilt and run again.
 from __future__ import annotations
 
 import gc
+
 import torch
 
 from qeffect.gpu_runtime.backends.protocol import StageBackend

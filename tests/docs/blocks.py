@@ -73,7 +73,8 @@ def proofs() -> str:
         f"{data['witnesses']} paths {data['witnesses'] - data['covered']} are taken from some "
         f"state, and of the other {data['covered']}, which an earlier guard covers, it is proved "
         "that none takes them; "
-        "[verification/proofs/witnesses.py](verification/proofs/witnesses.py) says why they stay.\n\n"
+        "[verification/proofs/witnesses.py](verification/proofs/witnesses.py) says why they stay."
+        "\n\n"
     )
     seeds = [a for a in data["agreements"] if a["solver"] == "z3"]
     others = [a for a in data["agreements"] if a["solver"] != "z3"]

@@ -81,9 +81,9 @@ def _compared(derived: Mapping[str, Any]) -> str:
     )
     if required["compared"]:
         text += (
-            f" What a guarded run must not do (move what graphs bake in, keep work past a step, "
-            f"grow) was counted {required['compared']:,} times, and {required['mismatched']} counts "
-            "are not zero."
+            " What a guarded run must not do (move what graphs bake in, keep work past a step, "
+            f"grow) was counted {required['compared']:,} times, and {required['mismatched']} of "
+            "these counts are not zero."
         )
     if derived["faults"]:
         named = ", ".join(f"`{clause}` {n}" for clause, n in sorted(derived["faults"].items()))
@@ -183,7 +183,8 @@ def _host() -> list[str]:
     if rows:
         kernel = load(KERNEL_REPORTS / "bench.json")["guarded_action_us_by_action"]
         header = (
-            "cell", "host time of a step, guarded", "unguarded", "guarded actions", "difference each",
+            "cell", "host time of a step, guarded", "unguarded", "guarded actions",
+            "difference each",
         )  # fmt: skip
         lines += [
             "What guarding costs the host, `ours_accumulate` with guards and without; of an action "
@@ -208,7 +209,11 @@ def _behind() -> list[str]:
             column = cell["columns"].get(name)
             if column is None or not name.startswith("ours"):
                 continue
-            gap, native = column["behind_native"], cell["columns"][cell["fastest_native"]]
+            gap = column["behind_native"]
+            kernels, theirs = (
+                milliseconds(cell["columns"][which]["kernel_ms"])
+                for which in (name, cell["fastest_native"])
+            )
             if gap["step_ms"] > 0 and gap["copies_ms"] is not None and name != "ours_eager":
                 rows.append(
                     (
@@ -217,7 +222,7 @@ def _behind() -> list[str]:
                         milliseconds(gap["step_ms"]),
                         milliseconds(gap["copies_ms"]),
                         milliseconds(gap["unexplained_ms"]),
-                        f"{milliseconds(column['kernel_ms'])} ({milliseconds(native['kernel_ms'])})",
+                        f"{kernels} ({theirs})",
                     )
                 )
     if not rows:

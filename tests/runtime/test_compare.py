@@ -74,7 +74,6 @@ class TestCompare:
 
         assert CATEGORIES == tuple(c.category for c in compare(a, a).categories)
 
-
     @pytest.mark.parametrize("category", REQUIRED)
     def test_what_must_not_be_is_compared_with_zero(self, category: str) -> None:
         """A reference has no slots or graphs; a candidate's counts must all be zero."""

@@ -29,7 +29,15 @@ from qeffect.gpu_runtime.__main__ import main
 from qeffect.gpu_runtime.bench.cells import CELLS
 from qeffect.gpu_runtime.bench.columns import Settings
 from qeffect.gpu_runtime.evidence import command, faults
-from qeffect.gpu_runtime.evidence.cases import DEFAULT_SETS, MATRIX, SETS, STEPWISE, TIMED, Case, small
+from qeffect.gpu_runtime.evidence.cases import (
+    DEFAULT_SETS,
+    MATRIX,
+    SETS,
+    STEPWISE,
+    TIMED,
+    Case,
+    small,
+)
 from qeffect.gpu_runtime.evidence.comparison import CATEGORIES, REQUIRED, Recording, compare
 from qeffect.gpu_runtime.evidence.pools import record_of
 from qeffect.gpu_runtime.evidence.sides import record
@@ -89,7 +97,9 @@ class TestCases:
         """Every cell of the step table is compared: its dimensions, its order, its history."""
         held = {(c.config, c.order(), c.history, c.scaling, c.num_layers) for c in TIMED}
 
-        assert {(cell.config, cell.order(), Settings().history, "delayed", 1) for cell in CELLS} == held
+        assert {
+            (cell.config, cell.order(), Settings().history, "delayed", 1) for cell in CELLS
+        } == held
         assert {"copied", "per_microbatch", "accumulate"} == {case.rule for case in TIMED}
         assert all(case.recorded_from == case.steps - 1 for case in TIMED)
 
@@ -305,9 +315,11 @@ class TestFaults:
         assert wanted == faults.refused(runtime, **wanted, action=refuse)
         with pytest.raises(AssertionError, match=r"accepted; expected order\.token"):
             faults.refused(runtime, **wanted, action=lambda: None)
-        with pytest.raises(AssertionError, match=r"refused by order\.token in check_dgrad, expected"):
+        with pytest.raises(
+            AssertionError, match=r"refused by order\.token in check_dgrad, expected"
+        ):
             faults.refused(runtime, "arena.mismatch", "check_dgrad", refuse)
-        with pytest.raises(AssertionError, match="expected order.token in finalize"):
+        with pytest.raises(AssertionError, match=r"expected order\.token in finalize"):
             faults.refused(runtime, "order.token", "finalize", refuse)
         with pytest.raises(AssertionError, match="the refused call changed token"):
             faults.refused(runtime, **wanted, action=change)

@@ -185,7 +185,9 @@ class TestDerived:
             )
         )
         assert {"kernel_ms": 4.5, "column": "whole_grad"} == derived["floors"]["grad"]
-        assert {"ratio": 1.1111, "of": "whole_grad"} == derived["columns"]["whole_grad"]["over_floor"]
+        assert {"ratio": 1.1111, "of": "whole_grad"} == derived["columns"]["whole_grad"][
+            "over_floor"
+        ]
         assert derived["columns"]["ours"]["over_floor"] is None
         assert 1.1 == derived["columns"]["ours"]["over_own_kernels"]
         assert derived["columns"]["ours"]["over_whole_step"] is None
