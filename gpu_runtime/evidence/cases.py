@@ -225,7 +225,7 @@ def _matrix() -> Iterator[Case]:
 
 
 #: Every rank's row of every table, every history, every destination, fused and split QKV, at hidden
-#: 128 for 20 steps: small enough for a CPU.
+#: 128 for 20 steps: small enough for a CPU. On a device their sequences are longer.
 MATRIX: tuple[Case, ...] = tuple(_matrix())
 
 SETS: Mapping[str, tuple[Case, ...]] = {
@@ -245,3 +245,12 @@ def small(case: Case) -> Case:
     if case.hidden <= _SMALL["hidden"]:
         return case
     return attrs.evolve(case, **_SMALL).with_steps(min(case.steps, 6))
+
+
+#: Shorter sequences end in an illegal access under capture: see `probes`.
+SHORTEST = 128
+
+
+def on_device(case: Case) -> Case:
+    """The same comparison with sequences that the library's fused attention stays inside of."""
+    return attrs.evolve(case, sequence=max(case.sequence, SHORTEST))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.evidence.cases import DEFAULT_SETS, SETS, Case, small
+from qeffect.gpu_runtime.evidence.cases import DEFAULT_SETS, SETS, Case, on_device, small
 from qeffect.gpu_runtime.evidence.comparison import CATEGORIES, REQUIRED, Recording, compare
 from qeffect.gpu_runtime.evidence.faults import INJECTED
 from qeffect.gpu_runtime.evidence.sides import GUARDED, SIDES, record
@@ -128,7 +128,9 @@ def _chosen(args: argparse.Namespace) -> list[Case]:
         if missing := [name for name in args.cases if name not in known]:
             raise ValueError(f"unknown case {missing[0]!r}; choose from {', '.join(known)}")
         cases = [known[name] for name in args.cases]
-    if args.device == "cpu":
+    if args.device == "cuda":
+        cases = [on_device(case) for case in cases]
+    else:
         cases = [small(case) for case in cases if case.scaling == "delayed"]
         if not cases:
             raise ValueError("the reference backend has delayed scaling only; choose other cases")

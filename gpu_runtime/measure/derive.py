@@ -455,11 +455,43 @@ def _pool_problems(name: str, total: Raw) -> Iterable[str]:
             yield f"{name} differs from native in {total['mismatched']} values"
 
 
+def derive_probes(raw: Raw) -> dict[str, Any]:
+    """What each probe found, in a sentence: nothing is judged."""
+    probes = []
+    for run in raw["attention"]:
+        attention = "fused attention" if run["fused_attention"] else "NVTE_FUSED_ATTN=0"
+        found = "ran" if run["error"] is None else f"failed, {run['error']}"
+        if run.get("invalid_writes") is not None:
+            where = ", ".join(run["kernels"])
+            sizes = " and ".join(map(str, run["write_bytes"]))
+            found += f"; {run['invalid_writes']} invalid writes"
+            found += f" of {sizes} bytes in {where}" if run["invalid_writes"] else ""
+        what = f"sequences of {run['sequence']} tokens, {attention}, {run['how']}"
+        probes.append({"what": what, "found": found})
+    lines = list(raw["binding"]["lines"].values())
+    version = raw["binding"]["version"]
+    if None in lines:
+        found = "the library is not installed or binds otherwise"
+    else:
+        found = (
+            f"that of its chunk's most recent dgrad (Transformer Engine {version}, "
+            f"pytorch/graph.py, lines {', '.join(map(str, sorted(lines)))})"
+        )
+    probes.append({"what": "the graph of a dW in the library's own graphs", "found": found})
+    if (looked := raw["addresses"]) is not None:
+        found = looked["error"] or (
+            f"{looked['median_us']:.1f} µs for {looked['addresses']} addresses of a stage"
+        )
+        probes.append({"what": "a look at every baked address", "found": found})
+    return {"probes": probes}
+
+
 DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {
     "bench": derive_bench,
     "sweep": derive_sweep,
     "streams": derive_streams,
     "compare": derive_compare,
     "pools": derive_pools,
+    "probes": derive_probes,
 }
 """What computes the derived part of each kind of report."""

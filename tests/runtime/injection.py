@@ -145,16 +145,6 @@ def parameters_of(stage: StageBackend) -> list[torch.nn.Parameter]:
     return list(parameters(stage).values())
 
 
-def half_a_wgrad(real: Callable[..., Any]) -> Callable[..., Any]:
-    """A dW that writes, then raises."""
-
-    def act(*args: Any, **options: Any) -> Any:
-        real(*args, **options)
-        raise RuntimeError("injected")
-
-    return act
-
-
 def boom(*_: object, **__: object) -> None:
     """Raise, as a failing kernel would."""
     raise RuntimeError("injected")

@@ -253,6 +253,27 @@ def pools_report(
     return Report("pools", None, ENVIRONMENT, {"orders": []}, {"runs": runs}).finish()
 
 
+def probes_report(*, line: int | None = 7) -> dict[str, Any]:
+    """A report of the probes: an attention that fails, a binding, a look at addresses."""
+    attention = [
+        {"sequence": 64, "fused_attention": True, "how": "captured", "error": "illegal access"},
+        {
+            "sequence": 64,
+            "fused_attention": True,
+            "how": "eager, compute-sanitizer",
+            "error": None,
+            "invalid_writes": 3,
+            "write_bytes": [16],
+            "kernels": ["bprop"],
+        },
+        {"sequence": 64, "fused_attention": False, "how": "captured", "error": None},
+    ]
+    binding = {"version": "2.18.0", "sha256": "0" * 64, "lines": {"a": 5, "b": line}}
+    addresses = {"error": None, "looks": 10, "addresses": 40, "median_us": 9.5, "min_us": 9.0}
+    raw = {"attention": attention, "binding": binding, "addresses": addresses}
+    return Report("probes", None, ENVIRONMENT, {"device": "cuda"}, raw).finish()
+
+
 def _report(kind: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
     configuration = {"quick": False, "settings": attrs.asdict(Settings())}
     return Report(kind, None, ENVIRONMENT, configuration, {"cells": cells}).finish()

@@ -28,7 +28,7 @@ from qeffect.gpu_runtime import reports
 from qeffect.gpu_runtime.__main__ import main
 from qeffect.gpu_runtime.bench.cells import CELLS
 from qeffect.gpu_runtime.bench.columns import Settings
-from qeffect.gpu_runtime.evidence import command, faults
+from qeffect.gpu_runtime.evidence import command, faults, probes
 from qeffect.gpu_runtime.evidence.cases import (
     DEFAULT_SETS,
     MATRIX,
@@ -36,6 +36,7 @@ from qeffect.gpu_runtime.evidence.cases import (
     STEPWISE,
     TIMED,
     Case,
+    on_device,
     small,
 )
 from qeffect.gpu_runtime.evidence.comparison import CATEGORIES, REQUIRED, Recording, compare
@@ -106,6 +107,8 @@ class TestCases:
     def test_the_matrix_is_not_made_smaller_on_a_cpu(self) -> None:
         """Its cases are small already and keep their 20 steps; larger ones shrink."""
         assert all(small(case) == case for case in MATRIX)
+        assert {128} == {on_device(case).sequence for case in MATRIX}
+        assert all(on_device(case) == case for case in (*STEPWISE, *TIMED))
         assert all(small(case).hidden == 128 for case in STEPWISE)
         assert "matrix" not in DEFAULT_SETS
 
@@ -176,7 +179,7 @@ class TestCompare:
             assert (injected >= faults.ROWS.keys()) is (run["candidate"] == "disturbed")
         derived = report["derived"]
         assert 0 == derived["mismatched"]
-        assert derived["native_against_ours"]["compared"] > 10_000
+        assert derived["native_against_ours"]["compared"] > 9_000
         assert derived["faults"].keys() >= {row["clause"] for row in faults.ROWS.values()}
         assert "0 mismatched" in capsys.readouterr().out
 
@@ -411,6 +414,48 @@ class TestPools:
         got = capsys.readouterr()
         assert said in got.err
         assert 1 == len(got.err.splitlines())
+
+
+class TestProbes:
+    def test_the_binding_is_read_from_the_source(self) -> None:
+        """Each statement by its line; one that is missing has none."""
+        source = "\n".join(("", *(f"    {statement}" for statement in probes.BINDING[:2])))
+
+        found = probes.binding(source)
+
+        assert [2, 3, None] == list(found["lines"].values())
+        assert 64 == len(found["sha256"])
+
+    def test_invalid_writes_are_counted_by_kernel(self) -> None:
+        """As compute-sanitizer says them, reads left out."""
+        said = (
+            "========= Invalid __global__ write of size 16 bytes\n"
+            "=========     at some_bprop_kernel+0x10 in x.cu\n"
+            "========= Invalid __global__ read of size 4 bytes\n"
+            "=========     at other+0x10\n"
+        )
+
+        found = probes.sanitized(2 * said)
+
+        assert {"invalid_writes": 2, "write_bytes": [16], "kernels": ["some_bprop_kernel"]} == found
+
+    @pytest.mark.slow
+    def test_on_a_cpu(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """The reference backend runs every length; the library is not there to be read."""
+        out = tmp_path / "probes.json"
+
+        assert 0 == main(["probes", "--device", "cpu", *COMMIT, "--out", str(out)])
+
+        report = json.loads(out.read_text())
+        jsonschema.Draft202012Validator(reports.schema()).validate(report)
+        assert [None] * 3 == [run["error"] for run in report["raw"]["attention"]]
+        assert report["raw"]["addresses"]["median_us"] > 0
+        assert "not installed or binds otherwise" in capsys.readouterr().out
+
+    def test_without_a_device(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """One line, and exit code 2."""
+        assert 2 == main(["probes", *COMMIT])
+        assert "no CUDA device is here" in capsys.readouterr().err
 
 
 class TestOtherCommands:

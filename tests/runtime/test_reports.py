@@ -39,6 +39,7 @@ SAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "streams": samples.streams_report,
     "compare": samples.compare_report,
     "pools": samples.pools_report,
+    "probes": samples.probes_report,
 }
 
 
@@ -52,7 +53,7 @@ def check(report: dict[str, Any]) -> None:
 
 
 def change_a_number(derived: Any) -> bool:
-    """Add one to the first count of a derived part; whether there was one."""
+    """Change the first count, or finding, of a derived part; whether there was one."""
     places = derived.items() if isinstance(derived, dict) else enumerate(derived)
     for place, value in places:
         if isinstance(value, (dict, list)):
@@ -60,6 +61,9 @@ def change_a_number(derived: Any) -> bool:
                 return True
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             derived[place] += 1
+            return True
+        elif place == "found":
+            derived[place] += "1"
             return True
     return False
 
@@ -343,6 +347,23 @@ class TestDerived:
         ours, native = samples.column(ms=[12.0]), samples.column(ms=[10.0])
         ours["trace"]["copies"] = copies
         assert {"step_ms": 2.0, "copies_ms": 0.32, "unexplained_ms": 1.68} == behind(ours, native)
+
+
+class TestProbes:
+    def test_what_was_found_is_said(self) -> None:
+        """A failure, writes out of bounds, the lines that bind a dW, the cost of a look."""
+        found = [p["found"] for p in samples.probes_report()["derived"]["probes"]]
+        assert "failed, illegal access" == found[0]
+        assert "ran; 3 invalid writes of 16 bytes in bprop" == found[1]
+        assert "ran" == found[2]
+        assert "most recent dgrad (Transformer Engine 2.18.0, pytorch/graph.py" in found[3]
+        assert "lines 5, 7)" in found[3]
+        assert "9.5 µs for 40 addresses of a stage" == found[4]
+
+    def test_a_binding_that_is_not_found_is_not_said(self) -> None:
+        """Where one statement is missing, nothing is claimed."""
+        found = samples.probes_report(line=None)["derived"]["probes"][3]["found"]
+        assert "most recent" not in found
 
 
 class TestPools:
