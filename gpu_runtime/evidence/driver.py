@@ -33,6 +33,7 @@ class GuardedRun:
         workload: The data.
         optimizer: The optimizer over the same stages.
         recording: Where to record, or None.
+        upkeep: What must not move, stay or grow from step to step.
         released: The reference that each slot's last tenant had, by stage and slot.
     """
 
@@ -40,14 +41,14 @@ class GuardedRun:
     workload: Workload
     optimizer: Optimizer
     recording: Recording | None = None
+    upkeep: Upkeep = attrs.field(init=False)
     released: dict[tuple[int, int], TapeRef] = attrs.field(factory=dict, init=False)
-    _upkeep: Upkeep = attrs.field(init=False)
     _refreshed: set[int] = attrs.field(factory=set, init=False)
     _refs: dict[TapeKey, TapeRef] = attrs.field(factory=dict, init=False)
     _added: dict[int, int] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._upkeep = Upkeep(self.runtime)
+        self.upkeep = Upkeep(self.runtime)
 
     def run(self, num_steps: int) -> None:
         """Train for some optimizer steps, from the runtime's epoch on."""
@@ -99,7 +100,7 @@ class GuardedRun:
         record_step(self.recording, number, stages, gradients, before_update=True)
         self.runtime.update(self.optimizer, gradients)
         record_step(self.recording, number, stages, gradients, optimizer=self.optimizer)
-        self._upkeep.after_step(number, self.recording)
+        self.upkeep.after_step(number, self.recording)
 
     def _forward(self, key: TapeKey, step: Step) -> None:
         runtime, stage = self.runtime, self.runtime.stages[key.stage]

@@ -22,7 +22,7 @@ from qeffect.gpu_runtime.runtime import Runtime
 from qeffect.refusals import Refused
 from qeffect.spec.document import fault_rows
 
-__all__ = ["INJECTED", "ROWS", "LocalReduction", "disturb", "refused", "settled"]
+__all__ = ["INJECTED", "ROWS", "LocalReduction", "abort_write", "disturb", "refused", "settled"]
 
 #: The fault table by the name of each row.
 ROWS: Mapping[str, Mapping[str, str]] = {row["id"]: row for row in fault_rows()}
@@ -32,7 +32,7 @@ INJECTED = {
     1: "the six rows of the fault table that change nothing, while tapes are live",
     2: "an F that fails after its replay",
     3: "a dI that fails after its replay",
-    4: "a dW that fails after its replay, and a write after it: the fault table's seventh row",
+    4: "a dW that fails after its replay; a write after an aborted one, the table's seventh row",
 }
 
 _HANDOFFS = ("submitted", "joined", "waited")
@@ -118,11 +118,14 @@ def disturb(run: GuardedRun, number: int) -> list[dict[str, str]]:
     recording, run.recording = run.recording, None
     try:
         kind = {2: Kind.FORWARD, 3: Kind.DGRAD, 4: Kind.WGRAD}[number]
-        found = _write_after_abort(run) if kind is Kind.WGRAD else _fail(run, kind)
+        found = [_fail(run, kind)]
+        run.runtime.rebuild()
+        if kind is Kind.WGRAD:
+            found.append(_write_after_abort(run))
+            run.runtime.rebuild()
     finally:
         run.recording = recording
-    run.runtime.rebuild()
-    return [found]
+    return found
 
 
 def _row(run: GuardedRun, name: str, where: object, action: Callable[[], object]) -> dict[str, str]:
@@ -218,27 +221,47 @@ def _failing(run: GuardedRun, kind: Kind) -> Any:
 
 
 def _fail(run: GuardedRun, kind: Kind) -> dict[str, str]:
-    """Let the second F or dI of an epoch run, then fail; no stage can be finalized after that."""
-    run.begin()
-    seen = 0
-    for step in run.runtime.order.steps:
-        seen += step.kind is kind
-        if seen == 2:
-            break
-        run.advance(step)
-    else:
+    """Let an epoch's second F or dI, or its last dW, run and then fail; its stage has no end."""
+    steps = run.runtime.order.steps
+    own = [step for step in steps if step.kind is kind]
+    if len(own) < 2:
         raise AssertionError(f"the order has fewer than two {kind.value}")
-    with _failing(run, kind):
+    failing = own[-1] if kind is Kind.WGRAD else own[1]
+    run.begin()
+    for step in steps[: steps.index(failing)]:
         run.advance(step)
+    with _failing(run, kind):
+        run.advance(failing)
     # Recipes without hidden state have no order to poison; their gradients are spoiled anyway.
-    ordered = "order" in run.runtime.relations
-    clause = "order.poisoned" if ordered else "arena.unusable"
-    found = refused(run.runtime, clause, "finalize", lambda: _finalize(run.runtime, step.stage))
-    return {"fault": f"a failed {kind.value}", **found, "where": str(step)}
+    poisons = kind is not Kind.WGRAD and "order" in run.runtime.relations
+    clause = "order.poisoned" if poisons else "arena.unusable"
+    found = refused(run.runtime, clause, "finalize", lambda: _finalize(run.runtime, failing.stage))
+    return {"fault": f"a failed {kind.value}", **found, "where": str(failing)}
+
+
+def abort_write(run: GuardedRun, step: Step) -> None:
+    """Start a dW as a loop of its own would, let it write, and abort it."""
+    runtime = run.runtime
+    memory = runtime.memories[step.stage]
+    key, variant = runtime.key(step.stage, step.microbatch), memory.variants[step.microbatch]
+    link = runtime.contract.link()
+    runtime.contract.submit("main")
+    runtime.handoff.wait_for_caller()
+    runtime.contract.join(link)
+    ticket = runtime.contract.check_wgrad(
+        key,
+        run.ref(key),
+        destination=memory.arena.present(step.microbatch),
+        first=not variant.accumulate,
+        link=link,
+    )
+    with runtime.handoff.scope():
+        runtime.executor.weight_gradient(memory, memory.table[ticket.slot], variant)
+    runtime.contract.abort(ticket)
 
 
 def _write_after_abort(run: GuardedRun) -> dict[str, str]:
-    """Hold back a stage's last dW, let the first of them fail, then start the second."""
+    """Hold back a stage's last dW, abort the first of them half way, then start the second."""
     runtime, steps = run.runtime, run.runtime.order.steps
     last = {step.stage: n for n, step in enumerate(steps) if step.kind is Kind.FORWARD}
     # From a stage's last F on nobody waits for its slots, so its dW can wait.
@@ -249,13 +272,12 @@ def _write_after_abort(run: GuardedRun) -> dict[str, str]:
     stage = max(late, key=lambda stage: len(late[stage]))
     if len(late[stage]) < 2:
         raise AssertionError("no stage of this order can hold back two dW")
-    failing, second = late[stage][:2]
+    aborted, second = late[stage][:2]
     run.begin()
     for step in steps:
         if step not in late[stage]:
             run.advance(step)
-    with _failing(run, Kind.WGRAD):
-        run.advance(failing)
+    abort_write(run, aborted)
     key = runtime.key(second.stage, second.microbatch)
     return _row(
         run,

@@ -19,6 +19,7 @@ from qeffect.gpu_runtime.evidence.comparison import Recording
 from qeffect.gpu_runtime.evidence.driver import GuardedRun
 from qeffect.gpu_runtime.evidence.faults import LocalReduction, disturb
 from qeffect.gpu_runtime.evidence.native import NativeRule, NativeRun
+from qeffect.gpu_runtime.evidence.upkeep import SETTLED
 from qeffect.gpu_runtime.memory.arena import Rule
 from qeffect.gpu_runtime.memory.state import live_state, preserving
 from qeffect.gpu_runtime.optimizer import Optimizer
@@ -146,6 +147,9 @@ def _guarded(case: Case, side: str, backend: str, device: str) -> Recording:
             recording.injected += disturb(run, number)
         if runtime.epoch == number:
             run.step()
+        if number == min(SETTLED, case.steps - 1):
+            run.upkeep.count()
+    run.upkeep.record_growth(recording)
     if device == "cuda" and torch.cuda.is_available():
         torch.cuda.synchronize()
     assert live_state(runtime.domain) or case.scaling != "delayed"

@@ -20,7 +20,7 @@ from qeffect.refusals import Refused
 
 __all__ = ["SETTLED", "Upkeep"]
 
-#: The step at whose end growth is counted from: optimizer state and workspaces exist by then.
+#: The step after which a run must not grow: optimizer state and workspaces exist by then.
 SETTLED = 1
 
 
@@ -46,7 +46,7 @@ class Upkeep:
 
         Args:
             number: Which step.
-            recording: Where the counts go; None looks only at where growth is counted from.
+            recording: Where the counts go, or None.
         """
         if recording is not None:
             where = f"step {number}"
@@ -56,13 +56,17 @@ class Upkeep:
                 recording.add("addresses", f"{where} {name}", moved)
             for name, count in self._pending().items():
                 recording.add("pending work", f"{where} {name}", count)
-        resources = self._counted()
-        if number <= SETTLED or self._resources is None:
-            self._resources = resources
-        if recording is not None:
-            for name, count in resources.items():
-                more = max(0, count - self._resources[name])
-                recording.add("growth", f"step {number} {name}", more)
+
+    def count(self) -> None:
+        """Count what the process holds now; `record_growth` compares with it."""
+        self._resources = self._counted()
+
+    def record_growth(self, recording: Recording) -> None:
+        """Record what there is more of than when it was counted."""
+        if self._resources is None:
+            raise ValueError("growth is from nowhere: count first")
+        for name, count in self._counted().items():
+            recording.add("growth", name, max(0, count - self._resources[name]))
 
     def _named(self) -> Iterator[tuple[str, int]]:
         for index, memory in self.runtime.memories.items():

@@ -15,7 +15,7 @@ from qeffect.gpu_runtime.backends.te.domain import library
 from qeffect.gpu_runtime.backends.te.stage import TransformerEngineStage
 from qeffect.gpu_runtime.evidence import streams as streamcheck
 from qeffect.gpu_runtime.evidence.cases import Case
-from qeffect.gpu_runtime.evidence.comparison import Recording
+from qeffect.gpu_runtime.evidence.comparison import REQUIRED, Recording, compare
 from qeffect.gpu_runtime.evidence.faults import LocalReduction
 from qeffect.gpu_runtime.evidence.sides import fresh_stages, record
 from qeffect.gpu_runtime.memory.arena import Rule
@@ -38,6 +38,9 @@ def both(case: Case, side: str) -> None:
     assert native is not None
     assert candidate is not None
     assert_same(native, candidate)
+    if side != "native-again":
+        result = compare(native, candidate, categories=REQUIRED)
+        assert result.mismatched == 0, str(result)
 
 
 class TestSameBits:
