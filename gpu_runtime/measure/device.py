@@ -4,6 +4,7 @@ The device as it is found: its name, clocks and memory by nvidia-smi, which is o
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -14,9 +15,19 @@ FIRST_READING_S = 4.0
 IDENTITY = ("name", "driver_version", "memory.total")
 
 
+def chosen() -> str:
+    """
+    The option that names this process's first device to nvidia-smi, which sees all of a host.
+
+    A benchmark that runs beside others, each on a device of its own, must watch its own.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
+    return f"--id={visible or 0}"
+
+
 def query(fields: Sequence[str]) -> dict[str, Any] | None:
     """
-    Ask nvidia-smi for some fields of the first device.
+    Ask nvidia-smi for some fields of the first device that this process may use.
 
     Returns:
         The values, numbers where they are numbers; None when there is no nvidia-smi to ask.
@@ -24,7 +35,7 @@ def query(fields: Sequence[str]) -> dict[str, Any] | None:
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
-            [*command, "--id=0"], capture_output=True, text=True, timeout=30, check=True
+            [*command, chosen()], capture_output=True, text=True, timeout=30, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -71,7 +82,7 @@ class MemoryPoll:
         command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         try:
             self._process = subprocess.Popen(
-                [*command, "--id=0", "--loop-ms=20"],
+                [*command, chosen(), "--loop-ms=20"],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
