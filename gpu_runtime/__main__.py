@@ -1,5 +1,6 @@
 """
-``python -m qeffect.gpu_runtime doctor | demo | compare | pools | bench | streams | plots``.
+``python -m qeffect.gpu_runtime COMMAND``:
+doctor, demo, compare, pools, probes, bench, streams, plots.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def _register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     from qeffect.gpu_runtime.demo import add_demo_arguments, run_demo
     from qeffect.gpu_runtime.evidence.command import add_compare_arguments, run_compare
     from qeffect.gpu_runtime.evidence.pools import add_pools_arguments, run_pools
+    from qeffect.gpu_runtime.evidence.probes import add_probes_arguments, run_probes
     from qeffect.gpu_runtime.evidence.streams import add_streams_arguments, run_streams
     from qeffect.gpu_runtime.measure.plots import add_plots_arguments, run_plots
 
@@ -58,6 +60,12 @@ def _register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
             "one memory pool for each slot, and what a shared one corrupts",
             add_pools_arguments,
             run_pools,
+        ),
+        (
+            "probes",
+            "what the documentation says of the library, looked at here",
+            add_probes_arguments,
+            run_probes,
         ),
         ("bench", "step times, memory, set-up, copies and guards", add_bench_arguments, run_bench),
         (

@@ -16,14 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.evidence.cases import DEFAULT_SETS, SETS, Case, small
-from qeffect.gpu_runtime.evidence.comparison import CATEGORIES, Recording, compare
-from qeffect.gpu_runtime.evidence.faults import REFUSED
-from qeffect.gpu_runtime.evidence.sides import SIDES, record
+from qeffect.gpu_runtime.evidence.cases import DEFAULT_SETS, SETS, Case, on_device, small
+from qeffect.gpu_runtime.evidence.comparison import CATEGORIES, REQUIRED, Recording, compare
+from qeffect.gpu_runtime.evidence.faults import INJECTED
+from qeffect.gpu_runtime.evidence.sides import GUARDED, SIDES, record
 from qeffect.gpu_runtime.measure.report import Report, UnusableError, argv, environment
 from qeffect.gpu_runtime.measure.tables import table
 
@@ -114,10 +113,10 @@ def _sides(args: argparse.Namespace) -> list[str]:
         raise ValueError("a CPU captures nothing; leave `captured` out of --sides")
     if len(sides) < 2:
         raise ValueError(f"--sides {sides[0]} has nothing to be compared with; name two or more")
-    if "disturbed" in sides and args.steps is not None and args.steps <= max(REFUSED):
+    if "disturbed" in sides and args.steps is not None and args.steps <= max(INJECTED):
         raise ValueError(
             f"--steps {args.steps} ends before the last fault is injected; use "
-            f"{max(REFUSED) + 1} or more, or leave `disturbed` out of --sides"
+            f"{max(INJECTED) + 1} or more, or leave `disturbed` out of --sides"
         )
     return sides
 
@@ -129,14 +128,16 @@ def _chosen(args: argparse.Namespace) -> list[Case]:
         if missing := [name for name in args.cases if name not in known]:
             raise ValueError(f"unknown case {missing[0]!r}; choose from {', '.join(known)}")
         cases = [known[name] for name in args.cases]
-    if args.device == "cpu":
+    if args.device == "cuda":
+        cases = [on_device(case) for case in cases]
+    else:
         cases = [small(case) for case in cases if case.scaling == "delayed"]
         if not cases:
             raise ValueError("the reference backend has delayed scaling only; choose other cases")
     if args.steps is not None:
         if args.steps < 1:
             raise ValueError(f"--steps must be at least 1, not {args.steps}")
-        cases = [attrs.evolve(case, steps=args.steps) for case in cases]
+        cases = [case.with_steps(args.steps) for case in cases]
     return cases
 
 
@@ -196,12 +197,14 @@ def _compared(case: Case, recordings: Mapping[str, Recording]) -> list[dict[str,
         if side == reference:
             continue
         held = [c for c in CATEGORIES if base.values.get(c)]
+        held += REQUIRED if side in GUARDED else ()
         result = compare(base, recording, categories=held)
         runs.append(
             {
                 "case": case.to_json(),
                 "reference": base.what,
                 "candidate": side,
+                "injected": recording.injected,
                 "categories": [
                     {
                         "category": c.category,

@@ -4,6 +4,10 @@ Recorded runs compared as raw bits, category by category, never with a tolerance
 A run writes what it produced into a `Recording`: each tensor under a category and a label that says
 where in the run it came from. Two recordings must hold the same labels with the same bits; a label
 that only one side has is a mismatch too, so a comparison that looked at nothing cannot pass.
+
+Some categories have no counterpart on the side of a library's own full backward, which has neither
+slots nor graphs: addresses, pending work and growth. A guarded run records them as counts of what
+must not be, and each is compared with the requirement, which is zero.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from qeffect.gpu_runtime.memory.state import raw_bits
 
 CATEGORIES = (
     "outputs",
+    "loss",
     "input gradients",
     "microbatch gradients",
     "parameter gradients",
@@ -30,10 +35,21 @@ CATEGORIES = (
     "caches",
     "versions",
 )
-"""What a comparison can cover. Microbatch gradients are those of one dI or dW, before any sum."""
+"""
+What both sides of a comparison have. The loss is half the mean square of an output; microbatch
+gradients are those of one dI or dW, before any sum.
+"""
+
+REQUIRED = ("addresses", "pending work", "growth")
+"""
+What a guarded run alone has, counted so that zero is what is required: things that graphs bake in
+and that moved, work that is still retained or outstanding after a step, and what a step left more
+of than the steps before it.
+"""
 
 Category = Literal[
     "outputs",
+    "loss",
     "input gradients",
     "microbatch gradients",
     "parameter gradients",
@@ -43,6 +59,9 @@ Category = Literal[
     "scales",
     "caches",
     "versions",
+    "addresses",
+    "pending work",
+    "growth",
 ]
 
 
@@ -87,10 +106,12 @@ class Recording:
     Args:
         what: How the run was made, in words, for reports.
         values: Digest by label, by category.
+        injected: Faults that were injected into the run, each with the clause that refused it.
     """
 
     what: str
     values: dict[str, dict[str, str]] = attrs.field(factory=dict)
+    injected: list[dict[str, str]] = attrs.field(factory=list)
 
     def add(self, category: Category, label: str, value: Tensor | int) -> None:
         """
@@ -103,8 +124,8 @@ class Recording:
         self._add_digest(category, label, digest(value))
 
     def _add_digest(self, category: Category, label: str, value: str) -> None:
-        if category not in CATEGORIES:
-            raise ValueError(f"unknown category {category!r}; choose from {', '.join(CATEGORIES)}")
+        if category not in (known := (*CATEGORIES, *REQUIRED)):
+            raise ValueError(f"unknown category {category!r}; choose from {', '.join(known)}")
         held = self.values.setdefault(category, {})
         if label in held:
             raise ValueError(f"{category}: label {label!r} was recorded before")
@@ -128,12 +149,13 @@ class Recording:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, to compare runs of separate processes."""
-        return {"what": self.what, "values": self.values}
+        return {"what": self.what, "values": self.values, "injected": self.injected}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Recording:
         """The recording that `to_json` wrote."""
-        return cls(data["what"], {k: dict(v) for k, v in data["values"].items()})
+        values = {k: dict(v) for k, v in data["values"].items()}
+        return cls(data["what"], values, [dict(fault) for fault in data["injected"]])
 
 
 @attrs.frozen
@@ -205,7 +227,8 @@ def compare(
     Args:
         reference: The oracle's run.
         candidate: The run under test.
-        categories: Which to compare; each must hold something on the reference's side.
+        categories: Which to compare. Each must hold something on the reference's side; those of
+            `REQUIRED` are the candidate's alone, and are compared with zero.
         show: Labels to list of the values that differ.
 
     Raises:
@@ -213,6 +236,9 @@ def compare(
     """
     results = []
     for category in categories:
+        if category in REQUIRED:
+            results.append(_required(category, candidate.values.get(category, {}), show))
+            continue
         a, b = reference.values.get(category, {}), candidate.values.get(category, {})
         if not a:
             raise ValueError(
@@ -223,3 +249,11 @@ def compare(
         bad = [label for label in labels if a.get(label) != b.get(label)]
         results.append(CategoryResult(category, len(labels), len(bad), tuple(bad[:show])))
     return Comparison(reference.what, candidate.what, tuple(results))
+
+
+def _required(category: str, held: Mapping[str, str], show: int) -> CategoryResult:
+    """Compare counts of what must not be with zero; a run that counted nothing has failed."""
+    if not held:
+        return CategoryResult(category, 1, 1, ("nothing was recorded",))
+    bad = [label for label, value in held.items() if value != digest(0)]
+    return CategoryResult(category, len(held), len(bad), tuple(bad[:show]))

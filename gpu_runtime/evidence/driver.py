@@ -13,7 +13,8 @@ import attrs
 from torch import Tensor
 
 from qeffect.gpu_runtime.evidence.comparison import Recording
-from qeffect.gpu_runtime.evidence.native import record_step, record_sum
+from qeffect.gpu_runtime.evidence.native import record_outputs, record_step, record_sum
+from qeffect.gpu_runtime.evidence.upkeep import Upkeep
 from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.memory.arena import by_matrix
 from qeffect.gpu_runtime.memory.state import live_state
@@ -33,14 +34,22 @@ class GuardedRun:
         workload: The data.
         optimizer: The optimizer over the same stages.
         recording: Where to record, or None.
+        upkeep: What must not move, stay or grow from step to step.
+        released: The reference that each slot's last tenant had, by stage and slot.
     """
 
     runtime: Runtime
     workload: Workload
     optimizer: Optimizer
     recording: Recording | None = None
+    upkeep: Upkeep = attrs.field(init=False)
+    released: dict[tuple[int, int], TapeRef] = attrs.field(factory=dict, init=False)
+    _refreshed: set[int] = attrs.field(factory=set, init=False)
     _refs: dict[TapeKey, TapeRef] = attrs.field(factory=dict, init=False)
     _added: dict[int, int] = attrs.field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.upkeep = Upkeep(self.runtime)
 
     def run(self, num_steps: int) -> None:
         """Train for some optimizer steps, from the runtime's epoch on."""
@@ -54,14 +63,26 @@ class GuardedRun:
 
     def actions(self) -> None:
         """Every action of one epoch."""
+        self.begin()
+        for step in self.runtime.order.steps:
+            self.advance(step)
+
+    def begin(self) -> None:
+        """Forget the tapes of the last epoch, or of an attempt at this one."""
         self._added = dict.fromkeys(self.runtime.stages, 0)
         self._refs.clear()
-        refreshed: set[int] = set()
-        for step in self.runtime.order.steps:
-            if step.kind is Kind.FORWARD and step.stage not in refreshed:
-                self.runtime.actions.refresh(step.stage)
-                refreshed.add(step.stage)
-            self.act(step)
+        self._refreshed.clear()
+
+    def advance(self, step: Step) -> None:
+        """One action, a stage's refresh before its first F."""
+        if step.kind is Kind.FORWARD and step.stage not in self._refreshed:
+            self.runtime.actions.refresh(step.stage)
+            self._refreshed.add(step.stage)
+        self.act(step)
+
+    def ref(self, key: TapeKey) -> TapeRef:
+        """The reference of a tape whose dW is still to come."""
+        return self._refs[key]
 
     def act(self, step: Step) -> None:
         """One F, dI or dW."""
@@ -80,6 +101,7 @@ class GuardedRun:
         record_step(self.recording, number, stages, gradients, before_update=True)
         self.runtime.update(self.optimizer, gradients)
         record_step(self.recording, number, stages, gradients, optimizer=self.optimizer)
+        self.upkeep.after_step(number, self.recording)
 
     def _forward(self, key: TapeKey, step: Step) -> None:
         runtime, stage = self.runtime, self.runtime.stages[key.stage]
@@ -90,7 +112,7 @@ class GuardedRun:
             if (r := self.recording) is not None:
                 where = f"step {key.epoch} {step}"
                 memory = runtime.contract.memory
-                r.add_all("outputs", where, {str(n): y for n, y in enumerate(outputs)})
+                record_outputs(r, where, outputs)
                 r.add("versions", f"{where} weight epoch", memory.weight_epoch[key.stage])
                 r.add("versions", f"{where} cache epoch", memory.cache_epoch[key.stage])
                 r.add("versions", f"{where} cache is current", int(stage.cache_is_current()))
@@ -123,7 +145,10 @@ class GuardedRun:
     def _weight_gradient(self, key: TapeKey) -> None:
         runtime = self.runtime
         memory = runtime.memories[key.stage]
-        runtime.actions.weight_gradient(key, self._refs.pop(key))
+        ref = self._refs[key]
+        runtime.actions.weight_gradient(key, ref)
+        del self._refs[key]
+        self.released[key.stage, ref.slot] = ref
         added = self._added[key.stage] = self._added[key.stage] + 1
         if self.recording is None:
             return

@@ -139,7 +139,7 @@ class NativeRun:
             self._cache_epoch[stage.index] = number
         outputs = stage.native_forward(inputs, first=first)
         if (r := self.recording) is not None:
-            r.add_all("outputs", where, {str(n): y for n, y in enumerate(outputs)})
+            record_outputs(r, where, outputs)
             r.add("versions", f"{where} weight epoch", number)
             r.add("versions", f"{where} cache epoch", self._cache_epoch[stage.index])
             r.add("versions", f"{where} cache is current", int(stage.cache_is_current()))
@@ -219,6 +219,13 @@ def _keep(into: dict[str, Tensor], name: str, gradient: Tensor | None) -> None:
     # A gradient that was fused into main_grad reaches the hook as None.
     if gradient is not None:
         into[name] = gradient.detach().clone()
+
+
+def record_outputs(recording: Recording, where: str, outputs: Sequence[Tensor]) -> None:
+    """Record what an F gave, and the scalar loss of each output: half its mean square."""
+    recording.add_all("outputs", where, {str(n): y for n, y in enumerate(outputs)})
+    losses = [y.detach().float().square().mean() / 2 for y in outputs]
+    recording.add_all("loss", where, {str(n): loss for n, loss in enumerate(losses)})
 
 
 def record_sum(

@@ -3,15 +3,13 @@ The sides of a comparison, each run for one case from fresh stages, and recorded
 
 `native` and `native-again` are the library's own full backward; `eager` and `captured` are the
 guarded runtime; `disturbed` is the captured runtime (on a CPU the eager one) with faults injected
-while its graphs are live, whose epochs are recorded once they have been rebuilt and run to their
-end.
+while its graphs are live. An epoch whose faults are refused is recorded as it goes on; one that a
+fault has spoiled is recorded once it has been rebuilt and run again.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -19,8 +17,9 @@ from qeffect.gpu_runtime.backends.protocol import StageBackend
 from qeffect.gpu_runtime.evidence.cases import Case
 from qeffect.gpu_runtime.evidence.comparison import Recording
 from qeffect.gpu_runtime.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.evidence.faults import disturb
+from qeffect.gpu_runtime.evidence.faults import LocalReduction, disturb
 from qeffect.gpu_runtime.evidence.native import NativeRule, NativeRun
+from qeffect.gpu_runtime.evidence.upkeep import SETTLED
 from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.memory.arena import Rule
 from qeffect.gpu_runtime.memory.state import live_state, preserving
@@ -116,7 +115,9 @@ def run_native(
         optimizer_of(case, stages),
         recording,
     )
-    run.run(case.steps)
+    for number in range(case.steps):
+        run.recording = recording if number >= case.recorded_from else None
+        run.step(number)
     return run
 
 
@@ -136,18 +137,20 @@ def _guarded(case: Case, side: str, backend: str, device: str) -> Recording:
             captured=side != "eager" and device != "cpu",
             readers=True,
         ),
+        reducer=LocalReduction() if side == "disturbed" else None,
     )
     recording = Recording(side)
-    run = GuardedRun(runtime, Workload(), optimizer_of(case, stages), recording)
-    before: Callable[[GuardedRun, int], Any] = disturb if side == "disturbed" else _nothing
+    run = GuardedRun(runtime, Workload(), optimizer_of(case, stages))
     for number in range(case.steps):
-        before(run, number)
-        run.step()
+        run.recording = recording if number >= case.recorded_from else None
+        if side == "disturbed":
+            recording.injected += disturb(run, number)
+        if runtime.epoch == number:
+            run.step()
+        if number == min(SETTLED, case.steps - 1):
+            run.upkeep.count()
+    run.upkeep.record_growth(recording)
     if device == "cuda" and torch.cuda.is_available():
         torch.cuda.synchronize()
     assert live_state(runtime.domain) or case.scaling != "delayed"
     return recording
-
-
-def _nothing(run: GuardedRun, number: int) -> None:
-    """An undisturbed step has nothing before it."""

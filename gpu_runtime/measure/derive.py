@@ -4,6 +4,11 @@ What follows from a report's raw numbers: medians, ratios, floors, break-even, m
 Nothing here measures, so a reader can compute it again from the report, and a test does. Ratios are
 taken round by round between columns that ran in the same round, then their median is given: drift
 of the clocks cancels.
+
+A ratio that speaks of a bound names its reference. A floor is the least kernel time of the
+library's own columns that form the same sum: no column of this runtime sets it, and columns that
+keep every microbatch's gradient apart (`copied`, `per_microbatch`) have none, because no library
+column forms that sum. They are held against their own kernels, which says what launching costs.
 """
 
 from __future__ import annotations
@@ -14,10 +19,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from qeffect.gpu_runtime.measure.host import derive_host
-from qeffect.gpu_runtime.measure.tracing import matrix_copies
+from qeffect.gpu_runtime.measure.targets import judge_cells, judge_sweep
+from qeffect.gpu_runtime.measure.tracing import device_copies, matrix_copies
 
 Raw = Mapping[str, Any]
 _DIGITS = 4
+
+LIBRARY = ("native", "te_graphs", "whole_step")
+"""Families of columns that are the library's, not this runtime's."""
+
+REQUIREMENTS = ("addresses", "pending work", "growth")
+"""Categories of a comparison in which a guarded run is held against zero, not against native."""
+
+APART = ("copied", "per_microbatch")
+"""Destinations that keep every microbatch's gradient, and sum them at the end of the step."""
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -74,11 +89,18 @@ def kernel_ms(column: Raw) -> float | None:
     return None if trace is None else float(trace["device_us"]) / trace["steps"] / 1e3
 
 
+def summed_like(column: Raw) -> str | None:
+    """The library's rule that a column sums gradients by, kernel for kernel; None for no rule."""
+    return None if column["options"].get("destination") in APART else str(column["rule"])
+
+
 def floors(columns: Mapping[str, Raw]) -> dict[str, dict[str, Any]]:
-    """For each rule of summation, the least sum of kernel times of any column, and whose it is."""
+    """For each rule, the least sum of kernel times of a library's column, and whose it is."""
     found: dict[str, dict[str, Any]] = {}
     for name, column in columns.items():
         ms = kernel_ms(column)
+        if column["family"] not in LIBRARY:
+            continue
         if ms is not None and (
             column["rule"] not in found or ms < found[column["rule"]]["kernel_ms"]
         ):
@@ -163,17 +185,19 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
         "columns": {},
     }
     for name, column in columns.items():
-        rule = column["rule"]
+        rule = summed_like(column)
         ms = statistics.median(step_ms(column))
+        kernels = kernel_ms(column)
         entry: dict[str, Any] = {
             "step_ms": spread(step_ms(column)),
             "host_ms": spread(host_ms(column)),
-            "kernel_ms": _rounded(kernel_ms(column)),
-            "over_floor": _rounded(ms / floor[rule]["kernel_ms"]) if rule in floor else None,
-            "over_whole_step": _ratio(columns, name, whole.get(rule)),
+            "kernel_ms": _rounded(kernels),
+            "over_own_kernels": None if kernels is None else _rounded(ms / kernels),
+            "over_floor": _over_floor(ms, None if rule is None else floor.get(rule)),
+            "over_whole_step": _over_whole_step(columns, name, whole, rule),
             "native_over_this": _ratio(columns, native, name),
             "te_graphs_over_this": _ratio(columns, te, name),
-            "setup_s": _rounded(column["warm_s"]),
+            **construction(column),
             "first_step_s": _rounded(column["first_step_s"]),
             "break_even_steps": None if native is None else break_even(column, columns[native]),
             "peak_bytes": memory_bytes(column),
@@ -182,6 +206,8 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
         }
         if column["trace"] is not None and "unit_bytes" in column["facts"]:
             entry["matrix_copies"] = _copies(column, raw["cell"])
+        if native is not None:
+            entry["behind_native"] = behind(column, columns[native])
         found["columns"][name] = entry
     found["copied_over_per_microbatch"] = (
         paired(columns["ours_copied"], columns["ours_per_microbatch"])
@@ -195,6 +221,40 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
     return found
 
 
+def construction(column: Raw) -> dict[str, float | None]:
+    """
+    What making a column costs before its first step, and what of it is warm-up and capture.
+
+    Construction is everything that this column alone needs: for this runtime slots, destinations,
+    the contract, compiled sums, warm-up and capture. The other two are host times of its parts,
+    which only this runtime's captured columns know.
+    """
+    facts = column["facts"]
+    return {
+        "construction_s": _rounded(column["warm_s"]),
+        "warmup_s": _rounded(facts.get("warmup_s")),
+        "capture_s": _rounded(facts.get("capture_s")),
+    }
+
+
+def behind(column: Raw, native: Raw) -> dict[str, float | None]:
+    """
+    How far a column's step is behind native's, and what of that its copies between buffers are.
+
+    Device-to-device copies are the profiler's, as is the time of kernels; both are taken at the
+    load of the profiled steps, not of the timed ones.
+    """
+    gap = statistics.median(step_ms(column)) - statistics.median(step_ms(native))
+    if column["trace"] is None or native["trace"] is None:
+        return {"step_ms": _rounded(gap), "copies_ms": None, "unexplained_ms": None}
+    copies = device_copies(column["trace"]) - device_copies(native["trace"])
+    return {
+        "step_ms": _rounded(gap),
+        "copies_ms": _rounded(copies),
+        "unexplained_ms": _rounded(gap - copies),
+    }
+
+
 def derive_guards(columns: Mapping[str, Raw]) -> dict[str, Any] | None:
     """What asking the kernel costs: the same captured step with guards on and off."""
     if not {"ours_accumulate", "ours_unguarded"} <= columns.keys():
@@ -204,6 +264,8 @@ def derive_guards(columns: Mapping[str, Raw]) -> dict[str, Any] | None:
     pairs = zip(host_ms(on), host_ms(off), strict=False)
     return {
         "step_on_over_off": paired(on, off),
+        "host_ms_on": spread(host_ms(on)),
+        "host_ms_off": spread(host_ms(off)),
         "actions": actions,
         "host_us_of_a_guard": spread_around_zero([1e3 * (a - b) / actions for a, b in pairs]),
     }
@@ -223,22 +285,33 @@ def _ratio(columns: Mapping[str, Raw], top: str | None, bottom: str | None) -> A
     return paired(columns[top], columns[bottom])
 
 
+def _over_floor(ms: float, floor: Raw | None) -> dict[str, Any] | None:
+    if floor is None:
+        return None
+    return {"ratio": _rounded(ms / floor["kernel_ms"]), "of": floor["column"]}
+
+
+def _over_whole_step(
+    columns: Mapping[str, Raw], name: str, whole: Mapping[str, str], rule: str | None
+) -> dict[str, Any] | None:
+    reference = None if rule is None else whole.get(rule)
+    if reference is None:
+        return None
+    return {**paired(columns[name], columns[reference]), "of": reference}
+
+
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, _DIGITS)
 
 
 def derive_bench(raw: Raw) -> dict[str, Any]:
     """Every cell of a step-table report, with the goals beside it."""
-    from qeffect.gpu_runtime.measure.targets import judge_cells
-
     cells = [derive_cell(cell) for cell in raw["cells"]]
     return {"cells": cells, "targets": judge_cells(cells)}
 
 
 def derive_sweep(raw: Raw) -> dict[str, Any]:
     """Resources against the number of microbatches, for each provisioning."""
-    from qeffect.gpu_runtime.measure.targets import judge_sweep
-
     points = []
     for cell in raw["cells"]:
         for name, column in usable(cell["columns"]).items():
@@ -247,16 +320,33 @@ def derive_sweep(raw: Raw) -> dict[str, Any]:
                 {
                     "provisioning": name,
                     "microbatches": cell["cell"]["microbatches"],
-                    "peak_live_tapes": sum(cell["peak_live_tapes"].values()),
+                    "peak_live_tapes": rank_peak(cell["order"]),
+                    "sum_of_stage_peaks": sum(cell["peak_live_tapes"].values()),
                     "slots": facts["slots"],
                     "graphs": facts["graphs"],
                     "arena_bytes": facts["arena_bytes"],
-                    "capture_s": _rounded(column["warm_s"]),
+                    **construction(column),
                     "peak_bytes": memory_bytes(column),
                     "step_ms": spread(step_ms(column)),
                 }
             )
     return {"points": points, "targets": judge_sweep(points)}
+
+
+def rank_peak(order: str) -> int:
+    """
+    The most tapes that are live at once in a rank, all stages together, from F to dW.
+
+    Slots belong to a stage, so a rank needs the sum of its stages' peaks, which can be more.
+
+    >>> rank_peak("0F0 0I0 0W0 1F0 1I0 1W0")
+    1
+    """
+    live = peak = 0
+    for action in order.split():
+        live += ("F" in action) - ("W" in action)
+        peak = max(peak, live)
+    return peak
 
 
 def derive_streams(raw: Raw) -> dict[str, Any]:
@@ -283,19 +373,45 @@ def _sum_of(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def derive_compare(raw: Raw) -> dict[str, Any]:
-    """Totals of bit comparisons, by category."""
+    """
+    Totals of bit comparisons, by category and by what was compared with what.
+
+    `native_against_ours` is what the evidence rests on. `native_again` is the control: the library
+    against itself in another process. `eager_against_ours` is where the library cannot form the
+    sum, so that split eager is the reference. `requirements` are counts of a guarded run that must
+    be zero and have no counterpart on the native side.
+    """
     categories: dict[str, dict[str, int]] = {}
+    by_reference: dict[str, dict[str, int]] = {
+        name: {"runs": 0, "compared": 0, "mismatched": 0}
+        for name in ("native_against_ours", "native_again", "eager_against_ours")
+    }
+    requirements = {"compared": 0, "mismatched": 0}
     for run in raw["runs"]:
+        own = by_reference[_compared_as(run)]
+        own["runs"] += 1
         for entry in run["categories"]:
-            total = categories.setdefault(entry["category"], {"compared": 0, "mismatched": 0})
-            total["compared"] += entry["compared"]
-            total["mismatched"] += entry["mismatched"]
+            for total in (
+                categories.setdefault(entry["category"], {"compared": 0, "mismatched": 0}),
+                requirements if entry["category"] in REQUIREMENTS else own,
+            ):
+                total["compared"] += entry["compared"]
+                total["mismatched"] += entry["mismatched"]
     return {
         "runs": len(raw["runs"]),
         "compared": sum(t["compared"] for t in categories.values()),
         "mismatched": sum(t["mismatched"] for t in categories.values()),
+        **by_reference,
+        "requirements": requirements,
+        "faults": _sum_of({f["clause"]: 1} for run in raw["runs"] for f in run.get("injected", ())),
         "categories": categories,
     }
+
+
+def _compared_as(run: Raw) -> str:
+    if run["candidate"] == "native-again":
+        return "native_again"
+    return "native_against_ours" if run["reference"].startswith("native") else "eager_against_ours"
 
 
 def derive_pools(raw: Raw) -> dict[str, Any]:
@@ -343,11 +459,43 @@ def _pool_problems(name: str, total: Raw) -> Iterable[str]:
             yield f"{name} differs from native in {total['mismatched']} values"
 
 
+def derive_probes(raw: Raw) -> dict[str, Any]:
+    """What each probe found, in a sentence: nothing is judged."""
+    probes = []
+    for run in raw["attention"]:
+        attention = "fused attention" if run["fused_attention"] else "NVTE_FUSED_ATTN=0"
+        found = "ran" if run["error"] is None else f"failed, {run['error']}"
+        if run.get("invalid_writes") is not None:
+            where = ", ".join(run["kernels"])
+            sizes = " and ".join(map(str, run["write_bytes"]))
+            found += f"; {run['invalid_writes']} invalid writes"
+            found += f" of {sizes} bytes in {where}" if run["invalid_writes"] else ""
+        what = f"sequences of {run['sequence']} tokens, {attention}, {run['how']}"
+        probes.append({"what": what, "found": found})
+    lines = list(raw["binding"]["lines"].values())
+    version = raw["binding"]["version"]
+    if None in lines:
+        found = "the library is not installed or binds otherwise"
+    else:
+        found = (
+            f"that of its chunk's most recent dgrad (Transformer Engine {version}, "
+            f"pytorch/graph.py, lines {', '.join(map(str, sorted(lines)))})"
+        )
+    probes.append({"what": "the graph of a dW in the library's own graphs", "found": found})
+    if (looked := raw["addresses"]) is not None:
+        found = looked["error"] or (
+            f"{looked['median_us']:.1f} µs for {looked['addresses']} addresses of a stage"
+        )
+        probes.append({"what": "a look at every baked address", "found": found})
+    return {"probes": probes}
+
+
 DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {
     "bench": derive_bench,
     "sweep": derive_sweep,
     "streams": derive_streams,
     "compare": derive_compare,
     "pools": derive_pools,
+    "probes": derive_probes,
 }
 """What computes the derived part of each kind of report."""

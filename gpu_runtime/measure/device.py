@@ -4,6 +4,7 @@ The device as it is found: its name, clocks and memory by nvidia-smi, which is o
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -14,6 +15,16 @@ from qeffect.gpu_runtime.backends.devices import visible_id
 STATE = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu", "pstate")
 FIRST_READING_S = 4.0
 IDENTITY = ("name", "driver_version", "memory.total")
+
+
+def chosen() -> str:
+    """
+    The option that names this process's first device to nvidia-smi, which sees all of a host.
+
+    A benchmark that runs beside others, each on a device of its own, must watch its own.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
+    return f"--id={visible or 0}"
 
 
 def query(fields: Sequence[str]) -> dict[str, Any] | None:

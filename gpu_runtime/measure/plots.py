@@ -111,11 +111,12 @@ def step_time(found: Sequence[Report]) -> Any:
             step, color = entry["step_ms"], COLORS[column["family"]]
             axis.plot([step["min"], step["max"]], [row, row], color=color, lw=2)
             axis.plot(step["median"], row, "o", color=color, ms=6)
-            floor = derived["floors"].get(column["rule"])
+            over = entry["over_floor"]
             label = f"{step['median']:.2f} ms"
-            if floor is not None:
-                axis.plot([floor["kernel_ms"]] * 2, [row - 0.35, row + 0.35], color="black", lw=1.2)
-                label += f", {entry['over_floor']:.2f}x"
+            if over is not None:
+                floor = derived["floors"][column["rule"]]["kernel_ms"]
+                axis.plot([floor] * 2, [row - 0.35, row + 0.35], color="black", lw=1.2)
+                label += f", {over['ratio']:.2f}x"
             axis.annotate(
                 label, (step["max"], row), (7, -3), textcoords="offset points", fontsize=7
             )
@@ -135,7 +136,7 @@ def step_time(found: Sequence[Report]) -> Any:
         ms=10,
         mew=1.2,
         ls="",
-        label="floor: all kernel time (labels: over it)",
+        label="floor: kernel time of the library, same sum (labels: over it)",
     )
     figure.legend(handles=[floor_mark], loc="lower left", fontsize=7)
     figure.tight_layout()
@@ -217,13 +218,13 @@ def memory(found: Sequence[Report]) -> Any:
 
 
 def resources(found: Sequence[Report]) -> Any:
-    """Graphs, arena, capture time and peak memory against microbatches, for each provisioning."""
+    """Graphs, arena, construction and peak memory against microbatches, for each provisioning."""
     pyplot = _pyplot()
     points = [point for report in found for point in report["derived"]["points"]]
     panels: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None]], ...] = (
         ("graphs", lambda p: float(p["graphs"])),
         ("arena, GB", lambda p: float(p["arena_bytes"]) / 1e9),
-        ("warm-up and capture, s", lambda p: float(p["capture_s"])),
+        ("construction, s", lambda p: float(p["construction_s"])),
         (
             "peak memory, GB",
             lambda p: None if p["peak_bytes"] is None else max(p["peak_bytes"].values()) / 1e9,
@@ -239,10 +240,20 @@ def resources(found: Sequence[Report]) -> Any:
             if drawn:
                 x, y = zip(*drawn, strict=True)
                 axis.plot(x, y, marker=mark, color=color, ms=4, lw=1.4, label=label)
+            alone = [(p["microbatches"], p["capture_s"]) for p in own if p["capture_s"] is not None]
+            if title.startswith("construction") and alone:
+                x, y = zip(*alone, strict=True)
+                axis.plot(x, y, color=color, lw=1, ls="--", label="of it, capture")
+        if title.startswith("construction"):
+            axis.legend(fontsize=7)
         if title == "graphs":
-            tapes = sorted({(p["microbatches"], p["peak_live_tapes"]) for p in points})
-            x, y = zip(*tapes, strict=True)
-            axis.plot(x, y, color="#7f7f7f", lw=1, ls="--", label="peak live tapes")
+            for key, label, dashes in (
+                ("sum_of_stage_peaks", "sum of the stages' peaks of tapes", "--"),
+                ("peak_live_tapes", "tapes live at once", ":"),
+            ):
+                tapes = sorted({(p["microbatches"], p[key]) for p in points})
+                x, y = zip(*tapes, strict=True)
+                axis.plot(x, y, color="#7f7f7f", lw=1, ls=dashes, label=label)
             axis.legend(fontsize=7)
         axis.set_xscale("log", base=2)
         axis.set_xticks(sorted({p["microbatches"] for p in points}))

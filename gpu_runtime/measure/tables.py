@@ -46,12 +46,13 @@ def bench_lines(report: Report) -> list[str]:
         "native/this",
         "TE graphs/this",
         "/floor",
+        "/own kernels",
         "/whole",
         "ms",
         "spread",
         "kernels ms",
         "host ms",
-        "setup s",
+        "construction s",
         "even at",
         "GB above",
         "copies",
@@ -66,13 +67,14 @@ def bench_lines(report: Report) -> list[str]:
                     name,
                     _median(entry["native_over_this"]),
                     _median(entry["te_graphs_over_this"]),
-                    number(entry["over_floor"], 3),
+                    "-" if entry["over_floor"] is None else number(entry["over_floor"]["ratio"], 3),
+                    number(entry["over_own_kernels"], 3),
                     _median(entry["over_whole_step"], 3),
                     _median(entry["step_ms"], 3),
                     f"{100 * entry['step_ms']['spread']:.1f}%",
                     number(entry["kernel_ms"], 3),
                     _median(entry["host_ms"], 3),
-                    number(entry["setup_s"]),
+                    number(entry["construction_s"]),
                     number(entry["break_even_steps"], 0),
                     "-" if memory is None else number(memory["largest"] / 1e9, 3),
                     "-" if copies is None else number(copies["per_step"], 0),
@@ -92,7 +94,7 @@ def bench_lines(report: Report) -> list[str]:
         if (guards := cell["guards"]) is not None:
             lines.append(
                 f"guards on / off  {_median(guards['step_on_over_off'], 4)},"
-                f" {_median(guards['host_us_of_a_guard'])} us an action"
+                f" {_median(guards['host_us_of_a_guard'])} us of host time an action"
             )
         if host := cell.get("host"):
             lines += ["", *table(HOST_HEADER, host_rows(host))]
@@ -106,8 +108,11 @@ def sweep_lines(report: Report) -> list[str]:
             p["provisioning"],
             str(p["microbatches"]),
             str(p["peak_live_tapes"]),
+            str(p["sum_of_stage_peaks"]),
             str(p["graphs"]),
             number(p["arena_bytes"] / 1e9, 3),
+            number(p["construction_s"], 3),
+            number(p["warmup_s"], 3),
             number(p["capture_s"], 3),
             "-" if p["peak_bytes"] is None else number(max(p["peak_bytes"].values()) / 1e9, 3),
             _median(p["step_ms"], 3),
@@ -116,7 +121,10 @@ def sweep_lines(report: Report) -> list[str]:
             report["derived"]["points"], key=lambda p: (p["provisioning"], p["microbatches"])
         )
     ]
-    header = ("provisioning", "M", "tapes", "graphs", "arena GB", "capture s", "peak GB", "ms")
+    header = (
+        "provisioning", "M", "live at once", "stage peaks", "graphs", "arena GB", "construction s",
+        "warm-up s", "capture s", "peak GB", "ms",
+    )  # fmt: skip
     return ["", *table(header, rows), *target_lines(report["derived"]["targets"])]
 
 

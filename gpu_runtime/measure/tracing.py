@@ -95,6 +95,12 @@ def profile_steps(step: Callable[[], None], synchronize: Callable[[], None], ste
     return found
 
 
+def device_copies(trace: Mapping[str, Any]) -> float:
+    """Milliseconds that a step of a trace spends in device-to-device copies, of any size."""
+    us = sum(float(c["us"]) for c in trace["copies"] if "DtoD" in c["name"])
+    return us / float(trace["steps"]) / 1e3
+
+
 def matrix_copies(trace: Mapping[str, Any], unit_bytes: Iterable[int]) -> dict[str, Any]:
     """
     The copies of a trace that are copies of matrix gradients.

@@ -113,14 +113,15 @@ def bench() -> str:
     """What the guards cost, from the bench report."""
     from tests.docs.bench_block import figures, missed
 
-    data = load(KERNEL_REPORTS / "bench.json")
-    rows = figures(data)
+    data, proofs = load(KERNEL_REPORTS / "bench.json"), load(KERNEL_REPORTS / "proofs.json")
+    rows = figures(data, proofs)
     return (
         markdown(("the kernel", "measured", "goal"), [row.cells() for row in rows])
         + f"\n\n{missed(rows, data)}\n\n"
         "A figure in bold misses its goal. Times of an action are medians. Report: "
         "[verification/reports/bench.json](verification/reports/bench.json), measured on "
-        f"{where(data['environment'])}; `qeffect bench` makes it again."
+        f"{where(data['environment'])}; `qeffect bench` makes it again. The row of the run of the "
+        "proofs' report is of that report, named above."
     )
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tests.docs.blocks import RUNTIME_REPORTS, load, markdown
+from tests.docs.blocks import KERNEL_REPORTS, RUNTIME_REPORTS, load, markdown
 
 #: Columns of the step table that the README shows.
 SHOWN = (
+    "te_graphs_chunks",
     "te_graphs_model",
     "te_graphs_model_main_grad",
     "whole_grad",
@@ -32,12 +33,12 @@ def reports(kind: str) -> Iterator[Mapping[str, Any]]:
             yield data
 
 
-def environment_of(report: Mapping[str, Any]) -> str:
-    """Say in a line what a runtime report was measured on."""
+def machine_of(report: Mapping[str, Any]) -> str:
+    """Say in a line what a runtime report was measured on; the commit is in the list of reports."""
     e = report["environment"]
     return (
         f"{e['gpu']}, driver {e['driver']}, torch {e['torch']}, Transformer Engine "
-        f"{e['transformer_engine']}, commit `{e['commit'][:12]}`"
+        f"{e['transformer_engine']}"
     )
 
 
@@ -48,18 +49,50 @@ def ratio(value: Any) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
-def _correctness() -> list[str]:
-    lines = []
-    for report in reports("compare"):
-        total = report["derived"]
-        lines.append(
-            f"**Bit for bit.** {total['compared']:,} values of {total['runs']} comparisons "
-            f"(outputs, input gradients, every gradient, parameters, AdamW state, amax histories, "
-            f"scales, caches, versions), native full backward against split eager, split captured "
-            f"and captured with faults injected while graphs are live: "
-            f"{total['mismatched']} mismatches. Where the library cannot form the same sum, split "
-            f"eager is the reference; the report says which."
+def over(value: Mapping[str, Any] | None) -> str:
+    """Spell a ratio over a bound, with the column that is the bound."""
+    if value is None:
+        return "-"
+    return f"{value['ratio'] if 'ratio' in value else value['median']:.2f}x `{value['of']}`"
+
+
+def milliseconds(value: float | None) -> str:
+    """Spell a time, or a dash where nothing measured it."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _compared(derived: Mapping[str, Any]) -> str:
+    """State apart what rests on native, the controls, the other reference and the requirements."""
+    ours, again = derived["native_against_ours"], derived["native_again"]
+    eager, required = derived["eager_against_ours"], derived["requirements"]
+    bits = [
+        name
+        for name in derived["categories"]
+        if name not in ("addresses", "pending work", "growth")
+    ]
+    text = (
+        f"**Bit for bit.** {ours['compared']:,} values of {ours['runs']} comparisons "
+        f"({', '.join(bits)}), native full backward against ours (split eager, split captured, and "
+        f"captured with faults injected while graphs are live): {ours['mismatched']} mismatches. "
+        f"Beside them, native against native again, the control: {again['compared']:,} values of "
+        f"{again['runs']} comparisons, {again['mismatched']} mismatches. Where the library cannot "
+        f"form the same sum, split eager is the reference: {eager['compared']:,} values of "
+        f"{eager['runs']} comparisons, {eager['mismatched']} mismatches."
+    )
+    if required["compared"]:
+        text += (
+            " What a guarded run must not do (move what graphs bake in, keep work past a step, "
+            f"grow) was counted {required['compared']:,} times, and {required['mismatched']} of "
+            "these counts are not zero."
         )
+    if derived["faults"]:
+        named = ", ".join(f"`{clause}` {n}" for clause, n in sorted(derived["faults"].items()))
+        return text + f" Faults injected into those runs, by the clause that refused each: {named}."
+    return text + " Which faults were injected is not in this report."
+
+
+def _correctness() -> list[str]:
+    lines = [_compared(report["derived"]) for report in reports("compare")]
     for report in reports("streams"):
         found = report["derived"]["handoffs"]
         one, two = found["one-way"], found["two-way"]
@@ -78,38 +111,127 @@ def _correctness() -> list[str]:
                 f"replayed without asking it), {ours['mismatched']} with one pool a slot"
             )
         lines.append(f"**Capture memory.** {'; '.join(said)}.")
+    lines += [_probed(report["derived"]) for report in reports("probes")]
     return lines
+
+
+def _probed(derived: Mapping[str, Any]) -> str:
+    """What the library does where this runtime takes a different way."""
+    said = "; ".join(f"{probe['what']}: {probe['found']}" for probe in derived["probes"])
+    return f"**The library, looked at.** {said}."
+
+
+def _cells() -> Iterator[Mapping[str, Any]]:
+    for report in reports("bench"):
+        yield from report["derived"]["cells"]
 
 
 def _speed() -> list[str]:
     rows = []
-    where = ""
-    for report in reports("bench"):
-        where = environment_of(report)
-        for cell in report["derived"]["cells"]:
-            for name in SHOWN:
-                column = cell["columns"].get(name)
-                if column is None:
-                    continue
-                above = column["above_native_bytes"]
+    machines = dict.fromkeys(machine_of(report) for report in reports("bench"))
+    for cell in _cells():
+        for name in SHOWN:
+            column = cell["columns"].get(name)
+            if column is None:
+                continue
+            above = column["above_native_bytes"]
+            rows.append(
+                (
+                    cell["cell"],
+                    f"`{name}`",
+                    f"{column['step_ms']['median']:.2f}",
+                    ratio(column["native_over_this"]),
+                    ratio(column["te_graphs_over_this"]),
+                    over(column["over_whole_step"]),
+                    over(column["over_floor"]),
+                    ratio(column["over_own_kernels"]),
+                    "-" if above is None else f"{above['largest'] / 1e9:+.2f}",
+                    column["break_even_steps"] or "-",
+                )
+            )
+    header = (
+        "cell", "column", "ms", "faster than native", "than TE's graphs", "over whole-step graph",
+        "over floor", "over own kernels", "GB above native", "even at step",
+    )  # fmt: skip
+    return [
+        f"One device, {'; '.join(machines)}. Cells are hidden-sequence-microbatches. Native and "
+        "TE's graphs are the fastest column of each. A floor is the least kernel time of the "
+        "library's columns that form the same sum, a whole-step graph is of the same sum too; both "
+        "are named, and `copied` and `per_microbatch`, which no library column sums like, have "
+        "neither.",
+        markdown(header, rows),
+    ]
+
+
+def _host() -> list[str]:
+    """What a guarded action costs the host, beside what the kernel alone costs."""
+    rows = []
+    for cell in _cells():
+        guards = cell["guards"]
+        if guards is not None:
+            each = guards["host_us_of_a_guard"]
+            rows.append(
+                (
+                    cell["cell"],
+                    f"{guards['host_ms_on']['median']:.2f} ms",
+                    f"{guards['host_ms_off']['median']:.2f} ms",
+                    guards["actions"],
+                    f"{each['median']:.1f} µs ({each['min']:.1f} to {each['max']:.1f})",
+                )
+            )
+    lines = []
+    if rows:
+        kernel = load(KERNEL_REPORTS / "bench.json")["guarded_action_us_by_action"]
+        header = (
+            "cell", "host time of a step, guarded", "unguarded", "guarded actions",
+            "difference each",
+        )  # fmt: skip
+        lines += [
+            "What guarding costs the host, `ours_accumulate` with guards and without; of an action "
+            f"the kernel's own part is {min(kernel.values()):.1f} to {max(kernel.values()):.1f} µs "
+            "(on the machine of the kernel's figures), the rest is the runtime around it:",
+            markdown(header, rows),
+        ]
+    for report in reports("host"):
+        each = report["derived"]["host_us_of_a_guard"]
+        lines.append(
+            f"Measured by itself, in the cell {report['derived']['cell']}: {each['median']:.1f} µs "
+            f"of host time a guarded action ({each['min']:.1f} to {each['max']:.1f})."
+        )
+    return lines
+
+
+def _behind() -> list[str]:
+    """Where a captured column is behind native, and what of that its copies are."""
+    rows = []
+    for cell in _cells():
+        for name in SHOWN:
+            column = cell["columns"].get(name)
+            if column is None or not name.startswith("ours"):
+                continue
+            gap = column["behind_native"]
+            kernels, theirs = (
+                milliseconds(cell["columns"][which]["kernel_ms"])
+                for which in (name, cell["fastest_native"])
+            )
+            if gap["step_ms"] > 0 and gap["copies_ms"] is not None and name != "ours_eager":
                 rows.append(
                     (
                         cell["cell"],
                         f"`{name}`",
-                        f"{column['step_ms']['median']:.2f}",
-                        ratio(column["native_over_this"]),
-                        ratio(column["te_graphs_over_this"]),
-                        ratio(column["over_whole_step"]),
-                        ratio(column["over_floor"]),
-                        "-" if above is None else f"{above['largest'] / 1e9:+.2f}",
-                        column["break_even_steps"] or "-",
+                        milliseconds(gap["step_ms"]),
+                        milliseconds(gap["copies_ms"]),
+                        milliseconds(gap["unexplained_ms"]),
+                        f"{kernels} ({theirs})",
                     )
                 )
+    if not rows:
+        return []
     header = (
-        "cell", "column", "ms", "faster than native", "than TE's graphs", "over whole-step graph",
-        "over floor", "GB above native", "even at step",
+        "cell", "column", "ms behind native", "of that, copies between buffers", "not explained",
+        "own kernels, ms (native's)",
     )  # fmt: skip
-    return [f"One device, {where}. Cells are hidden-sequence-microbatches.", markdown(header, rows)]
+    return [markdown(header, rows)]
 
 
 def _goals() -> list[str]:
@@ -121,7 +243,13 @@ def _goals() -> list[str]:
     ]
     missed = [goal for goal in goals if not goal["met"]]
     rows = [
-        (g["goal"], g["cell"], f"`{g['column']}`", f"{g['bound']} {g['value']}", g["measured"])
+        (
+            g["goal"],
+            g["cell"],
+            f"`{g['column']}`",
+            f"{g['bound']} {g['value']}",
+            "never" if g["measured"] is None else g["measured"],
+        )
         for g in missed
     ]
     lines = [f"{len(goals) - len(missed)} of {len(goals)} goals are met; the others:"]
@@ -130,11 +258,30 @@ def _goals() -> list[str]:
     return lines
 
 
+def _made() -> list[str]:
+    """Every report with the commit that it was made at."""
+    rows = []
+    for path in sorted(RUNTIME_REPORTS.glob("*.json")):
+        data = load(path)
+        if "environment" in data:
+            e = data["environment"]
+            rows.append(
+                (
+                    f"[{path.name}](gpu_runtime/reports/{path.name})",
+                    f"`{' '.join(a for a in e['argv'] if not a.startswith('--commit'))}`",
+                    f"`{e['commit'][:12]}`",
+                    e["date"],
+                )
+            )
+    header = ("report", "made by `python -m qeffect.gpu_runtime`", "commit", "at")
+    return ["The reports behind this section:", markdown(header, rows)]
+
+
 def runtime() -> str:
     """Return the block."""
-    parts = [*_correctness(), *_speed(), *_goals()]
+    parts = [*_correctness(), *_speed(), *_host(), *_behind(), *_goals()]
     for name in PICTURES:
         path = RUNTIME_REPORTS / f"{name}.svg"
         if path.exists():
             parts.append(f"![{name.replace('_', ' ')}](gpu_runtime/reports/{path.name})")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *_made()])

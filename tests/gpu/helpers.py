@@ -15,7 +15,7 @@ from qeffect.gpu_runtime.evidence.sides import fresh_stages, fuse_for, optimizer
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.memory.state import live_state
-from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
+from qeffect.gpu_runtime.runtime import Reducer, Runtime, RuntimeConfig
 
 from ..runtime.injection import FINAL, NUM_STEPS, ORDER, Injection
 
@@ -42,11 +42,14 @@ def given(cells: str, **changes: Any) -> Case:
     return attrs.evolve(SMALL, schedule="given", cells=cells, **changes)
 
 
-def guarded_run(case: Case = SMALL, *, captured: bool = True) -> GuardedRun:
+def guarded_run(
+    case: Case = SMALL, *, captured: bool = True, reducer: Reducer | None = None
+) -> GuardedRun:
     """A fresh guarded runtime over the library, the only one that is live in this process."""
     stages = fresh_stages(case, TE, fuse=fuse_for(case.rule))
     config = RuntimeConfig(rule=case.rule, dtype=case.torch_dtype, captured=captured, readers=True)
-    return GuardedRun(Runtime(stages, case.order(), config), Workload(), optimizer_of(case, stages))
+    runtime = Runtime(stages, case.order(), config, reducer=reducer)
+    return GuardedRun(runtime, Workload(), optimizer_of(case, stages))
 
 
 def executor_of(run: GuardedRun) -> GraphExecutor:
@@ -75,8 +78,8 @@ def native_final() -> Recording:
 class CapturedInjection(Injection):
     """The CPU's injections, into a runtime whose graphs are live."""
 
-    def __init__(self) -> None:
-        self.run = guarded_run()
+    def __init__(self, *, reducer: Reducer | None = None) -> None:
+        self.run = guarded_run(reducer=reducer)
         self.actions = self.run.runtime.actions
         self.contract = self.run.runtime.contract
         self.done = []

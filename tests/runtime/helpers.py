@@ -99,6 +99,7 @@ def guarded_run(
     num_layers: int = 1,
     provisioning: Provisioning = "live",
     readers: bool = True,
+    captured: bool = False,
     event_log: bool = False,
     reducer: Reducer | None = None,
 ) -> GuardedRun:
@@ -107,7 +108,9 @@ def guarded_run(
     runtime = Runtime(
         stages,
         order,
-        RuntimeConfig(rule=rule, dtype=dtype, provisioning=provisioning, readers=readers),
+        RuntimeConfig(
+            rule=rule, dtype=dtype, provisioning=provisioning, readers=readers, captured=captured
+        ),
         event_log=event_log,
         reducer=reducer,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
 from qeffect.gpu_runtime.evidence.comparison import Recording, compare
 from qeffect.gpu_runtime.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.evidence.faults import ROWS, settled
 from qeffect.gpu_runtime.evidence.native import NativeRun, rule_for
 from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.memory.state import live_state, same_bits
@@ -102,23 +103,22 @@ class Injection:
         result = compare(undisturbed, final_of(stages, self.run.optimizer), categories=FINAL)
         assert result.mismatched == 0, str(result)
 
-    def refused(self, clause: str, action: Callable[[], object]) -> None:
+    def refused(self, clause: str, action: Callable[[], object]) -> Refused:
         """The action is refused by a clause, and nothing has changed: no tensor, no ledger."""
-        before, contents = self.settled(), self.contents()
+        before, contents = settled(self.run.runtime), self.contents()
         with pytest.raises(Refused) as caught:
             action()
         assert clause == caught.value.clause
-        assert before == self.settled()
+        assert before == settled(self.run.runtime)
         after = self.contents()
         assert contents.keys() == after.keys()
         assert all(same_bits(contents[name], after[name]) for name in contents)
+        return caught.value
 
-    def settled(self) -> Mapping[str, object]:
-        """The kernel's state, without the handoffs that even a refused call makes."""
-        found = dict(self.contract.snapshot())
-        for name in ("submitted", "joined", "waited"):
-            found.pop(name)
-        return found
+    def row(self, name: str, action: Callable[[], object]) -> None:
+        """A row of the fault table: refused by its clause, in its transition, changing nothing."""
+        refusal = self.refused(ROWS[name]["clause"], action)
+        assert ROWS[name]["transition"] == refusal.transition
 
     def contents(self) -> dict[str, torch.Tensor]:
         """Every tensor that the runtime holds."""
@@ -144,16 +144,6 @@ class Injection:
 def parameters_of(stage: StageBackend) -> list[torch.nn.Parameter]:
     """A stage's parameters."""
     return list(parameters(stage).values())
-
-
-def half_a_wgrad(real: Callable[..., Any]) -> Callable[..., Any]:
-    """A dW that writes, then raises."""
-
-    def act(*args: Any, **options: Any) -> Any:
-        real(*args, **options)
-        raise RuntimeError("injected")
-
-    return act
 
 
 def boom(*_: object, **__: object) -> None:

@@ -154,7 +154,13 @@ def sweep_report(*, arena_rise: int = 0) -> dict[str, Any]:
                 spec.rule,
                 warm_s=0.1 * slots,
                 peak=10**9 + 10**7 * slots,
-                facts={"slots": slots, "graphs": 3 * slots + 2, "arena_bytes": arena},
+                facts={
+                    "slots": slots,
+                    "graphs": 3 * slots + 2,
+                    "arena_bytes": arena,
+                    "warmup_s": 0.01,
+                    "capture_s": 0.02 * slots,
+                },
                 title=spec.title,
                 options=dict(spec.options),
             )
@@ -182,18 +188,35 @@ def streams_report(*, stale: int = 0, vacuous: int = 0) -> dict[str, Any]:
 
 
 def compare_report() -> dict[str, Any]:
-    """A comparison report of two runs."""
-    runs = [
+    """A comparison report: two runs against native, one control, one against split eager."""
+    runs: list[dict[str, Any]] = [
         {
             "case": {"name": "chosen"},
-            "reference": "native",
+            "reference": reference,
             "candidate": candidate,
+            "injected": [],
             "categories": [
                 {"category": "outputs", "compared": 10, "mismatched": bad, "first": []},
                 {"category": "scales", "compared": 5, "mismatched": 0, "first": []},
             ],
         }
-        for candidate, bad in (("eager", 0), ("captured", 1))
+        for reference, candidate, bad in (
+            ("native, grad", "native-again", 0),
+            ("native, grad", "eager", 0),
+            ("native, grad", "disturbed", 1),
+            ("eager", "captured", 0),
+        )
+    ]
+    runs[2]["categories"].append(
+        {"category": "growth", "compared": 2, "mismatched": 0, "first": []}
+    )
+    runs[2]["injected"] = [
+        {"fault": name, "clause": clause, "transition": "check_wgrad", "where": "0W0"}
+        for name, clause in (
+            ("old-reference", "ownership.stale-reference"),
+            ("write-after-abort", "arena.unusable"),
+            ("write-after-abort", "arena.unusable"),
+        )
     ]
     raw = {"runs": runs, "failures": []}
     return Report("compare", None, ENVIRONMENT, {"device": "cpu"}, raw).finish()
@@ -228,6 +251,27 @@ def pools_report(
         )
     ]
     return Report("pools", None, ENVIRONMENT, {"orders": []}, {"runs": runs}).finish()
+
+
+def probes_report(*, line: int | None = 7) -> dict[str, Any]:
+    """A report of the probes: an attention that fails, a binding, a look at addresses."""
+    attention = [
+        {"sequence": 64, "fused_attention": True, "how": "captured", "error": "illegal access"},
+        {
+            "sequence": 64,
+            "fused_attention": True,
+            "how": "eager, compute-sanitizer",
+            "error": None,
+            "invalid_writes": 3,
+            "write_bytes": [16],
+            "kernels": ["bprop"],
+        },
+        {"sequence": 64, "fused_attention": False, "how": "captured", "error": None},
+    ]
+    binding = {"version": "2.18.0", "sha256": "0" * 64, "lines": {"a": 5, "b": line}}
+    addresses = {"error": None, "looks": 10, "addresses": 40, "median_us": 9.5, "min_us": 9.0}
+    raw = {"attention": attention, "binding": binding, "addresses": addresses}
+    return Report("probes", None, ENVIRONMENT, {"device": "cuda"}, raw).finish()
 
 
 def _report(kind: str, cells: list[dict[str, Any]]) -> dict[str, Any]:

@@ -462,6 +462,21 @@ class TestDevice:
             poll.mark()
             assert poll.rise() is None
 
+    @pytest.mark.parametrize(
+        ("visible", "wanted"),
+        [(None, "--id=0"), ("", "--id=0"), ("2", "--id=2"), ("3,1", "--id=3")],
+    )
+    def test_the_process_s_own_device_is_asked(
+        self, visible: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """nvidia-smi sees every device of a host; the figures of another one would be wrong."""
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+        assert wanted == device.chosen()
+
     def test_a_machine_without_a_driver_has_no_figures(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from qeffect.gpu_runtime.evidence.comparison import CATEGORIES, Recording, compare
+from qeffect.gpu_runtime.evidence.comparison import CATEGORIES, REQUIRED, Recording, compare
 
 
 def recording(**values: torch.Tensor | int) -> Recording:
@@ -73,6 +73,24 @@ class TestCompare:
             a.add(category, "x", 1)  # type: ignore[arg-type]
 
         assert CATEGORIES == tuple(c.category for c in compare(a, a).categories)
+
+    @pytest.mark.parametrize("category", REQUIRED)
+    def test_what_must_not_be_is_compared_with_zero(self, category: str) -> None:
+        """A reference has no slots or graphs; a candidate's counts must all be zero."""
+        reference, good, bad = Recording("native"), Recording("good"), Recording("bad")
+        good.add(category, "x", 0)  # type: ignore[arg-type]
+        bad.add(category, "x", 0)  # type: ignore[arg-type]
+        bad.add(category, "y", 2)  # type: ignore[arg-type]
+
+        assert (1, 0) == counted(reference, good, category)
+        assert (2, 1) == counted(reference, bad, category)
+        assert (1, 1) == counted(reference, Recording("lazy"), category)
+
+
+def counted(reference: Recording, candidate: Recording, category: str) -> tuple[int, int]:
+    """Values compared and mismatched in one category."""
+    result = compare(reference, candidate, categories=[category])
+    return result.compared, result.mismatched
 
 
 class TestRecording:

@@ -26,17 +26,30 @@ import pytest
 
 from qeffect.gpu_runtime import reports
 from qeffect.gpu_runtime.__main__ import main
-from qeffect.gpu_runtime.evidence import command, faults
-from qeffect.gpu_runtime.evidence.cases import DEFAULT_SETS, MATRIX, SETS, STEPWISE, Case, small
-from qeffect.gpu_runtime.evidence.comparison import CATEGORIES, Recording, compare
+from qeffect.gpu_runtime.bench.cells import CELLS
+from qeffect.gpu_runtime.bench.columns import Settings
+from qeffect.gpu_runtime.evidence import command, faults, probes
+from qeffect.gpu_runtime.evidence.cases import (
+    DEFAULT_SETS,
+    MATRIX,
+    SETS,
+    STEPWISE,
+    TIMED,
+    Case,
+    on_device,
+    small,
+)
+from qeffect.gpu_runtime.evidence.comparison import CATEGORIES, REQUIRED, Recording, compare
 from qeffect.gpu_runtime.evidence.pools import record_of
 from qeffect.gpu_runtime.evidence.sides import record
 from qeffect.gpu_runtime.evidence.trials import DISCIPLINES, ORDERS, trial
 from qeffect.gpu_runtime.measure.derive import DERIVE
 from qeffect.gpu_runtime.measure.report import Report
 from qeffect.gpu_runtime.memory.arena import RULES
+from qeffect.gpu_runtime.plan.order import Order
 from qeffect.refusals import Refused
 
+from .helpers import guarded_run
 from .orders import SCHEDULES, TABLE_ROWS
 from .report_samples import ENVIRONMENT
 
@@ -81,9 +94,21 @@ class TestCases:
         assert len(wanted) == len(MATRIX) == 108
         assert {(128, 64, 20)} == {(c.hidden, c.sequence, c.steps) for c in MATRIX}
 
+    def test_the_timed_shapes_are_the_benchmarks(self) -> None:
+        """Every cell of the step table is compared: its dimensions, its order, its history."""
+        held = {(c.config, c.order(), c.history, c.scaling, c.num_layers) for c in TIMED}
+
+        assert {
+            (cell.config, cell.order(), Settings().history, "delayed", 1) for cell in CELLS
+        } == held
+        assert {"copied", "per_microbatch", "accumulate"} == {case.rule for case in TIMED}
+        assert all(case.recorded_from == case.steps - 1 for case in TIMED)
+
     def test_the_matrix_is_not_made_smaller_on_a_cpu(self) -> None:
         """Its cases are small already and keep their 20 steps; larger ones shrink."""
         assert all(small(case) == case for case in MATRIX)
+        assert {128} == {on_device(case).sequence for case in MATRIX}
+        assert all(on_device(case) == case for case in (*STEPWISE, *TIMED))
         assert all(small(case).hidden == 128 for case in STEPWISE)
         assert "matrix" not in DEFAULT_SETS
 
@@ -103,7 +128,7 @@ def agrees(case: Case) -> None:
     assert native is not None
     assert eager is not None
 
-    result = compare(native, eager)
+    result = compare(native, eager, categories=(*CATEGORIES, *REQUIRED))
 
     assert result.mismatched == 0, str(result)
     assert all(category.compared for category in result.categories)
@@ -148,9 +173,14 @@ class TestCompare:
             (run["case"]["name"], run["candidate"]) for run in runs
         }
         for run in runs:
-            assert [*CATEGORIES] == [entry["category"] for entry in run["categories"]]
-        assert 0 == report["derived"]["mismatched"]
-        assert report["derived"]["compared"] > 10_000
+            held = CATEGORIES if run["candidate"] == "native-again" else (*CATEGORIES, *REQUIRED)
+            assert [*held] == [entry["category"] for entry in run["categories"]]
+            injected = {entry["fault"] for entry in run["injected"]}
+            assert (injected >= faults.ROWS.keys()) is (run["candidate"] == "disturbed")
+        derived = report["derived"]
+        assert 0 == derived["mismatched"]
+        assert derived["native_against_ours"]["compared"] > 9_000
+        assert derived["faults"].keys() >= {row["clause"] for row in faults.ROWS.values()}
         assert "0 mismatched" in capsys.readouterr().out
 
     @pytest.mark.parametrize("what", ["bit", "missing", "failure"])
@@ -272,22 +302,44 @@ class Threads:
 
 class TestFaults:
     def test_an_accepted_fault_is_no_success(self) -> None:
-        """Injection fails when the kernel accepts, or refuses by another clause."""
+        """Injection fails when the kernel accepts, names another clause, or changes something."""
+        runtime = guarded_run(Order.parse("0F0 0I0 0W0")).runtime
 
         def refuse() -> None:
-            raise Refused("order.token")
+            refusal = Refused("order.token")
+            refusal.transition = "check_dgrad"
+            raise refusal
 
-        assert "order.token" == faults._expect(("order.token",), refuse)
-        with pytest.raises(AssertionError, match=r"accepted; expected one of order\.token"):
-            faults._expect(("order.token",), lambda: None)
-        with pytest.raises(AssertionError, match=r"refused by order\.token, expected"):
-            faults._expect(("arena.mismatch",), refuse)
+        def change() -> None:
+            runtime.contract.memory.token[0] += 1
+            refuse()
+
+        wanted = {"clause": "order.token", "transition": "check_dgrad"}
+        assert wanted == faults.refused(runtime, **wanted, action=refuse)
+        with pytest.raises(AssertionError, match=r"accepted; expected order\.token"):
+            faults.refused(runtime, **wanted, action=lambda: None)
+        with pytest.raises(
+            AssertionError, match=r"refused by order\.token in check_dgrad, expected"
+        ):
+            faults.refused(runtime, "arena.mismatch", "check_dgrad", refuse)
+        with pytest.raises(AssertionError, match=r"expected order\.token in finalize"):
+            faults.refused(runtime, "order.token", "finalize", refuse)
+        with pytest.raises(AssertionError, match="the refused call changed token"):
+            faults.refused(runtime, **wanted, action=change)
+
+    def test_an_undisturbed_runtime_has_no_reduction_to_interrupt(self) -> None:
+        """Without one a row of the table could not be injected, and that is said."""
+        run = guarded_run(Order.parse("0F0 0F1 0I0 0I1 0W0 0W1"))
+        run.step()
+        with pytest.raises(AssertionError, match="no reduction that can be interrupted"):
+            faults.disturb(run, 1)
 
     def test_every_case_is_long_enough_for_every_fault(self) -> None:
-        """Faults precede steps 1 to 4; a shorter case would never meet the last."""
+        """Faults belong to steps 1 to 4; a shorter case would never meet the last."""
         cases = [case for cases in SETS.values() for case in cases]
+        assert [1, 2, 3, 4] == sorted(faults.INJECTED)
 
-        assert min(case.steps for case in cases) > max(faults.REFUSED)
+        assert min(case.steps for case in cases) > max(faults.INJECTED)
 
 
 class TestPools:
@@ -362,6 +414,48 @@ class TestPools:
         got = capsys.readouterr()
         assert said in got.err
         assert 1 == len(got.err.splitlines())
+
+
+class TestProbes:
+    def test_the_binding_is_read_from_the_source(self) -> None:
+        """Each statement by its line; one that is missing has none."""
+        source = "\n".join(("", *(f"    {statement}" for statement in probes.BINDING[:2])))
+
+        found = probes.binding(source)
+
+        assert [2, 3, None] == list(found["lines"].values())
+        assert 64 == len(found["sha256"])
+
+    def test_invalid_writes_are_counted_by_kernel(self) -> None:
+        """As compute-sanitizer says them, reads left out."""
+        said = (
+            "========= Invalid __global__ write of size 16 bytes\n"
+            "=========     at some_bprop_kernel+0x10 in x.cu\n"
+            "========= Invalid __global__ read of size 4 bytes\n"
+            "=========     at other+0x10\n"
+        )
+
+        found = probes.sanitized(2 * said)
+
+        assert {"invalid_writes": 2, "write_bytes": [16], "kernels": ["some_bprop_kernel"]} == found
+
+    @pytest.mark.slow
+    def test_on_a_cpu(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """The reference backend runs every length; the library is not there to be read."""
+        out = tmp_path / "probes.json"
+
+        assert 0 == main(["probes", "--device", "cpu", *COMMIT, "--out", str(out)])
+
+        report = json.loads(out.read_text())
+        jsonschema.Draft202012Validator(reports.schema()).validate(report)
+        assert [None] * 3 == [run["error"] for run in report["raw"]["attention"]]
+        assert report["raw"]["addresses"]["median_us"] > 0
+        assert "not installed or binds otherwise" in capsys.readouterr().out
+
+    def test_without_a_device(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """One line, and exit code 2."""
+        assert 2 == main(["probes", *COMMIT])
+        assert "no CUDA device is here" in capsys.readouterr().err
 
 
 class TestOtherCommands:

@@ -20,10 +20,12 @@ from qeffect.gpu_runtime.evidence import streams as streamcheck
 from qeffect.gpu_runtime.measure import plots
 from qeffect.gpu_runtime.measure.derive import (
     DERIVE,
+    behind,
     break_even,
     derive_cell,
     memory_bytes,
     paired,
+    rank_peak,
     spread,
 )
 from qeffect.gpu_runtime.measure.report import SCHEMA, environment
@@ -38,6 +40,7 @@ SAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "streams": samples.streams_report,
     "compare": samples.compare_report,
     "pools": samples.pools_report,
+    "probes": samples.probes_report,
 }
 
 
@@ -51,7 +54,7 @@ def check(report: dict[str, Any]) -> None:
 
 
 def change_a_number(derived: Any) -> bool:
-    """Add one to the first count of a derived part; whether there was one."""
+    """Change the first count, or finding, of a derived part; whether there was one."""
     places = derived.items() if isinstance(derived, dict) else enumerate(derived)
     for place, value in places:
         if isinstance(value, (dict, list)):
@@ -59,6 +62,9 @@ def change_a_number(derived: Any) -> bool:
                 return True
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             derived[place] += 1
+            return True
+        elif place == "found":
+            derived[place] += "1"
             return True
     return False
 
@@ -189,7 +195,7 @@ class TestDerived:
         assert 0.2 == spread([1.0, 1.1, 0.9])["spread"]
 
     def test_a_floor_is_the_least_kernel_time_of_its_own_rule(self) -> None:
-        """A column that sums gradients in another way sets no floor for this one."""
+        """A column that sums gradients in another way sets no floor for this one, nor do ours."""
         derived = derive_cell(
             samples.cell_record(
                 CELLS[0],
@@ -201,7 +207,11 @@ class TestDerived:
             )
         )
         assert {"kernel_ms": 4.5, "column": "whole_grad"} == derived["floors"]["grad"]
-        assert 1.1 == derived["columns"]["ours"]["over_floor"]
+        assert {"ratio": 1.1111, "of": "whole_grad"} == derived["columns"]["whole_grad"][
+            "over_floor"
+        ]
+        assert derived["columns"]["ours"]["over_floor"] is None
+        assert 1.1 == derived["columns"]["ours"]["over_own_kernels"]
         assert derived["columns"]["ours"]["over_whole_step"] is None
 
     def test_the_faster_native_is_the_reference(self) -> None:
@@ -265,7 +275,12 @@ class TestDerived:
             above[key] for key in ("allocated", "reserved", "driver")
         )
         assert 15 * 10**8 == above["largest"]
-        (judged,) = [t for t in judge_cells([derived]) if t["goal"].startswith("peak memory")]
+        (judged,) = [
+            goal
+            for goal in judge_cells([derived])
+            if (goal["goal"].split(",")[0], goal["column"])
+            == ("peak memory above native", "ours_accumulate")
+        ]
         assert (1.5, False) == (judged["measured"], judged["met"])
 
     def test_matrix_copies_are_counted_for_each_step(self) -> None:
@@ -305,8 +320,68 @@ class TestDerived:
     def test_comparisons_add_up_by_category(self) -> None:
         """One mismatch in one category of one run is one mismatch."""
         derived = samples.compare_report()["derived"]
-        assert (30, 1) == (derived["compared"], derived["mismatched"])
-        assert {"compared": 20, "mismatched": 1} == derived["categories"]["outputs"]
+        assert (62, 1) == (derived["compared"], derived["mismatched"])
+        assert {"compared": 40, "mismatched": 1} == derived["categories"]["outputs"]
+
+    def test_controls_and_other_references_are_counted_apart(self) -> None:
+        """What rests on native, the library against itself, split eager, and requirements."""
+        derived = samples.compare_report()["derived"]
+        assert {"runs": 2, "compared": 30, "mismatched": 1} == derived["native_against_ours"]
+        assert {"runs": 1, "compared": 15, "mismatched": 0} == derived["native_again"]
+        assert {"runs": 1, "compared": 15, "mismatched": 0} == derived["eager_against_ours"]
+        assert {"compared": 2, "mismatched": 0} == derived["requirements"]
+        assert {"ownership.stale-reference": 1, "arena.unusable": 2} == derived["faults"]
+
+    def test_a_ratio_over_a_bound_names_its_reference(self) -> None:
+        """Each is of a library's column that forms the same sum, and of none where none does."""
+        for cell in samples.bench_report()["derived"]["cells"]:
+            for name, column in cell["columns"].items():
+                apart = name in ("ours_copied", "ours_per_microbatch")
+                for ratio in ("over_floor", "over_whole_step"):
+                    assert (column[ratio] is None) is apart
+                    assert apart or not column[ratio]["of"].startswith("ours")
+            assert {"floor", "whole"} <= {
+                *("floor" for c in cell["columns"].values() if c["over_floor"]),
+                *("whole" for c in cell["columns"].values() if c["over_whole_step"]),
+            }
+
+    def test_tapes_live_at_once_are_fewer_than_the_stages_peaks_together(self) -> None:
+        """Stages that peak at different times; slots are the sum, the rank's peak is less."""
+        assert 1 == rank_peak("0F0 0I0 0W0 1F0 1I0 1W0")
+        assert 3 == rank_peak("0F0 1F0 1F1 1I0 1W0 0I0 0W0 1I1 1W1")
+        for point in samples.sweep_report()["derived"]["points"]:
+            assert point["peak_live_tapes"] <= point["sum_of_stage_peaks"]
+
+    def test_construction_is_not_capture(self) -> None:
+        """Capture is a part of construction, and unknown to a column that captures nothing."""
+        point = samples.sweep_report()["derived"]["points"][0]
+        assert point["capture_s"] < point["construction_s"]
+        native = samples.bench_report()["derived"]["cells"][0]["columns"]["native_grad"]
+        assert native["capture_s"] is None
+
+    def test_a_gap_to_native_is_split_into_copies_and_the_unexplained(self) -> None:
+        """2 ms behind, of which 0.32 ms are copies, leaves 1.68 ms that nothing explains."""
+        copies = [{"name": "Memcpy DtoD", "bytes": 8, "count": 2, "us": 640.0}]
+        ours, native = samples.column(ms=[12.0]), samples.column(ms=[10.0])
+        ours["trace"]["copies"] = copies
+        assert {"step_ms": 2.0, "copies_ms": 0.32, "unexplained_ms": 1.68} == behind(ours, native)
+
+
+class TestProbes:
+    def test_what_was_found_is_said(self) -> None:
+        """A failure, writes out of bounds, the lines that bind a dW, the cost of a look."""
+        found = [p["found"] for p in samples.probes_report()["derived"]["probes"]]
+        assert "failed, illegal access" == found[0]
+        assert "ran; 3 invalid writes of 16 bytes in bprop" == found[1]
+        assert "ran" == found[2]
+        assert "most recent dgrad (Transformer Engine 2.18.0, pytorch/graph.py" in found[3]
+        assert "lines 5, 7)" in found[3]
+        assert "9.5 µs for 40 addresses of a stage" == found[4]
+
+    def test_a_binding_that_is_not_found_is_not_said(self) -> None:
+        """Where one statement is missing, nothing is claimed."""
+        found = samples.probes_report(line=None)["derived"]["probes"][3]["found"]
+        assert "most recent" not in found
 
 
 class TestPools:

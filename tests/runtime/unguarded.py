@@ -14,7 +14,12 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import StageBackend, Tape
 from qeffect.gpu_runtime.evidence.comparison import Recording
-from qeffect.gpu_runtime.evidence.native import matrix_names, record_step, record_sum
+from qeffect.gpu_runtime.evidence.native import (
+    matrix_names,
+    record_outputs,
+    record_step,
+    record_sum,
+)
 from qeffect.gpu_runtime.measure.workload import Workload, by_index
 from qeffect.gpu_runtime.memory.arena import Arena, Rule, by_matrix
 from qeffect.gpu_runtime.memory.state import live_state
@@ -89,7 +94,7 @@ class UnguardedRun:
         outputs = stage.forward(tape, inputs)
         if (r := self.recording) is not None:
             where = f"step {number} {action}"
-            r.add_all("outputs", where, {str(n): y for n, y in enumerate(outputs)})
+            record_outputs(r, where, outputs)
             r.add("versions", f"{where} weight epoch", number)
             r.add("versions", f"{where} cache epoch", self._cache_epoch[stage.index])
             r.add("versions", f"{where} cache is current", int(stage.cache_is_current()))

@@ -1,0 +1,85 @@
+"""
+Stand-in graphs: capture and replay on a CPU.
+
+A stand-in runs its action again and leaves the results where the capture left them, as a graph's
+replay does, so that everything but the device's own capture runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qeffect.gpu_runtime.backends.reference import ReferenceDomain
+from qeffect.gpu_runtime.execute import graphs as capture
+from qeffect.gpu_runtime.execute.eager import EagerExecutor, StageMemory
+from qeffect.gpu_runtime.execute.streams import HostHandoff
+from qeffect.gpu_runtime.memory.slots import Slot
+
+
+class StandInGraph:
+    """Runs what was captured again."""
+
+    def __init__(self, pool: Any, action: Callable[[], None]) -> None:
+        self.pool = pool
+        self.replay = action
+
+
+class InPlace:
+    """Leaves every result of a slot in the memory of its first result."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[int, str], Sequence[Tensor]] = {}
+
+    def keep(self, slot: Slot, name: str, fresh: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Copy fresh results into the slot's static ones."""
+        static = self.held.setdefault((slot.index, name), fresh)
+        for a, b in zip(static, fresh, strict=True):
+            a.copy_(b)
+        return tuple(static)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> list[StandInGraph]:
+    """Put stand-ins where a device's graphs would be; give every graph that is made."""
+    made: list[StandInGraph] = []
+    pools = itertools.count()
+    place = InPlace()
+    forward, dgrad = EagerExecutor.forward, EagerExecutor.input_gradient
+
+    def static_forward(self: EagerExecutor, memory: StageMemory, slot: Slot) -> None:
+        forward(self, memory, slot)
+        slot.outputs = place.keep(slot, "outputs", slot.outputs)
+
+    def static_dgrad(self: EagerExecutor, memory: StageMemory, slot: Slot, variant: Any) -> Any:
+        queued = dgrad(self, memory, slot, variant)
+        slot.input_gradients = place.keep(slot, "dx", slot.input_gradients)
+        slot.non_matrix = place.keep(slot, "non-matrix", slot.non_matrix)
+        return queued
+
+    def static_work(memory: StageMemory, slot: Slot, variant: Any, *, keep: bool) -> Any:
+        result = work(memory, slot, variant, keep=keep)
+        names = list(slot.weight_gradients)
+        kept = place.keep(slot, "dW", list(slot.weight_gradients.values()))
+        slot.weight_gradients = dict(zip(names, kept, strict=True))
+        return result
+
+    def record(self: Any, _: str, pool: Any, action: Callable[[], None]) -> StandInGraph:
+        action()
+        made.append(StandInGraph(pool, action))
+        self.report.num_graphs += 1
+        return made[-1]
+
+    work = EagerExecutor.run_work
+    monkeypatch.setattr(EagerExecutor, "forward", static_forward)
+    monkeypatch.setattr(EagerExecutor, "input_gradient", static_dgrad)
+    monkeypatch.setattr(EagerExecutor, "run_work", staticmethod(static_work))
+    monkeypatch.setattr(capture._Recorder, "record", record)
+    monkeypatch.setattr(capture, "GraphStream", HostHandoff)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(ReferenceDomain, "capture_obstacles", lambda _: ())
+    return made
