@@ -22,7 +22,7 @@ from . import (
 )
 from .model import Clause, Part
 
-__all__ = ["CLAUSES", "PARTS", "Clause", "Part"]
+__all__ = ["CLAUSES", "INTERFACE", "PARTS", "Clause", "Part"]
 
 #: The parts in the normative order: guards of a transition run in this order, so that a refusal
 #: has one name.
@@ -42,4 +42,10 @@ PARTS: Final[tuple[Part, ...]] = (
 #: Every clause by its id, in the normative order.
 CLAUSES: Final[Mapping[str, Clause]] = MappingProxyType(
     {clause.id: clause for part in PARTS for clause in part.clauses}
+)
+
+#: Clauses that the programming interface raises before a transition runs: what they are about is
+#: not in the state that guards read.
+INTERFACE: Final = frozenset(
+    {"ownership.unknown-key", "ownership.unknown-slot", "persistence.configuration"}
 )

@@ -19,7 +19,7 @@ from qeffect.verification.walks.attempts import aimed, attempt
 from qeffect.verification.walks.oracle import violations
 from qeffect.verification.walks.processes import Process
 from qeffect.verification.walks.proposals import Pick, chooser
-from qeffect.verification.walks.sites import sites
+from qeffect.verification.targets import TARGETS, Target
 from qeffect.verification.walks.timeline import Step, schedule_text, timeline_text
 from qeffect.verification.walks.walk import Walker
 from qeffect.verification.walks.world import Call, World
@@ -28,12 +28,10 @@ __all__ = ["Driver", "Mismatch", "Tally"]
 
 #: The contract's own account is compared after so many calls.
 _EVERY = 8
-#: Every guard of the contract, as (transition, clause).
-_SITES = tuple((name, clause) for clause, names in sites().items() for name in names)
 #: Those that refuse only while something is in flight, half done or broken.
 _FLEETING = tuple(
     (name, clause)
-    for name, clause in _SITES
+    for name, clause in TARGETS
     if clause.partition(".")[2]
     in {
         "device-work",
@@ -68,7 +66,7 @@ class Mismatch(AssertionError):  # noqa: N818 - what was found, not what went wr
         steps: The calls that led there, those left out that were rightly refused.
     """
 
-    guard: tuple[str, str] | None = None
+    guard: Target | None = None
     steps: Sequence[Step] = ()
 
 
@@ -80,13 +78,13 @@ class Tally:
     Args:
         accepted: Accepted transitions, as the contract's observer reported them.
         refused: Refusals by clause.
-        sites: Refusals by transition and clause.
+        targets: Refusals by transition and clause.
         calls: Calls made.
     """
 
     accepted: Counter[str] = field(factory=Counter)
     refused: Counter[str] = field(factory=Counter)
-    sites: Counter[tuple[str, str]] = field(factory=Counter)
+    targets: Counter[Target] = field(factory=Counter)
     calls: int = 0
 
 
@@ -109,14 +107,14 @@ class Driver(Walker):
         process: Process,
         tally: Tally | None = None,
         make: Callable[..., Contract] | None = None,
-        focus: Sequence[tuple[str, str]] | None = None,
+        focus: Sequence[Target] | None = None,
     ) -> None:
         self.process = process
         self.focus = focus
         self.tally = Tally() if tally is None else tally
         self.make = process.contract if make is None else make
         self.steps: list[Step] = []
-        self.met: set[tuple[str, str]] = set()
+        self.met: set[Target] = set()
         self.events: list[str] = []
         self.contract = self.make(observer=self._observe)
         super().__init__(World(process, self.contract.incarnation))
@@ -130,8 +128,8 @@ class Driver(Walker):
         """Make calls that are refused by guards which this schedule has not met yet."""
         if self.focus is not None:
             return
-        sites = _SITES if self.world.quiet else _FLEETING
-        targets = [site for site in sites if site not in self.met]
+        targets = TARGETS if self.world.quiet else _FLEETING
+        targets = [target for target in targets if target not in self.met]
         if not targets:
             return
         for call in aimed(self.world, pick, self.checkpoints, self.fresh(), targets):
@@ -232,7 +230,7 @@ class Driver(Walker):
     def _count(self, call: Call, clause: str) -> None:
         self.met.add((call.transition, clause))
         self.tally.refused[clause] += 1
-        self.tally.sites[call.transition, clause] += 1
+        self.tally.targets[call.transition, clause] += 1
 
     def _perform(self, call: Call) -> Any:
         name, arguments = call.transition, dict(call.arguments)
@@ -305,7 +303,7 @@ class Driver(Walker):
                     if not invariant.function(memory, *values):
                         yield f"{invariant.name} of {values}"
 
-    def _mismatch(self, message: str, guard: tuple[str, str] | None = None) -> Mismatch:
+    def _mismatch(self, message: str, guard: Target | None = None) -> Mismatch:
         """Say what is wrong, with the calls that led there; right refusals changed nothing."""
         *before, last = self.steps
         shown = [step for step in before if not step.refused or "evidence" in step.call.arguments]
