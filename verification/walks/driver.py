@@ -28,6 +28,8 @@ __all__ = ["Driver", "Mismatch", "Tally"]
 
 #: The contract's own account is compared after so many calls.
 _EVERY = 8
+#: What Python raises where a broken contract runs over a name that is none, instead of refusing.
+_BREAKDOWN = (LookupError, TypeError, ValueError, AttributeError)
 #: Those that refuse only while something is in flight, half done or broken.
 _FLEETING = tuple(
     (name, clause)
@@ -171,6 +173,8 @@ class Driver(Walker):
         except Refused as refused:
             self._note(call, refused.clause)
             raise self._mismatch(f"a legal call was refused: {refused}") from None
+        except _BREAKDOWN as error:
+            raise self._broke_down(call, error, None) from error
         self._note(call, "", result)
         self._expect_events(call)
         self.happened(call, result)
@@ -193,6 +197,8 @@ class Driver(Walker):
                 raise self._mismatch(f"expected a refusal by {wrong[0]}", guard) from None
             if not (refused.presented and refused.expected):
                 raise self._mismatch("the refusal does not say what it expected", guard) from None
+        except _BREAKDOWN as error:
+            raise self._broke_down(call, error, guard) from error
         else:
             self._note(call, "", result)
             broken = ", ".join(wrong)
@@ -215,6 +221,8 @@ class Driver(Walker):
                 attempted()
             except Refused as refused:
                 found = refused.clause
+            except _BREAKDOWN as error:
+                raise self._broke_down(call, error, (call.transition, clause)) from error
             else:
                 found = ""
             self._note(call, found)
@@ -302,6 +310,11 @@ class Driver(Walker):
                 for values in product(*(members[sort] for sort in invariant.variables.values())):
                     if not invariant.function(memory, *values):
                         yield f"{invariant.name} of {values}"
+
+    def _broke_down(self, call: Call, error: Exception, guard: Target | None) -> Mismatch:
+        self._note(call, type(error).__name__)
+        expected = f"; expected a refusal by {guard[1]}" if guard else ""
+        return self._mismatch(f"a call broke down with {error!r}{expected}", guard)
 
     def _mismatch(self, message: str, guard: Target | None = None) -> Mismatch:
         """Say what is wrong, with the calls that led there; right refusals changed nothing."""
