@@ -11,8 +11,9 @@ from qeffect.verification.mutants import Mutant, sites
 from qeffect.verification.proofs import prove
 from qeffect.verification.proofs.finite import SCOPE, refuted, solver_of
 from qeffect.verification.proofs.obligations import COMPOSITIONS, Composition, composition_name
-from qeffect.verification.proofs.witnesses import COVERED, witnesses
+from qeffect.verification.proofs.witnesses import CONDITIONS, witnesses
 from qeffect.verification.symbolic import Encoding
+from qeffect.verification.targets import COVERED
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,12 @@ def test_nothing_is_vacuous(report: prove.ProofReport) -> None:
     assert all(witness.proved for witness in report.witnesses)
     assert len(COVERED) == len(report.witnesses) - len(taken)
     assert (374, 9) == (len(report.witnesses), len(COVERED))
+    assert {entry.condition for entry in COVERED} == set(CONDITIONS)
+    assert {(entry.transition, entry.clause) for entry in COVERED} == {
+        (witness.transition, witness.path.partition("#")[0])
+        for witness in report.witnesses
+        if witness.expected == "unsat"
+    }
 
 
 def test_what_is_covered_is_needed_elsewhere() -> None:

@@ -15,11 +15,11 @@ from qeffect import Contract, Refused, Ticket
 from qeffect.keys import TapeRef
 from qeffect.spec.invariants import INVARIANTS
 from qeffect.spec.predicates import Predicate
+from qeffect.verification.targets import TARGETS, Target
 from qeffect.verification.walks.attempts import aimed, attempt
 from qeffect.verification.walks.oracle import violations
 from qeffect.verification.walks.processes import Process
 from qeffect.verification.walks.proposals import Pick, chooser
-from qeffect.verification.targets import TARGETS, Target
 from qeffect.verification.walks.timeline import Step, schedule_text, timeline_text
 from qeffect.verification.walks.walk import Walker
 from qeffect.verification.walks.world import Call, World
@@ -98,7 +98,8 @@ class Driver(Walker):
         process: Its configuration.
         tally: Where to count; by default a tally of its own.
         make: What makes its contracts; a test replaces it by one that makes faulty ones.
-        focus: The only guards to look at; by default all.
+        focus: The only guards to look at, after every step; by default all, now and then.
+        rare: The guards to look at first until they are met.
 
     Attributes:
         steps: The calls so far.
@@ -110,7 +111,9 @@ class Driver(Walker):
         tally: Tally | None = None,
         make: Callable[..., Contract] | None = None,
         focus: Sequence[Target] | None = None,
+        rare: Sequence[Target] = (),
     ) -> None:
+        self.rare = rare
         self.process = process
         self.focus = focus
         self.tally = Tally() if tally is None else tally
@@ -130,8 +133,9 @@ class Driver(Walker):
         """Make calls that are refused by guards which this schedule has not met yet."""
         if self.focus is not None:
             return
-        targets = TARGETS if self.world.quiet else _FLEETING
-        targets = [target for target in targets if target not in self.met]
+        everything = TARGETS if self.world.quiet else _FLEETING
+        targets = [target for target in self.rare if target not in self.met]
+        targets = targets or [target for target in everything if target not in self.met]
         if not targets:
             return
         for call in aimed(self.world, pick, self.checkpoints, self.fresh(), targets):

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from qeffect import Contract
+from qeffect.verification.targets import CLAUSE_IDS, TARGETS, TRANSITION_NAMES, Target
 from qeffect.verification.walks.driver import Driver, Mismatch, Tally
 from qeffect.verification.walks.processes import PROCESSES, Process
 from qeffect.verification.walks.proposals import chooser
-from qeffect.verification.targets import CLAUSE_IDS, TARGETS, TRANSITION_NAMES
 from qeffect.verification.walks.strategies import numbers, processes
 
 __all__ = ["ContractMachine", "RandomReport", "run", "uncovered"]
@@ -36,6 +36,8 @@ _LONGEST = 160
 #: long it is made plainer yet.
 _LENGTHS = (8, 24, 72, _LONGEST)
 _SHRINKING = 300
+#: One in so many schedules is kept for the refusals that the others did not meet.
+_LAST = 4
 _SHRINKING_SECONDS = 30.0
 
 
@@ -49,8 +51,8 @@ class RandomReport:
         actions: Calls that were made, accepted and refused.
         accepted: How often each transition was accepted.
         refused: How often each clause refused.
-        uncovered: Transitions that were never accepted; clauses that never refused in a transition that
-            the specification names for them.
+        uncovered: Transitions that were never accepted, and clauses that never refused in a
+            transition that the specification names for them.
         seconds: How long it took.
         failure: What went wrong, with the shrunk schedule and its timeline; empty if nothing did.
     """
@@ -77,7 +79,11 @@ def uncovered(tally: Tally) -> list[str]:
     """Return the transitions that were never accepted and the refusals that were never given."""
     return [
         *(f"transition {name}" for name in TRANSITION_NAMES if not tally.accepted[name]),
-        *(f"clause {clause} in {name}" for name, clause in TARGETS if not tally.targets[name, clause]),
+        *(
+            f"clause {clause} in {name}"
+            for name, clause in TARGETS
+            if not tally.targets[name, clause]
+        ),
     ]
 
 
@@ -109,8 +115,11 @@ def run(
     tally = Tally()
     report = RandomReport()
 
+    rare: list[Target] = []
+
     def walk(process: Process, steps: list[int]) -> None:
-        driver = Driver(process, tally, None if make is None else make(process))
+        made = None if make is None else make(process)
+        driver = Driver(process, tally, made, rare=rare)
         for number in steps:
             driver.step(number)
         driver.agree()
@@ -120,11 +129,14 @@ def run(
 
     begun = time.perf_counter()
     found = None
-    for number, process in enumerate(PROCESSES):
-        # One process after another: drawn with the steps, some would hardly ever be met.
-        share = (schedules + number) // len(PROCESSES)
-        if share and found is None:
-            found = _found(walk, st.just(process), share, seed + number, (Phase.generate,))
+    last = schedules // _LAST
+    for share_of, start in ((schedules - last, seed), (last, seed + len(PROCESSES))):
+        for number, process in enumerate(PROCESSES):
+            # One process after another: drawn with the steps, some would hardly ever be met.
+            share = (share_of + number) // len(PROCESSES)
+            if share and found is None:
+                found = _found(walk, st.just(process), share, start + number, (Phase.generate,))
+        rare = [target for target in TARGETS if not tally.targets[target]]
     report.seconds = time.perf_counter() - begun
     if found is not None:
         report.failure = str(_shrunk(found, seed, progress, make) if shrink else found)

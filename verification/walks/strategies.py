@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from qeffect import Checkpoint, Contract, TapeRef, Ticket
 from qeffect.engine.stage import RELATIONS
+from qeffect.verification.targets import CLAUSE_IDS, TARGETS
 from qeffect.verification.walks.attempts import aimed
 from qeffect.verification.walks.oracle import seat, violations
 from qeffect.verification.walks.processes import PROCESSES, Process
 from qeffect.verification.walks.proposals import chooser
-from qeffect.verification.targets import CLAUSE_IDS, TARGETS
 from qeffect.verification.walks.timeline import Step, schedule_text, timeline_text
 from qeffect.verification.walks.walk import Walker
 from qeffect.verification.walks.world import Call, World
