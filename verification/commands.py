@@ -32,6 +32,7 @@ SCOPES = (
     "stage-small",
     "stage-tickets",
     "stage-readers",
+    "domains-readers",
     "stage-shared-pool",
     "stage-declared",
     "stages-two",

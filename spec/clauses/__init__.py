@@ -23,7 +23,7 @@ from . import (
 )
 from .model import Clause, Part
 
-__all__ = ["CLAUSES", "PARTS", "SCHEDULE", "SCHEDULE_CLAUSES", "Clause", "Part"]
+__all__ = ["CLAUSES", "INTERFACE", "PARTS", "SCHEDULE", "SCHEDULE_CLAUSES", "Clause", "Part"]
 
 #: The parts in the normative order: guards of a transition run in this order, so that a refusal
 #: has one name. The last is of event logs.
@@ -51,4 +51,10 @@ SCHEDULE: Final[Part] = schedule.PART
 #: Every clause that a schedule is refused by, by its id.
 SCHEDULE_CLAUSES: Final[Mapping[str, Clause]] = MappingProxyType(
     {clause.id: clause for clause in SCHEDULE.clauses}
+)
+
+#: Clauses that the programming interface raises before a transition runs: what they are about is
+#: not in the state that guards read.
+INTERFACE: Final = frozenset(
+    {"ownership.unknown-key", "ownership.unknown-slot", "persistence.configuration"}
 )

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections import defaultdict
 
 import pytest
 
@@ -14,9 +13,7 @@ import qeffect
 from qeffect import Refusal, Refused
 from qeffect.engine.compose import source
 from qeffect.engine.stage import transitions
-from qeffect.explain import EXPLANATIONS
 from qeffect.spec.clauses import CLAUSES
-from qeffect.verification.walks.sites import sites
 
 from .helpers import Rig
 
@@ -87,40 +84,14 @@ class TestRefused:
 
 
 class TestClauses:
-    def test_every_raised_clause_is_explained(self) -> None:
-        """Every clause that a guard raises has an explanation, and no explanation is dead."""
-        raised = {
-            clause
-            for clause, where in sites().items()
-            if clause not in {"ownership.unknown-key", "ownership.unknown-slot"}
-            and clause != "persistence.configuration"
-        }
-
-        assert raised == set(EXPLANATIONS)
-
-    def test_every_raised_clause_is_specified(self) -> None:
-        """The specification names the transitions that check each clause, and no others."""
-        specified = {
-            clause: set(CLAUSES[clause].transitions) for clause in sites() if clause in EXPLANATIONS
-        }
-
-        assert {
-            clause: set(names) for clause, names in sites().items() if clause in EXPLANATIONS
-        } == specified
-
     def test_guard_order_is_normative(self) -> None:
         """For dI and dW: ownership, version, order, arena, capture memory, completion."""
         normative = ("ownership", "version", "order", "arena", "capture", "completion")
-        found = defaultdict(list)
-        for clause, names in sites().items():
-            for name in names:
-                found[name].append(clause)
         for name in ("check_dgrad", "check_wgrad"):
             text = source(transitions().functions[name])
-            places = sorted(
-                (text.index(f'"{c}"'), c.partition(".")[0]) for c in found[name] if f'"{c}"' in text
-            )
-            relations = [relation for _, relation in places]
+            places = sorted((text.index(f'"{c}"'), c) for c in CLAUSES if f'"{c}"' in text)
+            relations = [CLAUSES[clause].relation for _, clause in places]
 
+            assert len(relations) > 10
             assert sorted(relations, key=normative.index) == relations
             assert set(relations) <= set(normative)

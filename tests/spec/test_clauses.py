@@ -15,7 +15,7 @@ import qeffect
 from qeffect import Contract, Destination, Refused, StageConfig, TapeKey, TapeRef
 from qeffect.engine.stage import TRANSITIONS, transitions
 from qeffect.explain import EXPLANATIONS
-from qeffect.spec.clauses import CLAUSES, PARTS, SCHEDULE, SCHEDULE_CLAUSES
+from qeffect.spec.clauses import CLAUSES, INTERFACE, PARTS, SCHEDULE, SCHEDULE_CLAUSES
 from qeffect.spec.transitions import TRANSITIONS as WRITTEN
 
 #: Clauses that the embedding API, the layout or the replayer raises around the transitions.
@@ -88,6 +88,13 @@ class TestAgreement:
 
         assert {c for c in CLAUSES if c not in composed} == set(AROUND)
         assert {c: set(CLAUSES[c].transitions) for c in AROUND} == AROUND
+
+    def test_the_interface_s_clauses_are_raised_around_transitions(self) -> None:
+        """The interface raises clauses of transitions; no composed function raises those."""
+        around = {clause for clause, where in AROUND.items() if where <= set(TRANSITIONS)}
+
+        assert around == INTERFACE
+        assert not INTERFACE & set(raised_by_composition())
 
     def test_the_written_transitions_are_the_stages_own(self) -> None:
         """The table of transitions has the names and arguments that the stage composes."""

@@ -90,9 +90,11 @@ def test_every_half_is_of_a_transition_that_is_written() -> None:
     names = {transition.name for transition in TRANSITIONS}
     for relation, module in RELATIONS.items():
         for name in vars(module):
-            stem, _, part = name.rpartition("_")
-            if part in ("guards", "writes"):
-                assert stem in names, (relation, name)
+            if name.endswith(("_guards", "_writes")):
+                transition, _, before = name.rpartition("_")[0].partition("_before_")
+
+                assert transition in names, (relation, name)
+                assert not before or before in RELATIONS, (relation, name)
 
 
 def test_the_text_states_the_order() -> None:

@@ -27,6 +27,7 @@ COUNTS = {
     "stage-small": (6_524, 49_658, 553_524, 17),
     "stage-tickets": (10_904, 83_356, 1_284_492, 25),
     "stage-readers": (1_132, 9_356, 49_558, 18),
+    "domains-readers": (256, 1_984, 9_152, 8),
     "stage-shared-pool": (6_084, 45_278, 505_980, 17),
     "stage-declared": (2_732, 20_734, 227_414, 17),
     "stages-two": (18_504, 158_372, 2_162_060, 27),
@@ -86,7 +87,7 @@ def test_what_never_happens_is_named() -> None:
     missing = unwitnessed([run(standard_scopes()["pool-2-2-2"])])
 
     assert "commit_epoch" in missing
-    assert "order.token" in missing
+    assert "check_forward: order.token" in missing
     assert "check_wgrad" not in missing
 
 
@@ -105,7 +106,7 @@ def test_report_is_plain_data() -> None:
     assert row["rate"] > 0
     assert row["cpu_rate"] > 0
     assert row["violation"] is None
-    assert row["witnesses"]["ownership.duplicate-dgrad"] == [
+    assert row["witnesses"]["check_dgrad: ownership.duplicate-dgrad"] == [
         "forward(key e0.s0.c0, slot 0, token 0, link 0, refresh 0)",
         "dgrad(key e0.s0.c0, ref slot 0 generation 0 incarnation 0, token 0, link 0, "
         "whole evidence)",

@@ -18,8 +18,9 @@ from qeffect.verification.proofs.obligations import (
     Obligation,
     composition_name,
 )
-from qeffect.verification.proofs.witnesses import COVERED, witnesses
+from qeffect.verification.proofs.witnesses import CONDITIONS, witnesses
 from qeffect.verification.symbolic import Encoding
+from qeffect.verification.targets import COVERED
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,12 @@ def test_nothing_is_vacuous(report: prove.ProofReport) -> None:
     assert all(witness.proved for witness in report.witnesses)
     assert len(COVERED) == len(report.witnesses) - len(taken)
     assert (374, 9) == (len(report.witnesses), len(COVERED))
+    assert {entry.condition for entry in COVERED} == set(CONDITIONS)
+    assert {(entry.transition, entry.clause) for entry in COVERED} == {
+        (witness.transition, witness.path.partition("#")[0])
+        for witness in report.witnesses
+        if witness.expected == "unsat"
+    }
 
 
 def test_what_is_covered_is_needed_elsewhere() -> None:

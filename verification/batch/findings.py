@@ -11,6 +11,7 @@ import numpy as np
 from qeffect.spec.predicates import Predicate
 from qeffect.verification.explorer.findings import Findings, Seen, Stopwatch
 from qeffect.verification.explorer.walker import Walker
+from qeffect.verification.targets import refusal_name
 
 from .engine import Engine
 from .explore import BatchExploration, explore
@@ -72,8 +73,9 @@ def batch_findings(
             named.setdefault(transition, (sighting, None))
             if not walker.scope.omit:  # paths are numbered within one composition
                 named[f"{transition}#{path}"] = (sighting, None)
-        for (_, clause), sighting in found.tally.first_refused.items():
-            named.setdefault(clause, (sighting, clause))
+        for (index, clause), sighting in found.tally.first_refused.items():
+            name = refusal_name(walker.moves[index].steps, clause)
+            named.setdefault(name, (sighting, clause))
     broken = found.tally.broken
     sightings = [sighting for sighting, _ in named.values()]
     chains = found.chains([*sightings, broken[1]] if broken else sightings)

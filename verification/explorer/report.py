@@ -31,7 +31,7 @@ class ExploreReport:
         invariants: How many invariants every state was checked against.
         violation: What was broken and the schedule that breaks it, or None.
         witnesses: A shortest schedule for everything that happened, by name: transitions and
-            their paths accepted, clauses refused.
+            their paths accepted, refusals as ``transition: clause``.
         seconds: Wall time of the exploration, without that of witnesses.
         cpu_seconds: Processor time of it, which other work on the machine does not lengthen as
             much.

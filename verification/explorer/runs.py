@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from qeffect.engine.stage import Transitions
 from qeffect.spec.predicates import Predicate
 from qeffect.verification.induction import INVARIANTS
+from qeffect.verification.targets import refusal_name
 
 from .findings import Findings, Seen, Stopwatch
 from .plain import Exploration, explore
@@ -140,8 +141,9 @@ def plain_findings(
                 if name not in seen:
                     seen[name] = Seen(found.chain(state), index)
         for (index, clause), state in found.first_refused.items():
-            if clause not in seen:
-                seen[clause] = Seen(found.chain(state), index, clause)
+            name = refusal_name(walker.moves[index].steps, clause)
+            if name not in seen:
+                seen[name] = Seen(found.chain(state), index, clause)
     violation = None
     if found.violation is not None:
         told, state, move, refusal = found.violation

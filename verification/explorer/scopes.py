@@ -40,6 +40,21 @@ _POOL: Final = (
     "drop",
 )
 
+#: The transitions from a refresh to the reading of an output, on one stream or another.
+_READ: Final = (
+    "check_refresh",
+    "commit_refresh",
+    "abort_refresh",
+    "check_forward",
+    "commit_forward",
+    "abort_forward",
+    "read",
+    "finish_read",
+    "submit",
+    "join",
+    "wait",
+)
+
 #: Transitions of the quantized weight cache.
 _CACHE: Final = frozenset({"check_refresh", "commit_refresh", "abort_refresh", "invalidate"})
 
@@ -220,7 +235,8 @@ def standard_scopes() -> Mapping[str, Scope]:
     """
     Return the scopes whose counts the tests pin, by name.
 
-    Together they reach every accepting path of every transition and every refusal clause.
+    Together they reach every accepting path of every transition, and every refusal that the
+    specification names, in each transition that it names it for.
     """
     scopes = (
         pool_scope(2, 2, 2),
@@ -237,6 +253,16 @@ def standard_scopes() -> Mapping[str, Scope]:
             epochs=2,
             readers=OUT | GRAD,
             reduces=True,
+        ),
+        Scope(
+            "domains-readers",
+            slots=(1, 1),
+            cells=(1, 1),
+            domains=(0, 1),
+            generation_max=1,
+            readers=OUT,
+            only=_READ,
+            omit=("arena", "capture", "order", "reduction"),
         ),
         Scope("stage-shared-pool", slots=(2,), cells=(2,), generation_max=1, shared_pool=True),
         Scope(

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from attrs import define, field
 
-from qeffect.engine.stage import TRANSITIONS, transitions
+from qeffect.engine.stage import transitions
+from qeffect.verification.targets import GUARDS, TRANSITION_NAMES, refusal_name
 
-from .cone import dependence
 from .findings import Seen
 from .report import ExploreReport
 from .walker import Step, Walker
@@ -106,7 +106,9 @@ class Guide:
 def unwitnessed(reports: Iterable[ExploreReport]) -> list[str]:
     """
     Return what none of the reports witnessed and some must: transitions, their accepting paths
-    where a batch reading tells paths apart, and refusal clauses.
+    where a batch reading tells paths apart, and refusals, as ``transition: clause``.
+
+    What must be is said by the specification, not by the functions that ran.
 
     A path that no state and arguments can take, such as one on which a reader is two readers,
     need not be witnessed.
@@ -114,9 +116,7 @@ def unwitnessed(reports: Iterable[ExploreReport]) -> list[str]:
     seen: set[str] = set()
     for report in reports:
         seen |= report.witnesses.keys()
-    wanted = dict.fromkeys(TRANSITIONS)
-    for function in transitions().functions.values():
-        wanted |= dict.fromkeys(sorted(dependence(function).clauses))
+    wanted = [*TRANSITION_NAMES, *(refusal_name((name,), clause) for name, clause in GUARDS)]
     missing = [name for name in wanted if name not in seen]
     if any("#" in name for name in seen):
         missing += [name for name in _accepting_paths() if name not in seen]

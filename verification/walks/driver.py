@@ -15,11 +15,11 @@ from qeffect import Contract, Refused, Ticket
 from qeffect.keys import TapeRef
 from qeffect.spec.predicates import Predicate
 from qeffect.verification.induction import INVARIANTS
+from qeffect.verification.targets import TARGETS, Target
 from qeffect.verification.walks.attempts import aimed, attempt
 from qeffect.verification.walks.oracle import violations
 from qeffect.verification.walks.processes import Process
 from qeffect.verification.walks.proposals import Pick, chooser
-from qeffect.verification.walks.sites import sites
 from qeffect.verification.walks.timeline import Step, schedule_text, timeline_text
 from qeffect.verification.walks.walk import Walker
 from qeffect.verification.walks.world import Call, World
@@ -28,12 +28,12 @@ __all__ = ["Driver", "Mismatch", "Tally"]
 
 #: The contract's own account is compared after so many calls.
 _EVERY = 8
-#: Every guard of the contract, as (transition, clause).
-_SITES = tuple((name, clause) for clause, names in sites().items() for name in names)
+#: What Python raises where a broken contract runs over a name that is none, instead of refusing.
+_BREAKDOWN = (LookupError, TypeError, ValueError, AttributeError)
 #: Those that refuse only while something is in flight, half done or broken.
 _FLEETING = tuple(
     (name, clause)
-    for name, clause in _SITES
+    for name, clause in TARGETS
     if clause.partition(".")[2]
     in {
         "device-work",
@@ -68,7 +68,7 @@ class Mismatch(AssertionError):  # noqa: N818 - what was found, not what went wr
         steps: The calls that led there, those left out that were rightly refused.
     """
 
-    guard: tuple[str, str] | None = None
+    guard: Target | None = None
     steps: Sequence[Step] = ()
 
 
@@ -80,13 +80,13 @@ class Tally:
     Args:
         accepted: Accepted transitions, as the contract's observer reported them.
         refused: Refusals by clause.
-        sites: Refusals by transition and clause.
+        targets: Refusals by transition and clause.
         calls: Calls made.
     """
 
     accepted: Counter[str] = field(factory=Counter)
     refused: Counter[str] = field(factory=Counter)
-    sites: Counter[tuple[str, str]] = field(factory=Counter)
+    targets: Counter[Target] = field(factory=Counter)
     calls: int = 0
 
 
@@ -98,7 +98,8 @@ class Driver(Walker):
         process: Its configuration.
         tally: Where to count; by default a tally of its own.
         make: What makes its contracts; a test replaces it by one that makes faulty ones.
-        focus: The only guards to look at; by default all.
+        focus: The only guards to look at, after every step; by default all, now and then.
+        rare: The guards to look at first until they are met.
 
     Attributes:
         steps: The calls so far.
@@ -109,14 +110,16 @@ class Driver(Walker):
         process: Process,
         tally: Tally | None = None,
         make: Callable[..., Contract] | None = None,
-        focus: Sequence[tuple[str, str]] | None = None,
+        focus: Sequence[Target] | None = None,
+        rare: Sequence[Target] = (),
     ) -> None:
+        self.rare = rare
         self.process = process
         self.focus = focus
         self.tally = Tally() if tally is None else tally
         self.make = process.contract if make is None else make
         self.steps: list[Step] = []
-        self.met: set[tuple[str, str]] = set()
+        self.met: set[Target] = set()
         self.events: list[str] = []
         self.contract = self.make(observer=self._observe)
         super().__init__(World(process, self.contract.incarnation))
@@ -130,8 +133,9 @@ class Driver(Walker):
         """Make calls that are refused by guards which this schedule has not met yet."""
         if self.focus is not None:
             return
-        sites = _SITES if self.world.quiet else _FLEETING
-        targets = [site for site in sites if site not in self.met]
+        everything = TARGETS if self.world.quiet else _FLEETING
+        targets = [target for target in self.rare if target not in self.met]
+        targets = targets or [target for target in everything if target not in self.met]
         if not targets:
             return
         for call in aimed(self.world, pick, self.checkpoints, self.fresh(), targets):
@@ -173,6 +177,8 @@ class Driver(Walker):
         except Refused as refused:
             self._note(call, refused.clause)
             raise self._mismatch(f"a legal call was refused: {refused}") from None
+        except _BREAKDOWN as error:
+            raise self._broke_down(call, error, None) from error
         self._note(call, "", result)
         self._expect_events(call)
         self.happened(call, result)
@@ -195,6 +201,8 @@ class Driver(Walker):
                 raise self._mismatch(f"expected a refusal by {wrong[0]}", guard) from None
             if not (refused.presented and refused.expected):
                 raise self._mismatch("the refusal does not say what it expected", guard) from None
+        except _BREAKDOWN as error:
+            raise self._broke_down(call, error, guard) from error
         else:
             self._note(call, "", result)
             broken = ", ".join(wrong)
@@ -217,6 +225,8 @@ class Driver(Walker):
                 attempted()
             except Refused as refused:
                 found = refused.clause
+            except _BREAKDOWN as error:
+                raise self._broke_down(call, error, (call.transition, clause)) from error
             else:
                 found = ""
             self._note(call, found)
@@ -232,7 +242,7 @@ class Driver(Walker):
     def _count(self, call: Call, clause: str) -> None:
         self.met.add((call.transition, clause))
         self.tally.refused[clause] += 1
-        self.tally.sites[call.transition, clause] += 1
+        self.tally.targets[call.transition, clause] += 1
 
     def _perform(self, call: Call) -> Any:
         name, arguments = call.transition, dict(call.arguments)
@@ -305,7 +315,12 @@ class Driver(Walker):
                     if not invariant.function(memory, *values):
                         yield f"{invariant.name} of {values}"
 
-    def _mismatch(self, message: str, guard: tuple[str, str] | None = None) -> Mismatch:
+    def _broke_down(self, call: Call, error: Exception, guard: Target | None) -> Mismatch:
+        self._note(call, type(error).__name__)
+        expected = f"; expected a refusal by {guard[1]}" if guard else ""
+        return self._mismatch(f"a call broke down with {error!r}{expected}", guard)
+
+    def _mismatch(self, message: str, guard: Target | None = None) -> Mismatch:
         """Say what is wrong, with the calls that led there; right refusals changed nothing."""
         *before, last = self.steps
         shown = [step for step in before if not step.refused or "evidence" in step.call.arguments]

@@ -21,11 +21,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from qeffect import Contract
-from qeffect.engine.stage import TRANSITIONS
+from qeffect.verification.targets import CLAUSE_IDS, TARGETS, TRANSITION_NAMES, Target
 from qeffect.verification.walks.driver import Driver, Mismatch, Tally
 from qeffect.verification.walks.processes import PROCESSES, Process
 from qeffect.verification.walks.proposals import chooser
-from qeffect.verification.walks.sites import clauses
 from qeffect.verification.walks.strategies import numbers, processes
 
 __all__ = ["ContractMachine", "RandomReport", "run", "uncovered"]
@@ -37,6 +36,8 @@ _LONGEST = 160
 #: long it is made plainer yet.
 _LENGTHS = (8, 24, 72, _LONGEST)
 _SHRINKING = 300
+#: One in so many schedules is kept for the refusals that the others did not meet.
+_LAST = 4
 _SHRINKING_SECONDS = 30.0
 
 
@@ -50,7 +51,8 @@ class RandomReport:
         actions: Calls that were made, accepted and refused.
         accepted: How often each transition was accepted.
         refused: How often each clause refused.
-        uncovered: Transitions never accepted and clauses that never refused.
+        uncovered: Transitions that were never accepted, and clauses that never refused in a
+            transition that the specification names for them.
         seconds: How long it took.
         failure: What went wrong, with the shrunk schedule and its timeline; empty if nothing did.
     """
@@ -74,10 +76,14 @@ class RandomReport:
 
 
 def uncovered(tally: Tally) -> list[str]:
-    """Return the transitions that were never accepted and the clauses that never refused."""
+    """Return the transitions that were never accepted and the refusals that were never given."""
     return [
-        *(f"transition {name}" for name in TRANSITIONS if not tally.accepted[name]),
-        *(f"clause {clause}" for clause in clauses() if not tally.refused[clause]),
+        *(f"transition {name}" for name in TRANSITION_NAMES if not tally.accepted[name]),
+        *(
+            f"clause {clause} in {name}"
+            for name, clause in TARGETS
+            if not tally.targets[name, clause]
+        ),
     ]
 
 
@@ -86,6 +92,8 @@ def run(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
     make: Callable[[Process], Callable[..., Contract]] | None = None,
+    *,
+    shrink: bool = True,
 ) -> RandomReport:
     """
     Run random schedules over processes of every shape.
@@ -99,6 +107,7 @@ def run(
             schedules.
         progress: Told how far it is.
         make: What makes a process's contracts, to test faulty ones.
+        shrink: Whether a failure is made shorter before it is told.
 
     Returns:
         The report. It is a failure if ``failure`` or ``uncovered`` is not empty.
@@ -106,8 +115,11 @@ def run(
     tally = Tally()
     report = RandomReport()
 
+    rare: list[Target] = []
+
     def walk(process: Process, steps: list[int]) -> None:
-        driver = Driver(process, tally, None if make is None else make(process))
+        made = None if make is None else make(process)
+        driver = Driver(process, tally, made, rare=rare)
         for number in steps:
             driver.step(number)
         driver.agree()
@@ -117,17 +129,20 @@ def run(
 
     begun = time.perf_counter()
     found = None
-    for number, process in enumerate(PROCESSES):
-        # One process after another: drawn with the steps, some would hardly ever be met.
-        share = (schedules + number) // len(PROCESSES)
-        if share and found is None:
-            found = _found(walk, st.just(process), share, seed + number, (Phase.generate,))
+    last = schedules // _LAST
+    for share_of, start in ((schedules - last, seed), (last, seed + len(PROCESSES))):
+        for number, process in enumerate(PROCESSES):
+            # One process after another: drawn with the steps, some would hardly ever be met.
+            share = (share_of + number) // len(PROCESSES)
+            if share and found is None:
+                found = _found(walk, st.just(process), share, start + number, (Phase.generate,))
+        rare = [target for target in TARGETS if not tally.targets[target]]
     report.seconds = time.perf_counter() - begun
     if found is not None:
-        report.failure = str(_shrunk(found, seed, progress, make))
+        report.failure = str(_shrunk(found, seed, progress, make) if shrink else found)
     report.actions = tally.calls
-    report.accepted = {name: tally.accepted[name] for name in TRANSITIONS}
-    report.refused = {clause: tally.refused[clause] for clause in clauses()}
+    report.accepted = {name: tally.accepted[name] for name in TRANSITION_NAMES}
+    report.refused = {clause: tally.refused[clause] for clause in CLAUSE_IDS}
     report.uncovered = [] if report.failure else uncovered(tally)
     return report
 
@@ -243,6 +258,6 @@ def _rule(transition: str) -> Callable[[ContractMachine, list[int], int], None]:
 
 
 _WALKS = st.lists(_CHOICES, min_size=1, max_size=10)
-for _name in TRANSITIONS:
+for _name in TRANSITION_NAMES:
     _made = rule(steps=_WALKS, choices=_CHOICES)(_rule(_name))
     setattr(ContractMachine, _name, _made)

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from qeffect import Checkpoint, Contract, TapeRef, Ticket
 from qeffect.configuration import Configuration
 from qeffect.engine.stage import RELATIONS
+from qeffect.verification.targets import CLAUSE_IDS, TARGETS
 from qeffect.verification.walks.attempts import aimed
 from qeffect.verification.walks.oracle import seat, violations
 from qeffect.verification.walks.processes import PROCESSES, Process
 from qeffect.verification.walks.proposals import chooser
-from qeffect.verification.walks.sites import clauses, sites
 from qeffect.verification.walks.timeline import Step, schedule_text, timeline_text
 from qeffect.verification.walks.walk import Walker
 from qeffect.verification.walks.world import Call, World
@@ -41,7 +41,6 @@ __all__ = [
 ]
 
 _ACTIONS = {"forward": "F", "dgrad": "dI", "wgrad": "dW", "refresh": "refresh"}
-_SITES = tuple((name, clause) for clause, names in sites().items() for name in names)
 
 
 @frozen
@@ -233,9 +232,9 @@ def illegal_schedules(
     """
     chosen = draw(processes() if process is None else process)
     rehearsal = rehearse(chosen, draw(numbers(longest)))
-    wanted = draw(st.sampled_from(clauses()))
+    wanted = draw(st.sampled_from(CLAUSE_IDS))
     pick = chooser(draw(st.integers(0, (1 << 40) - 1)))
-    for targets in ([site for site in _SITES if site[1] == wanted], _SITES):
+    for targets in ([target for target in TARGETS if target[1] == wanted], TARGETS):
         for call in aimed(rehearsal.world, pick, rehearsal.checkpoints, rehearsal.fresh(), targets):
             wrong = set(violations(rehearsal.world, call))
             if len(wrong) == 1:

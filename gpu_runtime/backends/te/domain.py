@@ -9,21 +9,18 @@ and late-comers, and stages (`qeffect.gpu_runtime.backends.te.stage`) join it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import attrs
 import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.devices import placed
-from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 from qeffect.gpu_runtime.backends.te.internals import missing_imports
-
-if TYPE_CHECKING:
-    from qeffect.gpu_runtime.backends.te.stage import TransformerEngineStage
 
 TESTED = ((2, 18), (2, 20))
 """
@@ -124,6 +121,18 @@ def reset_process() -> None:
     library().manager.reset()
 
 
+class Member(StageBackend, Protocol):
+    """A stage of this library's layers."""
+
+    def fp8_modules(self) -> Iterator[tuple[str, Any]]:
+        """Modules that hold FP8 state, once they are warm."""
+        ...
+
+    def require_warm(self) -> None:
+        """Raise `BackendError` where a module has no FP8 state yet."""
+        ...
+
+
 @attrs.define(eq=False)
 class TransformerEngineDomain:
     """
@@ -142,7 +151,7 @@ class TransformerEngineDomain:
     history_length: int = 1024
     device: torch.device = attrs.field(factory=placed, converter=placed)
     frozen: bool = attrs.field(default=False, init=False)
-    _stages: list[TransformerEngineStage] = attrs.field(factory=list, init=False)
+    _stages: list[Member] = attrs.field(factory=list, init=False)
     _recipe: Any = attrs.field(init=False)
     _lib: SimpleNamespace = attrs.field(init=False)
     _frozen_members: int = attrs.field(default=0, init=False)
@@ -171,11 +180,11 @@ class TransformerEngineDomain:
         }[self.scaling]()
 
     @property
-    def stages(self) -> tuple[TransformerEngineStage, ...]:
+    def stages(self) -> tuple[Member, ...]:
         """The stages that joined, in order."""
         return tuple(self._stages)
 
-    def join(self, stage: TransformerEngineStage) -> None:
+    def join(self, stage: Member) -> None:
         """
         Take a stage into the domain.
 

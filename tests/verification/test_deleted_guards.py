@@ -1,0 +1,174 @@
+"""
+Guards deleted from the contract: the random machine or the explorer finds each within its budget.
+
+Their targets are the specification's, so a deleted guard is asked for and missed. What they once
+read off the source, a deletion would have taken out of the question together with the guard.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+import qeffect
+import qeffect.contract
+from qeffect.engine.stage import Transitions, transitions
+from qeffect.verification.explorer import run as explore
+from qeffect.verification.explorer import standard_scopes, unwitnessed
+from qeffect.verification.mutants import Site, sites
+from qeffect.verification.mutants.sites import Mutant
+from qeffect.verification.targets import COVERED
+from qeffect.verification.walks import machine
+
+#: Random schedules that a deleted guard must be found within.
+BUDGET = 300
+
+GUARDS = [site for site in sites() if site.kind == "guard"]
+
+#: Guards behind which no state comes: the proofs show that an earlier guard always refuses first.
+UNREACHED = {(entry.transition, entry.clause) for entry in COVERED if not entry.condition}
+
+#: One guard of each relation, and one whose clause other transitions keep.
+SAMPLE = [
+    ("check_dgrad", "ownership.stale-reference"),
+    ("check_forward", "version.stale-cache"),
+    ("check_dgrad", "order.token"),
+    ("check_wgrad", "arena.pending"),
+    ("check_wgrad", "completion.caller-to-graph"),
+    ("start_reduction", "reduction.before-final"),
+    ("commit_epoch", "epoch.not-final"),
+    ("checkpoint", "persistence.live-tape"),
+    ("abort_wgrad", "ownership.unknown-ticket"),
+]
+
+
+def without(site: Site, omit: tuple[str, ...] = ()) -> Transitions:
+    """The transitions without one guard in one of them."""
+    own = transitions(omit)
+    if site.relation in omit:
+        return own
+    changed = transitions(omit, replaced=Mutant((site,)).replaced)
+    return evolve(
+        own, functions={**own.functions, site.transition: changed.functions[site.transition]}
+    )
+
+
+def found_at_random(site: Site, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the random machine says of a contract without a guard; empty if it finds nothing."""
+
+    @cache
+    def faulty(omit: frozenset[str]) -> Transitions:
+        return without(site, tuple(sorted(omit)))
+
+    monkeypatch.setattr(qeffect.contract, "transitions", lambda omit: faulty(frozenset(omit)))
+    report = machine.run(BUDGET, seed=0, shrink=False)
+    return report.failure.partition("\n")[0] or "; ".join(report.uncovered)
+
+
+def found_by_exploring(site: Site) -> str:
+    """What the explorer says of transitions without a guard; empty if it finds nothing."""
+    reports = []
+    for scope in standard_scopes().values():
+        report = explore(scope, composed=without(site, scope.omit), witnesses=True)
+        if report.violation is not None:
+            return report.violation
+        reports.append(report)
+    return "; ".join(unwitnessed(reports))
+
+
+def test_the_sample_is_of_guards() -> None:
+    """Every guard of the sample exists, exactly once."""
+    for wanted in SAMPLE:
+        assert 1 == [(site.transition, site.clause) for site in GUARDS].count(wanted)
+
+
+@pytest.mark.parametrize(("transition", "clause"), SAMPLE)
+def test_the_random_machine_misses_a_deleted_guard(
+    transition: str, clause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a guard the machine expects a refusal that does not come, and names its clause."""
+    (site,) = (s for s in GUARDS if (s.transition, s.clause) == (transition, clause))
+
+    assert clause in found_at_random(site, monkeypatch)
+
+
+def test_the_explorer_misses_a_deleted_guard() -> None:
+    """A refusal that one transition no longer gives is named, though others still give it."""
+    site = next(s for s in GUARDS if (s.transition, s.clause) == ("bind", "version.wrong-epoch"))
+    scope = standard_scopes()["stage-epochs"]
+    whole, broken = explore(scope), explore(scope, composed=without(site))
+    missing = set(unwitnessed([broken])) - set(unwitnessed([whole]))
+
+    assert broken.violation is not None or "bind: version.wrong-epoch" in missing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("site", GUARDS, ids=lambda s: f"{s.transition}-{s.clause}")
+def test_every_deleted_guard_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each guard in turn: the machine finds it, else the explorer, else no state comes there."""
+    found = found_at_random(site, monkeypatch)
+    if not found and (site.transition, site.clause) not in UNREACHED:
+        found = found_by_exploring(site)
+
+    assert bool(found) is ((site.transition, site.clause) not in UNREACHED), found
+
+
+def delete_clause(folder: Path, clause: str) -> int:
+    """Delete every guard of a clause from the kernel's files; return how many there were."""
+    deleted = 0
+    for room in ("relations", "engine"):
+        for file in (folder / room).rglob("*.py"):
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef):
+                    kept = [s for s in node.body if not _refuses(s, clause)]
+                    deleted += len(node.body) - len(kept)
+                    node.body = kept or [ast.Pass()]
+            if deleted:
+                file.write_text(ast.unparse(tree), encoding="utf-8")
+    return deleted
+
+
+def _refuses(statement: ast.stmt, clause: str) -> bool:
+    return isinstance(statement, ast.If) and any(
+        isinstance(node, ast.Constant) and node.value == clause
+        for inner in statement.body
+        if isinstance(inner, ast.Raise)
+        for node in ast.walk(inner)
+    )
+
+
+@pytest.mark.parametrize("clause", ["ownership.stale-reference", "order.token"])
+def test_a_guard_deleted_in_the_source_fails_the_command(clause: str, tmp_path: Path) -> None:
+    """``qeffect check --random`` on such a tree ends in 1 and names the clause."""
+    copied = tmp_path / "qeffect"
+    ignored = shutil.ignore_patterns("__pycache__", "gpu_runtime", "reports")
+    shutil.copytree(Path(qeffect.__file__).parent, copied, ignore=ignored)
+    assert delete_clause(copied, clause) > 0
+    program = (
+        "from qeffect.verification.walks import machine\n"
+        "import qeffect; print(qeffect.__file__)\n"
+        "machine._SHRINKING_SECONDS = 1.0\n"
+        "import sys; from qeffect.cli import main; sys.exit(main(['check', '--random', '300']))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+    assert str(copied) in ran.stdout, ran.stderr
+    assert 1 == ran.returncode, ran.stderr
+    assert clause in ran.stdout

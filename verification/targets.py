@@ -1,0 +1,120 @@
+"""
+What a search of the contract must meet: every refusal that the specification promises.
+
+Random machine, explorer and proofs take their targets from the specification's clauses and the
+transitions that each clause names, never from the source of the contract: a kernel from which a
+guard was deleted must fail to refuse, not stop being asked. `COVERED` lists the few refusals that
+no state can meet because an earlier guard of the same transition always refuses first; the proofs
+hold each entry.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from attrs import frozen
+
+from qeffect.spec.clauses import CLAUSES, INTERFACE
+from qeffect.spec.transitions import TRANSITIONS
+
+__all__ = [
+    "CLAUSE_IDS",
+    "COVERED",
+    "GUARDS",
+    "TARGETS",
+    "TRANSITION_NAMES",
+    "Covered",
+    "Target",
+    "refusal_name",
+]
+
+#: A refusal to meet, as (transition, clause).
+Target = tuple[str, str]
+
+
+@frozen
+class Covered:
+    """
+    A refusal that an earlier guard of the same transition always precedes.
+
+    Args:
+        transition: The transition.
+        clause: The clause that it cannot be refused by.
+        condition: In which states; empty for every state, else a name that
+            `qeffect.verification.proofs.witnesses.CONDITIONS` gives a meaning.
+        why: Why no state meets it, and why the guard stays.
+    """
+
+    transition: str
+    clause: str
+    condition: str
+    why: str
+
+
+_RESERVED = "the slot was reserved for this key, and the reservation was asked the same"
+_BUSY = (
+    "a busy domain has an F or dI in flight, which is a live tape, or a refresh, which is "
+    "version's; needed where version is left out"
+)
+
+#: Refusals of the full composition that no state meets, by clause and condition.
+COVERED: Final[tuple[Covered, ...]] = (
+    Covered("check_forward", "ownership.repeated-forward", "reserved", _RESERVED),
+    Covered("check_forward", "ownership.generation-exhausted", "reserved", _RESERVED),
+    Covered("check_forward", "version.wrong-epoch", "reserved", _RESERVED),
+    Covered(
+        "check_dgrad",
+        "version.wrong-epoch",
+        "",
+        "a live tape's key is of the current epoch, and ownership.wrong-key compares the whole "
+        "key; the clause keeps version's promise by itself",
+    ),
+    Covered("check_wgrad", "version.wrong-epoch", "", "as in check_dgrad"),
+    Covered("commit_epoch", "order.pending", "", _BUSY),
+    Covered("checkpoint", "persistence.pending-action", "busy domain", _BUSY),
+    Covered(
+        "checkpoint",
+        "persistence.mid-epoch",
+        "dW without F",
+        "dW that ran had its F; needed where order, which counts those, is left out",
+    ),
+    Covered("restore", "order.pending", "", _BUSY),
+)
+
+#: The transitions by name, in the order of an optimizer step.
+TRANSITION_NAMES: Final[tuple[str, ...]] = tuple(transition.name for transition in TRANSITIONS)
+
+_NEVER_MET = frozenset((c.transition, c.clause) for c in COVERED if not c.condition)
+
+#: Every refusal that a caller can be given, in the normative order of the clauses.
+TARGETS: Final[tuple[Target, ...]] = tuple(
+    (name, clause.id)
+    for clause in CLAUSES.values()
+    for name in TRANSITION_NAMES
+    if name in clause.transitions and (name, clause.id) not in _NEVER_MET
+)
+
+#: Those that the transitions' own guards refuse, so that a reading without the interface meets
+#: them too.
+GUARDS: Final[tuple[Target, ...]] = tuple(
+    target for target in TARGETS if target[1] not in INTERFACE
+)
+
+#: The clauses among the targets.
+CLAUSE_IDS: Final[tuple[str, ...]] = tuple(dict.fromkeys(clause for _, clause in TARGETS))
+
+
+def refusal_name(transitions: tuple[str, ...], clause: str) -> str:
+    """
+    Name a refusal by the transition that owes it and by its clause.
+
+    Args:
+        transitions: Transitions that ran one after another, one of which refused.
+        clause: The clause.
+
+    >>> refusal_name(("check_dgrad", "commit_dgrad"), "ownership.work-not-queued")
+    'commit_dgrad: ownership.work-not-queued'
+    """
+    owing = CLAUSES[clause].transitions if clause in CLAUSES else ()
+    name = next((name for name in transitions if name in owing), transitions[0])
+    return f"{name}: {clause}"
