@@ -1,5 +1,5 @@
 """
-``python -m qeffect.gpu_runtime pools``: graphs in one memory pool for each slot, and in one that
+``qeffect runtime pools``: graphs in one memory pool for each slot, and in one that
 all slots share, replayed out of capture order and compared with native full backward, bit for bit.
 """
 
@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -17,12 +16,14 @@ from typing import Any
 
 import attrs
 
+from qeffect.cli.command import Outcome, Progress
 from qeffect.gpu_runtime.evidence.cases import Case
 from qeffect.gpu_runtime.evidence.command import DETERMINISTIC, require_device
 from qeffect.gpu_runtime.evidence.comparison import Recording, compare
 from qeffect.gpu_runtime.evidence.trials import DISCIPLINES, NATIVE, ORDERS, WATCHED, trial
-from qeffect.gpu_runtime.measure.report import Report, UnusableError, argv, environment
+from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.measure.tables import table
+from qeffect.report import UnusableError
 
 __all__ = ["add_pools_arguments", "compare_pools", "run_pools"]
 
@@ -33,38 +34,38 @@ def add_pools_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `pools`."""
     parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps of each run")
     parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot say")
+    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
 
 
-def run_pools(args: argparse.Namespace) -> int:
+def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Replay both disciplines and print.
+    Replay both disciplines and report.
 
-    Returns:
-        0; 1 when private pools differ from native in a bit, when the kernel allowed a shared one,
-        or when a shared one did no harm, so that nothing was shown; 2 when nothing could be run.
+    Refused when private pools differ from native in a bit, when the kernel allowed a shared one,
+    or when a shared one did no harm, so that nothing was shown.
+
+    Raises:
+        UnusableError: Nothing can be run here.
     """
-    try:
-        if args.steps is not None and args.steps < 1:
-            raise ValueError(f"--steps must be at least 1, not {args.steps}")
-        require_device("graphs are captured on a GPU only, and a CPU has no memory pools")
-        changes = {} if args.steps is None else {"steps": args.steps}
-        cases = [attrs.evolve(case, **changes) for case in ORDERS]
-        configuration = {"orders": [case.to_json() for case in cases]}
-        where = environment(argv(), args.commit)
-        report = Report("pools", args.out, where, configuration, {"runs": []})
-        report.save()
-        for case in cases:
-            compare_pools(case, "transformer-engine", "cuda", report)
-        finished = report.finish()
-    except (UnusableError, ValueError) as error:
-        print(f"pools: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(pool_lines(finished)))
-    return int(bool(finished["derived"]["problems"]))
+    if args.steps is not None and args.steps < 1:
+        raise UnusableError(f"--steps must be at least 1, not {args.steps}")
+    require_device("graphs are captured on a GPU only, and a CPU has no memory pools")
+    changes = {} if args.steps is None else {"steps": args.steps}
+    cases = [attrs.evolve(case, **changes) for case in ORDERS]
+    configuration = {"orders": [case.to_json() for case in cases]}
+    report = Report("pools", args.out, environment(args.commit), configuration, {"runs": []})
+    report.save()
+    for case in cases:
+        compare_pools(case, "transformer-engine", "cuda", report, progress.note)
+    finished = report.finish()
+    data = {"derived": finished["derived"]}
+    verdict = "refused" if finished["derived"]["problems"] else "accepted"
+    return Outcome(verdict, data, pool_lines(finished))
 
 
-def compare_pools(case: Case, backend: str, device: str, report: Report) -> None:
+def compare_pools(
+    case: Case, backend: str, device: str, report: Report, say: Callable[[str], None]
+) -> None:
     """Run native twice and every discipline, each in a fresh process, and compare with native."""
     os.environ.update(DETERMINISTIC)
     names = (*NATIVE, *DISCIPLINES)
@@ -74,7 +75,7 @@ def compare_pools(case: Case, backend: str, device: str, report: Report) -> None
     for name in names[1:]:
         run = record_of(case, name, base, found[name])
         report.raw["runs"].append(run)
-        print(_line(run), file=sys.stderr, flush=True)
+        say(_line(run))
     report.save()
 
 

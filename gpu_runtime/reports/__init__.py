@@ -1,9 +1,9 @@
 """
 The checked-in measurements, their schema, and nothing written by hand.
 
-`python -m qeffect.gpu_runtime bench | streams | compare | pools` write a report; its derived part
-is a function of its raw part (`qeffect.gpu_runtime.measure.derive`), and a test computes every one
-of them again.
+`qeffect runtime bench | streams | compare | pools` write a report with `--out`; its derived part is
+a function of its raw part (`qeffect.gpu_runtime.measure.derive`), and a test computes every one of
+them again.
 """
 
 from __future__ import annotations

@@ -7,30 +7,39 @@ from __future__ import annotations
 import argparse
 
 from ..schedule.actions import Schedule, ScheduleError
-from .command import Unusable, refuse_unused
+from .command import UnusableError, refuse_unused
 
-__all__ = ["SOURCE", "add_source", "read_source"]
+__all__ = ["SHAPE", "add_source", "read_source"]
 
 _OF_TORCH = ("--pp", "--vpp", "--comms")
-#: Everything that names or shapes a schedule.
-SOURCE = ("FILE.csv", "--torch", "--te-order", *_OF_TORCH, "--microbatches")
+#: Options that shape the schedule that another one names.
+SHAPE = (*_OF_TORCH, "--microbatches")
 
 
-def add_source(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that name a schedule."""
-    parser.add_argument("file", nargs="?", metavar="FILE.csv", help="a torch schedule table")
-    parser.add_argument("--torch", metavar="CLASS", help="a schedule class of torch, by name")
-    parser.add_argument("--pp", type=int, help="pipeline ranks (with --torch; default 2)")
-    parser.add_argument("--vpp", type=int, help="stages a rank (with --torch)")
-    parser.add_argument(
+def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """
+    Declare the options that name a schedule.
+
+    Returns:
+        The group of options of which exactly one must be given; a command may add its own.
+    """
+    schedule = parser.add_argument_group("schedule")
+    named = schedule.add_mutually_exclusive_group(required=True)
+    named.add_argument("file", nargs="?", metavar="FILE.csv", help="a torch schedule table")
+    named.add_argument("--torch", metavar="CLASS", help="a schedule class of torch, by name")
+    named.add_argument("--te-order", metavar="LIST", help="a Transformer Engine _order list")
+    schedule.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default 2)")
+    schedule.add_argument("--vpp", type=int, metavar="N", help="stages of each rank")
+    schedule.add_argument("--comms", action="store_true", help="with sends and receives")
+    schedule.add_argument(
         "--microbatches",
         type=int,
-        help="microbatches of one step (with --torch, default 4; with FILE.csv, what it must hold)",
+        metavar="N",
+        help="microbatches of one step: with --torch as many are made (default 4), with FILE.csv "
+        "the table must hold as many",
     )
-    parser.add_argument(
-        "--comms", action="store_true", help="with sends and receives (with --torch)"
-    )
-    parser.add_argument("--te-order", metavar="LIST", help="a Transformer Engine _order list")
+    schedule.description = "--pp, --vpp and --comms apply to --torch."
+    return named
 
 
 def read_source(args: argparse.Namespace) -> Schedule:
@@ -38,28 +47,15 @@ def read_source(args: argparse.Namespace) -> Schedule:
     Read the schedule that the arguments name.
 
     Raises:
-        Unusable: None or several are named, the one named cannot be read, or an option shapes
-            another kind than the one named.
+        UnusableError: The schedule cannot be read, or an option shapes another kind of schedule.
     """
-    named = [
-        option
-        for option, value in (
-            ("FILE.csv", args.file),
-            ("--torch", args.torch),
-            ("--te-order", args.te_order),
-        )
-        if value is not None
-    ]
-    if len(named) != 1:
-        got = " and ".join(named) or "none"
-        raise Unusable(f"name one schedule: FILE.csv, --torch CLASS or --te-order LIST; got {got}")
     if args.torch is None:
-        refuse_unused(
-            args, _OF_TORCH, f"only --torch CLASS uses that, not {named[0]}; leave it out"
-        )
+        refuse_unused(args, _OF_TORCH, "only --torch CLASS uses that")
     if args.te_order is not None:
         refuse_unused(
-            args, ("--microbatches",), "--te-order counts them from its list; leave it out"
+            args,
+            ("--microbatches",),
+            "--te-order takes the number of microbatches from its list",
         )
     try:
         if args.torch is not None:
@@ -80,4 +76,4 @@ def read_source(args: argparse.Namespace) -> Schedule:
 
         return read_table(args.file, num_microbatches=args.microbatches)
     except ScheduleError as error:
-        raise Unusable(str(error)) from error
+        raise UnusableError(str(error)) from error

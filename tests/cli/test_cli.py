@@ -4,10 +4,12 @@ The command line: its options are frozen, its exit codes and its JSON are what s
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ from qeffect.verification.proofs.obligations import Obligation
 from qeffect.verification.walks import machine
 
 SOURCE = {"file", "--torch", "--pp", "--vpp", "--microbatches", "--comms", "--te-order"}
+REPORT = {"--out", "--commit"}
 COMMON = {"-h", "--help", "--json", "--quiet"}
 OPTIONS = {
     "check": SOURCE
@@ -35,6 +38,16 @@ OPTIONS = {
     "bench": {"--kernel", "--out"},
     "explore": {"--slots", "--keys", "--generations", "--scope", "--batch", "--symmetry"},
     "prove": {"--seeds", "--cvc5", "--mutants", "--only", "--programs", "--out"},
+    "runtime doctor": set(),
+    "runtime demo": {"--steps"},
+    "runtime compare": {"--sets", "--cases", "--steps", "--sides", "--device", *REPORT},
+    "runtime bench": {
+        *("table", "--cells", "--columns", "--microbatches", "--rank", "--rounds", "--steps"),
+        *("--growth-steps", "--history", "--quick", "--device", "--no-profile", *REPORT),
+    },
+    "runtime streams": {"--processes", "--checks", "--width", "--depth", "--quick", *REPORT},
+    "runtime pools": {"--steps", *REPORT},
+    "runtime plots": {"--reports", "--out", "--format"},
 }
 
 
@@ -62,14 +75,23 @@ def table(tmp_path: Path) -> Path:
     return path
 
 
+def leaves(above: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every command that does something, with its path and its parser, declared."""
+    for action in above._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, sub in action.choices.items():
+                yield from leaves(sub, f"{path} {name}".strip())
+            return
+    assert hasattr(above, "fill")
+    above.fill()
+    yield path, above
+
+
 def test_options_are_frozen() -> None:
     """Every command has exactly these options; adding one is a decision, not an accident."""
-    (commands,) = (a for a in parser()._actions if a.dest == "command")
-    assert isinstance(commands.choices, dict)
-
     found = {
         name: {o for a in sub._actions for o in (a.option_strings or [a.dest])} - COMMON
-        for name, sub in commands.choices.items()
+        for name, sub in leaves(parser())
     }
 
     assert OPTIONS == found
@@ -181,16 +203,21 @@ class TestCheck:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["check"], "name one schedule"),
-        (["check", "a.csv", "--te-order", "1,-1"], "FILE.csv and --te-order"),
+        (["check"], "FILE.csv --torch --te-order --fixtures --random is required"),
+        (["plan"], "one of the arguments FILE.csv --torch --te-order is required"),
+        (["check", "a.csv", "--te-order", "1,-1"], "not allowed with argument FILE.csv"),
+        (["check", "a.csv", "--fixtures"], "not allowed with argument FILE.csv"),
+        (["check", "a.csv", "--random", "5"], "not allowed with argument FILE.csv"),
+        (["check", "--random", "5", "--torch", "1F1B"], "not allowed with argument --random"),
+        (["check", "--random", "5", "--fixtures"], "not allowed with argument --random"),
         (["check", "no-such-file.csv"], "cannot be read"),
-        (["check", "--random", "0"], "positive number"),
+        (["check", "--random", "0"], "at least 1"),
         (["check", "--random", "many"], "invalid int value"),
         (["check", "--torch", "ScheduleNone"], "ScheduleNone"),
         (["check", "--binding", "lifo", "a.csv"], "invalid choice"),
         (["plan", "--te-order", "1,-1", "--hidden", "-3"], "hidden"),
         (["plan", "--te-order", "1,-1", "--hidden", "64", "--dtype", "int4"], "int4"),
-        (["explore", "--scope", "none"], "no scope"),
+        (["explore", "--scope", "none"], "no scope is named"),
         (["explore", "--slots", "0"], "slots"),
         (["explore", "--slots", "1000", "--keys", "1000", "--generations", "1000"], "64 keys"),
         (["explore", "--slots", "6"], "more than 20,000,000 states"),
@@ -202,11 +229,16 @@ class TestCheck:
         (["plan", "--te-order", "1,-1", "--hidden", "100", "--ffn", "0"], "ffn"),
         (["prove", "--seeds", "9" * 4000], "at most"),
         (["check", "--js", "--fixtures"], "unrecognized arguments: --js"),
-        (["prove", "--seeds", "0"], "positive number"),
+        (["prove", "--seeds", "0"], "at least 1"),
         (["prove", "--only", "arena."], "--mutants"),
         (["prove", "--mutants", "--programs", "pyproject.toml"], "directory"),
-        (["prove", "--mutants", "--only", "no such line"], "no mutant's line"),
+        (["prove", "--mutants", "--only", "no such line"], "no mutated line"),
         (["replay", "no-such-log.jsonl"], "no-such-log.jsonl"),
+        (["runtime"], "required"),
+        (["runtime", "walk"], "invalid choice"),
+        (["runtime", "demo", "--steps", "0"], "--steps must be at least 1"),
+        (["runtime", "demo", "--step", "3"], "unrecognized arguments: --step"),
+        (["runtime", "compare", "--device", "cpu", "--commit", "x"], "40 hexadecimal digits"),
         (["frobnicate"], "invalid choice"),
         ([], "required"),
     ],
@@ -225,14 +257,10 @@ def test_unusable_input(capsys: pytest.CaptureFixture[str], argv: list[str], sai
 @pytest.mark.parametrize(
     ("argv", "given"),
     [
-        ("check a.csv --fixtures", "a.csv"),
         ("check --fixtures --svg x.svg --trace x.json", "--svg x.svg and --trace x.json"),
         ("check --fixtures --pp 4", "--pp 4"),
         ("check --fixtures --seed 0", "--seed 0"),
         ("check a.csv --seed 1", "--seed 1"),
-        ("check a.csv --random 5", "a.csv"),
-        ("check --random 5 --torch 1F1B", "--torch 1F1B"),
-        ("check --random 5 --fixtures", "--fixtures"),
         ("check --random 5 --binding latest", "--binding latest"),
         ("check --random 5 --shared-pool", "--shared-pool"),
         ("check --random 5 --svg x.svg", "--svg x.svg"),
@@ -242,6 +270,8 @@ def test_unusable_input(capsys: pytest.CaptureFixture[str], argv: list[str], sai
         ("check --te-order 1,-1 --pp 2", "--pp 2"),
         ("plan --te-order 1,-1 --microbatches 1", "--microbatches 1"),
         ("plan --te-order 1,-1 --ffn 10", "--ffn 10"),
+        ("prove --only arena.", "--only arena."),
+        ("explore --scope pool-2-2-2 --slots 2", "--scope pool-2-2-2"),
         ("plan --te-order 1,-1 --layers 2 --dtype fp32", "--layers 2 and --dtype fp32"),
     ],
 )
@@ -254,7 +284,7 @@ def test_what_does_not_apply_is_unusable(
     assert (2, "") == (code, out)
     assert 1 == len(err.splitlines())
     assert err.startswith(f"qeffect: {given} given, but ")
-    assert "leave" in err
+    assert "; leave out --" in err
 
 
 @pytest.mark.parametrize(
@@ -264,7 +294,6 @@ def test_what_does_not_apply_is_unusable(
         ["plan", "--te-order", "1,-1", "--hidden", "-" + "9" * 4000],
         ["check", "--binding", "x " * 3000, "a.csv"],
         ["check", "--torch", "x" * 5000],
-        ["check", "--fixtures", "x" * 5000],
         ["check", "x" * 5000],
         ["replay", "x" * 5000],
         ["explore", "--scope", "x " * 3000],
@@ -435,3 +464,36 @@ def test_module_is_the_command(table: Path) -> None:
 
     assert 0 == done.returncode
     assert "[]" == done.stdout.splitlines()[-1]
+
+
+def test_help_of_the_runtime_loads_no_torch() -> None:
+    """What the runtime can do is listed on a machine without torch, and so is every command."""
+    code = (
+        "import sys; from qeffect.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: print('torch' in sys.modules)"
+    )
+
+    for argv in (["--help"], ["runtime", "--help"], ["runtime"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False
+        )
+
+        assert "False" == done.stdout.splitlines()[-1]
+        assert ("doctor" in done.stdout) is ("runtime" in argv and "--help" in argv)
+
+
+@pytest.mark.parametrize("module", ["qeffect.gpu_runtime", "qeffect.gpu_runtime.bench"])
+def test_modules_of_the_runtime_are_its_commands(module: str) -> None:
+    """``python -m`` gives the same words as ``qeffect runtime``."""
+    words = ["runtime", *(["bench"] if module.endswith("bench") else [])]
+
+    alias, command = (
+        subprocess.run(
+            [sys.executable, "-m", *start, "--help"], capture_output=True, text=True, check=True
+        ).stdout
+        for start in ([module], ["qeffect", *words])
+    )
+
+    assert alias.startswith(f"usage: qeffect {' '.join(words)} ")
+    assert alias == command

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from qeffect.report import package
 from tests.docs.blocks import RUNTIME_REPORTS, load, markdown
 
 #: Columns of the step table that the README shows.
@@ -36,8 +37,10 @@ def environment_of(report: Mapping[str, Any]) -> str:
     """Say in a line what a runtime report was measured on."""
     e = report["environment"]
     return (
-        f"{e['gpu']}, driver {e['driver']}, torch {e['torch']}, Transformer Engine "
-        f"{e['transformer_engine']}, commit `{e['commit'][:12]}`"
+        f"{e['gpu']}, driver {e['driver']}, torch {package(e, 'torch')}, Transformer Engine "
+        f"{package(e, 'transformer-engine')}, commit `{e['commit'][:12]}`"
+        + " with changes"
+        * ("+" in e["commit"])
     )
 
 
