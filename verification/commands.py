@@ -13,6 +13,7 @@ from qeffect.cli.command import Outcome, Progress, UnusableError, needs, refuse_
 from qeffect.report import environment, write_json, write_text
 
 __all__ = [
+    "DEPTH",
     "MOST_KEYS",
     "MOST_SEEDS",
     "MOST_STATES",
@@ -48,6 +49,8 @@ SCOPES = (
 #: The largest pool that is explored: all its states are kept in memory.
 MOST_STATES, MOST_KEYS = 20_000_000, 64
 MOST_SEEDS = 10_000
+#: Transitions in a row of the bounded proof; more take minutes each.
+DEPTH = 8
 #: Random schedules that met everything with every seed that was tried.
 _ENOUGH = 300
 _NAMED = 5
@@ -180,7 +183,15 @@ class Prove:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
         parser.add_argument(
-            "--seeds", type=int, default=1, help="solver seeds to sweep (default 1)"
+            "--seeds", type=int, default=1, metavar="N", help="solver seeds to sweep (default 1)"
+        )
+        parser.add_argument(
+            "--depth",
+            type=int,
+            default=DEPTH,
+            metavar="N",
+            help=f"transitions in a row of the bounded proof beside the unbounded ones "
+            f"(default {DEPTH})",
         )
         parser.add_argument("--cvc5", action="store_true", help="also ask a second solver")
         parser.add_argument(
@@ -206,6 +217,8 @@ class Prove:
             raise UnusableError(f"--seeds must be at least 1, not {args.seeds}")
         if args.seeds > MOST_SEEDS:
             raise UnusableError(f"--seeds must be at most {MOST_SEEDS:,}, not {args.seeds}")
+        if not 1 <= args.depth <= DEPTH:
+            raise UnusableError(f"--depth must be at least 1 and at most {DEPTH}, not {args.depth}")
         prove = needs("verify", _prove)
         if args.only is not None and not needs("verify", _mutants).sites_with(args.only):
             raise UnusableError(
@@ -214,7 +227,9 @@ class Prove:
         solvers = ("z3", "cvc5") if args.cvc5 else ("z3",)
         if args.cvc5:
             needs("cvc5", _cvc5)
-        report = prove.run(progress=progress, seeds=range(args.seeds), solvers=solvers)
+        report = prove.run(
+            progress=progress, seeds=range(args.seeds), solvers=solvers, depth=args.depth
+        )
         data: dict[str, Any] = report.asdict()
         taken = len(data["witnesses"]) - data["covered"]
         lines = [

@@ -21,8 +21,8 @@ import qeffect.faults
 from qeffect.cli import command, main, parser
 from qeffect.schedule.tables import fixture_names, read_fixture, write_table
 from qeffect.verification import explorer
-from qeffect.verification.commands import MOST_STATES, SCOPES, pool_states
-from qeffect.verification.proofs import prove
+from qeffect.verification.commands import DEPTH, MOST_STATES, SCOPES, pool_states
+from qeffect.verification.proofs import bounded, prove
 from qeffect.verification.proofs.obligations import Obligation
 from qeffect.verification.walks import machine
 
@@ -37,7 +37,7 @@ OPTIONS = {
     "replay": {"log"},
     "bench": {"--kernel", "--out"},
     "explore": {"--slots", "--keys", "--generations", "--scope", "--batch", "--symmetry"},
-    "prove": {"--seeds", "--cvc5", "--mutants", "--only", "--programs", "--out"},
+    "prove": {"--seeds", "--depth", "--cvc5", "--mutants", "--only", "--programs", "--out"},
     "runtime doctor": set(),
     "runtime demo": {"--steps"},
     "runtime compare": {"--sets", "--cases", "--steps", "--sides", "--device", *REPORT},
@@ -230,6 +230,8 @@ class TestCheck:
         (["prove", "--seeds", "9" * 4000], "at most"),
         (["check", "--js", "--fixtures"], "unrecognized arguments: --js"),
         (["prove", "--seeds", "0"], "at least 1"),
+        (["prove", "--depth", "0"], "at least 1 and at most 8"),
+        (["prove", "--depth", "9" * 4000], "at least 1 and at most 8"),
         (["prove", "--only", "arena."], "--mutants"),
         (["prove", "--mutants", "--programs", "pyproject.toml"], "directory"),
         (["prove", "--mutants", "--only", "no such line"], "no mutated line"),
@@ -405,8 +407,8 @@ def test_explore(capsys: pytest.CaptureFixture[str]) -> None:
     assert walked["states"] > 100
 
 
-def test_scopes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """The help names every scope that there is."""
+def test_what_the_help_names_is_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every scope, and the depth of the bounded proof, without loading either."""
     with pytest.raises(SystemExit):
         main(["explore", "--help"])
 
@@ -414,6 +416,7 @@ def test_scopes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert [*explorer.standard_scopes(), *explorer.large_scopes()] == list(SCOPES)
     assert set(SCOPES) <= set(said)
+    assert DEPTH == bounded.DEPTH
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 3, 2), (2, 2, 2), (3, 2, 2), (2, 3, 3)])

@@ -396,7 +396,7 @@ class TestOtherCommands:
         assert 2 == main(["demo", "--steps", "0"])
         assert "--steps must be at least 1" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("name", ["demo", "bench --help", "plots", "doctor"])
+    @pytest.mark.parametrize("name", ["demo", "bench --help", "streams", "doctor"])
     def test_without_torch_a_command_names_the_extra(self, name: str) -> None:
         """Any command says what is missing and how to get it, and exits with 2."""
         code = (
