@@ -25,6 +25,9 @@ from qeffect.verification.concrete import World
 from qeffect.verification.mutants import Mutant, MutantReport, Site, Verdict, sites
 from qeffect.verification.mutants.corpus import legal_schedules
 
+pytestmark = pytest.mark.slow
+
+
 #: Deleted in turn: change these when the contract changes, after reading what survives.
 MUTANTS = {"guard": 138, "operand": 95, "update": 152, "condition": 8}
 KILLED = 390

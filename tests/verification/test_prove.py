@@ -14,6 +14,8 @@ from qeffect.verification.proofs.obligations import COMPOSITIONS, Composition, c
 from qeffect.verification.proofs.witnesses import COVERED, witnesses
 from qeffect.verification.symbolic import Encoding
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def report() -> prove.ProofReport:
