@@ -49,7 +49,7 @@ def run(
         env=clean,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         check=False,
     )
     assert code == done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
