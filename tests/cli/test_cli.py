@@ -100,14 +100,18 @@ def test_options_are_frozen() -> None:
 class TestCheck:
     """``qeffect check``."""
 
-    def test_accepted(self, capsys: pytest.CaptureFixture[str], table: Path) -> None:
+    def test_a_good_table_exits_with_0(
+        self, capsys: pytest.CaptureFixture[str], table: Path
+    ) -> None:
         """A table that keeps the contract exits with 0."""
         code, data = json_of(capsys, "check", str(table))
 
         assert 0 == code
         assert "accepted" == data["verdict"]
 
-    def test_refused(self, capsys: pytest.CaptureFixture[str], table: Path) -> None:
+    def test_a_refusal_exits_with_1_and_says_where(
+        self, capsys: pytest.CaptureFixture[str], table: Path
+    ) -> None:
         """A binding that mispairs dW exits with 1 and names clause, rank, step and action."""
         code, data = json_of(capsys, "check", str(table), "--binding", "latest")
 
@@ -115,14 +119,16 @@ class TestCheck:
         named = tuple(data[k] for k in ("verdict", "clause", "rank", "step", "action"))
         assert ("refused", "ownership.wrong-key", 1, 22, "1W2") == named
 
-    def test_shared_pool(self, capsys: pytest.CaptureFixture[str], table: Path) -> None:
+    def test_a_shared_pool_is_refused_on_a_real_order(
+        self, capsys: pytest.CaptureFixture[str], table: Path
+    ) -> None:
         """A real ZB-V order breaks graphs that share one memory pool."""
         code, data = json_of(capsys, "check", str(table), "--shared-pool")
 
         assert 1 == code
         assert "capture.out-of-order" == data["clause"]
 
-    def test_pictures(
+    def test_a_picture_and_a_trace_of_the_refusal_are_written(
         self, capsys: pytest.CaptureFixture[str], table: Path, tmp_path: Path
     ) -> None:
         """``--svg`` and ``--trace`` write a picture and a trace of the refusal."""
@@ -138,18 +144,20 @@ class TestCheck:
         assert svg.read_text().startswith("<svg")
         assert json.loads(trace.read_text())["traceEvents"]
 
-    def test_fixtures(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_every_shipped_table_is_accepted(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Every shipped table is accepted."""
         code, data = json_of(capsys, "check", "--fixtures")
 
         assert 0 == code
         assert list(fixture_names()) == [row["table"] for row in data["tables"]]
 
-    def test_te_order(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_order_list_is_a_schedule_of_one_rank(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """A Transformer Engine order list is a schedule of one rank."""
         assert 0 == run(capsys, "check", "--te-order", "1,1,-1,-1.5,-1,-1.5")[0]
 
-    def test_unwritable_picture(
+    def test_a_picture_that_cannot_be_written_is_one_line(
         self, capsys: pytest.CaptureFixture[str], table: Path, tmp_path: Path
     ) -> None:
         """A picture that cannot be written is one clear line."""
@@ -159,7 +167,7 @@ class TestCheck:
         assert 1 == len(err.splitlines())
         assert "cannot write" in err
 
-    def test_random(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_enough_random_schedules_are_accepted(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Random schedules run through the machine, and enough of them are accepted."""
         code, data = json_of(capsys, "check", "--random", "300", "--seed", "3")
 
@@ -245,7 +253,9 @@ class TestCheck:
         ([], "required"),
     ],
 )
-def test_unusable_input(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
+def test_unusable_input_exits_with_2_and_one_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
     """Bad input exits with 2 and one line that says what is wrong, never a traceback."""
     code, out, err = run(capsys, *argv)
 
@@ -366,7 +376,7 @@ def test_a_refusal_says_where(
 @pytest.mark.parametrize(
     ("argv", "shown"), [([], True), (["--json"], True), (["--json", "--quiet"], False)]
 )
-def test_progress(
+def test_long_work_shows_progress_unless_quiet(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     argv: list[str],
@@ -384,7 +394,7 @@ def test_progress(
     assert "--json" not in argv or "accepted" == json.loads(out)["verdict"]
 
 
-def test_faults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fault_table_has_seven_rows_all_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """The fault table as JSON has its seven rows, every one refused."""
     code, data = json_of(capsys, "faults")
 
@@ -394,7 +404,7 @@ def test_faults(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(columns <= row.keys() and row["refused"] for row in data["rows"])
 
 
-def test_explore(capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_readings_walk_the_same_states(capsys: pytest.CaptureFixture[str]) -> None:
     """Both readings of the slot pool walk the same states."""
     arguments = ("explore", "--slots", "2", "--keys", "2", "--generations", "2")
 
@@ -433,7 +443,9 @@ def test_the_largest_named_pool_is_not_too_large() -> None:
     assert 5_000_000 < pool_states(4, 5, 4) < MOST_STATES
 
 
-def test_plan(capsys: pytest.CaptureFixture[str], table: Path) -> None:
+def test_the_plan_of_zbv_has_four_live_tapes_and_five_slots(
+    capsys: pytest.CaptureFixture[str], table: Path
+) -> None:
     """The plan of ZB-V at PP=2, M=4 keeps four tapes live a rank and needs five slots."""
     code, data = json_of(capsys, "plan", str(table), "--hidden", "4096", "--ffn", "11008")
 
@@ -441,7 +453,9 @@ def test_plan(capsys: pytest.CaptureFixture[str], table: Path) -> None:
     assert [(4, 5), (4, 5)] == [(r["peak_live"], r["slots"]) for r in data["plan"]["ranks"]]
 
 
-def test_bench(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_bench_measures_every_figure_and_says_where(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """The kernel's bench names where it ran and measures every figure."""
     out = tmp_path / "bench.json"
 

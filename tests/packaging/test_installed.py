@@ -208,7 +208,9 @@ class TestHostileFolder:
         assert ROOT not in path.parents
 
     @pytest.mark.parametrize("how", ["module", "script"])
-    def test_check(self, python: Path, hostile: Path, how: str) -> None:
+    def test_every_shipped_table_is_found_and_accepted(
+        self, python: Path, hostile: Path, how: str
+    ) -> None:
         """Every shipped table is found and accepted, by either way in."""
         command = [python, "-m", "qeffect"] if how == "module" else [python.parent / "qeffect"]
 
@@ -233,13 +235,13 @@ class TestHostileFolder:
         assert "expected a cache of epoch 0" in said
         assert "What to do: Refresh" in said
 
-    def test_faults(self, python: Path, hostile: Path) -> None:
+    def test_the_fault_table_reads_its_data(self, python: Path, hostile: Path) -> None:
         """The fault table reads the specification's data."""
         done = run([python, "-m", "qeffect", "faults"], hostile)
 
         assert "7 of 7 injections in 6 families refused" in done.stdout
 
-    def test_the_demo(self, python: Path, hostile: Path) -> None:
+    def test_the_demo_gives_the_bits_of_native(self, python: Path, hostile: Path) -> None:
         """Guarded steps on this machine, in processes of their own, give native's bits."""
         done = run([python, "-m", "qeffect", "runtime", "demo", "--steps", "1"], hostile)
 
@@ -255,7 +257,9 @@ class TestHostileFolder:
         assert 1 == len(done.stderr.splitlines())
 
     @pytest.mark.slow
-    def test_prove(self, python: Path, hostile: Path) -> None:
+    def test_every_obligation_is_proved_from_the_installed_sources(
+        self, python: Path, hostile: Path
+    ) -> None:
         """Every unbounded obligation and every witness, from the installed sources."""
         done = run([python, "-m", "qeffect", "prove", "--depth", "1", "--json"], hostile)
 
@@ -264,7 +268,9 @@ class TestHostileFolder:
         assert (len(data["obligations"]), 0) == (data["unsat"], data["unknown"])
         assert data["unsat"] > 10_000
 
-    def test_an_editable_install(self, source: Path, hostile: Path, tmp_path: Path) -> None:
+    def test_an_editable_install_runs_the_checkout(
+        self, source: Path, hostile: Path, tmp_path: Path
+    ) -> None:
         """A contributor's install runs the checkout, links and all."""
         python = environment(tmp_path / "editable")
         install(python, "--editable", source)

@@ -115,13 +115,13 @@ LAYOUT = [2 * pair + pair % 2 for pair in range(len(MATRIX) // 2)]
 
 class TestMatrix:
     @pytest.mark.parametrize("case", [MATRIX[n] for n in LAYOUT], ids=lambda c: c.name)
-    def test_one_layout(self, case: Case) -> None:
+    def test_the_matrix_agrees_in_one_layout(self, case: Case) -> None:
         """20 steps: every row with every history and every destination, in one QKV layout."""
         agrees(case)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("case", [MATRIX[n ^ 1] for n in LAYOUT], ids=lambda c: c.name)
-    def test_the_other_layout(self, case: Case) -> None:
+    def test_the_matrix_agrees_in_the_other_layout(self, case: Case) -> None:
         """The same in the other QKV layout."""
         agrees(case)
 
@@ -228,7 +228,7 @@ class TestCompare:
             (["--out", "nowhere/at/all.json"], "cannot write nowhere/at/all.json"),
         ],
     )
-    def test_bad_arguments(
+    def test_bad_arguments_are_one_line_before_anything_runs(
         self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Exit code 2 and one clear line, before anything runs."""
@@ -241,7 +241,7 @@ class TestCompare:
         assert said in got.err
 
     @pytest.mark.parametrize("arguments", [["--sets", "none"], ["--sides", "both"], ["--device"]])
-    def test_unknown_choices(
+    def test_choices_are_listed_in_one_line(
         self, arguments: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Choices are listed by the parser; exit code 2 and one line as well."""
@@ -364,7 +364,9 @@ class TestPools:
 
 
 class TestOtherCommands:
-    def test_doctor(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_doctor_names_what_is_missing_with_its_remedy(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """It names what is missing with its remedy; the reference backend works here."""
         assert 0 == main(["doctor"])
 
@@ -382,7 +384,7 @@ class TestOtherCommands:
         assert not found["transformer_engine_captured"]
         assert all(f["works"] or f["remedy"] for f in found["findings"])
 
-    def test_demo(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_demo_gives_the_bits_of_native(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Guarded steps and native ones, in processes of their own: the same bits."""
         assert 0 == main(["demo", "--steps", "2"])
 
