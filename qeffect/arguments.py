@@ -52,7 +52,7 @@ class Arguments:
         Require a configured stage.
 
         Raises:
-            TypeError, ValueError: It is none.
+            TypeError, ValueError: There is no such one.
         """
         self._index(transition, "stage", stage)
         if stage not in self.slots:
@@ -63,7 +63,7 @@ class Arguments:
         Require a configured link.
 
         Raises:
-            TypeError, ValueError: It is none.
+            TypeError, ValueError: There is no such one.
         """
         self._index(transition, "link", link)
         if not 0 <= link < self.num_links:
@@ -74,7 +74,7 @@ class Arguments:
         Require a slot of the pool.
 
         Raises:
-            TypeError: It is no index.
+            TypeError: It is not an index.
             Refused: ``ownership.unknown-slot``.
         """
         self._index(transition, "slot", slot)
@@ -98,7 +98,7 @@ class Arguments:
         Require a configured key.
 
         Raises:
-            TypeError: It is no key.
+            TypeError: It is not a key.
             Refused: ``ownership.unknown-key``.
         """
         self._class(transition, "key", key)

@@ -140,7 +140,7 @@ def guarded(
     ``(matrices, result)``, the matrices it queued or covered, and the caller gets ``result``.
 
     Raises:
-        ValueError: The action is none of the three.
+        ValueError: The action is not one of the three.
         TypeError: A dI or dW returned something else; it is aborted.
         Refused: As ``Contract.check_*`` and ``Contract.commit``.
 

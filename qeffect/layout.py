@@ -28,8 +28,8 @@ def _shape(shape: Iterable[int]) -> tuple[int, ...]:
 def _not_negative(destination: Any, attribute: Attribute[int], value: Any) -> None:
     if not isinstance(value, int) or value < 0:
         raise ValueError(
-            f"{attribute.name} of the destination of {destination.matrix!r} must be a number from "
-            f"0, got {value!r}"
+            f"{attribute.name} of the destination of {destination.matrix!r} must be a non-negative "
+            f"integer, got {value!r}"
         )
 
 
@@ -50,7 +50,7 @@ class Destination:
         nbytes: Length in bytes; zero for a symbolic destination, which overlaps nothing.
 
     Raises:
-        ValueError: An address or a length is no count of bytes.
+        ValueError: An address or a length is not a number of bytes.
 
     >>> qkv = Destination("qkv", shape=(12, 4), dtype="float32", device="cuda:0", nbytes=192)
     >>> qkv.microbatch is None  # one buffer, into which every microbatch accumulates

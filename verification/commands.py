@@ -157,7 +157,7 @@ class Explore:
 
 
 def _refuse_absurd(slots: int, keys: int, generations: int, symmetry: bool) -> None:
-    """Refuse a pool that no machine would finish; a count that is none is the explorer's."""
+    """Refuse a pool that no machine would finish; counts below one are left to the explorer."""
     if min(slots, keys, generations) < 1:
         return
     pool = f"a pool of {slots} slots, {keys} keys and {generations} generations"

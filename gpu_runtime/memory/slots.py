@@ -122,7 +122,7 @@ def check_values(
     """
     if len(values) != len(specs):
         raise BackendError(
-            f"stage {stage} takes {len(specs)} {what}, found {len(values)}; pass all of them"
+            f"stage {stage} takes {len(specs)} {what}, found {len(values)}; pass them all"
         )
     for n, (value, spec) in enumerate(zip(values, specs, strict=True)):
         if problem := spec.mismatch(value):

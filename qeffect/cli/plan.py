@@ -43,7 +43,10 @@ class Plan:
         schedule = read_source(args)
         findings = check_ranks(schedule)
         if findings:
-            raise UnusableError(f"plan a schedule that keeps the contract; this one: {findings[0]}")
+            raise UnusableError(
+                "only a schedule that keeps the contract can be planned, and this one does not: "
+                f"{findings[0]}"
+            )
         try:
             layers = _layers(args)
         except ScheduleError as error:

@@ -22,7 +22,7 @@ __all__ = ["LogError", "check_closing", "check_event", "check_header", "parse"]
 
 
 class LogError(Exception):
-    """Input that is no event log, or that another version wrote; one line for the user."""
+    """Input that is not an event log, or that another version wrote; one line for the user."""
 
 
 Check = Callable[[Any], bool]
@@ -195,7 +195,7 @@ def check_event(event: Mapping[str, Any], where: str) -> None:
     """
     transition = event.get("transition")
     if type(transition) is not str or transition not in FIELDS:
-        raise LogError(f"{where}, field transition: {_shown(transition)} is no transition")
+        raise LogError(f"{where}, field transition: {_shown(transition)} is not a transition")
     _check(event, FIELDS[transition], _EVENT, f"{where}, {transition}")
 
 

@@ -33,7 +33,7 @@ __all__ = [
 
 MAGIC: Final = "event-log"
 VERSION: Final = 1
-#: Bytes of a line's digest: enough to find damage; it is no signature.
+#: Bytes of a line's digest: enough to find damage, but not a signature.
 DIGEST_BYTES: Final = 8
 #: Most slots, and most cells, that a header may configure.
 LIMIT: Final = 1 << 20

@@ -90,7 +90,7 @@ class Player:
         Apply a whole log.
 
         Raises:
-            LogError: It is no event log.
+            LogError: It is not an event log.
             Violation: A line is refused.
         """
         rest = iter(lines)
@@ -107,7 +107,7 @@ class Player:
             raise LogError(f"{self.name} is empty; an event log has at least a header")
         if not line.startswith(_BEGIN):
             raise LogError(
-                f"{self.name} is no event log: it begins with {line[:24]!r}, "
+                f"{self.name} is not an event log: it begins with {line[:24]!r}, "
                 f"not with {_BEGIN.decode()}"
             )
         body = line[:-_END]
@@ -127,7 +127,7 @@ class Player:
                 refused.clause, 1, "stages", refused.presented, refused.expected
             ) from None
         except _STUMBLES as error:
-            raise LogError(f"{where} configures no contract: {error}") from None
+            raise LogError(f"{where} does not configure a contract: {error}") from None
         return self.contract
 
     def _follow(self, lines: Iterator[bytes], chain: blake2b, contract: Contract) -> None:

@@ -83,7 +83,7 @@ def replay(path: str | os.PathLike[str]) -> ReplayReport:
         The verdict, and where and why the log was refused.
 
     Raises:
-        LogError: The file cannot be read, or is no event log.
+        LogError: The file cannot be read, or it is not an event log.
     """
     try:
         with Path(path).open("rb") as file:
@@ -104,7 +104,7 @@ def replay_lines(lines: Iterable[bytes | str], name: str = "log") -> ReplayRepor
         The verdict, and where and why the log was refused.
 
     Raises:
-        LogError: They are no event log.
+        LogError: The lines are not an event log.
 
     >>> from qeffect import Contract, StageConfig
     >>> from qeffect.log.recorder import Recorder

@@ -1,5 +1,5 @@
 """
-Input that is no event log: one clear line that says what it is, never a traceback.
+Input that is not an event log: one clear line that says what it is, never a traceback.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class TestFiles:
         ("data", "said"),
         [
             (b"", "is empty"),
-            (b"\n", "is no event log"),
-            (b"\x00\xff\xfe\x80" * 1000, "is no event log"),
-            (b"\x89PNG\r\n\x1a\n", "is no event log"),
-            (b"0F0,0I0,0W0\n", "is no event log"),
-            (b'{"a":1}\n', "is no event log"),
+            (b"\n", "is not an event log"),
+            (b"\x00\xff\xfe\x80" * 1000, "is not an event log"),
+            (b"\x89PNG\r\n\x1a\n", "is not an event log"),
+            (b"0F0,0I0,0W0\n", "is not an event log"),
+            (b'{"a":1}\n', "is not an event log"),
             (b'{"qeffect":"event-log",\n', "does not end in a digest"),
             (b'{"qeffect":"event-log",' + b"\xff" * 40 + b"\n", "does not end in a digest"),
             (b'{"qeffect":"event-log",' + b"x" * MAX_LINE, "is longer than"),
@@ -112,9 +112,9 @@ class TestLines:
         ("body", "said"),
         [
             ('{"seq":1', "transition"),
-            ('{"seq":1,"transition":"leap"', "'leap' is no transition"),
-            ('{"seq":1,"transition":["join"]', "is no transition"),
-            ('{"seq":1,"transition":null', "None is no transition"),
+            ('{"seq":1,"transition":"leap"', "'leap' is not a transition"),
+            ('{"seq":1,"transition":["join"]', "is not a transition"),
+            ('{"seq":1,"transition":null', "None is not a transition"),
             ('{"seq":1,"transition":"join"', "has the fields"),
             ('{"transition":"join","seq":1,"link":0', "has the fields"),
             ('{"seq":1,"transition":"join","link":0,"more":0', "has the fields"),

@@ -122,7 +122,7 @@ class TestDestinations:
     @pytest.mark.parametrize("wrong", [-1, 1.5, "0"])
     def test_no_count_of_bytes(self, field: str, wrong: Any) -> None:
         """An address and a length are numbers of bytes."""
-        with pytest.raises(ValueError, match=f"^{field} of the destination of 'w' must be a num"):
+        with pytest.raises(ValueError, match=f"^{field} of the destination of 'w' must be a non-neg"):
             Destination("w", **{field: wrong})
 
 
@@ -197,7 +197,10 @@ class TestProcess:
     @pytest.mark.parametrize("wrong", [-1, 1 << 64, "8", None])
     def test_a_generation_counter_has_at_most_64_bits(self, wrong: Any) -> None:
         """A generation counter has at most 64 bits."""
-        with pytest.raises(ValueError, match=r"^generation_max must be from 0 to 18446744073709"):
+        with pytest.raises(
+            ValueError,
+            match=r"^generation_max must be a non-negative integer of at most 18446744073709",
+        ):
             Contract([stage()], generation_max=wrong)
 
     def test_only_optional_relations_are_left_out(self) -> None:

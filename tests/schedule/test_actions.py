@@ -181,13 +181,13 @@ class TestFromActions:
     @pytest.mark.parametrize(
         ("rows", "said"),
         [
-            ([["0F0", "what"]], "rank 0, step 1: cell 'what' is no action"),
+            ([["0F0", "what"]], "rank 0, step 1: cell 'what' is not an action"),
             ({1: ["0F0"]}, "ranks must be 0, 1, 2"),
             ([["0F0"], "1F0"], "rank 1: .*expected a list of cells"),
             ([["0F0"], 3], "rank 1: .*expected a list of cells, found 3"),
-            ([], "no cell computes anything"),
-            ([[None, ""]], "no cell computes anything"),
-            ([["0UNSHARD"]], "no cell computes anything"),
+            ([], "nothing is computed"),
+            ([[None, ""]], "nothing is computed"),
+            ([["0UNSHARD"]], "nothing is computed"),
         ],
     )
     def test_what_cannot_be_a_schedule_is_refused_with_its_place(

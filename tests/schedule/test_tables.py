@@ -114,14 +114,14 @@ class TestUnusable:
             (b"0F0,\x00\n", "binary data"),
             (b"\xff\xfe0F0", "byte 0 is not UTF-8"),
             (b"\x89PNG\r\n\x1a\n", "byte 0 is not UTF-8"),
-            (b"0F0,0B0xyz\n", "rank 0, step 1: cell '0B0xyz' is no action"),
-            (b"0F0\n1F0,hello\n", "rank 1, step 1: cell 'hello' is no action"),
-            (b"rank,step\n0F0,0B0\n", "rank 0, step 0: cell 'rank' is no action"),
+            (b"0F0,0B0xyz\n", "rank 0, step 1: cell '0B0xyz' is not an action"),
+            (b"0F0\n1F0,hello\n", "rank 1, step 1: cell 'hello' is not an action"),
+            (b"rank,step\n0F0,0B0\n", "rank 0, step 0: cell 'rank' is not an action"),
             (b"0F0,0B0\n\n1F0,1B0\n", "rank 1: .*blank line between ranks"),
-            (b",,,\n,,\n", "no cell computes anything"),
+            (b",,,\n,,\n", "nothing is computed"),
             (b'"0F0,0B0\n', "not a CSV table"),
             (b'"0F0"x,0B0\n', "not a CSV table"),
-            (b'{"a": 1}', "is no action"),
+            (b'{"a": 1}', "is not an action"),
         ],
     )
     def test_unusable_contents_are_one_line(self, tmp_path: Path, data: bytes, said: str) -> None:
@@ -164,19 +164,19 @@ class TestUnusable:
         with path.open("wb") as stream:
             stream.truncate(tables.MAX_BYTES + 1)
 
-        with pytest.raises(ScheduleError, match="larger than 16 MiB"):
+        with pytest.raises(ScheduleError, match="larger than the limit of 16 MiB"):
             read_table(path)
 
     def test_an_endless_file_is_read_up_to_the_limit(self) -> None:
         """A file without an end is read up to the limit only."""
-        with pytest.raises(ScheduleError, match="larger than 16 MiB"):
+        with pytest.raises(ScheduleError, match="larger than the limit of 16 MiB"):
             read_table("/dev/zero")
 
     def test_too_many_cells(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A table above the limit of cells is refused while it is read."""
         monkeypatch.setattr(tables, "MAX_CELLS", 4)
 
-        with pytest.raises(ScheduleError, match="ranks or 4 cells, the most read"):
+        with pytest.raises(ScheduleError, match="ranks or 4 cells, the limits"):
             parse_table("0F0,0B0\n1F0,1B0\n2F0,2B0\n")
 
     def test_stated_microbatches_reach_the_schedule(self, tmp_path: Path) -> None:
