@@ -3,7 +3,7 @@ The evidence commands on a CPU: what is covered, what a planted difference does,
 
 The matrix of rows, histories, destinations and QKV layouts runs here over the reference backend:
 one layout of each in the default run, the other with `pytest -m slow`. All of it at once is
-`python -m qeffect.gpu_runtime compare --device cpu --sets matrix`.
+`qeffect runtime compare --device cpu --sets matrix`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 The Transformer Engine backend against a stand-in for the library (`fake_te`), on a CPU.
 
 What the stand-in can show: the order in which stores, destinations and state are touched, and every
-refusal. What it cannot: the real library's numerics, which `python -m qeffect.gpu_runtime compare`
+refusal. What it cannot: the real library's numerics, which `qeffect runtime compare`
 checks on a GPU.
 """
 
