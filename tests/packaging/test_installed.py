@@ -94,7 +94,8 @@ def environment(folder: Path) -> Path:
 
 def install(python: Path, *what: str | Path) -> None:
     """Install without a network."""
-    offline = ("--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check")
+    # What the running environment has of ours is on the path too, and is not what is installed.
+    offline = ("--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
     run([python, "-m", "pip", "install", "--quiet", *offline, *what], python.parent)
 
 
