@@ -122,7 +122,9 @@ class TestDestinations:
     @pytest.mark.parametrize("wrong", [-1, 1.5, "0"])
     def test_no_count_of_bytes(self, field: str, wrong: Any) -> None:
         """An address and a length are numbers of bytes."""
-        with pytest.raises(ValueError, match=f"^{field} of the destination of 'w' must be a non-neg"):
+        with pytest.raises(
+            ValueError, match=f"^{field} of the destination of 'w' must be a non-neg"
+        ):
             Destination("w", **{field: wrong})
 
 
