@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: check test lint types bench clean
+.PHONY: check test slow lint types bench clean
 
 # The main job: real schedules, random ones, exploration, proofs, the fault table.
 check: $(VENV)/.verify
@@ -13,9 +13,14 @@ check: $(VENV)/.verify
 	$(BIN)/qeffect prove
 	$(BIN)/qeffect faults
 
-# The whole test suite, on the CPU.
+# The test suite on the CPU, but for what takes minutes. Workers take neighbouring tests and steal
+# what is left at the end, so that a module's costly fixture is made once or twice, not everywhere.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# What takes minutes: every proof, every mutant, the rest of the matrix, prove from the wheel.
+slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

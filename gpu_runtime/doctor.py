@@ -5,7 +5,6 @@ What a machine has, what will work on it, and how to get what is missing.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +12,9 @@ from typing import Any
 
 from attrs import asdict, frozen
 
-__all__ = ["Finding", "examine", "run_doctor"]
+from qeffect.cli.command import Outcome, Progress
+
+__all__ = ["Finding", "add_doctor_arguments", "examine", "run_doctor"]
 
 TORCH_MINIMUM = (2, 11)
 
@@ -132,33 +133,26 @@ def _internals() -> str:
     return "Every name that is reached at import is there"
 
 
-def run_doctor(args: argparse.Namespace) -> int:
-    """
-    Print what was found.
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """`doctor` has no options of its own."""
 
-    Returns:
-        0 when the reference backend works (captured or not), 2 when nothing does.
-    """
+
+def run_doctor(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """Report what was found; unusable when not even the reference backend works."""
     findings = examine(probe=True)
     by_name = {f.what: f for f in findings}
     reference = by_name["torch"].works
     captured = reference and len(findings) == 4 and all(f.works for f in findings)
-    if getattr(args, "json", False):
-        print(
-            json.dumps(
-                {
-                    "verdict": "accepted" if reference else "unusable",
-                    "reference_backend": reference,
-                    "transformer_engine_captured": captured,
-                    "findings": [asdict(f) for f in findings],
-                }
-            )
-        )
-    else:
-        for f in findings:
-            print(f"{'ok  ' if f.works else 'miss'}  {f.what:20} {f.found}")
-            if not f.works:
-                print(f"      {f.remedy}")
-        print(f"reference backend, eager: {'works' if reference else 'does not work'}")
-        print(f"Transformer Engine, captured: {'works' if captured else 'does not work here'}")
-    return 0 if reference else 2
+    lines = []
+    for f in findings:
+        lines.append(f"{'ok  ' if f.works else 'miss'}  {f.what:20} {f.found}")
+        if not f.works:
+            lines.append(f"      {f.remedy}")
+    lines.append(f"reference backend, eager: {'works' if reference else 'does not work'}")
+    lines.append(f"Transformer Engine, captured: {'works' if captured else 'does not work here'}")
+    data = {
+        "reference_backend": reference,
+        "transformer_engine_captured": captured,
+        "findings": [asdict(f) for f in findings],
+    }
+    return Outcome("accepted" if reference else "unusable", data, lines)

@@ -208,7 +208,7 @@ def session_of(handle: int) -> Session:
     The session of an operator's integer argument.
 
     Raises:
-        BackendError: There is none; sessions live as long as somebody holds them.
+        BackendError: There is no such session; one lives as long as somebody holds it.
     """
     found = _SESSIONS.get(handle)
     if found is None:
@@ -225,7 +225,7 @@ def _recording() -> Iterator[None]:
     """
     Record autograd although a dispatcher may have called from below it.
 
-    F's own graph is between F and dI of one tape; it is none of the caller's business.
+    F's own graph lies between F and dI of one tape, where the caller does not see it.
     """
     below = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
     with ExitStack() as stack:

@@ -65,7 +65,7 @@ EACH = pytest.mark.parametrize("package", PACKAGES)
 
 
 @EACH
-def test_arrows(package: str) -> None:
+def test_no_module_imports_a_layer_above_or_beside_it(package: str) -> None:
     """No module imports a layer of ours that lies above it or beside it, not even lazily."""
     modules = _modules(package)
     assert modules
@@ -209,7 +209,7 @@ def test_the_instrument_sees_what_is_loaded() -> None:
 
 
 @EACH
-def test_typed(package: str) -> None:
+def test_every_package_says_that_it_is_typed(package: str) -> None:
     """Every package says that it is typed."""
     assert (ROOT / package / "py.typed").exists()
 

@@ -9,10 +9,11 @@ from math import comb, perm
 from pathlib import Path
 from typing import Any
 
-from qeffect.cli.bench import environment, write_report
-from qeffect.cli.command import Outcome, Progress, Unusable, needs
+from qeffect.cli.command import Outcome, Progress, UnusableError, needs, refuse_unused
+from qeffect.report import environment, write_json, write_text
 
 __all__ = [
+    "DEPTH",
     "MOST_KEYS",
     "MOST_SEEDS",
     "MOST_STATES",
@@ -49,6 +50,8 @@ SCOPES = (
 #: The largest pool that is explored: all its states are kept in memory.
 MOST_STATES, MOST_KEYS = 20_000_000, 64
 MOST_SEEDS = 10_000
+#: Transitions in a row of the bounded proof; more take minutes each.
+DEPTH = 8
 #: Random schedules that met everything with every seed that was tried.
 _ENOUGH = 300
 _NAMED = 5
@@ -106,8 +109,7 @@ class Explore:
         explorer = needs("verify", _explorer)
         scopes = explorer.standard_scopes()
         if args.slots is not None or args.keys is not None or args.generations is not None:
-            if args.scope is not None:
-                raise Unusable("give either --scope or --slots, --keys and --generations")
+            refuse_unused(args, ("--scope",), "--slots, --keys and --generations make a pool")
             slots = 3 if args.slots is None else args.slots
             keys = slots if args.keys is None else args.keys
             generations = 3 if args.generations is None else args.generations
@@ -115,11 +117,13 @@ class Explore:
             try:
                 chosen = [explorer.pool_scope(slots, keys, generations)]
             except ValueError as error:
-                raise Unusable(str(error)) from error
+                raise UnusableError(str(error)) from error
         elif args.scope is not None:
             named = {**scopes, **explorer.large_scopes()}
             if args.scope not in named:
-                raise Unusable(f"no scope {args.scope!r}; there are {', '.join(named)}")
+                raise UnusableError(
+                    f"no scope is named {args.scope!r}; choose from {', '.join(named)}"
+                )
             chosen = [named[args.scope]]
         else:
             chosen = list(scopes.values())
@@ -132,7 +136,7 @@ class Explore:
                 ],
             )
         except ValueError as error:
-            raise Unusable(str(error)) from error
+            raise UnusableError(str(error)) from error
         rows = [report.asdict() for report in reports]
         missing = [] if len(chosen) == 1 else explorer.unwitnessed(reports)
         violation = next((row["violation"] for row in rows if row["violation"]), None)
@@ -154,18 +158,18 @@ class Explore:
 
 
 def _refuse_absurd(slots: int, keys: int, generations: int, symmetry: bool) -> None:
-    """Refuse a pool that no machine would finish; a count that is none is the explorer's."""
+    """Refuse a pool that no machine would finish; counts below one are left to the explorer."""
     if min(slots, keys, generations) < 1:
         return
     pool = f"a pool of {slots} slots, {keys} keys and {generations} generations"
     if keys > MOST_KEYS:
-        raise Unusable(f"{pool} has more than {MOST_KEYS} keys; ask for fewer")
+        raise UnusableError(f"{pool} has more than {MOST_KEYS} keys; ask for fewer")
     # The free states alone are 2**slots and more, or C(slots + generations, slots) orbits: what
     # has too many of them is refused uncounted, since counting would not end either.
     most_slots = MOST_STATES if symmetry else MOST_KEYS
     absurd = generations > MOST_STATES or slots > most_slots or min(slots, generations) > MOST_KEYS
     if absurd or pool_states(slots, keys, generations, symmetry=symmetry) > MOST_STATES:
-        raise Unusable(
+        raise UnusableError(
             f"{pool} has more than {MOST_STATES:,} states; ask for fewer"
             + ("" if symmetry else ", or for --symmetry")
         )
@@ -180,14 +184,24 @@ class Prove:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
         parser.add_argument(
-            "--seeds", type=int, default=1, help="solver seeds to sweep (default 1)"
+            "--seeds", type=int, default=1, metavar="N", help="solver seeds to sweep (default 1)"
+        )
+        parser.add_argument(
+            "--depth",
+            type=int,
+            default=DEPTH,
+            metavar="N",
+            help=f"transitions in a row of the bounded proof beside the unbounded ones "
+            f"(default {DEPTH})",
         )
         parser.add_argument("--cvc5", action="store_true", help="also ask a second solver")
         parser.add_argument(
-            "--mutants", action="store_true", help="also delete every guard and update in turn"
+            "--mutants",
+            action="store_true",
+            help="also delete every guard, operand and update in turn",
         )
         parser.add_argument(
-            "--only", metavar="TEXT", help="of the mutants only those whose line contains this"
+            "--only", metavar="TEXT", help="only mutants of lines that contain this text"
         )
         parser.add_argument(
             "--programs", type=Path, metavar="DIR", help="write each counterexample as a program"
@@ -196,21 +210,27 @@ class Prove:
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Prove and report."""
-        if not args.mutants and (args.only is not None or args.programs is not None):
-            raise Unusable("--only and --programs are of --mutants; give that too")
+        if not args.mutants:
+            refuse_unused(args, ("--only", "--programs"), "only --mutants uses that")
         if args.programs is not None and args.programs.exists() and not args.programs.is_dir():
-            raise Unusable(f"--programs wants a directory, {args.programs} is none")
+            raise UnusableError(f"--programs takes a directory; {args.programs} is not one")
         if args.seeds < 1:
-            raise Unusable(f"--seeds wants a positive number, got {args.seeds}")
+            raise UnusableError(f"--seeds must be at least 1, not {args.seeds}")
         if args.seeds > MOST_SEEDS:
-            raise Unusable(f"--seeds wants at most {MOST_SEEDS:,}, got {args.seeds}")
+            raise UnusableError(f"--seeds must be at most {MOST_SEEDS:,}, not {args.seeds}")
+        if not 1 <= args.depth <= DEPTH:
+            raise UnusableError(f"--depth must be at least 1 and at most {DEPTH}, not {args.depth}")
         prove = needs("verify", _prove)
         if args.only is not None and not needs("verify", _mutants).sites_with(args.only):
-            raise Unusable(f"no mutant's line contains {args.only!r}; see `--mutants --json`")
+            raise UnusableError(
+                f"no mutated line contains {args.only!r}; --mutants --json lists them all"
+            )
         solvers = ("z3", "cvc5") if args.cvc5 else ("z3",)
         if args.cvc5:
             needs("cvc5", _cvc5)
-        report = prove.run(progress=progress, seeds=range(args.seeds), solvers=solvers)
+        report = prove.run(
+            progress=progress, seeds=range(args.seeds), solvers=solvers, depth=args.depth
+        )
         data: dict[str, Any] = report.asdict()
         taken = len(data["witnesses"]) - data["covered"]
         lines = [
@@ -241,7 +261,7 @@ class Prove:
             good = good and not swept["mutant_report"]["survivors"]
             data |= swept
         if args.out is not None:
-            write_report(args.out, {"environment": environment(), **_summary(data)})
+            write_json(args.out, {"environment": environment(), **_summary(data)})
         return Outcome("accepted" if good else "refused", data, lines)
 
 
@@ -273,7 +293,7 @@ def _swept(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         if args.programs is not None:
             args.programs.mkdir(parents=True, exist_ok=True)
             for name, (_, program) in programs.items():
-                (args.programs / name).write_text(program, encoding="utf-8")
+                write_text(args.programs / name, program)
             lines.append(f"{len(programs)} programs in {args.programs}")
     return {
         "mutants": report.mutants,

@@ -1,12 +1,10 @@
 """
-`python -m qeffect.gpu_runtime.bench` is `python -m qeffect.gpu_runtime bench`.
+``python -m qeffect.gpu_runtime.bench`` is ``qeffect runtime bench``.
 """
 
-import argparse
+import sys
 
-from qeffect.gpu_runtime.bench import add_bench_arguments, run_bench
+from qeffect.cli import main
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m qeffect.gpu_runtime bench")
-    add_bench_arguments(parser)
-    raise SystemExit(run_bench(parser.parse_args()))
+    raise SystemExit(main(["runtime", "bench", *sys.argv[1:]]))

@@ -11,6 +11,7 @@ import attrs
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.plan.order import Order
+from qeffect.report import UnusableError
 from qeffect.schedule.torch_tables import torch_schedule
 
 
@@ -108,13 +109,13 @@ def cells_named(names: Iterable[str]) -> list[Cell]:
     ['h2048-s256-m4', 'tiny']
 
     Raises:
-        ValueError: There is no such cell.
+        UnusableError: There is no such cell.
     """
     known = {cell.name: cell for cell in (*CELLS, TINY)}
     known.update({str(n): cell for n, cell in enumerate(CELLS)})
     found = []
     for name in names:
         if name not in known:
-            raise ValueError(f"unknown cell {name!r}; choose from {', '.join(known)}")
+            raise UnusableError(f"unknown cell {name!r}; choose from {', '.join(known)}")
         found.append(known[name])
     return found

@@ -1,11 +1,10 @@
 """
-`python -m qeffect.gpu_runtime bench`: the step, memory and sweep tables as a JSON report.
+``qeffect runtime bench``: the step, memory and sweep tables as a JSON report.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import attrs
 
+from qeffect.cli.command import Outcome, Progress
 from qeffect.gpu_runtime.bench.cells import (
     CELLS,
     SWEEP_MICROBATCHES,
@@ -31,8 +31,9 @@ from qeffect.gpu_runtime.bench.columns import (
     specs_named,
 )
 from qeffect.gpu_runtime.bench.rounds import CellRun
-from qeffect.gpu_runtime.measure.report import Report, UnusableError, argv, environment
+from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.measure.tables import bench_lines, sweep_lines
+from qeffect.report import UnusableError
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +47,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cells", nargs="+", metavar="CELL", help="cells by index or name")
     parser.add_argument("--columns", nargs="+", metavar="NAME", help="columns, or how they start")
-    parser.add_argument("--microbatches", nargs="+", type=int, metavar="M", help="of the sweep")
+    parser.add_argument(
+        "--microbatches", nargs="+", type=int, metavar="M", help="microbatches of the sweep"
+    )
     parser.add_argument(
         "--rank", type=int, choices=(0, 1), default=1, help="the sweep's rank of ZB-V over two"
     )
@@ -65,24 +68,16 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="F", help="write the JSON report here as it grows"
     )
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot say")
+    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
 
 
-def run_bench(args: argparse.Namespace) -> int:
+def run_bench(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Measure and print.
+    Measure and report; refused when a column failed.
 
-    Returns:
-        0; 1 when a column failed; 2 when nothing could be measured.
+    Raises:
+        UnusableError: Nothing can be measured here.
     """
-    try:
-        return _measure(args)
-    except (UnusableError, ValueError) as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 2
-
-
-def _measure(args: argparse.Namespace) -> int:
     settings = settings_of(args)
     work = _sweep(args) if args.table == "sweep" else _step(args)
     if settings.device == "cuda":
@@ -90,20 +85,21 @@ def _measure(args: argparse.Namespace) -> int:
     report = Report(
         "sweep" if args.table == "sweep" else "bench",
         args.out,
-        environment(argv(), args.commit),
+        environment(args.commit),
         {"quick": args.quick, "settings": attrs.asdict(settings)},
         {"cells": []},
     )
     report.save()
-    say = _progress()
+    say = _timed(progress)
     for cell, specs in work:
         run = CellRun(cell, specs, settings, report.save, say)
         report.raw["cells"].append(run.record)
         run.run()
     finished = report.finish()
     lines = sweep_lines(finished) if args.table == "sweep" else bench_lines(finished)
-    print("\n".join(lines))
-    return int(any(failures(finished)))
+    errors = failures(finished)
+    data = {"derived": finished["derived"], "failures": errors}
+    return Outcome("refused" if errors else "accepted", data, lines)
 
 
 def failures(report: dict[str, Any]) -> list[str]:
@@ -121,7 +117,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     Rounds and steps as asked for.
 
     Raises:
-        ValueError: One is not positive.
+        UnusableError: One is not positive.
     """
     sweep = args.table == "sweep"
     default = Settings(rounds=3, steps=10, growth_steps=0, profile_steps=0) if sweep else Settings()
@@ -139,7 +135,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     settings = attrs.evolve(default, **given)
     for name in ("rounds", "steps", "history"):
         if getattr(settings, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, not {getattr(settings, name)}")
+            raise UnusableError(f"--{name} must be at least 1, not {getattr(settings, name)}")
     return settings
 
 
@@ -160,6 +156,8 @@ def _sweep(args: argparse.Namespace) -> list[tuple[Cell, Sequence[ColumnSpec]]]:
     base = cells_named(args.cells or [default])[0]
     specs = SWEEP_SPECS if args.columns is None else specs_named(args.columns, SWEEP_SPECS)
     counts = SWEEP_MICROBATCHES if args.microbatches is None else args.microbatches
+    if min(counts) < 1:
+        raise UnusableError(f"--microbatches must be at least 1, not {min(counts)}")
     return [(sweep_cell(base, m, rank=args.rank), specs) for m in counts]
 
 
@@ -176,18 +174,16 @@ def require_device() -> None:
 
     if not torch.cuda.device_count():
         raise UnusableError(
-            "no CUDA device is here; the tables need one (python -m qeffect.gpu_runtime doctor)"
+            "there is no CUDA device, which the tables need; --device cpu shows that they run, and "
+            "qeffect runtime doctor says what is missing"
         )
     if importlib.util.find_spec("transformer_engine") is None:
-        raise UnusableError("Transformer Engine is not installed; the tables compare with it")
-
-
-def _progress() -> Callable[[str], None]:
-    started = time.monotonic()
-
-    def say(text: str) -> None:
-        print(
-            f"Measuring. {time.monotonic() - started:6.1f} s  {text}", file=sys.stderr, flush=True
+        raise UnusableError(
+            "the tables compare with Transformer Engine, which is not installed: "
+            "pip install 'qeffect[gpu]'"
         )
 
-    return say
+
+def _timed(progress: Progress) -> Callable[[str], None]:
+    started = time.monotonic()
+    return lambda text: progress.note(f"Measuring. {time.monotonic() - started:6.1f} s  {text}")

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import attrs
 
 from qeffect.gpu_runtime.bench.cells import Cell
+from qeffect.report import UnusableError
 
 Family = Literal["native", "te_graphs", "whole_step", "ours_eager", "ours_captured"]
 SumRule = Literal["grad", "main_grad"]
@@ -241,7 +242,7 @@ def specs_named(names: Iterable[str], among: Iterable[ColumnSpec]) -> list[Colum
     Columns by name, or by a leading part of it.
 
     Raises:
-        ValueError: A name matches nothing.
+        UnusableError: A name matches nothing.
     """
     known = list(among)
     found: dict[str, ColumnSpec] = {}
@@ -249,7 +250,7 @@ def specs_named(names: Iterable[str], among: Iterable[ColumnSpec]) -> list[Colum
         exact = [spec for spec in known if spec.name == name]
         matching = exact or [spec for spec in known if spec.name.startswith(name)]
         if not matching:
-            raise ValueError(
+            raise UnusableError(
                 f"unknown column {name!r}; choose from {', '.join(spec.name for spec in known)}"
             )
         found.update((spec.name, spec) for spec in matching)

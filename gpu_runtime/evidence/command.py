@@ -1,6 +1,5 @@
 """
-``python -m qeffect.gpu_runtime compare``: native, eager and captured, in processes of their own,
-bit for bit.
+``qeffect runtime compare``: native, eager and captured, in processes of their own, bit for bit.
 """
 
 from __future__ import annotations
@@ -10,21 +9,22 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from qeffect.cli.command import Outcome, Progress
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.evidence.cases import DEFAULT_SETS, SETS, Case, on_device, small
 from qeffect.gpu_runtime.evidence.comparison import CATEGORIES, REQUIRED, Recording, compare
 from qeffect.gpu_runtime.evidence.faults import INJECTED
 from qeffect.gpu_runtime.evidence.sides import GUARDED, SIDES, record
-from qeffect.gpu_runtime.measure.report import Report, UnusableError, argv, environment
+from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.measure.tables import table
+from qeffect.report import UnusableError
 
 __all__ = [
     "DETERMINISTIC",
@@ -60,37 +60,33 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         help="cpu compares the reference backend at hidden 128, without capture",
     )
     parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot say")
+    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
 
 
-def run_compare(args: argparse.Namespace) -> int:
+def run_compare(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Compare and print.
+    Compare and report; refused when a bit differs, a side failed or a case had no two sides.
 
-    Returns:
-        0; 1 when a bit differs, a side failed or a case had no two sides; 2 when the request
-        cannot be run.
+    Raises:
+        UnusableError: The request cannot be run here.
     """
-    try:
-        cases = _chosen(args)
-        if args.device == "cuda":
-            require_device("--device cpu compares the reference backend")
-        sides = _sides(args)
-        report = Report(
-            "compare",
-            args.out,
-            environment(argv(), args.commit),
-            {"sides": list(sides), "device": args.device},
-            {"runs": [], "failures": []},
-        )
-        report.save()
-        compare_cases(cases, sides, args.device, report)
-        finished = report.finish()
-    except (UnusableError, ValueError) as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(_lines(finished)))
-    return int(bool(finished["derived"]["mismatched"] or report.raw["failures"]))
+    cases = _chosen(args)
+    if args.device == "cuda":
+        require_device("--device cpu compares the reference backend")
+    sides = _sides(args)
+    report = Report(
+        "compare",
+        args.out,
+        environment(args.commit),
+        {"sides": list(sides), "device": args.device},
+        {"runs": [], "failures": []},
+    )
+    report.save()
+    compare_cases(cases, sides, args.device, report, progress.note)
+    finished = report.finish()
+    differ = finished["derived"]["mismatched"] or report.raw["failures"]
+    data = {"derived": finished["derived"], "failures": report.raw["failures"]}
+    return Outcome("refused" if differ else "accepted", data, _lines(finished))
 
 
 def require_device(otherwise: str) -> None:
@@ -110,11 +106,11 @@ def _sides(args: argparse.Namespace) -> list[str]:
     usual = SIDES if args.device == "cuda" else ("native", "native-again", "eager")
     sides = list(dict.fromkeys(args.sides or usual))
     if args.device == "cpu" and "captured" in sides:
-        raise ValueError("a CPU captures nothing; leave `captured` out of --sides")
+        raise UnusableError("a CPU captures nothing; leave `captured` out of --sides")
     if len(sides) < 2:
-        raise ValueError(f"--sides {sides[0]} has nothing to be compared with; name two or more")
+        raise UnusableError(f"--sides {sides[0]} has nothing to be compared with; name two or more")
     if "disturbed" in sides and args.steps is not None and args.steps <= max(INJECTED):
-        raise ValueError(
+        raise UnusableError(
             f"--steps {args.steps} ends before the last fault is injected; use "
             f"{max(INJECTED) + 1} or more, or leave `disturbed` out of --sides"
         )
@@ -126,23 +122,31 @@ def _chosen(args: argparse.Namespace) -> list[Case]:
     if args.cases:
         known = {case.name: case for case in cases}
         if missing := [name for name in args.cases if name not in known]:
-            raise ValueError(f"unknown case {missing[0]!r}; choose from {', '.join(known)}")
+            raise UnusableError(f"unknown case {missing[0]!r}; choose from {', '.join(known)}")
         cases = [known[name] for name in args.cases]
     if args.device == "cuda":
         cases = [on_device(case) for case in cases]
     else:
         cases = [small(case) for case in cases if case.scaling == "delayed"]
         if not cases:
-            raise ValueError("the reference backend has delayed scaling only; choose other cases")
+            raise UnusableError(
+                "the reference backend has delayed scaling only; choose other cases"
+            )
     if args.steps is not None:
         if args.steps < 1:
-            raise ValueError(f"--steps must be at least 1, not {args.steps}")
+            raise UnusableError(f"--steps must be at least 1, not {args.steps}")
         cases = [case.with_steps(args.steps) for case in cases]
     return cases
 
 
-def compare_cases(cases: Sequence[Case], sides: Sequence[str], device: str, report: Report) -> None:
-    """Run every side in a process of its own, all at once, and compare as cases come in."""
+def compare_cases(
+    cases: Sequence[Case],
+    sides: Sequence[str],
+    device: str,
+    report: Report,
+    say: Callable[[str], None],
+) -> None:
+    """Run every side in a process of its own, all at once; compare, and say so, case by case."""
     context = multiprocessing.get_context("spawn")
     backend = "transformer-engine" if device == "cuda" else "reference"
     os.environ.update(DETERMINISTIC)
@@ -172,7 +176,7 @@ def compare_cases(cases: Sequence[Case], sides: Sequence[str], device: str, repo
         runs = _compared(case, recordings)
         for run in runs:
             report.raw["runs"].append(run)
-            print(_line(run), file=sys.stderr, flush=True)
+            say(_line(run))
         if not runs and not any(f["case"] == case.name for f in report.raw["failures"]):
             # A case that no two sides could run must not look like one that agreed.
             lacking = {

@@ -1,5 +1,5 @@
 """
-``python -m qeffect.gpu_runtime pools``: graphs in one memory pool for each slot, and in one that
+``qeffect runtime pools``: graphs in one memory pool for each slot, and in one that
 all slots share, replayed out of capture order and compared with native full backward, bit for bit.
 """
 
@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -17,12 +16,14 @@ from typing import Any
 
 import attrs
 
+from qeffect.cli.command import Outcome, Progress
 from qeffect.gpu_runtime.evidence.cases import Case, small
 from qeffect.gpu_runtime.evidence.command import DETERMINISTIC, require_device
 from qeffect.gpu_runtime.evidence.comparison import Recording, compare
 from qeffect.gpu_runtime.evidence.trials import DISCIPLINES, NATIVE, ORDERS, WATCHED, trial
-from qeffect.gpu_runtime.measure.report import Report, UnusableError, argv, environment
+from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.measure.tables import table
+from qeffect.report import UnusableError
 
 __all__ = ["add_pools_arguments", "compare_pools", "run_pools"]
 
@@ -42,44 +43,43 @@ def add_pools_arguments(parser: argparse.ArgumentParser) -> None:
         help="cpu runs the reference backend, eager, at hidden 128; there a pool moves no memory",
     )
     parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot say")
+    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
 
 
-def run_pools(args: argparse.Namespace) -> int:
+def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Replay both disciplines and print.
+    Replay both disciplines and report.
 
-    Returns:
-        0, also where a CPU's shared pool did no harm; 1 when private pools differ from native in a
-        bit, when the kernel allowed a shared one, or when on a device a shared one did no harm, so
-        that nothing was shown; 2 when nothing could be run.
+    Refused when private pools differ from native in a bit, when the kernel allowed a shared one,
+    or when on a device a shared one did no harm, so that nothing was shown.
+
+    Raises:
+        UnusableError: Nothing can be run here.
     """
-    try:
-        if args.steps is not None and args.steps < 1:
-            raise ValueError(f"--steps must be at least 1, not {args.steps}")
-        on_cpu = args.device == "cpu"
-        if not on_cpu:
-            require_device("--device cpu shows the trials over the reference backend")
-        cases = [small(case) for case in ORDERS] if on_cpu else list(ORDERS)
-        if args.steps is not None:
-            cases = [case.with_steps(args.steps) for case in cases]
-        configuration = {"orders": [case.to_json() for case in cases]}
-        where = environment(argv(), args.commit)
-        report = Report("pools", args.out, where, configuration, {"runs": []})
-        report.save()
-        for case in cases:
-            backend = "reference" if on_cpu else "transformer-engine"
-            compare_pools(case, backend, args.device, report)
-        finished = report.finish()
-    except (UnusableError, ValueError) as error:
-        print(f"pools: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(pool_lines(finished)))
+    if args.steps is not None and args.steps < 1:
+        raise UnusableError(f"--steps must be at least 1, not {args.steps}")
+    on_cpu = args.device == "cpu"
+    if not on_cpu:
+        require_device("--device cpu shows the trials over the reference backend")
+    cases = [small(case) for case in ORDERS] if on_cpu else list(ORDERS)
+    if args.steps is not None:
+        cases = [case.with_steps(args.steps) for case in cases]
+    configuration = {"orders": [case.to_json() for case in cases]}
+    report = Report("pools", args.out, environment(args.commit), configuration, {"runs": []})
+    report.save()
+    backend = "reference" if on_cpu else "transformer-engine"
+    for case in cases:
+        compare_pools(case, backend, args.device, report, progress.note)
+    finished = report.finish()
+    data = {"derived": finished["derived"]}
     harmless = (p.endswith(HARMLESS) for p in finished["derived"]["problems"])
-    return int(not all(on_cpu and found for found in harmless))
+    verdict = "accepted" if all(on_cpu and found for found in harmless) else "refused"
+    return Outcome(verdict, data, pool_lines(finished))
 
 
-def compare_pools(case: Case, backend: str, device: str, report: Report) -> None:
+def compare_pools(
+    case: Case, backend: str, device: str, report: Report, say: Callable[[str], None]
+) -> None:
     """Run native twice and every discipline, each in a fresh process, and compare with native."""
     os.environ.update(DETERMINISTIC)
     names = (*NATIVE, *DISCIPLINES)
@@ -89,7 +89,7 @@ def compare_pools(case: Case, backend: str, device: str, report: Report) -> None
     for name in names[1:]:
         run = record_of(case, name, base, found[name])
         report.raw["runs"].append(run)
-        print(_line(run), file=sys.stderr, flush=True)
+        say(_line(run))
     report.save()
 
 

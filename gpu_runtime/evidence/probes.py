@@ -1,5 +1,5 @@
 """
-``python -m qeffect.gpu_runtime probes``: what is said of the library, looked at on this machine.
+``qeffect runtime probes``: what is said of the library, looked at on this machine.
 
 Each statement that the documentation makes about Transformer Engine, or about the cost of watching
 it, has a probe here: the attention backward of short sequences, the weight gradient that the
@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 
+from qeffect.cli.command import Outcome, Progress
 from qeffect.gpu_runtime.evidence.cases import Case
 from qeffect.gpu_runtime.evidence.command import require_device
 from qeffect.gpu_runtime.evidence.sides import fresh_stages, record
-from qeffect.gpu_runtime.measure.report import Report, UnusableError, argv, environment
+from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 
 __all__ = ["add_probes_arguments", "binding", "run_probes", "sanitized"]
@@ -58,41 +59,37 @@ def add_probes_arguments(parser: argparse.ArgumentParser) -> None:
         help="cpu runs the reference backend, to see the probes; it says nothing of the library",
     )
     parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot say")
+    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
 
 
-def run_probes(args: argparse.Namespace) -> int:
+def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Look and print.
+    Look and report, whatever was found: a probe has no wrong outcome.
 
-    Returns:
-        0, whatever was found: a probe has no wrong outcome; 2 when nothing could be run.
+    Raises:
+        UnusableError: Nothing can be run here.
     """
-    try:
-        if args.device == "cuda":
-            require_device("--device cpu shows the probes over the reference backend")
-        report = Report(
-            "probes",
-            args.out,
-            environment(argv(), args.commit),
-            {"device": args.device},
-            {"attention": [], "binding": binding(), "addresses": None},
-        )
+    if args.device == "cuda":
+        require_device("--device cpu shows the probes over the reference backend")
+    report = Report(
+        "probes",
+        args.out,
+        environment(args.commit),
+        {"device": args.device},
+        {"attention": [], "binding": binding(), "addresses": None},
+    )
+    report.save()
+    for sequence, fused in ATTENTION:
+        progress(f"Looking. Attention of {sequence} tokens")
+        report.raw["attention"].append(_attention(sequence, fused, args.device, None))
         report.save()
-        for sequence, fused in ATTENTION:
-            report.raw["attention"].append(_attention(sequence, fused, args.device, None))
-            report.save()
-        tool = _sanitizer()
-        if args.device == "cuda" and tool is not None:
-            report.raw["attention"].append(_attention(64, True, args.device, tool))
-        report.raw["addresses"] = _asked(["addresses", args.device])
-        finished = report.finish()
-    except (UnusableError, ValueError) as error:
-        print(f"probes: {error}", file=sys.stderr)
-        return 2
-    for probe in finished["derived"]["probes"]:
-        print(f"{probe['what']}: {probe['found']}")
-    return 0
+    tool = _sanitizer()
+    if args.device == "cuda" and tool is not None:
+        report.raw["attention"].append(_attention(64, True, args.device, tool))
+    report.raw["addresses"] = _asked(["addresses", args.device])
+    finished = report.finish()
+    lines = [f"{probe['what']}: {probe['found']}" for probe in finished["derived"]["probes"]]
+    return Outcome("accepted", {"derived": finished["derived"]}, lines)
 
 
 def binding(source: str | None = None) -> dict[str, Any]:

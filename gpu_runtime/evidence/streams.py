@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -29,9 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.measure.report import Report, UnusableError, argv, environment
+from qeffect.cli.command import Outcome, Progress
+from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.measure.tables import stream_lines
 from qeffect.gpu_runtime.memory.state import same_bits
+from qeffect.report import UnusableError
 
 KINDS = ("output", "parameter", "scaling", "cache")
 HANDOFFS = ("one-way", "two-way", "graph-event")
@@ -194,51 +195,43 @@ def add_streams_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depth", type=int, default=32, help="how many products it has in a row")
     parser.add_argument("--quick", action="store_true", help="1 process of 20 checks each")
     parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot say")
+    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
 
 
-def run_streams(args: argparse.Namespace) -> int:
+def run_streams(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Check both handoffs and print.
+    Check both handoffs and report.
 
-    Returns:
-        0; 1 when the two-way handoff read stale data or a check could not have seen it; 2 when
-        nothing could be run.
+    Refused when the two-way handoff read stale data, or when a check could not have seen any.
+
+    Raises:
+        UnusableError: Nothing can be run here, or a process did not answer.
     """
-    try:
-        return _measure(args)
-    except (UnusableError, ValueError, RuntimeError) as error:
-        print(f"streams: {error}", file=sys.stderr)
-        return 2
-
-
-def _measure(args: argparse.Namespace) -> int:
     if min(args.processes, args.checks, args.width, args.depth) < 1:
-        raise ValueError("--processes, --checks, --width and --depth must be at least 1")
+        raise UnusableError("--processes, --checks, --width and --depth must be at least 1")
     if not torch.cuda.device_count():
-        raise UnusableError("no CUDA device is here; stale reads need streams to happen on")
+        raise UnusableError("there is no CUDA device; stale reads need streams to happen on")
     processes, checks = (1, 20) if args.quick else (args.processes, args.checks)
     configuration = {"quick": args.quick, "width": args.width, "depth": args.depth}
-    report = Report(
-        "streams", args.out, environment(argv(), args.commit), configuration, {"runs": []}
-    )
+    report = Report("streams", args.out, environment(args.commit), configuration, {"runs": []})
     for handoff in HANDOFFS:
         for number in range(processes):
-            print(f"Checking. {handoff} process {number + 1} of {processes}", file=sys.stderr)
-            report.raw["runs"].append(
-                in_fresh_process(
-                    {
-                        "handoff": handoff,
-                        "checks": checks,
-                        "width": args.width,
-                        "depth": args.depth,
-                    }
-                )
-            )
+            progress.note(f"Checking. {handoff} process {number + 1} of {processes}")
+            asked = {
+                "handoff": handoff,
+                "checks": checks,
+                "width": args.width,
+                "depth": args.depth,
+            }
+            try:
+                report.raw["runs"].append(in_fresh_process(asked))
+            except RuntimeError as error:
+                raise UnusableError(str(error)) from error
             report.save()
     finished = report.finish()
-    print("\n".join(stream_lines(finished)))
-    return int(bool(problems(finished["derived"]["handoffs"])))
+    found = problems(finished["derived"]["handoffs"])
+    data = {"derived": finished["derived"], "problems": list(found)}
+    return Outcome("refused" if found else "accepted", data, stream_lines(finished))
 
 
 def problems(handoffs: dict[str, Any]) -> Sequence[str]:
@@ -249,9 +242,3 @@ def problems(handoffs: dict[str, Any]) -> Sequence[str]:
     if any(entry["vacuous"] for entry in handoffs.values()):
         found.append("a producer changed nothing, so that a stale read could not be seen")
     return found
-
-
-if __name__ == "__main__":
-    options = argparse.ArgumentParser(prog="python -m qeffect.gpu_runtime streams")
-    add_streams_arguments(options)
-    raise SystemExit(run_streams(options.parse_args()))

@@ -8,14 +8,15 @@ Drawn from reports alone; the same reports give the same bytes.
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from qeffect.cli.command import Outcome, Progress
 from qeffect.gpu_runtime import reports
-from qeffect.gpu_runtime.measure.report import UnusableError
+from qeffect.report import UnusableError
 
 Report = Mapping[str, Any]
 
@@ -303,8 +304,7 @@ def draw(folder: Path, out: Path, *, suffix: str = "svg") -> list[Path]:
         drawn.append(path)
     if not drawn:
         raise UnusableError(
-            f"no step or sweep report is in {folder}; "
-            "make one with python -m qeffect.gpu_runtime bench"
+            f"no step or sweep report is in {folder}; make one with qeffect runtime bench"
         )
     return drawn
 
@@ -316,30 +316,30 @@ def _has_content(report: Report) -> bool:
 
 def add_plots_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `plots`."""
-    parser.add_argument("--reports", type=Path, default=reports.FOLDER, metavar="DIR")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where pictures go")
-    parser.add_argument("--format", choices=("svg", "png"), default="svg")
-
-
-def run_plots(args: argparse.Namespace) -> int:
-    """Draw, and name what was drawn; 2 when there was nothing to draw."""
-    try:
-        for path in draw(args.reports, args.out, suffix=args.format):
-            print(path)
-    except (UnusableError, OSError, KeyError, ValueError) as error:
-        print(f"plots: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def main() -> int:
-    """`python -m qeffect.gpu_runtime.measure.plots`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m qeffect.gpu_runtime.measure.plots", description=__doc__
+    parser.add_argument(
+        "--reports",
+        type=Path,
+        default=reports.FOLDER,
+        metavar="DIR",
+        help="where reports are (default: those of the checkout)",
     )
-    add_plots_arguments(parser)
-    return run_plots(parser.parse_args())
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where pictures go")
+    parser.add_argument(
+        "--format", choices=("svg", "png"), default="svg", help="of the pictures (default svg)"
+    )
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def run_plots(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """
+    Draw, and name what was drawn.
+
+    Raises:
+        UnusableError: There is nothing to draw, matplotlib is missing, or a report is not one.
+    """
+    try:
+        paths = [str(path) for path in draw(args.reports, args.out, suffix=args.format)]
+    except OSError as error:
+        raise UnusableError(f"cannot read {args.reports} or write {args.out}: {error}") from error
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise UnusableError(f"{args.reports} holds a file that is not a report: {error}") from error
+    return Outcome("accepted", {"pictures": paths}, paths)

@@ -7,29 +7,20 @@ killed leaves a valid report of what it had; `complete` says whether it reached 
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import re
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from qeffect import report
 from qeffect.gpu_runtime.measure import device
 from qeffect.gpu_runtime.measure.derive import DERIVE
+from qeffect.report import UnusableError, write_json
+
+__all__ = ["SCHEMA", "Report", "UnusableError", "environment"]
 
 SCHEMA = "qeffect-runtime-report-1"
-ROOT = Path(__file__).resolve().parents[2]
-
-
-class UnusableError(ValueError):
-    """A command cannot run as asked; the message says what to do, and nothing was measured."""
 
 
 @attrs.define(eq=False)
@@ -76,101 +67,26 @@ class Report:
         return self.to_json()
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
+def environment(commit: str | None) -> dict[str, Any]:
     """
-    Write plain data so that a reader sees the old file or the new one.
-
-    Raises:
-        UnusableError: The place cannot be written.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise UnusableError(
-            f"cannot write {path}: {error.strerror}; choose another --out"
-        ) from error
-
-
-def environment(argv: Sequence[str], commit: str | None) -> dict[str, Any]:
-    """
-    Name the device, the versions and the commit.
+    Record the device beside what every report of the project records.
 
     Args:
-        argv: The command's arguments; folders are left out of them.
         commit: The commit, where the checkout is not a git one; None asks git.
 
     Raises:
-        UnusableError: The commit is neither given nor known to git.
+        UnusableError: The commit is neither given nor known to git, or it is not one.
     """
     identity = device.query(device.IDENTITY) or {}
-    state = device.query(device.STATE) or {}
-    cpu_s = _processor()
-    return {
-        "gpu": identity.get("name"),
-        "driver": None if not identity else str(identity["driver_version"]),
-        "gpu_memory_mib": identity.get("memory.total"),
-        "clocks": state,
-        "cpu": cpu_s,
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": _version("torch"),
-        "transformer_engine": _version("transformer_engine") or _version("transformer-engine"),
-        "commit": commit_of(commit),
-        "argv": [_without_folder(argument) for argument in argv],
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-    }
-
-
-def commit_of(given: str | None) -> str:
-    """
-    The commit that is measured.
-
-    Raises:
-        UnusableError: Nobody knows.
-    """
-    if given is None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(ROOT), "rev-parse", "HEAD"],
-                capture_output=True,
-                text=True,
-                timeout=30,
-                check=True,
-            )
-            given = done.stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            raise UnusableError("this is no git checkout; name the commit with --commit") from None
-    if not re.fullmatch(r"[0-9a-f]{40}", given):
-        raise UnusableError(f"--commit takes 40 hexadecimal digits, not {given!r}")
-    return given
-
-
-def _version(package: str) -> str | None:
-    # Asking the package itself would import it, and with it a device context.
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _without_folder(argument: str) -> str:
-    name, equals, value = argument.partition("=")
-    if equals and "/" in value:
-        return f"{name}={Path(value).name}"
-    return Path(argument).name if "/" in argument else argument
-
-
-def argv() -> list[str]:
-    """The arguments of this process's command."""
-    return sys.argv[1:]
+    record = report.environment(
+        commit_given=commit,
+        device={
+            "gpu": identity.get("name"),
+            "driver": None if not identity else str(identity["driver_version"]),
+            "gpu_memory_mib": identity.get("memory.total"),
+            "clocks": device.query(device.STATE) or {},
+        },
+    )
+    if record["commit"] == "unknown":
+        raise UnusableError("this is not a git checkout; name the commit with --commit")
+    return record

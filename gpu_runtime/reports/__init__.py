@@ -1,7 +1,7 @@
 """
 The checked-in measurements, their schema, and nothing written by hand.
 
-`python -m qeffect.gpu_runtime bench | streams | compare | pools | probes` write a report; its
+`qeffect runtime bench | streams | compare | pools | probes` write a report with `--out`; its
 derived part is a function of its raw part (`qeffect.gpu_runtime.measure.derive`), and a test
 computes every one of them again.
 """

@@ -1,6 +1,6 @@
 """
 The command line: ``qeffect check``, ``faults``, ``plan``, ``replay``, ``bench``, and the commands
-that other layers register.
+that other layers register, alone or as a group such as ``qeffect runtime``.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 from ..refusals import Refused
 from .bench import Bench
 from .check import Check
-from .command import Command, Exit, Outcome, Progress, Unusable, brief
+from .command import Command, Exit, Group, Outcome, Progress, UnusableError, brief
 from .faults import Faults
 from .plan import Plan
 from .replay import Replay
@@ -42,11 +43,24 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, "formatter_class": _Help, **kwargs})
 
+        #: Declares the arguments once they are needed; a command may import much to do so.
+        self.declare: Callable[[], None] | None = None
+
+    def fill(self) -> None:
+        """Declare the arguments, unless they are declared already."""
+        declare, self.declare = self.declare, None
+        if declare is not None:
+            declare()
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        self.fill()
+        return super().parse_known_args(*args, **kwargs)
+
     def error(self, message: str) -> NoReturn:
-        raise Unusable(f"{message} (see '{self.prog} --help')")
+        raise UnusableError(f"{message} (see '{self.prog} --help')")
 
 
-def commands() -> Iterable[Command]:
+def commands() -> Iterable[Command | Group]:
     """Yield the kernel's commands, then those of the layers above it."""
     yield from (Check(), Faults(), Plan(), Replay(), Bench())
     for entry in sorted(entry_points(group="qeffect.commands"), key=lambda e: e.name):
@@ -59,14 +73,29 @@ def parser() -> argparse.ArgumentParser:
         prog="qeffect",
         description="Check that FP8 pipeline training over captured graphs keeps its contract.",
     )
-    subparsers = root.add_subparsers(dest="command", required=True, parser_class=_Parser)
-    for command in commands():
-        sub = subparsers.add_parser(command.name, help=command.help, description=command.help)
-        command.add_arguments(sub)
-        sub.add_argument("--json", action="store_true", help="print one JSON object")
-        sub.add_argument("--quiet", action="store_true", help="show no progress on stderr")
-        sub.set_defaults(run=command.run)
+    _add(root, commands())
     return root
+
+
+def _add(parent: argparse.ArgumentParser, below: Iterable[Command | Group]) -> None:
+    """Add commands below a parser, and the commands of a group below the group's."""
+    subparsers = parent.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True, parser_class=_Parser
+    )
+    for command in below:
+        sub = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        if hasattr(command, "commands"):
+            _add(sub, command.commands())
+        else:
+            sub.declare = partial(_declare, sub, command)
+
+
+def _declare(sub: argparse.ArgumentParser, command: Command) -> None:
+    command.add_arguments(sub)
+    output = sub.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object")
+    output.add_argument("--quiet", action="store_true", help="show no progress on stderr")
+    sub.set_defaults(run=command.run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcome = args.run(args, Progress(enabled=not args.quiet))
         _print(outcome, as_json)
         sys.stdout.flush()
-    except Unusable as error:
+    except UnusableError as error:
         return _unusable(brief(str(error), given), as_json)
     except Refused as refused:  # a configuration that the contract refuses
         return _unusable(brief(str(refused), given), as_json)

@@ -6,16 +6,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +19,10 @@ from ..config import StageConfig
 from ..contract import Contract
 from ..keys import TapeKey, TapeRef
 from ..refusals import Refused
-from .command import Outcome, Progress, Unusable, needs
+from ..report import environment, write_json
+from .command import Outcome, Progress, UnusableError, needs
 
-__all__ = ["Bench", "environment", "memory_of_a_tape", "write_report"]
+__all__ = ["Bench", "memory_of_a_tape"]
 
 MATRICES = ("fc1", "fc2", "proj", "qkv")
 
@@ -62,70 +59,11 @@ class Bench:
                 progress(f"Measuring. {entry.name}")
                 try:
                     data |= needs("verify", lambda: entry.load()(progress))  # noqa: B023
-                except Unusable as error:
+                except UnusableError as error:
                     data[f"{entry.name}_not_measured"] = str(error)
         if args.out is not None:
-            write_report(args.out, data)
+            write_json(args.out, data)
         return Outcome("accepted", data, _lines(data))
-
-
-def write_report(path: Path, data: dict[str, Any]) -> None:
-    """
-    Write a report as JSON.
-
-    Raises:
-        Unusable: The place cannot be written.
-    """
-    try:
-        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise Unusable(f"cannot write {path}: {error.strerror}") from error
-
-
-def environment() -> dict[str, Any]:
-    """Name the hardware, the versions and the commit that a report was measured on."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        models = [
-            line.partition(":")[2].strip()
-            for line in info.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        cpu = models[0] if models else cpu
-    packages = {}
-    for name in ("qeffect", "attrs", "z3-solver", "numpy", "hypothesis", "torch"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = "not installed"
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "packages": packages,
-        "commit": commit(),
-        "load_1min": os.getloadavg()[0],
-    }
-
-
-def commit() -> str:
-    """Return the commit of the checkout this runs from, marked when it has changes."""
-    folder = Path(__file__).parent
-    try:
-        head = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True
-        )
-        changes = subprocess.run(
-            ["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-        )
-    except OSError:
-        return "unknown"
-    if head.returncode:
-        return "unknown"
-    return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
 
 
 def actions(epochs: int = 200, microbatches: int = 8) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from ..report import write_text
 from ..schedule.actions import Schedule
 from ..schedule.binding import DISCIPLINES
 from ..schedule.check import Verdict, check
@@ -16,8 +17,8 @@ from ..schedule.grid import grid
 from ..schedule.tables import fixture_names, read_fixture
 from ..schedule.timeline import timeline
 from ..schedule.trace import trace_json
-from .command import PLACE, Outcome, Progress, Unusable, needs, refuse_unused
-from .source import SOURCE, add_source, read_source, read_transport
+from .command import PLACE, Outcome, Progress, UnusableError, needs, refuse_unused
+from .source import SHAPE, add_source, read_source, read_transport
 
 __all__ = ["Check"]
 
@@ -30,28 +31,30 @@ class Check:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
-        add_source(parser)
-        parser.add_argument("--fixtures", action="store_true", help="check every shipped table")
-        parser.add_argument("--random", type=int, metavar="N", help="check N random schedules")
-        parser.add_argument("--seed", type=int, help="seed of --random (default 0)")
-        parser.add_argument(
+        named = add_source(parser)
+        named.add_argument("--fixtures", action="store_true", help="check every shipped table")
+        named.add_argument("--random", type=int, metavar="N", help="check N random schedules")
+        parser.add_argument("--seed", type=int, metavar="S", help="seed of --random (default 0)")
+        rules = parser.add_argument_group("rules")
+        rules.add_argument(
             "--binding",
             choices=tuple(DISCIPLINES),
             help="how the runtime pairs dW with retained work (default: contract)",
         )
-        parser.add_argument(
+        rules.add_argument(
             "--shared-pool",
             action="store_true",
             help="let all graphs of a rank share one capture-memory pool",
         )
-        parser.add_argument("--svg", type=Path, metavar="F", help="write a timeline")
-        parser.add_argument("--trace", type=Path, metavar="F", help="write a Chrome trace")
+        pictures = parser.add_argument_group("pictures")
+        pictures.add_argument("--svg", type=Path, metavar="F", help="write a timeline")
+        pictures.add_argument("--trace", type=Path, metavar="F", help="write a Chrome trace")
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Check and report."""
         if args.random is not None:
             return _random(args, progress)
-        refuse_unused(args, ("--seed",), "only --random N uses it; give that or leave it out")
+        refuse_unused(args, ("--seed",), "only --random N uses it")
         if args.fixtures:
             return _fixtures(args, progress)
         schedule = read_source(args)
@@ -62,9 +65,9 @@ class Check:
             transport=read_transport(args, schedule),
         )
         if args.svg is not None:
-            _write(args.svg, timeline(schedule, verdict.finding))
+            write_text(args.svg, timeline(schedule, verdict.finding))
         if args.trace is not None:
-            _write(args.trace, trace_json(schedule, verdict.finding))
+            write_text(args.trace, trace_json(schedule, verdict.finding))
         return Outcome(verdict.verdict, verdict.record(), _lines(schedule, verdict))
 
 
@@ -95,8 +98,8 @@ def _lines(schedule: Schedule, verdict: Verdict) -> list[str]:
 def _fixtures(args: argparse.Namespace, progress: Progress) -> Outcome:
     refuse_unused(
         args,
-        (*SOURCE, "--svg", "--trace"),
-        "--fixtures checks every shipped table and draws none; leave out one or the other",
+        (*SHAPE, "--svg", "--trace"),
+        "--fixtures checks every shipped table as it is and draws nothing",
     )
     binding = _binding(args)
     rows: list[dict[str, Any]] = []
@@ -120,23 +123,17 @@ def _fixtures(args: argparse.Namespace, progress: Progress) -> Outcome:
 def _random(args: argparse.Namespace, progress: Progress) -> Outcome:
     """Hand over to the layer above: the machine needs Hypothesis."""
     if args.random < 1:
-        raise Unusable(f"--random wants a positive number of schedules, got {args.random}")
+        raise UnusableError(f"--random must be at least 1, not {args.random}")
     refuse_unused(
         args,
-        (*SOURCE, "--fixtures", "--binding", "--shared-pool", "--svg", "--trace"),
-        "--random makes its own schedules and runs them under the contract alone; leave out one "
-        "or the other",
+        (*SHAPE, "--binding", "--shared-pool", "--svg", "--trace"),
+        "--random makes its own schedules and checks them under the contract alone",
     )
     args.seed = 0 if args.seed is None else args.seed
     for entry in entry_points(group="qeffect.random"):
         run = needs("verify", entry.load)
         outcome: Outcome = needs("verify", lambda: run(args, progress))  # noqa: B023
         return outcome
-    raise Unusable("random schedules need the verification layer: pip install 'qeffect[verify]'")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise Unusable(f"cannot write {path}: {error.strerror}") from error
+    raise UnusableError(
+        "random schedules need the verification layer: pip install 'qeffect[verify]'"
+    )

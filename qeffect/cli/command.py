@@ -14,13 +14,16 @@ from typing import Any, Protocol, TextIO
 
 from attrs import field, frozen
 
+from ..report import UnusableError
+
 __all__ = [
     "PLACE",
     "Command",
     "Exit",
+    "Group",
     "Outcome",
     "Progress",
-    "Unusable",
+    "UnusableError",
     "brief",
     "needs",
     "refuse_unused",
@@ -40,8 +43,7 @@ class Exit(enum.IntEnum):
     UNUSABLE = 2
 
 
-class Unusable(Exception):  # noqa: N818 - it names the user's input, not an error of ours
-    """Input that cannot be checked; its message is one line for the user."""
+_EXITS = {"accepted": Exit.FINE, "unusable": Exit.UNUSABLE}
 
 
 def _tuple(lines: Iterable[str]) -> tuple[str, ...]:
@@ -54,7 +56,7 @@ class Outcome:
     What a command found.
 
     Args:
-        verdict: ``accepted`` or ``refused``.
+        verdict: ``accepted``, ``refused``, or ``unusable`` where nothing can be done here.
         data: The JSON object, without the verdict.
         text: Lines for a person.
     """
@@ -66,7 +68,7 @@ class Outcome:
     @property
     def exit(self) -> Exit:
         """The exit code."""
-        return Exit.FINE if self.verdict == "accepted" else Exit.VIOLATION
+        return _EXITS.get(self.verdict, Exit.VIOLATION)
 
     def record(self) -> dict[str, Any]:
         """
@@ -74,7 +76,7 @@ class Outcome:
 
         A refusal always says which clause, rank, step and action; None where that has no meaning.
         """
-        place = {} if self.verdict == "accepted" else dict.fromkeys(PLACE)
+        place = dict.fromkeys(PLACE) if self.verdict == "refused" else {}
         return {"verdict": self.verdict, **place, **self.data}
 
 
@@ -92,8 +94,18 @@ class Command(Protocol):
         Do the work.
 
         Raises:
-            Unusable: The input cannot be checked.
+            UnusableError: The input cannot be checked.
         """
+
+
+class Group(Protocol):
+    """Commands below one word, such as those of ``qeffect runtime``."""
+
+    name: str
+    help: str
+
+    def commands(self) -> Iterable[Command]:
+        """Yield the commands in the order in which the help lists them."""
 
 
 @frozen
@@ -109,6 +121,11 @@ class Progress:
         now = time.monotonic()
         if self.enabled and now - self._last[0] >= 1:
             self._last[0] = now
+            self.note(line)
+
+    def note(self, line: str) -> None:
+        """Show a line that is worth showing however soon it comes, such as one result of many."""
+        if self.enabled:
             print(line, file=self.stream, flush=True)
 
 
@@ -118,22 +135,19 @@ def refuse_unused(args: argparse.Namespace, options: Iterable[str], why: str) ->
 
     Args:
         args: The parsed arguments; an option that was not given is None or False.
-        options: As they are typed, with ``FILE.csv`` for the file.
-        why: Why they do not apply, and what to do.
+        options: As they are typed.
+        why: Why they do not apply.
 
     Raises:
-        Unusable: One of them was given.
+        UnusableError: One of them was given; the message says to leave it out.
     """
-    given = []
-    for option in options:
-        name = "file" if option == "FILE.csv" else option.lstrip("-").replace("-", "_")
-        value = getattr(args, name)
-        if value is None or value is False:
-            continue
-        shown = brief(str(value))
-        given.append(option if value is True else shown if name == "file" else f"{option} {shown}")
+    values = {option: getattr(args, option.lstrip("-").replace("-", "_")) for option in options}
+    given = {o: value for o, value in values.items() if value is not None and value is not False}
     if given:
-        raise Unusable(f"{' and '.join(given)} given, but {why}")
+        typed = (o if value is True else f"{o} {brief(str(value))}" for o, value in given.items())
+        raise UnusableError(
+            f"{' and '.join(typed)} given, but {why}; leave out {' and '.join(given)}"
+        )
 
 
 def brief(message: str, values: Iterable[str] = ()) -> str:
@@ -164,11 +178,11 @@ def needs(extra: str, load: Callable[[], Any]) -> Any:
     Import what an optional extra brings.
 
     Raises:
-        Unusable: It is not installed; the message says how to get it.
+        UnusableError: It is not installed; the message says how to get it.
     """
     try:
         return load()
     except ModuleNotFoundError as error:
-        raise Unusable(
+        raise UnusableError(
             f"this needs {error.name}, which is not installed: pip install 'qeffect[{extra}]'"
         ) from error

@@ -9,7 +9,7 @@ import argparse
 from ..schedule.actions import ScheduleError
 from ..schedule.plan import Layers, Provision, plan
 from ..schedule.ranks import check_ranks
-from .command import Outcome, Progress, Unusable, refuse_unused
+from .command import Outcome, Progress, UnusableError, refuse_unused
 from .source import add_source, read_source, read_transport
 
 __all__ = ["Plan"]
@@ -38,16 +38,19 @@ class Plan:
             refuse_unused(
                 args,
                 ("--ffn", "--layers", "--dtype"),
-                "bytes are counted only with --hidden; give that too or leave it out",
+                "bytes are counted only with --hidden N",
             )
         schedule = read_source(args)
         findings = check_ranks(schedule, read_transport(args, schedule))
         if findings:
-            raise Unusable(f"plan a schedule that keeps the contract; this one: {findings[0]}")
+            raise UnusableError(
+                "only a schedule that keeps the contract can be planned, and this one does not: "
+                f"{findings[0]}"
+            )
         try:
             layers = _layers(args)
         except ScheduleError as error:
-            raise Unusable(str(error)) from error
+            raise UnusableError(str(error)) from error
         planned = plan(schedule, layers)
         lines = [
             f"{planned.source}",
@@ -67,7 +70,7 @@ class Plan:
                     + (f", {stage.held_by_sends} held by sends" if stage.held_by_sends else "")
                 )
         if layers is None:
-            lines.append("give --hidden for bytes")
+            lines.append("add --hidden N to count bytes")
         return Outcome("accepted", {"plan": planned.record()}, lines)
 
 
@@ -77,7 +80,7 @@ def _layers(args: argparse.Namespace) -> Layers | None:
     for option in ("hidden", "ffn", "layers"):
         size = getattr(args, option)
         if size is not None and size > _MOST:
-            raise Unusable(f"--{option} wants at most {_MOST:,}, got {size}")
+            raise UnusableError(f"--{option} must be at most {_MOST:,}, not {size}")
     return Layers(
         args.hidden,
         4 * args.hidden if args.ffn is None else args.ffn,

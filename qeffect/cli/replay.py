@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .command import Outcome, Progress, Unusable
+from .command import Outcome, Progress, UnusableError
 
 __all__ = ["Replay"]
 
@@ -29,5 +29,5 @@ class Replay:
         try:
             report = replay(args.log)
         except LogError as error:
-            raise Unusable(str(error)) from error
+            raise UnusableError(str(error)) from error
         return Outcome(report.verdict, report.asdict(), (report.summary(),))

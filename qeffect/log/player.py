@@ -127,7 +127,7 @@ class Player:
                 refused.clause, 1, "stages", refused.presented, refused.expected
             ) from None
         except _STUMBLES as error:
-            raise LogError(f"{where} configures no contract: {error}") from None
+            raise LogError(f"{where} does not configure a contract: {error}") from None
         return self.contract
 
     def _follow(self, lines: Iterator[bytes], chain: blake2b, contract: Contract) -> None:

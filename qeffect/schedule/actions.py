@@ -156,7 +156,7 @@ class Action:
             return cls(Kind(kind), int(stage), int(microbatch))
         overlap = _OVERLAP.fullmatch(cell)
         if overlap is None:
-            raise ScheduleError(f"cell {shorten(cell)!r} is no action: {_EXPECTED}", cell=cell)
+            raise ScheduleError(f"cell {shorten(cell)!r} is not an action: {_EXPECTED}", cell=cell)
         return cls.overlap(*(cls.parse(part) for part in overlap[1].split(";")))
 
     @classmethod

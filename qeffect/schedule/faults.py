@@ -164,7 +164,7 @@ def _drop(kinds: frozenset[Kind]) -> Edit:
         if place is None:
             return None
         rank, step, action = place
-        # The last reduction's absence is no fault: such a table leaves reductions to the runtime.
+        # A table without its last reduction is legal: it leaves reductions to the runtime.
         if action.kind is Kind.REDUCE_GRAD and schedule.num_stages < 2:
             return None
         del rows[rank][step]

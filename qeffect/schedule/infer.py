@@ -59,7 +59,7 @@ def schedule_of(
                     votes[leaf.stage][rank] += 1
                     seen[leaf.stage, leaf.kind].add(leaf.microbatch)
     if not votes:
-        raise ScheduleError(f"{source}: no cell computes anything; expected F, I, W or B actions")
+        raise ScheduleError(f"{source}: nothing is computed; expected F, I, W or B actions")
     real = _real_stages(votes)
     if complete is None:
         complete = len(table) > 1 or real == list(range(len(real)))
@@ -121,7 +121,7 @@ def from_actions(
         notes: As in `schedule_of`.
 
     Raises:
-        ScheduleError: A cell is no action, or the rows are not numbered 0, 1, 2, ...
+        ScheduleError: A cell is not an action, or the rows are not numbered 0, 1, 2, ...
     """
     if isinstance(rows, Mapping):
         if sorted(rows) != list(range(len(rows))):
@@ -151,7 +151,7 @@ def from_actions(
 
 def parse_cell(text: str, rank: int, step: int) -> Action | None:
     """
-    Read one cell of a table, naming its place when it is no action.
+    Read one cell of a table, naming its place when it is not an action.
 
     Raises:
         ScheduleError: The cell is neither blank nor exactly one action.

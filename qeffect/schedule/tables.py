@@ -49,7 +49,7 @@ def read_table(
         reason = getattr(error, "strerror", None) or str(error)
         raise ScheduleError(f"{name}: cannot be read: {reason}") from None
     if len(data) > MAX_BYTES:
-        raise ScheduleError(f"{name}: larger than {MAX_BYTES >> 20} MiB, the largest table read")
+        raise ScheduleError(f"{name}: larger than the limit of {MAX_BYTES >> 20} MiB")
     if b"\0" in data:
         raise ScheduleError(f"{name}: binary data; expected a CSV table of actions such as 0F0")
     try:
@@ -76,7 +76,7 @@ def parse_table(
     >>> parse_table("0F0xyz\n")
     Traceback (most recent call last):
       ...
-    qeffect.schedule.actions.ScheduleError: rank 0, step 0: cell '0F0xyz' is no action: ...
+    qeffect.schedule.actions.ScheduleError: rank 0, step 0: cell '0F0xyz' is not an action: ...
 
     Args:
         text: The table.
@@ -106,7 +106,7 @@ def parse_table(
             cells += len(record)
             if cells > MAX_CELLS or rank >= MAX_RANKS:
                 raise ScheduleError(
-                    f"{source}: more than {MAX_RANKS} ranks or {MAX_CELLS} cells, the most read"
+                    f"{source}: more than {MAX_RANKS} ranks or {MAX_CELLS} cells, the limits"
                 )
             rows.append([parse_cell(cell, rank, step) for step, cell in enumerate(record)])
     except csv.Error as error:

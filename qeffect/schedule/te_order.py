@@ -36,14 +36,14 @@ def te_order(order: str | Iterable[float | int | str], *, source: str = "te-orde
         source: Where they came from, for people.
 
     Raises:
-        ScheduleError: An entry is no such number, or a chunk's entries do not come in equal
+        ScheduleError: An entry is not such a number, or a chunk's entries do not come in equal
         numbers.
     """
     entries = _split(order) if isinstance(order, str) else list(order)
     if not entries:
         raise ScheduleError(f"{source}: empty; expected entries such as 1,1,-1,-1")
     if len(entries) > MAX_CELLS:
-        raise ScheduleError(f"{source}: more than {MAX_CELLS} entries, the most that are read")
+        raise ScheduleError(f"{source}: more than {MAX_CELLS} entries, the limit")
     steps = [_entry(entry, step) for step, entry in enumerate(entries)]
     deferred = {chunk for kind, chunk in steps if kind is Kind.WGRAD}
     counts: Counter[tuple[Kind, int]] = Counter()
@@ -75,7 +75,8 @@ def _entry(entry: object, step: int) -> tuple[Kind, int]:
     half = value < 0 and (2 * value) % 2 == 1
     if not math.isfinite(value) or value == 0 or not (value.is_integer() or half):
         raise ScheduleError(
-            f"entry {shorten(str(entry))!r} is none of +chunk, -chunk, -chunk-0.5 (chunks from 1)",
+            f"entry {shorten(str(entry))!r} is not +chunk, -chunk or -chunk-0.5 "
+            "(chunks are numbered from 1)",
             rank=0,
             step=step,
             cell=str(entry),
@@ -83,7 +84,7 @@ def _entry(entry: object, step: int) -> tuple[Kind, int]:
     chunk = math.floor(abs(value)) - 1
     if not 0 <= chunk < MAX_CHUNKS:
         raise ScheduleError(
-            f"entry {shorten(str(entry))!r} names no chunk between 1 and {MAX_CHUNKS}",
+            f"entry {shorten(str(entry))!r} must name a chunk between 1 and {MAX_CHUNKS}",
             rank=0,
             step=step,
             cell=str(entry),

@@ -137,7 +137,7 @@ def _check_arguments(
         raise ScheduleError(f"{what}: only 1F1B and GPipe have a drawn table, and it has no comms")
     # Three computations a stage and microbatch, and about as many messages.
     if pp * vpp * microbatches * 8 > MAX_CELLS:
-        raise ScheduleError(f"{what}: more than {MAX_CELLS} cells, the most that are read")
+        raise ScheduleError(f"{what}: more than {MAX_CELLS} cells, the limit")
 
 
 def _check_options(

@@ -4,10 +4,12 @@ The command line: its options are frozen, its exit codes and its JSON are what s
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +21,8 @@ import qeffect.faults
 from qeffect.cli import command, main, parser
 from qeffect.schedule.tables import fixture_names, read_fixture, write_table
 from qeffect.verification import explorer
-from qeffect.verification.commands import MOST_STATES, SCOPES, pool_states
-from qeffect.verification.proofs import prove
+from qeffect.verification.commands import DEPTH, MOST_STATES, SCOPES, pool_states
+from qeffect.verification.proofs import bounded, prove
 from qeffect.verification.proofs.obligations import Obligation
 from qeffect.verification.walks import machine
 
@@ -36,6 +38,7 @@ SOURCE = {
     "--max-outstanding-sends",
     "--queues",
 }
+REPORT = {"--out", "--commit"}
 COMMON = {"-h", "--help", "--json", "--quiet"}
 OPTIONS = {
     "check": SOURCE
@@ -45,7 +48,17 @@ OPTIONS = {
     "replay": {"log"},
     "bench": {"--kernel", "--out"},
     "explore": {"--slots", "--keys", "--generations", "--scope", "--batch", "--symmetry"},
-    "prove": {"--seeds", "--cvc5", "--mutants", "--only", "--programs", "--out"},
+    "prove": {"--seeds", "--depth", "--cvc5", "--mutants", "--only", "--programs", "--out"},
+    "runtime doctor": set(),
+    "runtime demo": {"--steps"},
+    "runtime compare": {"--sets", "--cases", "--steps", "--sides", "--device", *REPORT},
+    "runtime bench": {
+        *("table", "--cells", "--columns", "--microbatches", "--rank", "--rounds", "--steps"),
+        *("--growth-steps", "--history", "--quick", "--device", "--no-profile", *REPORT),
+    },
+    "runtime streams": {"--processes", "--checks", "--width", "--depth", "--quick", *REPORT},
+    "runtime pools": {"--steps", *REPORT},
+    "runtime plots": {"--reports", "--out", "--format"},
 }
 
 
@@ -73,14 +86,23 @@ def table(tmp_path: Path) -> Path:
     return path
 
 
+def leaves(above: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every command that does something, with its path and its parser, declared."""
+    for action in above._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, sub in action.choices.items():
+                yield from leaves(sub, f"{path} {name}".strip())
+            return
+    assert hasattr(above, "fill")
+    above.fill()
+    yield path, above
+
+
 def test_options_are_frozen() -> None:
     """Every command has exactly these options; adding one is a decision, not an accident."""
-    (commands,) = (a for a in parser()._actions if a.dest == "command")
-    assert isinstance(commands.choices, dict)
-
     found = {
         name: {o for a in sub._actions for o in (a.option_strings or [a.dest])} - COMMON
-        for name, sub in commands.choices.items()
+        for name, sub in leaves(parser())
     }
 
     assert OPTIONS == found
@@ -89,14 +111,18 @@ def test_options_are_frozen() -> None:
 class TestCheck:
     """``qeffect check``."""
 
-    def test_accepted(self, capsys: pytest.CaptureFixture[str], table: Path) -> None:
+    def test_a_good_table_exits_with_0(
+        self, capsys: pytest.CaptureFixture[str], table: Path
+    ) -> None:
         """A table that keeps the contract exits with 0."""
         code, data = json_of(capsys, "check", str(table))
 
         assert 0 == code
         assert "accepted" == data["verdict"]
 
-    def test_refused(self, capsys: pytest.CaptureFixture[str], table: Path) -> None:
+    def test_a_refusal_exits_with_1_and_says_where(
+        self, capsys: pytest.CaptureFixture[str], table: Path
+    ) -> None:
         """A binding that mispairs dW exits with 1 and names clause, rank, step and action."""
         code, data = json_of(capsys, "check", str(table), "--binding", "latest")
 
@@ -104,14 +130,16 @@ class TestCheck:
         named = tuple(data[k] for k in ("verdict", "clause", "rank", "step", "action"))
         assert ("refused", "ownership.wrong-key", 1, 22, "1W2") == named
 
-    def test_shared_pool(self, capsys: pytest.CaptureFixture[str], table: Path) -> None:
+    def test_a_shared_pool_is_refused_on_a_real_order(
+        self, capsys: pytest.CaptureFixture[str], table: Path
+    ) -> None:
         """A real ZB-V order breaks graphs that share one memory pool."""
         code, data = json_of(capsys, "check", str(table), "--shared-pool")
 
         assert 1 == code
         assert "capture.out-of-order" == data["clause"]
 
-    def test_pictures(
+    def test_a_picture_and_a_trace_of_the_refusal_are_written(
         self, capsys: pytest.CaptureFixture[str], table: Path, tmp_path: Path
     ) -> None:
         """``--svg`` and ``--trace`` write a picture and a trace of the refusal."""
@@ -127,18 +155,20 @@ class TestCheck:
         assert svg.read_text().startswith("<svg")
         assert json.loads(trace.read_text())["traceEvents"]
 
-    def test_fixtures(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_every_shipped_table_is_accepted(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Every shipped table is accepted."""
         code, data = json_of(capsys, "check", "--fixtures")
 
         assert 0 == code
         assert list(fixture_names()) == [row["table"] for row in data["tables"]]
 
-    def test_te_order(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_order_list_is_a_schedule_of_one_rank(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """A Transformer Engine order list is a schedule of one rank."""
         assert 0 == run(capsys, "check", "--te-order", "1,1,-1,-1.5,-1,-1.5")[0]
 
-    def test_unwritable_picture(
+    def test_a_picture_that_cannot_be_written_is_one_line(
         self, capsys: pytest.CaptureFixture[str], table: Path, tmp_path: Path
     ) -> None:
         """A picture that cannot be written is one clear line."""
@@ -148,7 +178,7 @@ class TestCheck:
         assert 1 == len(err.splitlines())
         assert "cannot write" in err
 
-    def test_random(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_enough_random_schedules_are_accepted(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Random schedules run through the machine, and enough of them are accepted."""
         code, data = json_of(capsys, "check", "--random", "300", "--seed", "3")
 
@@ -192,16 +222,21 @@ class TestCheck:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["check"], "name one schedule"),
-        (["check", "a.csv", "--te-order", "1,-1"], "FILE.csv and --te-order"),
+        (["check"], "FILE.csv --torch --te-order --fixtures --random is required"),
+        (["plan"], "one of the arguments FILE.csv --torch --te-order is required"),
+        (["check", "a.csv", "--te-order", "1,-1"], "not allowed with argument FILE.csv"),
+        (["check", "a.csv", "--fixtures"], "not allowed with argument FILE.csv"),
+        (["check", "a.csv", "--random", "5"], "not allowed with argument FILE.csv"),
+        (["check", "--random", "5", "--torch", "1F1B"], "not allowed with argument --random"),
+        (["check", "--random", "5", "--fixtures"], "not allowed with argument --random"),
         (["check", "no-such-file.csv"], "cannot be read"),
-        (["check", "--random", "0"], "positive number"),
+        (["check", "--random", "0"], "at least 1"),
         (["check", "--random", "many"], "invalid int value"),
         (["check", "--torch", "ScheduleNone"], "ScheduleNone"),
         (["check", "--binding", "lifo", "a.csv"], "invalid choice"),
         (["plan", "--te-order", "1,-1", "--hidden", "-3"], "hidden"),
         (["plan", "--te-order", "1,-1", "--hidden", "64", "--dtype", "int4"], "int4"),
-        (["explore", "--scope", "none"], "no scope"),
+        (["explore", "--scope", "none"], "no scope is named"),
         (["explore", "--slots", "0"], "slots"),
         (["explore", "--slots", "1000", "--keys", "1000", "--generations", "1000"], "64 keys"),
         (["explore", "--slots", "6"], "more than 20,000,000 states"),
@@ -213,16 +248,25 @@ class TestCheck:
         (["plan", "--te-order", "1,-1", "--hidden", "100", "--ffn", "0"], "ffn"),
         (["prove", "--seeds", "9" * 4000], "at most"),
         (["check", "--js", "--fixtures"], "unrecognized arguments: --js"),
-        (["prove", "--seeds", "0"], "positive number"),
+        (["prove", "--seeds", "0"], "at least 1"),
+        (["prove", "--depth", "0"], "at least 1 and at most 8"),
+        (["prove", "--depth", "9" * 4000], "at least 1 and at most 8"),
         (["prove", "--only", "arena."], "--mutants"),
         (["prove", "--mutants", "--programs", "pyproject.toml"], "directory"),
-        (["prove", "--mutants", "--only", "no such line"], "no mutant's line"),
+        (["prove", "--mutants", "--only", "no such line"], "no mutated line"),
         (["replay", "no-such-log.jsonl"], "no-such-log.jsonl"),
+        (["runtime"], "required"),
+        (["runtime", "walk"], "invalid choice"),
+        (["runtime", "demo", "--steps", "0"], "--steps must be at least 1"),
+        (["runtime", "demo", "--step", "3"], "unrecognized arguments: --step"),
+        (["runtime", "compare", "--device", "cpu", "--commit", "x"], "40 hexadecimal digits"),
         (["frobnicate"], "invalid choice"),
         ([], "required"),
     ],
 )
-def test_unusable_input(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
+def test_unusable_input_exits_with_2_and_one_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
     """Bad input exits with 2 and one line that says what is wrong, never a traceback."""
     code, out, err = run(capsys, *argv)
 
@@ -236,14 +280,10 @@ def test_unusable_input(capsys: pytest.CaptureFixture[str], argv: list[str], sai
 @pytest.mark.parametrize(
     ("argv", "given"),
     [
-        ("check a.csv --fixtures", "a.csv"),
         ("check --fixtures --svg x.svg --trace x.json", "--svg x.svg and --trace x.json"),
         ("check --fixtures --pp 4", "--pp 4"),
         ("check --fixtures --seed 0", "--seed 0"),
         ("check a.csv --seed 1", "--seed 1"),
-        ("check a.csv --random 5", "a.csv"),
-        ("check --random 5 --torch 1F1B", "--torch 1F1B"),
-        ("check --random 5 --fixtures", "--fixtures"),
         ("check --random 5 --binding latest", "--binding latest"),
         ("check --random 5 --shared-pool", "--shared-pool"),
         ("check --random 5 --svg x.svg", "--svg x.svg"),
@@ -259,6 +299,8 @@ def test_unusable_input(capsys: pytest.CaptureFixture[str], argv: list[str], sai
         ("check --fixtures --max-outstanding-sends 2", "--max-outstanding-sends 2"),
         ("plan --te-order 1,-1 --microbatches 1", "--microbatches 1"),
         ("plan --te-order 1,-1 --ffn 10", "--ffn 10"),
+        ("prove --only arena.", "--only arena."),
+        ("explore --scope pool-2-2-2 --slots 2", "--scope pool-2-2-2"),
         ("plan --te-order 1,-1 --layers 2 --dtype fp32", "--layers 2 and --dtype fp32"),
     ],
 )
@@ -271,7 +313,7 @@ def test_what_does_not_apply_is_unusable(
     assert (2, "") == (code, out)
     assert 1 == len(err.splitlines())
     assert err.startswith(f"qeffect: {given} given, but ")
-    assert "leave" in err
+    assert "; leave out --" in err
 
 
 @pytest.mark.parametrize(
@@ -281,7 +323,6 @@ def test_what_does_not_apply_is_unusable(
         ["plan", "--te-order", "1,-1", "--hidden", "-" + "9" * 4000],
         ["check", "--binding", "x " * 3000, "a.csv"],
         ["check", "--torch", "x" * 5000],
-        ["check", "--fixtures", "x" * 5000],
         ["check", "x" * 5000],
         ["replay", "x" * 5000],
         ["explore", "--scope", "x " * 3000],
@@ -352,7 +393,7 @@ def test_a_refusal_says_where(
 @pytest.mark.parametrize(
     ("argv", "shown"), [([], True), (["--json"], True), (["--json", "--quiet"], False)]
 )
-def test_progress(
+def test_long_work_shows_progress_unless_quiet(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     argv: list[str],
@@ -370,7 +411,7 @@ def test_progress(
     assert "--json" not in argv or "accepted" == json.loads(out)["verdict"]
 
 
-def test_faults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fault_table_has_seven_rows_all_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """The fault table as JSON has its seven rows, every one refused."""
     code, data = json_of(capsys, "faults")
 
@@ -380,7 +421,7 @@ def test_faults(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(columns <= row.keys() and row["refused"] for row in data["rows"])
 
 
-def test_explore(capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_readings_walk_the_same_states(capsys: pytest.CaptureFixture[str]) -> None:
     """Both readings of the slot pool walk the same states."""
     arguments = ("explore", "--slots", "2", "--keys", "2", "--generations", "2")
 
@@ -393,8 +434,8 @@ def test_explore(capsys: pytest.CaptureFixture[str]) -> None:
     assert walked["states"] > 100
 
 
-def test_scopes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """The help names every scope that there is."""
+def test_what_the_help_names_is_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every scope, and the depth of the bounded proof, without loading either."""
     with pytest.raises(SystemExit):
         main(["explore", "--help"])
 
@@ -402,6 +443,7 @@ def test_scopes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert [*explorer.standard_scopes(), *explorer.large_scopes()] == list(SCOPES)
     assert set(SCOPES) <= set(said)
+    assert DEPTH == bounded.DEPTH
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 3, 2), (2, 2, 2), (3, 2, 2), (2, 3, 3)])
@@ -418,7 +460,9 @@ def test_the_largest_named_pool_is_not_too_large() -> None:
     assert 5_000_000 < pool_states(4, 5, 4) < MOST_STATES
 
 
-def test_plan(capsys: pytest.CaptureFixture[str], table: Path) -> None:
+def test_the_plan_of_zbv_has_four_live_tapes_and_five_slots(
+    capsys: pytest.CaptureFixture[str], table: Path
+) -> None:
     """The plan of ZB-V at PP=2, M=4 keeps four tapes live a rank and needs five slots."""
     code, data = json_of(capsys, "plan", str(table), "--hidden", "4096", "--ffn", "11008")
 
@@ -483,7 +527,9 @@ def test_plan_says_what_sends_hold(capsys: pytest.CaptureFixture[str], awaited: 
     assert "stage 1: 2 live, 1 pending, 2 forwards, 1 held by sends" in out
 
 
-def test_bench(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_bench_measures_every_figure_and_says_where(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """The kernel's bench names where it ran and measures every figure."""
     out = tmp_path / "bench.json"
 
@@ -509,3 +555,36 @@ def test_module_is_the_command(table: Path) -> None:
 
     assert 0 == done.returncode
     assert "[]" == done.stdout.splitlines()[-1]
+
+
+def test_help_of_the_runtime_loads_no_torch() -> None:
+    """What the runtime can do is listed on a machine without torch, and so is every command."""
+    code = (
+        "import sys; from qeffect.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: print('torch' in sys.modules)"
+    )
+
+    for argv in (["--help"], ["runtime", "--help"], ["runtime"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False
+        )
+
+        assert "False" == done.stdout.splitlines()[-1]
+        assert ("doctor" in done.stdout) is ("runtime" in argv and "--help" in argv)
+
+
+@pytest.mark.parametrize("module", ["qeffect.gpu_runtime", "qeffect.gpu_runtime.bench"])
+def test_modules_of_the_runtime_are_its_commands(module: str) -> None:
+    """``python -m`` gives the same words as ``qeffect runtime``."""
+    words = ["runtime", *(["bench"] if module.endswith("bench") else [])]
+
+    alias, command = (
+        subprocess.run(
+            [sys.executable, "-m", *start, "--help"], capture_output=True, text=True, check=True
+        ).stdout
+        for start in ([module], ["qeffect", *words])
+    )
+
+    assert alias.startswith(f"usage: qeffect {' '.join(words)} ")
+    assert alias == command

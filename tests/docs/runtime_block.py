@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from qeffect.report import package
 from tests.docs.blocks import KERNEL_REPORTS, RUNTIME_REPORTS, load, markdown
 
 #: Columns of the step table that the README shows.
@@ -37,8 +38,8 @@ def machine_of(report: Mapping[str, Any]) -> str:
     """Say in a line what a runtime report was measured on; the commit is in the list of reports."""
     e = report["environment"]
     return (
-        f"{e['gpu']}, driver {e['driver']}, torch {e['torch']}, Transformer Engine "
-        f"{e['transformer_engine']}"
+        f"{e['gpu']}, driver {e['driver']}, torch {package(e, 'torch')}, Transformer Engine "
+        f"{package(e, 'transformer-engine')}"
     )
 
 

@@ -42,7 +42,7 @@ def test_first_check_is_six_lines() -> None:
     assert said_by(block) == comments_of(block)
 
 
-def test_embedding_runs() -> None:
+def test_the_embedding_ends_in_the_refusal_that_it_names() -> None:
     """The embedding runs a whole epoch and ends in the refusal that its comment names."""
     block = python_blocks()[1]
 

@@ -57,7 +57,7 @@ class TestEpochs:
             rig.finish()
             assert epoch == rig.contract.commit_epoch()
 
-    def test_first_writer(self) -> None:
+    def test_one_buffer_has_one_first_writer_and_many_have_many(self) -> None:
         """One accumulating buffer has one first writer; microbatches of their own are all first."""
         for config, expected in ((accumulating(), [True, False]), (apart(), [True, True])):
             rig = Rig(config)
@@ -69,7 +69,7 @@ class TestEpochs:
 
 
 class TestBind:
-    def test_unbound(self) -> None:
+    def test_dgrad_needs_bound_destinations(self) -> None:
         """dI needs bound destinations: TE reads main_grad there."""
         rig = Rig(accumulating())
         ref = rig.forward(0)
@@ -78,7 +78,7 @@ class TestBind:
         with refused(rig, "arena.unbound", "e0.s0.m0.b0.i0 with no", "bound before dI"):
             rig.contract.check_dgrad(rig.key(0), ref)
 
-    def test_duplicate_bind(self) -> None:
+    def test_destinations_are_bound_once_in_an_epoch(self) -> None:
         """A key's destinations are bound once in an epoch."""
         rig = Rig(accumulating())
         rig.contract.bind(rig.key(0))
@@ -119,7 +119,7 @@ _CHANGES = {
 
 class TestMismatch:
     @pytest.mark.parametrize("name", sorted(_CHANGES))
-    def test_every_field(self, name: str) -> None:
+    def test_each_field_that_differs_is_named_on_both_sides(self, name: str) -> None:
         """A binding that differs in one field is refused, and the field is named on both sides."""
         rig = Rig(apart())
         first, second = rig.contract.memory.destination_of[0, 0, 0, 0]
@@ -142,7 +142,7 @@ class TestMismatch:
             rig.contract.check_wgrad(rig.key(0), ref, destination=wrong)
 
     @pytest.mark.parametrize("wrong", [(), [1], "w0", 7])
-    def test_anything_else(self, wrong: Any) -> None:
+    def test_anything_but_a_tuple_of_destinations_is_refused_in_words(self, wrong: Any) -> None:
         """What is no tuple of the configured destinations is refused in words."""
         rig = Rig(apart())
 
@@ -169,7 +169,7 @@ class TestMismatch:
 
 
 class TestWrites:
-    def test_overwrite(self) -> None:
+    def test_only_the_first_writer_of_an_epoch_overwrites(self) -> None:
         """Only the first writer of an epoch overwrites."""
         rig = Rig(accumulating())
         rig.microbatch(0)
@@ -180,7 +180,7 @@ class TestWrites:
             rig.check_wgrad(ref, 1, first=True)
         assert rig.check_wgrad(ref, 1, first=False).slot == ref.slot
 
-    def test_stale_accumulation(self) -> None:
+    def test_the_first_writer_does_not_accumulate(self) -> None:
         """The first writer does not accumulate onto the last epoch's gradient."""
         rig = Rig(accumulating())
         rig.epoch()
@@ -191,7 +191,7 @@ class TestWrites:
             rig.check_wgrad(ref, 1, first=False)
         assert rig.check_wgrad(ref, 1, first=True).slot == ref.slot
 
-    def test_pending(self) -> None:
+    def test_a_buffer_has_one_write_at_a_time(self) -> None:
         """One write of a buffer at a time."""
         rig = Rig(accumulating())
         refs = [rig.forward(0), rig.forward(1)]
@@ -230,7 +230,7 @@ class TestUnusable:
         with refused(rig, "arena.unusable", "stage 0, spoiled in epoch 0"):
             rig.contract.bind(rig.key(0))
 
-    def test_finalize(self) -> None:
+    def test_a_half_written_arena_is_never_final(self) -> None:
         """An arena that a failed action half wrote is never final."""
         rig = Rig(stage(microbatches=1, sends_output=True))
         ref = rig.forward(0)
@@ -269,7 +269,9 @@ class TestUnusable:
 
 class TestIncomplete:
     @MODES
-    def test_missing_write(self, config: Callable[[], StageConfig]) -> None:
+    def test_finalize_wants_every_microbatch_exactly_once(
+        self, config: Callable[[], StageConfig]
+    ) -> None:
         """Finalize wants every configured microbatch exactly once."""
         rig = Rig(config())
         rig.microbatch(0)

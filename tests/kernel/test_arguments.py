@@ -56,14 +56,14 @@ OF_REF: dict[str, Call] = {
 class TestStages:
     @pytest.mark.parametrize("call", OF_STAGE)
     @pytest.mark.parametrize("wrong", [1, -1, 99])
-    def test_unknown(self, call: str, wrong: int) -> None:
+    def test_an_unknown_stage_is_named_with_those_that_exist(self, call: str, wrong: int) -> None:
         """A stage that this process does not have is named, with those that it has."""
         with pytest.raises(ValueError, match=rf"^{call}: no stage {wrong}; there are \[0\]$"):
             OF_STAGE[call](Rig().contract, wrong)
 
     @pytest.mark.parametrize("call", OF_STAGE)
     @pytest.mark.parametrize("wrong", ["0", None, 0.0, [0]])
-    def test_no_index(self, call: str, wrong: Any) -> None:
+    def test_anything_but_an_index_is_said_not_to_be_one(self, call: str, wrong: Any) -> None:
         """What is no index is said to be none."""
         with pytest.raises(TypeError, match=f"^{call}: stage must be an index, got "):
             OF_STAGE[call](Rig().contract, wrong)
@@ -72,14 +72,14 @@ class TestStages:
 class TestLinks:
     @pytest.mark.parametrize("call", OF_LINK)
     @pytest.mark.parametrize("wrong", [1, -1, 99])
-    def test_unknown(self, call: str, wrong: int) -> None:
+    def test_an_unknown_link_is_named(self, call: str, wrong: int) -> None:
         """A link that does not exist is named; a negative one does not count from the end."""
         with pytest.raises(ValueError, match=f"^{call}: no link {wrong}; there are 1$"):
             OF_LINK[call](Rig().contract, wrong)
 
     @pytest.mark.parametrize("call", OF_LINK)
     @pytest.mark.parametrize("wrong", ["0", None, [0]])
-    def test_no_index(self, call: str, wrong: Any) -> None:
+    def test_anything_but_an_index_is_said_not_to_be_one(self, call: str, wrong: Any) -> None:
         """What is no index is said to be none."""
         with pytest.raises(TypeError, match=f"^{call}: link must be an index, got "):
             OF_LINK[call](Rig().contract, wrong)
@@ -105,7 +105,7 @@ class TestLinks:
         with pytest.raises(TypeError, match=f"^{action}: link must be an index, got "):
             check(link=wrong)
 
-    def test_unknown_caller(self) -> None:
+    def test_work_of_an_unknown_caller_is_not_forgotten_in_silence(self) -> None:
         """Work of a caller that was never named is not silently forgotten."""
         with pytest.raises(ValueError, match=r"^submit: no caller 'side'; there are \['main'\]$"):
             Rig().contract.submit("side")
@@ -136,7 +136,9 @@ class TestKeys:
             ({"stage": 5}, "a key of one of the stages [0]"),
         ],
     )
-    def test_unknown(self, call: str, part: dict[str, int], expected: str) -> None:
+    def test_a_key_outside_the_configuration_is_refused(
+        self, call: str, part: dict[str, int], expected: str
+    ) -> None:
         """A key outside the configuration is refused; the message says what is inside."""
         rig = Rig()
         key = evolve(_KEY, **part)
@@ -180,7 +182,7 @@ class TestKeys:
 
     @pytest.mark.parametrize("call", OF_KEY)
     @pytest.mark.parametrize("wrong", [None, "e0.s0.m0", (0, 0, 0), 3])
-    def test_no_key(self, call: str, wrong: Any) -> None:
+    def test_anything_but_a_key_is_said_not_to_be_one(self, call: str, wrong: Any) -> None:
         """What is no key is said to be none."""
         with pytest.raises(TypeError, match=f"^{call}: key must be a TapeKey, got "):
             OF_KEY[call](Rig().contract, wrong)
@@ -196,7 +198,7 @@ class TestSlots:
                 call(rig.key(0), slot=wrong)
 
     @pytest.mark.parametrize("wrong", ["0", 0.0, [0]])
-    def test_no_index(self, wrong: Any) -> None:
+    def test_anything_but_an_index_is_said_not_to_be_one(self, wrong: Any) -> None:
         """What is no index is said to be none."""
         rig = Rig()
         for name in ("reserve", "check_forward"):
@@ -215,7 +217,7 @@ class TestSlots:
 
     @pytest.mark.parametrize("call", OF_REF)
     @pytest.mark.parametrize("wrong", [None, 0, (0, 0, 0), "slot 0"])
-    def test_no_reference(self, call: str, wrong: Any) -> None:
+    def test_anything_but_a_reference_is_said_not_to_be_one(self, call: str, wrong: Any) -> None:
         """What is no reference is said to be none."""
         with pytest.raises(TypeError, match=f"^{call}: ref must be a TapeRef, got "):
             OF_REF[call](Rig().contract, wrong)
@@ -252,7 +254,7 @@ class TestNoTraceback:
     JUNK = ("x", 3.5, -7, 10**30, [], {}, (), object(), float("nan"), b"")
 
     @pytest.mark.parametrize("place", _everywhere())
-    def test_any_junk(self, place: str) -> None:
+    def test_any_argument_ends_in_a_refusal_or_an_error_of_ours(self, place: str) -> None:
         """Whatever stands where, the error is a refusal, or a TypeError or ValueError of ours."""
         for junk in self.JUNK:
             rig = Rig(stage(sends_output=True, sends_gradient=True, reduces=True))
@@ -267,7 +269,7 @@ class TestNoTraceback:
             assert isinstance(caught.value, Refused) or _is_ours(text), text
 
     @pytest.mark.parametrize("place", _everywhere())
-    def test_nothing(self, place: str) -> None:
+    def test_none_is_a_default_or_an_error_of_ours(self, place: str) -> None:
         """None is the default where there is one, and an error of ours elsewhere."""
         rig = Rig(stage(sends_output=True, sends_gradient=True, reduces=True))
         ref = rig.forward(0)

@@ -52,7 +52,7 @@ class TestSharedPool:
 
         assert rig.contract.commit_epoch() == 1
 
-    def test_forward(self) -> None:
+    def test_an_earlier_forward_waits_while_a_tape_lives_in_the_pool(self) -> None:
         """While a tape lives in the pool an earlier F is not replayed."""
         rig = Rig(stage(pool="p"), capture_order=BY_KIND)
         rig.forward(0, slot=1)
@@ -60,7 +60,7 @@ class TestSharedPool:
         with refused(rig, "capture.out-of-order", "in slot 0 after the graph of capture rank 1"):
             rig.check_forward(1, slot=0)
 
-    def test_dgrad(self) -> None:
+    def test_an_earlier_dgrad_is_refused_after_a_later_one(self) -> None:
         """F0 F1 dI1 dI0: the earlier dI would scratch on what the later one retains."""
         rig = Rig(stage(pool="p"))
         refs = [rig.forward(0, slot=0), rig.forward(1, slot=1)]
@@ -71,7 +71,7 @@ class TestSharedPool:
         with refused(rig, "capture.out-of-order", "e0.s0.m0.b0.i0 in slot 0", "capture order"):
             rig.contract.check_dgrad(rig.key(0), refs[0])
 
-    def test_wgrad(self) -> None:
+    def test_an_earlier_wgrad_is_refused_after_a_later_one(self) -> None:
         """dW of an earlier graph is refused likewise."""
         rig = Rig(stage(pool="p"))
         refs = [rig.forward(0, slot=0), rig.forward(1, slot=1)]

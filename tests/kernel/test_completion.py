@@ -95,7 +95,7 @@ class TestGraphToCaller:
         with refused(rig, "completion.graph-to-caller", "up to replay 1", "after replay 2"):
             rig.contract.check_dgrad(rig.key(1), ref)
 
-    def test_readers(self) -> None:
+    def test_a_reader_waits_for_the_replay_that_wrote(self) -> None:
         """A reader waits for the replay that wrote what it reads."""
         rig = Rig(stage(sends_output=True, sends_gradient=True))
         ref = rig.forward(0)
@@ -168,7 +168,7 @@ class TestWrongStream:
         with refused(rig, "completion.wrong-stream", "link 1 of domain 1", "domain 0"):
             rig.contract.finalize(0, 1)
 
-    def test_links(self) -> None:
+    def test_a_link_is_found_by_caller_and_domain(self) -> None:
         """A link is found by caller and domain; any other is named with those that exist."""
         rig = Rig(stage(0, domain="a"), stage(1, domain="b"), callers=("main", "side"))
 

@@ -62,7 +62,7 @@ class TestTransitions:
 
         assert len(set(declared)) == len(declared) == len(STATE)
 
-    def test_cached(self) -> None:
+    def test_the_same_relations_are_composed_once(self) -> None:
         """The composition of the same relations is made once."""
         assert transitions() is transitions(())
         assert transitions({"arena", "order"}) is transitions(["order", "arena"])
@@ -78,7 +78,7 @@ class TestTransitions:
         assert "order.token" not in source(composed.check_forward)
         assert "order.token" in source(composed.check_dgrad)
 
-    def test_unknown_transition(self) -> None:
+    def test_there_are_no_other_transitions(self) -> None:
         """There are no other transitions."""
         with pytest.raises(AttributeError, match="teleport"):
             _ = transitions().teleport
@@ -114,7 +114,7 @@ class TestRefused:
         with pytest.raises(CompositionError, match=message):
             compose("go", ("x",), [_relation("bad", source)])
 
-    def test_good_halves(self) -> None:
+    def test_joined_halves_run_as_if_called_in_turn(self) -> None:
         """What can be joined runs as if the halves were called one after another."""
         first = _relation("first", "def go_writes(st, x):\n    st.a[x] = st.b[x] + 1\n")
         second = _relation("second", "def go_writes(st, x):\n    st.b[x] = 5\n")

@@ -74,7 +74,9 @@ class TestDestinations:
             ),
         ],
     )
-    def test_refused(self, clause: str, places: Places, presented: str, expected: str) -> None:
+    def test_unusable_destinations_are_refused_by_name(
+        self, clause: str, places: Places, presented: str, expected: str
+    ) -> None:
         """Missing, duplicate, unknown and overlapping destinations are refused by name."""
         with pytest.raises(Refused) as caught:
             Contract([stage(destinations=places)])
@@ -86,7 +88,7 @@ class TestDestinations:
         assert record.cause
         assert record.remedy
 
-    def test_mixed_modes(self) -> None:
+    def test_a_stage_accumulates_or_has_buffers_of_microbatches(self) -> None:
         """A stage accumulates, or has destinations for every microbatch; not both."""
         places = [*_accumulating(), _destination("w0", 0, 8192)]
 
@@ -127,20 +129,20 @@ class TestDestinations:
 class TestStageConfig:
     @pytest.mark.parametrize("name", ["microbatches", "slots", "blocks", "invocations"])
     @pytest.mark.parametrize("wrong", [0, -1])
-    def test_too_few(self, name: str, wrong: int) -> None:
+    def test_counts_begin_at_one(self, name: str, wrong: int) -> None:
         """Counts begin at one."""
         with pytest.raises(ValueError, match=f"^{name} must be at least 1, got {wrong}$"):
             stage(**{name: wrong})
 
     @pytest.mark.parametrize("name", ["stage", "microbatches", "slots", "blocks", "invocations"])
     @pytest.mark.parametrize("wrong", ["2", None, 1.0, True])
-    def test_no_integer(self, name: str, wrong: Any) -> None:
+    def test_counts_and_indices_are_integers(self, name: str, wrong: Any) -> None:
         """Counts and indices are integers."""
         given = {"stage": 0, "microbatches": 1, "slots": 1, name: wrong}
         with pytest.raises(TypeError, match=f"^{name} must be an integer, got "):
             StageConfig(**given)
 
-    def test_negative_stage(self) -> None:
+    def test_stages_are_counted_from_zero(self) -> None:
         """Stages are counted from zero."""
         with pytest.raises(ValueError, match=r"^stage must be at least 0, got -1$"):
             StageConfig(-1, microbatches=1, slots=1)
@@ -154,19 +156,21 @@ class TestStageConfig:
             (("w", "w"), ValueError, r"must be named once each, got \('w', 'w'\)"),
         ],
     )
-    def test_matrices(self, matrices: Any, error: type[Exception], message: str) -> None:
+    def test_matrices_are_different_names(
+        self, matrices: Any, error: type[Exception], message: str
+    ) -> None:
         """Matrices are different names; a string is one name, not many."""
         with pytest.raises(error, match=f"^matrices {message}$"):
             stage(matrices=matrices)
 
     @pytest.mark.parametrize("name", ["domain", "pool"])
-    def test_names(self, name: str) -> None:
+    def test_domains_and_pools_are_named_by_anything_hashable(self, name: str) -> None:
         """Domains and pools are named by anything that can be a key of a dictionary."""
         with pytest.raises(TypeError, match=rf"^{name} must be a hashable name, got \[\]$"):
             stage(**{name: []})
 
     @pytest.mark.parametrize("wrong", [3, ["w0"], "w0"])
-    def test_destination_objects(self, wrong: Any) -> None:
+    def test_destinations_are_destination_objects(self, wrong: Any) -> None:
         """Destinations are Destination objects."""
         with pytest.raises(TypeError, match=r"^destinations must be Destination objects, got "):
             stage(destinations=wrong)
@@ -185,18 +189,21 @@ class TestProcess:
             Contract([0])  # type: ignore[list-item]
 
     @pytest.mark.parametrize("callers", [(), "main", ("a", "a")])
-    def test_callers(self, callers: Any) -> None:
+    def test_callers_are_different_names_and_at_least_one(self, callers: Any) -> None:
         """Callers are different names, at least one."""
         with pytest.raises(ValueError, match=r"^callers must be different names, at least one"):
             Contract([stage()], callers=callers)
 
     @pytest.mark.parametrize("wrong", [-1, 1 << 64, "8", None])
-    def test_generation_max(self, wrong: Any) -> None:
+    def test_a_generation_counter_has_at_most_64_bits(self, wrong: Any) -> None:
         """A generation counter has at most 64 bits."""
-        with pytest.raises(ValueError, match=r"^generation_max must be from 0 to 18446744073709"):
+        with pytest.raises(
+            ValueError,
+            match=r"^generation_max must be a non-negative integer of at most 18446744073709",
+        ):
             Contract([stage()], generation_max=wrong)
 
-    def test_unknown_relation(self) -> None:
+    def test_only_optional_relations_are_left_out(self) -> None:
         """Only relations that a backend may do without are left out."""
         for wrong in (["ownership"], ["orders"], ["epoch", "tickets"]):
             with pytest.raises(ValueError, match=r"^cannot leave out .*: a stage may omit arena, "):

@@ -32,7 +32,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_examples(name: str) -> None:
+def test_every_example_gives_what_it_says(name: str) -> None:
     """Every example gives what it says."""
     result = doctest.testmod(importlib.import_module(name), optionflags=OPTIONS)
 

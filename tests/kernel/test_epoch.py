@@ -10,7 +10,7 @@ from .helpers import Rig, refused, stage
 
 
 class TestFinalize:
-    def test_already_final(self) -> None:
+    def test_a_stage_is_finalized_once_in_an_epoch(self) -> None:
         """A stage is finalized once in an epoch."""
         rig = Rig(stage(microbatches=1))
         rig.microbatch(0)
@@ -46,7 +46,7 @@ class TestFinalize:
 
 
 class TestCommit:
-    def test_not_final(self) -> None:
+    def test_an_epoch_commits_only_when_every_stage_is_final(self) -> None:
         """An epoch commits only when every stage is final."""
         rig = Rig(stage(0, microbatches=1), stage(1, microbatches=1))
         rig.microbatch(0, 0)
@@ -55,7 +55,7 @@ class TestCommit:
         with refused(rig, "epoch.not-final", "[0, -1]", "all final in epoch 0"):
             rig.contract.commit_epoch()
 
-    def test_nothing_done(self) -> None:
+    def test_an_epoch_in_which_nothing_ran_is_not_final(self) -> None:
         """An epoch in which nothing ran is not final."""
         with refused(rig := Rig(), "epoch.not-final", "[-1]"):
             rig.contract.commit_epoch()

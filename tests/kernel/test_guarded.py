@@ -14,7 +14,7 @@ from .helpers import MATRICES, Rig, refused, stage
 
 
 class TestContextManagers:
-    def test_an_epoch(self) -> None:
+    def test_a_whole_epoch_of_context_managers_commits(self) -> None:
         """A whole epoch through the context managers commits."""
         rig = Rig(stage(microbatches=1))
         contract, key = rig.contract, rig.key(0)
@@ -83,7 +83,7 @@ class TestContextManagers:
         assert rig.contract.memory.held == [0, 0]
         assert rig.contract.memory.poisoned == [int(kind != "wgrad")]
 
-    def test_missing_evidence(self) -> None:
+    def test_a_dgrad_that_says_nothing_of_its_work_has_failed(self) -> None:
         """A dI block that says nothing of its queued work has failed."""
         rig = Rig()
         ref = rig.forward(0)
@@ -118,7 +118,7 @@ class TestContextManagers:
 
         assert set(rig.contract.live()) == {rig.key(0)}
 
-    def test_nested_domains(self) -> None:
+    def test_a_failure_in_an_inner_domain_leaves_the_outer_alone(self) -> None:
         """Blocks of different domains nest; the inner one's failure leaves the outer alone."""
         rig = Rig(stage(0, domain="a"), stage(1, domain="b"))
         inner = rig.contract.forward(rig.key(0, 1), refresh=True, link=rig.link(1))
@@ -130,7 +130,7 @@ class TestContextManagers:
 
 
 class TestDecorator:
-    def test_an_epoch(self) -> None:
+    def test_decorated_actions_are_checked_and_committed_every_time(self) -> None:
         """Decorated actions are checked and committed on every call."""
         rig = Rig()
         contract = rig.contract
@@ -205,7 +205,7 @@ class TestDecorator:
         assert ran == []
 
     @pytest.mark.parametrize("action", ["B", "refresh", "", None])
-    def test_unknown_action(self, action: Any) -> None:
+    def test_there_are_three_actions_to_decorate(self, action: Any) -> None:
         """There are three actions to decorate."""
         with pytest.raises(ValueError, match=r"^action must be 'F', 'dI' or 'dW', got "):
             guarded(Rig().contract, action)

@@ -14,7 +14,7 @@ from qeffect import TapeKey, TapeRef
 
 
 class TestTapeKey:
-    def test_parts(self) -> None:
+    def test_a_key_names_epoch_stage_microbatch_block_and_invocation(self) -> None:
         """A key names epoch, stage, microbatch, block and invocation; its cell leaves the epoch."""
         key = TapeKey(3, 1, 2, 4, 5)
 
@@ -26,7 +26,7 @@ class TestTapeKey:
         assert TapeKey(0, 1, 2) != TapeKey(1, 1, 2)
         assert TapeKey(0, 1, 2) < TapeKey(0, 2, 0)
 
-    def test_frozen(self) -> None:
+    def test_a_key_never_changes(self) -> None:
         """A key never changes."""
         with pytest.raises(FrozenInstanceError):
             TapeKey(0, 0, 0).epoch = 1  # type: ignore[misc]
@@ -40,7 +40,7 @@ class TestTapeKey:
         with pytest.raises(TypeError, match=f"'{part}' must be <class 'int'>"):
             TapeKey(**{**good, part: "0"})
 
-    def test_pickles(self) -> None:
+    def test_keys_and_references_travel_between_processes(self) -> None:
         """Keys and references travel between processes."""
         key, ref = TapeKey(1, 2, 3), TapeRef(4, 5, 6)
 
@@ -49,7 +49,7 @@ class TestTapeKey:
 
 
 class TestTapeRef:
-    def test_parts(self) -> None:
+    def test_a_reference_names_slot_generation_and_incarnation(self) -> None:
         """A reference names slot, generation and incarnation."""
         ref = TapeRef(2, 5, 0x1F)
 

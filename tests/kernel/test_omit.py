@@ -23,14 +23,14 @@ SUBSETS = [
 
 class TestAnySubset:
     @pytest.mark.parametrize("omit", SUBSETS, ids=lambda s: "+".join(sorted(s)) or "nothing")
-    def test_two_epochs(self, omit: frozenset[str]) -> None:
+    def test_an_orderly_process_runs_whatever_is_left_out(self, omit: frozenset[str]) -> None:
         """Whatever is left out, an orderly process runs epoch after epoch."""
         rig = Rig(stage(0, sends_output=True), stage(1, domain="b"), omit=omit)
 
         assert [1, 2] == [rig.epoch(), rig.epoch()]
 
     @pytest.mark.parametrize("omit", SUBSETS, ids=lambda s: "+".join(sorted(s)) or "nothing")
-    def test_ownership_remains(self, omit: frozenset[str]) -> None:
+    def test_a_stale_reference_is_refused_in_every_composition(self, omit: frozenset[str]) -> None:
         """Ownership is never left out: a stale reference is refused in every composition."""
         rig = Rig(omit=omit)
         ref = rig.microbatch(0)
@@ -40,7 +40,7 @@ class TestAnySubset:
         with refused(rig, "ownership.repeated-forward"):
             rig.check_forward(0)
 
-    def test_composed_relations(self) -> None:
+    def test_remaining_relations_are_listed_in_the_normative_order(self) -> None:
         """The composition lists the relations that remain, in the normative order."""
         for omit in SUBSETS:
             assert tuple(n for n in RELATIONS if n not in omit) == transitions(omit).relations
@@ -57,7 +57,7 @@ class TestEach:
         assert any(f'"{relation}.' in source(function) for function in whole)
 
     @EACH
-    def test_commit_redeems(self, relation: str) -> None:
+    def test_tickets_are_redeemed_once_in_every_composition(self, relation: str) -> None:
         """Tickets are redeemed once in every composition."""
         rig = Rig(omit={relation})
         ticket = rig.check_forward(0)

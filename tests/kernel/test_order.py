@@ -38,7 +38,7 @@ class TestToken:
         rig.contract.commit(ticket)
         assert rig.contract.token(0) == 1
 
-    def test_never_rewound(self) -> None:
+    def test_neither_an_abort_nor_a_commit_rewinds_the_token(self) -> None:
         """An abort leaves the token where it was; a commit of the epoch too."""
         rig = Rig()
         rig.forward(0)
@@ -143,7 +143,7 @@ class TestPoison:
 
         assert rig.forward(1).slot == ref.slot
 
-    def test_no_checkpoint(self) -> None:
+    def test_a_poisoned_domain_is_not_checkpointed(self) -> None:
         """A poisoned domain is not checkpointed, even when everything is drained."""
         rig = Rig()
         rig.contract.abort(rig.contract.check_refresh(0))
@@ -176,14 +176,14 @@ class TestDeclaredOrder:
             rig.finish()
             assert epoch == rig.contract.commit_epoch()
 
-    def test_reordered_forward(self) -> None:
+    def test_another_forward_than_the_declared_one_is_refused(self) -> None:
         """Another forward than the declared one is refused, and the message says which is due."""
         rig = Rig(declared={0: _ORDER})
 
         with refused(rig, "order.reordered", "F of e0.s0.m1.b0.i0 as update 0", "update 1"):
             rig.check_forward(1)
 
-    def test_reordered_dgrad(self) -> None:
+    def test_another_dgrad_than_the_declared_one_is_refused(self) -> None:
         """So is another dI."""
         rig = Rig(declared={0: _ORDER})
         ref = rig.forward(0)

@@ -22,7 +22,7 @@ class TestSlots:
         assert first.slot != second.slot
         assert {rig.key(0): first, rig.key(1): second} == rig.contract.live()
 
-    def test_pool_exhausted(self) -> None:
+    def test_an_occupied_slot_is_never_preempted(self) -> None:
         """An occupied slot is never preempted: with none free F is refused."""
         rig = Rig(stage(microbatches=3))
         rig.forward(0)
@@ -39,7 +39,7 @@ class TestSlots:
         with refused(rig, "ownership.pool-exhausted", "e0.s0.m1"):
             rig.contract.reserve(rig.key(1))
 
-    def test_foreign_slot(self) -> None:
+    def test_a_key_goes_into_a_slot_of_its_own_stage(self) -> None:
         """A key goes into a slot of its own stage."""
         rig = Rig(stage(0), stage(1))
 
@@ -48,7 +48,7 @@ class TestSlots:
         with refused(rig, "ownership.foreign-slot", "slot 0", "slot 0 is of stage 0"):
             rig.contract.reserve(rig.key(0, stage=1), slot=0)
 
-    def test_slot_busy(self) -> None:
+    def test_a_slot_that_holds_a_tape_takes_no_other(self) -> None:
         """A slot that holds a tape takes no other; the message says whose it is."""
         rig = Rig()
         ref = rig.forward(0)
@@ -58,7 +58,7 @@ class TestSlots:
         with refused(rig, "ownership.slot-busy", "e0.s0.m1", "waits for dI and dW"):
             rig.contract.reserve(rig.key(1), slot=ref.slot)
 
-    def test_key_live(self) -> None:
+    def test_a_live_key_is_not_forwarded_again(self) -> None:
         """A live key is not forwarded again into another slot."""
         rig = Rig()
         ref = rig.forward(0)
@@ -76,7 +76,7 @@ class TestSlots:
         with refused(rig, "ownership.slot-busy", "e0.s0.m0", "holding e0.s0.m0"):
             rig.check_forward(0)
 
-    def test_repeated_forward(self) -> None:
+    def test_a_key_is_forwarded_once_in_an_epoch(self) -> None:
         """A key is forwarded once in an epoch, also after its release or abort."""
         rig = Rig()
         rig.microbatch(0)
@@ -141,7 +141,7 @@ class TestReservation:
         with refused(rig, "ownership.stale-reference"):
             rig.contract.drop(rig.key(0), ref)
 
-    def test_explicit_slot(self) -> None:
+    def test_a_caller_may_choose_the_slot(self) -> None:
         """A caller may choose the slot to reserve."""
         rig = Rig(stage(slots=4))
 
@@ -151,7 +151,7 @@ class TestReservation:
 
 
 class TestReferences:
-    def test_stale_reference(self) -> None:
+    def test_after_release_every_reference_is_refused_everywhere(self) -> None:
         """After release every reference to the slot's tenant is refused, everywhere."""
         rig = Rig()
         ref = rig.microbatch(0)
@@ -177,7 +177,7 @@ class TestReferences:
         with refused(rig, "ownership.stale-reference", "generation 0", "generation 1 holding"):
             rig.check_wgrad(old, 0)
 
-    def test_future_generation(self) -> None:
+    def test_a_generation_that_was_never_issued_is_stale(self) -> None:
         """A generation that was never issued is as stale as a past one."""
         rig = Rig()
         ref = rig.forward(0)
@@ -185,7 +185,7 @@ class TestReferences:
         with refused(rig, "ownership.stale-reference", "generation 1", "generation 0"):
             rig.contract.drop(rig.key(0), evolve(ref, generation=1))
 
-    def test_foreign_incarnation(self) -> None:
+    def test_a_reference_of_another_contract_is_refused(self) -> None:
         """A reference that another contract issued is refused, whatever its slot."""
         rig, other = Rig(), Rig()
         rig.forward(0)
@@ -194,7 +194,7 @@ class TestReferences:
         with refused(rig, "ownership.foreign-incarnation", f"{foreign.incarnation:016x}"):
             rig.contract.drop(rig.key(0), foreign)
 
-    def test_wrong_key(self) -> None:
+    def test_a_reference_goes_with_the_key_it_was_issued_for(self) -> None:
         """A reference goes with the key it was issued for: dW's microbatch and slot agree."""
         rig = Rig()
         first, second = rig.forward(0), rig.forward(1)
@@ -227,7 +227,7 @@ class TestReferences:
 
 
 class TestConsumers:
-    def test_duplicate_dgrad(self) -> None:
+    def test_dgrad_visits_a_tape_once(self) -> None:
         """dI visits a tape once."""
         rig = Rig()
         ref = rig.forward(0)
@@ -244,7 +244,7 @@ class TestConsumers:
         with refused(rig, "ownership.wgrad-before-dgrad", "e0.s0.m0", "waits for dI and dW"):
             rig.check_wgrad(ref, 0)
 
-    def test_duplicate_wgrad(self) -> None:
+    def test_wgrad_visits_a_tape_once(self) -> None:
         """dW visits a tape once, also while a reader keeps it alive."""
         rig = Rig(stage(sends_output=True))
         ref = rig.forward(0)
@@ -264,7 +264,7 @@ class TestConsumers:
         assert rig.contract.memory.poisoned == [1]
 
     @pytest.mark.parametrize("covered", [(), ("w1",), (*MATRICES, "w1"), ("w0", "x")])
-    def test_matrix_coverage(self, covered: tuple[str, ...]) -> None:
+    def test_wgrad_must_have_written_every_matrix_once(self, covered: tuple[str, ...]) -> None:
         """dW must have written every matrix exactly once; otherwise it failed, and is aborted."""
         rig = Rig()
         ref = rig.forward(0)
@@ -383,7 +383,7 @@ class TestAbort:
 
         assert [0, 1, 3] == generations
 
-    def test_purge(self) -> None:
+    def test_purge_aborts_every_live_tape_of_an_epoch(self) -> None:
         """Purge aborts every live tape of an epoch, reservations too, and counts them."""
         rig = Rig(stage(slots=3, microbatches=3))
         rig.forward(0)
@@ -413,7 +413,7 @@ class TestAbort:
 
 
 class TestGenerations:
-    def test_exhaustion(self) -> None:
+    def test_a_slot_at_the_maximum_is_retired(self) -> None:
         """At the maximum a slot is retired: F refuses it, so that a release cannot fail."""
         rig = Rig(stage(microbatches=4, slots=1), generation_max=2)
         rig.microbatch(0)

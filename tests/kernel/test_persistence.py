@@ -41,7 +41,7 @@ class TestCheckpoint:
             checkpoint.recipe,
         )
 
-    def test_live_tape(self) -> None:
+    def test_no_checkpoint_while_a_tape_is_live(self) -> None:
         """Not while a tape is live, a reservation included."""
         rig = Rig()
         rig.contract.reserve(rig.key(0))
@@ -51,7 +51,7 @@ class TestCheckpoint:
         with refused(rig, "persistence.live-tape", "slots [0]"):
             rig.contract.checkpoint()
 
-    def test_pending_action(self) -> None:
+    def test_no_checkpoint_while_a_refresh_is_in_flight(self) -> None:
         """Not while a refresh is in flight."""
         rig = Rig()
         rig.contract.check_refresh(0)
@@ -59,7 +59,7 @@ class TestCheckpoint:
         with refused(rig, "persistence.pending-action", "0: 1", "none in flight"):
             rig.contract.checkpoint()
 
-    def test_mid_epoch(self) -> None:
+    def test_no_checkpoint_once_an_epoch_has_begun(self) -> None:
         """Not once an epoch has begun: a microbatch ran, or a cache was refreshed for one."""
         rig = Rig()
         rig.microbatch(0)
@@ -73,7 +73,7 @@ class TestCheckpoint:
         with refused(rig, "persistence.mid-epoch", "not yet forwarded stage 0"):
             rig.contract.checkpoint()
 
-    def test_device_work(self) -> None:
+    def test_no_checkpoint_before_the_device_is_seen_to_finish(self) -> None:
         """Not before the host has seen the device finish."""
         rig = Rig()
         rig.epoch()
@@ -81,7 +81,7 @@ class TestCheckpoint:
         with refused(rig, "persistence.device-work", "0: 1", "all drained"):
             rig.contract.checkpoint()
 
-    def test_changes_nothing(self) -> None:
+    def test_a_checkpoint_changes_nothing(self) -> None:
         """A checkpoint reads."""
         rig = Rig()
         before = rig.contract.snapshot()
@@ -103,7 +103,7 @@ class TestCheckpoint:
         assert all(d.address == 0 and d.device == "" for d in checkpoint.stages[0].destinations)
         assert rig.contract.incarnation.to_bytes(8, "little") not in text
 
-    def test_travels(self) -> None:
+    def test_a_checkpoint_survives_pickling_and_copying(self) -> None:
         """A checkpoint is a value: it is equal after pickling and copying."""
         checkpoint = Rig(stage(0), stage(1)).contract.checkpoint(state=1)
 
@@ -175,7 +175,7 @@ class TestRestore:
 
         assert len(seen) == 4
 
-    def test_same_incarnation(self) -> None:
+    def test_a_restore_wants_a_new_incarnation(self) -> None:
         """A restore under the current incarnation would revive old references."""
         rig = Rig()
         number = rig.contract.incarnation
@@ -209,14 +209,14 @@ class TestRestore:
             [stage(reduces=True)],
         ],
     )
-    def test_another_configuration(self, other: list[Any]) -> None:
+    def test_a_checkpoint_of_other_stages_is_refused(self, other: list[Any]) -> None:
         """A checkpoint of other stages is refused; the message says what both are."""
         checkpoint = Contract(other).checkpoint()
 
         with refused(Rig(), "persistence.configuration", "a checkpoint of stages 0", "one of st"):
             Rig().contract.restore(checkpoint)
 
-    def test_other_relations(self) -> None:
+    def test_a_checkpoint_of_other_relations_is_refused(self) -> None:
         """So is one of a backend that left other relations out."""
         checkpoint = Rig(omit={"arena"}).contract.checkpoint()
         rig = Rig()
@@ -311,13 +311,13 @@ class TestRestore:
             rig.contract.restore(checkpoint)
 
     @pytest.mark.parametrize("wrong", [None, 3, {"epoch": 1}])
-    def test_no_checkpoint(self, wrong: Any) -> None:
+    def test_anything_but_a_checkpoint_is_named(self, wrong: Any) -> None:
         """What is no checkpoint is named."""
         with pytest.raises(TypeError, match=r"^restore: expected a Checkpoint, got "):
             Rig().contract.restore(wrong)
 
     @pytest.mark.parametrize("wrong", ["1", -1, 1 << 64, 1.0])
-    def test_no_incarnation(self, wrong: Any) -> None:
+    def test_anything_but_a_64_bit_number_is_named(self, wrong: Any) -> None:
         """What is no 64-bit number is named."""
         rig = Rig()
         with pytest.raises(ValueError, match=r"^restore: an incarnation has 64 bits, got "):

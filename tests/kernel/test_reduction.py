@@ -18,14 +18,14 @@ def _final(**options: bool) -> Rig:
     return rig
 
 
-def test_an_epoch() -> None:
+def test_finalize_reduce_commit_epoch_after_epoch() -> None:
     """Finalize, reduce, commit: epoch after epoch."""
     rig = Rig(stage(reduces=True), stage(1))
 
     assert [1, 2] == [rig.epoch(), rig.epoch()]
 
 
-def test_before_final() -> None:
+def test_gradients_that_are_not_whole_are_not_reduced() -> None:
     """Gradients that are not whole are not reduced."""
     rig = Rig(stage(reduces=True))
 
@@ -33,7 +33,7 @@ def test_before_final() -> None:
         rig.contract.start_reduction(0)
 
 
-def test_in_flight() -> None:
+def test_a_stage_has_one_reduction_at_a_time() -> None:
     """One reduction of a stage at a time, and none at the commit."""
     rig = _final()
     rig.contract.start_reduction(0)
@@ -44,7 +44,7 @@ def test_in_flight() -> None:
         rig.contract.commit_epoch()
 
 
-def test_duplicate() -> None:
+def test_a_stage_is_reduced_once_in_an_epoch() -> None:
     """A stage is reduced once in an epoch."""
     rig = _final()
     rig.contract.start_reduction(0)
@@ -54,7 +54,7 @@ def test_duplicate() -> None:
         rig.contract.start_reduction(0)
 
 
-def test_not_configured() -> None:
+def test_a_stage_that_owes_no_reduction_is_not_reduced() -> None:
     """A stage that owes none is not reduced."""
     rig = Rig(stage(microbatches=1))
     rig.microbatch(0)
@@ -66,7 +66,7 @@ def test_not_configured() -> None:
 
 
 @pytest.mark.parametrize("end", ["finish_reduction", "fail_reduction"])
-def test_not_started(end: str) -> None:
+def test_only_a_reduction_in_flight_ends(end: str) -> None:
     """Only a reduction in flight finishes or fails."""
     rig = _final()
 
@@ -74,7 +74,7 @@ def test_not_started(end: str) -> None:
         getattr(rig.contract, end)(0)
 
 
-def test_missing() -> None:
+def test_no_commit_while_a_stage_owes_its_reduction() -> None:
     """An epoch does not commit while a stage owes its reduction; the message names the stage."""
     rig = _final()
 

@@ -36,7 +36,7 @@ class TestRefused:
             refusal.transition,
         )
 
-    def test_message(self) -> None:
+    def test_the_message_is_one_line_with_cause_and_remedy(self) -> None:
         """Its message is one line: clause, presented, expected, likely cause, what to do."""
         clause = CLAUSES["order.token"]
 
@@ -45,7 +45,7 @@ class TestRefused:
             f"Likely cause: {clause.cause} What to do: {clause.remedy}"
         )
 
-    def test_record(self) -> None:
+    def test_a_refusal_turns_into_a_record_of_strings(self) -> None:
         """It turns into a plain record of strings."""
         record = _some_refusal().record()
 
@@ -62,23 +62,23 @@ class TestRefused:
         }
         assert all(record.asdict().values())
 
-    def test_pickles(self) -> None:
+    def test_a_refusal_crosses_processes_whole(self) -> None:
         """It crosses processes with everything that it says."""
         refusal = _some_refusal()
 
         assert refusal.record() == pickle.loads(pickle.dumps(refusal)).record()
 
-    def test_one_family(self) -> None:
+    def test_every_refusal_is_a_refused(self) -> None:
         """Every refusal is a `Refused`; there is nothing else to catch."""
         assert Refused.__mro__[1] is Exception
         assert Refused.__subclasses__() == []
         assert qeffect.Refused is Refused
 
-    def test_bare(self) -> None:
+    def test_a_refusal_of_a_clause_alone_is_readable(self) -> None:
         """A guard raises it with the clause alone; it is still readable."""
         assert str(Refused("order.token")) == "order.token"
 
-    def test_no_context(self) -> None:
+    def test_a_refusal_is_not_chained_to_inner_workings(self) -> None:
         """What the caller sees is not chained to inner workings."""
         assert _some_refusal().__suppress_context__
 

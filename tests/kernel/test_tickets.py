@@ -36,7 +36,7 @@ class TestRedeemed:
     @pytest.mark.parametrize("action", ACTIONS)
     @pytest.mark.parametrize("first", ["commit", "abort"])
     @pytest.mark.parametrize("second", ["commit", "abort"])
-    def test_once(self, action: str, first: str, second: str) -> None:
+    def test_a_ticket_is_redeemed_once(self, action: str, first: str, second: str) -> None:
         """A ticket is redeemed once, by a commit or an abort."""
         rig = Rig()
         ticket = _in_flight(action, rig)
@@ -63,7 +63,7 @@ class TestRedeemed:
         else:
             assert result is None
 
-    def test_serials_rise(self) -> None:
+    def test_every_check_issues_the_next_serial(self) -> None:
         """Every check issues the next serial, also after aborts and restores."""
         rig = Rig()
         checkpoint = rig.contract.checkpoint()
@@ -132,7 +132,7 @@ class TestForged:
 
     @pytest.mark.parametrize("wrong", [None, 1, "ticket", ("F", 0, 1)])
     @pytest.mark.parametrize("end", ["commit", "abort"])
-    def test_no_ticket(self, end: str, wrong: Any) -> None:
+    def test_anything_but_a_ticket_is_named(self, end: str, wrong: Any) -> None:
         """What is no ticket is named."""
         with pytest.raises(TypeError, match=f"^{end}: expected a Ticket, got "):
             getattr(Rig().contract, end)(wrong)

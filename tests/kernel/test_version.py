@@ -87,7 +87,7 @@ class TestCache:
 
         assert rig.forward(0, refresh=False).slot == 0
 
-    def test_already_fresh(self) -> None:
+    def test_a_fresh_cache_is_not_refreshed_again(self) -> None:
         """A fresh cache is not refreshed again."""
         rig = Rig()
         rig.contract.commit(rig.contract.check_refresh(0))

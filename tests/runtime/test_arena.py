@@ -20,7 +20,9 @@ ONE_SET = 2 * sum(unit.shape[0] * unit.shape[1] for unit in STAGE.units)
 class TestMemory:
     @pytest.mark.parametrize("num_microbatches", [2, 8])
     @pytest.mark.parametrize("rule", RULES)
-    def test_bytes(self, rule: Rule, num_microbatches: int) -> None:
+    def test_only_the_per_microbatch_arena_grows_with_microbatches(
+        self, rule: Rule, num_microbatches: int
+    ) -> None:
         """Only the per-microbatch arena grows with the number of microbatches."""
         expected = {"copied": 0, "per_microbatch": num_microbatches, "accumulate": 1}[rule]
 
@@ -28,14 +30,14 @@ class TestMemory:
 
         assert expected * ONE_SET == arena.num_bytes
 
-    def test_unknown_rule(self) -> None:
+    def test_an_unknown_rule_is_refused_with_the_choices(self) -> None:
         """An unknown rule is refused with the choices."""
         with pytest.raises(ValueError, match="choose copied, per_microbatch, accumulate"):
             Arena.for_stage(STAGE, "in_place", 2, torch.bfloat16)  # type: ignore[arg-type]
 
 
 class TestPresent:
-    def test_configured_description(self) -> None:
+    def test_the_kernel_was_configured_with_what_is_presented(self) -> None:
         """What the arena presents is what the kernel was configured with, while nothing moved."""
         arena = Arena.for_stage(STAGE, "per_microbatch", 2, torch.bfloat16)
 
@@ -55,7 +57,7 @@ class TestPresent:
         assert (32, 32) == q.shape == k.shape == v.shape
 
     @pytest.mark.parametrize("field", ["shape", "dtype", "address"])
-    def test_each_field(self, field: str) -> None:
+    def test_swapped_memory_is_described_as_it_is_now(self, field: str) -> None:
         """Memory that was swapped under the arena is described as it is now."""
         arena = Arena.for_stage(STAGE, "accumulate", 2, torch.bfloat16)
         before = arena.present(0)
@@ -85,7 +87,7 @@ class TestPresent:
 
 
 class TestTotal:
-    def test_order_matters(self) -> None:
+    def test_another_order_is_another_sum(self) -> None:
         """The sum is taken in the order given, and another order is another result."""
         arena = Arena.for_stage(STAGE, "per_microbatch", 3, torch.bfloat16)
         again = Arena.for_stage(STAGE, "per_microbatch", 3, torch.bfloat16)

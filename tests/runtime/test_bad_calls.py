@@ -31,7 +31,9 @@ class TestBadCalls:
             ),
         ],
     )
-    def test_inputs(self, inputs: list[torch.Tensor], says: str) -> None:
+    def test_wrong_inputs_of_a_forward_are_named(
+        self, inputs: list[torch.Tensor], says: str
+    ) -> None:
         """Wrong number, shape, dtype or device of what F takes."""
         run = guarded_run(ORDER)
         run.runtime.actions.refresh(1)
@@ -41,7 +43,7 @@ class TestBadCalls:
 
         assert {} == run.runtime.contract.live()
 
-    def test_unknown_microbatch(self) -> None:
+    def test_a_microbatch_that_was_never_configured_is_an_unknown_key(self) -> None:
         """A microbatch that was never configured is an unknown key."""
         run = guarded_run(ORDER)
         run.runtime.actions.refresh(1)
@@ -52,7 +54,7 @@ class TestBadCalls:
 
         assert "ownership.unknown-key" == caught.value.clause
 
-    def test_unknown_stage(self) -> None:
+    def test_a_stage_of_another_process_is_named(self) -> None:
         """A stage of another process is named with those that there are."""
         run = guarded_run(ORDER)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -16,8 +15,8 @@ import attrs
 import pytest
 import torch
 
+from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import parameters
-from qeffect.gpu_runtime.bench import add_bench_arguments, run_bench
 from qeffect.gpu_runtime.bench.cells import (
     CELLS,
     SWEEP_MICROBATCHES,
@@ -41,7 +40,7 @@ from qeffect.gpu_runtime.bench.rounds import CellRun
 from qeffect.gpu_runtime.bench.worker import ColumnError, InlineWorker, ProcessWorker
 from qeffect.gpu_runtime.measure import device
 from qeffect.gpu_runtime.measure.device import MemoryPoll, parse
-from qeffect.gpu_runtime.measure.report import Report, UnusableError, commit_of, environment
+from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.measure.tracing import matrix_copies, summarize
 from qeffect.gpu_runtime.memory.state import same_bits
 from qeffect.gpu_runtime.plan.slots import plan_slots
@@ -51,11 +50,9 @@ from . import toys
 COMMIT = "0" * 40
 
 
-def options(*words: str) -> argparse.Namespace:
-    """Arguments of `bench` as the command line reads them."""
-    parser = argparse.ArgumentParser()
-    add_bench_arguments(parser)
-    return parser.parse_args([*words, "--commit", COMMIT])
+def bench(*words: str) -> int:
+    """Run `qeffect runtime bench`; return its exit code."""
+    return main(["runtime", "bench", *words, "--commit", COMMIT])
 
 
 def scripted_run(
@@ -135,7 +132,7 @@ class TestRounds:
         report = Report(
             "bench",
             tmp_path / "report.json",
-            environment([], COMMIT),
+            environment(COMMIT),
             {"quick": True, "settings": attrs.asdict(toys.SETTINGS)},
             {"cells": []},
         )
@@ -494,11 +491,9 @@ class TestCommand:
     ) -> None:
         """Native and ours in processes of their own, a complete report, a table printed last."""
         out = tmp_path / "report.json"
-        code = run_bench(
-            options(
-                *("--device", "cpu", "--columns", "native", "ours_accumulate", "--rounds", "2"),
-                *("--steps", "2", "--growth-steps", "0", "--out", str(out)),
-            )
+        code = bench(
+            *("--device", "cpu", "--columns", "native", "ours_accumulate", "--rounds", "2"),
+            *("--steps", "2", "--growth-steps", "0", "--out", str(out)),
         )
         report = json.loads(out.read_text())
 
@@ -522,7 +517,7 @@ class TestCommand:
         self, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Nothing is measured, and the line names what was wrong."""
-        assert 2 == run_bench(options(*words))
+        assert 2 == bench(*words)
         said_lines = capsys.readouterr().err.strip().splitlines()
         assert 1 == len(said_lines)
         assert said in said_lines[0]
@@ -530,7 +525,7 @@ class TestCommand:
     def test_without_a_device_the_tables_say_so(self, capsys: pytest.CaptureFixture[str]) -> None:
         """A missing device is unusable input, not a failed column."""
         assert not torch.cuda.device_count()
-        assert 2 == run_bench(options("--cells", "0"))
+        assert 2 == bench("--cells", "0")
         assert "no CUDA device" in capsys.readouterr().err
 
     def test_a_place_that_cannot_be_written_is_refused_before_measuring(
@@ -538,13 +533,13 @@ class TestCommand:
     ) -> None:
         """Half an hour of measurements must not end in a wrong path."""
         missing = tmp_path / "no" / "report.json"
-        assert 2 == run_bench(options("--device", "cpu", "--out", str(missing)))
+        assert 2 == bench("--device", "cpu", "--out", str(missing))
         assert "cannot write" in capsys.readouterr().err
 
-    def test_the_commit_is_forty_digits(self) -> None:
+    def test_the_commit_is_forty_digits(self, capsys: pytest.CaptureFixture[str]) -> None:
         """A report that names no commit cannot be reproduced."""
-        with pytest.raises(UnusableError, match="40 hexadecimal digits"):
-            commit_of("main")
+        assert 2 == main(["runtime", "bench", "--device", "cpu", "--commit", "main"])
+        assert "40 hexadecimal digits" in capsys.readouterr().err
 
     def test_importing_the_benchmark_imports_no_library(self) -> None:
         """Neither Transformer Engine nor a device context, nor the runtime's captures."""

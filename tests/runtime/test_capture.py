@@ -62,7 +62,9 @@ class TestSameBits:
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("provisioning", PROVISIONINGS)
     @pytest.mark.parametrize("order", [ORDER, random_order(3)], ids=["ZB-V", "random"])
-    def test_as_native(self, order: Order, rule: Rule, provisioning: Provisioning) -> None:
+    def test_every_replay_gives_the_bits_of_native(
+        self, order: Order, rule: Rule, provisioning: Provisioning
+    ) -> None:
         """Every replay picks its slot's graph and its microbatch's variant: native's bits."""
         run = captured_run(order, rule, provisioning)
         run.recording = Recording("captured")
@@ -131,7 +133,9 @@ class TestWhatIsCaptured:
         assert kinds + variants == len(ran)
         assert 0.0 < executor_of(run).report.phases["warmup dW"]
 
-    def test_paper_provisioning(self, graphs: list[StandInGraph]) -> None:
+    def test_a_slot_each_microbatch_has_the_graphs_of_the_paper(
+        self, graphs: list[StandInGraph]
+    ) -> None:
         """One slot a microbatch has the paper's 3 M L graphs, and a refresh a stage."""
         captured_run(provisioning="per_microbatch")
 
@@ -165,7 +169,7 @@ def reference_stages_in(domain: Any) -> None:
 
 class TestAddresses:
     @pytest.mark.parametrize("what", ["parameter", "cache", "state"])
-    def test_moved(self, what: str) -> None:
+    def test_what_moved_is_named_before_a_replay(self, what: str) -> None:
         """A parameter, cache or scale that moved is named at the next refresh, before a replay."""
         run = captured_run()
         run.step()
@@ -184,7 +188,7 @@ class TestAddresses:
         assert replays == executor_of(run).num_replays
 
     @pytest.mark.parametrize("what", ["parameter", "cache", "state", "buffer", "sum", "module"])
-    def test_replaced(self, what: str) -> None:
+    def test_what_was_replaced_is_found_too(self, what: str) -> None:
         """What was replaced by another object is found as well as what moved."""
         run = captured_run()
         run.step()

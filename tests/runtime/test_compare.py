@@ -19,7 +19,7 @@ def recording(**values: torch.Tensor | int) -> Recording:
 
 
 class TestCompare:
-    def test_equal(self) -> None:
+    def test_equal_bits_are_no_mismatch_and_each_value_counts(self) -> None:
         """Equal bits are no mismatch, and each value counts."""
         a, b = recording(x=torch.ones(3), y=4), recording(x=torch.ones(3), y=4)
 
@@ -94,7 +94,7 @@ def counted(reference: Recording, candidate: Recording, category: str) -> tuple[
 
 
 class TestRecording:
-    def test_label_once(self) -> None:
+    def test_a_label_is_used_once(self) -> None:
         """A label that is used twice would hide a value, so it is an error."""
         made = recording(x=1)
 

@@ -16,7 +16,7 @@ from qeffect.gpu_runtime.plan.order import Order
 from .helpers import TINY, reference_stages
 
 
-def test_readme_loop() -> None:
+def test_the_documented_loop_trains() -> None:
     """The documented embedding trains: two epochs pass, and every matrix moves."""
     text = (Path(gpu_runtime.__file__).parent / "README.md").read_text()
     found = re.search(r"```python\n(.*?)```", text, re.DOTALL)

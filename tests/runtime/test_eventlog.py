@@ -13,7 +13,7 @@ from .orders import random_order, table_order
 
 
 @pytest.mark.parametrize("provisioning", ["live", "per_microbatch"])
-def test_replays(provisioning: str) -> None:
+def test_a_log_of_three_epochs_replays_to_its_end(provisioning: str) -> None:
     """A log of three epochs replays to its end, in the epoch that the runtime is in."""
     order = table_order("ScheduleZBVZeroBubble", 1)
     run = guarded_run(order, event_log=True, provisioning=provisioning)  # type: ignore[arg-type]

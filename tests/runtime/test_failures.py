@@ -33,7 +33,9 @@ def linears_of(stage: StageBackend) -> tuple[ScaledLinear, ...]:
 
 
 class TestActionsThatRaise:
-    def test_forward(self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_forward_that_raises_poisons_its_domain(
+        self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """F that raises has rolled the scales: the domain is poisoned until it is rebuilt."""
         injected = Injection()
         injected.until("2F1")
@@ -51,7 +53,9 @@ class TestActionsThatRaise:
 
         injected.start_over(undisturbed)
 
-    def test_dgrad(self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_dgrad_that_raises_poisons_its_domain_and_drops_its_tape(
+        self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """dI that raises half way poisons the domain and drops its tape."""
         injected = Injection()
         injected.until("1I1")
@@ -68,7 +72,9 @@ class TestActionsThatRaise:
 
         injected.start_over(undisturbed)
 
-    def test_refresh(self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_refresh_that_raises_poisons_its_domain(
+        self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A refresh that raises half way poisons the domain: amaxes were recorded."""
         injected = Injection()
         runtime = injected.run.runtime
@@ -81,7 +87,9 @@ class TestActionsThatRaise:
 
         injected.start_over(undisturbed)
 
-    def test_optimizer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_update_that_raises_leaves_weights_that_nothing_covers(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """An update that raises half way leaves weights that no snapshot covers."""
         injected = Injection()
         for step in ORDER.steps:
@@ -94,7 +102,9 @@ class TestActionsThatRaise:
             with pytest.raises(BackendError, match="load a checkpoint into a fresh runtime"):
                 act()
 
-    def test_reducer(self, undisturbed: Recording) -> None:
+    def test_a_reduction_that_fails_stops_the_commit_until_a_rebuild(
+        self, undisturbed: Recording
+    ) -> None:
         """A reduction that fails makes the epoch uncommittable; rebuilt, it goes on."""
         failing = [True]
 
@@ -253,7 +263,7 @@ class TestEvidence:
         injected.start_over(undisturbed)
 
     @pytest.mark.parametrize("twice", [False, True])
-    def test_matrix_coverage(
+    def test_a_matrix_covered_twice_or_never_is_refused_at_the_commit(
         self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch, twice: bool
     ) -> None:
         """dW that covers a matrix twice, or not at all, is refused at its commit."""
@@ -277,7 +287,9 @@ class TestEvidence:
         assert "ownership.matrix-coverage" == caught.value.clause
         injected.start_over(undisturbed)
 
-    def test_destination_moved(self, undisturbed: Recording) -> None:
+    def test_swapped_destinations_are_refused_at_bind_and_at_wgrad(
+        self, undisturbed: Recording
+    ) -> None:
         """A destination whose memory was swapped is refused at bind, and again at dW."""
         injected = Injection()
         injected.until("1I1")
@@ -311,7 +323,7 @@ class TestOrderAndTime:
         injected.done.append(ORDER.steps[0])
         injected.go_on(undisturbed)
 
-    def test_reordered(self, undisturbed: Recording) -> None:
+    def test_a_forward_out_of_the_declared_order_is_refused(self, undisturbed: Recording) -> None:
         """An F out of the declared order of the state domain is refused."""
         injected = Injection()
         injected.until("1F1")

@@ -25,7 +25,7 @@ SPLIT_QKV = LayerConfig(hidden=128, ffn=256, heads=2, sequence=64, fused_qkv=Fal
 
 
 @pytest.mark.parametrize("history", [4, 16, 64])
-def test_native_repeats(history: int) -> None:
+def test_native_gives_the_same_bits_twice(history: int) -> None:
     """The oracle gives the same bits twice."""
     order = table_order("ScheduleZBVZeroBubble", 1)
 
@@ -59,7 +59,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "rank", "history", "rule", "dtype", "config"), CASES)
-def test_tables(
+def test_every_step_of_a_row_has_the_bits_of_native(
     name: str, rank: int, history: int, rule: Rule, dtype: torch.dtype, config: LayerConfig
 ) -> None:
     """20 steps of a rank's row: every tensor of every action and step has the same bits."""
@@ -73,7 +73,7 @@ def test_tables(
 
 @pytest.mark.parametrize("rule", ["copied", "per_microbatch", "accumulate"])
 @pytest.mark.parametrize("seed", [0, 1, 3, 4])
-def test_random_orders(seed: int, rule: Rule) -> None:
+def test_random_orders_have_the_bits_of_native(seed: int, rule: Rule) -> None:
     """Random non-LIFO orders, dW out of the order of dI: the same bits in both provisionings."""
     order = random_order(seed)
     assert not order.wgrads_follow_dgrads
@@ -86,7 +86,7 @@ def test_random_orders(seed: int, rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_hidden_512(name: str) -> None:
+def test_a_larger_size_has_the_bits_of_native(name: str) -> None:
     """One row of each schedule at a larger size, where other kernels are chosen."""
     order = table_order(name, 1)
 
@@ -106,7 +106,7 @@ def test_guards_change_nothing() -> None:
     )
 
 
-def test_several_layers() -> None:
+def test_layers_of_a_stage_are_one_interval_of_scaling_state() -> None:
     """Two layers a stage are one interval of scaling state, not two."""
     order = table_order("ScheduleZBVZeroBubble", 0)
 
@@ -116,7 +116,7 @@ def test_several_layers() -> None:
     assert_same(reference, candidate)
 
 
-def test_native_rule() -> None:
+def test_the_native_sum_depends_on_the_order_of_wgrads() -> None:
     """Which native sum is the same as a destination's depends on the order of dW."""
     follows = table_order("ScheduleZBVZeroBubble", 1)
     crossed = random_order(1)

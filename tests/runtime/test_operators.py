@@ -64,7 +64,7 @@ def gradients_of(run: GuardedRun, stage: int, m: int) -> list[torch.Tensor]:
 class TestOpcheck:
     """Schema, aliasing, fake implementation and functionalization, as torch checks them."""
 
-    def test_refresh(self) -> None:
+    def test_opcheck_passes_a_refresh(self) -> None:
         """The refresh of a stage before its first F."""
         session, token, _ = session_at("0F0", rehearsal=True)
 
@@ -73,7 +73,7 @@ class TestOpcheck:
         assert {"SUCCESS"} == set(results.values())
         assert 4 == len(results)
 
-    def test_forward(self) -> None:
+    def test_opcheck_passes_a_forward(self) -> None:
         """F in the middle of an epoch."""
         session, token, run = session_at("0F1", rehearsal=True)
 
@@ -81,7 +81,7 @@ class TestOpcheck:
 
         assert {"SUCCESS"} == set(results.values())
 
-    def test_input_gradient(self) -> None:
+    def test_opcheck_passes_a_dgrad(self) -> None:
         """dI of a retained tape."""
         session, token, run = session_at("0I1", rehearsal=True)
 
@@ -92,7 +92,7 @@ class TestOpcheck:
 
         assert {"SUCCESS"} == set(results.values())
 
-    def test_weight_gradient(self) -> None:
+    def test_opcheck_passes_a_wgrad(self) -> None:
         """dW into its destination; it returns nothing but the token."""
         session, token, _ = session_at("1W0", rehearsal=True)
 
@@ -156,7 +156,7 @@ class TestGuards:
 
         assert [0, 1] == (token - before).tolist()
 
-    def test_wgrad_twice(self) -> None:
+    def test_a_second_wgrad_is_refused_by_ownership(self) -> None:
         """dW twice is refused by ownership: its reference died."""
         session, token, _ = session_at("1W0", rehearsal=False)
         OPS.weight_gradient(token, session.destinations(1, 0), session.handle, 1, 0)
@@ -166,12 +166,12 @@ class TestGuards:
 
         assert "ownership.stale-reference" == caught.value.clause
 
-    def test_no_session(self) -> None:
+    def test_an_unknown_session_is_a_clear_line(self) -> None:
         """An unknown session is a clear line."""
         with pytest.raises(BackendError, match="keep the Session alive"):
             OPS.refresh(torch.zeros(2, dtype=torch.int64), [], -5, 0)
 
-    def test_no_forward(self) -> None:
+    def test_a_dgrad_without_its_forward_is_a_clear_line(self) -> None:
         """dI of a microbatch that was not forwarded is a clear line."""
         session, token, run = session_at("0F1", rehearsal=False)
 
@@ -180,7 +180,7 @@ class TestGuards:
                 token, session.sums(0), gradients_of(run, 0, 1), session.handle, 0, 1
             )
 
-    def test_wrong_overload(self) -> None:
+    def test_a_wrong_overload_names_the_right_one(self) -> None:
         """An overload with another number of results names the right one, and nothing runs."""
         session, token, run = session_at("0F1", rehearsal=False)
         before = run.runtime.contract.snapshot()
@@ -287,7 +287,7 @@ class TestSameBits:
 
         assert_same_state(plain, run)
 
-    def test_compiled(self) -> None:
+    def test_a_compiled_function_keeps_the_order_of_operators(self) -> None:
         """A compiled function of the operators keeps their order: the token is mutated."""
         run, plain = guarded_run(ORDER), guarded_run(ORDER)
         session = Session(run.runtime)

@@ -28,7 +28,7 @@ def check_plan(order: Order, provisioning: Provisioning) -> None:
 class TestPlan:
     @pytest.mark.parametrize("provisioning", PROVISIONINGS)
     @pytest.mark.parametrize("seed", range(20))
-    def test_random(self, seed: int, provisioning: Provisioning) -> None:
+    def test_no_slot_has_two_tenants(self, seed: int, provisioning: Provisioning) -> None:
         """No slot has two tenants, whatever the order."""
         check_plan(random_order(seed, num_microbatches=6), provisioning)
 
@@ -67,14 +67,14 @@ class TestPlan:
         with pytest.raises(ValueError, match="stage 1 has 2 slots, this order needs 3"):
             plan_slots(order, available={1: 2, 2: 2})
 
-    def test_unknown(self) -> None:
+    def test_an_unknown_provisioning_is_refused_with_the_choices(self) -> None:
         """An unknown provisioning is refused with the choices."""
         with pytest.raises(ValueError, match="choose live or per_microbatch"):
             plan_slots(random_order(0), "all")  # type: ignore[arg-type]
 
 
 class TestVariants:
-    def test_accumulate(self) -> None:
+    def test_only_the_first_wgrad_of_a_stage_overwrites(self) -> None:
         """Only the slot of a stage's first dW overwrites; slots that do both have both."""
         order = Order.parse("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2")
         plan = plan_slots(order)
@@ -82,7 +82,7 @@ class TestVariants:
         assert (WgradVariant(0, False), WgradVariant(0, True)) == plan.variants(0, 0, "accumulate")
         assert (WgradVariant(0, True),) == plan.variants(0, 1, "accumulate")
 
-    def test_per_microbatch(self) -> None:
+    def test_a_live_slot_writes_for_each_microbatch_it_serves(self) -> None:
         """A live slot writes the destinations of each microbatch that it serves."""
         plan = plan_slots(Order.parse("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2"))
 
@@ -90,7 +90,7 @@ class TestVariants:
 
         assert (WgradVariant(0, False), WgradVariant(2, False)) == found
 
-    def test_copied(self) -> None:
+    def test_copied_gradients_need_one_variant(self) -> None:
         """Copied gradients leave the library's memory the same way each time."""
         plan = plan_slots(random_order(1))
 

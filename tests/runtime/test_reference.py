@@ -42,7 +42,9 @@ def gradients(stage: ReferenceStage, x: torch.Tensor, dy: torch.Tensor) -> tuple
 
 class TestParameters:
     @pytest.mark.parametrize(("config", "total", "num_matrices"), [(TINY, 12, 4), (SPLIT, 16, 6)])
-    def test_counts(self, config: LayerConfig, total: int, num_matrices: int) -> None:
+    def test_parameters_and_matrices_are_counted_for_each_layout(
+        self, config: LayerConfig, total: int, num_matrices: int
+    ) -> None:
         """Fused QKV has 12 parameters, 4 of them matrices; split QKV 16 and 6. Units are 4."""
         stage = stage_of(config)
 
@@ -51,7 +53,7 @@ class TestParameters:
         assert total - num_matrices == len(stage.non_matrix)
         assert 4 == len(stage.units)
 
-    def test_protocol(self) -> None:
+    def test_the_reference_implements_both_protocols(self) -> None:
         """The reference implements both protocols."""
         stage = stage_of()
 
@@ -208,7 +210,7 @@ class TestCache:
         ({"sequence": 15}, "sequence . batch is 15"),
     ],
 )
-def test_bad_dimensions(wrong: dict[str, int], says: str) -> None:
+def test_impossible_dimensions_are_refused_in_one_line(wrong: dict[str, int], says: str) -> None:
     """Dimensions that FP8 or the heads cannot take are refused in one line."""
     with pytest.raises(ValueError, match=says):
         attrs.evolve(TINY, **wrong)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from qeffect.cli import main
 from qeffect.gpu_runtime import reports
 from qeffect.gpu_runtime.bench.cells import CELLS
 from qeffect.gpu_runtime.bench.columns import SPECS
@@ -31,6 +31,7 @@ from qeffect.gpu_runtime.measure.derive import (
 from qeffect.gpu_runtime.measure.report import SCHEMA, environment
 from qeffect.gpu_runtime.measure.tables import bench_lines, stream_lines, sweep_lines
 from qeffect.gpu_runtime.measure.targets import GOALS, judge_cells
+from qeffect.report import package
 
 from . import report_samples as samples
 
@@ -94,7 +95,7 @@ class TestSchema:
 
     @pytest.mark.parametrize(
         ("key", "value"),
-        [("commit", "main"), ("date", "today"), ("argv", ["--out=/a/b"]), ("torch", None)],
+        [("commit", "main"), ("date", "today"), ("argv", ["--out=/a/b"]), ("packages", {})],
     )
     def test_an_environment_that_cannot_be_reproduced_is_refused(
         self, key: str, value: Any
@@ -178,9 +179,18 @@ class TestCheckedIn:
     def test_the_environment_of_this_machine_fits_the_schema(self) -> None:
         """What a report would say of the machine that runs this test."""
         report = samples.bench_report()
-        report["environment"] = environment(["bench", "--out", "a/b.json", "--x=/c/d"], "1" * 40)
+        report["environment"] = environment("1" * 40)
         check(json.loads(json.dumps(report)))
-        assert ["bench", "--out", "b.json", "--x=d"] == report["environment"]["argv"]
+
+    def test_the_environment_of_an_older_report_fits_the_schema(self) -> None:
+        """Reports that name torch beside the other entries stay readable."""
+        report = samples.bench_report()
+        held = dict(report["environment"])
+        del held["packages"], held["cores"], held["load_1min"]
+        held |= {"cpus": 1, "torch": "2.11.0", "transformer_engine": None}
+        report["environment"] = held
+        check(report)
+        assert ("2.11.0", None) == (package(held, "torch"), package(held, "transformer-engine"))
 
 
 class TestDerived:
@@ -518,11 +528,10 @@ class TestStreams:
 
     def test_without_a_device_the_check_says_so(self, capsys: pytest.CaptureFixture[str]) -> None:
         """One line, and exit code 2."""
-        parser = argparse.ArgumentParser()
-        streamcheck.add_streams_arguments(parser)
-        assert 2 == streamcheck.run_streams(parser.parse_args([]))
+        assert 2 == main(["runtime", "streams"])
         assert "no CUDA device" in capsys.readouterr().err
-        assert 2 == streamcheck.run_streams(parser.parse_args(["--checks", "0"]))
+        assert 2 == main(["runtime", "streams", "--checks", "0"])
+        assert "must be at least 1" in capsys.readouterr().err
 
 
 class TestPictures:
@@ -571,9 +580,7 @@ class TestPictures:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """It says how to make a report."""
-        parser = argparse.ArgumentParser()
-        plots.add_plots_arguments(parser)
-        args = parser.parse_args(["--reports", str(tmp_path), "--out", str(tmp_path / "out")])
-        assert 2 == plots.run_plots(args)
-        assert "python -m qeffect.gpu_runtime bench" in capsys.readouterr().err
+        out = tmp_path / "out"
+        assert 2 == main(["runtime", "plots", "--reports", str(tmp_path), "--out", str(out)])
+        assert "make one with qeffect runtime bench" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()

@@ -42,7 +42,7 @@ class TestRoll:
 
         assert [448.0 / 8.0] == state.scale.tolist()
 
-    def test_rows_age(self) -> None:
+    def test_a_roll_closes_the_open_row_and_drops_the_oldest(self) -> None:
         """The open row becomes the youngest closed one, the oldest leaves, the open one is zero."""
         state = state_of([[1.0], [2.0], [3.0], [4.0]], [1.0])
 
@@ -51,7 +51,7 @@ class TestRoll:
         assert [[0.0], [3.0], [4.0], [1.0]] == state.history.tolist()
         assert [[0.0], [4.0], [1.0], [0.0]] == rolled(state).history.tolist()
 
-    def test_length_one(self) -> None:
+    def test_a_history_of_one_entry_forgets_at_every_roll(self) -> None:
         """A history of one entry forgets at every roll."""
         state = state_of([[5.0]], [1.0])
 
@@ -60,24 +60,24 @@ class TestRoll:
         assert [[0.0]] == state.history.tolist()
         assert [448.0 / 5.0] == pytest.approx(state.scale.tolist())
 
-    def test_nothing_seen(self) -> None:
+    def test_without_an_amax_the_old_scale_stays(self) -> None:
         """Without an amax the old scale stays."""
         state = state_of([[0.0]], [7.0])
 
         assert [7.0] == rolled(state).scale.tolist()
 
     @pytest.mark.parametrize("amax", [float("inf"), float("nan")])
-    def test_not_finite(self, amax: float) -> None:
+    def test_an_overflow_keeps_the_old_scale(self, amax: float) -> None:
         """An overflow keeps the old scale instead of making it zero or NaN."""
         assert [7.0] == rolled(state_of([[amax]], [7.0])).scale.tolist()
 
-    def test_tiny(self) -> None:
+    def test_a_scale_that_overflows_is_the_largest_float(self) -> None:
         """A scale that overflows is the largest float."""
         assert [torch.finfo(torch.float32).max] == rolled(
             state_of([[1e-38 / 448]], [7.0])
         ).scale.tolist()
 
-    def test_margin(self) -> None:
+    def test_a_margin_leaves_powers_of_two_free(self) -> None:
         """A margin leaves powers of two free."""
         state = state_of([[8.0]], [1.0])
 
@@ -103,7 +103,7 @@ class TestQuantize:
         assert [96.0, -288.0] == quantized.data.float().tolist()
         assert 300.0 == state.history[0, 0].item()
 
-    def test_saturates(self) -> None:
+    def test_what_does_not_fit_becomes_the_largest_value(self) -> None:
         """What the scale of before cannot hold becomes the largest value, not infinity."""
         state = ScalingState.empty(4, 1, E5M2, CPU)
 
@@ -178,7 +178,7 @@ class TestDomain:
             before
         )
 
-    def test_frozen_refuses(self) -> None:
+    def test_a_frozen_domain_takes_no_new_stage(self) -> None:
         """A stage that appears after the domain is frozen is refused."""
         domain = ReferenceDomain(4)
         stage_in(domain)
@@ -236,7 +236,7 @@ class TestNumericalState:
         with pytest.raises(BackendError, match="build the same stages before restoring"):
             NumericalState.of(domain).into(other)
 
-    def test_addresses_survive(self) -> None:
+    def test_a_restore_keeps_addresses(self) -> None:
         """Restoring writes in place: captured graphs keep their addresses."""
         domain = ReferenceDomain(4)
         stage = stage_in(domain)
@@ -256,6 +256,8 @@ class TestNumericalState:
             (torch.tensor([1.0]), torch.tensor([[1.0]]), False),
         ],
     )
-    def test_same_bits(self, a: torch.Tensor, b: torch.Tensor, same: bool) -> None:
+    def test_equality_is_of_raw_bits_type_and_shape(
+        self, a: torch.Tensor, b: torch.Tensor, same: bool
+    ) -> None:
         """Equality is of raw bits, type and shape; NaN equals itself and zero has a sign."""
         assert same is same_bits(a, b)

@@ -37,7 +37,9 @@ class TestRelations:
         ],
         ids=lambda names: "+".join(sorted(names)),
     )
-    def test_left_out(self, left_out: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_relations_left_out_change_no_bit(
+        self, left_out: set[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """A backend may leave relations out: nothing is asked of them, the bits are the same."""
         order = random_order(1)
         reference = native(order, 4, "accumulate", torch.bfloat16, 3, TINY)
@@ -53,7 +55,7 @@ class TestRelations:
 
 
 class TestReceiveInPlace:
-    def test_same_bits(self) -> None:
+    def test_receiving_in_place_changes_no_bit(self) -> None:
         """Buffers reserved before F and dI and filled in place give the bits of copied inputs."""
         order = random_order(3)
         copied, received = guarded_run(order), guarded_run(order)

@@ -2,7 +2,7 @@
 The Transformer Engine backend against a stand-in for the library (`fake_te`), on a CPU.
 
 What the stand-in can show: the order in which stores, destinations and state are touched, and every
-refusal. What it cannot: the real library's numerics, which `python -m qeffect.gpu_runtime compare`
+refusal. What it cannot: the real library's numerics, which `qeffect runtime compare`
 checks on a GPU.
 """
 
@@ -121,7 +121,9 @@ class TestAgainstNative:
         ("rule", "dtype"),
         [("per_microbatch", BF16), ("accumulate", BF16), ("accumulate", FP32)],
     )
-    def test_fused_qkv(self, rule: Rule, dtype: torch.dtype, fuse: bool) -> None:
+    def test_direct_placement_has_the_bits_of_native(
+        self, rule: Rule, dtype: torch.dtype, fuse: bool
+    ) -> None:
         """Direct placement, by `main_grad` at dI or by rebinding at dW: native's bits."""
         run = guarded_te(FUSED, rule, dtype, fuse_wgrad_accumulation=fuse)
         run.run(6)
@@ -131,7 +133,7 @@ class TestAgainstNative:
         assert result.mismatched == 0, str(result)
 
     @pytest.mark.parametrize("config", [FUSED, SPLIT], ids=["fused QKV", "split QKV"])
-    def test_copied(self, config: LayerConfig) -> None:
+    def test_copied_gradients_have_the_bits_of_native(self, config: LayerConfig) -> None:
         """Copied gradients: native's bits, with 4 matrices and with 6."""
         run = guarded_te(config, "copied", BF16, fuse_wgrad_accumulation=False)
         run.run(6)
@@ -151,7 +153,7 @@ class TestAgainstNative:
 
         assert result.mismatched == 0, str(result)
 
-    def test_several_layers(self) -> None:
+    def test_layers_under_one_autocast_are_one_interval(self) -> None:
         """Two layers under one autocast are one interval of the scaling state."""
         run = guarded_te(FUSED, "accumulate", FP32, num_layers=2)
         run.run(3)
@@ -171,7 +173,9 @@ class TestAgainstNative:
 
 class TestStage:
     @pytest.mark.parametrize(("config", "total", "num"), [(FUSED, 12, 4), (SPLIT, 16, 6)])
-    def test_parameters(self, config: LayerConfig, total: int, num: int) -> None:
+    def test_parameters_and_matrices_are_counted_for_each_layout(
+        self, config: LayerConfig, total: int, num: int
+    ) -> None:
         """12 parameters with 4 matrices, or 16 with 6; four units either way."""
         stage = stages_of(config)[0]
 
@@ -244,7 +248,7 @@ class TestStage:
         with pytest.raises(BackendError, match="queued 0 deferred products"):
             run.step()
 
-    def test_unknown_closure(self) -> None:
+    def test_a_product_built_otherwise_is_named(self) -> None:
         """A deferred product that is built differently is named, instead of written nowhere."""
         with pytest.raises(BackendError, match="use a tested version of the library"):
             deferred.gemm_arguments(lambda: None)
@@ -290,7 +294,7 @@ class TestDomain:
         with pytest.raises(BackendError, match="every module of the process must belong"):
             run.runtime.domain.freeze()
 
-    def test_late_comer(self) -> None:
+    def test_a_module_that_joins_after_capture_is_found(self) -> None:
         """A module that joins the process after capture is found at the next look."""
         run = guarded_te(FUSED, "accumulate", BF16)
         run.runtime.domain.freeze()
@@ -300,7 +304,7 @@ class TestDomain:
         with pytest.raises(BackendError, match="6 FP8 states joined the process after capture"):
             run.runtime.domain.check_membership()
 
-    def test_late_stage(self) -> None:
+    def test_a_frozen_domain_takes_no_new_stage(self) -> None:
         """A stage that joins a frozen domain is refused."""
         stages = stages_of(FUSED)
         domain = stages[0].domain
@@ -312,14 +316,14 @@ class TestDomain:
         with pytest.raises(BackendError, match="joins a frozen state domain"):
             TransformerEngineStage(9, domain, FUSED)
 
-    def test_cold_stage(self) -> None:
+    def test_a_stage_without_caches_cannot_be_frozen(self) -> None:
         """A stage without caches cannot be frozen: its first use would be inside a graph."""
         stages = stages_of(FUSED)
 
         with pytest.raises(BackendError, match="has 0 weight caches, expected 4"):
             stages[0].domain.freeze()
 
-    def test_skip_flag(self) -> None:
+    def test_the_process_wide_skip_flag_is_refused(self) -> None:
         """The process-wide skip flag, which overrides every F's, is refused."""
         run = guarded_te(FUSED, "accumulate", BF16)
         state = fake_te.FP8GlobalStateManager.quantization_state
@@ -328,7 +332,7 @@ class TestDomain:
         with pytest.raises(BackendError, match="skip_fp8_weight_update"):
             run.runtime.domain.freeze()
 
-    def test_obstacles(self) -> None:
+    def test_what_cannot_be_captured_is_listed(self) -> None:
         """What cannot be captured is listed: evaluation mode, tensor parallelism, FP8 weights."""
         stage = stages_of(FUSED)[0]
         assert isinstance(stage, TransformerEngineStage)
@@ -348,7 +352,9 @@ def warm_stranger(run: GuardedRun) -> None:
 
 
 class TestVersion:
-    def test_untested(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_untested_version_is_refused_with_what_to_do(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """An untested version is refused with what was tested and how to go on."""
         install(monkeypatch, "2.31.0")
 
@@ -362,7 +368,9 @@ class TestVersion:
 
         assert "2.31.0" == te.library().version
 
-    def test_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_the_library_the_message_says_what_to_install(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Without the library the message says what to install and what works without."""
         for name in list(fake_te.modules()):
             monkeypatch.setitem(sys.modules, name, None)
@@ -372,7 +380,9 @@ class TestVersion:
             TransformerEngineDomain("delayed", 4, CPU)
 
     @pytest.mark.parametrize("version", ["2.18.0", "2.18.1+abc", "2.19.0", "2.20.2"])
-    def test_tested(self, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_releases_of_the_tested_versions_are_tested(
+        self, version: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Patch releases of a tested version are tested versions."""
         install(monkeypatch, version)
 

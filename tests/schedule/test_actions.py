@@ -65,12 +65,12 @@ NOT_CELLS = (
 
 class TestParse:
     @pytest.mark.parametrize("cell", CELLS)
-    def test_round_trip(self, cell: str) -> None:
+    def test_what_is_read_prints_as_it_stood(self, cell: str) -> None:
         """A cell that is read prints as it stood."""
         assert cell == str(Action.parse(cell))
 
     @pytest.mark.parametrize("cell", NOT_CELLS)
-    def test_refused_whole(self, cell: str) -> None:
+    def test_anything_but_one_action_is_refused_with_its_text(self, cell: str) -> None:
         """What is not exactly one action is refused, with the cell in the error."""
         with pytest.raises(ScheduleError) as caught:
             Action.parse(cell)
@@ -79,7 +79,7 @@ class TestParse:
         assert caught.value.cell in cell
         assert "\n" not in str(caught.value)
 
-    def test_blanks_around(self) -> None:
+    def test_blanks_around_an_action_do_not_matter(self) -> None:
         """Blanks around a cell do not matter, as in torch."""
         assert Action(Kind.FORWARD, 1, 2) == Action.parse("  1F2 ")
 
@@ -115,7 +115,7 @@ class TestAtoms:
 
 
 class TestInference:
-    def test_counts(self) -> None:
+    def test_stages_and_microbatches_come_from_the_table(self) -> None:
         """Stages, microbatches and homes come from the table."""
         schedule = from_actions(
             [["0F0", "0F1", "", "0B0", "0B1"], [None, "1F0", "1F1", "1B0", "1B1"]]
@@ -180,7 +180,7 @@ class TestFromActions:
 
         assert ["0F0", "0F1", "0F2", "None", "None", "0B0"] == [str(a) for a in schedule.rows[0]]
 
-    def test_mapping(self) -> None:
+    def test_a_mapping_is_read_in_the_order_of_ranks(self) -> None:
         """A mapping from rank to row is read in rank order."""
         schedule = from_actions({1: ["1F0", "1B0"], 0: ["0F0", "0B0"]})
 
@@ -189,21 +189,23 @@ class TestFromActions:
     @pytest.mark.parametrize(
         ("rows", "said"),
         [
-            ([["0F0", "what"]], "rank 0, step 1: cell 'what' is no action"),
+            ([["0F0", "what"]], "rank 0, step 1: cell 'what' is not an action"),
             ({1: ["0F0"]}, "ranks must be 0, 1, 2"),
             ([["0F0"], "1F0"], "rank 1: .*expected a list of cells"),
             ([["0F0"], 3], "rank 1: .*expected a list of cells, found 3"),
-            ([], "no cell computes anything"),
-            ([[None, ""]], "no cell computes anything"),
-            ([["0UNSHARD"]], "no cell computes anything"),
+            ([], "nothing is computed"),
+            ([[None, ""]], "nothing is computed"),
+            ([["0UNSHARD"]], "nothing is computed"),
         ],
     )
-    def test_unusable(self, rows: object, said: str) -> None:
+    def test_what_cannot_be_a_schedule_is_refused_with_its_place(
+        self, rows: object, said: str
+    ) -> None:
         """What cannot be a schedule is refused with its place."""
         with pytest.raises(ScheduleError, match=said):
             from_actions(rows)  # type: ignore[arg-type]
 
-    def test_limits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_more_than_the_limit_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """More cells than the limit are refused."""
         monkeypatch.setattr("qeffect.schedule.infer.MAX_CELLS", 3)
 
@@ -211,7 +213,7 @@ class TestFromActions:
             from_actions(["0F0", "0F1", "0B0", "0B1"])
 
     @pytest.mark.parametrize("microbatches", [0, -1, 10**9])
-    def test_microbatch_limits(self, microbatches: int) -> None:
+    def test_a_stated_number_of_microbatches_must_be_one(self, microbatches: int) -> None:
         """A stated number of microbatches must be one."""
         with pytest.raises(ScheduleError, match="expected between 1 and"):
             from_actions([["0F0", "0B0"]], num_microbatches=microbatches)
@@ -224,7 +226,7 @@ class TestFromActions:
 
 
 class TestSchedule:
-    def test_cell(self) -> None:
+    def test_a_place_outside_a_row_is_idle(self) -> None:
         """A place outside a row is idle."""
         schedule: Schedule = from_actions([["0F0", "0B0"]])
 
@@ -232,12 +234,12 @@ class TestSchedule:
         assert schedule.cell(0, 2) is None
         assert schedule.cell(0, -1) is None
 
-    def test_format(self) -> None:
+    def test_messages_or_sharding_make_a_table_one_of_communication(self) -> None:
         """Messages or sharding make a table one with communication; a reduction does not."""
         assert "compute_only" == from_actions([["0F0", "0B0", "0REDUCE_GRAD"]]).format
         assert "compute_comms" == from_actions([["0UNSHARD", "0F0", "0B0"]]).format
 
-    def test_shorten(self) -> None:
+    def test_short_texts_are_kept(self) -> None:
         """Short texts are kept."""
         assert "abc" == shorten("abc")
         assert 60 == len(shorten("a" * 61))

@@ -53,7 +53,7 @@ def everything(schedule: Schedule, binding: str) -> str:
     return verdict.verdict
 
 
-def test_random_cells() -> None:
+def test_arbitrary_tables_get_a_verdict_or_one_line() -> None:
     """Tables of arbitrary cells get a verdict or one line, never anything else."""
     ends, said = set(), []
     for seed in range(300):
@@ -71,7 +71,7 @@ def test_random_cells() -> None:
     assert not any("\n" in line for line in said)
 
 
-def test_damaged_files(tmp_path: Path) -> None:
+def test_damaged_files_get_a_verdict_or_one_line(tmp_path: Path) -> None:
     """Shipped tables with random bytes overwritten get a verdict or one line."""
     path = tmp_path / "table.csv"
     names = [n for n in fixture_names() if "_pp2_" in n]

@@ -25,7 +25,7 @@ def test_never_mismatch_on_torchs_tables(name: str, binding: str) -> None:
 
 
 class TestLatest:
-    def test_zbv(self) -> None:
+    def test_the_latest_dgrad_is_wrong_once_in_zbv(self) -> None:
         """The most recent dgrad is the wrong one once, on rank 1 of ZB-V at PP=2, M=4."""
         found = mismatches(read_fixture(ZBV), "latest")
 
@@ -38,7 +38,7 @@ class TestLatest:
             found[0].got,
         )
 
-    def test_finding(self) -> None:
+    def test_a_mismatch_names_the_owned_work_and_the_given(self) -> None:
         """The mismatch names the work that it owns and the work that it is given."""
         mismatch = first_mismatch(read_fixture(ZBV), "latest")
         assert mismatch is not None
@@ -99,7 +99,7 @@ def _by_definition(schedule: Schedule, binding: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("binding", ["fifo", "latest", "global"])
-def test_random_schedules(binding: str) -> None:
+def test_keyless_disciplines_fail_where_their_definitions_say(binding: str) -> None:
     """Each keyless discipline fails on some schedule, and just where its definition says."""
     failed = 0
     for seed in range(60):
@@ -152,7 +152,7 @@ def test_contract_gives_work_once() -> None:
     assert keyed.pick((0, 1)) is None
 
 
-def test_unknown() -> None:
+def test_an_unknown_discipline_is_refused_with_the_known_ones() -> None:
     """An unknown discipline is refused with the list of known ones."""
     with pytest.raises(
         ScheduleError, match="unknown binding 'lifo'; expected one of contract, fifo"

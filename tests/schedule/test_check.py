@@ -54,7 +54,7 @@ class TestBinding:
         assert "the reference of 1I2" in verdict.finding.expected
         assert "the reference of 1I3" in verdict.finding.found
 
-    def test_global(self) -> None:
+    def test_one_queue_a_rank_is_refused_in_zbv_of_four_ranks(self) -> None:
         """One queue a rank is refused in ZB-V at PP=4, M=8, and not at PP=2, M=4."""
         larger = check(read_fixture("ScheduleZBVZeroBubble_pp4_vpp2_m8.compute.csv"), "global")
 
@@ -82,21 +82,21 @@ class TestBinding:
                 assert str(verdict.clause).startswith("ownership.")
         assert (refused > 0) is (binding != "contract")
 
-    def test_te_order(self) -> None:
+    def test_an_order_list_is_checked_as_one_rank(self) -> None:
         """An order list is checked as one rank."""
         order = "1,1,-1,-1,-1.5,-1.5"
 
         assert "accepted" == check(te_order(order)).verdict
         assert "ownership.wrong-key" == check(te_order(order), "latest").clause
 
-    def test_unknown(self) -> None:
+    def test_an_unknown_discipline_is_refused_before_anything_runs(self) -> None:
         """An unknown binding is refused before anything runs."""
         with pytest.raises(ScheduleError, match="unknown binding 'x'"):
             check(read_fixture(ZBV), "x")
 
 
 class TestCapture:
-    def test_shared_pool(self) -> None:
+    def test_a_shared_pool_is_refused_where_the_analysis_says(self) -> None:
         """The contract refuses a shared pool on ZB-V, at the place that the analysis names."""
         schedule = read_fixture(ZBV)
         verdict = check(schedule, shared_pool=True)
@@ -116,7 +116,7 @@ class TestCapture:
 
 class TestTables:
     @pytest.mark.parametrize("seed", range(40))
-    def test_random_schedules(self, seed: int) -> None:
+    def test_legal_schedules_are_accepted_and_faulty_ones_refused(self, seed: int) -> None:
         """Random legal schedules are accepted; with one fault they are refused by its clause."""
         illegal = random_illegal(seed)
 
@@ -142,14 +142,14 @@ class TestTables:
 
         assert (16, 4, 4) == (counts["send"], counts["reduce"], counts["finalize"])
 
-    def test_idle_rank(self) -> None:
+    def test_a_rank_without_stages_has_no_contract(self) -> None:
         """A rank without stages has no contract."""
         verdict = check(edited(LOOP, lambda rows: rows.append([""])))
 
         assert "accepted" == verdict.verdict
         assert 4 == verdict.counts["commit"]
 
-    def test_steps(self) -> None:
+    def test_as_many_steps_are_taken_as_are_asked_for(self) -> None:
         """The number of optimizer steps is what is asked for, and at least one."""
         assert 3 * 2 == check(read_fixture(ZBV), steps=3).counts["commit"]
         with pytest.raises(ScheduleError, match="steps must be at least 1"):
@@ -178,7 +178,7 @@ class TestTables:
 
 
 class TestRecord:
-    def test_accepted(self) -> None:
+    def test_the_record_of_an_accepted_schedule_has_its_plan(self) -> None:
         """The record of an accepted schedule is JSON with its plan."""
         record = json.loads(json.dumps(check(read_fixture(ZBV)).record()))
 
@@ -186,7 +186,7 @@ class TestRecord:
         assert record["clause"] is None
         assert 2 == len(record["plan"]["ranks"])
 
-    def test_refused(self) -> None:
+    def test_the_record_of_a_refusal_has_its_place(self) -> None:
         """The record of a refusal has clause, rank, step and action at the top."""
         record = json.loads(json.dumps(check(read_fixture(ZBV), "latest").record()))
 
@@ -201,6 +201,6 @@ class TestRecord:
 
         assert first == second
 
-    def test_slots_text(self) -> None:
+    def test_slots_are_listed_stage_by_stage(self) -> None:
         """Slots are listed stage by stage."""
         assert "0: 4, 1: 3, 2: 2, 3: 1" == check(read_fixture(ZBV)).slots_text

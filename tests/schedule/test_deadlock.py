@@ -51,7 +51,7 @@ class TestDeadlock:
             found.action,
         )
 
-    def test_three_ranks(self) -> None:
+    def test_a_cycle_through_three_ranks_has_three_legs(self) -> None:
         """A cycle through three ranks has three legs."""
         found = check_ranks(
             from_actions(

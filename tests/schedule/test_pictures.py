@@ -52,7 +52,7 @@ def deadlock() -> tuple[Any, Finding]:
 
 class TestGrid:
     @pytest.mark.parametrize("name", [n for n in fixture_names() if "_pp2_" in n])
-    def test_is_torchs(self, name: str) -> None:
+    def test_without_a_finding_the_grid_is_what_torch_prints(self, name: str) -> None:
         """Without a finding, the grid says what torch's own print says."""
         from torch.distributed.pipelining.schedules import _Action, _format_pipeline_order
 
@@ -68,7 +68,7 @@ class TestGrid:
             line.split() for line in grid(schedule).splitlines()
         ]
 
-    def test_marks(self, mismatch: Finding) -> None:
+    def test_the_refused_action_and_its_work_are_marked(self, mismatch: Finding) -> None:
         """The refused cell, what it owns and what it was given are marked, and its line named."""
         lines = grid(read_fixture(ZBV), mismatch, context=3).splitlines()
 
@@ -89,7 +89,7 @@ class TestGrid:
 
         assert ("... 21 steps", "... 1 steps") == (lines[1], lines[-1])
 
-    def test_whole(self, mismatch: Finding) -> None:
+    def test_nothing_is_cut_unless_asked(self, mismatch: Finding) -> None:
         """Nothing is cut when nothing is asked to be."""
         assert 26 == len(grid(read_fixture(ZBV), mismatch, context=None).splitlines())
 
@@ -130,7 +130,7 @@ class TestTimeline:
 
         assert "rank 1, step 22: 1W2" in titles
 
-    def test_self_contained(self, mismatch: Finding) -> None:
+    def test_a_timeline_needs_nothing_from_elsewhere(self, mismatch: Finding) -> None:
         """The file needs no script, style sheet, font or image from elsewhere."""
         svg = timeline(read_fixture(ZBV), mismatch)
         root = ET.fromstring(svg)
@@ -154,7 +154,7 @@ class TestTimeline:
         assert mismatch.message in texts(svg)
         assert not [r for r in shapes(timeline(schedule), "rect") if r.get("stroke") == RED]
 
-    def test_binding_arcs(self, mismatch: Finding) -> None:
+    def test_arcs_lead_from_owned_and_from_taken_work(self, mismatch: Finding) -> None:
         """One arc comes from the owned work, a dashed one from the work that was taken."""
         svg = timeline(read_fixture(ZBV), mismatch)
         arcs = [p for p in shapes(svg, "path") if "marker-end" in p]
@@ -177,7 +177,7 @@ class TestTimeline:
 
         assert "schedule.stage-missing" in "".join(texts(svg))
 
-    def test_deadlock(self) -> None:
+    def test_waiting_ranks_are_outlined_and_the_rest_is_pale(self) -> None:
         """Every waiting rank is outlined, and what never ran is pale."""
         schedule, found = deadlock()
         svg = timeline(schedule, found)
@@ -284,7 +284,7 @@ class TestLayout:
 
 
 class TestTrace:
-    def test_slices(self) -> None:
+    def test_every_action_is_a_slice_of_its_rank(self) -> None:
         """Every cell is a slice of its rank's process, with its place as arguments."""
         schedule = read_fixture(ZBV_COMMS)
         events = trace(schedule)["traceEvents"]
@@ -313,7 +313,7 @@ class TestTrace:
             assert start["pid"] != ends[number]["pid"]
             assert start["ts"] <= ends[number]["ts"]
 
-    def test_refused(self, mismatch: Finding) -> None:
+    def test_only_the_refused_slice_carries_the_clause(self, mismatch: Finding) -> None:
         """The refused slice and an instant event carry the clause, and nothing else does."""
         events = trace(read_fixture(ZBV), mismatch)["traceEvents"]
         marked = [e for e in events if "refused" in e["args"]]
@@ -323,7 +323,7 @@ class TestTrace:
         assert ["refused: schedule.binding-mismatch"] == [e["name"] for e in instants]
         assert mismatch.message == instants[0]["args"]["message"]
 
-    def test_names(self) -> None:
+    def test_processes_and_threads_are_named(self) -> None:
         """Processes and threads are named."""
         events = trace(read_fixture(ZBV))["traceEvents"]
         names = [e["args"]["name"] for e in events if e["ph"] == "M"]
@@ -331,14 +331,14 @@ class TestTrace:
         assert "rank 0 (stage 0, 3)" in names
         assert "messages" in names
 
-    def test_not_run(self) -> None:
+    def test_what_a_deadlock_keeps_from_running_is_marked(self) -> None:
         """What a deadlock keeps from running is marked."""
         schedule, found = deadlock()
         events = trace(schedule, found)["traceEvents"]
 
         assert any(e.get("args", {}).get("ran") is False for e in events)
 
-    def test_json(self) -> None:
+    def test_the_text_is_the_object(self) -> None:
         """The text is the object."""
         schedule = read_fixture(ZBV)
 

@@ -25,7 +25,9 @@ class TestPaper:
         ("microbatches", "graphs", "arena"),
         [(2, 12, 1_258_291_200), (4, 24, None), (8, 48, None), (16, 96, 10_066_329_600)],
     )
-    def test_provisioning(self, microbatches: int, graphs: int, arena: int | None) -> None:
+    def test_graphs_and_bytes_are_those_of_the_paper(
+        self, microbatches: int, graphs: int, arena: int | None
+    ) -> None:
         """The paper's 12 to 96 graphs and 1.258 to 10.066 GB a rank, for M = 2 to 16."""
         schedule = torch_schedule("ZBVZeroBubble", pp=2, microbatches=microbatches)
         made = plan(schedule, Layers(hidden=4096, ffn=11008))
@@ -60,7 +62,7 @@ class TestPaper:
 
 
 class TestPeaks:
-    def test_zbv(self) -> None:
+    def test_zbv_of_two_ranks_needs_five_slots(self) -> None:
         """ZB-V at PP=2, M=4: four live a rank, three pending on rank 1, five slots."""
         first, second = plan(read_fixture(ZBV)).ranks
 
@@ -75,7 +77,7 @@ class TestPeaks:
         assert {8} == {r.peak_live for r in ranks}
         assert 7 == max(r.peak_pending for r in ranks)
 
-    def test_interleaved(self) -> None:
+    def test_interleaved_1f1b_has_five_and_three_live(self) -> None:
         """Interleaved 1F1B at PP=2, M=4: five and three live."""
         assert [5, 3] == [r.peak_live for r in plan(read_fixture(LOOP)).ranks]
 
@@ -109,12 +111,12 @@ class TestPeaks:
             assert (live, held) == (made.peak_live, made.stages[0].held_by_sends)
             assert outstanding == made.outstanding_sends
 
-    def test_formats_agree(self) -> None:
+    def test_messages_change_no_peak(self) -> None:
         """torch sends at once, so messages change no peak."""
         assert plan(read_fixture(ZBV)).slots == plan(read_fixture(ZBV_COMMS)).slots
 
     @pytest.mark.parametrize("seed", range(50))
-    def test_brute_force(self, seed: int) -> None:
+    def test_peaks_are_those_of_sets_kept_step_by_step(self, seed: int) -> None:
         """Peaks are those of sets kept step by step, and never above the generator's bound."""
         from random import Random
 
@@ -156,12 +158,12 @@ def _sets(schedule: Schedule, rank: int) -> tuple[list[set[tuple[int, int]]], ..
 
 
 class TestLayers:
-    def test_matrices(self) -> None:
+    def test_fused_qkv_has_four_matrices_a_layer(self) -> None:
         """Fused QKV: four matrices a layer."""
         assert {"qkv": 12, "proj": 4, "fc1": 10, "fc2": 10} == Layers(2, 5).matrices
 
     @pytest.mark.parametrize(("dtype", "size"), [("bf16", 2), ("fp16", 2), ("fp32", 4)])
-    def test_bytes(self, dtype: str, size: int) -> None:
+    def test_bytes_are_elements_times_layers_times_size(self, dtype: str, size: int) -> None:
         """Elements times layers times the type's size."""
         assert 36 * 3 * size == Layers(2, 5, per_stage=3, dtype=dtype).bytes_per_stage
 
@@ -174,12 +176,14 @@ class TestLayers:
             ({"hidden": 1, "ffn": 1, "dtype": "int3"}, "'int3'; expected one of bf16"),
         ],
     )
-    def test_refused(self, arguments: dict[str, object], said: str) -> None:
+    def test_dimensions_without_a_size_are_refused(
+        self, arguments: dict[str, object], said: str
+    ) -> None:
         """Dimensions without a size are refused."""
         with pytest.raises(ScheduleError, match=said):
             Layers(**arguments)  # type: ignore[arg-type]
 
-    def test_left_out(self) -> None:
+    def test_without_layers_there_are_graphs_and_no_bytes(self) -> None:
         """Without layers there are no byte counts, and graphs all the same."""
         rank = plan(read_fixture(ZBV)).ranks[0]
 

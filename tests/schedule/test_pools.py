@@ -146,14 +146,16 @@ class TestReplays:
         assert 1 == len(found)
         assert "0F2" == found[0].action
 
-    def test_names(self) -> None:
+    def test_graphs_have_readable_names(self) -> None:
         """Graphs have readable names."""
         assert "dW of stage 2, tape 1" == graph_name((Kind.WGRAD, 2, 1))
 
     @pytest.mark.parametrize(
         ("argument", "known"), [("tapes", TAPES), ("pool", POOLS), ("order", ORDERS)]
     )
-    def test_unknown_argument(self, argument: str, known: tuple[str, ...]) -> None:
+    def test_an_unknown_choice_is_refused_with_the_known_ones(
+        self, argument: str, known: tuple[str, ...]
+    ) -> None:
         """An unknown choice is refused with the known ones."""
         with pytest.raises(
             ScheduleError, match=f"unknown {argument} 'x'; expected one of {known[0]}"

@@ -29,7 +29,7 @@ def test_a_random_object_does() -> None:
     assert random_illegal(Random(5)).schedule.rows == random_illegal(5).schedule.rows
 
 
-def test_variety() -> None:
+def test_a_few_hundred_seeds_have_everything() -> None:
     """Over a few hundred seeds everything that a schedule may have occurs."""
     seen: set[str] = set()
     for seed in range(300):
@@ -96,7 +96,7 @@ def test_shapes_stay_within_limits() -> None:
 
 class TestFaults:
     @pytest.mark.parametrize("fault", sorted(FAULTS))
-    def test_one_edit(self, fault: str) -> None:
+    def test_a_fault_changes_at_most_one_place(self, fault: str) -> None:
         """A fault changes at most one cell's place or text and nothing that is declared."""
         for seed in range(20):
             illegal = random_illegal(seed, fault)
@@ -109,7 +109,7 @@ class TestFaults:
             assert len(_difference(before, after)) <= 1
             assert len(_difference(after, before)) <= 1
 
-    def test_unknown(self) -> None:
+    def test_an_unknown_fault_is_refused_with_the_known_ones(self) -> None:
         """An unknown fault is refused with the list of known ones."""
         with pytest.raises(ValueError, match="unknown fault 'nope'; expected one of wrong-stage"):
             random_illegal(0, "nope")

@@ -75,7 +75,7 @@ class TestPlaces:
 
 
 class TestMicrobatches:
-    def test_missing(self) -> None:
+    def test_a_missing_wgrad_is_named_with_its_rank(self) -> None:
         """A missing weight gradient is named, with its rank and without a step."""
         found = findings_after(ZBV, lambda rows: rows[0].remove("3W2"))
 
@@ -94,7 +94,7 @@ class TestMicrobatches:
         assert 3 == len(found)
         assert found[0].message.endswith("microbatches 1, 2, 3, 4, 5, 6, 7, 8 and 99991 more")
 
-    def test_missing_stage(self) -> None:
+    def test_a_stage_that_computes_nowhere_is_named(self) -> None:
         """A stated stage that computes nowhere."""
         found = check_ranks(parse_table("0F0,0I0,0W0\n", num_stages=2))
 
@@ -107,7 +107,7 @@ class TestMicrobatches:
         assert ["schedule.stage-missing"] == [f.clause for f in found]
 
     @pytest.mark.parametrize("cell", ["3F1", "3I1", "3W1"])
-    def test_duplicate(self, cell: str) -> None:
+    def test_a_computation_that_occurs_twice_is_named(self, cell: str) -> None:
         """Any computation twice, wherever it stood first."""
         found = findings_after(ZBV, lambda rows: rows[0].append(cell))
 
@@ -155,7 +155,7 @@ class TestOrder:
 
         assert ("wgrad-before-dgrad", 1, 19, "1W2") == first(ZBV, edit)
 
-    def test_within_overlap(self) -> None:
+    def test_parts_of_an_overlap_run_in_order(self) -> None:
         """The parts of an overlap run in order."""
         cell = "({};{})OVERLAP_F_B"
 
@@ -178,7 +178,7 @@ class TestMessages:
 
         assert ("use-before-receive", 1, "1F1") == (clause, rank, action)
 
-    def test_never_received(self) -> None:
+    def test_a_use_without_its_message_is_refused(self) -> None:
         """Without send and receive, the use is refused."""
 
         def edit(rows: Rows) -> None:
@@ -190,7 +190,7 @@ class TestMessages:
         assert ["schedule.use-before-receive"] == [f.clause for f in found]
         assert "nowhere" in found[0].found
 
-    def test_local_neighbour(self) -> None:
+    def test_stages_of_one_rank_hand_over_without_a_message(self) -> None:
         """Stages on one rank hand over without a message, in order all the same."""
 
         def edit(rows: Rows) -> None:
@@ -198,7 +198,7 @@ class TestMessages:
 
         assert ("use-before-receive", 1, 13, "2F3") == first(ZBV, edit)
 
-    def test_local_gradient(self) -> None:
+    def test_gradients_within_a_rank_need_no_message(self) -> None:
         """Gradients between stages of one rank likewise."""
 
         def edit(rows: Rows) -> None:
@@ -236,14 +236,16 @@ class TestMessages:
         ("rank", "cell", "reason"),
         [(0, "0RECV_F0", "no neighbour"), (0, "3SEND_F0", "no neighbour"), (1, "1SEND_F0", "same")],
     )
-    def test_misplaced(self, rank: int, cell: str, reason: str) -> None:
+    def test_messages_that_lead_nowhere_are_refused(
+        self, rank: int, cell: str, reason: str
+    ) -> None:
         """Messages at the ends of the pipeline, or to a stage on the same rank."""
         found = findings_after(ZBV_COMMS, lambda rows: rows[rank].append(cell))
 
         assert ["schedule.message-misplaced"] == [f.clause for f in found]
         assert reason in found[0].message
 
-    def test_message_order(self) -> None:
+    def test_receives_stand_in_the_order_of_their_sends(self) -> None:
         """Two receives in the other order than their sends."""
 
         def edit(rows: Rows) -> None:
@@ -253,7 +255,7 @@ class TestMessages:
 
         assert "schedule.message-order" in {f.clause for f in found}
 
-    def test_duplicate_receive(self) -> None:
+    def test_a_message_is_received_once(self) -> None:
         """A message received twice."""
 
         def edit(rows: Rows) -> None:
@@ -288,7 +290,7 @@ class TestReductions:
 
         assert ["schedule.reduction-missing"] == [f.clause for f in found]
 
-    def test_twice(self) -> None:
+    def test_a_stage_is_reduced_once(self) -> None:
         """A stage is reduced once."""
         found = findings_after(ZBV_COMMS, lambda rows: rows[1].append("2REDUCE_GRAD"))
 
@@ -310,7 +312,7 @@ class TestSharding:
         # Without any UNSHARD the stage is not sharded by this table, but its RESHARD is left over.
         assert ["schedule.sharding-order"] == [f.clause for f in found]
 
-    def test_unshard_late(self) -> None:
+    def test_an_unshard_behind_the_first_use_is_named_once(self) -> None:
         """An UNSHARD behind the first use; said once a stage, not once a use."""
         found = findings_after(ZBV_COMMS, lambda rows: move(rows[0], "3UNSHARD", before="3I0"))
 
@@ -318,7 +320,7 @@ class TestSharding:
         assert "3F0" == found[0].action
         assert 1 == sum(f.clause == "schedule.use-while-resharded" for f in found)
 
-    def test_unshard_twice(self) -> None:
+    def test_unshard_and_reshard_take_turns(self) -> None:
         """UNSHARD and RESHARD take turns."""
         found = findings_after(ZBV_COMMS, lambda rows: rows[0].insert(0, "3UNSHARD"))
 

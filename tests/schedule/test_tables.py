@@ -21,7 +21,7 @@ from qeffect.schedule.tables import (
 
 
 class TestFormats:
-    def test_compute(self) -> None:
+    def test_a_compute_only_table_keeps_its_idle_places(self) -> None:
         """A compute-only table keeps its idle cells."""
         schedule = parse_table("0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
 
@@ -29,14 +29,14 @@ class TestFormats:
         assert schedule.rows[0][2] is None
         assert schedule.rows[1][0] is None
 
-    def test_comms(self) -> None:
+    def test_a_table_with_messages_is_told_apart_by_them(self) -> None:
         """A table with messages is told apart by them."""
         schedule = parse_table("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
 
         assert "compute_comms" == schedule.format
         assert 8 == schedule.num_actions
 
-    def test_overlap_cell(self) -> None:
+    def test_the_semicolon_of_an_overlap_separates_no_columns(self) -> None:
         """An overlap is one cell; its semicolon separates no columns."""
         schedule = parse_table("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
 
@@ -49,14 +49,14 @@ class TestFormats:
 
         assert 2 == parse_table(text).num_ranks
 
-    def test_quoted_cells(self) -> None:
+    def test_quotes_of_a_spreadsheet_are_taken_off(self) -> None:
         """A spreadsheet's quotes are CSV's business."""
         assert 1 == parse_table('"0F0","0B0"\n').num_microbatches
 
 
 class TestRoundTrip:
     @pytest.mark.parametrize("name", fixture_names())
-    def test_shipped(self, name: str) -> None:
+    def test_writing_a_shipped_table_gives_what_was_read(self, name: str) -> None:
         """Writing a shipped table gives what was read, and says its format and size."""
         schedule = read_fixture(name)
         again = parse_table(write_table(schedule))
@@ -68,7 +68,7 @@ class TestRoundTrip:
         assert int(ranks[2:]) * int(chunks[3:]) == schedule.num_stages
         assert int(microbatches[1:]) == schedule.num_microbatches
 
-    def test_idle_rank(self) -> None:
+    def test_a_rank_without_any_action_survives_being_written(self) -> None:
         """A rank without any cell survives being written."""
         schedule = parse_table("0F0,0B0\n,\n")
 
@@ -85,7 +85,7 @@ class TestFixtures:
             assert any(n.startswith(f"{cls}_") and n.endswith(".compute.csv") for n in names)
             assert any(n.startswith(f"{cls}_") and n.endswith(".comms.csv") for n in names)
 
-    def test_refused_ones(self) -> None:
+    def test_the_drawn_table_of_1f1b_is_refused_on_the_last_rank(self) -> None:
         """The table that torch draws of 1F1B is shipped apart, and refused on the last rank."""
         names = fixture_names(refused=True)
         found = check_ranks(read_fixture(names[0]))
@@ -98,7 +98,7 @@ class TestFixtures:
             found[0].step,
         )
 
-    def test_unknown(self) -> None:
+    def test_an_unknown_table_is_refused_with_the_known_ones(self) -> None:
         """An unknown table is refused with the list of known ones."""
         with pytest.raises(ScheduleError, match="no shipped table 'nope'; there are Schedule1F1B"):
             read_fixture("nope")
@@ -114,17 +114,17 @@ class TestUnusable:
             (b"0F0,\x00\n", "binary data"),
             (b"\xff\xfe0F0", "byte 0 is not UTF-8"),
             (b"\x89PNG\r\n\x1a\n", "byte 0 is not UTF-8"),
-            (b"0F0,0B0xyz\n", "rank 0, step 1: cell '0B0xyz' is no action"),
-            (b"0F0\n1F0,hello\n", "rank 1, step 1: cell 'hello' is no action"),
-            (b"rank,step\n0F0,0B0\n", "rank 0, step 0: cell 'rank' is no action"),
+            (b"0F0,0B0xyz\n", "rank 0, step 1: cell '0B0xyz' is not an action"),
+            (b"0F0\n1F0,hello\n", "rank 1, step 1: cell 'hello' is not an action"),
+            (b"rank,step\n0F0,0B0\n", "rank 0, step 0: cell 'rank' is not an action"),
             (b"0F0,0B0\n\n1F0,1B0\n", "rank 1: .*blank line between ranks"),
-            (b",,,\n,,\n", "no cell computes anything"),
+            (b",,,\n,,\n", "nothing is computed"),
             (b'"0F0,0B0\n', "not a CSV table"),
             (b'"0F0"x,0B0\n', "not a CSV table"),
-            (b'{"a": 1}', "is no action"),
+            (b'{"a": 1}', "is not an action"),
         ],
     )
-    def test_contents(self, tmp_path: Path, data: bytes, said: str) -> None:
+    def test_unusable_contents_are_one_line(self, tmp_path: Path, data: bytes, said: str) -> None:
         """Unusable contents give one line that says what was expected or found."""
         path = tmp_path / "table.csv"
         path.write_bytes(data)
@@ -158,28 +158,28 @@ class TestUnusable:
         with pytest.raises(ScheduleError, match=r"cannot be read: .*null"):
             read_table("a\0b")
 
-    def test_huge_file(self, tmp_path: Path) -> None:
+    def test_a_file_above_the_limit_is_not_parsed(self, tmp_path: Path) -> None:
         """A file above the limit is refused without being parsed, and names the limit."""
         path = tmp_path / "huge.csv"
         with path.open("wb") as stream:
             stream.truncate(tables.MAX_BYTES + 1)
 
-        with pytest.raises(ScheduleError, match="larger than 16 MiB"):
+        with pytest.raises(ScheduleError, match="larger than the limit of 16 MiB"):
             read_table(path)
 
-    def test_endless_file(self) -> None:
+    def test_an_endless_file_is_read_up_to_the_limit(self) -> None:
         """A file without an end is read up to the limit only."""
-        with pytest.raises(ScheduleError, match="larger than 16 MiB"):
+        with pytest.raises(ScheduleError, match="larger than the limit of 16 MiB"):
             read_table("/dev/zero")
 
     def test_too_many_cells(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A table above the limit of cells is refused while it is read."""
         monkeypatch.setattr(tables, "MAX_CELLS", 4)
 
-        with pytest.raises(ScheduleError, match="ranks or 4 cells, the most read"):
+        with pytest.raises(ScheduleError, match="ranks or 4 cells, the limits"):
             parse_table("0F0,0B0\n1F0,1B0\n2F0,2B0\n")
 
-    def test_stated_microbatches(self, tmp_path: Path) -> None:
+    def test_stated_microbatches_reach_the_schedule(self, tmp_path: Path) -> None:
         """What the caller states reaches the schedule."""
         path = tmp_path / "table.csv"
         path.write_text("0F0,0B0\n")

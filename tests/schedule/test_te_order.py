@@ -21,11 +21,11 @@ def cells(order: str | list[float]) -> str:
 
 
 class TestReading:
-    def test_whole_backwards(self) -> None:
+    def test_without_deferral_a_backward_is_whole(self) -> None:
         """Without deferred weight gradients a backward is B."""
         assert "0F0 0F1 0B0 0B1" == cells([1, 1, -1, -1])
 
-    def test_deferred(self) -> None:
+    def test_with_deferral_a_backward_is_two_halves(self) -> None:
         """With deferred weight gradients a backward is I, and -chunk-0.5 is W."""
         assert "0F0 0F1 0I0 0I1 0W0 0W1" == cells([1, 1, -1, -1, -1.5, -1.5])
 
@@ -36,7 +36,7 @@ class TestReading:
     @pytest.mark.parametrize(
         "text", ["1,1,-1,-1", " [1, 1, -1, -1] ", "1 1 -1 -1", "1.0,1,-1.0,-1"]
     )
-    def test_spellings(self, text: str) -> None:
+    def test_commas_blanks_brackets_and_floats_all_do(self, text: str) -> None:
         """Commas, blanks, brackets and floats all do."""
         assert "0F0 0F1 0B0 0B1" == cells(text)
 
@@ -68,14 +68,14 @@ class TestUnusable:
         [
             ("", "empty"),
             ("[]", "empty"),
-            ("1,x,-1", "step 1: entry 'x' is none of"),
-            ("1,0,-1", "step 1: entry '0' is none of"),
+            ("1,x,-1", "step 1: entry 'x' is not [+]chunk, -chunk"),
+            ("1,0,-1", "step 1: entry '0' is not [+]chunk, -chunk"),
             ("1,nan", "entry 'nan'"),
             ("1,inf", "entry 'inf'"),
-            ("1,-1.25", "entry '-1.25' is none of"),
-            ("1.5,-1", "entry '1.5' is none of"),
-            ("1,-0.5", "names no chunk between 1 and"),
-            ("99999,-99999", "names no chunk between 1 and"),
+            ("1,-1.25", "entry '-1.25' is not [+]chunk, -chunk"),
+            ("1.5,-1", "entry '1.5' is not [+]chunk, -chunk"),
+            ("1,-0.5", "must name a chunk between 1 and"),
+            ("99999,-99999", "must name a chunk between 1 and"),
             ("-1", "no forward entry"),
             ("1,1,-1", "chunk 1 has 2 forwards but 1 entries -1"),
             ("1,-1,-1", "chunk 1 has 1 forwards but 2 entries -1"),
@@ -85,14 +85,14 @@ class TestUnusable:
             ("1,-1,-2", "chunk 2 has 0 forwards but 1 entries -2"),
         ],
     )
-    def test_says_why(self, order: str, said: str) -> None:
+    def test_an_unusable_list_names_the_entry_or_the_chunk(self, order: str, said: str) -> None:
         """An unusable list is one line that names the entry or the chunk."""
         with pytest.raises(ScheduleError, match=said) as caught:
             te_order(order)
 
         assert "\n" not in str(caught.value)
 
-    def test_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_list_above_the_limit_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A list above the limit is refused."""
         monkeypatch.setattr("qeffect.schedule.te_order.MAX_CELLS", 3)
 

@@ -121,7 +121,7 @@ class TestNames:
         """A class is found with or without its prefix, in any case."""
         assert full == class_name(given)
 
-    def test_unknown(self) -> None:
+    def test_an_unknown_class_is_refused_with_the_known_ones(self) -> None:
         """An unknown class is refused with the list of known ones."""
         with pytest.raises(ScheduleError, match=r"unknown schedule class 'Nope'.*ScheduleZBV"):
             torch_schedule("Nope", pp=2, microbatches=4)
@@ -139,19 +139,21 @@ class TestRefused:
             ("Interleaved1F1B", {"pp": 2, "microbatches": 5}, "torch refuses .*multiple of"),
             ("GPipe", {"pp": 0, "microbatches": 2}, "must be at least 1"),
             ("GPipe", {"pp": 2, "microbatches": 0}, "must be at least 1"),
-            ("GPipe", {"pp": 10**5, "microbatches": 10**5}, "cells, the most that are read"),
+            ("GPipe", {"pp": 10**5, "microbatches": 10**5}, "cells, the limit"),
             ("ZBVZeroBubble", {"pp": 2, "microbatches": 4, "drawn": True}, "have a drawn table"),
             ("GPipe", {"pp": 2, "microbatches": 4, "drawn": True, "comms": True}, "no comms"),
         ],
     )
-    def test_combination(self, cls: str, arguments: dict[str, int], said: str) -> None:
+    def test_an_impossible_combination_is_one_line(
+        self, cls: str, arguments: dict[str, int], said: str
+    ) -> None:
         """A combination that the class cannot do is one line that says why."""
         with pytest.raises(ScheduleError, match=said) as caught:
             torch_schedule(cls, **arguments)  # type: ignore[arg-type]
 
         assert "\n" not in str(caught.value)
 
-    def test_without_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_torch_the_error_names_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Where torch is missing, the error says which extra brings it."""
         monkeypatch.setitem(sys.modules, "torch", None)
 

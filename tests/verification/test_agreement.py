@@ -62,7 +62,7 @@ def test_other_seeds_agree() -> None:
         assert answer.goals == answer.unsat > 1000
 
 
-def test_cvc5_agrees(encoding: Encoding) -> None:
+def test_a_second_solver_proves_every_kind_of_obligation(encoding: Encoding) -> None:
     """A second solver proves what it is asked of every kind, from scripts of its own."""
     composition = Composition.of((), encoding)
     goals = list(prove._goals(composition))

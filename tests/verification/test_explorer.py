@@ -42,7 +42,7 @@ SUBSETS = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_counts(name: str) -> None:
+def test_every_scope_has_exactly_these_states_and_moves(name: str) -> None:
     """Every standard scope has exactly these states and moves, and breaks no invariant."""
     found = plain(name)
 
@@ -138,14 +138,14 @@ def test_progress_is_a_line() -> None:
         ({"fresh_keys": True}, "fresh keys need"),
     ],
 )
-def test_unusable_scopes(options: dict[str, object], told: str) -> None:
+def test_a_scope_that_means_nothing_is_refused(options: dict[str, object], told: str) -> None:
     """A scope that means nothing is refused with a line that says why."""
     with pytest.raises((TypeError, ValueError), match=told.replace("|", r"\|")):
         Scope("x", **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("omit", SUBSETS, ids=lambda names: "+".join(names) or "nothing")
-def test_every_composition(omit: tuple[str, ...]) -> None:
+def test_no_invariant_breaks_in_any_composition(omit: tuple[str, ...]) -> None:
     """Whatever a backend leaves out, no invariant breaks and no ticket in flight is refused."""
     scope = Scope("x", slots=(1,), cells=(1,), generation_max=1, tickets=True, omit=omit)
     found = walk(scope)

@@ -21,7 +21,7 @@ def _rules(body: str, header: str = _HEADER) -> set[str]:
 
 
 class TestTree:
-    def test_relations_pass(self) -> None:
+    def test_every_relation_stays_inside_what_all_readings_understand(self) -> None:
         """Every relation module stays inside what the readings understand."""
         assert lint() == []
 
@@ -33,7 +33,7 @@ class TestTree:
 
         assert halves > 60
 
-    def test_command(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_command_says_how_much_it_saw(self, capsys: pytest.CaptureFixture[str]) -> None:
         """``python -m qeffect.verification.lint`` exits with 0 and says how much it saw."""
         assert main() == 0
         assert capsys.readouterr().out == f"{len(RELATIONS)} relation modules, 0 findings\n"
@@ -144,7 +144,7 @@ class TestRules:
         assert set(RULES) == set(_BAD)
 
     @pytest.mark.parametrize("rule", sorted(_BAD))
-    def test_fires(self, rule: str) -> None:
+    def test_a_half_that_breaks_a_rule_is_found_by_that_rule(self, rule: str) -> None:
         """A half that breaks a rule is found, by that rule."""
         assert rule in _rules(_BAD[rule])
 
@@ -207,7 +207,9 @@ def restore_writes(st, epoch, incarnation):
             ),
         ],
     )
-    def test_variants(self, lines: tuple[str, ...], rule: str) -> None:
+    def test_a_rule_holds_in_expressions_and_helpers_too(
+        self, lines: tuple[str, ...], rule: str
+    ) -> None:
         """A rule holds in statements, in expressions and in helpers."""
         assert rule in _rules("\n".join(lines))
 
@@ -221,6 +223,6 @@ def restore_writes(st, epoch, incarnation):
         assert str(finding).startswith("order.drain_guards:5: clause: ")
         assert "\n" not in str(finding)
 
-    def test_boundary(self) -> None:
+    def test_only_the_ends_of_an_epoch_quantify_over_a_column(self) -> None:
         """Only the ends of an epoch may quantify over a column."""
         assert {"finalize", "commit_epoch", "checkpoint", "restore"} == BOUNDARY

@@ -43,7 +43,9 @@ class TestRun:
         assert report.failure == ""
         assert report.schedules == SCHEDULES
 
-    def test_covers_everything(self, report: machine.RandomReport) -> None:
+    def test_every_transition_is_accepted_and_every_clause_refused(
+        self, report: machine.RandomReport
+    ) -> None:
         """Every transition was accepted and every clause refused, in each of its transitions."""
         assert report.uncovered == []
         assert set(TRANSITIONS) == set(report.accepted)
@@ -89,7 +91,7 @@ class TestRun:
         assert "transition commit_epoch" in report.uncovered
         assert "clause order.reordered in check_forward" in report.uncovered
 
-    def test_progress(self) -> None:
+    def test_progress_is_told_schedule_by_schedule(self) -> None:
         """Progress is told schedule by schedule."""
         told: list[str] = []
         machine.run(5, progress=told.append)

@@ -26,6 +26,9 @@ from qeffect.verification.concrete import World
 from qeffect.verification.mutants import Mutant, MutantReport, Site, Verdict, sites
 from qeffect.verification.mutants.corpus import legal_schedules
 
+pytestmark = pytest.mark.slow
+
+
 #: Deleted in turn: change these when the contract changes, after reading what survives.
 MUTANTS = {"guard": 138, "operand": 95, "update": 152, "condition": 8}
 KILLED = 390
@@ -92,7 +95,7 @@ def test_every_mutant_is_another_function() -> None:
 # What became of them
 
 
-def test_nothing_survives(report: MutantReport) -> None:
+def test_every_mutant_is_killed_or_proved_equivalent(report: MutantReport) -> None:
     """Every mutant is killed, or proved equivalent with the guard that covers it."""
     assert [] == report.survivors
     assert sum(MUTANTS.values()) == report.mutants
@@ -128,7 +131,9 @@ def test_report_is_plain(report: MutantReport) -> None:
 
 
 @pytest.mark.parametrize("kind", ["state", "history", "step", "legal", "clause", "equivalent"])
-def test_counterexamples_run(kind: str, report: MutantReport, tmp_path: Path) -> None:
+def test_counterexamples_of_each_class_run_as_programs(
+    kind: str, report: MutantReport, tmp_path: Path
+) -> None:
     """The counterexamples of each class are programs that show what they say."""
     found = [verdict for verdict in report.verdicts if verdict.kind == kind]
     for verdict in (found[0], found[len(found) // 2]):
@@ -221,7 +226,9 @@ def test_legal_schedules_make_every_call() -> None:
 # The command
 
 
-def test_command(report: MutantReport, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_counts_and_writes_a_program_for_each(
+    report: MutantReport, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """``qeffect prove --mutants`` counts, and writes a program for each."""
     programs = tmp_path / "programs"
     argv = ["prove", "--mutants", "--only", "submit_writes", "--programs", str(programs), "--json"]

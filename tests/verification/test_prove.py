@@ -22,6 +22,8 @@ from qeffect.verification.proofs.witnesses import CONDITIONS, witnesses
 from qeffect.verification.symbolic import Encoding
 from qeffect.verification.targets import COVERED
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def report() -> prove.ProofReport:

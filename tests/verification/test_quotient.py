@@ -116,7 +116,7 @@ def test_a_stage_leaves_out_nothing() -> None:
     assert STATE.keys() <= visible_columns(dependence(f) for f in functions)
 
 
-def test_dependence() -> None:
+def test_reads_and_writes_are_read_off_the_composed_function() -> None:
     """What a transition reads and writes is read off its composed function."""
     found = dependence(transitions(omit=OPTIONAL).check_wgrad)
 

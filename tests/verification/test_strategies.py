@@ -37,14 +37,14 @@ def _names(schedule: Schedule) -> list[str]:
 
 class TestLegal:
     @given(schedule=legal_schedules())
-    def test_accepted(self, schedule: Schedule) -> None:
+    def test_a_legal_schedule_is_accepted_call_by_call(self, schedule: Schedule) -> None:
         """A legal schedule is accepted call by call, by a contract that had no part in it."""
         contract = schedule.replay()
 
         assert contract.snapshot() == schedule.replay().snapshot()
 
     @given(schedule=legal_schedules(longest=20))
-    def test_printed(self, schedule: Schedule) -> None:
+    def test_a_schedule_prints_every_call_and_a_timeline(self, schedule: Schedule) -> None:
         """A schedule prints every call and a timeline."""
         text = str(schedule)
 
@@ -134,7 +134,9 @@ class TestReach:
             "restored twice",
         ],
     )
-    def test_reached(self, what: Callable[[Schedule], bool], longest: int) -> None:
+    def test_random_schedules_reach_it_and_shrink_to_a_short_one(
+        self, what: Callable[[Schedule], bool], longest: int
+    ) -> None:
         """Random schedules reach it, and the smallest found is short."""
         found = _shortest(what)
 
@@ -144,7 +146,7 @@ class TestReach:
 class TestIllegal:
     @settings(suppress_health_check=list(HealthCheck))
     @given(illegal=illegal_schedules())
-    def test_refused(self, illegal: Illegal) -> None:
+    def test_the_last_call_is_refused_and_nothing_changed(self, illegal: Illegal) -> None:
         """The last call is refused by the clause that it breaks, with nothing changed."""
         process = illegal.schedule.process
         contract = illegal.schedule.replay()
@@ -155,7 +157,7 @@ class TestIllegal:
         assert illegal.clause == caught.value.clause
         assert "evidence" in illegal.call.arguments or before == contract.snapshot()
 
-    def test_printed(self) -> None:
+    def test_an_illegal_schedule_prints_the_call_and_the_clause(self) -> None:
         """An illegal schedule prints what comes before, the call and the clause."""
         found = find(
             illegal_schedules(longest=6),

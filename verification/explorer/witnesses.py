@@ -94,7 +94,7 @@ class Guide:
         Return the first move from a state that is wanted, and where it leads.
 
         Raises:
-            ValueError: There is none.
+            ValueError: There is no such move.
         """
         for index, clause, after in self.walker.edges(state):
             if wanted(index, clause, after):

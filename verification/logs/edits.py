@@ -76,7 +76,7 @@ def reseal(bodies: Iterable[str]) -> list[str]:
 @cache
 def schema() -> Mapping[str, Any]:
     """Return the schema of a log's lines."""
-    text = (resources.files("spec") / "event-log.schema.json").read_text(encoding="utf-8")
+    text = (resources.files("qeffect.spec") / "event-log.schema.json").read_text(encoding="utf-8")
     loaded: Mapping[str, Any] = json.loads(text)
     return loaded
 

@@ -21,7 +21,7 @@ from qeffect.engine.stage import RELATIONS, TRANSITIONS, Transitions, transition
 
 __all__ = ["BREAKDOWN", "Mutant", "Site", "mutant", "sites"]
 
-#: What a broken function may raise that is no refusal.
+#: What a broken function may raise beside a refusal.
 BREAKDOWN: Final = (KeyError, IndexError, TypeError)
 
 #: Steps from a syntax node to one of its parts: attribute names and positions.

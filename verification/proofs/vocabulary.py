@@ -233,7 +233,7 @@ class Vocabulary:
         return found + self.arbitrary()
 
     def arbitrary(self) -> list[Term]:
-        """Return that the slot and the stage which the history follows are no sentinels."""
+        """Return that the slot and the stage which the history follows are not sentinels."""
         enc = self.encoding
         return [enc.const(f"ghost.{n}", n) != enc.null(n) for n in ("slot", "stage")]
 

@@ -1,0 +1,184 @@
+"""
+What every report of this project shares: the record of the environment, and how it is written.
+
+A command that cannot do what was asked raises `UnusableError`, whichever layer it is of; its
+message is one line for the person who typed the command, and nothing was measured or written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+__all__ = ["UnusableError", "commit", "environment", "package", "write_json", "write_text"]
+
+#: Packages that decide what is measured or proved, as their registries spell them.
+PACKAGES = (
+    "qeffect", "attrs", "z3-solver", "cvc5", "numpy", "hypothesis", "torch", "transformer-engine",
+)  # fmt: skip
+#: What stands for a package that is not installed.
+ABSENT = "not installed"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class UnusableError(ValueError):
+    """A command cannot do what was asked; the message says why, and what to do."""
+
+
+def environment(
+    argv: Sequence[str] | None = None,
+    commit_given: str | None = None,
+    *,
+    device: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """
+    Record the hardware, the versions and the commit that a report is made with.
+
+    Args:
+        argv: The command's arguments, by default those of this process; folders are left out.
+        commit_given: The commit, where the code is not in a git checkout.
+        device: What the runtime adds about its device.
+
+    Raises:
+        UnusableError: The commit that is given is not one.
+    """
+    given = sys.argv[1:] if argv is None else argv
+    return {
+        "cpu": _processor(),
+        "cores": os.cpu_count(),
+        "load_1min": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "commit": commit(commit_given),
+        "argv": [_without_folder(argument) for argument in given],
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        **(device or {}),
+    }
+
+
+def package(record: Mapping[str, Any], name: str) -> str | None:
+    """
+    Return the version of a package in a record of the environment, of today's form or an older one.
+
+    Older reports of the runtime name torch and Transformer Engine beside the other entries.
+
+    >>> package({"packages": {"torch": "2.13.0"}}, "torch")
+    '2.13.0'
+    >>> package({"transformer_engine": "2.18.0"}, "transformer-engine")
+    '2.18.0'
+    >>> package({"packages": {"torch": "not installed"}}, "torch")
+    """
+    packages: Mapping[str, str] = record.get("packages", {})
+    found = packages.get(name, record.get(name.replace("-", "_")))
+    return None if found == ABSENT else found
+
+
+def commit(given: str | None = None) -> str:
+    """
+    Return the commit of the checkout that this code runs from.
+
+    Args:
+        given: The commit, where git cannot say it.
+
+    Returns:
+        Forty hexadecimal digits, with ``+changes`` where tracked files differ from that commit;
+        ``unknown`` for code that is not in a checkout of its own, such as an installed package.
+
+    Raises:
+        UnusableError: What was given is not a commit.
+    """
+    if given is not None:
+        if not _COMMIT.fullmatch(given):
+            raise UnusableError(f"--commit takes 40 hexadecimal digits, not {given!r}")
+        return given
+    root = Path(__file__).resolve().parents[1]
+    top = _git(root, "rev-parse", "--show-toplevel")
+    # A package installed below somebody's own checkout is not at that checkout's commit.
+    if top is None or Path(top).resolve() != root:
+        return "unknown"
+    head = _git(root, "rev-parse", "HEAD")
+    if head is None:
+        return "unknown"
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    return head + ("+changes" if changed else "")
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """
+    Write plain data as JSON; a reader sees the old file or the whole new one.
+
+    Raises:
+        UnusableError: The place cannot be written.
+    """
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """
+    Write a text; a reader sees the old file or the whole new one.
+
+    Raises:
+        UnusableError: The place cannot be written.
+    """
+    try:
+        if path.exists() and not path.is_file():  # a pipe or a device has no old content to keep
+            path.write_text(text, encoding="utf-8")
+            return
+        place = path.resolve()  # through a link, which stays
+        partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(place)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise UnusableError(
+            f"cannot write {path}: {error.strerror}; choose another place"
+        ) from error
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version(name: str) -> str:
+    # Asking the package itself would import it, and with it a device context.
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ABSENT
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _without_folder(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    if equals and "/" in value:
+        return f"{name}={Path(value).name}"
+    return Path(argument).name if "/" in argument else argument

@@ -1,0 +1,120 @@
+"""
+Reports: one record of the environment, and files that are never half written.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qeffect import report
+from qeffect.report import UnusableError, commit, environment, write_json, write_text
+
+
+class TestEnvironment:
+    """Where a report was made."""
+
+    def test_names_hardware_versions_commit_and_arguments(self) -> None:
+        """All of it is in every report, and no folder of the machine is."""
+        found = environment(["bench", "--out", "a/b.json", "--x=/c/d"])
+
+        assert {
+            *("cpu", "cores", "load_1min", "python", "packages", "commit", "argv", "date")
+        } == found.keys()
+        assert ["bench", "--out", "b.json", "--x=d"] == found["argv"]
+        assert "not installed" != found["packages"]["attrs"]
+        assert found == json.loads(json.dumps(found))
+
+    def test_a_package_that_is_missing_is_said_to_be(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Neither left out nor guessed."""
+        monkeypatch.setattr(report, "PACKAGES", ("no-such-package",))
+
+        assert {"no-such-package": "not installed"} == environment([])["packages"]
+
+    def test_a_commit_is_forty_digits(self) -> None:
+        """A branch's name moves."""
+        assert "0" * 40 == commit("0" * 40)
+        with pytest.raises(UnusableError, match="40 hexadecimal digits, not 'main'"):
+            commit("main")
+
+    def test_code_in_a_checkout_of_somebody_else_is_at_no_commit_of_theirs(
+        self, tmp_path: Path
+    ) -> None:
+        """An environment inside a user's own repository does not report the user's commit."""
+        inside = tmp_path / "venv" / "qeffect"
+        inside.mkdir(parents=True)
+        source = Path(report.__file__).read_text(encoding="utf-8")
+        (inside / "report.py").write_text(source, encoding="utf-8")
+        for command in (
+            ["init", "-q"],
+            ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-mx"],
+        ):
+            subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+        code = "import report; print(report.commit())"
+
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=inside, capture_output=True, text=True, check=True
+        )
+
+        assert "unknown" == done.stdout.strip()
+
+
+class TestWriting:
+    """A reader sees the old file or the whole new one."""
+
+    def test_a_write_that_fails_leaves_the_old_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A full disk costs the new report, not the old one, and leaves no piece behind."""
+        path = tmp_path / "report.json"
+        write_json(path, {"old": 1})
+
+        def fails(self: Path, *_: object, **__: object) -> int:
+            self.touch()
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_text", fails)
+        with pytest.raises(UnusableError, match=r"cannot write .*report\.json: No space left"):
+            write_json(path, {"new": 2})
+
+        assert {"old": 1} == json.loads(path.read_text())
+        assert [path] == list(tmp_path.iterdir())
+
+    def test_data_that_is_not_json_leaves_the_old_file(self, tmp_path: Path) -> None:
+        """NaN is no JSON."""
+        path = tmp_path / "report.json"
+        write_json(path, {"old": 1})
+
+        with pytest.raises(ValueError, match="JSON compliant"):
+            write_json(path, {"new": float("nan")})
+
+        assert {"old": 1} == json.loads(path.read_text())
+
+    def test_a_link_stays_a_link(self, tmp_path: Path) -> None:
+        """What it leads to is replaced."""
+        target, link = tmp_path / "target.json", tmp_path / "link.json"
+        target.write_text("old")
+        link.symlink_to(target)
+
+        write_text(link, "new")
+
+        assert link.is_symlink()
+        assert "new" == target.read_text()
+
+    def test_a_device_is_written_and_not_replaced(self) -> None:
+        """``--svg /dev/null`` writes nowhere and leaves the device what it is."""
+        path = Path("/dev/null")
+
+        write_text(path, "text")
+
+        assert stat.S_ISCHR(path.stat().st_mode)
+
+    def test_a_folder_that_is_missing_is_one_line(self, tmp_path: Path) -> None:
+        """The message names the path and says what to do."""
+        with pytest.raises(UnusableError, match=r"no/report\.json.*choose another place"):
+            write_json(tmp_path / "no" / "report.json", {})
