@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Mapping
+from functools import cache
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -17,6 +18,8 @@ from ..engine.memory import Snapshot
 from ..engine.stage import RELATIONS, TRANSITIONS
 from ..keys import Cell
 from ..layout import Destination
+from .budget import require_affordable
+from .text import is_name
 
 __all__ = [
     "DIGEST_BYTES",
@@ -27,6 +30,7 @@ __all__ = [
     "compact",
     "describe",
     "fingerprints",
+    "header_of",
     "rebuild",
     "write_destinations",
 ]
@@ -35,8 +39,6 @@ MAGIC: Final = "event-log"
 VERSION: Final = 1
 #: Bytes of a line's digest: enough to find damage; it is no signature.
 DIGEST_BYTES: Final = 8
-#: Most slots, and most cells, that a header may configure.
-LIMIT: Final = 1 << 20
 
 #: Fields of each transition's line, in order, without the digest.
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -77,17 +79,22 @@ def write_destinations(destinations: tuple[Destination, ...]) -> list[dict[str, 
 
     Raises:
         TypeError: One is not a ``Destination``.
+        ValueError: One has a name that is not printable.
     """
     if not all(isinstance(d, Destination) for d in destinations):
         raise TypeError(f"an event log holds Destination records, got {destinations!r}")
+    for destination in destinations:
+        for name in (destination.matrix, destination.dtype, destination.device):
+            _printable(name, "destination")
     return [attrs.asdict(d) for d in destinations]
 
 
 def fingerprints(snapshot: Snapshot) -> dict[str, str]:
     """Return a digest of every column of a state."""
+    plain = cache(attrs.asdict)  # many cells share a destination
     return {
         name: blake2b(
-            json.dumps(column, separators=(",", ":"), default=attrs.asdict).encode(),
+            json.dumps(column, separators=(",", ":"), default=plain).encode(),
             digest_size=DIGEST_BYTES,
         ).hexdigest()
         for name, column in snapshot.items()
@@ -103,9 +110,21 @@ def describe(contract: Contract, rank: int | None = None) -> dict[str, Any]:
         rank: Rank of the process, for whoever reads the log.
 
     Raises:
-        ValueError: A domain, pool or caller has a name that JSON cannot hold, or the contract
-            has already made a transition.
+        ValueError: A name is not printable, or a domain's, pool's or caller's is neither text nor
+            an integer; the contract is larger than a log may configure, or has already made a
+            transition.
     """
+    header = header_of(contract, rank)
+    if rebuild(json.loads(compact(header))).snapshot() != contract.snapshot():
+        raise ValueError(
+            "a log begins with its contract: attach the recorder before the first transition, "
+            "a restore included"
+        )
+    return header
+
+
+def header_of(contract: Contract, rank: int | None) -> dict[str, Any]:
+    """Return the header of a contract in its initial state, the only one that describes it."""
     st = contract.memory
     local = [(config.stage, i) for config in contract.stages for i in range(config.slots)]
     domains = dict.fromkeys(config.domain for config in contract.stages)
@@ -114,7 +133,7 @@ def describe(contract: Contract, rank: int | None = None) -> dict[str, Any]:
         for kind, rank_of in (("F", st.forward_rank), ("dI", st.dgrad_rank), ("dW", st.wgrad_rank))
         for slot in range(len(st.pending))
     ]
-    header = {
+    return {
         "qeffect": MAGIC,
         "version": VERSION,
         "rank": rank,
@@ -131,12 +150,6 @@ def describe(contract: Contract, rank: int | None = None) -> dict[str, Any]:
         "epoch": contract.epoch,
         "incarnation": f"{contract.incarnation:016x}",
     }
-    if rebuild(json.loads(compact(header))).snapshot() != contract.snapshot():
-        raise ValueError(
-            "a log begins with its contract: attach the recorder before the first transition, "
-            "a restore included"
-        )
-    return header
 
 
 def rebuild(header: Mapping[str, Any]) -> Contract:
@@ -151,10 +164,7 @@ def rebuild(header: Mapping[str, Any]) -> Contract:
     if unknown:
         raise ValueError(f"relations {unknown} are not known; there are {list(RELATIONS)}")
     stages = [_read_stage(stage) for stage in header["stages"]]
-    slots = sum(config.slots for config in stages)
-    cells = sum(config.microbatches * config.blocks * config.invocations for config in stages)
-    if slots > LIMIT or cells > LIMIT:
-        raise ValueError(f"{slots} slots and {cells} cells are more than {LIMIT}")
+    require_affordable(header)
     contract = Contract(
         stages,
         omit=[name for name in RELATIONS if name not in header["relations"]],
@@ -189,6 +199,7 @@ def _declared(st: Any, domain: int) -> list[list[Any]]:
 def _write_stage(config: StageConfig) -> dict[str, Any]:
     plain = {a.name: getattr(config, a.name) for a in attrs.fields(StageConfig)}
     plain["domain"] = _name(config.domain, "domain")
+    plain["matrices"] = [_printable(name, "matrix") for name in config.matrices]
     plain["pool"] = None if config.pool is None else _name(config.pool, "pool")
     plain["destinations"] = write_destinations(config.destinations)
     return plain
@@ -211,6 +222,14 @@ def _cell(parts: list[int]) -> Cell:
 
 
 def _name(name: Hashable, what: str) -> int | str:
-    if type(name) is int or isinstance(name, str):
+    if type(name) is int:
         return name
+    if isinstance(name, str):
+        return _printable(name, what)
     raise ValueError(f"an event log names a {what} by an integer or a string, got {name!r}")
+
+
+def _printable(name: str, what: str) -> str:
+    if not is_name(name):
+        raise ValueError(f"an event log names a {what} by printable characters, got {name!r}")
+    return name
