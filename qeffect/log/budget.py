@@ -7,13 +7,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["CELLS", "PLACED", "require_affordable"]
+__all__ = ["CELLS", "DECLARED", "PLACED", "STAGES", "require_affordable"]
 
 #: Most slots, most cells and most links that a header may configure.
 CELLS: Final = 1 << 18
 #: Most destinations that it may have looked through, over all cells: each is compared with each of
 #: its stage's cells, microbatches and matrices.
 PLACED: Final = 1 << 20
+#: Most stages; and most cells that it may have looked through, over all domains that declare an
+#: order.
+STAGES: Final = 1 << 10
+DECLARED: Final = 1 << 24
 
 
 def require_affordable(header: Mapping[str, Any]) -> None:
@@ -37,10 +41,12 @@ def require_affordable(header: Mapping[str, Any]) -> None:
         for own, stage in zip(cells, stages, strict=True)
     )
     for asked, what, most in (
+        (len(stages), "stages", STAGES),
         (sum(stage["slots"] for stage in stages), "slots", CELLS),
         (sum(cells), "cells", CELLS),
         (len(header["callers"]) * domains, "links", CELLS),
         (placed, "destinations of cells", PLACED),
+        (sum(cells) * len(header["declared"]), "cells of declared orders", DECLARED),
     ):
         if asked > most:
             raise ValueError(f"{asked} {what} are more than {most}, the most that a log may have")

@@ -27,7 +27,7 @@ log is accepted when every event is, with the recorded result, and the final sta
 one. Input that is not a log at all (binary, empty, malformed) is unusable, which is not a
 refusal. A line has one spelling: no spaces, the schema's order of fields, printable names, the
 configuration as a recorder describes it. Another spelling is no log, and neither is a header that
-asks for more slots, cells, links or destinations than a log may have.
+asks for more stages, slots, cells, links or destinations than a log may have.
 
 Some changes leave a history that also keeps the contract, and only the digests tell: another name
 for a caller, domain or pool, an argument of a part that is left out, a wait that nothing depends

@@ -13,8 +13,8 @@ from qeffect import Contract, Destination, Refused, StageConfig, TapeKey
 from qeffect.cli import main
 from qeffect.cli.command import brief
 from qeffect.cli.replay import Replay
-from qeffect.log.budget import CELLS, PLACED
-from qeffect.log.format import FIELDS
+from qeffect.log.budget import CELLS, DECLARED, PLACED, STAGES
+from qeffect.log.format import FIELDS, compact
 from qeffect.log.reader import spelling
 from qeffect.log.recorder import Recorder
 from qeffect.log.replayer import LogError, replay_lines
@@ -150,6 +150,19 @@ class TestBudget:
         assert start.count(old) == 1
 
         assert f"{said}, the most" in complaint(sealed(start.replace(old, new)))
+
+    def test_many_stages_and_many_declared_orders_are_too_many(self) -> None:
+        """What is looked through once for each of many is bounded by the product."""
+        fields = json.loads(header() + "}")
+        fields["stages"] = [{**fields["stages"][0], "stage": s} for s in range(STAGES + 1)]
+
+        assert f"stages are more than {STAGES}" in complaint(sealed(compact(fields)[:-1]))
+
+        fields["stages"] = [{**fields["stages"][0], "microbatches": CELLS}]
+        fields["stages"][0]["matrices"] = []
+        fields["declared"] = [[d, []] for d in range(DECLARED // CELLS + 1)]
+
+        assert "cells of declared orders are more" in complaint(sealed(compact(fields)[:-1]))
 
     def test_the_recorder_begins_no_log_that_nobody_may_replay(self) -> None:
         """The same bounds hold for a contract that is to be recorded."""

@@ -65,7 +65,7 @@ class _Unreadable:
     def _read(self, *_: Any) -> Any:
         raise TypeError("an entry that was left over is read")
 
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _read  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _read
     __bool__ = __int__ = __index__ = __iter__ = __add__ = __sub__ = __and__ = __or__ = _read
 
 
