@@ -17,6 +17,7 @@ from .destinations import Destination
 from .keys import Cell, cell_of
 from .layout import GRAPHS
 from .relations.constants import GENERATION_MAX
+from .text import is_name
 
 __all__ = ["Configuration", "Graph", "Positions", "write_destinations"]
 
@@ -184,9 +185,13 @@ def write_destinations(destinations: tuple[Destination, ...]) -> list[dict[str, 
 
     Raises:
         TypeError: One is not a ``Destination``.
+        ValueError: One has a name that is not printable.
     """
     if not all(isinstance(d, Destination) for d in destinations):
         raise TypeError(f"an event log holds Destination records, got {destinations!r}")
+    for destination in destinations:
+        for name in (destination.matrix, destination.dtype, destination.device):
+            _printable(name, "destination")
     return [attrs.asdict(d) for d in destinations]
 
 
@@ -232,6 +237,7 @@ def _stage_difference(one: StageConfig, other: StageConfig) -> tuple[str, str]:
 def _write_stage(config: StageConfig) -> dict[str, Any]:
     plain = {a.name: getattr(config, a.name) for a in fields(StageConfig)}
     plain["domain"] = _name(config.domain, "domain")
+    plain["matrices"] = [_printable(name, "matrix") for name in config.matrices]
     plain["pool"] = None if config.pool is None else _name(config.pool, "pool")
     plain["destinations"] = write_destinations(config.destinations)
     return plain
@@ -249,6 +255,14 @@ def _read_stage(plain: Mapping[str, Any]) -> StageConfig:
 
 
 def _name(name: Hashable, what: str) -> int | str:
-    if type(name) is int or isinstance(name, str):
+    if type(name) is int:
         return name
+    if isinstance(name, str):
+        return _printable(name, what)
     raise ValueError(f"an event log names a {what} by an integer or a string, got {name!r}")
+
+
+def _printable(name: str, what: str) -> str:
+    if not is_name(name):
+        raise ValueError(f"an event log names a {what} by printable characters, got {name!r}")
+    return name

@@ -10,11 +10,14 @@ import json
 import os
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, NoReturn
 
+from ..log.text import escaped
 from ..refusals import Refused
 from .bench import Bench
 from .check import Check
@@ -121,17 +124,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _unusable(brief(str(refused), given), as_json)
     except KeyboardInterrupt:
         return _unusable("interrupted", as_json)
+    except (MemoryError, RecursionError, UnicodeError) as error:  # what input may ask for
+        return _unusable(brief(f"unusable input: {_said(error)}", given), as_json)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(Exit.UNUSABLE)
+    except Exception as error:  # a fault of ours; Python's own exit code would say violation
+        if sys.flags.dev_mode:
+            traceback.print_exception(error)
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(where.filename).name}:{where.lineno}"
+        return _unusable(
+            brief(f"internal error at {place}: {_said(error)}; python -X dev shows more", given),
+            as_json,
+        )
     return int(outcome.exit)
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _print(outcome: Outcome, as_json: bool) -> None:
     if as_json:
         print(json.dumps(outcome.record()))
     else:
-        print("\n".join(outcome.text))
+        # A name in the input may hold what moves a cursor, or what the terminal cannot spell.
+        text = "\n".join(escaped(line) for lines in outcome.text for line in lines.split("\n"))
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _unusable(line: str, as_json: bool) -> int:

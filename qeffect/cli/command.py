@@ -15,6 +15,7 @@ from typing import Any, Protocol, TextIO
 from attrs import field, frozen
 
 from ..report import UnusableError
+from ..text import escaped
 
 __all__ = [
     "PLACE",
@@ -152,7 +153,7 @@ def refuse_unused(args: argparse.Namespace, options: Iterable[str], why: str) ->
 
 def brief(message: str, values: Iterable[str] = ()) -> str:
     """
-    Make one line of a message, with the middle of every very long value left out.
+    Make one printable line of a message, with the middle of every very long value left out.
 
     >>> brief("--hidden wants less than " + "9" * 5000)
     '--hidden wants less than 9999999999999999999999999999999999999999...99999999999999999'
@@ -164,7 +165,7 @@ def brief(message: str, values: Iterable[str] = ()) -> str:
     for value in values:
         if len(value) > _VALUE and any(c.isspace() for c in value):
             message = message.replace(value, _middle_out(value))
-    line = " ".join(message.split())
+    line = escaped(" ".join(message.split()))
     return re.sub(rf"\S{{{_VALUE + 1},}}", lambda found: _middle_out(found[0]), line)
 
 

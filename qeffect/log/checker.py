@@ -16,13 +16,22 @@ import attrs
 from ..config import StageConfig
 from ..destinations import Destination
 from ..relations.constants import GRAD, OUT
-from .format import FIELDS, HEADER, MAGIC, VERSION
+from ..text import is_name, shown, within
+from .format import FIELDS, HEADER, MAGIC, VERSION, compact
 
 __all__ = ["LogError", "check_closing", "check_event", "check_header", "parse"]
 
 
 class LogError(Exception):
-    """Input that is not an event log, or that another version wrote; one line for the user."""
+    """
+    Input that is not an event log, or that another version wrote; one line for the user.
+
+    Args:
+        message: What is wrong; what it repeats of the log is escaped and cut.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(within(message, 480))
 
 
 Check = Callable[[Any], bool]
@@ -58,7 +67,7 @@ def _ref(value: Any) -> bool:
 
 
 def _names(value: Any) -> bool:
-    return type(value) is list and all(type(name) is str for name in value)
+    return type(value) is list and all(map(is_name, value))
 
 
 def _destination(value: Any) -> bool:
@@ -73,7 +82,7 @@ def _described(value: Any) -> bool:
         (microbatch is None or _natural(microbatch))
         and type(shape) is list
         and all(map(_natural, shape))
-        and all(type(value[name]) is str for name in ("matrix", "dtype", "device"))
+        and all(is_name(value[name]) for name in ("matrix", "dtype", "device"))
         and _natural(value["address"])
         and _natural(value["nbytes"])
     )
@@ -122,8 +131,8 @@ _EVENT: Final[Mapping[str, tuple[Check, str]]] = {
     "first": (_flag, "0 or 1"),
     "bit": (lambda value: _integer(value) and value in (OUT, GRAD), f"{OUT} or {GRAD}"),
     "destination": (_destination, "a buffer index or a list of destinations"),
-    "queued": (_names, "a list of matrix names"),
-    "covered": (_names, "a list of matrix names"),
+    "queued": (_names, "a list of printable matrix names"),
+    "covered": (_names, "a list of printable matrix names"),
     "incarnation": (_hex, "16 hexadecimal digits"),
     "token": (_natural, "a number"),
     "link": (_natural, "a number"),
@@ -159,7 +168,8 @@ _CLOSING: Final[Mapping[str, tuple[Check, str]]] = {
 
 def parse(body: bytes, where: str) -> dict[str, Any]:
     """
-    Parse a line strictly: valid UTF-8 and JSON, an object, no name twice, no fractions.
+    Parse a line strictly: UTF-8 and JSON, an object, no name twice, no fractions, and spelled in
+    the only way that a log spells it.
 
     Args:
         body: The line without its digest and closing brace.
@@ -169,8 +179,9 @@ def parse(body: bytes, where: str) -> dict[str, Any]:
         LogError: It is not.
     """
     try:
+        text = (body + b"}").decode()
         value = json.loads(
-            (body + b"}").decode(),
+            text,
             object_pairs_hook=_once,
             parse_float=_refuse_number,
             parse_constant=_refuse_number,
@@ -183,6 +194,13 @@ def parse(body: bytes, where: str) -> dict[str, Any]:
         raise LogError(f"{where} is not JSON as a log writes it: {error}") from None
     if type(value) is not dict:
         raise LogError(f"{where} is not a JSON object")
+    if (spelled := compact(value)) != text:
+        pairs = enumerate(zip(text, spelled, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), min(len(text), len(spelled)))
+        raise LogError(
+            f"{where} is not spelled as a log spells it: it has {shown(text[at : at + 20])} "
+            f"at character {at + 1}, not {shown(spelled[at : at + 20])}"
+        )
     return value
 
 
@@ -195,7 +213,7 @@ def check_event(event: Mapping[str, Any], where: str) -> None:
     """
     transition = event.get("transition")
     if type(transition) is not str or transition not in FIELDS:
-        raise LogError(f"{where}, field transition: {_shown(transition)} is not a transition")
+        raise LogError(f"{where}, field transition: {shown(transition)} is not a transition")
     _check(event, FIELDS[transition], _EVENT, f"{where}, {transition}")
 
 
@@ -241,7 +259,7 @@ def _check(
     for name in fields:
         check, expected = checks[name]
         if not check(line[name]):
-            raise LogError(f"{where}, field {name}: {_shown(line[name])} is not {expected}")
+            raise LogError(f"{where}, field {name}: {shown(line[name])} is not {expected}")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -253,8 +271,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is not an integer")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from ..configuration import Configuration
 from ..contract import Contract
 from ..engine.memory import Snapshot
 from ..engine.stage import RELATIONS, TRANSITIONS
+from .budget import require_affordable
 
 __all__ = [
     "DIGEST_BYTES",
@@ -25,6 +27,7 @@ __all__ = [
     "compact",
     "describe",
     "fingerprints",
+    "header_of",
     "rebuild",
 ]
 
@@ -32,8 +35,6 @@ MAGIC: Final = "event-log"
 VERSION: Final = 1
 #: Bytes of a line's digest: enough to find damage; it is not a signature.
 DIGEST_BYTES: Final = 8
-#: Most slots, and most cells, that a header may configure.
-LIMIT: Final = 1 << 20
 
 #: Fields of each transition's line, in order, without the digest.
 FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -70,9 +71,10 @@ def compact(value: Any) -> str:
 
 def fingerprints(snapshot: Snapshot) -> dict[str, str]:
     """Return a digest of every column of a state."""
+    plain = cache(attrs.asdict)  # many cells share a destination
     return {
         name: blake2b(
-            json.dumps(column, separators=(",", ":"), default=attrs.asdict).encode(),
+            json.dumps(column, separators=(",", ":"), default=plain).encode(),
             digest_size=DIGEST_BYTES,
         ).hexdigest()
         for name, column in snapshot.items()
@@ -88,10 +90,22 @@ def describe(contract: Contract, rank: int | None = None) -> dict[str, Any]:
         rank: Rank of the process, for whoever reads the log.
 
     Raises:
-        ValueError: A domain, pool or caller has a name that JSON cannot hold, or the contract
-            has already made a transition.
+        ValueError: A name is not printable, or a domain's, pool's or caller's is neither text nor
+            an integer; the contract is larger than a log may configure, or has already made a
+            transition.
     """
-    header = {
+    header = header_of(contract, rank)
+    if rebuild(json.loads(compact(header))).snapshot() != contract.snapshot():
+        raise ValueError(
+            "a log begins with its contract: attach the recorder before the first transition, "
+            "a restore included"
+        )
+    return header
+
+
+def header_of(contract: Contract, rank: int | None) -> dict[str, Any]:
+    """Return the header of a contract in its initial state, the only one that describes it."""
+    return {
         "qeffect": MAGIC,
         "version": VERSION,
         "rank": rank,
@@ -99,12 +113,6 @@ def describe(contract: Contract, rank: int | None = None) -> dict[str, Any]:
         "epoch": contract.epoch,
         "incarnation": f"{contract.incarnation:016x}",
     }
-    if rebuild(json.loads(compact(header))).snapshot() != contract.snapshot():
-        raise ValueError(
-            "a log begins with its contract: attach the recorder before the first transition, "
-            "a restore included"
-        )
-    return header
 
 
 def rebuild(header: Mapping[str, Any]) -> Contract:
@@ -118,14 +126,10 @@ def rebuild(header: Mapping[str, Any]) -> Contract:
     unknown = [name for name in header["relations"] if name not in RELATIONS]
     if unknown:
         raise ValueError(f"relations {unknown} are not known; there are {list(RELATIONS)}")
+    require_affordable(header)
     described = Configuration.read(header)
-    stages = described.stages
-    slots = sum(config.slots for config in stages)
-    cells = sum(config.microbatches * config.blocks * config.invocations for config in stages)
-    if slots > LIMIT or cells > LIMIT:
-        raise ValueError(f"{slots} slots and {cells} cells are more than {LIMIT}")
     contract = Contract(
-        stages,
+        described.stages,
         omit=[name for name in RELATIONS if name not in header["relations"]],
         callers=described.callers,
         capture_order=described.capture_order,

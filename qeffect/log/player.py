@@ -18,8 +18,9 @@ from qeffect.spec.clauses import CLAUSES
 from ..contract import Contract
 from ..explain import explain
 from ..refusals import Refused
+from ..text import shown, within
 from .checker import LogError, check_closing, check_event, check_header, parse
-from .format import DIGEST_BYTES, fingerprints, rebuild
+from .format import DIGEST_BYTES, compact, fingerprints, header_of, rebuild
 from .reader import Converters
 
 __all__ = ["MAX_LINE", "Player", "Violation"]
@@ -33,6 +34,8 @@ _END: Final = len(_MARK) + 2 * DIGEST_BYTES + len(_TAIL)
 _SEALED: Final = re.compile(rb',"digest":"[0-9a-f]{16}"}\n')
 #: What a line of the wrong shape may provoke in the functions that read or apply it.
 _STUMBLES: Final = (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError)
+#: What a header may provoke beyond that, in a process with little memory.
+_TOO_MUCH: Final = (*_STUMBLES, MemoryError, OverflowError)
 
 
 class Violation(Exception):  # noqa: N818 - it ends a replay with a report
@@ -43,8 +46,8 @@ class Violation(Exception):  # noqa: N818 - it ends a replay with a report
         clause: The clause.
         line: Line of the log, counted from 1.
         field: Field to look at first.
-        presented: What the line presented.
-        expected: What was expected.
+        presented: What the line presented; escaped and cut.
+        expected: What was expected; likewise.
         action: Transition of the refused event, if it is one.
     """
 
@@ -59,7 +62,7 @@ class Violation(Exception):  # noqa: N818 - it ends a replay with a report
     ) -> None:
         super().__init__(clause, line, field)
         self.clause, self.line, self.field = clause, line, field
-        self.presented, self.expected, self.action = presented, expected, action
+        self.presented, self.expected, self.action = within(presented), within(expected), action
 
 
 class Player:
@@ -122,12 +125,20 @@ class Player:
         self.rank = header["rank"]
         try:
             self.contract = rebuild(header)
+            described = header_of(self.contract, self.rank)
         except Refused as refused:
             raise Violation(
                 refused.clause, 1, "stages", refused.presented, refused.expected
             ) from None
-        except _STUMBLES as error:
-            raise LogError(f"{where} does not configure a contract: {error}") from None
+        except _TOO_MUCH as error:
+            why = str(error) or type(error).__name__
+            raise LogError(f"{where} configures no contract: {why}") from None
+        for name, value in described.items():
+            if compact(value) != compact(header[name]):
+                raise LogError(
+                    f"{where}, field {name}: {shown(header[name])} is not how a recorder describes "
+                    f"this contract, which is {shown(value)}"
+                )
         return self.contract
 
     def _follow(self, lines: Iterator[bytes], chain: blake2b, contract: Contract) -> None:
@@ -147,16 +158,9 @@ class Player:
             update(sealed)
             try:
                 text = (body + b"}").decode()
-                event, end = decode(text)
-                fields, function, checks, converts, stop = plans[event["transition"]]
-                if (
-                    end != len(text)
-                    or tuple(event) != fields
-                    or text.count('":') != len(fields)
-                    or "true" in text
-                    or "false" in text
-                    or "null" in text
-                ):
+                event, _ = decode(text)
+                spelled, function, checks, converts, stop = plans[event["transition"]]
+                if spelled(text) is None:
                     check_event(parse(body, self._where(number)), self._where(number))
                 values = [*event.values()]
                 for position, allowed in checks:
@@ -236,6 +240,15 @@ class Player:
         event = parse(body, self._where(number))
         check_event(event, self._where(number))
         transition = event["transition"]
+        if refused.clause == "log.incarnation":
+            raise Violation(
+                refused.clause,
+                number,
+                "incarnation",
+                event["incarnation"],
+                "an incarnation that this log has not had",
+                transition,
+            )
         refused = explain(
             refused, transition, converters.contract.memory, converters.arguments(event)
         )
@@ -259,7 +272,9 @@ class Player:
         clause, field, expected = converters.unknown(event)
         if clause:
             raise Violation(clause, number, field, f"{event[field]}", expected, event["transition"])
-        raise LogError(f"{where}, field {field}: {event[field]} is not configured; {expected}")
+        raise LogError(
+            f"{where}, field {field}: {shown(event[field])} is not configured; {expected}"
+        )
 
     def _close(self, number: int, closing: Mapping[str, Any], contract: Contract) -> None:
         state = fingerprints(contract.snapshot())

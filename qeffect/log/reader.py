@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from ..contract import Contract
 from ..destinations import Destination
 from ..engine.stage import TRANSITIONS
 from ..keys import Cell, TapeKey, TapeRef
+from ..refusals import Refused
 from ..relations.constants import GRAD, NO_SLOT, OUT
 from .format import FIELDS
 
-__all__ = ["Converters", "Plan"]
+__all__ = ["Converters", "Plan", "spelling"]
 
 
 class _Presented:
@@ -35,16 +36,41 @@ class _Incarnations(dict[str, int]):
     """Incarnations by their spelling; there are few in a log."""
 
     def __missing__(self, spelled: str) -> int:
-        if not re.fullmatch("[0-9a-f]{16}", spelled):
-            raise ValueError(spelled)
         self[spelled] = number = int(spelled, 16)
         return number
 
 
-#: How to apply a transition: its fields, its function, which positions to check for membership
-#: and which to convert, and where its arguments end.
+_NUMBER: Final = "[0-9]++"
+_NAME: Final = r'"[ !#-\[\]-~]*+"'
+_NAMES: Final = rf"\[(?:{_NAME}(?:,{_NAME})*)?\]"
+#: How each field is spelled in a line that is known to be JSON, which already refuses a number that
+#: begins with a needless zero. Names with escapes or beyond ASCII, and destinations in full, are
+#: left to the slow way, which accepts more and takes longer.
+_SPELLED: Final[Mapping[str, str]] = {
+    "key": rf"\[{','.join([_NUMBER] * 5)}\]",
+    "ref": rf'\[{_NUMBER},{_NUMBER},"[0-9a-f]{{16}}"\]',
+    "slot": f"(?:-1|{_NUMBER})",
+    "queued": _NAMES,
+    "covered": _NAMES,
+    "incarnation": '"[0-9a-f]{16}"',
+}
+
+
+def spelling(transition: str) -> Callable[[str], Any]:
+    """Return what finds out whether a line of a transition is spelled as a recorder spells it."""
+    fields = "".join(
+        f',"transition":"{transition}"'
+        if name == "transition"
+        else f',"{name}":{_SPELLED.get(name, _NUMBER)}'
+        for name in FIELDS[transition]
+    )
+    return re.compile(rf"\{{{fields[1:]}\}}").fullmatch
+
+
+#: How to apply a transition: how its line is spelled, its function, which positions to check for
+#: membership and which to convert, and where its arguments end.
 Plan = tuple[
-    tuple[str, ...],
+    Callable[[str], Any],
     Callable[..., Any],
     tuple[tuple[int, frozenset[int]], ...],
     tuple[tuple[int, Callable[[Any], Any]], ...],
@@ -53,7 +79,11 @@ Plan = tuple[
 
 
 class Converters:
-    """What turns the fields of a line into a transition's arguments, for one contract."""
+    """
+    What turns the fields of a line into a transition's arguments, for one contract.
+
+    A field has the right shape when it is converted: its spelling, or ``check_event``, said so.
+    """
 
     def __init__(self, contract: Contract) -> None:
         st = contract.memory
@@ -63,6 +93,7 @@ class Converters:
             b: st.destination_of[cell] for cell, b in st.buffer_of.items()
         }
         self.incarnations = _Incarnations()
+        self.begun: set[int] = {contract.incarnation}
         self._key, self._ref = _Presented(), _Presented()
         self.members: Mapping[str, frozenset[int]] = {
             "slot": frozenset(range(len(st.pending))),
@@ -80,21 +111,15 @@ class Converters:
             "key": self.key,
             "ref": self.ref,
             "destination": self.destination,
-            "queued": _names,
-            "covered": _names,
-            "epoch": _natural,
+            "queued": tuple,
+            "covered": tuple,
             "incarnation": self.incarnations.__getitem__,
         }
-        # A relation that is left out checks nothing; its arguments are still numbers.
-        relations = self.contract.transitions.relations
-        if "order" not in relations:
-            converts["token"] = _natural
-        if "version" not in relations:
-            converts["ticket"] = _natural
+        functions = self.contract.transitions.functions
         return {
             name: (
-                FIELDS[name],
-                self.contract.transitions.functions[name],
+                spelling(name),
+                self.restore if name == "restore" else functions[name],
                 tuple(
                     (i, self.allowed(name, field))
                     for i, field in enumerate(FIELDS[name])
@@ -110,6 +135,21 @@ class Converters:
             for name, parameters in TRANSITIONS.items()
         }
 
+    def restore(self, st: Any, epoch: int, incarnation: int) -> None:
+        """
+        Restore, into an incarnation that the log has not had.
+
+        The contract compares with the current one, which is all that it remembers; a reference of
+        an earlier one would be as good as new again.
+
+        Raises:
+            Refused: By the contract, or ``log.incarnation``.
+        """
+        self.contract.transitions.functions["restore"](st, epoch, incarnation)
+        if incarnation in self.begun:
+            raise Refused("log.incarnation")
+        self.begun.add(incarnation)
+
     def allowed(self, transition: str, field: str) -> frozenset[int]:
         """Return the values a field may have; a claim may also present no slot at all."""
         claims = field == "slot" and transition in ("reserve", "check_forward")
@@ -117,8 +157,6 @@ class Converters:
 
     def key(self, raw: Any) -> Any:
         epoch, stage, microbatch, block, invocation = raw
-        if epoch < 0:
-            raise ValueError(raw)
         key = self._key
         key.epoch, key.stage, key.cell = epoch, stage, (stage, microbatch, block, invocation)
         return key
@@ -171,15 +209,3 @@ class Converters:
                 known = ", ".join(map(str, sorted(self.members[field])))
                 return None, field, f"the header configures {known}"
         return None, "destination", f"the header configures {len(self.buffers)} buffers"
-
-
-def _names(raw: Any) -> tuple[str, ...]:
-    if raw.__class__ is not list:
-        raise TypeError(raw)
-    return tuple(raw)
-
-
-def _natural(raw: Any) -> int:
-    if raw.__class__ is not int or raw < 0:
-        raise ValueError(raw)
-    return int(raw)

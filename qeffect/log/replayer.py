@@ -1,7 +1,8 @@
 """
 The replayer: an event log's transitions, run again through the functions that guard a runtime.
 
-It takes time linear in the log, and memory that does not depend on its length.
+It takes time linear in the log, and memory that does not depend on its length but for the
+incarnations that its restores began.
 """
 
 from __future__ import annotations
@@ -90,6 +91,10 @@ def replay(path: str | os.PathLike[str]) -> ReplayReport:
             return replay_lines(iter(lambda: file.readline(MAX_LINE), b""), name=str(path))
     except OSError as error:
         raise LogError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # a path that no system call takes, with a zero byte for example
+        raise LogError(f"cannot read {path}: {error}") from error
+    except (MemoryError, RecursionError) as error:
+        raise LogError(f"{path} needs more memory than there is: {type(error).__name__}") from None
 
 
 def replay_lines(lines: Iterable[bytes | str], name: str = "log") -> ReplayReport:
@@ -116,6 +121,8 @@ def replay_lines(lines: Iterable[bytes | str], name: str = "log") -> ReplayRepor
     player = Player(name)
     try:
         player.play(line.encode() if isinstance(line, str) else line for line in lines)
+    except UnicodeEncodeError as error:
+        raise LogError(f"{name} is not text: {error}") from None
     except Violation as violation:
         clause = CLAUSES[violation.clause]
         return ReplayReport(

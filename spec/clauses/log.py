@@ -25,7 +25,9 @@ whoever rewrites a log can compute it anew, and then meets the clauses of parts 
 A replayer rebuilds the memory from the header and runs the transition functions over the events. A
 log is accepted when every event is, with the recorded result, and the final state is the recorded
 one. Input that is not a log at all (binary, empty, malformed) is unusable, which is not a
-refusal.
+refusal. A line has one spelling: no spaces, the schema's order of fields, printable names, the
+configuration as a recorder describes it. Another spelling is no log, and neither is a header that
+asks for more stages, slots, cells, links or destinations than a log may have.
 
 Some changes leave a history that also keeps the contract, and only the digests tell: another name
 for a caller, domain or pool, an argument of a part that is left out, a wait that nothing depends
@@ -92,6 +94,20 @@ on, or what a later restore undoes.""",
             section="design",
             cause="The header's configuration or an event's argument is not what the runtime had.",
             remedy="Compare the header with the runtime's configuration.",
+        ),
+        Clause(
+            id="log.incarnation",
+            number="10.6",
+            title="An incarnation begins once",
+            invariant="The incarnation of a restore is none that the log has had before, in its "
+            "header or by a restore.",
+            transitions=("replay",),
+            argument="incarnation",
+            unchanged=_BEFORE,
+            section="design",
+            cause="An incarnation was kept and given to a later restore, which makes references "
+            "of its first time valid again.",
+            remedy="Leave it out: the contract draws a fresh random one.",
         ),
     ),
 )

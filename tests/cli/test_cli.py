@@ -57,7 +57,8 @@ OPTIONS = {
         *("--growth-steps", "--history", "--quick", "--device", "--no-profile", *REPORT),
     },
     "runtime streams": {"--processes", "--checks", "--width", "--depth", "--quick", *REPORT},
-    "runtime pools": {"--steps", *REPORT},
+    "runtime pools": {"--steps", "--device", *REPORT},
+    "runtime probes": {"--device", *REPORT},
     "runtime plots": {"--reports", "--out", "--format"},
 }
 

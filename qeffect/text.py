@@ -1,0 +1,59 @@
+"""
+Text from a log, made fit for a terminal: nothing in it moves a cursor or begins a line.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+__all__ = ["escaped", "is_name", "shown", "within"]
+
+#: Longest passage of a log that a message repeats.
+_LONGEST: Final = 300
+
+
+def is_name(value: Any) -> bool:
+    """
+    Whether a value is a name that a log may hold: printable text.
+
+    >>> is_name("fc1"), is_name("fc1\\x1b[2K"), is_name("fc\\ud800"), is_name(1)
+    (True, False, False, False)
+    """
+    return isinstance(value, str) and value.isprintable()
+
+
+def escaped(text: str) -> str:
+    r"""
+    Return text with every character escaped that is not printable.
+
+    Control characters, line ends, marks that reorder what follows and lone surrogates are such.
+
+    >>> escaped("fc1\nqeffect: accepted")
+    'fc1\\nqeffect: accepted'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def within(text: str, most: int = _LONGEST) -> str:
+    """
+    Return text on one line of a limited length, its middle left out where it is longer.
+
+    Args:
+        text: The text.
+        most: The most characters.
+    """
+    # Cut first, so that a line of megabytes costs no more to show than a short one.
+    cut = text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 3) :]}"
+    line = escaped(cut)
+    return line if len(line) <= most else f"{line[: most // 2]}...{line[-(most // 3) :]}"
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message repeats it: short, and on one line."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "a deeply nested value"
+    return within(text if len(text) <= 60 else f"{text[:57]}...")

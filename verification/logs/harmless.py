@@ -1,0 +1,203 @@
+"""
+Why an edited log that the replayer accepts says nothing that the contract forbids.
+
+The proofs run the composed transitions over memories of their own, line by line, and compare whole
+states; they ask nothing of the replayer, so an edit that it only overlooks has no proof. Equal
+states have equal futures: a transition reads nothing but its state and its arguments.
+"""
+
+from __future__ import annotations
+
+import dis
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, Final
+
+from attrs import frozen
+
+from qeffect import Contract, Refused
+from qeffect.engine.memory import Snapshot
+from qeffect.engine.stage import TRANSITIONS
+from qeffect.log.format import rebuild
+from qeffect.log.reader import Converters
+
+from .edits import Edit
+
+__all__ = ["LASTING", "REASONS", "History", "history", "proof", "unread"]
+
+#: Every kind of proof.
+REASONS: Final[Mapping[str, str]] = {
+    "name": "the edited header describes a contract in the same state: it has no names",
+    "same call": "the field stands for the same argument",
+    "unread": "the transition, composed without a part that is left out, never reads the argument",
+    "same effect": "both lines are legal there, and lead to the same state",
+    "needless": "a submit, join or wait without which the log leads to the same states too",
+    "undone": "a restore leads to the same state but for entries that are written before they are "
+    "read again, and nothing before it outlives a restore",
+}
+#: Transitions whose effect a restore does not take back.
+LASTING: Final = frozenset({"commit_epoch", "checkpoint"})
+_SYNCHRONIZE: Final = frozenset({"submit", "join", "wait"})
+
+
+@frozen
+class History:
+    """
+    What a log's lines do, by the composed transitions alone.
+
+    Args:
+        contract: The contract that the header describes, after the last event.
+        events: The events.
+        arguments: Arguments of each, as the contract's own calls pass them.
+        states: The state before the first event, and after each.
+    """
+
+    contract: Contract
+    events: Sequence[Mapping[str, Any]]
+    arguments: Sequence[tuple[Any, ...]]
+    states: Sequence[Snapshot]
+
+
+class _Unreadable:
+    """Stands in an entry of a column that nothing may read; any use but overwriting it raises."""
+
+    def _read(self, *_: Any) -> Any:
+        raise TypeError("an entry that was left over is read")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _read
+    __bool__ = __int__ = __index__ = __iter__ = __add__ = __sub__ = __and__ = __or__ = _read
+
+
+def history(
+    lines: Sequence[str], spoiled: tuple[int, Sequence[tuple[str, Any]]] = (-1, ())
+) -> History | None:
+    """
+    Run a log's events, its closing line left aside; None where one of them cannot or may not run.
+
+    Args:
+        lines: A whole log; neither digests nor numbers are looked at.
+        spoiled: After how many events to make which entries unreadable, by column and index.
+    """
+    header, *events = [json.loads(line) for line in lines[:-1]]
+    try:
+        contract = rebuild(header)
+        converters = Converters(contract)
+        arguments = []
+        states = [contract.snapshot()]
+        for number, event in enumerate(events, 1):
+            if converters.unknown(event)[1] != "destination":
+                return None  # it names what the header does not configure
+            given = converters.arguments(event)
+            name = event["transition"]
+            result = contract.transitions.functions[name](contract.memory, *given)
+            if result != event.get("result"):
+                return None
+            if number == spoiled[0]:
+                for column, index in spoiled[1]:
+                    getattr(contract.memory, column)[index] = _Unreadable()
+            arguments.append(given)
+            states.append(contract.snapshot())
+    except (Refused, ValueError, KeyError, IndexError, TypeError):
+        return None
+    return History(contract, events, arguments, states)
+
+
+@cache
+def _own(lines: tuple[str, ...]) -> History:
+    found = history(lines)
+    if found is None:
+        raise ValueError("the log itself does not keep the contract")
+    return found
+
+
+def proof(lines: Sequence[str], edit: Edit) -> str | None:
+    """
+    Return why an edit of a valid log is harmless, a key of ``REASONS``; None: nothing shows it.
+
+    Args:
+        lines: The log.
+        edit: A change of one field.
+    """
+    ours = _own(tuple(lines))
+    theirs = history(edit.apply(lines))
+    if theirs is None or edit.line == len(lines) or ours.states[-1] != theirs.states[-1]:
+        return None
+    at = edit.line - 1  # states[at] is the state after the edited line
+    if ours.states[at] == theirs.states[at]:
+        return "name" if at == 0 else _same_state(ours, theirs, at)
+    if _undone(lines, ours, theirs, at):
+        return "undone"
+    return "needless" if _needless(lines, ours, theirs, at) else None
+
+
+def _undone(lines: Sequence[str], ours: History, theirs: History, at: int) -> bool:
+    """Whether the next restore takes back whatever the edit changed."""
+    names = [event["transition"] for event in ours.events]
+    if "restore" not in names[at:]:
+        return False
+    restored = names.index("restore", at) + 1
+    first = max(at, 1)
+    between = {e["transition"] for h in (ours, theirs) for e in h.events[first - 1 : restored]}
+    if between & LASTING:
+        return False
+    left = _differing(ours.contract, ours.states[restored], theirs.states[restored])
+    if not left:
+        return True
+    spoiled = history(lines, (restored, left))
+    try:
+        return spoiled is not None and spoiled.states[-1] == ours.states[-1]
+    except TypeError:  # one of them is there still
+        return False
+
+
+def _differing(contract: Contract, one: Snapshot, other: Snapshot) -> list[tuple[str, Any]]:
+    """Return the entries in which two states of a contract differ, by column and index."""
+    differing: list[tuple[str, Any]] = []
+    for column in one:
+        keyed = isinstance(getattr(contract.memory, column), dict)
+        for index, (entry, others) in enumerate(zip(one[column], other[column], strict=True)):
+            if entry != others:
+                differing.append((column, entry[0] if keyed else index))
+    return differing
+
+
+def _same_state(ours: History, theirs: History, at: int) -> str:
+    """Say why two lines lead to the same state."""
+    name = ours.events[at - 1]["transition"]
+    before, after = ours.arguments[at - 1], theirs.arguments[at - 1]
+    if name == theirs.events[at - 1]["transition"]:
+        changed = {
+            parameter
+            for parameter, old, new in zip(TRANSITIONS[name], before, after, strict=True)
+            if old != new
+        }
+        if not changed:
+            return "same call"
+        if changed <= unread(ours.contract.transitions.functions[name]):
+            return "unread"
+    return "same effect"
+
+
+def _needless(lines: Sequence[str], ours: History, theirs: History, at: int) -> bool:
+    """Whether the log without this line leads to the state in which the two logs meet."""
+    if at == 0 or not {h.events[at - 1]["transition"] for h in (ours, theirs)} <= _SYNCHRONIZE:
+        return False
+    again = next(n for n in range(at, len(ours.states)) if ours.states[n] == theirs.states[n])
+    without = history([*lines[:at], *lines[at + 1 :]])
+    return without is not None and without.states[again - 1] == ours.states[again]
+
+
+def unread(function: Callable[..., Any]) -> frozenset[str]:
+    """
+    Return the parameters that a function's body never reads.
+
+    >>> sorted(unread(lambda st, key, token: key))
+    ['st', 'token']
+    """
+    code = function.__code__
+    read: set[str] = set()
+    for instruction in dis.get_instructions(function):
+        value = instruction.argval
+        read.update(value if isinstance(value, tuple) else (value,) if type(value) is str else ())
+    return frozenset(code.co_varnames[: code.co_argcount]) - read
