@@ -1,0 +1,403 @@
+"""
+torch's `defer_pp_recv=True` exchanges tensors in silence, and `qeffect check` refuses the table.
+
+`torch_deferred_receives.md` says what happens and why. Here two gloo ranks run torch's own pipeline
+over a plain module (`two_ranks.py`), the gradients are compared with one process without a
+pipeline, and the very tables that ran are given to `qeffect check`.
+
+All comparisons with the reference are bit for bit. That is no luck: every stage and microbatch is
+computed by the same kernels on tensors of the same shapes on one thread, messages are copies, and a
+stage's weight gradients are added in the order of microbatches in every table here
+(`test_weight_gradients_in_order`) as in the reference.
+"""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.pipelining import schedules
+
+from qeffect.cli import main
+from qeffect.schedule.actions import RECEIVES, SENDS, Atom, Kind, Schedule
+from qeffect.schedule.infer import from_actions
+
+from .two_ranks import MICROBATCHES, NUM_STAGES, RANKS, STAGES, batch, loss_of, module_of
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLES = ROOT / "tests" / "schedule" / "torch_tables"
+#: Seconds after which a rank is ended; a run takes about five.
+LIMIT = 60
+#: The two messages that change places first: where the receiver takes what, and what is sent there.
+EXCHANGED = {
+    "ScheduleZBVZeroBubble": ("2RECV_B0", "0SEND_F2", "1RECV_F2"),
+    "ScheduleInterleavedZeroBubble": ("1RECV_F2", "2SEND_B0", "1RECV_B0"),
+}
+
+Gradients = dict[int, dict[str, Tensor]]
+
+
+class Run:
+    """What both ranks saw of one schedule."""
+
+    def __init__(self, ranks: list[dict[str, Any]]) -> None:
+        self.tables: list[list[list[str]]] = [rank["table"] for rank in ranks]
+        self.gradients: Gradients = {k: v for rank in ranks for k, v in rank["gradients"].items()}
+        self.losses: list[Tensor] = [loss for rank in ranks for loss in rank["losses"]]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The table that ran."""
+        return from_actions(self.tables[0], source="the table that ran")
+
+
+def last_lines(folder: Path) -> str:
+    """The last lines that each rank wrote."""
+    said = []
+    for path in sorted(folder.glob("rank*.log")):
+        lines = path.read_text(errors="replace").splitlines()[-15:]
+        said.append("\n".join([f"{path.stem}:", *lines]))
+    return "\n".join(said)
+
+
+def start(rank: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
+    """Start a rank as a process of its own."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    with (folder / f"rank{rank}.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.failures.two_ranks", str(rank), str(port), str(folder)],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, bool], Run]:
+    """Both schedules, as they stand (False) and with deferred receives (True), on two ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    # The store stays here; port 0 lets the system choose a free one.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [start(rank, store.port, folder) for rank in range(RANKS)]
+    try:
+        codes = [rank.wait(LIMIT) for rank in ranks]
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"a rank did not end within {LIMIT} s\n{last_lines(folder)}", pytrace=False)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [0] * RANKS == codes, last_lines(folder)
+    saved = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    return {key: Run([rank[key] for rank in saved]) for key in saved[0]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute the reference on one thread, as the ranks do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def reference() -> tuple[Gradients, list[Tensor]]:
+    """Gradients and losses without a pipeline: one process, autograd, microbatch by microbatch."""
+    stages = [module_of(stage) for stage in range(NUM_STAGES)]
+    losses = []
+    for data, target in zip(*(part.chunk(MICROBATCHES) for part in batch()), strict=True):
+        hidden = data
+        for module in stages:
+            hidden = module(hidden)
+        loss = loss_of(hidden, target)
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    # torch's schedules divide by the number of microbatches (`scale_grads`).
+    return {
+        stage: {n: p.grad / MICROBATCHES for n, p in module.named_parameters() if p.grad is not None}
+        for stage, module in enumerate(stages)
+    }, losses
+
+
+Message = tuple[Kind, int, int]
+_SEND_OF = {Kind.RECV_F: (Kind.SEND_F, -1), Kind.RECV_B: (Kind.SEND_B, 1)}
+
+
+def identity(atom: Atom) -> Message:
+    """What a message, or a computation, is called."""
+    return atom.kind, atom.stage, atom.microbatch
+
+
+def taken(schedule: Schedule, *, in_order: bool) -> dict[Message, Message]:
+    """
+    For each receive of a table the send whose tensor it takes.
+
+    Args:
+        schedule: The table.
+        in_order: Between two ranks the n-th receive takes the n-th send, as process groups have
+            it. Otherwise each receive takes the message that it names.
+    """
+    named = {}
+    queues: dict[tuple[int, int], tuple[list[Message], list[Message]]] = defaultdict(
+        lambda: ([], [])
+    )
+    for rank, row in enumerate(schedule.atoms):
+        for atom in row:
+            if atom.kind in RECEIVES:
+                kind, offset = _SEND_OF[atom.kind]
+                send = kind, atom.stage + offset, atom.microbatch
+                named[identity(atom)] = send
+                queues[schedule.stage_to_rank[send[1]], rank][1].append(identity(atom))
+            elif atom.kind in SENDS:
+                peer = atom.stage + (1 if atom.kind is Kind.SEND_F else -1)
+                queues[rank, schedule.stage_to_rank[peer]][0].append(identity(atom))
+    if not in_order:
+        return named
+    return {
+        receive: send
+        for sends, receives in queues.values()
+        for send, receive in zip(sends, receives, strict=True)
+    }
+
+
+def walk(schedule: Schedule, *, in_order: bool) -> Gradients:
+    """
+    The gradients that a table gives, computed in this process: no torch pipeline, no messages.
+
+    Args:
+        schedule: The table.
+        in_order: See `taken`.
+    """
+    stages = [module_of(stage) for stage in range(NUM_STAGES)]
+    names = [[name for name, _ in module.named_parameters()] for module in stages]
+    inputs, targets = (part.chunk(MICROBATCHES) for part in batch())
+    source = taken(schedule, in_order=in_order)
+    home = schedule.stage_to_rank
+    computed: dict[Message, Tensor] = {}
+    tapes: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    weights: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+    total: Gradients = {stage: {} for stage in range(NUM_STAGES)}
+
+    def wanted(atom: Atom) -> Message | None:
+        # The output or input gradient that a computation takes; None for the pipeline's two ends.
+        forward = atom.kind is Kind.FORWARD
+        other = atom.stage + (-1 if forward else 1)
+        if other not in home:
+            return None
+        made = (Kind.FORWARD if forward else Kind.DGRAD, other, atom.microbatch)
+        if home[other] == home[atom.stage]:
+            return made
+        receive = Kind.RECV_F if forward else Kind.RECV_B
+        kind, stage, microbatch = source[receive, atom.stage, atom.microbatch]
+        return Kind.FORWARD if kind is Kind.SEND_F else Kind.DGRAD, stage, microbatch
+
+    def run(atom: Atom, arrived: Tensor | None) -> None:
+        key = atom.stage, atom.microbatch
+        module = stages[atom.stage]
+        if atom.kind is Kind.FORWARD:
+            x = inputs[atom.microbatch] if arrived is None else arrived
+            x = x.clone().requires_grad_()
+            tapes[key] = x, module(x)
+            computed[identity(atom)] = tapes[key][1].detach()
+        elif atom.kind is Kind.DGRAD:
+            x, y = tapes.pop(key)
+            head = loss_of(y, targets[atom.microbatch]) if arrived is None else y
+            dx, *weights[key] = torch.autograd.grad(head, (x, *module.parameters()), arrived)
+            computed[identity(atom)] = dx
+        else:
+            for name, gradient in zip(names[atom.stage], weights.pop(key), strict=True):
+                before = total[atom.stage].get(name)
+                total[atom.stage][name] = gradient if before is None else before + gradient
+
+    rows = [
+        [a for a in row if a.kind in (Kind.FORWARD, Kind.DGRAD, Kind.WGRAD)]
+        for row in schedule.atoms
+    ]
+    while any(rows):
+        moved = False
+        for row in rows:
+            while row:
+                needs = None if row[0].kind is Kind.WGRAD else wanted(row[0])
+                if needs is not None and needs not in computed:
+                    break
+                run(row.pop(0), None if needs is None else computed[needs])
+                moved = True
+        assert moved, f"no rank can go on: {[str(row[0].action) for row in rows if row]}"
+    return {s: {n: g / MICROBATCHES for n, g in found.items()} for s, found in total.items()}
+
+
+def equal(one: Gradients, other: Gradients) -> bool:
+    """Whether two sets of gradients have the same bits."""
+    assert set(one) == set(other) == set(range(NUM_STAGES))
+    assert all(one[s].keys() == other[s].keys() and one[s] for s in one)
+    return all(torch.equal(one[s][n], other[s][n]) for s in one for n in one[s])
+
+
+def differing(one: Gradients, other: Gradients) -> dict[int, float]:
+    """The stages whose gradients differ: by how much, in norms, relative to the other ones."""
+    found = {}
+    for stage in one:
+        ours, theirs = (torch.cat([g.flatten() for g in s[stage].values()]) for s in (one, other))
+        if not torch.equal(ours, theirs):
+            found[stage] = float((ours - theirs).norm() / theirs.norm())
+    return found
+
+
+def test_torch_has_the_option() -> None:
+    """The installed torch can defer receives: without that, nothing below would say anything."""
+    for cls in STAGES:
+        known = inspect.signature(getattr(schedules, cls)).parameters
+        assert "defer_pp_recv" in known, (
+            f"torch {torch.__version__}: {cls} has no defer_pp_recv; 2.13 and later have it, and "
+            "these tests run with one that has"
+        )
+
+
+@pytest.mark.parametrize("cls", STAGES)
+class TestTwoRanks:
+    def test_as_it_stands(self, cls: str, runs: Mapping[tuple[str, bool], Run]) -> None:
+        """Without the option losses and gradients are those of one process, bit for bit."""
+        gradients, losses = reference()
+        run = runs[cls, False]
+
+        assert equal(gradients, run.gradients)
+        assert [loss.item() for loss in losses] == [loss.item() for loss in run.losses]
+
+    def test_deferred(self, cls: str, runs: Mapping[tuple[str, bool], Run]) -> None:
+        """With it, every rank ends without an error and the gradients are others, and finite."""
+        gradients, _ = reference()
+        run = runs[cls, True]
+        wrong = differing(run.gradients, gradients)
+
+        # That both ranks came to their end is what the fixture asserts.
+        assert all(g.isfinite().all() for s in run.gradients.values() for g in s.values())
+        assert not equal(gradients, run.gradients)
+        assert set(range(NUM_STAGES)) == set(wrong)
+        # Not a rounding, of 1e-7 in float32: some stage is wrong by more than its gradient's size.
+        assert min(wrong.values()) > 0.01
+        assert max(wrong.values()) > 1
+
+    def test_nothing_but_the_pairing(self, cls: str, runs: Mapping[tuple[str, bool], Run]) -> None:
+        """
+        The wrong gradients are those of the n-th receive taking the n-th send, bit for bit.
+
+        With each receive taking the message that it names, the same table gives the right ones:
+        only the places of receives are at fault.
+        """
+        gradients, _ = reference()
+        run = runs[cls, True]
+
+        assert equal(walk(run.schedule, in_order=True), run.gradients)
+        assert equal(walk(run.schedule, in_order=False), gradients)
+        assert equal(walk(runs[cls, False].schedule, in_order=True), gradients)
+
+    def test_only_receives_were_moved(self, cls: str, runs: Mapping[tuple[str, bool], Run]) -> None:
+        """The option moves receives and nothing else; sends keep their order."""
+        for row, deferred in zip(
+            runs[cls, False].tables[0], runs[cls, True].tables[0], strict=True
+        ):
+            assert sorted(row) == sorted(deferred)
+            assert [c for c in row if "RECV" not in c] == [c for c in deferred if "RECV" not in c]
+
+    @pytest.mark.parametrize("defer", [False, True])
+    def test_the_table_that_ran(
+        self, cls: str, defer: bool, runs: Mapping[tuple[str, bool], Run]
+    ) -> None:
+        """Both ranks ran one table, and it is the fixture where the release has fixtures."""
+        one, other = runs[cls, defer].tables
+        folder = TABLES / str(torch.__version__).split("+")[0]
+        name = f"{cls}_pp2_vpp2_m4{'.defer' if defer else ''}.comms.csv"
+
+        assert one == other
+        if folder.is_dir():
+            with (folder / name).open(newline="") as file:
+                assert list(csv.reader(file)) == one
+
+    @pytest.mark.parametrize("defer", [False, True])
+    def test_weight_gradients_in_order(
+        self, cls: str, defer: bool, runs: Mapping[tuple[str, bool], Run]
+    ) -> None:
+        """Each stage's weight gradients come in microbatch order: sums have the reference's bits."""
+        order: dict[int, list[int]] = defaultdict(list)
+        for row in runs[cls, defer].schedule.atoms:
+            for atom in row:
+                if atom.kind is Kind.WGRAD:
+                    order[atom.stage].append(atom.microbatch)
+
+        assert {s: list(range(MICROBATCHES)) for s in range(NUM_STAGES)} == order
+
+
+def checked(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str
+) -> tuple[int, dict[str, Any]]:
+    """`qeffect check --json` on the table that ran, saved as torch saves it."""
+    path = tmp_path / "table.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(run.tables[0])
+    code = main(["check", str(path), "--json", *options])
+    record: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, record
+
+
+@pytest.mark.parametrize("cls", STAGES)
+class TestCheck:
+    def test_as_it_stands(
+        self,
+        cls: str,
+        runs: Mapping[tuple[str, bool], Run],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """The table that trained rightly is accepted."""
+        code, record = checked(runs[cls, False], tmp_path, capsys)
+
+        assert (0, "accepted") == (code, record["verdict"])
+
+    def test_deferred(
+        self,
+        cls: str,
+        runs: Mapping[tuple[str, bool], Run],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """The table that trained on exchanged tensors is refused; both messages are named."""
+        code, record = checked(runs[cls, True], tmp_path, capsys)
+        receive, send, wanted = EXCHANGED[cls]
+        finding = record["findings"][0]
+
+        assert (1, "refused") == (code, record["verdict"])
+        assert ("schedule.message-order", 1, receive) == (
+            record["clause"],
+            record["rank"],
+            record["action"],
+        )
+        assert (wanted, receive) == (finding["expected"], finding["found"])
+        assert [(0, send)] == [(place["rank"], place["action"]) for place in finding["related"]]
+        assert f"rank 1 receives {receive} where rank 0 sends {send}" in finding["message"]
+
+    def test_a_queue_for_each_direction(
+        self,
+        cls: str,
+        runs: Mapping[tuple[str, bool], Run],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """Were activations and gradients carried apart, the same table would be right."""
+        code, record = checked(runs[cls, True], tmp_path, capsys, "--queues", "direction")
+
+        assert (0, "accepted") == (code, record["verdict"])
