@@ -1,1 +1,1 @@
-"""Failures that people really had or would have, run as they happen: what broke, and what we say."""
+"""Failures of real pipelines, run as they happen: what broke, and what the checks say."""

@@ -17,6 +17,8 @@ import csv
 import inspect
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from collections import defaultdict
@@ -24,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -32,14 +35,20 @@ from torch.distributed.pipelining import schedules
 
 from qeffect.cli import main
 from qeffect.schedule.actions import RECEIVES, SENDS, Atom, Kind, Schedule
+from qeffect.schedule.check import check
 from qeffect.schedule.infer import from_actions
+from qeffect.schedule.tables import read_table
+from qeffect.schedule.timeline import timeline
+from qeffect.schedule.torch_tables import LOOPED, V_SHAPED, torch_schedule
 
 from .two_ranks import MICROBATCHES, NUM_STAGES, RANKS, STAGES, batch, loss_of, module_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = ROOT / "tests" / "schedule" / "torch_tables"
-#: Seconds after which a rank is ended; a run takes about five.
-LIMIT = 60
+PICTURE = ROOT / "qeffect" / "schedule" / "pictures" / "zbv_deferred.svg"
+REPORT = Path(__file__).with_name("torch_deferred_receives.md")
+#: Seconds after which a process is ended; it takes about five.
+LIMIT = 120
 #: The two messages that change places first: where the receiver takes what, and what is sent there.
 EXCHANGED = {
     "ScheduleZBVZeroBubble": ("2RECV_B0", "0SEND_F2", "1RECV_F2"),
@@ -72,16 +81,21 @@ def last_lines(folder: Path) -> str:
     return "\n".join(said)
 
 
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a rank: one thread, no GPU, this machine only."""
+    only = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if sys.platform == "linux":
+        only["GLOO_SOCKET_IFNAME"] = "lo"
+    return os.environ | only | more
+
+
 def start(rank: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
     """Start a rank as a process of its own."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
     with (folder / f"rank{rank}.log").open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.failures.two_ranks", str(rank), str(port), str(folder)],
             cwd=ROOT,
-            env=environment,
+            env=environment(),
             stdout=log,
             stderr=subprocess.STDOUT,
         )
@@ -129,7 +143,9 @@ def reference() -> tuple[Gradients, list[Tensor]]:
         losses.append(loss.detach())
     # torch's schedules divide by the number of microbatches (`scale_grads`).
     return {
-        stage: {n: p.grad / MICROBATCHES for n, p in module.named_parameters() if p.grad is not None}
+        stage: {
+            n: p.grad / MICROBATCHES for n, p in module.named_parameters() if p.grad is not None
+        }
         for stage, module in enumerate(stages)
     }, losses
 
@@ -332,7 +348,7 @@ class TestTwoRanks:
     def test_weight_gradients_in_order(
         self, cls: str, defer: bool, runs: Mapping[tuple[str, bool], Run]
     ) -> None:
-        """Each stage's weight gradients come in microbatch order: sums have the reference's bits."""
+        """Each stage's weight gradients come in microbatch order, as the reference adds them."""
         order: dict[int, list[int]] = defaultdict(list)
         for row in runs[cls, defer].schedule.atoms:
             for atom in row:
@@ -401,3 +417,108 @@ class TestCheck:
         code, record = checked(runs[cls, True], tmp_path, capsys, "--queues", "direction")
 
         assert (0, "accepted") == (code, record["verdict"])
+
+
+def block(language: str) -> str:
+    """The one block of a language in the issue's text."""
+    (found,) = re.findall(rf"```{language}\n(.*?)```", REPORT.read_text("utf-8"), re.DOTALL)
+    return str(found)
+
+
+def numbers(text: str) -> dict[str, float]:
+    """What a reproducer printed: a name and a number a line."""
+    return {
+        name: float(number)
+        for name, _, number in (line.rpartition(": ") for line in text.splitlines() if line)
+    }
+
+
+class TestIssueText:
+    def test_reproducer(self, tmp_path: Path) -> None:
+        """The reproducer is short, needs torch alone, and prints what the text says."""
+        code = block("python")
+        # Its last two lines give an address that others may use: the environment goes first.
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        script = tmp_path / "repro.py"
+        script.write_text(code)
+        ran = subprocess.run(
+            [sys.executable, str(script)],
+            cwd=tmp_path,
+            env=environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+        said = "\n".join(ran.stderr.splitlines()[-15:])
+        stated = REPORT.read_text("utf-8").split("### Observed")[1].split("```")[1]
+        found = numbers(ran.stdout)
+
+        assert 0 == ran.returncode, said
+        assert len(code.splitlines()) < 40
+        assert "qeffect" not in code
+        assert 5 == len(found)
+        assert numbers(stated) == pytest.approx(found, rel=1e-3)
+        right = found.pop("one process")
+        for name, number in found.items():
+            assert ("defer_pp_recv=False" in name) == (number == pytest.approx(right, rel=1e-3))
+
+    def test_place(self) -> None:
+        """The text says where the function and its call are in the installed release."""
+        version = str(torch.__version__).split("+")[0]
+        place = re.search(
+            rf"{re.escape(version)}: lines\s+(\d+)\s+and\s+(\d+)", REPORT.read_text("utf-8")
+        )
+        assert place is not None, f"the text names no lines of torch {version}"
+        lines = Path(schedules.__file__).read_text("utf-8").splitlines()
+        defined, called = (lines[int(number) - 1] for number in place.groups())
+
+        assert "def _defer_recv_ops(" == defined
+        assert "self.pipeline_order_with_comms = _defer_recv_ops(" == called.strip()
+
+    def test_fix(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With the suggested change every table is accepted, and gives the right gradients."""
+        change = block("diff").splitlines(keepends=True)
+        before, after = (
+            "".join(line[1:] for line in change if line[0] in (" ", sign)) for sign in "-+"
+        )
+        source = inspect.getsource(schedules._defer_recv_ops)
+        assert 2 == source.count(before)
+        fixed: dict[str, Any] = dict(vars(schedules))
+        exec(compile(source.replace(before, after), "fixed", "exec"), fixed)
+        monkeypatch.setattr(schedules, "_defer_recv_ops", fixed["_defer_recv_ops"])
+        gradients, _ = reference()
+
+        for cls in LOOPED + V_SHAPED:
+            for pp, microbatches in ((2, 4), (4, 8)):
+                plain, deferred = (
+                    torch_schedule(
+                        cls, pp=pp, microbatches=microbatches, comms=True, defer_receives=defer
+                    )
+                    for defer in (False, True)
+                )
+                assert "accepted" == check(deferred).verdict
+                assert plain.rows != deferred.rows
+                if cls in STAGES and pp == RANKS:
+                    assert equal(walk(deferred, in_order=True), gradients)
+
+
+def test_picture() -> None:
+    """
+    The README's picture is what `qeffect check --svg` draws of the table that ran on torch 2.13.
+
+    `qeffect check --torch ScheduleZBVZeroBubble --pp 2 --vpp 2 --microbatches 4 --comms
+    --defer-receives --svg qeffect/schedule/pictures/zbv_deferred.svg` writes it anew, with torch
+    2.13.0 installed.
+    """
+    table = TABLES / "2.13.0" / "ScheduleZBVZeroBubble_pp2_vpp2_m4.defer.comms.csv"
+    schedule = attrs.evolve(
+        read_table(table),
+        source="torch 2.13.0 ScheduleZBVZeroBubble pp=2 vpp=2 microbatches=4 comms "
+        "defer_pp_recv=True",
+    )
+    drawn = timeline(schedule, check(schedule).finding)
+
+    assert PICTURE.read_text("utf-8") == drawn
+    assert all(message in drawn for message in EXCHANGED["ScheduleZBVZeroBubble"])
