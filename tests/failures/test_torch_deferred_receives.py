@@ -233,7 +233,8 @@ def walk(schedule: Schedule, *, in_order: bool) -> Gradients:
         elif atom.kind is Kind.DGRAD:
             x, y = tapes.pop(key)
             head = loss_of(y, targets[atom.microbatch]) if arrived is None else y
-            dx, *weights[key] = torch.autograd.grad(head, (x, *module.parameters()), arrived)
+            dx, *dw = torch.autograd.grad(head, (x, *module.parameters()), arrived)
+            weights[key] = tuple(dw)
             computed[identity(atom)] = dx
         else:
             for name, gradient in zip(names[atom.stage], weights.pop(key), strict=True):
