@@ -81,7 +81,8 @@ def lay_out(
         raise ValueError(f"callers must be different names, at least one, got {callers!r}")
     if not isinstance(generation_max, int) or not 0 <= generation_max <= GENERATION_MAX:
         raise ValueError(
-            f"generation_max must be from 0 to {GENERATION_MAX}, got {generation_max!r}"
+            f"generation_max must be a non-negative integer of at most {GENERATION_MAX}, "
+            f"got {generation_max!r}"
         )
     indices = [config.stage for config in stages]
     if len(set(indices)) != len(indices) or not indices:

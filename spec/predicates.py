@@ -41,7 +41,7 @@ class Predicate:
         function: Of the memory, perhaps the history, perhaps the arguments, then the variables.
         variables: Sort of each variable: an index sort of ``qeffect.relations.columns``, or
         ``place``, a
-            number from 0 to the count of some sort's members.
+            non-negative integer up to the count of some sort's members.
         needs: Relations that it speaks of; it is claimed only where all of them take part.
         transitions: For a step property, the transitions whose acceptance it must hold at.
         without: For an assumption, the relation that would check it; it is assumed only where

@@ -17,8 +17,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..log.text import escaped
 from ..refusals import Refused
+from ..text import escaped
 from .bench import Bench
 from .check import Check
 from .command import Command, Exit, Group, Outcome, Progress, UnusableError, brief

@@ -126,8 +126,8 @@ def rebuild(header: Mapping[str, Any]) -> Contract:
     unknown = [name for name in header["relations"] if name not in RELATIONS]
     if unknown:
         raise ValueError(f"relations {unknown} are not known; there are {list(RELATIONS)}")
-    require_affordable(header)
     described = Configuration.read(header)
+    require_affordable(header)
     contract = Contract(
         described.stages,
         omit=[name for name in RELATIONS if name not in header["relations"]],
