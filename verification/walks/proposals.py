@@ -251,7 +251,8 @@ def _reservations(world: World) -> Iterator[Call]:
 
 
 def _binds(world: World) -> Iterator[Call]:
-    for cell in world.cells:
+    # Those of live tapes first, so that a dI that could be made waits for a while.
+    for cell in sorted(world.cells, key=lambda cell: world.slot_of(cell) is None):
         if cell not in world.bound:
             yield Call("bind", {"key": TapeKey(world.epoch, *cell), "destination": None})
             return
