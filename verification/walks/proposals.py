@@ -171,7 +171,10 @@ def progress(world: World, pick: Pick) -> Plan | None:
     choices = landings + calls
     if not choices:
         return None
-    return _carry_out(world, _spelled_out(world, choices[pick(len(choices))], pick), pick)
+    choice = choices[pick(len(choices))]
+    if choice.transition == "finish_read" and pick(4):
+        choice = choices[pick(len(choices))]  # a late reader outlives its stage's last dW
+    return _carry_out(world, _spelled_out(world, choice, pick), pick)
 
 
 def _spelled_out(world: World, call: Call, pick: Pick) -> Call:
