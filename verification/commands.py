@@ -234,8 +234,11 @@ class Prove:
         data: dict[str, Any] = report.asdict()
         taken = len(data["witnesses"]) - data["covered"]
         lines = [
-            f"{data['unsat']} of {len(data['obligations'])} obligations proved, "
-            f"{data['unknown']} unknown, in {data['seconds']:.1f} s",
+            f"{data['questions']:,} distinct questions to the solver, {data['unknown']} unknown, "
+            f"in {data['seconds']:.1f} s",
+            f"they settle {data['unsat']} of {len(data['obligations'])} obligations: "
+            f"{data['implied']:,} follow from one already proved, {data['same_term']:,} compare "
+            "a term with itself",
             f"{len(data['witnesses'])} paths through the transitions: {taken} are taken from some "
             f"state, {data['covered']} are proved to be covered by an earlier guard",
         ]

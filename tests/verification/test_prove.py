@@ -38,6 +38,15 @@ def test_everything_is_proved(report: prove.ProofReport) -> None:
     assert len(report.obligations) == report.unsat > 10_000
 
 
+def test_distinct_questions_are_counted(report: prove.ProofReport) -> None:
+    """Obligations are told apart: questions put to a solver, what follows, the same term twice."""
+    data = report.asdict()
+
+    assert data["questions"] + data["implied"] + data["same_term"] == len(report.obligations)
+    assert 0 < data["questions"] < data["implied"]
+    assert data["same_term"] == sum(o.solver == "syntax" for o in report.obligations)
+
+
 def test_every_composition_is_proved(report: prove.ProofReport) -> None:
     """The full composition, each with one relation left out, and the bare one."""
     proved = {obligation.composition for obligation in report.obligations}

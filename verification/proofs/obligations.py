@@ -178,6 +178,13 @@ class Composition:
         """The same with paths joined that leave and answer the same."""
         return {name: self._merged(found) for name, found in self.every_path.items()}
 
+    def paths_of(self, transition: str) -> tuple[Path, ...]:
+        """Return the joined paths of one transition, without looking at the others."""
+        one = Transitions(
+            self.functions.relations, {transition: self.functions.functions[transition]}
+        )
+        return self._merged(path_table(one, self.encoding)[transition])
+
     def _merged(self, found: tuple[Path, ...]) -> tuple[Path, ...]:
         known = self.encoding.memo.get(("merged", id(found)))
         if known is None:

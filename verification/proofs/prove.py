@@ -88,6 +88,21 @@ class ProofReport:
         return sum(obligation.verdict == "unsat" for obligation in self.obligations)
 
     @property
+    def questions(self) -> int:
+        """How many distinct questions were put to the solver; the other obligations follow."""
+        return sum(o.solver != "syntax" and o.seconds > 0.0 for o in self.obligations)
+
+    @property
+    def same_term(self) -> int:
+        """How many obligations compare a term with itself."""
+        return sum(obligation.solver == "syntax" for obligation in self.obligations)
+
+    @property
+    def implied(self) -> int:
+        """How many obligations follow from a question that was already answered."""
+        return len(self.obligations) - self.questions - self.same_term
+
+    @property
     def unknown(self) -> int:
         """How many obligations a solver gave up on; each is a failure."""
         return sum(obligation.verdict == "unknown" for obligation in self.obligations)
@@ -123,6 +138,9 @@ class ProofReport:
     def asdict(self) -> dict[str, Any]:
         """Return the report as a plain dictionary, ready for JSON."""
         return {
+            "questions": self.questions,
+            "implied": self.implied,
+            "same_term": self.same_term,
             "obligations": [obligation.asdict() for obligation in self.obligations],
             "unsat": self.unsat,
             "unknown": self.unknown,
@@ -204,7 +222,8 @@ def unbounded(
             else:
                 yield from z3.prove([found])
     wide = Composition.of((), Encoding.sorted(generation_bits=64))
-    yield from Z3(wide, seed=seed).prove(widths(wide))
+    full = Composition.of((), encoding)
+    yield from Z3(wide, seed=seed).prove(widths(wide, full))
 
 
 def everywhere() -> Iterator[Obligation]:

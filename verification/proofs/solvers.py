@@ -50,9 +50,15 @@ class Proved:
         factory=lambda: defaultdict(list)
     )
 
-    def add(self, goal: Goal, lemmas: frozenset[str]) -> None:
-        """Remember that lemmas and the goal's facts refute its denial."""
-        facts = frozenset(fact.get_id() for fact in goal.facts)
+    def add(self, goal: Goal, lemmas: frozenset[str], facts: frozenset[int]) -> None:
+        """
+        Remember that some facts of a goal refute its denial.
+
+        Args:
+            goal: The goal.
+            lemmas: Names of the lemmas that were at hand.
+            facts: Ids of the goal's facts that the refutation used.
+        """
         self._found[goal.denied.get_id()].append((lemmas, facts, goal))  # the goal keeps ids alive
 
     def covers(self, goal: Goal, lemmas: frozenset[str]) -> bool:
@@ -127,7 +133,7 @@ class Z3:
         solver.add(*goal.facts, goal.denied, *more)
         verdict = str(solver.check())
         if verdict == "unsat" and self.proved is not None:
-            self.proved.add(goal, lemmas)
+            self.proved.add(goal, lemmas, frozenset(fact.get_id() for fact in goal.facts))
         return verdict, time.perf_counter() - began
 
     def _again(self, goal: Goal) -> tuple[str, float]:
@@ -173,7 +179,7 @@ class Z3:
         solver = self._solver(lemmas)
         common = set.intersection(*({f.get_id() for f in g.facts} for g in goals))
         solver.push()
-        solver.add([f for f in goals[0].facts if f.get_id() in common])
+        solver.add([_named(f) for f in goals[0].facts if f.get_id() in common])
         solver.add(list(more))
         answers = []
         for goal in goals:
@@ -182,15 +188,34 @@ class Z3:
                 continue
             began = time.perf_counter()
             solver.push()
-            solver.add([f for f in goal.facts if f.get_id() not in common])
-            solver.add(goal.denied)
-            verdict = str(solver.check())
+            rest = [f for f in goal.facts if f.get_id() not in common]
+            verdict = self._refute(solver, goal, rest, None if more else lemmas)
             solver.pop()
-            if verdict == "unsat" and self.proved is not None and not more:
-                self.proved.add(goal, lemmas)
             answers.append((verdict, time.perf_counter() - began))
         solver.pop()
         return answers
+
+    def _refute(
+        self, solver: Any, goal: Goal, facts: Sequence[Term], lemmas: frozenset[str] | None
+    ) -> str:
+        """
+        Ask whether a goal's facts refute its denial, and remember which of them did.
+
+        Args:
+            solver: One that has the other facts of the goal already, by name.
+            goal: The goal.
+            facts: Those to add.
+            lemmas: Names of the lemmas at hand; None where what is at hand is more than lemmas,
+                and a refutation is not remembered.
+        """
+        solver.add([_named(fact) for fact in facts])
+        solver.add(goal.denied)
+        verdict = str(solver.check([_name(fact) for fact in goal.facts]))
+        if verdict == "unsat" and self.proved is not None and lemmas is not None:
+            used = {name.get_id() for name in solver.unsat_core()}
+            ids = (fact.get_id() for fact in goal.facts if _name(fact).get_id() in used)
+            self.proved.add(goal, lemmas, frozenset(ids))
+        return verdict
 
     def script(self, goal: Goal) -> str:
         """Return a goal as an SMT-LIB script that a solver should call unsat."""
@@ -223,6 +248,15 @@ def _without_constant_arrays(terms: list[Term]) -> list[Term]:
         said.append(z3.ForAll([index], z3.Select(name, index) == term.arg(0)))
         names.append((term, name))
     return [z3.substitute(term, *names) for term in terms] + said if names else terms
+
+
+def _name(fact: Term) -> Term:
+    """Return the proposition that stands for a fact, so that a refutation can say what it used."""
+    return z3.Bool(f"fact!{fact.get_id()}")
+
+
+def _named(fact: Term) -> Term:
+    return z3.Implies(_name(fact), fact)
 
 
 def _where(goal: Goal) -> tuple[str, str, str]:

@@ -10,7 +10,6 @@ from typing import Any
 import z3
 
 from qeffect.engine.stage import STATE
-from qeffect.spec.promises import STEPS
 from qeffect.spec.world import DGRAD, FORWARD, REFRESH, WGRAD
 
 from ..induction.history import GHOSTS
@@ -33,6 +32,10 @@ __all__ = [
 _EVIDENCE = {"commit_dgrad": "queued", "commit_wgrad": "covered"}
 
 _KINDS = {"forward": FORWARD, "dgrad": DGRAD, "wgrad": WGRAD, "refresh": REFRESH}
+
+#: What speaks of generations: invariants, and the step that compares them.
+_SPEAKING = frozenset({"ownership.generation-bounded", "ownership.reference"})
+_REFERENCE = "ownership.right-reference"
 
 #: The greatest generation of a 64-bit counter.
 _LAST = (1 << 64) - 1
@@ -201,36 +204,49 @@ def restored(composition: Composition) -> Iterator[Goal]:
                 yield _never("an ended reference is refused", "restore", path, given, set())
 
 
-def widths(composition: Composition) -> Iterator[Goal]:
+def widths(composition: Composition, like: Composition) -> Iterator[Goal]:
     """
     Yield that generations of 64 bits never wrap: what speaks of them, where they wrap by nature.
 
     Args:
         composition: One whose encoding has generations of 64 bits.
+        like: The same functions in an encoding whose paths are known already. Transitions that
+            have nothing to do with generations there are not enumerated again.
     """
     words, enc = composition.vocabulary, composition.encoding
     last = enc.const("generation_max", "generation") == z3.BitVecVal(_LAST, 64)
-    speaking = {"ownership.generation-bounded", "ownership.reference"}
-    steps = [p.name for p in STEPS if p.name == "ownership.right-reference"]
     before = {c.name: c for c in words.invariants(words.before)}
     slot = enc.const("var.s", "slot")
-    for transition, paths in composition.paths.items():
-        for path in paths:
+    for transition in (name for name in like.paths if _counts_generations(like, name)):
+        for path in composition.paths_of(transition):
             if path.clause is not None:
                 continue
             facts = (*path.tests, *words.assumed(transition), last)
             found = [(c, before[c.name].body) for c in words.disturbed(words.after(path))]
             for claim, earlier in found:
-                if claim.name in speaking and not claim.body.eq(earlier):
+                if claim.name in _SPEAKING and not claim.body.eq(earlier):
                     yield _width(claim.name, path, (*facts, earlier), words.denied(claim))
             for claim in words.steps(transition):
-                if claim.name in steps:
+                if claim.name == _REFERENCE:
                     yield _width(claim.name, path, facts, words.denied(claim))
             old, new = path.before["generation"], path.columns["generation"]
             if not new.eq(old) and transition != "restore":
                 grows = z3.ULE(z3.Select(old, slot), z3.Select(new, slot))
                 claim = Claim("generations only rise", frozenset(), {"s": "slot"}, grows)
                 yield _width(claim.name, path, facts, words.denied(claim))
+
+
+def _counts_generations(composition: Composition, transition: str) -> bool:
+    """Whether a transition counts a generation, compares one, or disturbs what speaks of one."""
+    words = composition.vocabulary
+    if any(claim.name == _REFERENCE for claim in words.steps(transition)):
+        return True
+    accepted = [path for path in composition.paths[transition] if path.clause is None]
+    return any(
+        not path.columns["generation"].eq(path.before["generation"])
+        or any(claim.name in _SPEAKING for claim in words.disturbed(words.after(path)))
+        for path in accepted
+    )
 
 
 def _width(name: str, path: Path, facts: tuple[Term, ...], denied: Term) -> Goal:

@@ -12,6 +12,7 @@ from attrs import evolve
 
 from qeffect import Checkpoint, Destination, TapeKey, TapeRef, Ticket
 from qeffect.engine.stage import TRANSITIONS
+from qeffect.verification.targets import Target
 from qeffect.verification.walks.oracle import broken
 from qeffect.verification.walks.proposals import (
     NAMES,
@@ -60,7 +61,7 @@ def aimed(
     pick: Pick,
     checkpoints: Sequence[Checkpoint],
     incarnation: int,
-    targets: Sequence[tuple[str, str]],
+    targets: Sequence[Target],
 ) -> list[Call]:
     """
     Return calls that some of the given guards refuse now; a few tries may find none.
@@ -74,7 +75,7 @@ def aimed(
         incarnation: A fresh one, for a restore.
         targets: Guards to meet, as (transition, clause).
     """
-    found: dict[tuple[str, str], Call] = {}
+    found: dict[Target, Call] = {}
     wanted = frozenset(targets)
     seed = pick(1 << 32)
     for trial in range(_TRIALS):

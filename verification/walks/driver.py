@@ -19,7 +19,7 @@ from qeffect.verification.targets import TARGETS, Target
 from qeffect.verification.walks.attempts import aimed, attempt
 from qeffect.verification.walks.oracle import violations
 from qeffect.verification.walks.processes import Process
-from qeffect.verification.walks.proposals import Pick, chooser
+from qeffect.verification.walks.proposals import Pick, chooser, support
 from qeffect.verification.walks.timeline import Step, schedule_text, timeline_text
 from qeffect.verification.walks.walk import Walker
 from qeffect.verification.walks.world import Call, World
@@ -28,6 +28,8 @@ __all__ = ["Driver", "Mismatch", "Tally"]
 
 #: The contract's own account is compared after so many calls.
 _EVERY = 8
+#: How many calls that help come before the attempt of a rare refusal.
+_SUPPORT = 3
 #: What Python raises where a broken contract runs over a name that is none, instead of refusing.
 _BREAKDOWN = (LookupError, TypeError, ValueError, AttributeError)
 #: Those that refuse only while something is in flight, half done or broken.
@@ -133,9 +135,17 @@ class Driver(Walker):
         """Make calls that are refused by guards which this schedule has not met yet."""
         if self.focus is not None:
             return
+        rare = self._still_rare()
+        for _ in range(_SUPPORT if rare else 0):
+            self.run(support(self.world, pick))  # what is rare wants most of a call to be right
         everything = TARGETS if self.world.quiet else _FLEETING
-        targets = [target for target in self.rare if target not in self.met]
-        targets = targets or [target for target in everything if target not in self.met]
+        targets = rare or [target for target in everything if target not in self.met]
+        self._aim_at(targets, pick)
+
+    def _still_rare(self) -> list[Target]:
+        return [target for target in self.rare if target not in self.met]
+
+    def _aim_at(self, targets: Sequence[Target], pick: Pick) -> None:
         if not targets:
             return
         for call in aimed(self.world, pick, self.checkpoints, self.fresh(), targets):
@@ -144,8 +154,10 @@ class Driver(Walker):
                 return  # wrong evidence has aborted its action
 
     def step(self, number: int) -> None:
-        """Do what a number says; then look at the guards in focus, if any."""
+        """Do what a number says; then look at the guards in focus, or rare ones, if any."""
         super().step(number)
+        if number:
+            self._aim_at(self._still_rare(), chooser(number))
         if self.focus:
             for call in aimed(self.world, chooser(0), self.checkpoints, self.fresh(), self.focus):
                 self.call(call)

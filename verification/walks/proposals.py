@@ -171,7 +171,10 @@ def progress(world: World, pick: Pick) -> Plan | None:
     choices = landings + calls
     if not choices:
         return None
-    return _carry_out(world, _spelled_out(world, choices[pick(len(choices))], pick), pick)
+    choice = choices[pick(len(choices))]
+    if choice.transition == "finish_read" and pick(4):
+        choice = choices[pick(len(choices))]  # a late reader outlives its stage's last dW
+    return _carry_out(world, _spelled_out(world, choice, pick), pick)
 
 
 def _spelled_out(world: World, call: Call, pick: Pick) -> Call:
@@ -251,7 +254,8 @@ def _reservations(world: World) -> Iterator[Call]:
 
 
 def _binds(world: World) -> Iterator[Call]:
-    for cell in world.cells:
+    # Those of live tapes first, so that a dI that could be made waits for a while.
+    for cell in sorted(world.cells, key=lambda cell: world.slot_of(cell) is None):
         if cell not in world.bound:
             yield Call("bind", {"key": TapeKey(world.epoch, *cell), "destination": None})
             return
