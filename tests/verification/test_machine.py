@@ -197,7 +197,7 @@ class TestFaults:
                 "ownership",
                 "require_reference",
                 "stale-reference",
-                "expected a refusal by ownership.stale-reference",
+                "ownership.stale-reference",
                 10,
             ),
             (

@@ -37,7 +37,7 @@ _LONGEST = 160
 _LENGTHS = (8, 24, 72, _LONGEST)
 _SHRINKING = 300
 #: One in so many schedules is kept for the refusals that the others did not meet.
-_LAST = 4
+_LAST = 2
 _SHRINKING_SECONDS = 30.0
 
 

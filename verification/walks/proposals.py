@@ -172,8 +172,9 @@ def progress(world: World, pick: Pick) -> Plan | None:
     if not choices:
         return None
     choice = choices[pick(len(choices))]
-    if choice.transition == "finish_read" and pick(4):
-        choice = choices[pick(len(choices))]  # a late reader outlives its stage's last dW
+    for _ in range(2):
+        if choice.transition == "finish_read":
+            choice = choices[pick(len(choices))]  # a late reader outlives its stage's last dW
     return _carry_out(world, _spelled_out(world, choice, pick), pick)
 
 
