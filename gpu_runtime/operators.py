@@ -71,7 +71,7 @@ class Session:
 
     def destinations(self, stage: int, microbatch: int) -> list[Tensor]:
         """
-        What a microbatch's dW writes, in the order of the stage's units: `weight_gradient`'s arena.
+        What a microbatch's dW writes, in the order of the stage's units: `wgrad`'s arena.
 
         Empty under `copied`, where the library writes memory of its own.
         """
@@ -147,7 +147,7 @@ class Session:
         actions.finish_outputs(key, ref)
         return outputs
 
-    def input_gradient(
+    def dgrad(
         self,
         token: Tensor,
         sums: Sequence[Tensor],
@@ -158,39 +158,37 @@ class Session:
         """Bind, then dI."""
         with _written(sums, self.sums(stage), f"sums({stage})"):
             effects = self._go_to(token)
-            found = self._input_gradient(output_gradients, stage, microbatch, effects)
+            found = self._dgrad(output_gradients, stage, microbatch, effects)
         kept = [value.clone() for value in output_gradients] if self.rehearsal else []
-        self._done(token, lambda: self._input_gradient(kept, stage, microbatch, None), effect=True)
+        self._done(token, lambda: self._dgrad(kept, stage, microbatch, None), effect=True)
         return found
 
-    def _input_gradient(
+    def _dgrad(
         self, gradients: Sequence[Tensor], stage: int, microbatch: int, effects: int | None
     ) -> list[Tensor]:
         key = self.runtime.key(stage, microbatch)
         ref, actions = self._ref(key), self.runtime.actions
         actions.bind(key)
         with _recording():
-            actions.input_gradient(key, ref, gradients, token=effects)
+            actions.dgrad(key, ref, gradients, token=effects)
         memory = self.runtime.memories[stage]
         if not (self.runtime.config.readers and _with_gradients(memory.stage.inputs)):
-            return _independent(memory.table[ref.slot].input_gradients)
-        found = _independent(actions.input_gradients(key, ref))
-        actions.finish_input_gradients(key, ref)
+            return _independent(memory.table[ref.slot].dgrads)
+        found = _independent(actions.dgrads(key, ref))
+        actions.finish_dgrads(key, ref)
         return found
 
-    def weight_gradient(
-        self, token: Tensor, arena: Sequence[Tensor], stage: int, microbatch: int
-    ) -> None:
+    def wgrad(self, token: Tensor, arena: Sequence[Tensor], stage: int, microbatch: int) -> None:
         """dW; it has no effect on the state domain, so only the token's second number moves."""
         own = self.destinations(stage, microbatch)
         with _written(arena, own, f"destinations({stage}, {microbatch})"):
             self._go_to(token)
-            self._weight_gradient(stage, microbatch)
-        self._done(token, lambda: self._weight_gradient(stage, microbatch), effect=False)
+            self._wgrad(stage, microbatch)
+        self._done(token, lambda: self._wgrad(stage, microbatch), effect=False)
 
-    def _weight_gradient(self, stage: int, microbatch: int) -> None:
+    def _wgrad(self, stage: int, microbatch: int) -> None:
         key = self.runtime.key(stage, microbatch)
-        self.runtime.actions.weight_gradient(key, self._ref(key))
+        self.runtime.actions.wgrad(key, self._ref(key))
 
     def _ref(self, key: TapeKey) -> TapeRef:
         try:
@@ -279,7 +277,7 @@ def _forward(
     return session_of(session).forward(token, inputs, stage, microbatch)
 
 
-def _input_gradient(
+def _dgrad(
     token: Tensor,
     sums: list[Tensor],
     output_gradients: list[Tensor],
@@ -287,13 +285,11 @@ def _input_gradient(
     stage: int,
     microbatch: int,
 ) -> list[Tensor]:
-    return session_of(session).input_gradient(token, sums, output_gradients, stage, microbatch)
+    return session_of(session).dgrad(token, sums, output_gradients, stage, microbatch)
 
 
-def _weight_gradient(
-    token: Tensor, arena: list[Tensor], session: int, stage: int, microbatch: int
-) -> None:
-    session_of(session).weight_gradient(token, arena, stage, microbatch)
+def _wgrad(token: Tensor, arena: list[Tensor], session: int, stage: int, microbatch: int) -> None:
+    session_of(session).wgrad(token, arena, stage, microbatch)
 
 
 def _fake_nothing(token: Tensor, *_: Any) -> None:
@@ -306,7 +302,7 @@ def _fake_forward(
     return _empty(session_of(session).runtime.stages[stage].outputs)
 
 
-def _fake_input_gradient(
+def _fake_dgrad(
     token: Tensor,
     sums: list[Tensor],
     output_gradients: list[Tensor],
@@ -360,17 +356,17 @@ def _define_all() -> Any:
     _define(library, f"refresh({token}, {sums}, {place}) -> ()", _refresh, _fake_nothing)
     _define(
         library,
-        f"weight_gradient({token}, Tensor(b!)[] arena, {tape}) -> ()",
-        _weight_gradient,
+        f"wgrad({token}, Tensor(b!)[] arena, {tape}) -> ()",
+        _wgrad,
         _fake_nothing,
     )
     for name, given, real, fake in (
         ("forward", "Tensor[] inputs", _forward, _fake_forward),
         (
-            "input_gradient",
+            "dgrad",
             f"{sums}, Tensor[] output_gradients",
-            _input_gradient,
-            _fake_input_gradient,
+            _dgrad,
+            _fake_dgrad,
         ),
     ):
         for arity in range(MAX_RESULTS + 1):

@@ -3,7 +3,7 @@ The runtime of one process: its stages, their one state domain, and the boundari
 
 Everything that spans stages lives here: the contract, the slot plan, the snapshot of the last
 commit from which a poisoned domain is restored, capture, and the optimizer step (finalize, no
-pending work, update, next epoch). Actions are in `qeffect.gpu_runtime.execute.actions`.
+retained work, update, next epoch). Actions are in `qeffect.gpu_runtime.execute.actions`.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class Runtime:
                 self._committed.take()
                 self.handoff.record_tail()
         except BaseException:
-            self.actions.unusable = (
+            self.actions.broken = (
                 f"the optimizer failed during the update to epoch {epoch}: weights may be half "
                 "updated; load a checkpoint into a fresh runtime"
             )
@@ -329,8 +329,8 @@ class Runtime:
         Raises:
             BackendError: An optimizer update failed half way; no snapshot covers weights.
         """
-        if self.actions.unusable is not None:
-            raise BackendError(self.actions.unusable)
+        if self.actions.broken is not None:
+            raise BackendError(self.actions.broken)
         epoch = self.contract.epoch
         self.drain()
         self.contract.purge(epoch)
@@ -387,7 +387,7 @@ class Runtime:
             memory.table.rebuild()
             memory.arena.start_epoch()
         self._committed.take()
-        self.actions.unusable = None
+        self.actions.broken = None
 
     def close(self) -> None:
         """End the event log, if one is written."""

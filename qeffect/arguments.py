@@ -119,7 +119,7 @@ class Arguments:
             return TypeError(f"{transition}: expected a Ticket, got {ticket!r}")
         refused = Refused("ownership.unknown-ticket")
         refused.transition = transition
-        refused.presented = (
+        refused.found = (
             f"ticket {ticket.serial} of {ticket.action} in slot {ticket.slot}, issued by "
             f"incarnation {ticket.incarnation:016x}"
         )
@@ -173,10 +173,10 @@ class Arguments:
         refused = Refused(clause)
         refused.transition = transition
         if clause == "ownership.unknown-key":
-            refused.presented = str(key)
+            refused.found = str(key)
             refused.expected = f"a key of {self._configured(key)}"
         else:
-            refused.presented = f"slot {slot}" + (f" for {key}" if key is not None else "")
+            refused.found = f"slot {slot}" + (f" for {key}" if key is not None else "")
             refused.expected = f"a slot from 0 to {self.num_slots - 1}"
         return refused
 

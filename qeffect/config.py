@@ -11,7 +11,7 @@ from attrs import Attribute, field, frozen
 
 from .destinations import Destination
 from .keys import Cell, cell_of
-from .relations.constants import DI, DW, GRAD, OUT
+from .relations.constants import DGRAD_BIT, GRAD_BIT, OUT_BIT, WGRAD_BIT
 
 __all__ = ["StageConfig"]
 
@@ -115,4 +115,9 @@ class StageConfig:
 
     def consumers(self) -> int:
         """Mask of the consumers that a fresh tape of this stage waits for."""
-        return DI | DW | (OUT if self.sends_output else 0) | (GRAD if self.sends_gradient else 0)
+        return (
+            DGRAD_BIT
+            | WGRAD_BIT
+            | (OUT_BIT if self.sends_output else 0)
+            | (GRAD_BIT if self.sends_gradient else 0)
+        )

@@ -70,7 +70,7 @@ class Contract:
     >>> contract.check_wgrad(key, f.ref).serial
     Traceback (most recent call last):
     ...
-    qeffect.refusals.Refused: ownership.stale-reference in check_wgrad: presented ...
+    qeffect.refusals.Refused: ownership.stale-reference in check_wgrad: found ...
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Contract:
         # What F, dI and dW reach for, bound once: each look-up costs a guard's time.
         self._arguments = self._runner.arguments
         self._free, self._reserved = self._pool.free, self._pool.reserved
-        self._num_slots = len(self.memory.pending)
+        self._num_slots = len(self.memory.consumers)
         t = self.transitions
         self._check_forward, self._commit_forward = t.check_forward, t.commit_forward
         self._check_dgrad, self._commit_dgrad = t.check_dgrad, t.commit_dgrad
@@ -222,7 +222,7 @@ class Contract:
         >>> contract.check_forward(TapeKey(epoch=0, stage=0, microbatch=0))
         Traceback (most recent call last):
         ...
-        qeffect.refusals.Refused: version.stale-cache in check_forward: presented ...
+        qeffect.refusals.Refused: version.stale-cache in check_forward: found ...
         """
         st = self.memory
         taken = None
@@ -372,7 +372,7 @@ class Contract:
                     raise IndexError(action)
                 else:
                     self._commit_wgrad(st, slot, serial, evidence)
-                    if st.pending[slot] == 0:
+                    if st.consumers[slot] == 0:
                         if st.generation[slot] == st.generation_max[0]:
                             self._free[stage].retire(slot)
                         else:
@@ -404,7 +404,7 @@ class Contract:
         >>> contract.commit(ticket)
         Traceback (most recent call last):
         ...
-        qeffect.refusals.Refused: ownership.unknown-ticket in commit_forward: presented ...
+        qeffect.refusals.Refused: ownership.unknown-ticket in commit_forward: found ...
         """
         try:
             name, slot = ABORTS[ticket.action], ticket.slot
@@ -454,7 +454,7 @@ class Contract:
         Bind the destinations of a key's matrix gradients; must precede its dI (paper, III-D).
 
         Raises:
-            Refused: ``arena.mismatch``, ``arena.duplicate-bind``, ``arena.unusable`` or
+            Refused: ``arena.mismatch``, ``arena.duplicate-bind``, ``arena.spoiled`` or
                 ``version.wrong-epoch``.
         """
         self._tapes.bind(key, destination)
@@ -491,7 +491,7 @@ class Contract:
         Abort every live tape of an epoch; return how many there were.
 
         Raises:
-            Refused: ``ownership.pending`` or ``reduction.in-flight`` for one of them; then none
+            Refused: ``ownership.in-flight`` or ``reduction.in-flight`` for one of them; then none
                 is aborted.
         """
         return self._tapes.purge(epoch)
@@ -531,7 +531,7 @@ class Contract:
         Declare a stage's gradients whole.
 
         Raises:
-            Refused: ``order.incomplete``, ``arena.incomplete``, ``arena.unusable`` and others.
+            Refused: ``order.incomplete``, ``arena.incomplete``, ``arena.spoiled`` and others.
         """
         self._epochs.finalize(stage, link)
 

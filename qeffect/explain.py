@@ -1,5 +1,5 @@
 """
-What a refusal says: the value presented and the value the contract wanted, for every clause.
+What a refusal says: the value found and the value the contract wanted, for every clause.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from .engine.stage import TRANSITIONS
 from .refusals import Refused
-from .relations.constants import DI, DW, GRAD, NO_STAGE, OUT, RESERVED
+from .relations.constants import DGRAD_BIT, GRAD_BIT, NO_STAGE, OUT_BIT, RESERVED, WGRAD_BIT
 
 __all__ = ["EXPLANATIONS", "explain", "mask_text"]
 
@@ -23,7 +23,12 @@ def mask_text(mask: int) -> str:
     >>> mask_text(3)
     'dI and dW'
     """
-    names = {DI: "dI", DW: "dW", OUT: "output reader", GRAD: "gradient reader"}
+    names = {
+        DGRAD_BIT: "dI",
+        WGRAD_BIT: "dW",
+        OUT_BIT: "output reader",
+        GRAD_BIT: "gradient reader",
+    }
     if mask == RESERVED:
         return "its forward"
     return " and ".join(name for bit, name in names.items() if mask & bit) or "nobody"
@@ -42,12 +47,12 @@ def _domain(st: Any, a: Arguments) -> int:
 
 
 def _tape(st: Any, slot: int) -> str:
-    if st.pending[slot] == 0:
+    if st.consumers[slot] == 0:
         return f"slot {slot} generation {st.generation[slot]}, free"
     e, (s, m, b, i) = st.epoch_at[slot], st.cell_at[slot]
     return (
         f"slot {slot} generation {st.generation[slot]} holding e{e}.s{s}.m{m}.b{b}.i{i}, "
-        f"which waits for {mask_text(st.pending[slot])}"
+        f"which waits for {mask_text(st.consumers[slot])}"
     )
 
 
@@ -119,7 +124,7 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"{mask_text(a['bit'])} of {a['key']}",
         _tape(st, a["ref"].slot),
     ),
-    "ownership.pending": lambda st, a: (
+    "ownership.in-flight": lambda st, a: (
         f"{a['key']} in slot {_slot(a)}" if "key" in a else "a restore",
         f"no action in flight there; ticket {st.held[_slot(a)]} is"
         if "key" in a
@@ -138,7 +143,7 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"each of {st.matrices[_stage(st, a)]} exactly once",
     ),
     "ownership.live-tape": lambda st, a: (
-        f"live tapes in slots {[slot for slot, mask in enumerate(st.pending) if mask]}",
+        f"live tapes in slots {[slot for slot, mask in enumerate(st.consumers) if mask]}",
         "no tape that waits for a consumer",
     ),
     "version.wrong-epoch": lambda st, a: (
@@ -163,7 +168,7 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"an action of stage {_stage(st, a)}",
         f"the first forward of stage {st.refreshed[_domain(st, a)]}, whose cache was refreshed",
     ),
-    "version.pending": lambda st, a: (
+    "version.in-flight": lambda st, a: (
         _what(a),
         f"no refresh in flight, by itself or by an F; stages in flight {_live(st.refreshing)} and "
         f"{_live(st.filling)} (stage: ticket)",
@@ -172,7 +177,7 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"refresh ticket {a['ticket']} of stage {a['stage']}",
         f"ticket {st.refreshing[a['stage']] or 'none'}",
     ),
-    "order.pending": lambda st, a: (
+    "order.in-flight": lambda st, a: (
         _what(a),
         f"no F, dI or refresh in flight; domains in flight {_live(st.busy)} (domain: ticket)",
     ),
@@ -196,7 +201,7 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"{st.forwards[a['stage']]} forwards and {st.dgrads[a['stage']]} input gradients",
         f"{st.cells[a['stage']]} of each",
     ),
-    "arena.unusable": lambda st, a: (
+    "arena.spoiled": lambda st, a: (
         f"stage {_stage(st, a)}, spoiled in epoch {st.spoiled[_stage(st, a)]}",
         "gradients that no failed action half wrote",
     ),
@@ -212,7 +217,7 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"{a['key']} with no destinations bound",
         "destinations bound before dI",
     ),
-    "arena.pending": lambda st, a: (
+    "arena.in-flight": lambda st, a: (
         f"{a['key']} into a buffer with a write in flight",
         f"no write in flight; ticket {st.writing[st.buffer_of[a['key'].cell]]} is",
     ),
@@ -278,10 +283,10 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"all final in epoch {a['epoch']}",
     ),
     "persistence.live-tape": lambda st, a: (
-        f"live tapes in slots {[slot for slot, mask in enumerate(st.pending) if mask]}",
+        f"live tapes in slots {[slot for slot, mask in enumerate(st.consumers) if mask]}",
         "none live",
     ),
-    "persistence.pending-action": lambda st, a: (
+    "persistence.action-in-flight": lambda st, a: (
         f"domains with an action in flight: {_live(st.busy)}",
         "none in flight",
     ),
@@ -309,24 +314,24 @@ def _values(column: Any) -> Any:
     return column.values() if isinstance(column, dict) else column
 
 
-def _difference(presented: Any, configured: Any, side: int) -> str:
+def _difference(found: Any, configured: Any, side: int) -> str:
     """Name the first destination and field in which two bindings differ."""
-    if not isinstance(presented, tuple) or len(presented) != len(configured):
-        both = (presented, configured)[side]
+    if not isinstance(found, tuple) or len(found) != len(configured):
+        both = (found, configured)[side]
         return f"{len(both)} destinations" if isinstance(both, tuple) else repr(both)
-    for ours, theirs in zip(presented, configured, strict=True):
+    for ours, theirs in zip(found, configured, strict=True):
         for name in ("matrix", "microbatch", "shape", "dtype", "device", "address", "nbytes"):
             pair = getattr(ours, name, "unknown"), getattr(theirs, name)
             if pair[0] != pair[1]:
                 value = f"{pair[side]:#x}" if name == "address" else pair[side]
                 return f"{theirs.matrix} microbatch {theirs.microbatch} {name} {value}"
-    return repr((presented, configured)[side])
+    return repr((found, configured)[side])
 
 
 def explain(refused: Refused, transition: str, st: Any, arguments: tuple[Any, ...]) -> Refused:
-    """Fill in what a refusal presented and expected, from the unchanged state."""
+    """Fill in what a refusal found and expected, from the unchanged state."""
     refused.transition = transition
     given = dict(zip(TRANSITIONS[transition], arguments, strict=True))
     given["transition"] = transition
-    refused.presented, refused.expected = EXPLANATIONS[refused.clause](st, given)
+    refused.found, refused.expected = EXPLANATIONS[refused.clause](st, given)
     return refused

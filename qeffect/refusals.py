@@ -19,7 +19,7 @@ class Refusal:
     Args:
         clause: Stable id of the clause that was violated, for example ``order.token``.
         transition: The transition that checked it, for example ``check_forward``.
-        presented: What the caller presented.
+        found: What the guard found.
         expected: What the contract wanted instead.
         cause: The likely cause.
         remedy: What to do about it.
@@ -29,12 +29,12 @@ class Refusal:
     >>> refusal.clause, refusal.section
     ('order.token', ...)
     >>> sorted(refusal.asdict())
-    ['cause', 'clause', 'expected', 'presented', 'remedy', 'section', 'transition']
+    ['cause', 'clause', 'expected', 'found', 'remedy', 'section', 'transition']
     """
 
     clause: str
     transition: str = ""
-    presented: str = ""
+    found: str = ""
     expected: str = ""
     cause: str = ""
     remedy: str = ""
@@ -49,7 +49,7 @@ class Refused(Exception):  # noqa: N818 - the contract's own word, not an error 
     """
     A transition was refused; the state is exactly as it was.
 
-    Guards raise it with the clause alone. The embedding API fills in what was presented and
+    Guards raise it with the clause alone. The embedding API fills in what was found and
     expected before it reaches the caller.
 
     >>> raise Refused("order.token")
@@ -58,12 +58,12 @@ class Refused(Exception):  # noqa: N818 - the contract's own word, not an error 
     qeffect.refusals.Refused: order.token
     """
 
-    __slots__ = ("clause", "expected", "presented", "transition")
+    __slots__ = ("clause", "expected", "found", "transition")
 
     def __init__(self, clause: str) -> None:
         self.clause = clause
         self.transition = ""
-        self.presented = ""
+        self.found = ""
         self.expected = ""
 
     @property
@@ -79,7 +79,7 @@ class Refused(Exception):  # noqa: N818 - the contract's own word, not an error 
         return Refusal(
             clause=self.clause,
             transition=self.transition,
-            presented=str(self.presented),
+            found=str(self.found),
             expected=str(self.expected),
             cause=clause.cause if clause else "",
             remedy=clause.remedy if clause else "",
@@ -91,21 +91,21 @@ class Refused(Exception):  # noqa: N818 - the contract's own word, not an error 
             return self.clause
         r = self.record()
         return (
-            f"{r.clause} in {r.transition}: presented {r.presented}; expected {r.expected}. "
+            f"{r.clause} in {r.transition}: found {r.found}; expected {r.expected}. "
             f"Likely cause: {r.cause} What to do: {r.remedy}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (refused, (self.clause, self.transition, self.presented, self.expected))
+        return (refused, (self.clause, self.transition, self.found, self.expected))
 
 
-def refused(clause: str, transition: str, presented: str, expected: str) -> Refused:
+def refused(clause: str, transition: str, found: str, expected: str) -> Refused:
     """
-    Return a refusal that already says what was presented and expected.
+    Return a refusal that already says what was found and expected.
 
-    >>> refused("order.token", "check_forward", "effect token 3", "token 4").presented
+    >>> refused("order.token", "check_forward", "effect token 3", "token 4").found
     'effect token 3'
     """
     refusal = Refused(clause)
-    refusal.transition, refusal.presented, refusal.expected = transition, presented, expected
+    refusal.transition, refusal.found, refusal.expected = transition, found, expected
     return refusal

@@ -78,7 +78,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
     # ownership
     _state(
         "ownership",
-        "pending",
+        "consumers",
         "slot -> mask",
         0,
         "consumers that have yet to visit the tape: 1 dI, 2 dW, 4 a reader of the output, 8 a "

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["DI", "DW", "GRAD", "NEVER", "NO_SLOT", "NO_STAGE", "OUT", "RESERVED"]
+__all__ = [
+    "DGRAD_BIT",
+    "GRAD_BIT",
+    "NEVER",
+    "NO_SLOT",
+    "NO_STAGE",
+    "OUT_BIT",
+    "RESERVED",
+    "WGRAD_BIT",
+]
 
 #: No slot: the pool had none free, or the cell holds no live tape.
 NO_SLOT: Final = -1
@@ -18,9 +27,9 @@ NO_STAGE: Final = -1
 NEVER: Final = -1
 
 #: Consumer bits of a tape's mask: who still has to visit the slot before it is free.
-DI: Final = 1
-DW: Final = 2
-OUT: Final = 4  # a reader of the forward's output: a send, or the next local stage
-GRAD: Final = 8  # a reader of the input gradient
+DGRAD_BIT: Final = 1
+WGRAD_BIT: Final = 2
+OUT_BIT: Final = 4  # a reader of the forward's output: a send, or the next local stage
+GRAD_BIT: Final = 8  # a reader of the input gradient
 #: Mask of a slot that a key has claimed before its forward ran; no consumer may visit it.
 RESERVED: Final = 16

@@ -5,7 +5,7 @@ A predicate is a function of the contract's memory ``st``, for some predicates o
 ``h`` too, and of variables: it holds for all their values. It uses only comparisons, ``+``, ``&``,
 ``|``, ``implies`` and ``choose``, so that it runs over plain memory and over symbolic terms alike.
 It never branches on what it compares. An entry outside a column is an unspecified value, as in
-``implies(slot != NO_SLOT, st.pending[slot] != 0)``.
+``implies(slot != NO_SLOT, st.consumers[slot] != 0)``.
 """
 
 from __future__ import annotations

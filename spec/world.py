@@ -90,7 +90,7 @@ WORDS: Final[Mapping[str, Word]] = {
         fills="how often that cache was filled",
         fill_of_epoch="the fill that the epoch's first F read; -1 before it",
         filled_after="the scaling updates that the latest refresh had seen",
-        ruined="the last epoch whose gradients a failure ruined; -1 for none",
+        spoiled="the last epoch whose gradients a failure spoiled; -1 for none",
         half_written="the last epoch that a failed dW left half written; -1 for none",
         reduction="its reduction of this epoch: 0 none, 1 running, 2 done",
     ),

@@ -141,7 +141,7 @@ class World:
         self.st = self.laid.memory
         st = self.st
         self._members = {
-            "slot": range(len(st.pending)),
+            "slot": range(len(st.consumers)),
             "cell": [cell for config in self.setup.stages for cell in config.cells()],
             "stage": [config.stage for config in self.setup.stages],
             "domain": range(len(st.token)),

@@ -313,12 +313,12 @@ def _plain(node: ast.AST) -> bool:
 
 def _without_calls(value: ast.expr) -> Iterator[ast.AST]:
     """Every node of an expression, without what is inside a call."""
-    pending: list[ast.AST] = [value]
-    while pending:
-        node = pending.pop()
+    unread: list[ast.AST] = [value]
+    while unread:
+        node = unread.pop()
         yield node
         if not isinstance(node, ast.Call):
-            pending.extend(ast.iter_child_nodes(node))
+            unread.extend(ast.iter_child_nodes(node))
 
 
 def _name(node: ast.AST | None) -> str:

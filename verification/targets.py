@@ -70,15 +70,15 @@ COVERED: Final[tuple[Covered, ...]] = (
         "key; the clause keeps version's promise by itself",
     ),
     Covered("check_wgrad", "version.wrong-epoch", "", "as in check_dgrad"),
-    Covered("commit_epoch", "order.pending", "", _BUSY),
-    Covered("checkpoint", "persistence.pending-action", "busy domain", _BUSY),
+    Covered("commit_epoch", "order.in-flight", "", _BUSY),
+    Covered("checkpoint", "persistence.action-in-flight", "busy domain", _BUSY),
     Covered(
         "checkpoint",
         "persistence.mid-epoch",
         "dW without F",
         "dW that ran had its F; needed where order, which counts those, is left out",
     ),
-    Covered("restore", "order.pending", "", _BUSY),
+    Covered("restore", "order.in-flight", "", _BUSY),
 )
 
 #: The transitions by name, in the order of an optimizer step.

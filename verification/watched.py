@@ -17,9 +17,9 @@ class Watched:
         memory: Where the columns are.
 
     >>> from types import SimpleNamespace
-    >>> watched = Watched(SimpleNamespace(pending={0: 3}, held={0: 0}))
-    >>> watched.pending[0], watched.read
-    (3, {'pending'})
+    >>> watched = Watched(SimpleNamespace(consumers={0: 3}, held={0: 0}))
+    >>> watched.consumers[0], watched.read
+    (3, {'consumers'})
     """
 
     def __init__(self, memory: Any) -> None:

@@ -163,7 +163,7 @@ class Tape:
 
 
 @attrs.frozen(eq=False)
-class InputGradients:
+class Dgrads:
     """
     What dI returned.
 
@@ -179,7 +179,7 @@ class InputGradients:
 
 
 @attrs.frozen(eq=False)
-class WeightGradients:
+class Wgrads:
     """
     What dW covered.
 
@@ -291,12 +291,10 @@ class StageBackend(Protocol):
     def bind(self, tape: Tape, destinations: Mapping[str, Tensor] | None) -> None:
         """Say where the gradient of each unit goes, before dI; None lets the library allocate."""
 
-    def input_gradient(self, tape: Tape, output_gradients: Sequence[Tensor]) -> InputGradients:
+    def dgrad(self, tape: Tape, output_gradients: Sequence[Tensor]) -> Dgrads:
         """dI: input and non-matrix gradients; matrix work is left on the tape."""
 
-    def weight_gradient(
-        self, tape: Tape, *, accumulate: bool, keep: bool = False
-    ) -> WeightGradients:
+    def wgrad(self, tape: Tape, *, accumulate: bool, keep: bool = False) -> Wgrads:
         """
         dW: run the tape's deferred work into its bound destinations.
 

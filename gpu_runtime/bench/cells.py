@@ -16,7 +16,7 @@ from qeffect.schedule.torch_tables import torch_schedule
 
 
 @attrs.frozen
-class Cell:
+class BenchCell:
     """
     One workload: a rank's stages of one transformer layer each, and the order of their actions.
 
@@ -65,25 +65,25 @@ class Cell:
         return attrs.asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Cell:
+    def from_json(cls, data: Mapping[str, Any]) -> BenchCell:
         """The cell that `to_json` wrote."""
         return cls(**data)
 
 
-CELLS: tuple[Cell, ...] = (
-    Cell("h2048-s256-m4", 2048, 8192, 256, 4),
-    Cell("h4096-s256-m8", 4096, 11008, 256, 8),
-    Cell("h4096-s4096-m4", 4096, 11008, 4096, 4),
+CELLS: tuple[BenchCell, ...] = (
+    BenchCell("h2048-s256-m4", 2048, 8192, 256, 4),
+    BenchCell("h4096-s256-m8", 4096, 11008, 256, 8),
+    BenchCell("h4096-s4096-m4", 4096, 11008, 4096, 4),
 )
 """The three cells of the tables: launch bound, between, and compute bound."""
 
-TINY = Cell("tiny", 32, 64, 16, 4, heads=2)
+TINY = BenchCell("tiny", 32, 64, 16, 4, heads=2)
 """A cell that a CPU runs in milliseconds, to exercise the harness."""
 
 SWEEP_MICROBATCHES = (2, 4, 8, 16, 32)
 
 
-def sweep_cell(base: Cell, microbatches: int, *, rank: int = 1) -> Cell:
+def sweep_cell(base: BenchCell, microbatches: int, *, rank: int = 1) -> BenchCell:
     """
     The row of one rank of ZB-V over two ranks, with a cell's dimensions.
 
@@ -101,7 +101,7 @@ def sweep_cell(base: Cell, microbatches: int, *, rank: int = 1) -> Cell:
     )
 
 
-def cells_named(names: Iterable[str]) -> list[Cell]:
+def cells_named(names: Iterable[str]) -> list[BenchCell]:
     """
     Cells by index or name.
 

@@ -17,7 +17,7 @@ from qeffect.gpu_runtime.bench.cells import (
     CELLS,
     SWEEP_MICROBATCHES,
     TINY,
-    Cell,
+    BenchCell,
     cells_named,
     sweep_cell,
 )
@@ -139,7 +139,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return settings
 
 
-def _step(args: argparse.Namespace) -> list[tuple[Cell, Sequence[ColumnSpec]]]:
+def _step(args: argparse.Namespace) -> list[tuple[BenchCell, Sequence[ColumnSpec]]]:
     on_cpu = args.device == "cpu"
     known = REFERENCE_SPECS if on_cpu else (*SPECS, UNGUARDED)
     cells = cells_named(args.cells or ["tiny"]) if on_cpu else cells_named(args.cells or "012")
@@ -151,7 +151,7 @@ def _step(args: argparse.Namespace) -> list[tuple[Cell, Sequence[ColumnSpec]]]:
     return [(cell, known if cell == CELLS[0] else SPECS) for cell in cells]
 
 
-def _sweep(args: argparse.Namespace) -> list[tuple[Cell, Sequence[ColumnSpec]]]:
+def _sweep(args: argparse.Namespace) -> list[tuple[BenchCell, Sequence[ColumnSpec]]]:
     default = TINY.name if args.device == "cpu" else CELLS[0].name
     base = cells_named(args.cells or [default])[0]
     specs = SWEEP_SPECS if args.columns is None else specs_named(args.columns, SWEEP_SPECS)

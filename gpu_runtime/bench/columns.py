@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import attrs
 
-from qeffect.gpu_runtime.bench.cells import Cell
+from qeffect.gpu_runtime.bench.cells import BenchCell
 from qeffect.report import UnusableError
 
 Family = Literal["native", "te_graphs", "whole_step", "ours_eager", "ours_captured"]
@@ -86,7 +86,7 @@ class ColumnSpec:
     factory: str
     options: Mapping[str, Any] = attrs.field(factory=dict)
 
-    def make(self, cell: Cell, settings: Settings) -> Column:
+    def make(self, cell: BenchCell, settings: Settings) -> Column:
         """Import the factory, here and now, and call it."""
         module, _, function = self.factory.partition(":")
         made: Column = getattr(importlib.import_module(module), function)(
@@ -214,7 +214,7 @@ SWEEP_SPECS: tuple[ColumnSpec, ...] = (
         _ours(
             "per_microbatch", "a slot and a destination each microbatch", "per_microbatch", "grad"
         ),
-        options={"destination": "per_microbatch", "provisioning": "per_microbatch"},
+        options={"destination": "per_microbatch", "provisioning": "static"},
     ),
 )
 """Columns of the microbatch sweep: this project's provisioning and the paper's."""

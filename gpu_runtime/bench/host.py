@@ -21,13 +21,13 @@ from qeffect.gpu_runtime.memory.slots import fill
 from qeffect.gpu_runtime.plan.order import Kind, Order
 from qeffect.gpu_runtime.runtime import Runtime
 
-REPLAYS = ("refresh", "forward", "input_gradient", "weight_gradient")
+REPLAYS = ("refresh", "forward", "dgrad", "wgrad")
 """Actions that replay one graph each; the others only ask."""
 
-ASKED = ("bind", "outputs", "finish_outputs", "input_gradients", "finish_input_gradients")
+ASKED = ("bind", "outputs", "finish_outputs", "dgrads", "finish_dgrads")
 """Calls between them."""
 
-_NAMES = {Kind.FORWARD: "forward", Kind.DGRAD: "input_gradient", Kind.WGRAD: "weight_gradient"}
+_NAMES = {Kind.FORWARD: "forward", Kind.DGRAD: "dgrad", Kind.WGRAD: "wgrad"}
 
 Clock = Callable[[], int]
 """Nanoseconds from anywhere; never goes back."""

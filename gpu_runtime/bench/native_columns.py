@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.te import baselines as te_baselines
 from qeffect.gpu_runtime.backends.te.baselines import Chunking
-from qeffect.gpu_runtime.bench.cells import Cell
+from qeffect.gpu_runtime.bench.cells import BenchCell
 from qeffect.gpu_runtime.bench.columns import Settings
 from qeffect.gpu_runtime.plan.order import Kind
 
@@ -27,7 +27,7 @@ WARMUP_STEPS = 3
 class _Training:
     """Layers, data and optimizer that every column of this module shares."""
 
-    cell: Cell
+    cell: BenchCell
     settings: Settings
     fused: bool
     capturable: bool = False
@@ -239,18 +239,18 @@ class Graphed(_Training):
         super().close()
 
 
-def native(cell: Cell, settings: Settings, *, fused: bool) -> Native:
+def native(cell: BenchCell, settings: Settings, *, fused: bool) -> Native:
     """Native eager, into `.grad` or fused into `main_grad`."""
     return Native(cell, settings, fused)
 
 
-def whole_step(cell: Cell, settings: Settings, *, fused: bool) -> WholeStep:
+def whole_step(cell: BenchCell, settings: Settings, *, fused: bool) -> WholeStep:
     """One graph of the native step."""
     return WholeStep(cell, settings, fused)
 
 
 def graphed(
-    cell: Cell,
+    cell: BenchCell,
     settings: Settings,
     *,
     chunking: Chunking,

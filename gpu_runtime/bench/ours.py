@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import StageBackend
-from qeffect.gpu_runtime.bench.cells import Cell
+from qeffect.gpu_runtime.bench.cells import BenchCell
 from qeffect.gpu_runtime.bench.columns import Settings
 from qeffect.gpu_runtime.bench.host import times_of
 from qeffect.gpu_runtime.measure.unguarded import UnguardedActions, silence
@@ -39,12 +39,12 @@ class Actions(Protocol):
     def bind(self, key: TapeKey) -> None:
         """Bind the destinations of a key."""
 
-    def input_gradient(
+    def dgrad(
         self, key: TapeKey, ref: TapeRef, output_gradients: Sequence[Tensor] | None = None
     ) -> None:
         """dI."""
 
-    def weight_gradient(self, key: TapeKey, ref: TapeRef) -> None:
+    def wgrad(self, key: TapeKey, ref: TapeRef) -> None:
         """dW."""
 
     def outputs(self, key: TapeKey, ref: TapeRef) -> Sequence[Tensor]:
@@ -53,10 +53,10 @@ class Actions(Protocol):
     def finish_outputs(self, key: TapeKey, ref: TapeRef) -> None:
         """The reader of the outputs is done."""
 
-    def input_gradients(self, key: TapeKey, ref: TapeRef) -> Sequence[Tensor]:
+    def dgrads(self, key: TapeKey, ref: TapeRef) -> Sequence[Tensor]:
         """What dI left."""
 
-    def finish_input_gradients(self, key: TapeKey, ref: TapeRef) -> None:
+    def finish_dgrads(self, key: TapeKey, ref: TapeRef) -> None:
         """The reader of the input gradients is done."""
 
 
@@ -76,7 +76,7 @@ class Ours:
             graph stream and back by events, instead of from the graph stream itself.
     """
 
-    cell: Cell
+    cell: BenchCell
     settings: Settings
     destination: Rule
     provisioning: Provisioning
@@ -171,9 +171,9 @@ class Ours:
                 key = runtime.key(stage, m)
                 tapes[stage, m] = self._forward(actions, tapes, key)
             elif kind is Kind.DGRAD:
-                self._input_gradient(actions, tapes, *tapes[stage, m])
+                self._dgrad(actions, tapes, *tapes[stage, m])
             else:
-                actions.weight_gradient(*tapes[stage, m])
+                actions.wgrad(*tapes[stage, m])
         runtime.finish(self.optimizer)
 
     def _forward(
@@ -194,7 +194,7 @@ class Ours:
             actions.finish_outputs(key, ref)
         return key, ref
 
-    def _input_gradient(
+    def _dgrad(
         self,
         actions: Actions,
         tapes: Mapping[tuple[int, int], tuple[TapeKey, TapeRef]],
@@ -204,14 +204,14 @@ class Ours:
         actions.bind(key)
         source = self.after.get(key.stage)
         if source is None:
-            actions.input_gradient(key, ref, (self.dy[key.microbatch % len(self.dy)],))
+            actions.dgrad(key, ref, (self.dy[key.microbatch % len(self.dy)],))
         else:
             fed_by = tapes[source, key.microbatch]
-            actions.input_gradient(key, ref, actions.input_gradients(*fed_by))
-            actions.finish_input_gradients(*fed_by)
+            actions.dgrad(key, ref, actions.dgrads(*fed_by))
+            actions.finish_dgrads(*fed_by)
         if key.stage not in self.before:
-            actions.input_gradients(key, ref)
-            actions.finish_input_gradients(key, ref)
+            actions.dgrads(key, ref)
+            actions.finish_dgrads(key, ref)
 
     def host_actions(self, steps: int, synchronize: Callable[[], None]) -> Mapping[str, Any]:
         """Host time of every call of some steps, and of their bare replays; only `close` after."""
@@ -243,7 +243,7 @@ class Ours:
 
 
 def captured(
-    cell: Cell,
+    cell: BenchCell,
     settings: Settings,
     *,
     destination: Rule,
@@ -263,6 +263,6 @@ def captured(
     )
 
 
-def eager(cell: Cell, settings: Settings, *, destination: Rule) -> Ours:
+def eager(cell: BenchCell, settings: Settings, *, destination: Rule) -> Ours:
     """Eager, with guards and live slots."""
     return Ours(cell, settings, destination, "live", captured=False)

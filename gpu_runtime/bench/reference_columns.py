@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
-from qeffect.gpu_runtime.bench.cells import Cell
+from qeffect.gpu_runtime.bench.cells import BenchCell
 from qeffect.gpu_runtime.bench.columns import Settings
 from qeffect.gpu_runtime.plan.order import Kind, Order
 
@@ -22,7 +22,7 @@ from qeffect.gpu_runtime.plan.order import Kind, Order
 class NativeReference:
     """Eager full backward into `.grad`, each stage feeding the next."""
 
-    cell: Cell
+    cell: BenchCell
     settings: Settings
     order: Order = attrs.field(init=False)
     stages: dict[int, StageBackend] = attrs.field(factory=dict, init=False)
@@ -80,6 +80,6 @@ class NativeReference:
         self.stages.clear()
 
 
-def native(cell: Cell, settings: Settings) -> NativeReference:
+def native(cell: BenchCell, settings: Settings) -> NativeReference:
     """The reference backend's native column."""
     return NativeReference(cell, settings)

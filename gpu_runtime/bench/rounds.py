@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from qeffect.gpu_runtime.bench.cells import Cell
+from qeffect.gpu_runtime.bench.cells import BenchCell
 from qeffect.gpu_runtime.bench.columns import ColumnSpec, Settings
 from qeffect.gpu_runtime.bench.worker import ColumnError, ProcessWorker, Worker
 from qeffect.gpu_runtime.measure import device
@@ -22,7 +22,7 @@ TIMEOUT_S = 180.0
 ACTION_STEPS = 20
 """Steps whose actions the host times one by one, and as many of bare replays."""
 
-MakeWorker = Callable[[ColumnSpec, Cell, Settings], Worker]
+MakeWorker = Callable[[ColumnSpec, BenchCell, Settings], Worker]
 Progress = Callable[[str], None]
 
 
@@ -42,7 +42,7 @@ class CellRun:
         record: What was measured, as plain data.
     """
 
-    cell: Cell
+    cell: BenchCell
     specs: Sequence[ColumnSpec]
     settings: Settings
     save: Callable[[], None] = lambda: None

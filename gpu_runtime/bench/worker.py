@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from qeffect.gpu_runtime.bench.cells import Cell
+from qeffect.gpu_runtime.bench.cells import BenchCell
 from qeffect.gpu_runtime.bench.columns import Column, ColumnSpec, Settings
 
 HOST_STEPS = 5
@@ -38,7 +38,7 @@ class Session:
     """
 
     spec: ColumnSpec
-    cell: Cell
+    cell: BenchCell
     settings: Settings
     _column: Column | None = attrs.field(default=None, init=False)
 
@@ -200,7 +200,7 @@ class Worker(Protocol):
 class InlineWorker:
     """A session in this process: for tests, where no library has process-wide state."""
 
-    def __init__(self, spec: ColumnSpec, cell: Cell, settings: Settings) -> None:
+    def __init__(self, spec: ColumnSpec, cell: BenchCell, settings: Settings) -> None:
         self._session = Session(spec, cell, settings)
         self._next: tuple[str, dict[str, Any]] | None = None
 
@@ -226,7 +226,7 @@ class InlineWorker:
 class ProcessWorker:
     """A session in a fresh process, which dies with this one."""
 
-    def __init__(self, spec: ColumnSpec, cell: Cell, settings: Settings) -> None:
+    def __init__(self, spec: ColumnSpec, cell: BenchCell, settings: Settings) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
@@ -268,7 +268,7 @@ class ProcessWorker:
             self._process.join(timeout=10)
 
 
-def _serve(pipe: Connection, spec: ColumnSpec, cell: Cell, settings: Settings) -> None:
+def _serve(pipe: Connection, spec: ColumnSpec, cell: BenchCell, settings: Settings) -> None:
     session = Session(spec, cell, settings)
     while True:
         try:

@@ -6,7 +6,7 @@ where in the run it came from. Two recordings must hold the same labels with the
 that only one side has is a mismatch too, so a comparison that looked at nothing cannot pass.
 
 Some categories have no counterpart on the side of a library's own full backward, which has neither
-slots nor graphs: addresses, pending work and growth. A guarded run records them as counts of what
+slots nor graphs: addresses, retained work and growth. A guarded run records them as counts of what
 must not be, and each is compared with the requirement, which is zero.
 """
 
@@ -40,7 +40,7 @@ What both sides of a comparison have. The loss is half the mean square of an out
 gradients are those of one dI or dW, before any sum.
 """
 
-REQUIRED = ("addresses", "pending work", "growth")
+REQUIRED = ("addresses", "retained work", "growth")
 """
 What a guarded run alone has, counted so that zero is what is required: things that graphs bake in
 and that moved, work that is still retained or outstanding after a step, and what a step left more
@@ -60,7 +60,7 @@ Category = Literal[
     "caches",
     "versions",
     "addresses",
-    "pending work",
+    "retained work",
     "growth",
 ]
 

@@ -90,9 +90,9 @@ class GuardedRun:
         if step.kind is Kind.FORWARD:
             self._forward(key, step)
         elif step.kind is Kind.DGRAD:
-            self._input_gradient(key, step)
+            self._dgrad(key, step)
         else:
-            self._weight_gradient(key)
+            self._wgrad(key)
 
     def finish(self) -> None:
         """The end of an epoch."""
@@ -119,18 +119,18 @@ class GuardedRun:
                 r.add_state(where, live_state(runtime.domain))
             runtime.actions.finish_outputs(key, ref)
 
-    def _input_gradient(self, key: TapeKey, step: Step) -> None:
+    def _dgrad(self, key: TapeKey, step: Step) -> None:
         runtime, stage = self.runtime, self.runtime.stages[key.stage]
         ref = self._refs[key]
         runtime.actions.bind(key)
-        runtime.actions.input_gradient(
+        runtime.actions.dgrad(
             key, ref, self.workload.output_gradients(stage, key.epoch, key.microbatch)
         )
         if not runtime.config.readers:
             return
         found: Sequence[Tensor] = ()
         if any(spec.differentiable for spec in stage.inputs):
-            found = runtime.actions.input_gradients(key, ref)
+            found = runtime.actions.dgrads(key, ref)
         if (r := self.recording) is not None:
             where = f"step {key.epoch} {step}"
             place = f"step {key.epoch} stage {key.stage} m{key.microbatch}"
@@ -140,13 +140,13 @@ class GuardedRun:
             r.add_all("input gradients", where, {str(n): g for n, g in enumerate(found)})
             r.add_state(where, live_state(runtime.domain))
         if found:
-            runtime.actions.finish_input_gradients(key, ref)
+            runtime.actions.finish_dgrads(key, ref)
 
-    def _weight_gradient(self, key: TapeKey) -> None:
+    def _wgrad(self, key: TapeKey) -> None:
         runtime = self.runtime
         memory = runtime.memories[key.stage]
         ref = self._refs[key]
-        runtime.actions.weight_gradient(key, ref)
+        runtime.actions.wgrad(key, ref)
         del self._refs[key]
         self.released[key.stage, ref.slot] = ref
         added = self._added[key.stage] = self._added[key.stage] + 1

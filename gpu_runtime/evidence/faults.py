@@ -174,13 +174,13 @@ def _about_a_tape(run: GuardedRun, step: Step) -> list[dict[str, str]]:
     gradients = run.workload.output_gradients(
         runtime.stages[step.stage], runtime.epoch, step.microbatch
     )
-    found = [_row(run, "repeated-dgrad", step, lambda: actions.input_gradient(key, ref, gradients))]
+    found = [_row(run, "repeated-dgrad", step, lambda: actions.dgrad(key, ref, gradients))]
     old = run.released.get((step.stage, ref.slot))
     if old is not None:
         # The slot is this tape's by now: reused, one generation on or more.
         if not old.generation < ref.generation:
             raise AssertionError(f"slot {ref.slot} was not reused: {old}, then {ref}")
-        found.append(_row(run, "old-reference", step, lambda: actions.weight_gradient(key, old)))
+        found.append(_row(run, "old-reference", step, lambda: actions.wgrad(key, old)))
     runtime.drain()
     found.append(_row(run, "checkpoint-live-tape", step, runtime.checkpoint))
     return found
@@ -201,8 +201,8 @@ def _failing(run: GuardedRun, kind: Kind) -> Any:
     executor = run.runtime.executor
     method = {
         Kind.FORWARD: "forward",
-        Kind.DGRAD: "input_gradient",
-        Kind.WGRAD: "weight_gradient",
+        Kind.DGRAD: "dgrad",
+        Kind.WGRAD: "wgrad",
     }[kind]
     physical = getattr(executor, method)
 
@@ -234,7 +234,7 @@ def _fail(run: GuardedRun, kind: Kind) -> dict[str, str]:
         run.advance(failing)
     # Recipes without hidden state have no order to poison; their gradients are spoiled anyway.
     poisons = kind is not Kind.WGRAD and "order" in run.runtime.relations
-    clause = "order.poisoned" if poisons else "arena.unusable"
+    clause = "order.poisoned" if poisons else "arena.spoiled"
     found = refused(run.runtime, clause, "finalize", lambda: _finalize(run.runtime, failing.stage))
     return {"fault": f"a failed {kind.value}", **found, "where": str(failing)}
 
@@ -256,7 +256,7 @@ def abort_write(run: GuardedRun, step: Step) -> None:
         link=link,
     )
     with runtime.handoff.scope():
-        runtime.executor.weight_gradient(memory, memory.table[ticket.slot], variant)
+        runtime.executor.wgrad(memory, memory.table[ticket.slot], variant)
     runtime.contract.abort(ticket)
 
 
@@ -283,5 +283,5 @@ def _write_after_abort(run: GuardedRun) -> dict[str, str]:
         run,
         "write-after-abort",
         second,
-        lambda: runtime.actions.weight_gradient(key, run.ref(key)),
+        lambda: runtime.actions.wgrad(key, run.ref(key)),
     )

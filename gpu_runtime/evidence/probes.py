@@ -33,7 +33,7 @@ from qeffect.gpu_runtime.evidence.sides import fresh_stages, record
 from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 
-__all__ = ["add_probes_arguments", "binding", "run_probes", "sanitized"]
+__all__ = ["add_probes_arguments", "pairing", "run_probes", "sanitized"]
 
 TIMEOUT_S = 180.0
 LOOKS = 2000
@@ -43,7 +43,7 @@ ATTENTION = ((64, True), (64, False), (128, True))
 
 #: What binds dW in the library's `_make_graphed_callables`: the chunk's counter has moved on by the
 #: dgrads that were captured, and a dW's graph is the one before it.
-BINDING = (
+PAIRING = (
     "per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]",
     "bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]",
     "bwd_idx[m_chunk] += 1",
@@ -76,7 +76,7 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
         args.out,
         environment(args.commit),
         {"device": args.device},
-        {"attention": [], "binding": binding(), "addresses": None},
+        {"attention": [], "pairing": pairing(), "addresses": None},
     )
     report.save()
     for sequence, fused in ATTENTION:
@@ -92,7 +92,7 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
     return Outcome("accepted", {"derived": finished["derived"]}, lines)
 
 
-def binding(source: str | None = None) -> dict[str, Any]:
+def pairing(source: str | None = None) -> dict[str, Any]:
     """
     Read how the installed library binds a dW in its graphs; nothing of it is imported.
 
@@ -100,10 +100,10 @@ def binding(source: str | None = None) -> dict[str, Any]:
         source: The text to read instead of the installed one.
 
     Returns:
-        The version, the digest of the file, and the line of each statement of `BINDING`, None where
+        The version, the digest of the file, and the line of each statement of `PAIRING`, None where
         it is not there.
     """
-    found: dict[str, Any] = {"version": None, "sha256": None, "lines": dict.fromkeys(BINDING)}
+    found: dict[str, Any] = {"version": None, "sha256": None, "lines": dict.fromkeys(PAIRING)}
     spec = importlib.util.find_spec("transformer_engine") if source is None else None
     if spec is not None and spec.submodule_search_locations:
         path = Path(next(iter(spec.submodule_search_locations))) / "pytorch" / "graph.py"
@@ -113,7 +113,7 @@ def binding(source: str | None = None) -> dict[str, Any]:
     if source is not None:
         found["sha256"] = hashlib.sha256(source.encode()).hexdigest()
         lines = [line.strip() for line in source.splitlines()]
-        for statement in BINDING:
+        for statement in PAIRING:
             if statement in lines:
                 found["lines"][statement] = lines.index(statement) + 1
     return found

@@ -143,11 +143,11 @@ class Replay:
             tape = self._tapes[name]
             actions.bind(tape[0])
             gradients = Workload().output_gradients(stage, tape[0].epoch, step.microbatch)
-            actions.input_gradient(*tape, gradients)
-            self._record("input gradients", where, actions.input_gradients(*tape))
-            actions.finish_input_gradients(*tape)
+            actions.dgrad(*tape, gradients)
+            self._record("input gradients", where, actions.dgrads(*tape))
+            actions.finish_dgrads(*tape)
         else:
-            actions.weight_gradient(*self._tapes.pop(name))
+            actions.wgrad(*self._tapes.pop(name))
 
     def _record(self, category: Category, where: str, tensors: Any) -> None:
         if self.recording is not None:

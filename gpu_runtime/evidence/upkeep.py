@@ -27,7 +27,7 @@ SETTLED = 1
 @attrs.define(eq=False)
 class Upkeep:
     """
-    A runtime's addresses, pending work and resources, looked at after every step.
+    A runtime's addresses, retained work and resources, looked at after every step.
 
     Args:
         runtime: The runtime, before its first step.
@@ -54,8 +54,8 @@ class Upkeep:
             for name in dict.fromkeys((*self._addresses, *now)):
                 moved = int(self._addresses.get(name) != now.get(name))
                 recording.add("addresses", f"{where} {name}", moved)
-            for name, count in self._pending().items():
-                recording.add("pending work", f"{where} {name}", count)
+            for name, count in self._retained().items():
+                recording.add("retained work", f"{where} {name}", count)
 
     def count(self) -> None:
         """Count what the process holds now; `record_growth` compares with it."""
@@ -80,11 +80,11 @@ class Upkeep:
                         yield f"stage {index} gradient:{microbatch} {name}", tensor.data_ptr()
         for slot, graphs in getattr(self.runtime.executor, "slots", {}).items():
             static = graphs.static
-            for kind in ("outputs", "input_gradients", "non_matrix"):
+            for kind in ("outputs", "dgrads", "non_matrix"):
                 for n, tensor in enumerate(getattr(static, kind)):
                     yield f"graph:slot {slot} {kind} {n}", tensor.data_ptr()
 
-    def _pending(self) -> dict[str, int]:
+    def _retained(self) -> dict[str, int]:
         """Tapes, deferred products and whatever else keeps the kernel from a checkpoint."""
         runtime = self.runtime
         tapes = [slot.tape for memory in runtime.memories.values() for slot in memory.table]

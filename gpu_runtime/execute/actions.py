@@ -65,7 +65,7 @@ class GuardedActions:
     executor: Executor
     handoff: Handoff
     links: Mapping[Hashable, int]
-    unusable: str | None = None
+    broken: str | None = None
     _places: dict[Cell, _Place] = attrs.field(init=False, factory=dict)
     _slots: dict[int, Slot] = attrs.field(init=False, factory=dict)
     _versioned: bool = attrs.field(init=False)
@@ -148,7 +148,7 @@ class GuardedActions:
             BackendError: The inputs are not what the stage takes; nothing was touched.
         """
         place = self._places.get(key.cell)
-        if place is None or self.unusable is not None:
+        if place is None or self.broken is not None:
             place = self._place(key)
         memory = place.memory
         if inputs is not None:
@@ -174,7 +174,7 @@ class GuardedActions:
         self._leave(link)
         return ref
 
-    def input_gradient(
+    def dgrad(
         self,
         key: TapeKey,
         ref: TapeRef,
@@ -209,7 +209,7 @@ class GuardedActions:
             try:
                 if output_gradients is not None:
                     fill(slot.output_gradients, output_gradients)
-                queued = self.executor.input_gradient(memory, slot, memory.variants[key.microbatch])
+                queued = self.executor.dgrad(memory, slot, memory.variants[key.microbatch])
                 if not self.executor.marks_tail:
                     self.handoff.record_tail()
             finally:
@@ -232,12 +232,12 @@ class GuardedActions:
 
         Raises:
             Refused: `arena.mismatch` when a destination is no longer the memory that was
-                configured, `arena.duplicate-bind`, `arena.unusable` or `version.wrong-epoch`.
+                configured, `arena.duplicate-bind`, `arena.spoiled` or `version.wrong-epoch`.
         """
         memory = self._known(key).memory
         self.contract.bind(key, memory.arena.present(key.microbatch))
 
-    def weight_gradient(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> None:
+    def wgrad(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> None:
         """
         dW: run the tape's deferred work into the key's destination, and release the tape.
 
@@ -261,9 +261,9 @@ class GuardedActions:
         try:
             back = self.handoff.switch()
             try:
-                covered = self.executor.weight_gradient(memory, slot, variant)
+                covered = self.executor.wgrad(memory, slot, variant)
                 if not arena.direct:
-                    arena.keep_copies(key.microbatch, slot.weight_gradients)
+                    arena.keep_copies(key.microbatch, slot.wgrads)
                 # A graph has marked its own tail, unless something came after it.
                 if not (self.executor.marks_tail and arena.direct):
                     self.handoff.record_tail()
@@ -294,22 +294,20 @@ class GuardedActions:
         """Say that the reader of the outputs is done: its work has been submitted or awaited."""
         self.contract.finish_read(key, ref)
 
-    def input_gradients(
-        self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main"
-    ) -> Sequence[Tensor]:
-        """What dI left, for a stage with a gradient reader; call `finish_input_gradients` after."""
+    def dgrads(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> Sequence[Tensor]:
+        """What dI left, for a stage with a gradient reader; call `finish_dgrads` after."""
         self.contract.read(key, ref, gradient=True, link=self.links[caller])
-        return self._memory(key.stage).table[ref.slot].input_gradients
+        return self._memory(key.stage).table[ref.slot].dgrads
 
-    def finish_input_gradients(self, key: TapeKey, ref: TapeRef) -> None:
+    def finish_dgrads(self, key: TapeKey, ref: TapeRef) -> None:
         """Say that the reader of the input gradients is done."""
         self.contract.finish_read(key, ref, gradient=True)
 
     # Inside
 
     def _memory(self, stage: int) -> StageMemory:
-        if self.unusable is not None:
-            raise BackendError(self.unusable)
+        if self.broken is not None:
+            raise BackendError(self.broken)
         try:
             return self.memories[stage]
         except KeyError:
@@ -324,7 +322,7 @@ class GuardedActions:
 
     def _known(self, key: TapeKey) -> _Place:
         place = self._places.get(key.cell)
-        if place is not None and self.unusable is None:
+        if place is not None and self.broken is None:
             return place
         memory = self._memory(key.stage)
         # A block or an invocation that was never configured is the kernel's to refuse.

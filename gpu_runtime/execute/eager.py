@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.protocol import StageBackend, WeightGradients, WgradUnit, matrices
+from qeffect.gpu_runtime.backends.protocol import StageBackend, Wgrads, WgradUnit, matrices
 from qeffect.gpu_runtime.memory.arena import Arena
 from qeffect.gpu_runtime.memory.slots import Slot, SlotTable
 from qeffect.gpu_runtime.plan.slots import SlotPlan, WgradVariant
@@ -129,14 +129,10 @@ class Executor(Protocol):
     def forward(self, memory: StageMemory, slot: Slot) -> None:
         """F from the slot's input buffers; leaves its outputs."""
 
-    def input_gradient(
-        self, memory: StageMemory, slot: Slot, variant: WgradVariant
-    ) -> tuple[str, ...]:
+    def dgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
         """dI from the slot's gradient buffers; returns the matrices whose work is queued."""
 
-    def weight_gradient(
-        self, memory: StageMemory, slot: Slot, variant: WgradVariant
-    ) -> tuple[str, ...]:
+    def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
         """dW into the variant's destination; returns the matrices it covered."""
 
 
@@ -155,31 +151,25 @@ class EagerExecutor:
         outputs = memory.stage.forward(slot.tape, slot.inputs)
         slot.outputs = tuple(output.detach() for output in outputs)
 
-    def input_gradient(
-        self, memory: StageMemory, slot: Slot, variant: WgradVariant
-    ) -> tuple[str, ...]:
+    def dgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
         """dI, with the destinations bound before it."""
         bound = memory.arena.buffers(variant.destination)
         memory.stage.bind(slot.tape, bound)
-        result = memory.stage.input_gradient(slot.tape, slot.output_gradients)
+        result = memory.stage.dgrad(slot.tape, slot.output_gradients)
         torch._foreach_add_(memory.sums, list(result.non_matrix))
-        slot.input_gradients = result.inputs
+        slot.dgrads = result.inputs
         slot.non_matrix = result.non_matrix
         return memory.evidence_of(result.queued)
 
-    def weight_gradient(
-        self, memory: StageMemory, slot: Slot, variant: WgradVariant
-    ) -> tuple[str, ...]:
+    def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
         """dW."""
         result = self.run_work(memory, slot, variant, keep=False)
         return memory.evidence(result.covered)
 
     @staticmethod
-    def run_work(
-        memory: StageMemory, slot: Slot, variant: WgradVariant, *, keep: bool
-    ) -> WeightGradients:
+    def run_work(memory: StageMemory, slot: Slot, variant: WgradVariant, *, keep: bool) -> Wgrads:
         """Run a tape's deferred work for one variant; `keep` it to run another."""
         slot.tape.bound = memory.arena.buffers(variant.destination)
-        result = memory.stage.weight_gradient(slot.tape, accumulate=variant.accumulate, keep=keep)
-        slot.weight_gradients = {} if memory.arena.direct else result.by_unit
+        result = memory.stage.wgrad(slot.tape, accumulate=variant.accumulate, keep=keep)
+        slot.wgrads = {} if memory.arena.direct else result.by_unit
         return result

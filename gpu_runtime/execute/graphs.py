@@ -40,7 +40,7 @@ class SlotGraphs:
     queued: tuple[str, ...]
     covered: dict[WgradVariant, tuple[str, ...]]
     static: Slot
-    weight_gradients: dict[WgradVariant, Mapping[str, torch.Tensor]]
+    wgrads: dict[WgradVariant, Mapping[str, torch.Tensor]]
 
 
 @attrs.define
@@ -142,25 +142,21 @@ class GraphExecutor:
         graphs.forward.replay()
         slot.outputs = graphs.static.outputs
 
-    def input_gradient(
-        self, memory: StageMemory, slot: Slot, variant: WgradVariant
-    ) -> tuple[str, ...]:
+    def dgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
         """Replay dI; what it queues was seen at capture and is the same each time."""
         graphs = self.slots[slot.index]
         self.num_replays += 1
         graphs.dgrad.replay()
-        slot.input_gradients = graphs.static.input_gradients
+        slot.dgrads = graphs.static.dgrads
         slot.non_matrix = graphs.static.non_matrix
         return graphs.queued
 
-    def weight_gradient(
-        self, memory: StageMemory, slot: Slot, variant: WgradVariant
-    ) -> tuple[str, ...]:
+    def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
         """Replay dW of one variant."""
         graphs = self.slots[slot.index]
         self.num_replays += 1
         graphs.wgrad[variant].replay()
-        slot.weight_gradients = graphs.weight_gradients[variant]
+        slot.wgrads = graphs.wgrads[variant]
         return graphs.covered[variant]
 
     def check_addresses(self, memory: StageMemory) -> None:
@@ -259,7 +255,7 @@ def warm_up(memory: StageMemory, report: CaptureReport) -> None:
     with report.phase("warmup F"):
         eager.forward(memory, slot)
     with report.phase("warmup dI"):
-        eager.input_gradient(memory, slot, kinds[0])
+        eager.dgrad(memory, slot, kinds[0])
     with report.phase("warmup dW"):
         for n, variant in enumerate(kinds):
             eager.run_work(memory, slot, variant, keep=n + 1 < len(kinds))
@@ -304,24 +300,24 @@ class _SlotCapture:
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self.queued: tuple[str, ...] = ()
         self.covered: dict[WgradVariant, tuple[str, ...]] = {}
-        self.weight_gradients: dict[WgradVariant, Mapping[str, torch.Tensor]] = {}
+        self.wgrads: dict[WgradVariant, Mapping[str, torch.Tensor]] = {}
         self.wgrad: dict[WgradVariant, torch.cuda.CUDAGraph] = {}
         # Held until the graphs die: freed, the pool would hand this memory to the next capture.
         self.outputs: tuple[torch.Tensor, ...] = ()
 
-    def forward(self, pool: Any) -> None:
+    def capture_forward(self, pool: Any) -> None:
         self.graphs["F"] = self.recorder.record(
             "F", pool, lambda: self.eager.forward(self.memory, self.slot)
         )
         self.outputs = self.slot.outputs
 
-    def dgrad(self, pool: Any) -> None:
+    def capture_dgrad(self, pool: Any) -> None:
         def act() -> None:
-            self.queued = self.eager.input_gradient(self.memory, self.slot, self.variants[0])
+            self.queued = self.eager.dgrad(self.memory, self.slot, self.variants[0])
 
         self.graphs["dI"] = self.recorder.record("dI", pool, act)
 
-    def wgrads(self, pool: Any) -> None:
+    def capture_wgrads(self, pool: Any) -> None:
         for n, variant in enumerate(self.variants):
             keep = n + 1 < len(self.variants)
             act = partial(self._wgrad, variant, keep)
@@ -330,7 +326,7 @@ class _SlotCapture:
     def _wgrad(self, variant: WgradVariant, keep: bool) -> None:
         result = self.eager.run_work(self.memory, self.slot, variant, keep=keep)
         self.covered[variant] = self.memory.evidence(result.covered)
-        self.weight_gradients[variant] = dict(self.slot.weight_gradients)
+        self.wgrads[variant] = dict(self.slot.wgrads)
 
     def finish(self) -> SlotGraphs:
         static = attrs.evolve(self.slot, tape=self.memory.stage.new_tape(self.slot.index))
@@ -342,7 +338,7 @@ class _SlotCapture:
             self.queued,
             self.covered,
             static,
-            self.weight_gradients,
+            self.wgrads,
         )
 
 
@@ -362,9 +358,9 @@ def _per_slot(
     finished = {}
     for slot in _captures(recorder, memories, plan):
         pool = torch.cuda.graph_pool_handle()
-        slot.forward(pool)
-        slot.dgrad(pool)
-        slot.wgrads(pool)
+        slot.capture_forward(pool)
+        slot.capture_dgrad(pool)
+        slot.capture_wgrads(pool)
         finished[slot.slot.index] = slot.finish()
     return finished
 
@@ -375,9 +371,9 @@ def _shared(
     captures = _captures(recorder, memories, plan)
     pool = torch.cuda.graph_pool_handle()
     for slot in captures:
-        slot.forward(pool)
+        slot.capture_forward(pool)
     for slot in captures:
-        slot.dgrad(pool)
+        slot.capture_dgrad(pool)
     for slot in captures:
-        slot.wgrads(pool)
+        slot.capture_wgrads(pool)
     return {slot.slot.index: slot.finish() for slot in captures}

@@ -28,7 +28,7 @@ _DIGITS = 4
 LIBRARY = ("native", "te_graphs", "whole_step")
 """Families of columns that are the library's, not this runtime's."""
 
-REQUIREMENTS = ("addresses", "pending work", "growth")
+REQUIREMENTS = ("addresses", "retained work", "growth")
 """Categories of a comparison in which a guarded run is held against zero, not against native."""
 
 APART = ("copied", "per_microbatch")
@@ -472,8 +472,8 @@ def derive_probes(raw: Raw) -> dict[str, Any]:
             found += f" of {sizes} bytes in {where}" if run["invalid_writes"] else ""
         what = f"sequences of {run['sequence']} tokens, {attention}, {run['how']}"
         probes.append({"what": what, "found": found})
-    lines = list(raw["binding"]["lines"].values())
-    version = raw["binding"]["version"]
+    lines = list(raw["pairing"]["lines"].values())
+    version = raw["pairing"]["version"]
     if None in lines:
         found = "the library is not installed or binds otherwise"
     else:

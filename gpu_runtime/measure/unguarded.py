@@ -101,7 +101,7 @@ class UnguardedActions:
     def bind(self, key: TapeKey) -> None:
         """Nothing is compared."""
 
-    def input_gradient(
+    def dgrad(
         self, key: TapeKey, ref: TapeRef, output_gradients: Sequence[Tensor] | None = None
     ) -> None:
         """dI."""
@@ -110,16 +110,16 @@ class UnguardedActions:
         with self._on_graph_stream():
             if output_gradients is not None:
                 fill(slot.output_gradients, output_gradients)
-            self.runtime.executor.input_gradient(memory, slot, variant)
+            self.runtime.executor.dgrad(memory, slot, variant)
 
-    def weight_gradient(self, key: TapeKey, ref: TapeRef) -> None:
+    def wgrad(self, key: TapeKey, ref: TapeRef) -> None:
         """dW."""
         memory, slot = self._slot(key)
         variant = memory.variants[key.microbatch]
         with self._on_graph_stream(after_copies=not memory.arena.direct):
-            self.runtime.executor.weight_gradient(memory, slot, variant)
+            self.runtime.executor.wgrad(memory, slot, variant)
             if not memory.arena.direct:
-                memory.arena.keep_copies(key.microbatch, slot.weight_gradients)
+                memory.arena.keep_copies(key.microbatch, slot.wgrads)
 
     def outputs(self, key: TapeKey, ref: TapeRef) -> Sequence[Tensor]:
         """What F left."""
@@ -128,9 +128,9 @@ class UnguardedActions:
     def finish_outputs(self, key: TapeKey, ref: TapeRef) -> None:
         """Nobody counts readers."""
 
-    def input_gradients(self, key: TapeKey, ref: TapeRef) -> Sequence[Tensor]:
+    def dgrads(self, key: TapeKey, ref: TapeRef) -> Sequence[Tensor]:
         """What dI left."""
-        return self._slot(key)[1].input_gradients
+        return self._slot(key)[1].dgrads
 
-    def finish_input_gradients(self, key: TapeKey, ref: TapeRef) -> None:
+    def finish_dgrads(self, key: TapeKey, ref: TapeRef) -> None:
         """Nobody counts readers."""

@@ -185,7 +185,7 @@ class Arena:
         return self._copies[microbatch] if held is None else held
 
     def spoil(self, microbatch: int) -> None:
-        """Forget a half-written copy; the ledger marks arena buffers unusable."""
+        """Forget a half-written copy; the ledger marks the epoch spoiled."""
         self._copies.pop(microbatch, None)
 
     def total(self, order: Sequence[int]) -> dict[str, Tensor]:

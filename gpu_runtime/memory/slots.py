@@ -71,9 +71,9 @@ class Slot:
         inputs: Static buffers that F reads.
         output_gradients: Static buffers that dI reads.
         outputs: What its last F returned.
-        input_gradients: What its last dI returned.
+        dgrads: What its last dI returned.
         non_matrix: Its last dI's non-matrix gradients, already added to the stage's sums.
-        weight_gradients: What its last dW left in the library's memory, under `copied`.
+        wgrads: What its last dW left in the library's memory, under `copied`.
     """
 
     index: int
@@ -81,9 +81,9 @@ class Slot:
     inputs: tuple[Tensor, ...]
     output_gradients: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...] = ()
-    input_gradients: tuple[Tensor, ...] = ()
+    dgrads: tuple[Tensor, ...] = ()
     non_matrix: tuple[Tensor, ...] = ()
-    weight_gradients: Mapping[str, Tensor] = attrs.field(factory=dict)
+    wgrads: Mapping[str, Tensor] = attrs.field(factory=dict)
     # Aliases without autograd: filling a buffer is not part of any graph.
     input_views: tuple[Tensor, ...] = attrs.field(init=False)
 
@@ -93,9 +93,9 @@ class Slot:
     def forget(self) -> None:
         """Drop what the last tenant left, buffers excepted."""
         self.outputs = ()
-        self.input_gradients = ()
+        self.dgrads = ()
         self.non_matrix = ()
-        self.weight_gradients = {}
+        self.wgrads = {}
 
 
 @attrs.define(eq=False)

@@ -70,7 +70,7 @@ class Order:
     @classmethod
     def parse(cls, text: str) -> Order:
         """Read an order from cells, as in `0F0 0I0 0W0`."""
-        atoms = (atom for cell in text.split() for atom in Action.parse(cell).atoms())
+        atoms = (atom for entry in text.split() for atom in Action.parse(entry).atoms())
         return cls(tuple(Step(a.kind, a.stage, a.microbatch) for a in atoms), "given")
 
     @cached_property

@@ -18,8 +18,8 @@ from qeffect.gpu_runtime.memory.arena import Rule
 from qeffect.gpu_runtime.plan.order import Kind, Order
 from qeffect.schedule.slots import Readers, assign
 
-Provisioning = Literal["live", "per_microbatch"]
-PROVISIONINGS: tuple[Provisioning, ...] = ("live", "per_microbatch")
+Provisioning = Literal["live", "static"]
+PROVISIONINGS: tuple[Provisioning, ...] = ("live", "static")
 
 
 class WgradVariant(NamedTuple):
@@ -93,7 +93,7 @@ def plan_slots(
 
     Args:
         order: What runs.
-        provisioning: `live` or `per_microbatch`.
+        provisioning: `live` or `static`.
         available: Slots that a stage may have at most; unlimited where left out.
         feeds: Which local stage each local stage feeds.
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from ..report import write_text
 from ..schedule.actions import Schedule
-from ..schedule.binding import DISCIPLINES
 from ..schedule.check import Verdict, check
 from ..schedule.grid import grid
+from ..schedule.pairing import DISCIPLINES
 from ..schedule.tables import fixture_names, read_fixture
 from ..schedule.timeline import timeline
 from ..schedule.trace import trace_json
@@ -37,7 +37,7 @@ class Check:
         parser.add_argument("--seed", type=int, metavar="S", help="seed of --random (default 0)")
         rules = parser.add_argument_group("rules")
         rules.add_argument(
-            "--binding",
+            "--pairing",
             choices=tuple(DISCIPLINES),
             help="how the runtime pairs dW with retained work (default: contract)",
         )
@@ -60,7 +60,7 @@ class Check:
         schedule = read_source(args)
         verdict = check(
             schedule,
-            binding=_binding(args),
+            pairing=_pairing(args),
             shared_pool=args.shared_pool,
             transport=read_transport(args, schedule),
         )
@@ -71,8 +71,8 @@ class Check:
         return Outcome(verdict.verdict, verdict.record(), _lines(schedule, verdict))
 
 
-def _binding(args: argparse.Namespace) -> str:
-    return "contract" if args.binding is None else str(args.binding)
+def _pairing(args: argparse.Namespace) -> str:
+    return "contract" if args.pairing is None else str(args.pairing)
 
 
 def _lines(schedule: Schedule, verdict: Verdict) -> list[str]:
@@ -101,12 +101,12 @@ def _fixtures(args: argparse.Namespace, progress: Progress) -> Outcome:
         (*SHAPE, "--svg", "--trace"),
         "--fixtures checks every shipped table as it is and draws nothing",
     )
-    binding = _binding(args)
+    pairing = _pairing(args)
     rows: list[dict[str, Any]] = []
     text = []
     for name in fixture_names():
         progress(f"Checking. {name}")
-        verdict = check(read_fixture(name), binding=binding, shared_pool=args.shared_pool)
+        verdict = check(read_fixture(name), pairing=pairing, shared_pool=args.shared_pool)
         rows.append({"table": name, **verdict.record()})
         said = "accepted" if verdict.finding is None else f"refused  {verdict.finding}"
         text.append(f"{said:9} {name} ({verdict.actions} actions)")
@@ -115,7 +115,7 @@ def _fixtures(args: argparse.Namespace, progress: Progress) -> Outcome:
     text.append(f"{len(rows) - len(refused)} of {len(rows)} shipped tables accepted.")
     return Outcome(
         "refused" if refused else "accepted",
-        {**first, "tables": rows, "binding": binding},
+        {**first, "tables": rows, "pairing": pairing},
         text,
     )
 
@@ -126,7 +126,7 @@ def _random(args: argparse.Namespace, progress: Progress) -> Outcome:
         raise UnusableError(f"--random must be at least 1, not {args.random}")
     refuse_unused(
         args,
-        (*SHAPE, "--binding", "--shared-pool", "--svg", "--trace"),
+        (*SHAPE, "--pairing", "--shared-pool", "--svg", "--trace"),
         "--random makes its own schedules and checks them under the contract alone",
     )
     args.seed = 0 if args.seed is None else args.seed

@@ -54,11 +54,11 @@ class Plan:
         planned = plan(schedule, layers)
         lines = [
             f"{planned.source}",
-            "rank  live tapes  pending dW  slots  open sends  graphs live/paper  arena live/paper",
+            "rank  live tapes  deferred dW  slots  open sends  graphs live/paper  arena live/paper",
         ]
         for rank in planned.ranks:
             lines.append(
-                f"{rank.rank:4}  {rank.peak_live:10}  {rank.peak_pending:10}  {rank.slots:5}  "
+                f"{rank.rank:4}  {rank.peak_live:10}  {rank.peak_deferred:11}  {rank.slots:5}  "
                 f"{'-' if rank.outstanding_sends is None else rank.outstanding_sends:>10}  "
                 f"{rank.live_slots.graphs:6} / {rank.paper.graphs:<6}    "
                 f"{_bytes(rank.live_slots)} / {_bytes(rank.paper)}"
@@ -66,7 +66,7 @@ class Plan:
             for stage in rank.stages:
                 lines.append(
                     f"      stage {stage.stage}: {stage.peak_live} live, "
-                    f"{stage.peak_pending} pending, {stage.forwards} forwards"
+                    f"{stage.peak_deferred} deferred, {stage.forwards} forwards"
                     + (f", {stage.held_by_sends} held by sends" if stage.held_by_sends else "")
                 )
         if layers is None:

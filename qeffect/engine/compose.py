@@ -226,7 +226,7 @@ class _Joiner:
                 own.append(statement)
             else:
                 own.append(statement)
-        self.bind(module, node)
+        self.carry(module, node)
 
     def tree(self, module: ModuleType, function: FunctionType) -> ast.FunctionDef:
         return self.replaced.get(f"{_short(module)}.{function.__name__}") or half_source(function)
@@ -261,13 +261,13 @@ class _Joiner:
                 passed = [a.id if isinstance(a, ast.Name) else "" for a in call.args]
                 if wanted != passed:
                     raise CompositionError(f"{helper.name} is called with other names: {passed}")
-                self.bind(module, helper)
+                self.carry(module, helper)
                 result += self.inlined(module, helper.body)
             else:
                 result.append(statement)
         return result
 
-    def bind(self, module: ModuleType, node: ast.FunctionDef) -> None:
+    def carry(self, module: ModuleType, node: ast.FunctionDef) -> None:
         """Carry over the globals that a half reads."""
         for name in (n.id for n in ast.walk(node) if isinstance(n, ast.Name)):
             if name in vars(module):

@@ -53,7 +53,7 @@ class Pool:
     def reclaim(self, slot: int) -> None:
         """Put a slot back if nothing waits for it any more."""
         st = self._memory
-        if st.pending[slot] == 0:
+        if st.consumers[slot] == 0:
             free = self.free[st.slot_stage[slot]]
             if st.generation[slot] == st.generation_max[0]:
                 free.retire(slot)

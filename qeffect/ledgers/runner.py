@@ -43,7 +43,7 @@ class Runner:
         Run a transition, tell the observer, and return what it returned.
 
         Raises:
-            Refused: A guard refused; what was presented and expected is filled in.
+            Refused: A guard refused; what was found and expected is filled in.
             TypeError, ValueError: An argument was never configured.
         """
         try:

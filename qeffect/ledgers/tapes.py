@@ -8,7 +8,7 @@ from ..destinations import Destination
 from ..explain import explain
 from ..keys import TapeKey, TapeRef, reference
 from ..refusals import Refused
-from ..relations.constants import GRAD, OUT
+from ..relations.constants import GRAD_BIT, OUT_BIT
 from .pool import Pool
 from .runner import Runner
 
@@ -35,7 +35,7 @@ class Tapes:
         st = self._runner.memory
         return {
             TapeKey(st.epoch_at[slot], *st.cell_at[slot]): self._reference(slot)
-            for slot, mask in enumerate(st.pending)
+            for slot, mask in enumerate(st.consumers)
             if mask
         }
 
@@ -62,12 +62,12 @@ class Tapes:
         """Check that a stream may read a tape's output, or its input gradient."""
         self._runner.arguments.link("read", link)
         self._runner.arguments.tape("read", key, ref)
-        self._runner.run("read", key, ref, GRAD if gradient else OUT, link)
+        self._runner.run("read", key, ref, GRAD_BIT if gradient else OUT_BIT, link)
 
     def finish_read(self, key: TapeKey, ref: TapeRef, gradient: bool) -> None:
         """Tell that a reader is done; the last consumer frees the slot."""
         self._runner.arguments.tape("finish_read", key, ref)
-        self._runner.run("finish_read", key, ref, GRAD if gradient else OUT)
+        self._runner.run("finish_read", key, ref, GRAD_BIT if gradient else OUT_BIT)
         self._pool.reclaim(ref.slot)
 
     def drop(self, key: TapeKey, ref: TapeRef) -> None:

@@ -15,7 +15,7 @@ import attrs
 
 from ..config import StageConfig
 from ..destinations import Destination
-from ..relations.constants import GRAD, OUT
+from ..relations.constants import GRAD_BIT, OUT_BIT
 from ..text import is_name, shown, within
 from .format import FIELDS, HEADER, MAGIC, VERSION, compact
 
@@ -129,7 +129,10 @@ _EVENT: Final[Mapping[str, tuple[Check, str]]] = {
     "slot": (_integer, "a slot index"),
     "refresh": (_flag, "0 or 1"),
     "first": (_flag, "0 or 1"),
-    "bit": (lambda value: _integer(value) and value in (OUT, GRAD), f"{OUT} or {GRAD}"),
+    "bit": (
+        lambda value: _integer(value) and value in (OUT_BIT, GRAD_BIT),
+        f"{OUT_BIT} or {GRAD_BIT}",
+    ),
     "destination": (_destination, "a buffer index or a list of destinations"),
     "queued": (_names, "a list of printable matrix names"),
     "covered": (_names, "a list of printable matrix names"),

@@ -46,7 +46,7 @@ class Violation(Exception):  # noqa: N818 - it ends a replay with a report
         clause: The clause.
         line: Line of the log, counted from 1.
         field: Field to look at first.
-        presented: What the line presented; escaped and cut.
+        found: What the line presented; escaped and cut.
         expected: What was expected; likewise.
         action: Transition of the refused event, if it is one.
     """
@@ -56,13 +56,13 @@ class Violation(Exception):  # noqa: N818 - it ends a replay with a report
         clause: str,
         line: int,
         field: str,
-        presented: str,
+        found: str,
         expected: str,
         action: str | None = None,
     ) -> None:
         super().__init__(clause, line, field)
         self.clause, self.line, self.field = clause, line, field
-        self.presented, self.expected, self.action = within(presented), within(expected), action
+        self.found, self.expected, self.action = within(found), within(expected), action
 
 
 class Player:
@@ -127,9 +127,7 @@ class Player:
             self.contract = rebuild(header)
             described = header_of(self.contract, self.rank)
         except Refused as refused:
-            raise Violation(
-                refused.clause, 1, "stages", refused.presented, refused.expected
-            ) from None
+            raise Violation(refused.clause, 1, "stages", refused.found, refused.expected) from None
         except _TOO_MUCH as error:
             why = str(error) or type(error).__name__
             raise LogError(f"{where} configures no contract: {why}") from None
@@ -256,7 +254,7 @@ class Player:
             refused.clause,
             number,
             _field(refused.clause, event),
-            refused.presented,
+            refused.found,
             refused.expected,
             transition,
         )

@@ -13,13 +13,13 @@ from ..destinations import Destination
 from ..engine.stage import TRANSITIONS
 from ..keys import Cell, TapeKey, TapeRef
 from ..refusals import Refused
-from ..relations.constants import GRAD, NO_SLOT, OUT
+from ..relations.constants import GRAD_BIT, NO_SLOT, OUT_BIT
 from .format import FIELDS
 
 __all__ = ["Converters", "Plan", "spelling"]
 
 
-class _Presented:
+class _Offered:
     """A key or a reference, filled in anew for each line; transitions only read them."""
 
     __slots__ = ("cell", "epoch", "generation", "incarnation", "slot", "stage")
@@ -94,15 +94,15 @@ class Converters:
         }
         self.incarnations = _Incarnations()
         self.begun: set[int] = {contract.incarnation}
-        self._key, self._ref = _Presented(), _Presented()
+        self._key, self._ref = _Offered(), _Offered()
         self.members: Mapping[str, frozenset[int]] = {
-            "slot": frozenset(range(len(st.pending))),
+            "slot": frozenset(range(len(st.consumers))),
             "link": frozenset(range(len(st.domain_at))),
             "domain": frozenset(range(len(st.token))),
             "stage": frozenset(config.stage for config in contract.stages),
             "refresh": frozenset((0, 1)),
             "first": frozenset((0, 1)),
-            "bit": frozenset((OUT, GRAD)),
+            "bit": frozenset((OUT_BIT, GRAD_BIT)),
         }
 
     def plans(self) -> dict[str, Plan]:

@@ -134,12 +134,12 @@ class Recorder:
     ) -> None:
         self.close()
 
-    def _destination(self, key: TapeKey, presented: Any) -> str:
+    def _destination(self, key: TapeKey, found: Any) -> str:
         """Name the configured destinations by their buffer, and spell out any others."""
         st = self.contract.memory
-        if presented == st.destination_of[key.cell]:
+        if found == st.destination_of[key.cell]:
             return str(st.buffer_of[key.cell])
-        return compact(write_destinations(presented))
+        return compact(write_destinations(found))
 
     def _write(self, body: str) -> None:
         line = seal(body, self._chain)

@@ -37,7 +37,7 @@ class ReplayReport:
         action: Its transition.
         line: Line of the log, counted from 1.
         field: Field of that line to look at first.
-        presented: What the line presented.
+        found: What the guard found in the line.
         expected: What was expected.
         cause: The likely cause.
         remedy: What to do.
@@ -52,7 +52,7 @@ class ReplayReport:
     action: str | None = None
     line: int | None = None
     field: str | None = None
-    presented: str | None = None
+    found: str | None = None
     expected: str | None = None
     cause: str | None = None
     remedy: str | None = None
@@ -67,8 +67,8 @@ class ReplayReport:
             return f"accepted: {self.events} events, up to weight epoch {self.epoch}"
         action = f", {self.action}" if self.action else ""
         return (
-            f"refused: line {self.line}{action}, field {self.field}: {self.clause}: presented "
-            f"{self.presented}; expected {self.expected}. Likely cause: {self.cause} "
+            f"refused: line {self.line}{action}, field {self.field}: {self.clause}: found "
+            f"{self.found}; expected {self.expected}. Likely cause: {self.cause} "
             f"What to do: {self.remedy}"
         )
 
@@ -135,7 +135,7 @@ def replay_lines(lines: Iterable[bytes | str], name: str = "log") -> ReplayRepor
             action=violation.action,
             line=violation.line,
             field=violation.field,
-            presented=violation.presented,
+            found=violation.found,
             expected=violation.expected,
             cause=clause.cause,
             remedy=clause.remedy,

@@ -23,7 +23,7 @@ def bind_guards(st: State, key, destination):
     e = key.epoch
     c = key.cell
     if st.spoiled[s] == e:
-        raise Refused("arena.unusable")
+        raise Refused("arena.spoiled")
     if st.bound[c] == e:
         raise Refused("arena.duplicate-bind")
     if st.destination_of[c] != destination:
@@ -49,11 +49,11 @@ def check_wgrad_guards(st: State, key, ref, link, destination, first):
     c = key.cell
     b = st.buffer_of[c]
     if st.spoiled[s] == e:
-        raise Refused("arena.unusable")
+        raise Refused("arena.spoiled")
     if st.destination_of[c] != destination:
         raise Refused("arena.mismatch")
     if st.writing[b] != 0:
-        raise Refused("arena.pending")
+        raise Refused("arena.in-flight")
     if first != 0 and st.opened[b] == e:
         raise Refused("arena.overwrite")
     if first == 0 and st.opened[b] != e:
@@ -80,7 +80,7 @@ def abort_wgrad_writes(st: State, slot, ticket):
 
 def finalize_guards(st: State, stage, link):
     if st.spoiled[stage] == st.weight_epoch[stage]:
-        raise Refused("arena.unusable")
+        raise Refused("arena.spoiled")
     if st.wgrads[stage] != st.cells[stage]:
         raise Refused("arena.incomplete")
 

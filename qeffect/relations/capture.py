@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..refusals import Refused
 from .columns import Column
-from .constants import DW, RESERVED, State
+from .constants import RESERVED, WGRAD_BIT, State
 
 #: ``cursor`` is the capture rank of the pool's latest replay, ``tenants`` how many live tapes
 #: keep memory in the pool, from the check of their forward on. Configured: ``pool_of`` a slot,
@@ -65,9 +65,9 @@ def check_wgrad_writes(st: State, key, ref, link, destination, first):
 
 
 def commit_wgrad_writes(st: State, slot, ticket, covered):
-    mask = st.pending[slot]
+    mask = st.consumers[slot]
     p = st.pool_of[slot]
-    left = mask & ~DW
+    left = mask & ~WGRAD_BIT
     if left == 0:
         st.tenants[p] = st.tenants[p] - 1
 
@@ -79,7 +79,7 @@ def abort_wgrad_writes(st: State, slot, ticket):
 
 def finish_read_writes(st: State, key, ref, bit):
     slot = ref.slot
-    mask = st.pending[slot]
+    mask = st.consumers[slot]
     p = st.pool_of[slot]
     left = mask & ~bit
     if left == 0:
@@ -88,7 +88,7 @@ def finish_read_writes(st: State, key, ref, bit):
 
 def drop_writes(st: State, key, ref):
     slot = ref.slot
-    mask = st.pending[slot]
+    mask = st.consumers[slot]
     p = st.pool_of[slot]
     if mask != RESERVED:
         st.tenants[p] = st.tenants[p] - 1

@@ -6,18 +6,27 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from qeffect.spec.constants import DI, DW, GRAD, NEVER, NO_SLOT, NO_STAGE, OUT, RESERVED
+from qeffect.spec.constants import (
+    DGRAD_BIT,
+    GRAD_BIT,
+    NEVER,
+    NO_SLOT,
+    NO_STAGE,
+    OUT_BIT,
+    RESERVED,
+    WGRAD_BIT,
+)
 
 __all__ = [
-    "DI",
-    "DW",
+    "DGRAD_BIT",
     "GENERATION_MAX",
-    "GRAD",
+    "GRAD_BIT",
     "NEVER",
     "NO_SLOT",
     "NO_STAGE",
-    "OUT",
+    "OUT_BIT",
     "RESERVED",
+    "WGRAD_BIT",
     "State",
 ]
 

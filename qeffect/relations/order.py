@@ -24,7 +24,7 @@ STATE = {
 def check_refresh_guards(st: State, stage, link):
     d = st.domain_of[stage]
     if st.busy[d] != 0:
-        raise Refused("order.pending")
+        raise Refused("order.in-flight")
     if st.poisoned[d] != 0:
         raise Refused("order.poisoned")
 
@@ -51,7 +51,7 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
     c = key.cell
     d = st.domain_of[s]
     if st.busy[d] != 0:
-        raise Refused("order.pending")
+        raise Refused("order.in-flight")
     if st.poisoned[d] != 0:
         raise Refused("order.poisoned")
     if st.token[d] != token:
@@ -88,7 +88,7 @@ def check_dgrad_guards(st: State, key, ref, token, link):
     c = key.cell
     d = st.domain_of[s]
     if st.busy[d] != 0:
-        raise Refused("order.pending")
+        raise Refused("order.in-flight")
     if st.poisoned[d] != 0:
         raise Refused("order.poisoned")
     if st.token[d] != token:
@@ -130,7 +130,7 @@ def finalize_guards(st: State, stage, link):
 
 def commit_epoch_guards(st: State, epoch):
     if not st.every(st.busy, 0):
-        raise Refused("order.pending")
+        raise Refused("order.in-flight")
 
 
 def commit_epoch_writes(st: State, epoch):
@@ -146,7 +146,7 @@ def checkpoint_guards(st: State):
 
 def restore_guards(st: State, epoch, incarnation):
     if not st.every(st.busy, 0):
-        raise Refused("order.pending")
+        raise Refused("order.in-flight")
 
 
 def restore_writes(st: State, epoch, incarnation):

@@ -17,14 +17,14 @@ STATE = {"incarnation": Column("one")}
 
 
 def checkpoint_before_order_guards(st: State):
-    if not st.every(st.pending, 0):
+    if not st.every(st.consumers, 0):
         raise Refused("persistence.live-tape")
     if not st.every(st.refreshing, 0):
-        raise Refused("persistence.pending-action")
+        raise Refused("persistence.action-in-flight")
     if not st.every(st.refreshed, NO_STAGE):
         raise Refused("persistence.mid-epoch")
     if not st.every(st.busy, 0):
-        raise Refused("persistence.pending-action")
+        raise Refused("persistence.action-in-flight")
 
 
 def checkpoint_guards(st: State):

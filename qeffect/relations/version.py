@@ -30,7 +30,7 @@ def reserve_guards(st: State, key, slot):
 def check_refresh_guards(st: State, stage, link):
     d = st.domain_of[stage]
     if st.refreshing[stage] != 0 or st.filling[stage] != 0:
-        raise Refused("version.pending")
+        raise Refused("version.in-flight")
     if st.cache_epoch[stage] == st.weight_epoch[stage]:
         raise Refused("version.already-fresh")
     if st.forwards[stage] != 0:
@@ -74,7 +74,7 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
     if e != st.weight_epoch[s]:
         raise Refused("version.wrong-epoch")
     if refresh != 0 and (st.refreshing[s] != 0 or st.filling[s] != 0):
-        raise Refused("version.pending")
+        raise Refused("version.in-flight")
     if refresh == 0 and cached != e:
         raise Refused("version.stale-cache")
     if refresh != 0 and cached == e:
@@ -135,7 +135,7 @@ def bind_guards(st: State, key, destination):
 
 def invalidate_guards(st: State, stage):
     if st.refreshing[stage] != 0 or st.filling[stage] != 0:
-        raise Refused("version.pending")
+        raise Refused("version.in-flight")
 
 
 def invalidate_writes(st: State, stage):
@@ -146,12 +146,12 @@ def commit_epoch_guards(st: State, epoch):
     if not st.every(st.weight_epoch, epoch):
         raise Refused("version.wrong-epoch")
     if not st.every(st.refreshing, 0):
-        raise Refused("version.pending")
+        raise Refused("version.in-flight")
 
 
 def restore_guards(st: State, epoch, incarnation):
     if not st.every(st.refreshing, 0):
-        raise Refused("version.pending")
+        raise Refused("version.in-flight")
 
 
 def restore_writes(st: State, epoch, incarnation):

@@ -3,7 +3,7 @@ Pipeline schedules: tables in, actions out, and what can be said about them befo
 
 `tables`, `torch_tables`, `te_order` and `infer` read; `ranks` checks what needs no kernel (under a
 `transport`, which says how the runtime carries messages), `check` drives the contract through every
-action; `binding`, `pools` and `plan` analyse; `grid`, `timeline`
+action; `pairing`, `pools` and `plan` analyse; `grid`, `timeline`
 and `trace` show; `random_schedules` and `faults` make schedules up.
 
 >>> from qeffect.schedule.check import check
@@ -11,7 +11,7 @@ and `trace` show; `random_schedules` and `faults` make schedules up.
 >>> schedule = read_fixture("ScheduleZBVZeroBubble_pp2_vpp2_m4.compute.csv")
 >>> check(schedule).verdict
 'accepted'
->>> refused = check(schedule, binding="latest")
+>>> refused = check(schedule, pairing="latest")
 >>> refused.clause, refused.rank, refused.step, refused.action
 ('ownership.wrong-key', 1, 22, '1W2')
 """

@@ -1,13 +1,13 @@
 """
-Actions, cells and schedules: the vocabulary that every reader produces and every check consumes.
+Actions, entries and schedules: the vocabulary that every reader produces and every check consumes.
 
-A *cell* is what one rank does at one step of a schedule table. It is idle, or holds one `Action`.
+An *entry* is what one rank does at one step of a schedule table. It is idle, or holds one `Action`.
 An action is what `torch.distributed.pipelining` calls an action: a computation on one stage and one
 microbatch, a message, a sharding step, a reduction, or an overlapped pair of computations. Since
 2.15 its tables also say where a rank waits for a send or a reduction to be done.
 
-Cells are matched whole. torch's own pattern is not anchored and reads ``0F0xyz`` as ``0F0``; a
-checker that guesses what a cell meant has already lost, so here it is refused.
+Entries are matched whole. torch's own pattern is not anchored and reads ``0F0xyz`` as ``0F0``; a
+checker that guesses what an entry meant has already lost, so here it is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ScheduleError(ValueError):
         message: What was expected, what was found, what to do.
         rank: The rank (row) concerned, where there is one.
         step: The step (column) concerned, where there is one.
-        cell: The text of the cell concerned, where there is one.
+        entry: The text of the entry concerned, where there is one.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ScheduleError(ValueError):
         *,
         rank: int | None = None,
         step: int | None = None,
-        cell: str | None = None,
+        entry: str | None = None,
     ) -> None:
         place = ""
         if rank is not None:
@@ -52,7 +52,7 @@ class ScheduleError(ValueError):
         super().__init__(place + message)
         self.rank = rank
         self.step = step
-        self.cell = cell
+        self.entry = entry
 
 
 class Kind(enum.StrEnum):
@@ -91,7 +91,7 @@ WAITS: Mapping[Kind, Kind] = MappingProxyType(
 SEND_WAITS = frozenset({Kind.WAIT_SEND_F, Kind.WAIT_SEND_B})
 
 _INDEX = rf"(0|[1-9][0-9]{{0,{MAX_INDEX_DIGITS - 1}}})"
-_CELL = re.compile(
+_ENTRY = re.compile(
     rf"{_INDEX}(?:"
     rf"(F|I|W|B|SEND_F|RECV_F|SEND_B|RECV_B|WAIT_SEND_F|WAIT_SEND_B){_INDEX}"
     rf"|(UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD))"
@@ -139,24 +139,26 @@ class Action:
     @classmethod
     def parse(cls, text: str) -> Action:
         """
-        Read one cell, whole.
+        Read one entry, whole.
 
         Args:
-            text: The cell, surrounding blanks allowed.
+            text: The entry, surrounding blanks allowed.
 
         Raises:
             ScheduleError: The text is not exactly one action.
         """
-        cell = text.strip()
-        match = _CELL.fullmatch(cell)
+        entry = text.strip()
+        match = _ENTRY.fullmatch(entry)
         if match is not None:
             stage, kind, microbatch, whole_stage = match.groups()
             if whole_stage is not None:
                 return cls(Kind(whole_stage), int(stage))
             return cls(Kind(kind), int(stage), int(microbatch))
-        overlap = _OVERLAP.fullmatch(cell)
+        overlap = _OVERLAP.fullmatch(entry)
         if overlap is None:
-            raise ScheduleError(f"cell {shorten(cell)!r} is not an action: {_EXPECTED}", cell=cell)
+            raise ScheduleError(
+                f"entry {shorten(entry)!r} is not an action: {_EXPECTED}", entry=entry
+            )
         return cls.overlap(*(cls.parse(part) for part in overlap[1].split(";")))
 
     @classmethod
@@ -170,8 +172,8 @@ class Action:
         action = cls(Kind.OVERLAP_F_B, -1, -1, parts)
         if len(parts) < 2 or any(part.kind not in COMPUTE for part in parts):
             raise ScheduleError(
-                f"cell {shorten(str(action))!r}: an overlap has two or more of F, I, W and B",
-                cell=str(action),
+                f"entry {shorten(str(action))!r}: an overlap has two or more of F, I, W and B",
+                entry=str(action),
             )
         return action
 
@@ -194,7 +196,7 @@ class Action:
                 yield Atom(leaf.kind, leaf.stage, leaf.microbatch, step, self)
 
     def __str__(self) -> str:
-        """The cell as torch writes it."""
+        """The entry as torch writes it."""
         if self.kind is Kind.OVERLAP_F_B:
             return f"({';'.join(map(str, self.parts))})OVERLAP_F_B"
         return f"{self.stage}{self.kind.value}{self.microbatch if self.microbatch >= 0 else ''}"
@@ -212,7 +214,7 @@ class Schedule:
     what a table leaves unsaid.
 
     Args:
-        rows: Per rank, its cells; the position in a row is the step, `None` is an idle cell.
+        rows: Per rank, its entries; the position in a row is the step, `None` is an idle entry.
         stage_to_rank: Where each stage lives.
         num_stages: Stages of the whole pipeline.
         num_microbatches: Microbatches of one step.
@@ -241,7 +243,7 @@ class Schedule:
 
     @cached_property
     def num_actions(self) -> int:
-        """Cells that are not idle."""
+        """Entries that are not idle."""
         return sum(action is not None for row in self.rows for action in row)
 
     @cached_property
@@ -291,8 +293,8 @@ class Schedule:
         """The stages that live on a rank, ascending."""
         return tuple(sorted(s for s, home in self.stage_to_rank.items() if home == rank))
 
-    def cell(self, rank: int, step: int) -> Action | None:
-        """The action at a place; `None` when the cell is idle or lies past the row's end."""
+    def entry(self, rank: int, step: int) -> Action | None:
+        """The action at a place; `None` when the entry is idle or lies past the row's end."""
         row = self.rows[rank]
         return row[step] if 0 <= step < len(row) else None
 

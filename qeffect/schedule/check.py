@@ -10,7 +10,7 @@ checkpoint. A send or reduction ends where the table awaits it; in a table that 
 end at once and reductions at the row's end. The row is run for two optimizer steps, since a table
 is run again and again and must leave the contract as it found it.
 
-Under another binding than `contract`, dW presents the reference that the discipline would pick,
+Under another pairing than `contract`, dW presents the reference that the discipline would pick,
 and it is the contract that refuses it.
 """
 
@@ -26,8 +26,8 @@ from qeffect.contract import Contract
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import SEND_WAITS, SENDS, Atom, Kind, Schedule, ScheduleError
-from qeffect.schedule.binding import Cell, Discipline, discipline
 from qeffect.schedule.findings import Finding, Place, place
+from qeffect.schedule.pairing import Discipline, Work, discipline
 from qeffect.schedule.plan import Plan, plan
 from qeffect.schedule.ranks import check_ranks
 from qeffect.schedule.transport import DEFAULT, Transport
@@ -44,7 +44,7 @@ class Verdict:
     Args:
         verdict: `accepted` or `refused`.
         source: The schedule's source.
-        binding: The binding discipline that it was checked under.
+        pairing: The pairing discipline that it was checked under.
         findings: Why it was refused, the cause first; none if it was accepted.
         counts: How often each action went through the contract, over all ranks and steps.
         plan: What the schedule needs; `None` when the table alone is refused.
@@ -53,7 +53,7 @@ class Verdict:
 
     verdict: str
     source: str
-    binding: str
+    pairing: str
     findings: tuple[Finding, ...]
     counts: dict[str, int]
     plan: Plan | None
@@ -81,7 +81,7 @@ class Verdict:
 
     @property
     def action(self) -> str | None:
-        """The refused cell of the first finding."""
+        """The refused entry of the first finding."""
         return self.findings[0].action if self.findings else None
 
     @property
@@ -105,7 +105,7 @@ class Verdict:
             "step": self.step,
             "action": self.action,
             "source": self.source,
-            "binding": self.binding,
+            "pairing": self.pairing,
             "transport": attrs.asdict(self.transport),
             "actions": self.actions,
             "counts": self.counts,
@@ -117,7 +117,7 @@ class Verdict:
 
 def check(
     schedule: Schedule,
-    binding: str = "contract",
+    pairing: str = "contract",
     *,
     steps: int = 2,
     shared_pool: bool = False,
@@ -128,42 +128,42 @@ def check(
 
     Args:
         schedule: The schedule.
-        binding: How the runtime pairs dW with retained work; see `qeffect.schedule.binding`.
+        pairing: How the runtime pairs dW with retained work; see `qeffect.schedule.pairing`.
         steps: Optimizer steps to run the table for.
         shared_pool: Let all graphs of a rank share one capture-memory pool, captured all F, then
             all dI, then all dW, instead of a pool for every slot.
         transport: How the runtime carries messages; as torch does by default when left out.
 
     Raises:
-        ScheduleError: The binding is unknown, `steps` is below one, or outstanding sends are
+        ScheduleError: The pairing is unknown, `steps` is below one, or outstanding sends are
             limited in a table that does not say when its sends end.
     """
     transport = transport or DEFAULT
     transport.require_waits(schedule)
-    discipline(binding)
+    discipline(pairing)
     if steps < 1:
         raise ScheduleError(f"steps must be at least 1, not {steps}")
     found = check_ranks(schedule, transport)
     if found:
-        return Verdict("refused", schedule.source, binding, found, {}, None, transport)
+        return Verdict("refused", schedule.source, pairing, found, {}, None, transport)
     needs = plan(schedule)
     counts: Counter[str] = Counter()
     refusals: list[Finding] = []
     for rank in range(schedule.num_ranks):
         if not schedule.stages_of(rank):
             continue
-        process = _Process(schedule, rank, needs, discipline(binding), shared_pool)
+        process = _Process(schedule, rank, needs, discipline(pairing), shared_pool)
         try:
             for _ in range(steps):
                 process.run_step()
         except Refused as refused:
-            refusals.append(process.explain(refused, binding))
+            refusals.append(process.explain(refused, pairing))
         counts.update(process.counts)
     refusals.sort(key=lambda f: (f.step is None, f.step or 0, f.rank or 0))
     return Verdict(
         "refused" if refusals else "accepted",
         schedule.source,
-        binding,
+        pairing,
         tuple(refusals),
         dict(counts),
         needs,
@@ -175,16 +175,16 @@ class _Process:
     """One rank as a process: its contract, and the references that its runtime holds."""
 
     def __init__(
-        self, schedule: Schedule, rank: int, needs: Plan, pairing: Discipline, shared_pool: bool
+        self, schedule: Schedule, rank: int, needs: Plan, rule: Discipline, shared_pool: bool
     ) -> None:
         self.schedule = schedule
         self.rank = rank
-        self.pairing = pairing
+        self.discipline = rule
         self.atoms = schedule.atoms[rank]
         self.counts: Counter[str] = Counter()
         self.at: Atom | None = None
-        self.picked: Cell | None = None
-        self.refs: dict[Cell, TapeRef] = {}
+        self.picked: Work | None = None
+        self.refs: dict[Work, TapeRef] = {}
         sends = {(atom.kind, atom.stage) for atom in self.atoms if atom.kind in SENDS}
         self.ended = {atom.stage for atom in self.atoms if atom.kind is Kind.WAIT_REDUCE_GRAD}
         self.reduced = {atom.stage for atom in self.atoms if atom.kind is Kind.REDUCE_GRAD}
@@ -274,16 +274,16 @@ class _Process:
         self.counts["F"] += 1
 
     def _dgrad(self, key: TapeKey) -> None:
-        cell = (key.stage, key.microbatch)
+        work = (key.stage, key.microbatch)
         self.contract.bind(key)
         self._hand_over()
-        self.contract.commit(self.contract.check_dgrad(key, self.refs[cell]), self.evidence)
+        self.contract.commit(self.contract.check_dgrad(key, self.refs[work]), self.evidence)
         self.contract.wait()
-        self.pairing.retain(cell)
+        self.discipline.retain(work)
         self.counts["dI"] += 1
 
     def _wgrad(self, key: TapeKey) -> None:
-        self.picked = self.pairing.pick((key.stage, key.microbatch))
+        self.picked = self.discipline.pick((key.stage, key.microbatch))
         # Every dW of a checked row follows a dI, so that something was left to pick.
         assert self.picked is not None
         self._hand_over()
@@ -302,25 +302,25 @@ class _Process:
     def _sent(self, key: TapeKey, gradient: bool) -> None:
         self.contract.finish_read(key, self.refs[key.stage, key.microbatch], gradient=gradient)
 
-    def explain(self, refused: Refused, binding: str) -> Finding:
+    def explain(self, refused: Refused, pairing: str) -> Finding:
         """
         Turn a refusal of the contract into a finding at the action that met it.
 
         Args:
             refused: The refusal.
-            binding: The discipline in force.
+            pairing: The discipline in force.
         """
         record = refused.record()
         atom = self.at
         message = record.cause or f"{record.transition} was refused"
-        expected, found = record.expected, record.presented
+        expected, found = record.expected, record.found
         related: tuple[Place, ...] = ()
         if atom is not None:
             work = (atom.stage, atom.microbatch)
             if atom.kind is Kind.WGRAD and self.picked is not None and self.picked != work:
                 own, other = f"{work[0]}I{work[1]}", f"{self.picked[0]}I{self.picked[1]}"
                 message = (
-                    f"under {binding!r} binding, {atom.stage}W{atom.microbatch} presents the "
+                    f"under {pairing!r} pairing, {atom.stage}W{atom.microbatch} presents the "
                     f"reference of {other} instead of {own}"
                 )
                 expected = f"the reference of {own}, {_where(self.refs[work])}"
@@ -339,11 +339,11 @@ class _Process:
             related=related,
         )
 
-    def _dgrads(self, *wanted: tuple[Cell, str]) -> tuple[Place, ...]:
+    def _dgrads(self, *wanted: tuple[Work, str]) -> tuple[Place, ...]:
         places = {
             (atom.stage, atom.microbatch): atom for atom in self.atoms if atom.kind is Kind.DGRAD
         }
-        return tuple(place(self.rank, places[cell], role) for cell, role in wanted)
+        return tuple(place(self.rank, places[work], role) for work, role in wanted)
 
 
 def _where(ref: TapeRef) -> str:

@@ -96,7 +96,7 @@ def inject(rng: Random, schedule: Schedule, fault: str | None = None) -> Illegal
     )
 
 
-def _cells(rows: Rows, kinds: frozenset[Kind]) -> Iterator[tuple[int, int, Action]]:
+def _entries(rows: Rows, kinds: frozenset[Kind]) -> Iterator[tuple[int, int, Action]]:
     for rank, row in enumerate(rows):
         for step, action in enumerate(row):
             if action is not None and action.kind in kinds:
@@ -111,7 +111,7 @@ def _pick(
 ) -> tuple[int, int, Action] | None:
     places = [
         (rank, step, action)
-        for rank, step, action in _cells(rows, kinds)
+        for rank, step, action in _entries(rows, kinds)
         if where is None or where(rank, action)
     ]
     return rng.choice(places) if places else None
@@ -236,7 +236,7 @@ def _swap_receives(rng: Random, schedule: Schedule, rows: Rows) -> tuple[int, Ac
         return schedule.stage_to_rank[action.stage + offset]
 
     pairs = []
-    for rank, step, action in _cells(rows, RECEIVES):
+    for rank, step, action in _entries(rows, RECEIVES):
         following = rows[rank][step + 1] if step + 1 < len(rows[rank]) else None
         if following is None or following.kind not in RECEIVES:
             continue
@@ -317,7 +317,7 @@ def _drop_wait(rng: Random, schedule: Schedule, rows: Rows) -> tuple[int, Action
     # The absence of all waits is no fault: such a table leaves ends to the runtime.
     sends = frozenset(kind for kind, start in WAITS.items() if start in SENDS)
     kinds = rng.choice((sends, frozenset(WAITS) - sends))
-    if len(list(_cells(rows, kinds))) < 2:
+    if len(list(_entries(rows, kinds))) < 2:
         return None
     return _drop(kinds)(rng, schedule, rows)
 

@@ -20,7 +20,7 @@ __all__ = ["SCHEDULE_CLAUSES", "Finding", "Place", "finding", "place"]
 @attrs.frozen
 class Place:
     """
-    A cell that has to do with a finding.
+    An entry that has to do with a finding.
 
     Args:
         rank: Its rank.
@@ -44,13 +44,13 @@ class Finding:
     Args:
         clause: The clause id.
         rank: The rank, where one is to blame.
-        step: The step of the refused cell; `None` when something is missing from the row.
-        action: The refused cell's text.
+        step: The step of the refused entry; `None` when something is missing from the row.
+        action: The refused entry's text.
         message: One sentence that says it all.
         expected: What the clause wanted here.
         found: What stands here.
         remedy: What to do.
-        related: Other cells that a picture should show.
+        related: Other entries that a picture should show.
     """
 
     clause: str
@@ -98,7 +98,7 @@ def finding(
         atom: The refused action, or `None` when something is missing.
         expected: What the clause wanted here.
         found: What stands here.
-        related: Other cells that a picture should show.
+        related: Other entries that a picture should show.
     """
     clause = SCHEDULE_CLAUSES[f"schedule.{name}"]
     return Finding(

@@ -1,5 +1,5 @@
 """
-A schedule as torch prints one: a row a step, a column a rank, with the refused cell marked.
+A schedule as torch prints one: a row a step, a column a rank, with the refused entry marked.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def grid(schedule: Schedule, finding: Finding | None = None, *, context: int | N
     """
     Print a schedule as a grid.
 
-    The refused cell stands in `>..<`; cells that belong to the finding are marked `+` (what should
-    have been there, or stood there first) or `!` (what was taken instead, or waits as well).
+    The refused entry stands in `>..<`; entries that belong to the finding are marked `+` (what
+    should have been there, or stood there first) or `!` (what was taken instead, or waits as well).
 
     Args:
         schedule: The schedule.
@@ -44,13 +44,13 @@ def grid(schedule: Schedule, finding: Finding | None = None, *, context: int | N
     first, last = _window(schedule.num_steps, finding, context)
     if first > 0:
         lines.append(f"... {first} steps")
-    for step, cells in enumerate(zip_longest(*columns, fillvalue="")):
+    for step, entries in enumerate(zip_longest(*columns, fillvalue="")):
         if first <= step <= last:
             label = f"Step {step:0{digits}d}: "
             tail = ""
             if finding is not None and finding.step == step:
                 tail = f" <-- {finding.clause} on rank {finding.rank}"
-            lines.append((label + _join(list(cells), widths)).rstrip() + tail)
+            lines.append((label + _join(list(entries), widths)).rstrip() + tail)
     if last < schedule.num_steps - 1:
         lines.append(f"... {schedule.num_steps - 1 - last} steps")
     return "\n".join(lines) + "\n"
@@ -74,5 +74,5 @@ def _window(steps: int, finding: Finding | None, context: int | None) -> tuple[i
     return max(0, finding.step - context), min(steps - 1, finding.step + context)
 
 
-def _join(cells: list[str], widths: list[int]) -> str:
-    return " ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
+def _join(entries: list[str], widths: list[int]) -> str:
+    return " ".join(f"{entry:<{width}}" for entry, width in zip(entries, widths, strict=True))

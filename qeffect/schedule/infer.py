@@ -2,8 +2,8 @@
 What a table leaves unsaid: how many stages and microbatches there are, and which rank a stage
 lives on.
 
-A table that is wrong in one cell must still be read as the table it was meant to be, or one wrong
-cell would be reported as a hundred missing ones. So the counts are votes, not maxima: the
+A table that is wrong in one entry must still be read as the table it was meant to be, or one wrong
+entry would be reported as a hundred missing ones. So the counts are votes, not maxima: the
 microbatches are the most frequent number of distinct microbatches that a stage forwards, a stage
 exists when it has at least half the computations of the median stage, and it lives where most of
 its computations are.
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from qeffect.schedule.actions import COMPUTE, Action, Kind, Row, Schedule, ScheduleError, shorten
 
-MAX_CELLS = 1_000_000
+MAX_ENTRIES = 1_000_000
 MAX_RANKS = 65_536
 MAX_MICROBATCHES = 1_000_000
 
@@ -36,7 +36,7 @@ def schedule_of(
     Build a schedule from rows of actions, inferring what is not given.
 
     Args:
-        rows: Per rank, its actions in order, `None` for an idle cell.
+        rows: Per rank, its actions in order, `None` for an idle entry.
         source: Where they came from, for people.
         num_stages: Stages of the pipeline; inferred when left out.
         num_microbatches: Microbatches; inferred when left out.
@@ -102,8 +102,8 @@ def from_actions(
     """
     Read a plain Python list of actions.
 
-    A cell is an `Action`, a string as it stands in a table, a `(stage, kind, microbatch)` tuple,
-    anything that prints as a cell (torch's own actions do), or `None` or "" for idle. A flat list
+    An entry is an `Action`, a string as it stands in a table, a `(stage, kind, microbatch)` tuple,
+    anything that prints as an entry (torch's own actions do), or `None` or "" for idle. A flat list
     is one rank; a list of lists, or a mapping from rank to list, is one row a rank.
 
     >>> from_actions([["0F0", "0I0", "0W0"]]).num_microbatches
@@ -112,7 +112,7 @@ def from_actions(
     2
 
     Args:
-        rows: The cells.
+        rows: The entries.
         source: Where they came from, for people.
         num_stages: As in `schedule_of`.
         num_microbatches: As in `schedule_of`.
@@ -121,7 +121,7 @@ def from_actions(
         notes: As in `schedule_of`.
 
     Raises:
-        ScheduleError: A cell is not an action, or the rows are not numbered 0, 1, 2, ...
+        ScheduleError: An entry is not an action, or the rows are not numbered 0, 1, 2, ...
     """
     if isinstance(rows, Mapping):
         if sorted(rows) != list(range(len(rows))):
@@ -135,9 +135,9 @@ def from_actions(
     for rank, row in enumerate(table):
         if isinstance(row, str) or not isinstance(row, Iterable):
             raise ScheduleError(
-                f"{source}: expected a list of cells, found {shorten(repr(row))}", rank=rank
+                f"{source}: expected a list of entries, found {shorten(repr(row))}", rank=rank
             )
-        parsed.append([_cell(cell, rank, step) for step, cell in enumerate(row)])
+        parsed.append([_entry(entry, rank, step) for step, entry in enumerate(row)])
     return schedule_of(
         parsed,
         source=source,
@@ -149,35 +149,35 @@ def from_actions(
     )
 
 
-def parse_cell(text: str, rank: int, step: int) -> Action | None:
+def parse_entry(text: str, rank: int, step: int) -> Action | None:
     """
-    Read one cell of a table, naming its place when it is not an action.
+    Read one entry of a table, naming its place when it is not an action.
 
     Raises:
-        ScheduleError: The cell is neither blank nor exactly one action.
+        ScheduleError: The entry is neither blank nor exactly one action.
     """
     if not text.strip():
         return None
     try:
         return Action.parse(text)
     except ScheduleError as error:
-        raise ScheduleError(str(error), rank=rank, step=step, cell=error.cell) from None
+        raise ScheduleError(str(error), rank=rank, step=step, entry=error.entry) from None
 
 
-def _cell(cell: object, rank: int, step: int) -> Action | None:
-    if cell is None or isinstance(cell, Action):
-        return cell
-    if type(cell) is tuple and 2 <= len(cell) <= 3:
-        cell = "".join(str(part) for part in cell if part is not None)
-    return parse_cell(str(cell), rank, step)
+def _entry(entry: object, rank: int, step: int) -> Action | None:
+    if entry is None or isinstance(entry, Action):
+        return entry
+    if type(entry) is tuple and 2 <= len(entry) <= 3:
+        entry = "".join(str(part) for part in entry if part is not None)
+    return parse_entry(str(entry), rank, step)
 
 
 def _check_size(table: tuple[Row, ...], num_microbatches: int | None) -> None:
-    cells = sum(map(len, table))
-    if len(table) > MAX_RANKS or cells > MAX_CELLS:
+    entries = sum(map(len, table))
+    if len(table) > MAX_RANKS or entries > MAX_ENTRIES:
         raise ScheduleError(
-            f"{len(table)} ranks with {cells} cells are too many: "
-            f"at most {MAX_RANKS} ranks and {MAX_CELLS} cells are read"
+            f"{len(table)} ranks with {entries} entries are too many: "
+            f"at most {MAX_RANKS} ranks and {MAX_ENTRIES} entries are read"
         )
     if num_microbatches is not None and not 1 <= num_microbatches <= MAX_MICROBATCHES:
         raise ScheduleError(

@@ -1,8 +1,8 @@
 """
-When each cell of a schedule is drawn: the placement that timeline and trace share.
+When each entry of a schedule is drawn: the placement that timeline and trace share.
 
-A compute-only table is drawn as it stands, a column a step, since its idle cells say when it
-waits. A compute+comms table has no idle cells, so there the time is that of a dry run: F, I and W
+A compute-only table is drawn as it stands, a column a step, since its idle entries say when it
+waits. A compute+comms table has no idle entries, so there the time is that of a dry run: F, I and W
 take one unit, `B` two, messages none; a receive is drawn where its message arrives.
 """
 
@@ -18,7 +18,7 @@ from qeffect.schedule.simulate import Run, simulate
 @attrs.frozen
 class Placed:
     """
-    A cell and when it runs.
+    An entry and when it runs.
 
     Args:
         rank: Its rank.
@@ -40,24 +40,24 @@ class Placed:
 @attrs.frozen
 class Layout:
     """
-    All cells of a schedule with their times.
+    All entries of a schedule with their times.
 
     Args:
-        cells: The cells, by rank and then step.
+        entries: The entries, by rank and then step.
         unit: What a unit of time is: `step` or `time`.
-        end: The end of the last cell.
+        end: The end of the last entry.
     """
 
-    cells: tuple[Placed, ...]
+    entries: tuple[Placed, ...]
     unit: str
     end: int
 
 
 def layout(schedule: Schedule) -> Layout:
     """
-    Place every cell of a schedule in time.
+    Place every entry of a schedule in time.
 
-    Cells behind a deadlock are placed after the stop, one after the other, and marked as not run.
+    Entries behind a deadlock are placed after the stop, one after the other, and marked as not run.
 
     Args:
         schedule: The schedule.
@@ -83,7 +83,7 @@ def layout(schedule: Schedule) -> Layout:
     return Layout(
         tuple(placed),
         "step" if by_step else "time",
-        max((cell.start + cell.length for cell in placed), default=0),
+        max((entry.start + entry.length for entry in placed), default=0),
     )
 
 

@@ -1,5 +1,5 @@
 """
-What a schedule needs: live tapes, pending weight gradients, slots, captured graphs and gradient
+What a schedule needs: live tapes, deferred weight gradients, slots, captured graphs and gradient
 memory.
 
 Two ways to provision are compared (paper, Section IV, "Static binding and resource cost"). The
@@ -93,8 +93,7 @@ class StagePlan:
         stage: The stage.
         forwards: Its forwards in one step.
         peak_live: Tapes live at once: forwards whose last consumer is still to come.
-        peak_pending: Weight gradients pending at once: input gradients whose weight gradient is to
-            come.
+        peak_deferred: Weight gradients deferred at once: dI that ran and whose dW is to come.
         held_by_sends: How many of `peak_live` there are only because sends read a tape longer than
             its weight gradient.
     """
@@ -102,7 +101,7 @@ class StagePlan:
     stage: int
     forwards: int
     peak_live: int
-    peak_pending: int
+    peak_deferred: int
     held_by_sends: int
 
 
@@ -131,7 +130,7 @@ class RankPlan:
         rank: The rank.
         stages: Its stages.
         peak_live: Tapes live at once over all its stages.
-        peak_pending: Weight gradients pending at once over all its stages.
+        peak_deferred: Weight gradients deferred at once over all its stages.
         delayed: Weight gradients that do not directly follow their own input gradient.
         slots: Slots to provide: the sum of its stages' peaks, since a slot's graphs belong to one
             stage.
@@ -145,7 +144,7 @@ class RankPlan:
     rank: int
     stages: tuple[StagePlan, ...]
     peak_live: int
-    peak_pending: int
+    peak_deferred: int
     delayed: int
     slots: int
     paper: Provision
@@ -213,22 +212,22 @@ def _plan_rank(schedule: Schedule, rank: int, layers: Layers | None) -> RankPlan
     steps = [(atom.kind, atom.stage, atom.microbatch) for atom in schedule.atoms[rank]]
     made = assign(steps, own_readers(steps, {Kind.WGRAD, *ends}))
     computing = assign(steps, own_readers(steps)).peaks
-    pending: Counter[int] = Counter()
-    peak_pending: dict[int, int] = defaultdict(int)
+    deferred: Counter[int] = Counter()
+    peak_deferred: dict[int, int] = defaultdict(int)
     forwards: dict[int, int] = defaultdict(int)
-    most_pending = delayed = 0
+    most_deferred = delayed = 0
     previous: tuple[Kind, int, int] | None = None
     for atom in schedule.atoms[rank]:
         stage = atom.stage
         if atom.kind is Kind.FORWARD:
             forwards[stage] += 1
         elif atom.kind is Kind.DGRAD:
-            pending[stage] += 1
-            peak_pending[stage] = max(peak_pending[stage], pending[stage])
-            most_pending = max(most_pending, pending.total())
+            deferred[stage] += 1
+            peak_deferred[stage] = max(peak_deferred[stage], deferred[stage])
+            most_deferred = max(most_deferred, deferred.total())
         elif atom.kind is Kind.WGRAD:
             delayed += previous != (Kind.DGRAD, stage, atom.microbatch)
-            pending[stage] -= 1
+            deferred[stage] -= 1
         else:
             continue
         previous = (atom.kind, stage, atom.microbatch)
@@ -242,13 +241,13 @@ def _plan_rank(schedule: Schedule, rank: int, layers: Layers | None) -> RankPlan
                 stage,
                 forwards[stage],
                 made.peaks.get(stage, 0),
-                peak_pending[stage],
+                peak_deferred[stage],
                 made.peaks.get(stage, 0) - computing.get(stage, 0),
             )
             for stage in local
         ),
         peak_live=made.peak,
-        peak_pending=most_pending,
+        peak_deferred=most_deferred,
         delayed=delayed,
         slots=slots,
         paper=Provision(

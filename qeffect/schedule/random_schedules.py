@@ -174,10 +174,10 @@ class _Run:
         if wait.kind is not Kind.WAIT_REDUCE_GRAD:
             self._read((wait.stage, wait.microbatch))
 
-    def _read(self, cell: tuple[int, int]) -> None:
+    def _read(self, work: tuple[int, int]) -> None:
         """One of a tape's readers is done; the last one frees its slot."""
-        self.readers[cell] -= 1
-        self.live[cell[0]] -= not self.readers[cell]
+        self.readers[work] -= 1
+        self.live[work[0]] -= not self.readers[work]
 
     def _act(self, rank: int) -> int:
         """Let a rank do something if it can; returns how many steps of the schedule it did."""
@@ -197,19 +197,19 @@ class _Run:
         return 1
 
     def _choices(self, kind: Kind, rank: int) -> list[tuple[int, int]]:
-        cells = self.ready[kind][rank]
+        ready = self.ready[kind][rank]
         if kind is Kind.FORWARD:
-            return [cell for cell in cells if self.live[cell[0]] < self.shape.slots[cell[0]]]
-        return cells
+            return [work for work in ready if self.live[work[0]] < self.shape.slots[work[0]]]
+        return ready
 
     def _take(self, kind: Kind, rank: int) -> tuple[int, int]:
         choices = self._choices(kind, rank)
         if self.shape.ordered and kind is not Kind.WGRAD:
             first = min(microbatch for _, microbatch in choices)
-            choices = [cell for cell in choices if cell[1] == first]
-        cell = self.rng.choice(choices)
-        self.ready[kind][rank].remove(cell)
-        return cell
+            choices = [work for work in choices if work[1] == first]
+        work = self.rng.choice(choices)
+        self.ready[kind][rank].remove(work)
+        return work
 
     def _maybe_full(self, dgrad: Action) -> Action:
         if self.rng.random() < self.shape.full:

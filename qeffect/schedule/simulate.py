@@ -55,8 +55,8 @@ class Run:
     The result of a dry run.
 
     Args:
-        start: Start time of each cell that ran, by (rank, step).
-        finish: End time of each cell that ran, by (rank, step).
+        start: Start time of each entry that ran, by (rank, step).
+        finish: End time of each entry that ran, by (rank, step).
         waits: The ranks that stopped short; none if all reached the end.
         cycle: The ranks that wait for each other, each for the next, the last for the first.
     """

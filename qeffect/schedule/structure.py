@@ -29,7 +29,7 @@ def check_places(index: Index) -> Iterator[Finding]:
             expected=f"a stage below {schedule.num_stages}",
             found=f"stage {spot.atom.stage}",
         )
-    for spot in _once_per_cell(index.misplaced):
+    for spot in _once_per_entry(index.misplaced):
         home = schedule.stage_to_rank[spot.atom.stage]
         yield finding(
             "stage-on-wrong-rank",
@@ -40,7 +40,7 @@ def check_places(index: Index) -> Iterator[Finding]:
             expected=f"stage {spot.atom.stage} on rank {home}",
             found=f"stage {spot.atom.stage} on rank {spot.rank}",
         )
-    for spot in _once_per_cell(index.stray_microbatches):
+    for spot in _once_per_entry(index.stray_microbatches):
         yield finding(
             "microbatch-out-of-range",
             f"{spot.atom.action} names microbatch {spot.atom.microbatch}, but a step has "
@@ -169,15 +169,15 @@ def check_reductions(index: Index) -> Iterator[Finding]:
                     found="none",
                 )
             continue
-        pending = Counter(spot.atom.kind for spot in late[stage])[Kind.WGRAD]
-        if pending:
+        left = Counter(spot.atom.kind for spot in late[stage])[Kind.WGRAD]
+        if left:
             last = max(
                 (spot for spot in late[stage] if spot.atom.kind is Kind.WGRAD),
                 key=lambda spot: spot.position,
             )
             yield finding(
                 "reduction-before-settled",
-                f"{reduction.atom.action} runs while {pending} of stage {stage}'s weight gradients "
+                f"{reduction.atom.action} runs while {left} of stage {stage}'s weight gradients "
                 f"are still to come, the last at step {last.atom.step} ({last.atom.action})",
                 rank=reduction.rank,
                 atom=reduction.atom,
@@ -235,8 +235,8 @@ def check_sharding(index: Index) -> Iterator[Finding]:
                 )
 
 
-def _once_per_cell(spots: list[Spot]) -> Iterator[Spot]:
-    # B stands for two indivisible steps; one wrong cell is one finding.
+def _once_per_entry(spots: list[Spot]) -> Iterator[Spot]:
+    # B stands for two indivisible steps; one wrong entry is one finding.
     last: tuple[int, int, int] | None = None
     for spot in spots:
         key = (spot.rank, spot.atom.step, spot.atom.stage)

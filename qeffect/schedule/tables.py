@@ -1,8 +1,8 @@
 """
-Schedule tables as CSV: one row a rank, one cell an action, an empty cell is idle.
+Schedule tables as CSV: one row a rank, one entry an action, an empty entry is idle.
 
 Both of torch's formats are read and told apart by what stands in them: `compute_only` (F, I, W, B,
-OVERLAP_F_B, idle cells, sometimes REDUCE_GRAD) and `compute_comms` (with sends, receives and
+OVERLAP_F_B, idle entries, sometimes REDUCE_GRAD) and `compute_comms` (with sends, receives and
 sharding). A file is data from elsewhere: whatever it holds, reading it ends in a `Schedule` or in
 one clear line.
 """
@@ -16,7 +16,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from qeffect.schedule.actions import Action, Schedule, ScheduleError
-from qeffect.schedule.infer import MAX_CELLS, MAX_RANKS, parse_cell, schedule_of
+from qeffect.schedule.infer import MAX_ENTRIES, MAX_RANKS, parse_entry, schedule_of
 
 MAX_BYTES = 16 * 1024 * 1024
 _REFUSED = "refused"
@@ -76,7 +76,7 @@ def parse_table(
     >>> parse_table("0F0xyz\n")
     Traceback (most recent call last):
       ...
-    qeffect.schedule.actions.ScheduleError: rank 0, step 0: cell '0F0xyz' is not an action: ...
+    qeffect.schedule.actions.ScheduleError: rank 0, step 0: entry '0F0xyz' is not an action: ...
 
     Args:
         text: The table.
@@ -88,9 +88,9 @@ def parse_table(
         ScheduleError: The table is empty, too large or malformed.
     """
     if not text.strip():
-        raise ScheduleError(f"{source}: empty; expected one row of cells per rank")
+        raise ScheduleError(f"{source}: empty; expected one row of entries per rank")
     rows: list[list[Action | None]] = []
-    cells = 0
+    entries = 0
     blank_row: int | None = None
     try:
         for record in csv.reader(io.StringIO(text, newline=""), strict=True):
@@ -103,12 +103,12 @@ def parse_table(
                     f"{source}: a blank line between ranks; write an idle rank as one comma",
                     rank=blank_row,
                 )
-            cells += len(record)
-            if cells > MAX_CELLS or rank >= MAX_RANKS:
+            entries += len(record)
+            if entries > MAX_ENTRIES or rank >= MAX_RANKS:
                 raise ScheduleError(
-                    f"{source}: more than {MAX_RANKS} ranks or {MAX_CELLS} cells, the limits"
+                    f"{source}: more than {MAX_RANKS} ranks or {MAX_ENTRIES} entries, the limits"
                 )
-            rows.append([parse_cell(cell, rank, step) for step, cell in enumerate(record)])
+            rows.append([parse_entry(entry, rank, step) for step, entry in enumerate(record)])
     except csv.Error as error:
         raise ScheduleError(f"{source}: not a CSV table: {error}", rank=len(rows)) from None
     return schedule_of(

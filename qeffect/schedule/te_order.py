@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from qeffect.schedule.actions import Action, Kind, Schedule, ScheduleError, shorten
-from qeffect.schedule.infer import MAX_CELLS, schedule_of
+from qeffect.schedule.infer import MAX_ENTRIES, schedule_of
 
 MAX_CHUNKS = 4096
 
@@ -42,8 +42,8 @@ def te_order(order: str | Iterable[float | int | str], *, source: str = "te-orde
     entries = _split(order) if isinstance(order, str) else list(order)
     if not entries:
         raise ScheduleError(f"{source}: empty; expected entries such as 1,1,-1,-1")
-    if len(entries) > MAX_CELLS:
-        raise ScheduleError(f"{source}: more than {MAX_CELLS} entries, the limit")
+    if len(entries) > MAX_ENTRIES:
+        raise ScheduleError(f"{source}: more than {MAX_ENTRIES} entries, the limit")
     steps = [_entry(entry, step) for step, entry in enumerate(entries)]
     deferred = {chunk for kind, chunk in steps if kind is Kind.WGRAD}
     counts: Counter[tuple[Kind, int]] = Counter()
@@ -79,7 +79,7 @@ def _entry(entry: object, step: int) -> tuple[Kind, int]:
             "(chunks are numbered from 1)",
             rank=0,
             step=step,
-            cell=str(entry),
+            entry=str(entry),
         )
     chunk = math.floor(abs(value)) - 1
     if not 0 <= chunk < MAX_CHUNKS:
@@ -87,7 +87,7 @@ def _entry(entry: object, step: int) -> tuple[Kind, int]:
             f"entry {shorten(str(entry))!r} must name a chunk between 1 and {MAX_CHUNKS}",
             rank=0,
             step=step,
-            cell=str(entry),
+            entry=str(entry),
         )
     return (Kind.FORWARD if value > 0 else Kind.WGRAD if half else Kind.DGRAD), chunk
 

@@ -2,7 +2,7 @@
 A schedule as a picture: one self-contained SVG, in the colours of torch's schedule visualizer.
 
 F is blue, I teal, W green, B orange, an overlap purple, idle time white; a rank's later chunks are
-lighter. The refused cell is outlined in red and its clause stands below. For a binding, one arc
+lighter. The refused entry is outlined in red and its clause stands below. For a pairing, one arc
 leads from the work that a weight gradient owns and another from the work that it would be given.
 """
 
@@ -33,7 +33,7 @@ _LEGEND = {
     Kind.REDUCE_GRAD: "gradient reduction \u03a3",
 }
 _RED, _INK, _FAINT, _OTHER = "#d11a2a", "#1c2330", "#8a93a3", "#5b6472"
-_LEFT, _RIGHT, _ROW, _CELL = 76, 24, 62, 30
+_LEFT, _RIGHT, _ROW, _ENTRY = 76, 24, 62, 30
 _NARROW, _WIDE, _MARK = 28, 36, 9
 _CHARACTERS = 0.146
 _LEAST = 780
@@ -46,7 +46,7 @@ def timeline(schedule: Schedule, finding: Finding | None = None, *, window: int 
     Args:
         schedule: The schedule.
         finding: What to mark; without it the picture says that nothing was refused.
-        window: The most columns to draw; a longer schedule is cut around the refused cell. `None`
+        window: The most columns to draw; a longer schedule is cut around the refused entry. `None`
             draws all.
 
     Returns:
@@ -60,7 +60,7 @@ class _Picture:
         self.schedule = schedule
         self.finding = finding
         self.layout: Layout = layout(schedule)
-        self.by_place = {(cell.rank, cell.step): cell for cell in self.layout.cells}
+        self.by_place = {(entry.rank, entry.step): entry for entry in self.layout.entries}
         self.refused = (
             None
             if finding is None or finding.rank is None or finding.step is None
@@ -69,7 +69,7 @@ class _Picture:
         self.first, self.last = self._window(window)
         columns = self.last - self.first
         longest = max(
-            (len(line) for c in self.layout.cells for line in _label(c.action)), default=3
+            (len(line) for c in self.layout.entries for line in _label(c.action)), default=3
         )
         self.unit = _WIDE if columns <= 32 or longest > 4 else _NARROW
         self.width = max(_LEFT + columns * self.unit + _RIGHT, _LEAST)
@@ -88,10 +88,10 @@ class _Picture:
         return _LEFT + (time - self.first) * self.unit
 
     def y(self, rank: int) -> float:
-        return self.top + rank * _ROW + (_ROW - _CELL) - 6
+        return self.top + rank * _ROW + (_ROW - _ENTRY) - 6
 
-    def visible(self, cell: Placed) -> bool:
-        return cell.start + cell.length >= self.first and cell.start <= self.last
+    def visible(self, entry: Placed) -> bool:
+        return entry.start + entry.length >= self.first and entry.start <= self.last
 
     def lines(self) -> Iterator[str]:
         note = self._explanation()
@@ -114,9 +114,9 @@ class _Picture:
         yield f'<rect width="{self.width}" height="{height}" fill="#ffffff"/>'
         yield from self._head()
         yield from self._rows()
-        for cell in self.layout.cells:
-            if self.visible(cell) and cell.length:
-                yield from self._cell(cell)
+        for entry in self.layout.entries:
+            if self.visible(entry) and entry.length:
+                yield from self._entry(entry)
         yield from self._marks()
         yield from self._note(note)
         yield "</svg>"
@@ -135,7 +135,7 @@ class _Picture:
             f'fill="{colour}">{escape(state)}</tspan></text>'
         )
         x = float(_LEFT)
-        used = {cell.action.kind for cell in self.layout.cells if cell.length}
+        used = {entry.action.kind for entry in self.layout.entries if entry.length}
         for kind, name in _LEGEND.items():
             if kind in used:
                 yield f'<rect x="{x}" y="53" width="11" height="11" rx="2" fill="{COLOURS[kind]}"/>'
@@ -170,7 +170,7 @@ class _Picture:
                 f'fill="{_FAINT}">stage {escape(stages)}</text>'
             )
             yield (
-                f'<rect x="{_LEFT}" y="{y}" width="{end - _LEFT}" height="{_CELL}" '
+                f'<rect x="{_LEFT}" y="{y}" width="{end - _LEFT}" height="{_ENTRY}" '
                 f'fill="#ffffff" stroke="#dfe3ea"/>'
             )
         if self.first > 0:
@@ -183,33 +183,33 @@ class _Picture:
                 f"(later part cut)</text>"
             )
 
-    def _cell(self, cell: Placed) -> Iterator[str]:
-        x = max(self.x(cell.start), _LEFT)
-        width = min(self.x(cell.start + cell.length), self.x(self.last)) - x
+    def _entry(self, entry: Placed) -> Iterator[str]:
+        x = max(self.x(entry.start), _LEFT)
+        width = min(self.x(entry.start + entry.length), self.x(self.last)) - x
         if width <= 1:
             return
-        y = self.y(cell.rank)
-        colour = self._colour(cell)
-        state = "" if cell.ran else ' fill-opacity="0.28"'
+        y = self.y(entry.rank)
+        colour = self._colour(entry)
+        state = "" if entry.ran else ' fill-opacity="0.28"'
         yield (
-            f"<g><title>rank {cell.rank}, step {cell.step}: {escape(str(cell.action))}</title>"
-            f'<rect x="{x + 0.75}" y="{y + 0.75}" width="{width - 1.5}" height="{_CELL - 1.5}" '
+            f"<g><title>rank {entry.rank}, step {entry.step}: {escape(str(entry.action))}</title>"
+            f'<rect x="{x + 0.75}" y="{y + 0.75}" width="{width - 1.5}" height="{_ENTRY - 1.5}" '
             f'rx="2.5" fill="{colour}"{state}/>'
         )
-        lines = _label(cell.action)
+        lines = _label(entry.action)
         size = min(11.0, (width - 5) / (0.68 * max(map(len, lines))))
         for i, line in enumerate(lines):
-            middle = y + _CELL / 2 + size * (0.36 + 1.05 * (i - (len(lines) - 1) / 2))
+            middle = y + _ENTRY / 2 + size * (0.36 + 1.05 * (i - (len(lines) - 1) / 2))
             yield (
                 f'<text x="{x + width / 2}" y="{middle:.1f}" font-size="{size:.1f}" '
-                f'text-anchor="middle" fill="{"#ffffff" if cell.ran else _INK}">{line}</text>'
+                f'text-anchor="middle" fill="{"#ffffff" if entry.ran else _INK}">{line}</text>'
             )
         yield "</g>"
 
-    def _colour(self, cell: Placed) -> str:
-        base = COLOURS.get(cell.action.kind, _OTHER)
-        local = self.schedule.stages_of(cell.rank)
-        chunk = local.index(cell.action.stage) if cell.action.stage in local else 0
+    def _colour(self, entry: Placed) -> str:
+        base = COLOURS.get(entry.action.kind, _OTHER)
+        local = self.schedule.stages_of(entry.rank)
+        chunk = local.index(entry.action.stage) if entry.action.stage in local else 0
         return _lighten(base, 0.0 if len(local) < 2 else 0.2 * chunk / (len(local) - 1))
 
     def _marks(self) -> Iterator[str]:
@@ -219,7 +219,7 @@ class _Picture:
             if self.finding.rank is not None and self.finding.rank < self.schedule.num_ranks:
                 yield (
                     f'<rect x="{_LEFT - 2}" y="{self.y(self.finding.rank) - 2}" '
-                    f'width="{self.x(self.last) - _LEFT + 4}" height="{_CELL + 4}" rx="4" '
+                    f'width="{self.x(self.last) - _LEFT + 4}" height="{_ENTRY + 4}" rx="4" '
                     f'fill="none" stroke="{_RED}" stroke-width="2.5" stroke-dasharray="7 4"/>'
                 )
             return
@@ -237,18 +237,18 @@ class _Picture:
         )
 
     def _related(self, other: Place, refused: Placed) -> Iterator[str]:
-        cell = self.by_place.get((other.rank, other.step))
-        if cell is None or not self.visible(cell):
+        entry = self.by_place.get((other.rank, other.step))
+        if entry is None or not self.visible(entry):
             return
         bad = other.role in ("picked", "waits")
         colour, name = (_RED, "red") if bad else (_OTHER, "ink")
         dash = ' stroke-dasharray="4 3"' if bad else ""
-        yield from self._outline(cell, colour, 2.0, dash)
-        if cell is refused or other.role in ("waits", "awaited"):
+        yield from self._outline(entry, colour, 2.0, dash)
+        if entry is refused or other.role in ("waits", "awaited"):
             return
-        (x0, y0), (x1, y1) = self._centre(cell), self._centre(refused)
-        half = _CELL / 2
-        if cell.rank == refused.rank:
+        (x0, y0), (x1, y1) = self._centre(entry), self._centre(refused)
+        half = _ENTRY / 2
+        if entry.rank == refused.rank:
             # Two arcs may end here: the one from farther away ends farther right, and neither is
             # hidden by the badge in the corner.
             rise = 24 if other.role == "owner" else 15
@@ -256,7 +256,7 @@ class _Picture:
             top = y1 - half
             path = f"M{x0},{top} C{x0},{top - rise} {x1},{top - rise} {x1},{top - 1}"
         else:
-            down = 1 if cell.rank < refused.rank else -1
+            down = 1 if entry.rank < refused.rank else -1
             y0, y1 = y0 + down * half, y1 - down * half
             path = f"M{x0},{y0} C{x0},{(y0 + y1) / 2} {x1},{(y0 + y1) / 2} {x1},{y1}"
         yield (
@@ -264,19 +264,19 @@ class _Picture:
             f'marker-end="url(#{name})"/>'
         )
 
-    def _span(self, cell: Placed) -> float:
-        return cell.length * self.unit if cell.length else _MARK
+    def _span(self, entry: Placed) -> float:
+        return entry.length * self.unit if entry.length else _MARK
 
-    def _centre(self, cell: Placed) -> tuple[float, float]:
-        return self.x(cell.start + cell.length / 2), self.y(cell.rank) + _CELL / 2
+    def _centre(self, entry: Placed) -> tuple[float, float]:
+        return self.x(entry.start + entry.length / 2), self.y(entry.rank) + _ENTRY / 2
 
-    def _outline(self, cell: Placed, colour: str, stroke: float, dash: str) -> Iterator[str]:
-        x, y = self._centre(cell)
-        span = self._span(cell)
-        fill = "none" if cell.length else "#ffffff"
+    def _outline(self, entry: Placed, colour: str, stroke: float, dash: str) -> Iterator[str]:
+        x, y = self._centre(entry)
+        span = self._span(entry)
+        fill = "none" if entry.length else "#ffffff"
         yield (
-            f'<rect x="{x - span / 2}" y="{y - _CELL / 2 - 0.5}" width="{span}" '
-            f'height="{_CELL + 1}" rx="3" fill="{fill}" stroke="{colour}" '
+            f'<rect x="{x - span / 2}" y="{y - _ENTRY / 2 - 0.5}" width="{span}" '
+            f'height="{_ENTRY + 1}" rx="3" fill="{fill}" stroke="{colour}" '
             f'stroke-width="{stroke}"{dash}/>'
         )
 

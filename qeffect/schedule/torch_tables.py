@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from qeffect.schedule.actions import Schedule, ScheduleError
-from qeffect.schedule.infer import MAX_CELLS, from_actions
+from qeffect.schedule.infer import MAX_ENTRIES, from_actions
 
 SINGLE = ("Schedule1F1B", "ScheduleGPipe")
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")
@@ -136,8 +136,8 @@ def _check_arguments(
     if drawn and (comms or cls_name not in SINGLE):
         raise ScheduleError(f"{what}: only 1F1B and GPipe have a drawn table, and it has no comms")
     # Three computations a stage and microbatch, and about as many messages.
-    if pp * vpp * microbatches * 8 > MAX_CELLS:
-        raise ScheduleError(f"{what}: more than {MAX_CELLS} cells, the limit")
+    if pp * vpp * microbatches * 8 > MAX_ENTRIES:
+        raise ScheduleError(f"{what}: more than {MAX_ENTRIES} entries, the limit")
 
 
 def _check_options(
@@ -187,11 +187,11 @@ class _RecordingStage(_Stage):
 
     def __init__(self, rank: int, pp: int, comms: bool) -> None:
         super().__init__(rank, rank, pp, 1, None)
-        self.cells: list[str] = []
+        self.entries: list[str] = []
         self._comms = comms
 
     def _note(self, kind: str, microbatch: int) -> None:
-        self.cells.append(f"{self.stage_index}{kind}{microbatch}")
+        self.entries.append(f"{self.stage_index}{kind}{microbatch}")
 
     def _message(self, kind: str, microbatch: int, at_end: bool) -> list[Any]:
         if self._comms and not at_end:
@@ -221,7 +221,7 @@ class _RecordingStage(_Stage):
 
     def perform_reduce_grad(self, *_: object) -> None:
         if self._comms:
-            self.cells.append(f"{self.stage_index}REDUCE_GRAD")
+            self.entries.append(f"{self.stage_index}REDUCE_GRAD")
 
 
 def _quietly(schedules: ModuleType, make: Callable[[], Any]) -> Any:
@@ -247,7 +247,7 @@ def _run_single(
         schedule._step_microbatches([()] * microbatches, [{}] * microbatches, return_outputs=False)
 
     _quietly(schedules, run)
-    return stage.cells
+    return stage.entries
 
 
 def _table(

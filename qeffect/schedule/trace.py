@@ -2,7 +2,7 @@
 A schedule as Chrome trace JSON, which Perfetto and chrome://tracing open.
 
 A process is a rank; its threads are computation, messages, and sharding with reductions. Sends and
-their receives are joined by flow arrows. The refused cell carries its clause, and an instant event
+their receives are joined by flow arrows. The refused entry carries its clause, and an instant event
 marks it.
 """
 
@@ -60,30 +60,30 @@ def _events(schedule: Schedule, finding: Finding | None) -> Iterator[dict[str, A
         yield _metadata("process_name", rank, 0, f"rank {rank} (stage {stages})")
         for thread, name in enumerate(_THREADS):
             yield _metadata("thread_name", rank, thread, name)
-    cells = layout(schedule).cells
+    entries = layout(schedule).entries
     receives = {
         (c.action.kind, c.action.stage, c.action.microbatch): c
-        for c in cells
+        for c in entries
         if c.action.kind in RECEIVES
     }
-    for number, cell in enumerate(cells):
-        yield _slice(cell, finding)
-        action = cell.action
+    for number, entry in enumerate(entries):
+        yield _slice(entry, finding)
+        action = entry.action
         if action.kind in SENDS:
             kind, offset = _RECEIVER[action.kind]
             receive = receives.get((kind, action.stage + offset, action.microbatch))
             if receive is not None:
-                yield _flow("s", number, cell)
+                yield _flow("s", number, entry)
                 yield _flow("f", number, receive)
-        if finding is not None and (cell.rank, cell.step) == (finding.rank, finding.step):
+        if finding is not None and (entry.rank, entry.step) == (finding.rank, finding.step):
             yield {
                 "name": f"refused: {finding.clause}",
                 "cat": "refused",
                 "ph": "i",
                 "s": "p",
-                "pid": cell.rank,
-                "tid": _thread(cell),
-                "ts": cell.start * MICROSECONDS,
+                "pid": entry.rank,
+                "tid": _thread(entry),
+                "ts": entry.start * MICROSECONDS,
                 "args": {
                     "message": finding.message,
                     "expected": finding.expected,
@@ -96,43 +96,43 @@ def _metadata(name: str, rank: int, thread: int, value: str) -> dict[str, Any]:
     return {"name": name, "ph": "M", "pid": rank, "tid": thread, "args": {"name": value}}
 
 
-def _thread(cell: Placed) -> int:
-    if cell.action.is_compute:
+def _thread(entry: Placed) -> int:
+    if entry.action.is_compute:
         return 0
-    return 1 if cell.action.kind in SENDS | RECEIVES | SEND_WAITS else 2
+    return 1 if entry.action.kind in SENDS | RECEIVES | SEND_WAITS else 2
 
 
-def _slice(cell: Placed, finding: Finding | None) -> dict[str, Any]:
-    args: dict[str, Any] = {"step": cell.step}
-    if cell.action.stage >= 0:
-        args["stage"] = cell.action.stage
-    if cell.action.microbatch >= 0:
-        args["microbatch"] = cell.action.microbatch
-    if not cell.ran:
+def _slice(entry: Placed, finding: Finding | None) -> dict[str, Any]:
+    args: dict[str, Any] = {"step": entry.step}
+    if entry.action.stage >= 0:
+        args["stage"] = entry.action.stage
+    if entry.action.microbatch >= 0:
+        args["microbatch"] = entry.action.microbatch
+    if not entry.ran:
         args["ran"] = False
-    if finding is not None and (cell.rank, cell.step) == (finding.rank, finding.step):
+    if finding is not None and (entry.rank, entry.step) == (finding.rank, finding.step):
         args["refused"] = finding.clause
     return {
-        "name": str(cell.action),
-        "cat": _CATEGORIES.get(cell.action.kind, _THREADS[_thread(cell)]),
+        "name": str(entry.action),
+        "cat": _CATEGORIES.get(entry.action.kind, _THREADS[_thread(entry)]),
         "ph": "X",
-        "pid": cell.rank,
-        "tid": _thread(cell),
-        "ts": cell.start * MICROSECONDS,
-        "dur": cell.length * MICROSECONDS or _BLINK,
+        "pid": entry.rank,
+        "tid": _thread(entry),
+        "ts": entry.start * MICROSECONDS,
+        "dur": entry.length * MICROSECONDS or _BLINK,
         "args": args,
     }
 
 
-def _flow(phase: str, number: int, cell: Placed) -> dict[str, Any]:
+def _flow(phase: str, number: int, entry: Placed) -> dict[str, Any]:
     event: dict[str, Any] = {
         "name": "message",
         "cat": "messages",
         "ph": phase,
         "id": number,
-        "pid": cell.rank,
-        "tid": _thread(cell),
-        "ts": cell.start * MICROSECONDS,
+        "pid": entry.rank,
+        "tid": _thread(entry),
+        "ts": entry.start * MICROSECONDS,
     }
     if phase == "f":
         event["bp"] = "e"

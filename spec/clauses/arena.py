@@ -24,19 +24,19 @@ overlap; it never touches memory.
 
 Destinations are bound before dI, because that is where `main_grad` is read. The first writer of a
 buffer in an epoch overwrites it, later ones accumulate. A dW that fails may have written half a
-gradient: the stage's epoch is then unusable until it is rebuilt. Finalize wants every configured
+gradient: the stage's epoch is then spoiled until it is rebuilt. Finalize wants every configured
 microbatch exactly once. The *copied* path, without an arena, leaves this part out and keeps all
 others.""",
     clauses=(
         Clause(
-            id="arena.unusable",
+            id="arena.spoiled",
             number="4.1",
             title="A half-written arena is not used",
             invariant="In an epoch in which an action of the stage failed or was aborted, nothing "
             "is bound, written or finalized.",
             transitions=("bind", "check_wgrad", "finalize"),
             argument="key.stage",
-            unchanged="The destinations, and the mark that makes them unusable.",
+            unchanged="The destinations, and the mark that the epoch is spoiled.",
             section="IV-E",
             cause="An earlier F, dI or dW of this stage raised, or a tape was dropped, so that the "
             "sum in the buffers lacks or half contains a microbatch.",
@@ -81,7 +81,7 @@ others.""",
             remedy="Bind before dI.",
         ),
         Clause(
-            id="arena.pending",
+            id="arena.in-flight",
             number="4.5",
             title="One writer at a time",
             invariant="A buffer has at most one dW in flight.",
@@ -129,7 +129,7 @@ others.""",
             unchanged="The stage, which is not final; the missing dW may still run.",
             section="III-D",
             cause="A delayed dW has not run yet, or the schedule lost it.",
-            remedy="Run the pending dW; `contract.live()` names the tapes that wait for one.",
+            remedy="Run the deferred dW; `contract.live()` names the tapes that wait for one.",
         ),
         Clause(
             id="arena.unknown-matrix",

@@ -44,7 +44,7 @@ longer be finalized, and only a restore begins it again.""",
             unchanged="The stage, which is not final; the missing dW may still run.",
             section="IV-E",
             cause="A delayed dW has not run yet, or the schedule lost it.",
-            remedy="Run the pending dW.",
+            remedy="Run the deferred dW.",
         ),
         Clause(
             id="epoch.already-final",

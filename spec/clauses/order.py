@@ -28,7 +28,7 @@ that fails on the device leaves scales half updated: its domain is *poisoned* un
 state of the last commit is restored. Abort never rewinds the token.""",
     clauses=(
         Clause(
-            id="order.pending",
+            id="order.in-flight",
             number="3.1",
             title="One update at a time",
             invariant="At most one F, dI or refresh of a state domain is in flight, and none at a "

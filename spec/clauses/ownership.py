@@ -73,8 +73,8 @@ once.""",
             section="III-A",
             cause="The runtime picks slots itself, by microbatch modulo the pool's size, and a "
             "delayed dW still needs this one.",
-            remedy="Let the contract choose a free slot; with static binding provide one slot for "
-            "every tape that the schedule keeps live.",
+            remedy="Let the contract choose a free slot; where slots are fixed provide one "
+            "slot for every tape that the schedule keeps live.",
         ),
         Clause(
             id="ownership.key-live",
@@ -121,7 +121,7 @@ once.""",
             "or configure a wider counter.",
         ),
         Clause(
-            id="ownership.pending",
+            id="ownership.in-flight",
             number="1.7",
             title="One action at a time on a slot",
             invariant="While a ticket is out on a slot no other action touches it, and no restore "
@@ -183,7 +183,7 @@ once.""",
             section="IV-B",
             cause="dW was paired with the work of another microbatch: a FIFO, or the chunk's most "
             "recent dI, was taken instead of the key's own. ZB-V reorders dW against dI.",
-            remedy="Look retained work up by key; `qeffect check --binding` shows which discipline "
+            remedy="Look retained work up by key; `qeffect check --pairing` shows which discipline "
             "mispairs which schedule.",
         ),
         Clause(

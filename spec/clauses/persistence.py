@@ -31,7 +31,7 @@ restored twice, because the incarnation is a fresh random number that is never p
             argument="",
             unchanged=_WITHHELD,
             section="III-E",
-            cause="The checkpoint hook ran in mid-step, or a delayed dW or a reader is pending.",
+            cause="The checkpoint hook ran in mid-step, or a delayed dW or a reader is to come.",
             remedy="Checkpoint directly after `commit_epoch`.",
         ),
         Clause(
@@ -48,7 +48,7 @@ restored twice, because the incarnation is a fresh random number that is never p
             remedy="Checkpoint directly after `commit_epoch`, before the next refresh or forward.",
         ),
         Clause(
-            id="persistence.pending-action",
+            id="persistence.action-in-flight",
             number="9.3",
             title="No checkpoint with an action in flight",
             invariant="A checkpoint is taken when no F, dI or refresh is in flight.",

@@ -103,7 +103,7 @@ all its modules. A forward that finds the cache stale and does not refresh it is
             remedy="Replay each stage's refresh directly before its own first forward.",
         ),
         Clause(
-            id="version.pending",
+            id="version.in-flight",
             number="2.6",
             title="One refresh at a time",
             invariant="While a refresh of a stage's cache is in flight, that cache is neither "

@@ -9,7 +9,7 @@ accepted once.
 
 from __future__ import annotations
 
-from ..constants import GRAD, NEVER, NO_SLOT, OUT, RESERVED
+from ..constants import GRAD_BIT, NEVER, NO_SLOT, OUT_BIT, RESERVED
 from ..predicates import Register, implies
 from ..world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, WGRAD
 from .words import Args, History, Index, State, Truth
@@ -47,8 +47,8 @@ def right_work(st: State, h: History, a: Args) -> Truth:
 def right_consumer(st: State, h: History, a: Args) -> Truth:
     """One reader reads, only where one is awaited, and a gradient only after dI."""
     s = a.ref.slot
-    one = (a.bit == OUT) | (a.bit == GRAD)
-    there = implies(a.bit == GRAD, h.ran_dgrad[a.key.cell] == 1)
+    one = (a.bit == OUT_BIT) | (a.bit == GRAD_BIT)
+    there = implies(a.bit == GRAD_BIT, h.ran_dgrad[a.key.cell] == 1)
     return one & ((h.owing[s] & a.bit) != 0) & (h.ran_forward[a.key.cell] == 1) & there
 
 
@@ -189,10 +189,10 @@ def right_destination(st: State, h: History, a: Args) -> Truth:
     return bound & fresh & implies(a.first == 0, h.content[buffer] == a.key.epoch)
 
 
-@STEPS("arena.usable", "bind", "check_wgrad")
-def usable(st: State, h: History, a: Args) -> Truth:
-    """Nothing is written for an epoch that a failure ruined."""
-    return (h.ruined[a.key.stage] != a.key.epoch) & (h.half_written[a.key.stage] != a.key.epoch)
+@STEPS("arena.not-spoiled", "bind", "check_wgrad")
+def bound_or_written_unspoiled(st: State, h: History, a: Args) -> Truth:
+    """Nothing is written for an epoch that a failure spoiled."""
+    return (h.spoiled[a.key.stage] != a.key.epoch) & (h.half_written[a.key.stage] != a.key.epoch)
 
 
 @STEPS("arena.bound-once", "bind")
@@ -213,10 +213,10 @@ def whole(st: State, h: History, a: Args, c: Index) -> Truth:
     return implies(ours, once & (h.covered[c] == st.matrices[a.stage]))
 
 
-@STEPS("epoch.not-ruined", "finalize")
-def not_ruined(st: State, h: History, a: Args) -> Truth:
-    """A stage that a failure ruined is not final."""
-    return (h.ruined[a.stage] != h.weights[0]) & (h.half_written[a.stage] != h.weights[0])
+@STEPS("epoch.not-spoiled", "finalize")
+def not_spoiled(st: State, h: History, a: Args) -> Truth:
+    """A stage that a failure spoiled is not final."""
+    return (h.spoiled[a.stage] != h.weights[0]) & (h.half_written[a.stage] != h.weights[0])
 
 
 @STEPS("reduction.final-once", "finalize")
@@ -263,7 +263,7 @@ def gradients_after_replay(st: State, h: History, a: Args) -> Truth:
 def of_whole_gradients(st: State, h: History, a: Args) -> Truth:
     """A reduction starts on whole gradients that owe one and were not reduced."""
     g = a.stage
-    complete = (h.num_wgrads[g] == st.cells[g]) & (h.ruined[g] != h.weights[0])
+    complete = (h.num_wgrads[g] == st.cells[g]) & (h.spoiled[g] != h.weights[0])
     return complete & (h.reduction[g] == NONE) & (st.reduces[g] != 0)
 
 
@@ -284,10 +284,10 @@ def undisturbed(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("epoch.commit", "commit_epoch", c="cell", g="stage", s="slot")
 def commit(st: State, h: History, a: Args, c: Index, g: Index, s: Index) -> Truth:
-    """The weights change only when every dW ran, no tape is live, and nothing was ruined."""
+    """The weights change only when every dW ran, no tape is live, and nothing was spoiled."""
     ran = h.ran_wgrad[c] == 1
     idle = (h.owing[s] == 0) & (h.acting[s] == 0)
-    return ran & idle & (h.ruined[g] != h.weights[0]) & (a.epoch == h.weights[0])
+    return ran & idle & (h.spoiled[g] != h.weights[0]) & (a.epoch == h.weights[0])
 
 
 @STEPS("order.commit", "commit_epoch", d="domain")

@@ -27,7 +27,7 @@ def tenant(st: State, h: History, s: Index) -> Truth:
 @WORLD("ownership.owing", s="slot")
 def owing(st: State, h: History, s: Index) -> Truth:
     """A slot waits for exactly the consumers that have yet to visit its work."""
-    return st.pending[s] == h.owing[s]
+    return st.consumers[s] == h.owing[s]
 
 
 @WORLD("ownership.once", c="cell")

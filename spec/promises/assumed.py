@@ -8,7 +8,7 @@ caller is also trusted with naming the current weights.
 
 from __future__ import annotations
 
-from ..constants import DI, DW, NO_STAGE, RESERVED
+from ..constants import DGRAD_BIT, NO_STAGE, RESERVED, WGRAD_BIT
 from ..predicates import Register, implies
 from .words import Args, History, Index, State, Truth, domain_of_slot
 
@@ -38,7 +38,9 @@ def cells_have_stages(st: State, c: Index) -> Truth:
 @CONFIGURATION("ownership.tapes-owe-both", g="stage")
 def tapes_owe_both(st: State, g: Index) -> Truth:
     """A fresh tape waits for its dI and its dW, and perhaps for readers."""
-    return ((st.owes[g] & (DI | DW)) == (DI | DW)) & ((st.owes[g] & RESERVED) == 0)
+    return ((st.owes[g] & (DGRAD_BIT | WGRAD_BIT)) == (DGRAD_BIT | WGRAD_BIT)) & (
+        (st.owes[g] & RESERVED) == 0
+    )
 
 
 @CONFIGURATION("ownership.cells-counted", g="stage")

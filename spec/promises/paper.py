@@ -138,7 +138,7 @@ _ALL = (
         "bound for it.",
         promises=(
             "epoch.whole",
-            "epoch.not-ruined",
+            "epoch.not-spoiled",
             "epoch.commit",
             "ownership.once",
             "ownership.covered-whole",
@@ -146,7 +146,7 @@ _ALL = (
             "arena.bound-once",
             "arena.bound-destination",
             "arena.right-destination",
-            "arena.usable",
+            "arena.not-spoiled",
         ),
         needs=("arena",),
     ),

@@ -31,12 +31,12 @@ Truth = Any
 
 def free(st: State, slot: Index) -> Truth:
     """Nobody waits for the slot."""
-    return st.pending[slot] == 0
+    return st.consumers[slot] == 0
 
 
 def live(st: State, slot: Index) -> Truth:
     """Claimed by a key: its forward is still to come, or some consumer is."""
-    return st.pending[slot] != 0
+    return st.consumers[slot] != 0
 
 
 def domain_of_slot(st: State, slot: Index) -> Any:

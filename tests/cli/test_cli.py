@@ -42,7 +42,7 @@ REPORT = {"--out", "--commit"}
 COMMON = {"-h", "--help", "--json", "--quiet"}
 OPTIONS = {
     "check": SOURCE
-    | {"--fixtures", "--random", "--seed", "--binding", "--shared-pool", "--svg", "--trace"},
+    | {"--fixtures", "--random", "--seed", "--pairing", "--shared-pool", "--svg", "--trace"},
     "faults": set(),
     "plan": SOURCE | {"--hidden", "--ffn", "--layers", "--dtype"},
     "replay": {"log"},
@@ -125,7 +125,7 @@ class TestCheck:
         self, capsys: pytest.CaptureFixture[str], table: Path
     ) -> None:
         """A binding that mispairs dW exits with 1 and names clause, rank, step and action."""
-        code, data = json_of(capsys, "check", str(table), "--binding", "latest")
+        code, data = json_of(capsys, "check", str(table), "--pairing", "latest")
 
         assert 1 == code
         named = tuple(data[k] for k in ("verdict", "clause", "rank", "step", "action"))
@@ -147,7 +147,7 @@ class TestCheck:
         svg, trace = tmp_path / "a.svg", tmp_path / "a.json"
 
         code, out, _ = run(
-            capsys, "check", str(table), "--binding", "latest", "--svg", str(svg), "--trace",
+            capsys, "check", str(table), "--pairing", "latest", "--svg", str(svg), "--trace",
             str(trace),
         )  # fmt: skip
 
@@ -234,7 +234,7 @@ class TestCheck:
         (["check", "--random", "0"], "at least 1"),
         (["check", "--random", "many"], "invalid int value"),
         (["check", "--torch", "ScheduleNone"], "ScheduleNone"),
-        (["check", "--binding", "lifo", "a.csv"], "invalid choice"),
+        (["check", "--pairing", "lifo", "a.csv"], "invalid choice"),
         (["plan", "--te-order", "1,-1", "--hidden", "-3"], "hidden"),
         (["plan", "--te-order", "1,-1", "--hidden", "64", "--dtype", "int4"], "int4"),
         (["explore", "--scope", "none"], "no scope is named"),
@@ -285,7 +285,7 @@ def test_unusable_input_exits_with_2_and_one_line(
         ("check --fixtures --pp 4", "--pp 4"),
         ("check --fixtures --seed 0", "--seed 0"),
         ("check a.csv --seed 1", "--seed 1"),
-        ("check --random 5 --binding latest", "--binding latest"),
+        ("check --random 5 --pairing latest", "--pairing latest"),
         ("check --random 5 --shared-pool", "--shared-pool"),
         ("check --random 5 --svg x.svg", "--svg x.svg"),
         ("check --random 5 --microbatches 0", "--microbatches 0"),
@@ -322,7 +322,7 @@ def test_what_does_not_apply_is_unusable(
     [
         ["plan", "--te-order", "1,-1", "--hidden", "9" * 5000],
         ["plan", "--te-order", "1,-1", "--hidden", "-" + "9" * 4000],
-        ["check", "--binding", "x " * 3000, "a.csv"],
+        ["check", "--pairing", "x " * 3000, "a.csv"],
         ["check", "--torch", "x" * 5000],
         ["check", "x" * 5000],
         ["replay", "x" * 5000],
@@ -358,8 +358,8 @@ def test_unusable_input_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 REFUSED = {
-    "check": ["--te-order", "1,1,-1,-1,-1.5,-1.5", "--binding", "latest"],
-    "check --fixtures": ["--binding", "latest"],
+    "check": ["--te-order", "1,1,-1,-1,-1.5,-1.5", "--pairing", "latest"],
+    "check --fixtures": ["--pairing", "latest"],
     "check --random": ["1"],
     "replay": ["spec/logs/rejected/ownership.unknown-key.jsonl"],
     "explore": ["--slots", "1", "--keys", "1"],
@@ -525,7 +525,7 @@ def test_plan_says_what_sends_hold(capsys: pytest.CaptureFixture[str], awaited: 
 
     assert 0 == code
     assert "open sends" in out
-    assert "stage 1: 2 live, 1 pending, 2 forwards, 1 held by sends" in out
+    assert "stage 1: 2 live, 1 deferred, 2 forwards, 1 held by sends" in out
 
 
 def test_the_bench_measures_every_figure_and_says_where(

@@ -69,7 +69,7 @@ def _compared(derived: Mapping[str, Any]) -> str:
     bits = [
         name
         for name in derived["categories"]
-        if name not in ("addresses", "pending work", "growth")
+        if name not in ("addresses", "retained work", "growth")
     ]
     text = (
         f"**Bit for bit.** {ours['compared']:,} values of {ours['runs']} comparisons "

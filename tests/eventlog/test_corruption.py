@@ -118,7 +118,7 @@ class TestOneField:
                 assert outcome.clause in CLAUSES
                 assert outcome.line is not None
                 assert outcome.line >= edit.line
-                assert all((outcome.field, outcome.presented, outcome.expected, outcome.remedy))
+                assert all((outcome.field, outcome.found, outcome.expected, outcome.remedy))
 
     def test_lost_doubled_and_moved_lines_are_refused(self, log: str) -> None:
         """A line that is gone, stands twice or changed places is refused, though sealed anew."""

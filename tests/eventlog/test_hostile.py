@@ -370,7 +370,7 @@ class TestIncarnations:
             report.line,
             report.field,
             report.action,
-            report.presented,
+            report.found,
         )
 
     def test_the_current_one_stays_the_contracts_own_clause(self) -> None:

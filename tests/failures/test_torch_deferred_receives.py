@@ -8,7 +8,7 @@ pipeline, and the very tables that ran are given to `qeffect check`.
 All comparisons with the reference are bit for bit. That is no luck: every stage and microbatch is
 computed by the same kernels on tensors of the same shapes on one thread, messages are copies, and a
 stage's weight gradients are added in the order of microbatches in every table here
-(`test_weight_gradients_in_order`) as in the reference.
+(`test_wgrads_in_order`) as in the reference.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ class TestTwoRanks:
                 assert list(csv.reader(file)) == one
 
     @pytest.mark.parametrize("defer", [False, True])
-    def test_weight_gradients_in_order(
+    def test_wgrads_in_order(
         self, cls: str, defer: bool, runs: Mapping[tuple[str, bool], Run]
     ) -> None:
         """Each stage's weight gradients come in microbatch order, as the reference adds them."""

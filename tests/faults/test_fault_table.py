@@ -36,7 +36,7 @@ GUARDS: dict[str, list[tuple[str, str]]] = {
         ("arena.finalize_guards", "arena.incomplete"),
         ("epoch.finalize_guards", "epoch.incomplete"),
     ],
-    "write-after-abort": [("arena.check_wgrad_guards", "arena.unusable")],
+    "write-after-abort": [("arena.check_wgrad_guards", "arena.spoiled")],
     "stale-cache": [("version.check_forward_guards", "version.stale-cache")],
     # A tape whose forward was committed also means that the epoch has begun.
     "checkpoint-live-tape": [
@@ -131,14 +131,14 @@ class TestFault:
         assert row(name).result == ROWS[name]["result"]
 
     def test_fault_explains_itself(self, name: str) -> None:
-        """The refusal says what was presented and expected, the cause and what to do."""
+        """The refusal says what was found and expected, the cause and what to do."""
         injection = _INJECTIONS[name]()
         injection.prepare()
         with pytest.raises(Refused) as caught:
             injection.violate()
         record = caught.value.record()
 
-        assert record.presented != record.expected
+        assert record.found != record.expected
         assert (CLAUSES[record.clause].cause, CLAUSES[record.clause].remedy) == (
             record.cause,
             record.remedy,

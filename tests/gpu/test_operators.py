@@ -55,23 +55,23 @@ class TestOpcheck:
 
         assert {"SUCCESS"} == set(results.values())
 
-    def test_input_gradient(self, captured: bool) -> None:
+    def test_dgrad(self, captured: bool) -> None:
         """dI of a retained tape."""
         session, token, run = session_at("0I1", captured=captured)
 
         results = opcheck(
-            OPS.input_gradient.n1,
+            OPS.dgrad.n1,
             (token, session.sums(0), gradients_of(run, 0, 1), session.handle, 0, 1),
         )
 
         assert {"SUCCESS"} == set(results.values())
 
-    def test_weight_gradient(self, captured: bool) -> None:
+    def test_wgrad(self, captured: bool) -> None:
         """dW into its destination."""
         session, token, _ = session_at("1W0", captured=captured)
 
         results = opcheck(
-            OPS.weight_gradient.default, (token, session.destinations(1, 0), session.handle, 1, 0)
+            OPS.wgrad.default, (token, session.destinations(1, 0), session.handle, 1, 0)
         )
 
         assert {"SUCCESS"} == set(results.values())

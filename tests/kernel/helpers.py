@@ -121,7 +121,7 @@ class Rig:
 
 @contextmanager
 def refused(
-    rig: Rig | Contract, clause: str, presented: str = "", expected: str = ""
+    rig: Rig | Contract, clause: str, found: str = "", expected: str = ""
 ) -> Iterator[None]:
     """
     Expect a refusal by a clause that changes nothing and says what it should in one line.
@@ -129,7 +129,7 @@ def refused(
     Args:
         rig: What is asked.
         clause: The clause that refuses.
-        presented: What the refusal's ``presented`` must contain.
+        found: What the refusal's ``found`` must contain.
         expected: What its ``expected`` must contain.
     """
     contract = rig.contract if isinstance(rig, Rig) else rig
@@ -141,8 +141,8 @@ def refused(
     assert contract.snapshot() == before
     assert {s: sorted(own) for s, own in contract._free.items()} == free
     record = refusal.record()
-    assert record.presented
-    assert presented in record.presented, record.presented
+    assert record.found
+    assert found in record.found, record.found
     assert record.expected
     assert expected in record.expected, record.expected
     assert record.transition
@@ -174,7 +174,7 @@ def refused_evidence(rig: Rig, clause: str, ticket: Ticket, evidence: tuple[str,
     with pytest.raises(Refused) as public:
         contract.commit(ticket, evidence)
     assert public.value.clause == clause
-    assert str(tuple(sorted(evidence)) or "no matrix") in public.value.presented
+    assert str(tuple(sorted(evidence)) or "no matrix") in public.value.found
     assert str(MATRICES) in public.value.expected
     assert ticket.key not in contract.live()
     with pytest.raises(Refused, match=r"ownership\.unknown-ticket"):

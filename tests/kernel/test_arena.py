@@ -43,7 +43,7 @@ MODES = pytest.mark.parametrize("config", [accumulating, apart, stage], ids=lamb
 class TestEpochs:
     @MODES
     @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-    def test_any_order_of_weight_gradients(
+    def test_any_order_of_wgrads(
         self, config: Callable[[], StageConfig], order: tuple[int, int]
     ) -> None:
         """Whatever the order of dW, every microbatch lands once, epoch after epoch."""
@@ -130,7 +130,7 @@ class TestMismatch:
             rig.contract.bind(rig.key(0), wrong)
 
     @pytest.mark.parametrize("name", sorted(_CHANGES))
-    def test_at_the_weight_gradient(self, name: str) -> None:
+    def test_at_the_wgrad(self, name: str) -> None:
         """dW is checked against the configuration again: an address may have moved."""
         rig = Rig(apart())
         ref = rig.forward(0)
@@ -199,7 +199,7 @@ class TestWrites:
             rig.dgrad(refs[microbatch], microbatch)
         rig.check_wgrad(refs[0], 0)
 
-        with refused(rig, "arena.pending", "e0.s0.m1", "ticket 5 is"):
+        with refused(rig, "arena.in-flight", "e0.s0.m1", "ticket 5 is"):
             rig.check_wgrad(refs[1], 1)
 
     def test_own_buffers_are_apart(self) -> None:
@@ -218,16 +218,16 @@ class TestWrites:
 class TestUnusable:
     @MODES
     def test_after_an_aborted_write(self, config: Callable[[], StageConfig]) -> None:
-        """A half-written destination makes the stage's arena unusable until it is rebuilt."""
+        """A half-written destination spoils the stage's epoch until it is rebuilt."""
         rig = Rig(config())
         refs = [rig.forward(0), rig.forward(1)]
         rig.dgrad(refs[0], 0)
         rig.dgrad(refs[1], 1)
         rig.contract.abort(rig.check_wgrad(refs[0], 0))
 
-        with refused(rig, "arena.unusable", "stage 0, spoiled in epoch 0"):
+        with refused(rig, "arena.spoiled", "stage 0, spoiled in epoch 0"):
             rig.check_wgrad(refs[1], 1)
-        with refused(rig, "arena.unusable", "stage 0, spoiled in epoch 0"):
+        with refused(rig, "arena.spoiled", "stage 0, spoiled in epoch 0"):
             rig.contract.bind(rig.key(0))
 
     def test_a_half_written_arena_is_never_final(self) -> None:
@@ -239,7 +239,7 @@ class TestUnusable:
         rig.contract.drop(rig.key(0), ref)
         rig.contract.wait()
 
-        with refused(rig, "arena.unusable", "stage 0, spoiled in epoch 0"):
+        with refused(rig, "arena.spoiled", "stage 0, spoiled in epoch 0"):
             rig.contract.finalize(0)
 
     def test_other_stages_go_on(self) -> None:

@@ -276,7 +276,7 @@ class TestNoTraceback:
         try:
             _everywhere()[place](rig.contract, rig.key(0), ref, None)
         except Refused as refused:
-            ours = bool(refused.presented)
+            ours = bool(refused.found)
         except (TypeError, ValueError) as error:
             ours = _is_ours(str(error))
         else:

@@ -126,7 +126,7 @@ class TestReadable:
         }
 
         assert {0, 1} == literals
-        assert {"DI", "DW", "RESERVED", "NO_SLOT", "NEVER"} <= {
+        assert {"DGRAD_BIT", "WGRAD_BIT", "RESERVED", "NO_SLOT", "NEVER"} <= {
             node.id for node in ast.walk(tree) if isinstance(node, ast.Name)
         } & named
 

@@ -28,7 +28,7 @@ class TestDestinations:
     """What the arena's clauses refuse at configuration."""
 
     @pytest.mark.parametrize(
-        ("clause", "places", "presented", "expected"),
+        ("clause", "places", "found", "expected"),
         [
             (
                 "arena.missing-destination",
@@ -75,7 +75,7 @@ class TestDestinations:
         ],
     )
     def test_unusable_destinations_are_refused_by_name(
-        self, clause: str, places: Places, presented: str, expected: str
+        self, clause: str, places: Places, found: str, expected: str
     ) -> None:
         """Missing, duplicate, unknown and overlapping destinations are refused by name."""
         with pytest.raises(Refused) as caught:
@@ -83,7 +83,7 @@ class TestDestinations:
         record = caught.value.record()
 
         assert (clause, "configure") == (record.clause, record.transition)
-        assert presented in record.presented
+        assert found in record.found
         assert expected in record.expected
         assert record.cause
         assert record.remedy

@@ -31,7 +31,7 @@ class TestFinalize:
             rig.contract.finalize(0)
 
     def test_spoiled_without_an_arena(self) -> None:
-        """Where no arena is unusable the epoch is spoiled."""
+        """Without an arena too."""
         rig = Rig(stage(microbatches=1), omit={"arena"})
         ref = rig.forward(0)
         rig.contract.drop(rig.key(0), ref)

@@ -91,7 +91,7 @@ class TestEach:
         """Two refreshes of one cache never overlap, also where order does not say so."""
         rig = Rig(omit={"order"})
         ticket = rig.contract.check_refresh(0)
-        with refused(rig, "version.pending"):
+        with refused(rig, "version.in-flight"):
             rig.contract.check_refresh(0)
         rig.contract.commit(ticket)
 

@@ -77,7 +77,7 @@ class TestToken:
         assert [2, 2, 0] == [rig.contract.token(s) for s in range(3)]
 
 
-class TestPending:
+class TestInFlight:
     def test_one_update_at_a_time(self) -> None:
         """While an F, dI or refresh of a domain is in flight no other is checked."""
         rig = Rig(stage(0), stage(1))
@@ -86,11 +86,11 @@ class TestPending:
         rig.contract.wait()
         rig.check_forward(1)
 
-        with refused(rig, "order.pending", "F of e0.s1.m0", "0: 2"):
+        with refused(rig, "order.in-flight", "F of e0.s1.m0", "0: 2"):
             rig.check_forward(0, 1)
-        with refused(rig, "order.pending", "dI of e0.s0.m0"):
+        with refused(rig, "order.in-flight", "dI of e0.s0.m0"):
             rig.contract.check_dgrad(rig.key(0), ref)
-        with refused(rig, "order.pending", "refresh of stage 1"):
+        with refused(rig, "order.in-flight", "refresh of stage 1"):
             rig.contract.check_refresh(1)
 
     def test_wgrad_is_no_update(self) -> None:

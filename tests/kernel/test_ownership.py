@@ -334,7 +334,7 @@ class TestReaders:
         assert before == rig.contract.snapshot()
 
 
-class TestPending:
+class TestInFlight:
     def test_dgrad_and_wgrad_of_one_tape(self) -> None:
         """While an action is in flight on a tape nothing else touches that tape."""
         rig = Rig(stage(sends_output=True))
@@ -348,7 +348,7 @@ class TestPending:
             lambda: rig.contract.read(rig.key(0), ref),
         )
         for call in calls:
-            with refused(rig, "ownership.pending", f"in slot {ref.slot}", "ticket 2 is"):
+            with refused(rig, "ownership.in-flight", f"in slot {ref.slot}", "ticket 2 is"):
                 call()
 
     def test_forward_of_a_slot_in_flight(self) -> None:
@@ -356,7 +356,7 @@ class TestPending:
         rig = Rig()
         ticket = rig.check_forward(0)
 
-        with refused(rig, "ownership.pending", f"in slot {ticket.slot}", "ticket 1 is"):
+        with refused(rig, "ownership.in-flight", f"in slot {ticket.slot}", "ticket 1 is"):
             rig.check_forward(1, slot=ticket.slot)
 
     def test_restore_waits_for_actions(self) -> None:
@@ -365,7 +365,7 @@ class TestPending:
         checkpoint = rig.contract.checkpoint()
         rig.check_forward(0)
 
-        with refused(rig, "ownership.pending", "a restore", "0: 1"):
+        with refused(rig, "ownership.in-flight", "a restore", "0: 1"):
             rig.contract.restore(checkpoint)
 
 
@@ -400,7 +400,7 @@ class TestAbort:
         rig.forward(0)
         rig.check_dgrad(rig.forward(1), 1)
 
-        with refused(rig, "ownership.pending", "e0.s0.m1"):
+        with refused(rig, "ownership.in-flight", "e0.s0.m1"):
             rig.contract.purge(0)
 
     def test_dropped_slot_is_used_again(self) -> None:

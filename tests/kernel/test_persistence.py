@@ -56,7 +56,7 @@ class TestCheckpoint:
         rig = Rig()
         rig.contract.check_refresh(0)
 
-        with refused(rig, "persistence.pending-action", "0: 1", "none in flight"):
+        with refused(rig, "persistence.action-in-flight", "0: 1", "none in flight"):
             rig.contract.checkpoint()
 
     def test_no_checkpoint_once_an_epoch_has_begun(self) -> None:

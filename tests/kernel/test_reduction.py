@@ -83,14 +83,14 @@ def test_no_commit_while_a_stage_owes_its_reduction() -> None:
 
 
 def test_a_failed_reduction() -> None:
-    """A failed one makes the version unusable: neither reduced again nor committed."""
+    """A failed one spoils the epoch: neither reduced again nor committed."""
     rig = _final()
     rig.contract.start_reduction(0)
     rig.contract.fail_reduction(0)
 
     with refused(rig, "reduction.before-final"):
         rig.contract.start_reduction(0)
-    with refused(rig, "arena.unusable", "spoiled in epoch 0"):
+    with refused(rig, "arena.spoiled", "spoiled in epoch 0"):
         rig.contract.finalize(0)
     with refused(rig, "reduction.missing"):
         rig.contract.commit_epoch()

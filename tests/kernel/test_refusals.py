@@ -37,11 +37,11 @@ class TestRefused:
         )
 
     def test_the_message_is_one_line_with_cause_and_remedy(self) -> None:
-        """Its message is one line: clause, presented, expected, likely cause, what to do."""
+        """Its message is one line: clause, found, expected, likely cause, what to do."""
         clause = CLAUSES["order.token"]
 
         assert str(_some_refusal()) == (
-            "order.token in check_forward: presented effect token 7; expected token 0. "
+            "order.token in check_forward: found effect token 7; expected token 0. "
             f"Likely cause: {clause.cause} What to do: {clause.remedy}"
         )
 
@@ -54,7 +54,7 @@ class TestRefused:
         assert set(record.asdict()) == {
             "clause",
             "transition",
-            "presented",
+            "found",
             "expected",
             "cause",
             "remedy",

@@ -98,7 +98,7 @@ class TestForged:
             with pytest.raises(Refused) as caught, _unchanged(rig):
                 getattr(rig.contract, end)(forged)
             assert caught.value.clause.endswith(".unknown-ticket"), forged
-            assert caught.value.presented
+            assert caught.value.found
         rig.contract.commit(ticket, MATRICES)
 
     @pytest.mark.parametrize("action", ACTIONS)

@@ -143,20 +143,20 @@ class TestInvalidate:
         assert rig.contract.memory.cache_epoch == [-1]
 
 
-class TestPending:
+class TestInFlight:
     def test_a_refresh_in_flight(self) -> None:
         """While a stage's cache is refreshed nothing else refreshes or invalidates it."""
         rig = Rig()
         checkpoint = rig.contract.checkpoint()
         rig.contract.check_refresh(0)
 
-        with refused(rig, "version.pending", "refresh of stage 0", "0: 1"):
+        with refused(rig, "version.in-flight", "refresh of stage 0", "0: 1"):
             rig.contract.check_refresh(0)
-        with refused(rig, "version.pending", "F of e0.s0.m0"):
+        with refused(rig, "version.in-flight", "F of e0.s0.m0"):
             rig.check_forward(0, refresh=True)
-        with refused(rig, "version.pending", "invalidate of stage 0"):
+        with refused(rig, "version.in-flight", "invalidate of stage 0"):
             rig.contract.invalidate(0)
-        with refused(rig, "version.pending", "restore"):
+        with refused(rig, "version.in-flight", "restore"):
             rig.contract.restore(checkpoint)
 
     def test_a_refreshing_forward_in_flight(self) -> None:
@@ -164,9 +164,9 @@ class TestPending:
         rig = Rig()
         rig.check_forward(0, refresh=True)
 
-        with refused(rig, "version.pending", "refresh of stage 0", "0: 1"):
+        with refused(rig, "version.in-flight", "refresh of stage 0", "0: 1"):
             rig.contract.check_refresh(0)
-        with refused(rig, "version.pending"):
+        with refused(rig, "version.in-flight"):
             rig.contract.invalidate(0)
 
     def test_no_commit_of_the_epoch(self) -> None:
@@ -177,7 +177,7 @@ class TestPending:
         rig.contract.invalidate(0)
         rig.contract.check_refresh(0)
 
-        with refused(rig, "version.pending", "commit_epoch"):
+        with refused(rig, "version.in-flight", "commit_epoch"):
             rig.contract.commit_epoch()
 
 

@@ -32,10 +32,10 @@ class FaultTable:
         assert (current.slot, current.incarnation) == (old.slot, old.incarnation)
         assert current.generation > old.generation
 
-        injected.row("old-reference", lambda: injected.actions.weight_gradient(now, old))
+        injected.row("old-reference", lambda: injected.actions.wgrad(now, old))
         # Nor is anything found under the name of the tenant that is gone.
         gone = injected.run.runtime.key(1, 0)
-        injected.row("old-reference", lambda: injected.actions.weight_gradient(gone, old))
+        injected.row("old-reference", lambda: injected.actions.wgrad(gone, old))
 
         injected.go_on(undisturbed)
 
@@ -44,7 +44,7 @@ class FaultTable:
         injected.until("1W0")
         key, ref = injected.run.runtime.key(1, 0), injected.ref(1, 0)
 
-        injected.row("repeated-dgrad", lambda: injected.actions.input_gradient(key, ref))
+        injected.row("repeated-dgrad", lambda: injected.actions.dgrad(key, ref))
 
         injected.go_on(undisturbed)
 
@@ -74,8 +74,8 @@ class FaultTable:
         abort_write(injected.run, Step(Kind.WGRAD, 1, 2))
 
         key, ref = runtime.key(1, 3), injected.ref(1, 3)
-        injected.row("write-after-abort", lambda: injected.actions.weight_gradient(key, ref))
-        injected.refused("arena.unusable", lambda: runtime.finish(injected.run.optimizer))
+        injected.row("write-after-abort", lambda: injected.actions.wgrad(key, ref))
+        injected.refused("arena.spoiled", lambda: runtime.finish(injected.run.optimizer))
 
         now = parameters_of(runtime.stages[1])
         assert all(same_bits(a, b) for a, b in zip(weights, now, strict=True))

@@ -134,7 +134,7 @@ class Injection:
             for name, cached in memory.stage.cached_weights().items():
                 found[f"{index} cache {name}"] = cached.clone()
             for slot in memory.table:
-                for n, tensor in enumerate((*slot.outputs, *slot.input_gradients)):
+                for n, tensor in enumerate((*slot.outputs, *slot.dgrads)):
                     found[f"{slot.index} left {n}"] = tensor.clone()
                 for n, tensor in enumerate((*slot.inputs, *slot.output_gradients)):
                     found[f"{slot.index} buffer {n}"] = tensor.detach().clone()

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from qeffect.gpu_runtime.bench.cells import CELLS, Cell, sweep_cell
+from qeffect.gpu_runtime.bench.cells import CELLS, BenchCell, sweep_cell
 from qeffect.gpu_runtime.bench.columns import SPECS, SWEEP_SPECS, UNGUARDED, Settings
 from qeffect.gpu_runtime.measure.report import Report
 
@@ -96,7 +96,7 @@ def column(
     }
 
 
-def cell_record(cell: Cell, columns: Mapping[str, Any]) -> dict[str, Any]:
+def cell_record(cell: BenchCell, columns: Mapping[str, Any]) -> dict[str, Any]:
     """A cell's raw record."""
     order = cell.order()
     return {
@@ -110,7 +110,7 @@ def cell_record(cell: Cell, columns: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def bench_columns(cell: Cell) -> dict[str, Any]:
+def bench_columns(cell: BenchCell) -> dict[str, Any]:
     """Every column of the step table with chosen numbers."""
     unit = 2 * cell.hidden * cell.hidden
     made = {}
@@ -214,8 +214,8 @@ def compare_report() -> dict[str, Any]:
         {"fault": name, "clause": clause, "transition": "check_wgrad", "where": "0W0"}
         for name, clause in (
             ("old-reference", "ownership.stale-reference"),
-            ("write-after-abort", "arena.unusable"),
-            ("write-after-abort", "arena.unusable"),
+            ("write-after-abort", "arena.spoiled"),
+            ("write-after-abort", "arena.spoiled"),
         )
     ]
     raw = {"runs": runs, "failures": []}
@@ -254,7 +254,7 @@ def pools_report(
 
 
 def probes_report(*, line: int | None = 7) -> dict[str, Any]:
-    """A report of the probes: an attention that fails, a binding, a look at addresses."""
+    """A report of the probes: an attention that fails, a pairing, a look at addresses."""
     attention = [
         {"sequence": 64, "fused_attention": True, "how": "captured", "error": "illegal access"},
         {
@@ -268,9 +268,9 @@ def probes_report(*, line: int | None = 7) -> dict[str, Any]:
         },
         {"sequence": 64, "fused_attention": False, "how": "captured", "error": None},
     ]
-    binding = {"version": "2.18.0", "sha256": "0" * 64, "lines": {"a": 5, "b": line}}
+    pairing = {"version": "2.18.0", "sha256": "0" * 64, "lines": {"a": 5, "b": line}}
     addresses = {"error": None, "looks": 10, "addresses": 40, "median_us": 9.5, "min_us": 9.0}
-    raw = {"attention": attention, "binding": binding, "addresses": addresses}
+    raw = {"attention": attention, "pairing": pairing, "addresses": addresses}
     return Report("probes", None, ENVIRONMENT, {"device": "cuda"}, raw).finish()
 
 

@@ -49,7 +49,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[StandInGraph]:
     made: list[StandInGraph] = []
     pools = itertools.count()
     place = InPlace()
-    forward, dgrad = EagerExecutor.forward, EagerExecutor.input_gradient
+    forward, dgrad = EagerExecutor.forward, EagerExecutor.dgrad
 
     def static_forward(self: EagerExecutor, memory: StageMemory, slot: Slot) -> None:
         forward(self, memory, slot)
@@ -57,15 +57,15 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[StandInGraph]:
 
     def static_dgrad(self: EagerExecutor, memory: StageMemory, slot: Slot, variant: Any) -> Any:
         queued = dgrad(self, memory, slot, variant)
-        slot.input_gradients = place.keep(slot, "dx", slot.input_gradients)
+        slot.dgrads = place.keep(slot, "dx", slot.dgrads)
         slot.non_matrix = place.keep(slot, "non-matrix", slot.non_matrix)
         return queued
 
     def static_work(memory: StageMemory, slot: Slot, variant: Any, *, keep: bool) -> Any:
         result = work(memory, slot, variant, keep=keep)
-        names = list(slot.weight_gradients)
-        kept = place.keep(slot, "dW", list(slot.weight_gradients.values()))
-        slot.weight_gradients = dict(zip(names, kept, strict=True))
+        names = list(slot.wgrads)
+        kept = place.keep(slot, "dW", list(slot.wgrads.values()))
+        slot.wgrads = dict(zip(names, kept, strict=True))
         return result
 
     def record(self: Any, _: str, pool: Any, action: Callable[[], None]) -> StandInGraph:
@@ -76,7 +76,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[StandInGraph]:
 
     work = EagerExecutor.run_work
     monkeypatch.setattr(EagerExecutor, "forward", static_forward)
-    monkeypatch.setattr(EagerExecutor, "input_gradient", static_dgrad)
+    monkeypatch.setattr(EagerExecutor, "dgrad", static_dgrad)
     monkeypatch.setattr(EagerExecutor, "run_work", staticmethod(static_work))
     monkeypatch.setattr(capture._Recorder, "record", record)
     monkeypatch.setattr(capture, "GraphStream", HostHandoff)

@@ -37,7 +37,7 @@ class TestMemory:
 
 
 class TestPresent:
-    def test_the_kernel_was_configured_with_what_is_presented(self) -> None:
+    def test_the_kernel_was_configured_with_what_it_finds(self) -> None:
         """What the arena presents is what the kernel was configured with, while nothing moved."""
         arena = Arena.for_stage(STAGE, "per_microbatch", 2, torch.bfloat16)
 

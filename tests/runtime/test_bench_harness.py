@@ -21,7 +21,7 @@ from qeffect.gpu_runtime.bench.cells import (
     CELLS,
     SWEEP_MICROBATCHES,
     TINY,
-    Cell,
+    BenchCell,
     cells_named,
     sweep_cell,
 )
@@ -64,7 +64,7 @@ def scripted_run(
 ) -> CellRun:
     """A run whose workers answer from a script."""
 
-    def make(spec: ColumnSpec, cell: Cell, settings: Settings) -> toys.Scripted:
+    def make(spec: ColumnSpec, cell: BenchCell, settings: Settings) -> toys.Scripted:
         return toys.Scripted(log, spec.name, [0.1, 0.2, 0.3], (fails or {}).get(spec.name))
 
     return CellRun(TINY, specs, attrs.evolve(toys.SETTINGS, **changes), make_worker=make)
@@ -229,7 +229,7 @@ class TestCells:
                 sum(plan_slots(sweep_cell(CELLS[0], m).order(), provisioning).num_slots.values())
                 for m in SWEEP_MICROBATCHES
             ]
-            for provisioning in ("live", "per_microbatch")
+            for provisioning in ("live", "static")
         )
         assert [4, 5, 5, 5, 5] == live
         assert [4, 8, 16, 32, 64] == paper
@@ -242,7 +242,7 @@ class TestCells:
     def test_cells_survive_json(self) -> None:
         """A worker and a report see the same cell."""
         cell = sweep_cell(CELLS[0], 8)
-        assert cell == Cell.from_json(json.loads(json.dumps(cell.to_json())))
+        assert cell == BenchCell.from_json(json.loads(json.dumps(cell.to_json())))
 
 
 class TestColumns:

@@ -137,7 +137,7 @@ class TestWhatIsCaptured:
         self, graphs: list[StandInGraph]
     ) -> None:
         """One slot a microbatch has the paper's 3 M L graphs, and a refresh a stage."""
-        captured_run(provisioning="per_microbatch")
+        captured_run(provisioning="static")
 
         assert 3 * ORDER.num_microbatches * len(ORDER.stages) + len(ORDER.stages) == len(graphs)
 

@@ -12,7 +12,7 @@ from .helpers import guarded_run
 from .orders import random_order, table_order
 
 
-@pytest.mark.parametrize("provisioning", ["live", "per_microbatch"])
+@pytest.mark.parametrize("provisioning", ["live", "static"])
 def test_a_log_of_three_epochs_replays_to_its_end(provisioning: str) -> None:
     """A log of three epochs replays to its end, in the epoch that the runtime is in."""
     order = table_order("ScheduleZBVZeroBubble", 1)

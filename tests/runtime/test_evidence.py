@@ -416,11 +416,11 @@ class TestPools:
 
 
 class TestProbes:
-    def test_the_binding_is_read_from_the_source(self) -> None:
+    def test_the_pairing_is_read_from_the_source(self) -> None:
         """Each statement by its line; one that is missing has none."""
-        source = "\n".join(("", *(f"    {statement}" for statement in probes.BINDING[:2])))
+        source = "\n".join(("", *(f"    {statement}" for statement in probes.PAIRING[:2])))
 
-        found = probes.binding(source)
+        found = probes.pairing(source)
 
         assert [2, 3, None] == list(found["lines"].values())
         assert 64 == len(found["sha256"])

@@ -134,7 +134,7 @@ class TestTheWholeStepIsAborted:
 
     @pytest.mark.parametrize(
         ("cell", "kind"),
-        [("2F1", "forward"), ("1I1", "input_gradient"), ("1W1", "weight_gradient")],
+        [("2F1", "forward"), ("1I1", "dgrad"), ("1W1", "wgrad")],
     )
     def test_by_an_action_that_raises(
         self, cell: str, kind: str, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch
@@ -159,7 +159,7 @@ class TestTheWholeStepIsAborted:
         for key, ref in others.items():
             injected.refused(
                 "ownership.stale-reference",
-                lambda key=key, ref=ref: injected.actions.weight_gradient(key, ref),  # type: ignore[misc]
+                lambda key=key, ref=ref: injected.actions.wgrad(key, ref),  # type: ignore[misc]
             )
         injected.start_over(undisturbed)
 
@@ -188,7 +188,7 @@ class TestTheWholeStepIsAborted:
         injected.until("1W1")
         assert 1 < len(injected.contract.live())
         with monkeypatch.context() as broken:
-            broken.setattr(injected.run.runtime.executor, "weight_gradient", lambda *_: ())
+            broken.setattr(injected.run.runtime.executor, "wgrad", lambda *_: ())
             with pytest.raises(Refused) as caught:
                 injected.act(Step(Kind.WGRAD, 1, 1))
 
@@ -203,9 +203,7 @@ class TestTheWholeStepIsAborted:
         live = injected.contract.live()
         key, ref = injected.run.runtime.key(1, 0), injected.ref(1, 0)
 
-        injected.refused(
-            "ownership.duplicate-dgrad", lambda: injected.actions.input_gradient(key, ref)
-        )
+        injected.refused("ownership.duplicate-dgrad", lambda: injected.actions.dgrad(key, ref))
 
         assert live == injected.contract.live()
         injected.go_on(undisturbed)
@@ -222,7 +220,7 @@ class TestTheWholeStepIsAborted:
 
         with pytest.raises(Refused) as caught:
             injected.run.finish()
-        assert "arena.unusable" == caught.value.clause
+        assert "arena.spoiled" == caught.value.clause
         injected.start_over(undisturbed)
 
     def test_a_reserved_slot_too(self, undisturbed: Recording) -> None:
@@ -248,14 +246,14 @@ class TestEvidence:
         injected.until("1I1")
         stage = injected.run.runtime.stages[1]
         with monkeypatch.context() as broken:
-            real = stage.input_gradient
+            real = stage.dgrad
 
             def without_one(tape: Any, gradients: Any) -> Any:
                 result = real(tape, gradients)
                 tape.work.pop()
                 return attrs.evolve(result, queued=tape.queued)
 
-            broken.setattr(stage, "input_gradient", without_one)
+            broken.setattr(stage, "dgrad", without_one)
             with pytest.raises(Refused) as caught:
                 injected.act(Step(Kind.DGRAD, 1, 1))
 
@@ -271,7 +269,7 @@ class TestEvidence:
         injected.until("1W1")
         stage = injected.run.runtime.stages[1]
         with monkeypatch.context() as broken:
-            real = stage.weight_gradient
+            real = stage.wgrad
 
             def other(tape: Any, **options: Any) -> Any:
                 if twice:
@@ -280,7 +278,7 @@ class TestEvidence:
                     tape.work.pop()
                 return real(tape, **options)
 
-            broken.setattr(stage, "weight_gradient", other)
+            broken.setattr(stage, "wgrad", other)
             with pytest.raises(Refused) as caught:
                 injected.act(Step(Kind.WGRAD, 1, 1))
 
@@ -303,7 +301,7 @@ class TestEvidence:
         ref = injected.ref(1, 1)
         buffer.data = right.clone()
 
-        injected.refused("arena.mismatch", lambda: injected.actions.weight_gradient(key, ref))
+        injected.refused("arena.mismatch", lambda: injected.actions.wgrad(key, ref))
 
         buffer.data = right
         injected.go_on(undisturbed)
@@ -349,7 +347,7 @@ class TestOrderAndTime:
             broken.setattr(injected.contract, "join", lambda link: None)
             injected.refused(
                 "completion.caller-to-graph",
-                lambda: injected.actions.weight_gradient(key, ref),
+                lambda: injected.actions.wgrad(key, ref),
             )
 
         injected.go_on(undisturbed)
@@ -385,7 +383,7 @@ class TestOrderAndTime:
 
         injected.refused(
             "ownership.foreign-incarnation",
-            lambda: injected.actions.weight_gradient(injected.run.runtime.key(1, 0), old),
+            lambda: injected.actions.wgrad(injected.run.runtime.key(1, 0), old),
         )
 
         injected.go_on(undisturbed)

@@ -14,7 +14,7 @@ import torch
 
 import qeffect.gpu_runtime
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain
-from qeffect.gpu_runtime.bench.cells import CELLS, TINY, Cell
+from qeffect.gpu_runtime.bench.cells import CELLS, TINY, BenchCell
 from qeffect.gpu_runtime.bench.columns import Settings
 from qeffect.gpu_runtime.bench.host import REPLAYS, host_times
 from qeffect.gpu_runtime.bench.ours import Ours
@@ -30,7 +30,7 @@ from . import toys
 SCHEMA = Path(qeffect.gpu_runtime.__file__).parent / "reports" / "report.schema.json"
 SETTINGS = Settings(device="cpu", history=4)
 #: The first cell's order over layers that a CPU runs at once: two chained stages, 4 microbatches.
-CELL: Cell = attrs.evolve(CELLS[0], hidden=32, ffn=64, sequence=16, heads=2)
+CELL: BenchCell = attrs.evolve(CELLS[0], hidden=32, ffn=64, sequence=16, heads=2)
 ACTIONS = 3 * 2 * 4 + 2
 
 
@@ -76,7 +76,7 @@ class TestMeasured:
 
         assert (3, ACTIONS) == (found["steps"], found["actions"])
         counts = {name: len(ns) for name, ns in found["guarded_ns"].items()}
-        assert {"refresh": 6, "forward": 24, "input_gradient": 24, "weight_gradient": 24} == {
+        assert {"refresh": 6, "forward": 24, "dgrad": 24, "wgrad": 24} == {
             name: counts[name] for name in REPLAYS
         }
         assert 24 == counts["bind"] == counts["outputs"] == counts["finish_outputs"]

@@ -46,9 +46,9 @@ def call(
             OPS.refresh(token, session.sums(stage), *place)
         OPS.forward.n1(token, inputs_of(run, stage, m), *place, m)
     elif kind is Kind.DGRAD:
-        OPS.input_gradient.n1(token, session.sums(stage), gradients_of(run, stage, m), *place, m)
+        OPS.dgrad.n1(token, session.sums(stage), gradients_of(run, stage, m), *place, m)
     else:
-        OPS.weight_gradient(token, session.destinations(stage, m), *place, m)
+        OPS.wgrad(token, session.destinations(stage, m), *place, m)
 
 
 def inputs_of(run: GuardedRun, stage: int, m: int) -> list[torch.Tensor]:
@@ -86,7 +86,7 @@ class TestOpcheck:
         session, token, run = session_at("0I1", rehearsal=True)
 
         results = opcheck(
-            OPS.input_gradient.n1,
+            OPS.dgrad.n1,
             (token, session.sums(0), gradients_of(run, 0, 1), session.handle, 0, 1),
         )
 
@@ -97,7 +97,7 @@ class TestOpcheck:
         session, token, _ = session_at("1W0", rehearsal=True)
 
         results = opcheck(
-            OPS.weight_gradient.default, (token, session.destinations(1, 0), session.handle, 1, 0)
+            OPS.wgrad.default, (token, session.destinations(1, 0), session.handle, 1, 0)
         )
 
         assert {"SUCCESS"} == set(results.values())
@@ -106,7 +106,7 @@ class TestOpcheck:
         """A rehearsed operator gives the same bits each time, and the epoch ends as it would."""
         session, token, run = session_at("0I1", rehearsal=True)
         for _ in range(2):
-            OPS.input_gradient.n1(
+            OPS.dgrad.n1(
                 token.clone(), session.sums(0), gradients_of(run, 0, 1), session.handle, 0, 1
             )
         for step in ORDER.steps[ORDER.steps.index(Order.parse("0I1").steps[0]) :]:
@@ -122,10 +122,10 @@ class TestOpcheck:
 class TestGuards:
     """An ordinary session refuses what a rehearsal allows."""
 
-    @pytest.mark.parametrize("kind", ["forward", "input_gradient"])
+    @pytest.mark.parametrize("kind", ["forward", "dgrad"])
     def test_an_effect_twice(self, kind: str) -> None:
         """The same token twice is refused: the effect has happened."""
-        cell = {"forward": "0F1", "input_gradient": "0I1"}[kind]
+        cell = {"forward": "0F1", "dgrad": "0I1"}[kind]
         session, token, run = session_at(cell, rehearsal=False)
         values = inputs_of if kind == "forward" else gradients_of
         old = token.clone()
@@ -152,17 +152,17 @@ class TestGuards:
         session, token, _ = session_at("1W0", rehearsal=False)
         before = token.clone()
 
-        OPS.weight_gradient(token, session.destinations(1, 0), session.handle, 1, 0)
+        OPS.wgrad(token, session.destinations(1, 0), session.handle, 1, 0)
 
         assert [0, 1] == (token - before).tolist()
 
     def test_a_second_wgrad_is_refused_by_ownership(self) -> None:
         """dW twice is refused by ownership: its reference died."""
         session, token, _ = session_at("1W0", rehearsal=False)
-        OPS.weight_gradient(token, session.destinations(1, 0), session.handle, 1, 0)
+        OPS.wgrad(token, session.destinations(1, 0), session.handle, 1, 0)
 
         with pytest.raises(Refused) as caught:
-            OPS.weight_gradient(token, session.destinations(1, 0), session.handle, 1, 0)
+            OPS.wgrad(token, session.destinations(1, 0), session.handle, 1, 0)
 
         assert "ownership.stale-reference" == caught.value.clause
 
@@ -176,9 +176,7 @@ class TestGuards:
         session, token, run = session_at("0F1", rehearsal=False)
 
         with pytest.raises(BackendError, match="run its forward first"):
-            OPS.input_gradient.n1(
-                token, session.sums(0), gradients_of(run, 0, 1), session.handle, 0, 1
-            )
+            OPS.dgrad.n1(token, session.sums(0), gradients_of(run, 0, 1), session.handle, 0, 1)
 
     def test_a_wrong_overload_names_the_right_one(self) -> None:
         """An overload with another number of results names the right one, and nothing runs."""
@@ -198,8 +196,8 @@ class TestGradientMemory:
         ("operator", "argument"),
         [
             ("refresh.default", "sums"),
-            ("input_gradient.n1", "sums"),
-            ("weight_gradient.default", "arena"),
+            ("dgrad.n1", "sums"),
+            ("wgrad.default", "arena"),
         ],
     )
     def test_is_declared(self, operator: str, argument: str) -> None:
@@ -223,7 +221,7 @@ class TestGradientMemory:
         before = [tensor._version for tensor in arena]
         assert not any(tensor.any() for tensor in arena)
 
-        OPS.weight_gradient(token, arena, session.handle, 1, 0)
+        OPS.wgrad(token, arena, session.handle, 1, 0)
 
         units = run.runtime.stages[1].units if rule != "copied" else ()
         assert len(units) == len(arena)
@@ -236,7 +234,7 @@ class TestGradientMemory:
         arena = session.destinations(1, 0)
         copies = [tensor.clone() for tensor in arena]
 
-        OPS.weight_gradient(token, copies, session.handle, 1, 0)
+        OPS.wgrad(token, copies, session.handle, 1, 0)
 
         assert all(same_bits(a, b) for a, b in zip(arena, copies, strict=True))
         assert all(tensor.any() for tensor in arena)
@@ -247,7 +245,7 @@ class TestGradientMemory:
         before = run.runtime.contract.snapshot()
 
         with pytest.raises(BackendError, match=r"pass session.destinations\(1, 0\)"):
-            OPS.weight_gradient(token, session.sums(1), session.handle, 1, 0)
+            OPS.wgrad(token, session.sums(1), session.handle, 1, 0)
 
         assert before == run.runtime.contract.snapshot()
 
@@ -258,7 +256,7 @@ class TestGradientMemory:
 
         def write(token: torch.Tensor, arena: list[torch.Tensor]) -> torch.Tensor:
             before = arena[0].float().abs().sum()
-            OPS.weight_gradient(token, arena, handle, 1, 0)
+            OPS.wgrad(token, arena, handle, 1, 0)
             return torch.stack([before, arena[0].float().abs().sum()])
 
         arena = session.destinations(1, 0)

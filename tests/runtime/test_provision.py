@@ -45,7 +45,7 @@ class TestPlan:
         order = table_order("ScheduleZBVZeroBubble", 1, microbatches=microbatches)
 
         live = sum(plan_slots(order).num_slots.values())
-        paper = sum(plan_slots(order, "per_microbatch").num_slots.values())
+        paper = sum(plan_slots(order, "static").num_slots.values())
 
         assert live <= 5
         assert 2 * microbatches == paper
@@ -69,7 +69,7 @@ class TestPlan:
 
     def test_an_unknown_provisioning_is_refused_with_the_choices(self) -> None:
         """An unknown provisioning is refused with the choices."""
-        with pytest.raises(ValueError, match="choose live or per_microbatch"):
+        with pytest.raises(ValueError, match="choose live or static"):
             plan_slots(random_order(0), "all")  # type: ignore[arg-type]
 
 

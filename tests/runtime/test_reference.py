@@ -35,8 +35,8 @@ def gradients(stage: ReferenceStage, x: torch.Tensor, dy: torch.Tensor) -> tuple
     """Output, input gradient and every parameter gradient of one microbatch, split."""
     tape = stage.new_tape(0)
     (y,) = stage.forward(tape, [x])
-    result = stage.input_gradient(tape, [dy])
-    weights = by_matrix(stage.units, stage.weight_gradient(tape, accumulate=False).by_unit)
+    result = stage.dgrad(tape, [dy])
+    weights = by_matrix(stage.units, stage.wgrad(tape, accumulate=False).by_unit)
     return y, *result.inputs, *result.non_matrix, *weights.values()
 
 
@@ -81,9 +81,9 @@ class TestDeferredWork:
         (y,) = stage.forward(tape, [an_input()])
         assert () == tape.queued
 
-        result = stage.input_gradient(tape, [torch.ones_like(y)])
+        result = stage.dgrad(tape, [torch.ones_like(y)])
         assert tuple(u.name for u in stage.units) == result.queued == tape.queued
-        covered = stage.weight_gradient(tape, accumulate=False).covered
+        covered = stage.wgrad(tape, accumulate=False).covered
 
         assert sorted(m.name for m in matrices(stage)) == sorted(covered)
         assert () == tape.queued
@@ -93,7 +93,7 @@ class TestDeferredWork:
         stage = stage_of()
 
         with pytest.raises(BackendError, match="holds no forward work"):
-            stage.input_gradient(stage.new_tape(0), [torch.ones(16, 1, 32).bfloat16()])
+            stage.dgrad(stage.new_tape(0), [torch.ones(16, 1, 32).bfloat16()])
 
     def test_tapes_are_apart(self) -> None:
         """Two live tapes keep their own work, whatever the order of their dI and dW."""
@@ -105,10 +105,10 @@ class TestDeferredWork:
         stage.forward(tapes[0], [xs[0]])
         stage.forward(tapes[1], [xs[1]])
         for tape in reversed(tapes):
-            stage.input_gradient(tape, [torch.ones_like(xs[0])])
+            stage.dgrad(tape, [torch.ones_like(xs[0])])
 
-        first = stage.weight_gradient(tapes[0], accumulate=False)
-        second = stage.weight_gradient(tapes[1], accumulate=False)
+        first = stage.wgrad(tapes[0], accumulate=False)
+        second = stage.wgrad(tapes[1], accumulate=False)
 
         assert not same_bits(first.by_unit["layers.0.fc2"], second.by_unit["layers.0.fc2"])
         assert alone[0][0].shape == alone[1][0].shape
@@ -129,10 +129,10 @@ class TestDestinations:
             tape = stage.new_tape(0)
             (y,) = stage.forward(tape, [an_input()])
             stage.bind(tape, bound)
-            stage.input_gradient(tape, [torch.ones_like(y)])
+            stage.dgrad(tape, [torch.ones_like(y)])
             exact = {w.unit.name: w.compute(*w.operands) for w in tape.work}
             fresh.append(exact)
-            stage.weight_gradient(tape, accumulate=accumulate)
+            stage.wgrad(tape, accumulate=accumulate)
 
         for name, buffer in bound.items():
             expected = (fresh[0][name].to(dtype) + fresh[1][name]).to(dtype)
@@ -140,7 +140,7 @@ class TestDestinations:
 
 
 class TestEnds:
-    def test_first_stage_has_no_input_gradient(self) -> None:
+    def test_first_stage_has_no_dgrad(self) -> None:
         """A first stage returns no input gradient, and the same parameter gradients."""
         x, dy = an_input(), torch.randn(16, 1, 32).bfloat16()
         first, middle = stage_of(first=True), stage_of()
@@ -161,7 +161,7 @@ class TestEnds:
         tape = stage.new_tape(0)
         (loss,) = stage.forward(tape, [an_input(), torch.zeros(16, 1, 32).bfloat16()])
 
-        result = stage.input_gradient(tape, [torch.ones(())])
+        result = stage.dgrad(tape, [torch.ones(())])
 
         assert () == tuple(loss.shape)
         assert 1 == len(result.inputs)

@@ -340,7 +340,7 @@ class TestDerived:
         assert {"runs": 1, "compared": 15, "mismatched": 0} == derived["native_again"]
         assert {"runs": 1, "compared": 15, "mismatched": 0} == derived["eager_against_ours"]
         assert {"compared": 2, "mismatched": 0} == derived["requirements"]
-        assert {"ownership.stale-reference": 1, "arena.unusable": 2} == derived["faults"]
+        assert {"ownership.stale-reference": 1, "arena.spoiled": 2} == derived["faults"]
 
     def test_a_ratio_over_a_bound_names_its_reference(self) -> None:
         """Each is of a library's column that forms the same sum, and of none where none does."""
@@ -388,7 +388,7 @@ class TestProbes:
         assert "lines 5, 7)" in found[3]
         assert "9.5 µs for 40 addresses of a stage" == found[4]
 
-    def test_a_binding_that_is_not_found_is_not_said(self) -> None:
+    def test_a_pairing_that_is_not_found_is_not_said(self) -> None:
         """Where one statement is missing, nothing is claimed."""
         found = samples.probes_report(line=None)["derived"]["probes"][3]["found"]
         assert "most recent" not in found

@@ -98,7 +98,7 @@ def test_continues_bit_for_bit(order: Order, history: int, dtype: torch.dtype) -
 def test_another_provisioning_is_another_configuration() -> None:
     """A checkpoint of other slots is refused whole: the numerical state stays as it was."""
     order = random_order(1)
-    run, other = guarded_run(order), guarded_run(order, provisioning="per_microbatch")
+    run, other = guarded_run(order), guarded_run(order, provisioning="static")
     run.run(1)
     saved = save(run)
     before = NumericalState.of(other.runtime.domain)
@@ -141,7 +141,7 @@ def test_same_checkpoint_twice() -> None:
     run.act(order.steps[0])
 
     with pytest.raises(Refused) as caught:
-        run.runtime.actions.input_gradient(key, old)
+        run.runtime.actions.dgrad(key, old)
     assert "ownership.foreign-incarnation" == caught.value.clause
 
 

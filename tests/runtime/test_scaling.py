@@ -145,7 +145,7 @@ class TestDomain:
         (y,) = first.forward(tape, [an_input()])
         before = NumericalState.of(domain)
 
-        first.input_gradient(tape, [torch.ones_like(y)])
+        first.dgrad(tape, [torch.ones_like(y)])
 
         history = second.numerical_state()["layers.0.backward.amax_history"]
         assert [2.0] * 4 == history[-1].tolist()
@@ -157,10 +157,10 @@ class TestDomain:
         stage = stage_in(domain)
         tape = stage.new_tape(0)
         (y,) = stage.forward(tape, [an_input()])
-        stage.input_gradient(tape, [torch.ones_like(y)])
+        stage.dgrad(tape, [torch.ones_like(y)])
         before = NumericalState.of(domain)
 
-        stage.weight_gradient(tape, accumulate=False)
+        stage.wgrad(tape, accumulate=False)
 
         assert [] == NumericalState.of(domain).differences(before)
 

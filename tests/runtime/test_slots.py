@@ -96,11 +96,11 @@ class TestReceiveInPlace:
                 for buffer, value in zip(actions.gradient_buffers(key), gradients, strict=True):
                     buffer.copy_(value)
                 actions.bind(key)
-                actions.input_gradient(key, refs[key])
-                actions.input_gradients(key, refs[key])
-                actions.finish_input_gradients(key, refs[key])
+                actions.dgrad(key, refs[key])
+                actions.dgrads(key, refs[key])
+                actions.finish_dgrads(key, refs[key])
             else:
-                actions.weight_gradient(key, refs[key])
+                actions.wgrad(key, refs[key])
         runtime.finish(run.optimizer)
 
     def test_reserved_slot_is_taken(self) -> None:
@@ -129,9 +129,9 @@ class TestSend:
         (sent,) = actions.outputs(key, ref)
         expected = sent.clone()
         actions.bind(key)
-        actions.input_gradient(key, ref, run.workload.output_gradients(run.runtime.stages[0], 0, 0))
-        actions.finish_input_gradients(key, ref)
-        actions.weight_gradient(key, ref)
+        actions.dgrad(key, ref, run.workload.output_gradients(run.runtime.stages[0], 0, 0))
+        actions.finish_dgrads(key, ref)
+        actions.wgrad(key, ref)
         late = run.runtime.key(0, 1)
         inputs = run.workload.inputs(run.runtime.stages[0], 0, 1)
 

@@ -209,7 +209,7 @@ class TestStage:
 
         gradients = Workload().output_gradients(stage, 0, 0)
         stage.bind(slot.tape, run.runtime.memories[1].arena.destinations(0))
-        stage.input_gradient(slot.tape, gradients)
+        stage.dgrad(slot.tape, gradients)
 
         assert all(store.context.empty() for store in slot.tape.stores)
         assert tuple(unit.name for unit in stage.units) == slot.tape.queued

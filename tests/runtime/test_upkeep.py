@@ -35,7 +35,7 @@ def test_a_quiet_run_has_nothing(run: GuardedRun) -> None:
     run.run(2)
     run.upkeep.record_growth(recording)
 
-    for category in ("addresses", "pending work", "growth"):
+    for category in ("addresses", "retained work", "growth"):
         assert () == mismatched(recording, category)
         assert recording.values[category]
 
@@ -70,7 +70,7 @@ def test_work_that_is_left_over_is_counted(run: GuardedRun) -> None:
     run.upkeep.after_step(1, recording := Recording("unfinished"))
 
     wanted = ("live tapes", "retained outputs", "checkpoints withheld")
-    assert tuple(f"step 1 {name}" for name in wanted) == mismatched(recording, "pending work")
+    assert tuple(f"step 1 {name}" for name in wanted) == mismatched(recording, "retained work")
 
 
 def test_a_tensor_that_is_kept_is_growth(run: GuardedRun) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from qeffect.gpu_runtime.bench.cells import Cell
+from qeffect.gpu_runtime.bench.cells import BenchCell
 from qeffect.gpu_runtime.bench.columns import ColumnSpec, Family, Settings, SumRule
 from qeffect.gpu_runtime.bench.worker import ColumnError
 
@@ -48,7 +48,7 @@ class Toy:
         pass
 
 
-def make(cell: Cell, settings: Settings, **options: Any) -> Toy:
+def make(cell: BenchCell, settings: Settings, **options: Any) -> Toy:
     """The factory."""
     return Toy(**options)
 

@@ -74,9 +74,9 @@ class UnguardedRun:
                     seen.add(stage.index)
                 self._forward(stage, number, action)
             elif action.kind is Kind.DGRAD:
-                self._input_gradient(stage, number, action)
+                self._dgrad(stage, number, action)
             else:
-                self._weight_gradient(stage, number, action)
+                self._wgrad(stage, number, action)
         self._update(number)
 
     def _refresh(self, stage: StageBackend, number: int) -> None:
@@ -100,12 +100,10 @@ class UnguardedRun:
             r.add("versions", f"{where} cache is current", int(stage.cache_is_current()))
             r.add_state(where, live_state(stage.domain))
 
-    def _input_gradient(self, stage: StageBackend, number: int, action: Step) -> None:
+    def _dgrad(self, stage: StageBackend, number: int, action: Step) -> None:
         tape = self._tapes[stage.index, action.microbatch]
         stage.bind(tape, self._arenas[stage.index].destinations(action.microbatch))
-        result = stage.input_gradient(
-            tape, self.workload.output_gradients(stage, number, action.microbatch)
-        )
+        result = stage.dgrad(tape, self.workload.output_gradients(stage, number, action.microbatch))
         assert len(result.queued) == len(stage.units)
         named = dict(zip((p.name for p in stage.non_matrix), result.non_matrix, strict=True))
         held = self._non_matrix.setdefault(stage.index, {})
@@ -118,10 +116,10 @@ class UnguardedRun:
             r.add_all("microbatch gradients", place, named)
             r.add_state(where, live_state(stage.domain))
 
-    def _weight_gradient(self, stage: StageBackend, number: int, action: Step) -> None:
+    def _wgrad(self, stage: StageBackend, number: int, action: Step) -> None:
         tape = self._tapes.pop((stage.index, action.microbatch))
         accumulate = self.rule == "accumulate" and self._written[stage.index] > 0
-        result = stage.weight_gradient(tape, accumulate=accumulate)
+        result = stage.wgrad(tape, accumulate=accumulate)
         assert tuple(sorted(result.covered)) == matrix_names(stage)
         self._written[stage.index] += 1
         if self.rule == "copied":

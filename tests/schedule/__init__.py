@@ -1,3 +1,3 @@
 """
-Tests of `qeffect.schedule`: tables, checks of ranks, bindings, plans, pictures and verdicts.
+Tests of `qeffect.schedule`: tables, checks of ranks, pairings, plans, pictures and verdicts.
 """

@@ -1,5 +1,5 @@
 """
-Small helpers of these tests: tables as lists of cell texts, edited and read again.
+Small helpers of these tests: tables as lists of entry texts, edited and read again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Rows = list[list[str]]
 
 
 def rows_of(schedule: Schedule) -> Rows:
-    """The schedule's cells as texts, idle cells empty."""
+    """The schedule's entries as texts, idle entries empty."""
     return [["" if a is None else str(a) for a in row] for row in schedule.rows]
 
 
@@ -38,7 +38,7 @@ def findings_after(name: str, edit: Callable[[Rows], object]) -> tuple[Finding, 
     return check_ranks(edited(name, edit))
 
 
-def move(row: list[str], cell: str, before: str) -> None:
-    """Move a cell directly before another one of its row."""
-    row.remove(cell)
-    row.insert(row.index(before), cell)
+def move(row: list[str], entry: str, before: str) -> None:
+    """Move an entry directly before another one of its row."""
+    row.remove(entry)
+    row.insert(row.index(before), entry)

@@ -1,5 +1,5 @@
 """
-Cells and actions.
+Entries and actions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 from qeffect.schedule.actions import Action, Kind, Schedule, ScheduleError, shorten
 from qeffect.schedule.infer import from_actions, schedule_of
 
-CELLS = (
+ENTRIES = (
     "0F0",
     "12I345",
     "3W7",
@@ -28,7 +28,7 @@ CELLS = (
     "(0F3;3I1;3W1)OVERLAP_F_B",
 )
 
-NOT_CELLS = (
+NOT_ENTRIES = (
     "0F0xyz",
     "x0F0",
     "0F",
@@ -64,34 +64,34 @@ NOT_CELLS = (
 
 
 class TestParse:
-    @pytest.mark.parametrize("cell", CELLS)
-    def test_what_is_read_prints_as_it_stood(self, cell: str) -> None:
-        """A cell that is read prints as it stood."""
-        assert cell == str(Action.parse(cell))
+    @pytest.mark.parametrize("entry", ENTRIES)
+    def test_what_is_read_prints_as_it_stood(self, entry: str) -> None:
+        """An entry that is read prints as it stood."""
+        assert entry == str(Action.parse(entry))
 
-    @pytest.mark.parametrize("cell", NOT_CELLS)
-    def test_anything_but_one_action_is_refused_with_its_text(self, cell: str) -> None:
-        """What is not exactly one action is refused, with the cell in the error."""
+    @pytest.mark.parametrize("entry", NOT_ENTRIES)
+    def test_anything_but_one_action_is_refused_with_its_text(self, entry: str) -> None:
+        """What is not exactly one action is refused, with the entry in the error."""
         with pytest.raises(ScheduleError) as caught:
-            Action.parse(cell)
+            Action.parse(entry)
 
-        assert caught.value.cell is not None
-        assert caught.value.cell in cell
+        assert caught.value.entry is not None
+        assert caught.value.entry in entry
         assert "\n" not in str(caught.value)
 
     def test_blanks_around_an_action_do_not_matter(self) -> None:
-        """Blanks around a cell do not matter, as in torch."""
+        """Blanks around an entry do not matter, as in torch."""
         assert Action(Kind.FORWARD, 1, 2) == Action.parse("  1F2 ")
 
     def test_long_garbage_is_shortened(self) -> None:
-        """An error about a huge cell stays one short line."""
+        """An error about a huge entry stays one short line."""
         with pytest.raises(ScheduleError) as caught:
             Action.parse("A" * 100_000)
 
         assert len(str(caught.value)) < 300
 
     def test_torch_is_laxer(self) -> None:
-        """torch reads a cell with a tail as if the tail were not there."""
+        """torch reads an entry with a tail as if the tail were not there."""
         from torch.distributed.pipelining.schedules import _Action
 
         assert "0F0" == str(_Action.from_str("0F0xyz"))
@@ -105,7 +105,7 @@ class TestAtoms:
         assert [(Kind.DGRAD, 2, 3), (Kind.WGRAD, 2, 3)] == atoms
 
     def test_overlap_is_flat(self) -> None:
-        """An overlap is its parts in order, all at its own step and under its own cell."""
+        """An overlap is its parts in order, all at its own step and under its own entry."""
         action = Action.parse("(0F3;3B1)OVERLAP_F_B")
         atoms = list(action.atoms(7))
 
@@ -170,8 +170,8 @@ class TestInference:
 
 
 class TestFromActions:
-    def test_every_way_to_write_a_cell(self) -> None:
-        """Texts, tuples, actions, torch's actions and idle cells mean the same."""
+    def test_every_way_to_write_a_entry(self) -> None:
+        """Texts, tuples, actions, torch's actions and idle entries mean the same."""
         from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
         rows = [["0F0", (0, "F", 1), Action.parse("0F2"), None, ""]]
@@ -189,10 +189,10 @@ class TestFromActions:
     @pytest.mark.parametrize(
         ("rows", "said"),
         [
-            ([["0F0", "what"]], "rank 0, step 1: cell 'what' is not an action"),
+            ([["0F0", "what"]], "rank 0, step 1: entry 'what' is not an action"),
             ({1: ["0F0"]}, "ranks must be 0, 1, 2"),
-            ([["0F0"], "1F0"], "rank 1: .*expected a list of cells"),
-            ([["0F0"], 3], "rank 1: .*expected a list of cells, found 3"),
+            ([["0F0"], "1F0"], "rank 1: .*expected a list of entries"),
+            ([["0F0"], 3], "rank 1: .*expected a list of entries, found 3"),
             ([], "nothing is computed"),
             ([[None, ""]], "nothing is computed"),
             ([["0UNSHARD"]], "nothing is computed"),
@@ -206,10 +206,10 @@ class TestFromActions:
             from_actions(rows)  # type: ignore[arg-type]
 
     def test_more_than_the_limit_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """More cells than the limit are refused."""
-        monkeypatch.setattr("qeffect.schedule.infer.MAX_CELLS", 3)
+        """More entries than the limit are refused."""
+        monkeypatch.setattr("qeffect.schedule.infer.MAX_ENTRIES", 3)
 
-        with pytest.raises(ScheduleError, match="1 ranks with 4 cells are too many"):
+        with pytest.raises(ScheduleError, match="1 ranks with 4 entries are too many"):
             from_actions(["0F0", "0F1", "0B0", "0B1"])
 
     @pytest.mark.parametrize("microbatches", [0, -1, 10**9])
@@ -230,9 +230,9 @@ class TestSchedule:
         """A place outside a row is idle."""
         schedule: Schedule = from_actions([["0F0", "0B0"]])
 
-        assert "0B0" == str(schedule.cell(0, 1))
-        assert schedule.cell(0, 2) is None
-        assert schedule.cell(0, -1) is None
+        assert "0B0" == str(schedule.entry(0, 1))
+        assert schedule.entry(0, 2) is None
+        assert schedule.entry(0, -1) is None
 
     def test_messages_or_sharding_make_a_table_one_of_communication(self) -> None:
         """Messages or sharding make a table one with communication; a reduction does not."""

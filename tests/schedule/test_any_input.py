@@ -8,10 +8,10 @@ from pathlib import Path
 from random import Random
 
 from qeffect.schedule.actions import Schedule, ScheduleError
-from qeffect.schedule.binding import DISCIPLINES, mismatches
 from qeffect.schedule.check import check
 from qeffect.schedule.grid import grid
 from qeffect.schedule.infer import from_actions
+from qeffect.schedule.pairing import DISCIPLINES, mismatches
 from qeffect.schedule.plan import plan
 from qeffect.schedule.tables import fixture_names, read_fixture, read_table, write_table
 from qeffect.schedule.timeline import timeline
@@ -21,8 +21,8 @@ KINDS = ("F", "I", "W", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_
 BYTES = b'0123456789FIWB,;()_\r\n"\x00\xff aSENDRCVT'
 
 
-def random_cell(rng: Random) -> str:
-    """Any cell that can be read, of a small pipeline."""
+def random_entry(rng: Random) -> str:
+    """Any entry that can be read, of a small pipeline."""
     stage, other, microbatch = rng.randrange(4), rng.randrange(4), rng.randrange(3)
     return rng.choice(
         (
@@ -38,9 +38,9 @@ def random_cell(rng: Random) -> str:
     )
 
 
-def everything(schedule: Schedule, binding: str) -> str:
+def everything(schedule: Schedule, pairing: str) -> str:
     """Check, analyse and show a schedule; returns the verdict."""
-    verdict = check(schedule, binding, shared_pool=True)
+    verdict = check(schedule, pairing, shared_pool=True)
     found = verdict.finding
     assert (found is None) is (verdict.verdict == "accepted")
     assert timeline(schedule, found)
@@ -54,12 +54,12 @@ def everything(schedule: Schedule, binding: str) -> str:
 
 
 def test_arbitrary_tables_get_a_verdict_or_one_line() -> None:
-    """Tables of arbitrary cells get a verdict or one line, never anything else."""
+    """Tables of arbitrary entries get a verdict or one line, never anything else."""
     ends, said = set(), []
     for seed in range(300):
         rng = Random(seed)
         rows = [
-            [random_cell(rng) for _ in range(rng.randrange(12))] for _ in range(rng.randint(1, 4))
+            [random_entry(rng) for _ in range(rng.randrange(12))] for _ in range(rng.randint(1, 4))
         ]
         try:
             ends.add(everything(from_actions(rows), rng.choice(sorted(DISCIPLINES))))

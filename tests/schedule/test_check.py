@@ -10,9 +10,9 @@ import pytest
 
 from qeffect.schedule import check as module
 from qeffect.schedule.actions import ScheduleError
-from qeffect.schedule.binding import DISCIPLINES, first_mismatch
 from qeffect.schedule.check import check
 from qeffect.schedule.faults import random_illegal
+from qeffect.schedule.pairing import DISCIPLINES, first_mismatch
 from qeffect.schedule.plan import plan
 from qeffect.schedule.pools import check_pools
 from qeffect.schedule.random_schedules import random_schedule
@@ -66,21 +66,21 @@ class TestBinding:
         """A queue a stage is right for every table of torch."""
         assert "accepted" == check(read_fixture(name), "fifo").verdict
 
-    @pytest.mark.parametrize("binding", sorted(DISCIPLINES))
-    def test_agrees_with_the_analysis(self, binding: str) -> None:
+    @pytest.mark.parametrize("pairing", sorted(DISCIPLINES))
+    def test_agrees_with_the_analysis(self, pairing: str) -> None:
         """The contract refuses exactly where the analysis of the pairing finds a mismatch."""
         refused = 0
         for seed in range(80):
             schedule = random_schedule(seed)
-            verdict = check(schedule, binding)
-            mismatch = first_mismatch(schedule, binding)
+            verdict = check(schedule, pairing)
+            mismatch = first_mismatch(schedule, pairing)
             refused += verdict.verdict == "refused"
 
             assert (mismatch is None) is (verdict.verdict == "accepted")
             if mismatch is not None:
                 assert (mismatch.rank, mismatch.step) == (verdict.rank, verdict.step)
                 assert str(verdict.clause).startswith("ownership.")
-        assert (refused > 0) is (binding != "contract")
+        assert (refused > 0) is (pairing != "contract")
 
     def test_an_order_list_is_checked_as_one_rank(self) -> None:
         """An order list is checked as one rank."""
@@ -90,8 +90,8 @@ class TestBinding:
         assert "ownership.wrong-key" == check(te_order(order), "latest").clause
 
     def test_an_unknown_discipline_is_refused_before_anything_runs(self) -> None:
-        """An unknown binding is refused before anything runs."""
-        with pytest.raises(ScheduleError, match="unknown binding 'x'"):
+        """An unknown pairing is refused before anything runs."""
+        with pytest.raises(ScheduleError, match="unknown pairing 'x'"):
             check(read_fixture(ZBV), "x")
 
 
@@ -191,12 +191,12 @@ class TestRecord:
         record = json.loads(json.dumps(check(read_fixture(ZBV), "latest").record()))
 
         assert ("refused", "ownership.wrong-key", 1, 22, "1W2", "latest") == tuple(
-            record[k] for k in ("verdict", "clause", "rank", "step", "action", "binding")
+            record[k] for k in ("verdict", "clause", "rank", "step", "action", "pairing")
         )
         assert 1 == record["num_findings"]
 
     def test_is_the_same_every_time(self) -> None:
-        """Nothing random of a contract gets into a binding's record."""
+        """Nothing random of a contract gets into a pairing's record."""
         first, second = (check(read_fixture(ZBV), "latest").record() for _ in range(2))
 
         assert first == second

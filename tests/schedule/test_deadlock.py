@@ -21,7 +21,7 @@ from .edits import LOOP, LOOP_COMMS, Rows, findings_after, move
 
 class TestDeadlock:
     def test_cycle_is_shown(self) -> None:
-        """Two ranks that wait for each other are both named, with their cells."""
+        """Two ranks that wait for each other are both named, with their entries."""
 
         def edit(rows: Rows) -> None:
             move(rows[0], "2RECV_B0", before="0SEND_F1")
@@ -136,7 +136,7 @@ def _torch_runs(schedule: Schedule) -> bool:
 
 
 def _naively_stuck(schedule: Schedule) -> list[str | None]:
-    """The cell at which each rank stops, by brute force."""
+    """The entry at which each rank stops, by brute force."""
     rows = [deque(atoms) for atoms in schedule.atoms]
     done: set[tuple[Kind, int, int]] = set()
     home = schedule.stage_to_rank

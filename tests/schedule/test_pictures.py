@@ -1,5 +1,5 @@
 """
-Grid, timeline and trace: the refused cell is marked in each, and each shows the whole table.
+Grid, timeline and trace: the refused entry is marked in each, and each shows the whole table.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from qeffect.schedule.actions import RECEIVES
-from qeffect.schedule.binding import first_mismatch
 from qeffect.schedule.faults import FAULTS, random_illegal
 from qeffect.schedule.findings import Finding
 from qeffect.schedule.grid import grid
 from qeffect.schedule.index import index_of
 from qeffect.schedule.infer import from_actions
 from qeffect.schedule.layout import layout
+from qeffect.schedule.pairing import first_mismatch
 from qeffect.schedule.random_schedules import random_schedule
 from qeffect.schedule.ranks import check_ranks
 from qeffect.schedule.simulate import simulate
@@ -69,7 +69,7 @@ class TestGrid:
         ]
 
     def test_the_refused_action_and_its_work_are_marked(self, mismatch: Finding) -> None:
-        """The refused cell, what it owns and what it was given are marked, and its line named."""
+        """The refused entry, what it owns and what it was given are marked, and its line named."""
         lines = grid(read_fixture(ZBV), mismatch, context=3).splitlines()
 
         assert [
@@ -78,7 +78,7 @@ class TestGrid:
             "Step 19: 3W3    +1I2",
             "Step 20: 0I2    2I3",
             "Step 21: 0W2    !1I3",
-            "Step 22: 0I3    >1W2< <-- schedule.binding-mismatch on rank 1",
+            "Step 22: 0I3    >1W2< <-- schedule.pairing-mismatch on rank 1",
             "Step 23: 0W3    2W3",
             "Step 24:        1W3",
         ] == lines
@@ -94,7 +94,7 @@ class TestGrid:
         assert 26 == len(grid(read_fixture(ZBV), mismatch, context=None).splitlines())
 
     def test_without_a_step(self) -> None:
-        """A finding about something missing marks no cell and cuts nothing."""
+        """A finding about something missing marks no entry and cuts nothing."""
         schedule = edited(ZBV, lambda rows: rows[0].remove("3W2"))
         found = check_ranks(schedule)[0]
 
@@ -113,19 +113,19 @@ def texts(svg: str) -> list[str]:
 
 
 class TestTimeline:
-    def test_every_cell_is_drawn(self) -> None:
-        """Each computation is a rectangle of its kind's colour with its cell as text."""
+    def test_every_entry_is_drawn(self) -> None:
+        """Each computation is a rectangle of its kind's colour with its entry as text."""
         schedule = read_fixture(ZBV)
         svg = timeline(schedule)
 
-        cells = [str(a) for row in schedule.rows for a in row if a]
+        entries = [str(a) for row in schedule.rows for a in row if a]
         drawn = texts(svg)
-        assert all(cell in drawn for cell in cells)
+        assert all(entry in drawn for entry in entries)
         fills = {shape.get("fill") for shape in shapes(svg, "rect")}
         assert {COLOURS[k] for k in COLOURS if k.value in "FIW"} <= fills
 
     def test_titles_name_places(self) -> None:
-        """Every cell's tooltip says its rank and step."""
+        """Every entry's tooltip says its rank and step."""
         titles = [e.text for e in ET.fromstring(timeline(read_fixture(ZBV))).iter(f"{SVG}title")]
 
         assert "rank 1, step 22: 1W2" in titles
@@ -141,8 +141,8 @@ class TestTimeline:
         for element in root.iter():
             assert not [v for v in element.attrib.values() if "url(" in v and "url(#" not in v]
 
-    def test_refused_cell_is_outlined(self, mismatch: Finding) -> None:
-        """A red outline lies exactly over the refused cell, and the picture says the clause."""
+    def test_refused_entry_is_outlined(self, mismatch: Finding) -> None:
+        """A red outline lies exactly over the refused entry, and the picture says the clause."""
         schedule = read_fixture(ZBV)
         svg = timeline(schedule, mismatch)
         red = [r for r in shapes(svg, "rect") if r.get("stroke") == RED and "fill" in r]
@@ -150,7 +150,7 @@ class TestTimeline:
         step_width = float(outline["width"])
 
         assert 76 + 22 * step_width == float(outline["x"])
-        assert "schedule.binding-mismatch" in "".join(texts(svg))
+        assert "schedule.pairing-mismatch" in "".join(texts(svg))
         assert mismatch.message in texts(svg)
         assert not [r for r in shapes(timeline(schedule), "rect") if r.get("stroke") == RED]
 
@@ -163,7 +163,7 @@ class TestTimeline:
         assert ["url(#ink)", "url(#red)"] == [p["marker-end"] for p in arcs]
 
     def test_missing_action_outlines_the_row(self) -> None:
-        """Where there is no cell to mark, the row is."""
+        """Where there is no entry to mark, the row is."""
         schedule = edited(ZBV, lambda rows: rows[0].remove("3W2"))
         svg = timeline(schedule, check_ranks(schedule)[0])
 
@@ -187,7 +187,7 @@ class TestTimeline:
         assert [r for r in shapes(svg, "rect") if r.get("fill-opacity")]
 
     def test_long_schedules_are_cut(self) -> None:
-        """A long schedule is cut around the refused cell, and says so."""
+        """A long schedule is cut around the refused entry, and says so."""
         schedule = read_fixture("ScheduleZBVZeroBubble_pp8_vpp2_m64.compute.csv")
         found = first_mismatch(schedule, "latest")
         assert found is not None
@@ -237,55 +237,57 @@ class TestLayout:
         placed = layout(read_fixture(ZBV))
 
         assert "step" == placed.unit
-        assert all((c.start, c.length) == (c.step, 1) for c in placed.cells)
+        assert all((c.start, c.length) == (c.step, 1) for c in placed.entries)
 
     def test_comms_by_time(self) -> None:
         """A table with messages is drawn by a dry run: nothing starts before its input is there."""
         placed = layout(read_fixture(ZBV_COMMS))
-        ends = {str(c.action): c.start + c.length for c in placed.cells}
-        starts = {str(c.action): c.start for c in placed.cells}
+        ends = {str(c.action): c.start + c.length for c in placed.entries}
+        starts = {str(c.action): c.start for c in placed.entries}
 
         assert "time" == placed.unit
         assert starts["1F0"] >= ends["0F0"]
         assert starts["0I0"] >= ends["1I0"]
         for rank in range(2):
-            row = [c for c in placed.cells if c.rank == rank and c.action.kind not in RECEIVES]
+            row = [c for c in placed.entries if c.rank == rank and c.action.kind not in RECEIVES]
             assert all(a.start + a.length <= b.start for a, b in pairwise(row))
 
     @pytest.mark.parametrize("seed", range(30))
     def test_waiting_at_the_use_is_never_later(self, seed: int) -> None:
-        """A run that waits where a message is used ends, and no cell of it ends later."""
+        """A run that waits where a message is used ends, and no entry of it ends later."""
         index = index_of(random_schedule(seed))
         blocking, drawn = simulate(index), simulate(index, blocking=False)
 
         assert () == blocking.waits == drawn.waits
         assert blocking.finish.keys() == drawn.finish.keys()
-        assert all(drawn.finish[cell] <= blocking.finish[cell] for cell in drawn.finish)
+        assert all(drawn.finish[entry] <= blocking.finish[entry] for entry in drawn.finish)
 
     def test_receives_lie_where_they_arrive(self) -> None:
         """A receive that was posted early is drawn when its message comes."""
         rows = [["0F0", "0F1", "0SEND_F0", "0SEND_F1"], ["1RECV_F0", "1RECV_F1", "1F0", "1F1"]]
-        cells = {str(c.action): c for c in layout(from_actions(rows)).cells}
+        entries = {str(c.action): c for c in layout(from_actions(rows)).entries}
 
-        assert (2, 2, 2, 3) == tuple(cells[c].start for c in ("1RECV_F0", "1RECV_F1", "1F0", "1F1"))
+        assert (2, 2, 2, 3) == tuple(
+            entries[c].start for c in ("1RECV_F0", "1RECV_F1", "1F0", "1F1")
+        )
 
     def test_backward_takes_two(self) -> None:
         """B takes as long as I and W."""
-        cells = {str(c.action): c.length for c in layout(read_fixture(LOOP_COMMS)).cells}
+        entries = {str(c.action): c.length for c in layout(read_fixture(LOOP_COMMS)).entries}
 
-        assert (1, 2, 0) == (cells["0F0"], cells["0B0"], cells["0SEND_F0"])
+        assert (1, 2, 0) == (entries["0F0"], entries["0B0"], entries["0SEND_F0"])
 
     def test_deadlock_marks_what_did_not_run(self) -> None:
         """Behind the stop nothing ran."""
         schedule, found = deadlock()
-        cells = [c for c in layout(schedule).cells if c.rank == found.rank]
+        entries = [c for c in layout(schedule).entries if c.rank == found.rank]
 
-        assert [c.step < (found.step or 0) for c in cells] == [c.ran for c in cells]
+        assert [c.step < (found.step or 0) for c in entries] == [c.ran for c in entries]
 
 
 class TestTrace:
     def test_every_action_is_a_slice_of_its_rank(self) -> None:
-        """Every cell is a slice of its rank's process, with its place as arguments."""
+        """Every entry is a slice of its rank's process, with its place as arguments."""
         schedule = read_fixture(ZBV_COMMS)
         events = trace(schedule)["traceEvents"]
         slices = [e for e in events if e["ph"] == "X"]
@@ -320,7 +322,7 @@ class TestTrace:
         instants = [e for e in events if e["ph"] == "i"]
 
         assert [("1W2", mismatch.clause)] == [(e["name"], e["args"]["refused"]) for e in marked]
-        assert ["refused: schedule.binding-mismatch"] == [e["name"] for e in instants]
+        assert ["refused: schedule.pairing-mismatch"] == [e["name"] for e in instants]
         assert mismatch.message == instants[0]["args"]["message"]
 
     def test_processes_and_threads_are_named(self) -> None:

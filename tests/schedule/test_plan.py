@@ -63,19 +63,24 @@ class TestPaper:
 
 class TestPeaks:
     def test_zbv_of_two_ranks_needs_five_slots(self) -> None:
-        """ZB-V at PP=2, M=4: four live a rank, three pending on rank 1, five slots."""
+        """ZB-V at PP=2, M=4: four live a rank, three deferred on rank 1, five slots."""
         first, second = plan(read_fixture(ZBV)).ranks
 
-        assert (4, 1, 0, 5) == (first.peak_live, first.peak_pending, first.delayed, first.slots)
-        assert (4, 3, 3, 5) == (second.peak_live, second.peak_pending, second.delayed, second.slots)
+        assert (4, 1, 0, 5) == (first.peak_live, first.peak_deferred, first.delayed, first.slots)
+        assert (4, 3, 3, 5) == (
+            second.peak_live,
+            second.peak_deferred,
+            second.delayed,
+            second.slots,
+        )
         assert {0: 4, 3: 1, 1: 3, 2: 2} == plan(read_fixture(ZBV)).slots
 
     def test_zbv_of_four(self) -> None:
-        """ZB-V at PP=4, M=8: eight live, up to seven pending."""
+        """ZB-V at PP=4, M=8: eight live, up to seven deferred."""
         ranks = plan(read_fixture("ScheduleZBVZeroBubble_pp4_vpp2_m8.compute.csv")).ranks
 
         assert {8} == {r.peak_live for r in ranks}
-        assert 7 == max(r.peak_pending for r in ranks)
+        assert 7 == max(r.peak_deferred for r in ranks)
 
     def test_interleaved_1f1b_has_five_and_three_live(self) -> None:
         """Interleaved 1F1B at PP=2, M=4: five and three live."""
@@ -124,9 +129,9 @@ class TestPeaks:
         schedule = random_schedule(seed)
         made = plan(schedule)
         for rank in made.ranks:
-            live, pending = _sets(schedule, rank.rank)
+            live, deferred = _sets(schedule, rank.rank)
             assert max(map(len, live)) == rank.peak_live
-            assert max(map(len, pending)) == rank.peak_pending
+            assert max(map(len, deferred)) == rank.peak_deferred
             for stage in rank.stages:
                 peak = max(sum(s == stage.stage for s, _ in tapes) for tapes in live)
                 assert peak == stage.peak_live
@@ -138,23 +143,23 @@ def _sets(schedule: Schedule, rank: int) -> tuple[list[set[tuple[int, int]]], ..
     atoms = schedule.atoms[rank]
     ends = {Kind.WGRAD, *(SEND_WAITS if schedule.awaits_sends else SENDS)}
     live: list[set[tuple[int, int]]] = [set()]
-    pending: list[set[tuple[int, int]]] = [set()]
+    deferred: list[set[tuple[int, int]]] = [set()]
     for i, atom in enumerate(atoms):
-        cell = (atom.stage, atom.microbatch)
-        now, work = set(live[-1]), set(pending[-1])
+        tape = (atom.stage, atom.microbatch)
+        now, work = set(live[-1]), set(deferred[-1])
         if atom.kind is Kind.FORWARD:
-            now.add(cell)
+            now.add(tape)
         elif atom.kind is Kind.DGRAD:
-            work.add(cell)
+            work.add(tape)
         elif atom.kind is Kind.WGRAD:
-            work.discard(cell)
+            work.discard(tape)
         if atom.kind in ends:
             rest = {(a.kind, a.stage, a.microbatch) for a in atoms[i + 1 :]}
-            if not any((k, *cell) in rest for k in ends):
-                now.discard(cell)
+            if not any((k, *tape) in rest for k in ends):
+                now.discard(tape)
         live.append(now)
-        pending.append(work)
-    return live, pending
+        deferred.append(work)
+    return live, deferred
 
 
 class TestLayers:

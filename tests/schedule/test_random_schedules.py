@@ -40,21 +40,21 @@ def test_a_few_hundred_seeds_have_everything() -> None:
         homes = [schedule.stage_to_rank[s] for s in range(schedule.num_stages)]
         seen.add("adjacent" if any(a == b for a, b in pairwise(homes)) else "")
         for rank in plan(schedule).ranks:
-            seen.add("many pending" if rank.peak_pending > 3 else "")
+            seen.add("many deferred" if rank.peak_deferred > 3 else "")
             seen.add("tight" if rank.slots == len(rank.stages) else "")
 
     expected = {kind.value for kind in Kind} | {"idle", "compute_only", "compute_comms"}
-    expected |= {"ranks 1", "ranks 2", "ranks 3", "ranks 4", "adjacent", "many pending", "tight"}
+    expected |= {"ranks 1", "ranks 2", "ranks 3", "ranks 4", "adjacent", "many deferred", "tight"}
     assert expected <= seen
 
 
-def test_delay_is_the_wait_of_weight_gradients() -> None:
-    """With delay 1 weight gradients come last, with delay 0 they are pending for less long."""
+def test_delay_is_the_wait_of_wgrads() -> None:
+    """With delay 1 weight gradients come last, with delay 0 they are deferred for less long."""
     prompt, late = (
         sum(
             plan(random_schedule(s, Shape((0, 0), 6, (6, 6), delay=d, full=0.0, overlap=0.0)))
             .ranks[0]
-            .peak_pending
+            .peak_deferred
             for s in range(20)
         )
         for d in (0.0, 1.0)
@@ -97,7 +97,7 @@ def test_shapes_stay_within_limits() -> None:
 class TestFaults:
     @pytest.mark.parametrize("fault", sorted(FAULTS))
     def test_a_fault_changes_at_most_one_place(self, fault: str) -> None:
-        """A fault changes at most one cell's place or text and nothing that is declared."""
+        """A fault changes at most one entry's place or text and nothing that is declared."""
         for seed in range(20):
             illegal = random_illegal(seed, fault)
             before = [str(a) for row in illegal.original.rows for a in row]
@@ -126,9 +126,9 @@ def _difference(left: list[str], right: list[str]) -> list[str]:
     """What the left list has more often than the right one."""
     rest = list(right)
     more = []
-    for cell in left:
-        if cell in rest:
-            rest.remove(cell)
+    for entry in left:
+        if entry in rest:
+            rest.remove(entry)
         else:
-            more.append(cell)
+            more.append(entry)
     return more

@@ -58,7 +58,7 @@ class TestPlaces:
         assert "lives on rank 0" in found[0].message
 
     def test_full_backward_on_wrong_rank_is_one_finding(self) -> None:
-        """B is two steps in one cell, and one finding."""
+        """B is two steps in one entry, and one finding."""
 
         def edit(rows: Rows) -> None:
             rows[1].append(rows[0].pop())
@@ -106,18 +106,18 @@ class TestMicrobatches:
 
         assert ["schedule.stage-missing"] == [f.clause for f in found]
 
-    @pytest.mark.parametrize("cell", ["3F1", "3I1", "3W1"])
-    def test_a_computation_that_occurs_twice_is_named(self, cell: str) -> None:
+    @pytest.mark.parametrize("entry", ["3F1", "3I1", "3W1"])
+    def test_a_computation_that_occurs_twice_is_named(self, entry: str) -> None:
         """Any computation twice, wherever it stood first."""
-        found = findings_after(ZBV, lambda rows: rows[0].append(cell))
+        found = findings_after(ZBV, lambda rows: rows[0].append(entry))
 
-        assert ("schedule.duplicate-action", 0, 24, cell) == (
+        assert ("schedule.duplicate-action", 0, 24, entry) == (
             found[0].clause,
             found[0].rank,
             found[0].step,
             found[0].action,
         )
-        assert cell == found[0].related[0].action
+        assert entry == found[0].related[0].action
 
     def test_duplicate_of_a_part_of_b(self) -> None:
         """B contains the weight gradient."""
@@ -132,7 +132,9 @@ class TestMicrobatches:
 
         rows = [[str(a) for a in row if a] for row in read_fixture(ZBV).rows]
         rows[0].append("3F1")
-        actions = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
+        actions = {
+            rank: [_Action.from_str(entry) for entry in row] for rank, row in enumerate(rows)
+        }
 
         assert {0: 0, 1: 1, 2: 1, 3: 0} == _validate_schedule(actions, 2, 4, 4)
         assert "schedule.duplicate-action" == check_ranks(from_actions(rows))[0].clause
@@ -157,11 +159,11 @@ class TestOrder:
 
     def test_parts_of_an_overlap_run_in_order(self) -> None:
         """The parts of an overlap run in order."""
-        cell = "({};{})OVERLAP_F_B"
+        entry = "({};{})OVERLAP_F_B"
 
-        assert () == check_ranks(from_actions([[cell.format("0F0", "0B0")]]))
+        assert () == check_ranks(from_actions([[entry.format("0F0", "0B0")]]))
         assert "schedule.dgrad-before-forward" == (
-            check_ranks(from_actions([[cell.format("0B0", "0F0")]]))[0].clause
+            check_ranks(from_actions([[entry.format("0B0", "0F0")]]))[0].clause
         )
 
 
@@ -233,14 +235,14 @@ class TestMessages:
         assert ("send-before-compute", 0, 2, "0SEND_F0") == first(ZBV_COMMS, edit)
 
     @pytest.mark.parametrize(
-        ("rank", "cell", "reason"),
+        ("rank", "entry", "reason"),
         [(0, "0RECV_F0", "no neighbour"), (0, "3SEND_F0", "no neighbour"), (1, "1SEND_F0", "same")],
     )
     def test_messages_that_lead_nowhere_are_refused(
-        self, rank: int, cell: str, reason: str
+        self, rank: int, entry: str, reason: str
     ) -> None:
         """Messages at the ends of the pipeline, or to a stage on the same rank."""
-        found = findings_after(ZBV_COMMS, lambda rows: rows[rank].append(cell))
+        found = findings_after(ZBV_COMMS, lambda rows: rows[rank].append(entry))
 
         assert ["schedule.message-misplaced"] == [f.clause for f in found]
         assert reason in found[0].message
@@ -265,7 +267,7 @@ class TestMessages:
 
 
 class TestReductions:
-    def test_before_the_last_weight_gradient(self) -> None:
+    def test_before_the_last_wgrad(self) -> None:
         """A reduction while a weight gradient is to come, and that gradient after it."""
 
         def edit(rows: Rows) -> None:
@@ -358,7 +360,7 @@ class TestFindings:
         by_hand = {
             "schedule.stage-missing",
             "schedule.action-after-reduction",
-            "schedule.binding-mismatch",
+            "schedule.pairing-mismatch",
             "schedule.capture-order",
             "schedule.outstanding-sends",
         }

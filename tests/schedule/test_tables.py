@@ -22,7 +22,7 @@ from qeffect.schedule.tables import (
 
 class TestFormats:
     def test_a_compute_only_table_keeps_its_idle_places(self) -> None:
-        """A compute-only table keeps its idle cells."""
+        """A compute-only table keeps its idle entries."""
         schedule = parse_table("0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
 
         assert "compute_only" == schedule.format
@@ -37,7 +37,7 @@ class TestFormats:
         assert 8 == schedule.num_actions
 
     def test_the_semicolon_of_an_overlap_separates_no_columns(self) -> None:
-        """An overlap is one cell; its semicolon separates no columns."""
+        """An overlap is one entry; its semicolon separates no columns."""
         schedule = parse_table("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
 
         assert 3 == len(schedule.rows[0])
@@ -69,7 +69,7 @@ class TestRoundTrip:
         assert int(microbatches[1:]) == schedule.num_microbatches
 
     def test_a_rank_without_any_action_survives_being_written(self) -> None:
-        """A rank without any cell survives being written."""
+        """A rank without any entry survives being written."""
         schedule = parse_table("0F0,0B0\n,\n")
 
         assert 2 == parse_table(write_table(schedule)).num_ranks
@@ -114,9 +114,9 @@ class TestUnusable:
             (b"0F0,\x00\n", "binary data"),
             (b"\xff\xfe0F0", "byte 0 is not UTF-8"),
             (b"\x89PNG\r\n\x1a\n", "byte 0 is not UTF-8"),
-            (b"0F0,0B0xyz\n", "rank 0, step 1: cell '0B0xyz' is not an action"),
-            (b"0F0\n1F0,hello\n", "rank 1, step 1: cell 'hello' is not an action"),
-            (b"rank,step\n0F0,0B0\n", "rank 0, step 0: cell 'rank' is not an action"),
+            (b"0F0,0B0xyz\n", "rank 0, step 1: entry '0B0xyz' is not an action"),
+            (b"0F0\n1F0,hello\n", "rank 1, step 1: entry 'hello' is not an action"),
+            (b"rank,step\n0F0,0B0\n", "rank 0, step 0: entry 'rank' is not an action"),
             (b"0F0,0B0\n\n1F0,1B0\n", "rank 1: .*blank line between ranks"),
             (b",,,\n,,\n", "nothing is computed"),
             (b'"0F0,0B0\n', "not a CSV table"),
@@ -136,14 +136,14 @@ class TestUnusable:
         assert len(str(caught.value)) < 400
 
     def test_place_is_kept(self) -> None:
-        """The error carries rank, step and cell, not only their text."""
+        """The error carries rank, step and entry, not only their text."""
         with pytest.raises(ScheduleError) as caught:
             parse_table("0F0\n1F0,oops\n")
 
-        assert (1, 1, "oops") == (caught.value.rank, caught.value.step, caught.value.cell)
+        assert (1, 1, "oops") == (caught.value.rank, caught.value.step, caught.value.entry)
 
     def test_byte_order_mark(self, tmp_path: Path) -> None:
-        """A spreadsheet's byte order mark is no part of the first cell."""
+        """A spreadsheet's byte order mark is no part of the first entry."""
         path = tmp_path / "table.csv"
         path.write_bytes(b"\xef\xbb\xbf0F0,0B0\n")
 
@@ -172,11 +172,11 @@ class TestUnusable:
         with pytest.raises(ScheduleError, match="larger than the limit of 16 MiB"):
             read_table("/dev/zero")
 
-    def test_too_many_cells(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A table above the limit of cells is refused while it is read."""
-        monkeypatch.setattr(tables, "MAX_CELLS", 4)
+    def test_too_many_entries(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A table above the limit of entries is refused while it is read."""
+        monkeypatch.setattr(tables, "MAX_ENTRIES", 4)
 
-        with pytest.raises(ScheduleError, match="ranks or 4 cells, the limits"):
+        with pytest.raises(ScheduleError, match="ranks or 4 entries, the limits"):
             parse_table("0F0,0B0\n1F0,1B0\n2F0,2B0\n")
 
     def test_stated_microbatches_reach_the_schedule(self, tmp_path: Path) -> None:

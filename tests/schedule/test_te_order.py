@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from qeffect.schedule.actions import ScheduleError
-from qeffect.schedule.binding import first_mismatch
+from qeffect.schedule.pairing import first_mismatch
 from qeffect.schedule.ranks import check_ranks
 from qeffect.schedule.te_order import te_order
 
@@ -15,30 +15,30 @@ from qeffect.schedule.te_order import te_order
 ZBV_RANK_1 = "1,2,1,2,-2,-2.5,1,-1,-1.5,2,-2,-2.5,1,-1,-1.5,2,-2,-2.5,-1,-2,-1,-1.5,-2.5,-1.5"
 
 
-def cells(order: str | list[float]) -> str:
-    """The cells of an order list."""
+def entries(order: str | list[float]) -> str:
+    """The entries of an order list."""
     return " ".join(map(str, te_order(order).rows[0]))
 
 
 class TestReading:
     def test_without_deferral_a_backward_is_whole(self) -> None:
         """Without deferred weight gradients a backward is B."""
-        assert "0F0 0F1 0B0 0B1" == cells([1, 1, -1, -1])
+        assert "0F0 0F1 0B0 0B1" == entries([1, 1, -1, -1])
 
     def test_with_deferral_a_backward_is_two_halves(self) -> None:
         """With deferred weight gradients a backward is I, and -chunk-0.5 is W."""
-        assert "0F0 0F1 0I0 0I1 0W0 0W1" == cells([1, 1, -1, -1, -1.5, -1.5])
+        assert "0F0 0F1 0I0 0I1 0W0 0W1" == entries([1, 1, -1, -1, -1.5, -1.5])
 
     def test_deferred_in_one_chunk_only(self) -> None:
         """Deferral is a property of the chunk."""
-        assert "0F0 1F0 1B0 0I0 0W0" == cells([1, 2, -2, -1, -1.5])
+        assert "0F0 1F0 1B0 0I0 0W0" == entries([1, 2, -2, -1, -1.5])
 
     @pytest.mark.parametrize(
         "text", ["1,1,-1,-1", " [1, 1, -1, -1] ", "1 1 -1 -1", "1.0,1,-1.0,-1"]
     )
     def test_commas_blanks_brackets_and_floats_all_do(self, text: str) -> None:
         """Commas, blanks, brackets and floats all do."""
-        assert "0F0 0F1 0B0 0B1" == cells(text)
+        assert "0F0 0F1 0B0 0B1" == entries(text)
 
     def test_is_one_rank(self) -> None:
         """What other ranks send is not in the list, so it is not missed."""
@@ -48,7 +48,7 @@ class TestReading:
         assert (1, 2, 4) == (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
         assert () == check_ranks(schedule)
 
-    def test_latest_binding_fails_on_it(self) -> None:
+    def test_latest_pairing_fails_on_it(self) -> None:
         """Bound as Transformer Engine binds it, the order pairs one weight gradient wrongly."""
         found = first_mismatch(te_order(ZBV_RANK_1), "latest")
 
@@ -94,7 +94,7 @@ class TestUnusable:
 
     def test_a_list_above_the_limit_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A list above the limit is refused."""
-        monkeypatch.setattr("qeffect.schedule.te_order.MAX_CELLS", 3)
+        monkeypatch.setattr("qeffect.schedule.te_order.MAX_ENTRIES", 3)
 
         with pytest.raises(ScheduleError, match="more than 3 entries"):
             te_order([1, 1, -1, -1])

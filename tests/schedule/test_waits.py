@@ -93,7 +93,7 @@ class TestSends:
 
         def edit(rows: Rows) -> None:
             for row in rows:
-                row[:] = [cell for cell in row if "WAIT_SEND" not in cell]
+                row[:] = [entry for entry in row if "WAIT_SEND" not in entry]
 
         assert [] == found(edit)
         assert not edited(edit).awaits_sends
@@ -149,7 +149,7 @@ class TestReductions:
 
         def edit(rows: Rows) -> None:
             for row in rows:
-                row[:] = [cell for cell in row if "WAIT_REDUCE" not in cell]
+                row[:] = [entry for entry in row if "WAIT_REDUCE" not in entry]
 
         assert "accepted" == check(edited(edit)).verdict
 
@@ -337,8 +337,8 @@ class TestPictures:
 
     def test_a_wait_is_drawn_after_the_receive(self) -> None:
         """In the dry run a wait ends no earlier than the receive that it waits for."""
-        placed = {(c.rank, str(c.action)): c for c in layout(read_table(LATEST / TABLE)).cells}
-        waits = [cell for cell in placed.values() if cell.action.kind in SEND_WAITS]
+        placed = {(c.rank, str(c.action)): c for c in layout(read_table(LATEST / TABLE)).entries}
+        waits = [entry for entry in placed.values() if entry.action.kind in SEND_WAITS]
         homes = read_table(LATEST / TABLE).stage_to_rank
 
         assert 16 == len(waits)

@@ -47,7 +47,13 @@ def test_the_kernel_has_the_specifications() -> None:
 
 def test_consumer_bits_do_not_overlap() -> None:
     """Each consumer has a bit of its own, and a reservation none of theirs."""
-    bits = [constants.DI, constants.DW, constants.OUT, constants.GRAD, constants.RESERVED]
+    bits = [
+        constants.DGRAD_BIT,
+        constants.WGRAD_BIT,
+        constants.OUT_BIT,
+        constants.GRAD_BIT,
+        constants.RESERVED,
+    ]
 
     assert sum(bits) == 0b11111
     assert all(bit.bit_count() == 1 for bit in bits)

@@ -259,7 +259,7 @@ def test_a_refusing_path_that_writes_is_refused() -> None:
     composed = transitions(scope.omit)
     broken = type(composed)(composed.relations, {**composed.functions, "drop": _writes_first})
 
-    with pytest.raises(ValueError, match=r"drop writes on its way to refuse ownership\.pending"):
+    with pytest.raises(ValueError, match=r"drop writes on its way to refuse ownership\.in-flight"):
         run(scope, batch=True, composed=broken)
 
 
@@ -268,7 +268,7 @@ def _writes_first(st, key, ref):  # type: ignore[no-untyped-def]
 
     st.generation[ref.slot] = st.generation[ref.slot] + 1
     if st.held[ref.slot] == 0:
-        raise Refused("ownership.pending")
+        raise Refused("ownership.in-flight")
 
 
 def test_findings_become_a_report() -> None:

@@ -20,7 +20,7 @@ from qeffect.engine.memory import Memory
 from qeffect.engine.stage import OPTIONAL, STATE, TRANSITIONS
 from qeffect.refusals import Refused
 from qeffect.relations.columns import CONFIG, Column
-from qeffect.relations.constants import GRAD, OUT
+from qeffect.relations.constants import GRAD_BIT, OUT_BIT
 from qeffect.verification.batch.program import Bundle, Evaluation, Program
 from qeffect.verification.explorer import Scope
 from qeffect.verification.explorer.plain import explore
@@ -41,7 +41,7 @@ SCOPES = {
         generation_max=1,
         epochs=2,
         tickets=True,
-        readers=OUT | GRAD,
+        readers=OUT_BIT | GRAD_BIT,
         reduces=True,
     ),
     "bare": Scope(
@@ -95,7 +95,7 @@ def _values(sort: str, n: dict[str, int], *, sentinel: bool) -> st.SearchStrateg
     return st.integers(0, 3) if sort == "opaque" else st.integers(-1, 3)
 
 
-def _presented(name: str, state: bytes, index: int) -> tuple[str, Numbers, dict[str, int]]:
+def _offered(name: str, state: bytes, index: int) -> tuple[str, Numbers, dict[str, int]]:
     """Return a move in a state as a transition, a memory and flat arguments."""
     walker, *_ = _explored(name)
     walker.memory.thaw(state)
@@ -116,7 +116,7 @@ def _example(data: st.DataObject, name: str) -> tuple[str, Numbers, dict[str, in
     else:
         moves = [i for i, move in enumerate(walker.moves) if move.label == transition]
         state, index = data.draw(st.sampled_from(states)), data.draw(st.sampled_from(moves))
-    _, columns, arguments = _presented(name, state, index)
+    _, columns, arguments = _offered(name, state, index)
     for _ in range(data.draw(st.sampled_from([0, 0, 0, 0, 1, 2]))):
         column = data.draw(st.sampled_from(sorted(COLUMNS)))
         index = data.draw(st.integers(0, len(columns[column]) - 1))
@@ -221,7 +221,7 @@ def test_one_path_predicts_each_run(name: str) -> None:
 
     for pairs in _explored(name)[2].values():
         for state, index in pairs[:3]:
-            predict(*_presented(name, state, index))
+            predict(*_offered(name, state, index))
     predict_any()
     assert set(_explored(name)[2]) == {t for t, clause in seen if clause is None}
     assert CLAUSES_MET[name] <= len({clause for _, clause in seen})

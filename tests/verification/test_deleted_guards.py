@@ -38,9 +38,9 @@ GUARDS = [site for site in sites() if site.kind == "guard"]
 UNREACHED = {
     ("version.check_dgrad_guards", "version.wrong-epoch"),
     ("version.check_wgrad_guards", "version.wrong-epoch"),
-    ("order.commit_epoch_guards", "order.pending"),
-    ("order.checkpoint_guards", "persistence.pending-action"),
-    ("order.restore_guards", "order.pending"),
+    ("order.commit_epoch_guards", "order.in-flight"),
+    ("order.checkpoint_guards", "persistence.action-in-flight"),
+    ("order.restore_guards", "order.in-flight"),
 }
 
 #: One guard of each relation, and one whose clause other transitions keep.
@@ -48,7 +48,7 @@ SAMPLE = [
     ("check_dgrad", "ownership.stale-reference"),
     ("check_forward", "version.stale-cache"),
     ("check_dgrad", "order.token"),
-    ("check_wgrad", "arena.pending"),
+    ("check_wgrad", "arena.in-flight"),
     ("check_wgrad", "completion.caller-to-graph"),
     ("start_reduction", "reduction.before-final"),
     ("commit_epoch", "epoch.not-final"),

@@ -134,7 +134,7 @@ def test_progress_is_a_line() -> None:
         ({"omit": ("ownership",)}, "unknown ownership"),
         ({"only": ("forward",)}, "unknown forward"),
         ({"domains": (1,)}, "numbered from 0"),
-        ({"readers": 3}, "bits of OUT | GRAD"),
+        ({"readers": 3}, "bits of OUT_BIT | GRAD_BIT"),
         ({"fresh_keys": True}, "fresh keys need"),
     ],
 )
@@ -209,13 +209,13 @@ def _without(function: str, marker: str) -> dict[str, ast.FunctionDef]:
         ),
         (
             "ownership.require_reference",
-            "ownership.pending",
+            "ownership.in-flight",
             standard_scopes()["stage-tickets"],
             "",
         ),
         (
             "order.check_dgrad_guards",
-            "order.pending",
+            "order.in-flight",
             standard_scopes()["stage-tickets"],
             "order.busy-with-forward-or-dgrad",
         ),
@@ -253,7 +253,7 @@ def test_a_refusal_that_writes_is_found() -> None:
     violation = run(scope, composed=broken).violation
 
     assert violation is not None
-    assert "drop refused (ownership.pending) and yet changed the state" in violation
+    assert "drop refused (ownership.in-flight) and yet changed the state" in violation
 
 
 def _drop_that_writes_first(st, key, ref):  # type: ignore[no-untyped-def]
@@ -261,7 +261,7 @@ def _drop_that_writes_first(st, key, ref):  # type: ignore[no-untyped-def]
 
     st.generation[ref.slot] = st.generation[ref.slot] + 1
     if st.held[ref.slot] == 0:
-        raise Refused("ownership.pending")
+        raise Refused("ownership.in-flight")
 
 
 def test_moves_follow_from_parameters() -> None:

@@ -12,7 +12,7 @@ from qeffect.verification.lint import BOUNDARY, RULES, Finding, lint, lint_sourc
 _DRAIN = "def drain_writes(st, domain):"
 _RESTORE = "def restore_writes(st, epoch, incarnation):"
 _HEADER = """\
-STATE = {"mine": Column("stage"), "pending": Column("slot")}
+STATE = {"mine": Column("stage"), "consumers": Column("slot")}
 """
 
 
@@ -161,7 +161,7 @@ def free(st, stage):
 def start_reduction_guards(st, stage):
     d = st.domain_of[stage]
     if st.busy[d] != 0 or not (st.mine[stage] & 1 == 0):
-        raise Refused("order.pending")
+        raise Refused("order.in-flight")
 
 
 def start_reduction_writes(st, stage):
@@ -174,7 +174,7 @@ def start_reduction_writes(st, stage):
 
 def checkpoint_guards(st):
     if not st.every(st.mine, 0):
-        raise Refused("order.pending")
+        raise Refused("order.in-flight")
 
 
 def restore_writes(st, epoch, incarnation):

@@ -208,7 +208,13 @@ class TestFaults:
                 10,
             ),
             ("completion", "wait_writes", "waited", "a legal call was refused: completion.gr", 12),
-            ("order", "commit_dgrad_writes", "busy", "a legal call was refused: order.pending", 20),
+            (
+                "order",
+                "commit_dgrad_writes",
+                "busy",
+                "a legal call was refused: order.in-flight",
+                20,
+            ),
             (
                 "reduction",
                 "commit_epoch_guards",
@@ -272,7 +278,7 @@ class TestFaults:
         @impossible("ownership.nothing-lives", s="slot")
         def nothing_lives(st: Any, s: Any) -> Any:
             """No slot is ever used."""
-            return st.pending[s] == 0
+            return st.consumers[s] == 0
 
         monkeypatch.setattr(driver, "INVARIANTS", impossible)
         failure = machine.run(40).failure

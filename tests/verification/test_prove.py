@@ -103,7 +103,7 @@ def test_what_is_covered_is_needed_elsewhere() -> None:
     taken = {(w.transition, w.path.partition("#")[0]): w.verdict for w in witnesses(scope)}
 
     for transition in ("commit_epoch", "restore"):
-        assert "sat" == taken[transition, "order.pending"]
+        assert "sat" == taken[transition, "order.in-flight"]
 
 
 def test_every_composition_is_proved_that_a_contract_may_have() -> None:
@@ -132,7 +132,7 @@ NEEDED = [
     ("check_dgrad", "ownership.stale-reference", "ownership.right-reference"),
     ("check_forward", "version.stale-cache", "version.cache-of-the-key"),
     ("check_forward", "order.token", "order.threaded"),
-    ("check_wgrad", "arena.pending", "arena.right-destination"),
+    ("check_wgrad", "arena.in-flight", "arena.right-destination"),
     ("check_wgrad", "completion.caller-to-graph", "completion.replay-after-caller"),
     ("commit_epoch", "epoch.not-final", "epoch.commit"),
     ("finish_reduction", "reduction.not-started", "reduction.running"),

@@ -121,7 +121,7 @@ def test_reads_and_writes_are_read_off_the_composed_function() -> None:
     found = dependence(transitions(omit=OPTIONAL).check_wgrad)
 
     assert {"held": frozenset({"serial"}), "serial": frozenset({"serial"})} == found.writes
-    assert {"pending", "generation", "cell_at", "epoch_at", "held", "incarnation"} == found.guards
+    assert {"consumers", "generation", "cell_at", "epoch_at", "held", "incarnation"} == found.guards
     assert {
         "key.cell",
         "key.epoch",

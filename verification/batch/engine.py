@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from qeffect.engine.stage import STATE, TRANSITIONS, Transitions
 from qeffect.relations.columns import CONFIG, Column
-from qeffect.relations.constants import DI, DW, RESERVED
+from qeffect.relations.constants import DGRAD_BIT, RESERVED, WGRAD_BIT
 from qeffect.spec.predicates import Predicate
 from qeffect.verification.explorer.moves import EVIDENCE, Move, Rel
 from qeffect.verification.explorer.properties import instances_of
@@ -276,11 +276,11 @@ def _owed(chunk: Chunk, move: Move) -> Value:
         return own
     slot = move.arguments["slot"]
     assert isinstance(slot, int)
-    mask: Value = chunk.entry("pending", slot)
+    mask: Value = chunk.entry("consumers", slot)
     waiting = mask == RESERVED
     if action == "forward":
         return waiting
-    dgrad = (mask & DI) != 0
+    dgrad = (mask & DGRAD_BIT) != 0
     if action == "dgrad":
         return conjoin(dgrad, negate(waiting))
-    return conjoin(negate(dgrad), conjoin((mask & DW) != 0, negate(waiting)))
+    return conjoin(negate(dgrad), conjoin((mask & WGRAD_BIT) != 0, negate(waiting)))

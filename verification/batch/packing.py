@@ -43,7 +43,7 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
     most = max(scope.cells) if "order" not in scope.omit else tapes
     ticket = (0, n["slot"] + n["stage"] if scope.tickets else 0)
     bounds = {
-        "pending": (0, RESERVED),
+        "consumers": (0, RESERVED),
         "generation": (0, scope.generation_max),
         "cell_at": (-1, n["cell"] - 1),
         "epoch_at": epoch,

@@ -79,7 +79,7 @@ class Quotient:
         """Bring a draft into normal form, in place."""
         changed = draft.changed
         touched = {column for column, _ in changed}
-        if touched & {"pending", "produced"}:
+        if touched & {"consumers", "produced"}:
             self._free_slots(draft)
             touched = {column for column, _ in changed}
         if "serial" in touched or touched & set(TICKETS):
@@ -98,13 +98,13 @@ class Quotient:
     def _free_slots(self, draft: Draft) -> None:
         changed = draft.changed
         for slot in range(self.n["slot"]):
-            mask = draft.entry("pending", slot)
+            mask = draft.entry("consumers", slot)
             free = mask == 0
-            if ("pending", slot) in changed:
+            if ("consumers", slot) in changed:
                 changed["cell_at", slot] = select(free, -1, draft.entry("cell_at", slot))
                 changed["epoch_at", slot] = select(free, NEVER, draft.entry("epoch_at", slot))
             if "produced" in self.kept and (
-                ("pending", slot) in changed or ("produced", slot) in changed
+                ("consumers", slot) in changed or ("produced", slot) in changed
             ):
                 idle = free | (mask == RESERVED)
                 changed["produced", slot] = select(idle, 0, draft.entry("produced", slot))

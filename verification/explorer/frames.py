@@ -10,7 +10,7 @@ from itertools import product
 from attrs import evolve, field, frozen
 
 from qeffect.engine.stage import TRANSITIONS, Transitions
-from qeffect.relations.constants import DI, DW, GRAD, NO_SLOT, OUT, RESERVED
+from qeffect.relations.constants import DGRAD_BIT, GRAD_BIT, NO_SLOT, OUT_BIT, RESERVED, WGRAD_BIT
 
 from .cone import Dependence, dependence, visible_columns
 from .moves import ACTIONS, EVIDENCE, Move, Rel, Value, Where
@@ -166,7 +166,7 @@ class Maker:
             "link": self.links(domain),
             "refresh": (0, 1),
             "first": (0, 1),
-            "bit": (OUT, GRAD, DI, DW),
+            "bit": (OUT_BIT, GRAD_BIT, DGRAD_BIT, WGRAD_BIT),
         }
         return {name: v for name, v in values.items() if name in parameters}
 
@@ -241,9 +241,9 @@ class Maker:
         if slot == NO_SLOT or self.config["slot_stage"][slot] != stage:
             yield Frame({**key, "key.epoch": self.now(cell)}, choices, fits=False)
             return
-        free, idle = Where("pending", slot, 0), Where("slot_of", cell, NO_SLOT)
+        free, idle = Where("consumers", slot, 0), Where("slot_of", cell, NO_SLOT)
         busy = evolve(free, equal=False)
-        reserved = Where("pending", slot, RESERVED)
+        reserved = Where("consumers", slot, RESERVED)
         own = Where("cell_at", slot, cell)
         fitting: list[tuple[Where, ...]] = [(free, idle)]
         unfit: list[tuple[Where, ...]] = [(free, evolve(idle, equal=False))]

@@ -98,9 +98,9 @@ def explore(
             buffer[:] = state
             for group in walker.ready():
                 for ready in group:
-                    pending: Ready | None = ready
-                    while pending is not None:
-                        index, first, arguments, last, place, evidence, rules, pending = pending
+                    waiting: Ready | None = ready
+                    while waiting is not None:
+                        index, first, arguments, last, place, evidence, rules, waiting = waiting
                         try:
                             ticket = first(memory, *arguments)
                             if last is not None:

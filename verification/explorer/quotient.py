@@ -45,11 +45,11 @@ def normal_form(scope: Scope, memory: FlatMemory) -> tuple[Rule, ...]:
     """
     n = sizes(scope)
     found: list[tuple[tuple[str, ...], str, Callable[[], Callable[[], None]]]] = [
-        (("pending", "produced"), "pending", lambda: _free_slots(scope, memory)),
+        (("consumers", "produced"), "consumers", lambda: _free_slots(scope, memory)),
         ((*TICKETS, "serial"), "serial", lambda: _tickets(memory)),
         (("submitted", "joined"), "submitted", lambda: _joins(memory, n["link"])),
         (
-            ("pending", "produced", "landed", "waited", "replays"),
+            ("consumers", "produced", "landed", "waited", "replays"),
             "replays",
             lambda: _ranks(scope, memory),
         ),
@@ -66,13 +66,13 @@ def normal_form(scope: Scope, memory: FlatMemory) -> tuple[Rule, ...]:
 def _free_slots(scope: Scope, st: Any) -> Callable[[], None]:
     """A free slot's last tenant is never asked for, nor is its output before its forward ran."""
     members = range(sizes(scope)["slot"])
-    pending, cell_at, epoch_at = st.pending, st.cell_at, st.epoch_at
+    consumers, cell_at, epoch_at = st.consumers, st.cell_at, st.epoch_at
     produced = st.produced if "produced" in st.layout else None
     forwarded, slot_of = st.forwarded if scope.fresh_keys else None, st.slot_of
 
     def rule() -> None:
         for slot in members:
-            mask = pending[slot]
+            mask = consumers[slot]
             if mask == 0:
                 cell = cell_at[slot]
                 if cell != -1:

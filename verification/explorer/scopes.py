@@ -11,7 +11,7 @@ from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, instance_of
 
 from qeffect.engine.stage import OPTIONAL, TRANSITIONS
-from qeffect.relations.constants import DI, DW, GRAD, OUT
+from qeffect.relations.constants import DGRAD_BIT, GRAD_BIT, OUT_BIT, WGRAD_BIT
 
 __all__ = [
     "Scope",
@@ -76,7 +76,7 @@ class Scope:
         only: Transitions that take part; all by default.
         tickets: Explore checks, commits and aborts one by one, with several tickets outstanding.
             Otherwise a check runs in one step with its commit, or with its abort.
-        readers: Output and gradient readers of every tape: bits of OUT | GRAD.
+        readers: Output and gradient readers of every tape: bits of OUT_BIT | GRAD_BIT.
         reduces: Stages reduce their gradients.
         accumulate: One accumulating buffer for each stage, or else one buffer for each cell.
         shared_pool: The slots of a domain share one capture-memory pool.
@@ -120,8 +120,8 @@ class Scope:
             unknown = sorted(set(given) - set(known))
             if unknown:
                 raise ValueError(f"scope {self.name}: unknown {', '.join(unknown)}")
-        if self.readers & ~(OUT | GRAD):
-            raise ValueError(f"scope {self.name}: readers are bits of OUT | GRAD")
+        if self.readers & ~(OUT_BIT | GRAD_BIT):
+            raise ValueError(f"scope {self.name}: readers are bits of OUT_BIT | GRAD_BIT")
         if self.fresh_keys and ("version" not in self.omit or "finalize" in self.transitions):
             raise ValueError(f"scope {self.name}: fresh keys need the epoch to be out of play")
 
@@ -184,7 +184,7 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
         "slot_stage": slot_stage,
         "domain_of": list(scope.domain_of),
         "domain_at": [link % n["domain"] for link in range(n["link"])],
-        "owes": [DI | DW | scope.readers] * n["stage"],
+        "owes": [DGRAD_BIT | WGRAD_BIT | scope.readers] * n["stage"],
         "matrices": [1] * n["stage"],
         "cells": list(scope.cells),
         "declared": [int(scope.declared)] * n["domain"],
@@ -251,7 +251,7 @@ def standard_scopes() -> Mapping[str, Scope]:
             cells=(1,),
             generation_max=1,
             epochs=2,
-            readers=OUT | GRAD,
+            readers=OUT_BIT | GRAD_BIT,
             reduces=True,
         ),
         Scope(
@@ -260,7 +260,7 @@ def standard_scopes() -> Mapping[str, Scope]:
             cells=(1, 1),
             domains=(0, 1),
             generation_max=1,
-            readers=OUT,
+            readers=OUT_BIT,
             only=_READ,
             omit=("arena", "capture", "order", "reduction"),
         ),

@@ -12,7 +12,7 @@ from attrs import define, field, frozen
 
 from qeffect.engine.stage import STATE, TRANSITIONS, Transitions, transitions
 from qeffect.refusals import Refused
-from qeffect.relations.constants import DI, DW, RESERVED
+from qeffect.relations.constants import DGRAD_BIT, RESERVED, WGRAD_BIT
 
 from .cone import dependence, visible_columns
 from .flat import FlatMemory
@@ -244,16 +244,16 @@ class Walker:
         memory.thaw(state)
         for group in list(self.ready()):
             for ready in group:
-                pending: Ready | None = ready
-                while pending is not None:
-                    index, first, arguments, last, place, evidence, rules, twin = pending
-                    clause, pending = None, twin
+                waiting: Ready | None = ready
+                while waiting is not None:
+                    index, first, arguments, last, place, evidence, rules, twin = waiting
+                    clause, waiting = None, twin
                     try:
                         ticket = first(memory, *arguments)
                         if last is not None:
                             last(memory, place, ticket, *evidence)
                     except Refused as refused:
-                        clause, pending = refused.clause, None
+                        clause, waiting = refused.clause, None
                         memory.thaw(state)
                     else:
                         for rule in rules:
@@ -297,7 +297,7 @@ def _owed(st: Any, move: Move) -> bool:
     if action == "refresh":
         ticket = st.refreshing[move.arguments["stage"]]
         return ticket not in list(st.held)
-    mask = st.pending[move.arguments["slot"]]
+    mask = st.consumers[move.arguments["slot"]]
     if mask == RESERVED:
         return action == "forward"
-    return action == ("dgrad" if mask & DI else "wgrad" if mask & DW else "")
+    return action == ("dgrad" if mask & DGRAD_BIT else "wgrad" if mask & WGRAD_BIT else "")

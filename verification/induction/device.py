@@ -8,7 +8,7 @@ A stage's reduction is where the contract says, and of gradients that were final
 
 from __future__ import annotations
 
-from qeffect.spec.constants import DI, DW, NO_SLOT, NO_STAGE, RESERVED
+from qeffect.spec.constants import DGRAD_BIT, NO_SLOT, NO_STAGE, RESERVED, WGRAD_BIT
 from qeffect.spec.predicates import Register, implies
 from qeffect.spec.world import DONE, NONE, RUNNING
 
@@ -40,7 +40,7 @@ def in_pool(st: State, h: History, s: Index) -> Truth:
     """A slot keeps memory in its pool from the check of its forward on."""
     kept = retained(st, s) | (live(st, s) & in_flight(st, s))
     return (kept & (h.in_pool[s] == 1)) | (
-        (h.in_pool[s] == 0) & (free(st, s) | ((st.pending[s] == RESERVED) & (st.held[s] == 0)))
+        (h.in_pool[s] == 0) & (free(st, s) | ((st.consumers[s] == RESERVED) & (st.held[s] == 0)))
     )
 
 
@@ -78,11 +78,11 @@ def cursor(st: State, h: History, s: Index) -> Truth:
 @HISTORY("capture.last-rank", s="slot")
 def last_rank(st: State, h: History, s: Index) -> Truth:
     """A tape's latest replay is the one that its mask, and the action in flight, say."""
-    idle, mask = st.held[s] == 0, st.pending[s]
+    idle, mask = st.held[s] == 0, st.consumers[s]
     begun = (mask == RESERVED) & in_flight(st, s)
-    forwarded = retained(st, s) & awaits(st, s, DI)
+    forwarded = retained(st, s) & awaits(st, s, DGRAD_BIT)
     forward = implies(begun | (forwarded & idle), h.last_rank[s] == st.forward_rank[s])
-    deferred = retained(st, s) & idle & (mask & (DI | DW) == DW)
+    deferred = retained(st, s) & idle & (mask & (DGRAD_BIT | WGRAD_BIT) == WGRAD_BIT)
     dgrad = (forwarded & in_flight(st, s)) | deferred
     return forward & implies(dgrad, h.last_rank[s] == st.dgrad_rank[s])
 

@@ -2,7 +2,7 @@
 What is always true of the gradients: of an epoch's counts of them and of the buffers they lie in.
 
 The counts say which cells' dW ran, a stage that is final has every one of them, and one that a
-failure ruined is spoiled and never final. A buffer holds gradients of the one epoch that it was
+failure spoiled is spoiled and never final. A buffer holds gradients of the one epoch that it was
 opened in, at most one dW writes it, and a cell is bound to it before its dI runs.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["HISTORY"]
 HISTORY = Register()
 
 
-# Epoch: whole, and never when ruined
+# Epoch: whole, and never when spoiled
 
 
 @HISTORY("epoch.counts", g="stage")
@@ -49,11 +49,11 @@ def every_place_taken(st: State, h: History, g: Index, i: Index) -> Truth:
     return implies((0 <= i) & (i < st.cells[g]), (st.stage_of[cell] == g) & (h.place[cell] == i))
 
 
-@HISTORY("epoch.ruined", g="stage")
-def ruined(st: State, h: History, g: Index) -> Truth:
-    """An epoch that a failure ruined is spoiled."""
-    marked = implies(h.ruined[g] == now(st, g), st.spoiled[g] == now(st, g))
-    return marked & (h.ruined[g] <= now(st, g)) & (h.half_written[g] <= h.ruined[g])
+@HISTORY("epoch.spoiled-is-marked", g="stage")
+def spoiled_is_marked(st: State, h: History, g: Index) -> Truth:
+    """An epoch that a failure spoiled is spoiled."""
+    marked = implies(h.spoiled[g] == now(st, g), st.spoiled[g] == now(st, g))
+    return marked & (h.spoiled[g] <= now(st, g)) & (h.half_written[g] <= h.spoiled[g])
 
 
 @HISTORY("epoch.half-written", g="stage")

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from qeffect.spec.constants import DI, DW, NEVER, RESERVED
+from qeffect.spec.constants import DGRAD_BIT, NEVER, RESERVED, WGRAD_BIT
 from qeffect.spec.predicates import choose
 from qeffect.spec.promises.words import domain_of_slot
 from qeffect.spec.world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, WGRAD
@@ -68,8 +68,8 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("stage", "cached", "fill_of_epoch", initial=NEVER),
     **_each("stage", "fills", "filled_after"),
     **_each("stage", "lost", values="flag"),
-    # The last epoch whose gradients a failure ruined, or left half written.
-    **_each("stage", "ruined", "half_written", initial=NEVER),
+    # The last epoch whose gradients a failure spoiled, or left half written.
+    **_each("stage", "spoiled", "half_written", initial=NEVER),
     **_each("stage", "reduction"),
     # Scaling updates since the last restore, and of this epoch; F, dI and refreshes in flight;
     # whether scaling state is broken, whether it was touched since the last commit and by whose F
@@ -337,7 +337,7 @@ def abort_forward(st: State, h: History, slot: Any, ticket: Any) -> None:
     s = st.slot_stage[slot]
     end(st, h, slot)
     break_update(h, st.domain_of[s])
-    h.ruined[s] = h.tenant_epoch[slot]
+    h.spoiled[s] = h.tenant_epoch[slot]
     vacate(st, h, slot)
     redeem(h, ticket)
 
@@ -363,7 +363,7 @@ def commit_dgrad(st: State, h: History, slot: Any, ticket: Any, queued: Any) -> 
     h.ran_dgrad[cell] = h.ran_dgrad[cell] + 1
     h.num_dgrads[s] = h.num_dgrads[s] + 1
     h.queued[slot] = queued
-    h.owing[slot] = h.owing[slot] & ~DI
+    h.owing[slot] = h.owing[slot] & ~DGRAD_BIT
     h.seen[0] = choose(slot == h.slot[0], 0, h.seen[0])
     redeem(h, ticket)
 
@@ -403,7 +403,7 @@ def commit_wgrad(st: State, h: History, slot: Any, ticket: Any, covered: Any) ->
     h.num_wgrads[s] = h.num_wgrads[s] + 1
     h.ran_wgrad[cell] = h.ran_wgrad[cell] + 1
     h.seen_gradients[0] = choose(s == h.stage[0], 0, h.seen_gradients[0])
-    visit(st, h, slot, DW)
+    visit(st, h, slot, WGRAD_BIT)
     redeem(h, ticket)
 
 
@@ -413,7 +413,7 @@ def abort_wgrad(st: State, h: History, slot: Any, ticket: Any) -> None:
     end(st, h, slot)
     h.writers[buffer] = h.writers[buffer] - 1
     h.half_written[s] = h.tenant_epoch[slot]
-    h.ruined[s] = h.tenant_epoch[slot]
+    h.spoiled[s] = h.tenant_epoch[slot]
     vacate(st, h, slot)
     redeem(h, ticket)
 
@@ -423,7 +423,7 @@ def finish_read(st: State, h: History, key: Any, ref: Any, bit: Any) -> None:
 
 
 def drop(st: State, h: History, key: Any, ref: Any) -> None:
-    h.ruined[key.stage] = key.epoch
+    h.spoiled[key.stage] = key.epoch
     vacate(st, h, ref.slot)
 
 
@@ -463,7 +463,7 @@ def finish_reduction(st: State, h: History, stage: Any) -> None:
 
 def fail_reduction(st: State, h: History, stage: Any) -> None:
     h.reduction[stage] = NONE
-    h.ruined[stage] = h.weights[0]
+    h.spoiled[stage] = h.weights[0]
 
 
 def forget_epoch(st: State, h: History) -> None:
@@ -488,7 +488,7 @@ def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
     h.weights[0] = epoch
     forget_epoch(st, h)
     st.fill(h.cached, NEVER)
-    st.fill(h.ruined, NEVER)
+    st.fill(h.spoiled, NEVER)
     st.fill(h.half_written, NEVER)
     st.fill(h.content, NEVER)
     st.fill(h.updates, 0)

@@ -7,7 +7,7 @@ may keep others.
 
 from __future__ import annotations
 
-from qeffect.spec.constants import DI, DW, GRAD, NEVER, NO_STAGE, RESERVED
+from qeffect.spec.constants import DGRAD_BIT, GRAD_BIT, NEVER, NO_STAGE, RESERVED, WGRAD_BIT
 from qeffect.spec.predicates import Register, implies
 
 from .words import Index, State, Truth, awaits, domain_of_slot, live, retained
@@ -24,9 +24,11 @@ MEMORY = Register()
 @MEMORY("ownership.consumers", s="slot")
 def consumers(st: State, s: Index) -> Truth:
     """A retained tape waits only for configured consumers, dI before dW and gradient readers."""
-    mask, owes = st.pending[s], st.owes[st.slot_stage[s]]
+    mask, owes = st.consumers[s], st.owes[st.slot_stage[s]]
     configured = (mask | owes) == owes
-    before_dgrad = implies((mask & DI) != 0, (mask & (DW | GRAD)) == (owes & (DW | GRAD)))
+    before_dgrad = implies(
+        (mask & DGRAD_BIT) != 0, (mask & (WGRAD_BIT | GRAD_BIT)) == (owes & (WGRAD_BIT | GRAD_BIT))
+    )
     return implies(retained(st, s), configured & before_dgrad)
 
 
@@ -126,7 +128,7 @@ def one_slot(st: State, a: Index, b: Index) -> Truth:
 @MEMORY("order.busy-with-forward-or-dgrad", s="slot")
 def busy_with_forward_or_dgrad(st: State, s: Index) -> Truth:
     """A domain is busy with the F or dI in flight on one of its slots."""
-    updates = (st.pending[s] == RESERVED) | awaits(st, s, DI)
+    updates = (st.consumers[s] == RESERVED) | awaits(st, s, DGRAD_BIT)
     return implies((st.held[s] != 0) & updates, st.busy[domain_of_slot(st, s)] == st.held[s])
 
 
@@ -139,7 +141,7 @@ def busy_with_refresh(st: State, g: Index) -> Truth:
 @MEMORY("arena.writing-with-wgrad", s="slot")
 def writing_with_wgrad(st: State, s: Index) -> Truth:
     """A buffer is reserved for the dW in flight on a slot."""
-    wgrad = retained(st, s) & (st.pending[s] & DI == 0)
+    wgrad = retained(st, s) & (st.consumers[s] & DGRAD_BIT == 0)
     buffer = st.buffer_of[st.cell_at[s]]
     return implies((st.held[s] != 0) & wgrad, st.writing[buffer] == st.held[s])
 

@@ -43,10 +43,10 @@ def fill_in_progress(st: State, h: History, g: Index) -> Truth:
 def filled_by_forward(st: State, h: History, s: Index, g: Index) -> Truth:
     """The F that fills a cache is in flight on a slot of its stage, and its fill was not lost."""
     here = (st.filling[g] == st.held[s]) & (st.held[s] != 0)
-    forward = live(st, s) & (st.pending[s] == RESERVED) & (st.slot_stage[s] == g)
+    forward = live(st, s) & (st.consumers[s] == RESERVED) & (st.slot_stage[s] == g)
     fills = forward & (h.filling[s] != 0) & (h.lost[g] == 0)
     return implies(here, fills) & implies(
-        in_flight(st, s) & (st.pending[s] == RESERVED) & (h.filling[s] != 0),
+        in_flight(st, s) & (st.consumers[s] == RESERVED) & (h.filling[s] != 0),
         st.filling[st.slot_stage[s]] == st.held[s],
     )
 
@@ -71,7 +71,7 @@ def filled_just_before(st: State, h: History, g: Index) -> Truth:
 def undisturbed_fill(st: State, h: History, s: Index) -> Truth:
     """No F of another stage, and no dI, is in flight between a refresh and its first forward."""
     waiting = st.refreshed[domain_of_slot(st, s)]
-    own = (st.pending[s] == RESERVED) & (waiting == st.slot_stage[s])
+    own = (st.consumers[s] == RESERVED) & (waiting == st.slot_stage[s])
     return implies(update_in_flight(st, s), (waiting == NO_STAGE) | own)
 
 
@@ -80,7 +80,7 @@ def first_forward_shows(st: State, h: History, g: Index) -> Truth:
     """An epoch's first forward of a stage shows in its counts, in flight, or as a failure."""
     d = st.domain_of[g]
     s = h.updater[d]
-    flying = (s != NO_SLOT) & (st.held[s] != 0) & (st.pending[s] == RESERVED)
+    flying = (s != NO_SLOT) & (st.held[s] != 0) & (st.consumers[s] == RESERVED)
     shows = (h.num_forwards[g] != 0) | (st.poisoned[d] != 0) | (flying & (st.slot_stage[s] == g))
     return implies(h.fill_of_epoch[g] != NEVER, shows)
 
@@ -130,7 +130,7 @@ def counts(st: State, h: History, g: Index) -> Truth:
 def touched(st: State, h: History, d: Index) -> Truth:
     """Scaling state that was touched since the last commit shows it."""
     g, s, r = h.toucher[d], h.updater[d], h.refresher[d]
-    forward = (s != NO_SLOT) & (st.held[s] == st.busy[d]) & (st.pending[s] == RESERVED)
+    forward = (s != NO_SLOT) & (st.held[s] == st.busy[d]) & (st.consumers[s] == RESERVED)
     refresh = (r != NO_STAGE) & (st.refreshing[r] == st.busy[d])
     shows = (
         ((st.busy[d] != 0) & (forward | refresh))
@@ -144,7 +144,7 @@ def touched(st: State, h: History, d: Index) -> Truth:
 @HISTORY("order.toucher", s="slot")
 def toucher(st: State, h: History, s: Index) -> Truth:
     """An F in flight is the last that touched its domain."""
-    forward = in_flight(st, s) & (st.pending[s] == RESERVED)
+    forward = in_flight(st, s) & (st.consumers[s] == RESERVED)
     return implies(forward, h.toucher[domain_of_slot(st, s)] == st.slot_stage[s])
 
 

@@ -9,7 +9,7 @@ that is out finds, when it is redeemed, what was reserved for it.
 
 from __future__ import annotations
 
-from qeffect.spec.constants import DI, DW, NO_SLOT, NO_STAGE, RESERVED
+from qeffect.spec.constants import DGRAD_BIT, NO_SLOT, NO_STAGE, RESERVED, WGRAD_BIT
 from qeffect.spec.predicates import Register, implies
 from qeffect.spec.world import DGRAD, FORWARD, NONE, REFRESH, WGRAD
 
@@ -41,17 +41,17 @@ def ran_is_marked(st: State, h: History, c: Index) -> Truth:
 def progress(st: State, h: History, s: Index) -> Truth:
     """What a slot's mask says of its cell is what ran."""
     c = st.cell_at[s]
-    claimed = implies(st.pending[s] == RESERVED, h.ran_forward[c] == 0)
+    claimed = implies(st.consumers[s] == RESERVED, h.ran_forward[c] == 0)
     forwarded = implies(retained(st, s), h.ran_forward[c] == 1)
-    dgrad = implies(retained(st, s), awaits(st, s, DI) == (h.ran_dgrad[c] == 0))
-    wgrad = implies(retained(st, s), awaits(st, s, DW) == (h.ran_wgrad[c] == 0))
+    dgrad = implies(retained(st, s), awaits(st, s, DGRAD_BIT) == (h.ran_dgrad[c] == 0))
+    wgrad = implies(retained(st, s), awaits(st, s, WGRAD_BIT) == (h.ran_wgrad[c] == 0))
     return claimed & forwarded & dgrad & wgrad
 
 
 @HISTORY("ownership.deferred-whole", s="slot")
 def deferred_whole(st: State, h: History, s: Index) -> Truth:
     """Between dI and dW a tape keeps deferred work of every matrix."""
-    after_dgrad = retained(st, s) & (st.pending[s] & DI == 0)
+    after_dgrad = retained(st, s) & (st.consumers[s] & DGRAD_BIT == 0)
     return implies(after_dgrad, h.queued[s] == st.matrices[st.slot_stage[s]])
 
 
@@ -91,9 +91,12 @@ def outstanding(st: State, h: History) -> Truth:
     t, s, kind = h.ticket[0], h.ticket_slot[0], h.outstanding[0]
     held = (s != NO_SLOT) & (st.held[s] == t) & (t != 0)
     return (
-        implies(kind == FORWARD, held & (st.pending[s] == RESERVED))
-        & implies(kind == DGRAD, held & retained(st, s) & awaits(st, s, DI))
-        & implies(kind == WGRAD, held & retained(st, s) & (st.pending[s] & (DI | DW) == DW))
+        implies(kind == FORWARD, held & (st.consumers[s] == RESERVED))
+        & implies(kind == DGRAD, held & retained(st, s) & awaits(st, s, DGRAD_BIT))
+        & implies(
+            kind == WGRAD,
+            held & retained(st, s) & (st.consumers[s] & (DGRAD_BIT | WGRAD_BIT) == WGRAD_BIT),
+        )
     )
 
 
@@ -109,9 +112,9 @@ def outstanding_refresh(st: State, h: History) -> Truth:
 def nothing_else(st: State, h: History, s: Index) -> Truth:
     """A ticket in flight on a slot is out, and of the kind that the mask says."""
     mine = (st.held[s] == h.ticket[0]) & (h.ticket[0] != 0)
-    forward = (st.pending[s] == RESERVED) & (h.outstanding[0] == FORWARD)
-    dgrad = retained(st, s) & awaits(st, s, DI) & (h.outstanding[0] == DGRAD)
-    wgrad = retained(st, s) & (st.pending[s] & DI == 0) & (h.outstanding[0] == WGRAD)
+    forward = (st.consumers[s] == RESERVED) & (h.outstanding[0] == FORWARD)
+    dgrad = retained(st, s) & awaits(st, s, DGRAD_BIT) & (h.outstanding[0] == DGRAD)
+    wgrad = retained(st, s) & (st.consumers[s] & DGRAD_BIT == 0) & (h.outstanding[0] == WGRAD)
     return implies(mine, (h.ticket_slot[0] == s) & (forward | dgrad | wgrad))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qeffect.spec.constants import DI, RESERVED
+from qeffect.spec.constants import DGRAD_BIT, RESERVED
 from qeffect.spec.promises.words import (
     Args,
     History,
@@ -38,12 +38,12 @@ __all__ = [
 
 def retained(st: State, slot: Index) -> Truth:
     """The forward has run and its work is kept for the consumers in the mask."""
-    return (st.pending[slot] != 0) & (st.pending[slot] != RESERVED)
+    return (st.consumers[slot] != 0) & (st.consumers[slot] != RESERVED)
 
 
 def awaits(st: State, slot: Index, bit: int) -> Truth:
     """The slot waits for a consumer."""
-    return (st.pending[slot] & bit) != 0
+    return (st.consumers[slot] & bit) != 0
 
 
 def in_flight(st: State, slot: Index) -> Truth:
@@ -53,12 +53,12 @@ def in_flight(st: State, slot: Index) -> Truth:
 
 def wgrad_in_flight(st: State, slot: Index) -> Truth:
     """That action is a dW."""
-    return in_flight(st, slot) & retained(st, slot) & (st.pending[slot] & DI == 0)
+    return in_flight(st, slot) & retained(st, slot) & (st.consumers[slot] & DGRAD_BIT == 0)
 
 
 def update_in_flight(st: State, slot: Index) -> Truth:
     """That action updates scaling state: it is an F or a dI."""
-    forward_or_dgrad = (st.pending[slot] == RESERVED) | awaits(st, slot, DI)
+    forward_or_dgrad = (st.consumers[slot] == RESERVED) | awaits(st, slot, DGRAD_BIT)
     return in_flight(st, slot) & live(st, slot) & forward_or_dgrad
 
 

@@ -28,7 +28,7 @@ UNREACHED: Final = frozenset(
         "ownership.duplicate-dgrad",
         "ownership.wgrad-before-dgrad",
         "ownership.duplicate-wgrad",
-        "persistence.pending-action",
+        "persistence.action-in-flight",
         "persistence.reduction-in-flight",
         "persistence.configuration",
     }
@@ -108,8 +108,8 @@ def two_writes_at_once() -> list[str]:
     for microbatch in (0, 1):
         d.forward(0, microbatch)
         d.dgrad(0, microbatch)
-    pending = [d.contract.check_wgrad(d.key(0, m), d.ref(0, m)) for m in (0, 1)]
-    for ticket in pending:
+    outstanding = [d.contract.check_wgrad(d.key(0, m), d.ref(0, m)) for m in (0, 1)]
+    for ticket in outstanding:
         d.contract.commit(ticket, MATRICES)
     d.finalize(0)
     return d.log.close()
@@ -138,7 +138,7 @@ _MADE: Final[Mapping[str, tuple[str, str, tuple[str | int, ...], Any]]] = {
     ),
     # The stage then accumulates into one symbolic buffer, and the buffer's number that the second
     # dW names is now that of the other stage's, whose description is equal.
-    "arena.pending": ("two-writes-at-once", "event-log", ("stages", 0, "destinations"), []),
+    "arena.in-flight": ("two-writes-at-once", "event-log", ("stages", 0, "destinations"), []),
 }
 
 

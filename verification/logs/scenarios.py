@@ -187,9 +187,9 @@ def last_generation() -> list[str]:
         d.refresh(0)
         d.forward(0, 0, block=0, slot=0)
         d.dgrad(0, 0, block=0)
-        pending = d.contract.check_wgrad(d.key(0, 0, 0), d.ref(0, 0, 0))
+        outstanding = d.contract.check_wgrad(d.key(0, 0, 0), d.ref(0, 0, 0))
         d.forward(0, 0, block=1, slot=1)
-        d.contract.commit(pending, MATRICES)
+        d.contract.commit(outstanding, MATRICES)
         d.dgrad(0, 0, block=1)
         d.wgrad(0, 0, block=1)
         d.finalize(0)
@@ -203,9 +203,9 @@ def lost_cache() -> list[str]:
         [StageConfig(s, 2, 2, matrices=MATRICES, domain="b" if s == 3 else "a") for s in range(4)],
         incarnation=0x5EED_0600,
     )
-    pending = d.contract.check_forward(d.key(2, 0), refresh=True)
+    outstanding = d.contract.check_forward(d.key(2, 0), refresh=True)
     d.refresh(3)
-    d.contract.commit(pending)
+    d.contract.commit(outstanding)
     d.refresh(1)
     d.contract.invalidate(1)
     d.refresh(1)

@@ -11,7 +11,7 @@ from attrs import evolve
 
 from qeffect.engine.stage import TRANSITIONS
 from qeffect.keys import TapeKey, TapeRef
-from qeffect.relations.constants import DI, DW, GRAD, NO_SLOT, OUT
+from qeffect.relations.constants import DGRAD_BIT, GRAD_BIT, NO_SLOT, OUT_BIT, WGRAD_BIT
 from qeffect.verification.concrete import World
 
 from .schedules import Action
@@ -37,7 +37,7 @@ def _plausible(world: World) -> Iterator[tuple[str, dict[str, Any]]]:
         domain = st.domain_of[stage]
         link = list(st.domain_at).index(domain)
         own = list(world.laid.slots[stage])
-        free = next((slot for slot in own if st.pending[slot] == 0), own[0])
+        free = next((slot for slot in own if st.consumers[slot] == 0), own[0])
         epoch = st.weight_epoch[stage]
         stale = int(st.cache_epoch[stage] != epoch)
         for cell in config.cells():
@@ -88,7 +88,7 @@ def _of_slot(world: World, slot: int, link: int) -> Iterator[tuple[str, dict[str
     first = int(st.opened[st.buffer_of[cell]] != key.epoch)
     destination = st.destination_of[cell]
     yield "check_wgrad", {**named, "destination": destination, "first": first}
-    for bit in (OUT, GRAD):
+    for bit in (OUT_BIT, GRAD_BIT):
         yield "read", {**named, "bit": bit}
         yield "finish_read", {**named, "bit": bit}
 
@@ -98,7 +98,7 @@ def _others(world: World, base: Mapping[str, Any], name: str) -> Iterator[Any]:
     st, value = world.laid.memory, base[name]
     if name == "slot":
         none = () if "ticket" in base else (NO_SLOT,)  # what a choice says that found no slot
-        yield from (slot for slot in (*none, *range(len(st.pending))) if slot != value)
+        yield from (slot for slot in (*none, *range(len(st.consumers))) if slot != value)
     elif name == "key":
         yield TapeKey(value.epoch + 1, *value.cell)
         if value.epoch:
@@ -110,7 +110,7 @@ def _others(world: World, base: Mapping[str, Any], name: str) -> Iterator[Any]:
         if value.generation:
             yield evolve(value, generation=value.generation - 1)
         yield evolve(value, incarnation=value.incarnation - 1)
-        others = (slot for slot in range(len(st.pending)) if slot != value.slot)
+        others = (slot for slot in range(len(st.consumers)) if slot != value.slot)
         yield from (evolve(value, slot=slot, generation=st.generation[slot]) for slot in others)
     elif name == "token":
         yield value + 1
@@ -122,7 +122,18 @@ def _others(world: World, base: Mapping[str, Any], name: str) -> Iterator[Any]:
     elif name in ("refresh", "first"):
         yield 1 - value
     elif name == "bit":
-        yield from (bit for bit in (DI, DW, OUT, GRAD, DI | OUT, OUT | GRAD) if bit != value)
+        yield from (
+            bit
+            for bit in (
+                DGRAD_BIT,
+                WGRAD_BIT,
+                OUT_BIT,
+                GRAD_BIT,
+                DGRAD_BIT | OUT_BIT,
+                OUT_BIT | GRAD_BIT,
+            )
+            if bit != value
+        )
     elif name in ("destination", "queued", "covered"):
         yield (*value, "another")
     elif name == "epoch":

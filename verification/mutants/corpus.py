@@ -269,7 +269,7 @@ class _Scout:
     def _settling(self, world: World) -> Iterator[Action]:
         """Leave nothing unbound and nobody waiting, so that other guards have the word."""
         st = world.laid.memory
-        for slot, mask in enumerate(st.pending):
+        for slot, mask in enumerate(st.consumers):
             cell, epoch = st.cell_at[slot], st.epoch_at[slot]
             if mask and st.bound[cell] != epoch and st.spoiled[cell[0]] != epoch:
                 yield "bind", (TapeKey(epoch, *cell), st.destination_of[cell])

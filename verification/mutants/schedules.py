@@ -15,7 +15,7 @@ from attrs import define, field
 
 from qeffect.keys import Cell, TapeKey, TapeRef
 from qeffect.layout import Layout
-from qeffect.relations.constants import DI, DW, GRAD, OUT
+from qeffect.relations.constants import DGRAD_BIT, GRAD_BIT, OUT_BIT, WGRAD_BIT
 from qeffect.verification.concrete import Setup
 
 __all__ = ["Action", "Stuck", "schedule"]
@@ -65,7 +65,7 @@ class _Bookkeeper:
         self.epoch = setup.epoch
         self.incarnation = 1
         self.serial = 0
-        self.generation = [0] * len(self.st.pending)
+        self.generation = [0] * len(self.st.consumers)
         self.begin_incarnation()
 
     def begin_incarnation(self) -> None:
@@ -252,7 +252,7 @@ class _Bookkeeper:
             tape.flying, tape.ticket = "dW", self.issue()
             self.rank[self.st.pool_of[tape.slot]] = self.st.wgrad_rank[tape.slot]
         else:
-            bit = OUT if action == "out" else GRAD
+            bit = OUT_BIT if action == "out" else GRAD_BIT
             yield "wait", (link,)
             yield "read", (key, self.ref(tape), bit, link)
             yield "finish_read", (key, self.ref(tape), bit)
@@ -260,7 +260,7 @@ class _Bookkeeper:
             self.maybe_release(tape)
 
     def maybe_release(self, tape: _Tape) -> None:
-        owed = {DI: "dI", DW: "dW", OUT: "out", GRAD: "grad"}
+        owed = {DGRAD_BIT: "dI", WGRAD_BIT: "dW", OUT_BIT: "out", GRAD_BIT: "grad"}
         mask = self.st.owes[tape.key.stage]
         if all(name in tape.ran for bit, name in owed.items() if mask & bit):
             self.kept[self.st.pool_of[tape.slot]] -= 1

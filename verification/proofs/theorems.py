@@ -192,7 +192,7 @@ def restored(composition: Composition) -> Iterator[Goal]:
             if not after.dead.term.eq(h.dead.term):
                 yield _goal("what ended stays ended", path, [*facts, dead], _gone(after))
             if "ref.slot" in flat_arguments(transition):
-                presented = [
+                offered = [
                     enc.const(f"arg.ref.{part}", sort) == getattr(h, f"ref_{part}")[0].term
                     for part, sort in (
                         ("slot", "slot"),
@@ -200,7 +200,7 @@ def restored(composition: Composition) -> Iterator[Goal]:
                         ("incarnation", "int"),
                     )
                 ]
-                given = [*facts, *presented, dead]
+                given = [*facts, *offered, dead]
                 yield _never("an ended reference is refused", "restore", path, given, set())
 
 

@@ -25,7 +25,7 @@ __all__ = ["CONDITIONS", "witnesses"]
 #: The conditions that `COVERED` names, as predicates of the memory and of the flat arguments.
 CONDITIONS: Final[Mapping[str, Callable[[Any, Callable[[str, str], Any]], Any]]] = {
     "": lambda st, argument: True,
-    "reserved": lambda st, argument: st.pending[argument("slot", "slot")] == RESERVED,
+    "reserved": lambda st, argument: st.consumers[argument("slot", "slot")] == RESERVED,
     "busy domain": lambda st, argument: ~st.every(st.busy, 0),
     "dW without F": lambda st, argument: st.every(st.forwards, 0) & ~st.every(st.wgrads, 0),
 }

@@ -43,14 +43,12 @@ _FLEETING = tuple(
         "live-tape",
         "not-forwarded",
         "not-final",
-        "pending",
-        "pending-action",
+        "action-in-flight",
         "poisoned",
         "reduction-in-flight",
         "refresh-interrupted",
         "spoiled",
         "unknown-ticket",
-        "unusable",
         "work-not-queued",
         "matrix-coverage",
         "mid-epoch",
@@ -211,7 +209,7 @@ class Driver(Walker):
             self._note(call, refused.clause)
             if refused.clause != wrong[0]:
                 raise self._mismatch(f"expected a refusal by {wrong[0]}", guard) from None
-            if not (refused.presented and refused.expected):
+            if not (refused.found and refused.expected):
                 raise self._mismatch("the refusal does not say what it expected", guard) from None
         except _BREAKDOWN as error:
             raise self._broke_down(call, error, guard) from error

@@ -78,7 +78,7 @@ def _taken(world: World, key: TapeKey, place: Slot, reserved_is_fine: bool) -> F
     if place.stage != key.stage:
         yield "ownership.foreign-slot"
     if reserved_is_fine and place.flight is not None:
-        yield "ownership.pending"
+        yield "ownership.in-flight"
     mine = reserved_is_fine and tape is not None and tape.claimed and tape.key == key
     if tape is not None and not mine:
         yield "ownership.slot-busy"
@@ -100,7 +100,7 @@ def _reference(world: World, key: TapeKey, ref: TapeRef) -> Findings:
     if slot.tape is None or slot.tape.key != key:
         yield "ownership.wrong-key"
     if slot.flight is not None:
-        yield "ownership.pending"
+        yield "ownership.in-flight"
 
 
 def _update(
@@ -109,7 +109,7 @@ def _update(
     """What is wrong with another update of a stage's scaling state."""
     domain = world.domain(stage)
     if domain.running:
-        yield "order.pending"
+        yield "order.in-flight"
     if domain.poisoned:
         yield "order.poisoned"
     if token is not None and token != domain.updates:
@@ -174,7 +174,7 @@ def _bind(world: World, key: TapeKey, destination: Any) -> Findings:
     if key.epoch != world.epoch:
         yield "version.wrong-epoch"
     if world.stages[key.stage].spoiled:
-        yield "arena.unusable"
+        yield "arena.spoiled"
     if key.cell in world.bound:
         yield "arena.duplicate-bind"
     if destination is not None:
@@ -184,7 +184,7 @@ def _bind(world: World, key: TapeKey, destination: Any) -> Findings:
 def _check_refresh(world: World, stage: int, link: int) -> Findings:
     it, domain = world.stages[stage], world.domain(stage)
     if it.filling is not None:
-        yield "version.pending"
+        yield "version.in-flight"
     if it.cached == world.epoch:
         yield "version.already-fresh"
     if it.forwards and world.uses("order"):
@@ -212,7 +212,7 @@ def _check_forward(
     if key.epoch != world.epoch:
         yield "version.wrong-epoch"
     if refresh and stage.filling is not None:
-        yield "version.pending"
+        yield "version.in-flight"
     if not refresh and stage.cached != key.epoch:
         yield "version.stale-cache"
     if refresh and stage.cached == key.epoch:
@@ -276,12 +276,12 @@ def _check_wgrad(
     if key.epoch != world.epoch:
         yield "version.wrong-epoch"
     if world.stages[key.stage].spoiled:
-        yield "arena.unusable"
+        yield "arena.spoiled"
     if destination is not None:
         yield "arena.mismatch"
     buffer = world.buffer(key.cell)
     if any(written == buffer for written, _ in world.writing):
-        yield "arena.pending"
+        yield "arena.in-flight"
     if first is True and buffer in world.written:
         yield "arena.overwrite"
     if first is False and buffer not in world.written:
@@ -351,7 +351,7 @@ def _purge(world: World, epoch: int) -> Findings:
 
 def _invalidate(world: World, stage: int) -> Findings:
     if world.stages[stage].filling is not None:
-        yield "version.pending"
+        yield "version.in-flight"
 
 
 def _always(world: World, **arguments: Any) -> Findings:
@@ -365,7 +365,7 @@ def _finalize(world: World, stage: int, link: int) -> Findings:
     if it.forwards < whole or it.dgrads < whole:
         yield "order.incomplete"
     if it.spoiled:
-        yield "arena.unusable"
+        yield "arena.spoiled"
     if it.wgrads < whole:
         yield "arena.incomplete"
     if world.links[link].domain != world.domain_of(stage):
@@ -402,9 +402,9 @@ def _commit_epoch(world: World, epoch: int) -> Findings:
     if epoch != world.epoch:
         yield "version.wrong-epoch"
     if any(stage.filling is not None for stage in stages):
-        yield "version.pending"
+        yield "version.in-flight"
     if any(domain.running for domain in world.domains):
-        yield "order.pending"
+        yield "order.in-flight"
     if any(stage.reducing for stage in stages):
         yield "reduction.in-flight"
     if any(stage.owes_reduction for stage in stages):
@@ -419,12 +419,12 @@ def _checkpoint(world: World) -> Findings:
         yield "persistence.live-tape"
     if world.uses("version"):
         if any(stage.filling is not None for stage in stages):
-            yield "persistence.pending-action"
+            yield "persistence.action-in-flight"
         if any(domain.refreshed is not None for domain in world.domains):
             yield "persistence.mid-epoch"
     if world.uses("order"):
         if any(domain.running for domain in world.domains):
-            yield "persistence.pending-action"
+            yield "persistence.action-in-flight"
         if any(domain.poisoned for domain in world.domains):
             yield "order.poisoned"
     if any(domain.device for domain in world.domains):
@@ -440,11 +440,11 @@ def _restore(world: World, checkpoint: Any, incarnation: int, fresh: bool) -> Fi
         yield "persistence.configuration"
     if not fresh:
         if any(slot.flight is not None for slot in world.slots):
-            yield "ownership.pending"
+            yield "ownership.in-flight"
         if any(stage.filling is not None for stage in world.stages.values()):
-            yield "version.pending"
+            yield "version.in-flight"
         if any(domain.running for domain in world.domains):
-            yield "order.pending"
+            yield "order.in-flight"
         if any(domain.device for domain in world.domains):
             yield "persistence.device-work"
         if any(stage.reducing for stage in world.stages.values()):

@@ -18,11 +18,11 @@ from qeffect.gpu_runtime.backends.protocol import (
     RELATIONS,
     BackendError,
     DeferredWork,
-    InputGradients,
+    Dgrads,
     NonMatrix,
     Tape,
     TensorSpec,
-    WeightGradients,
+    Wgrads,
     WgradUnit,
     module_probe,
 )
@@ -133,7 +133,7 @@ class ReferenceStage(torch.nn.Module):
         """Remember where dW writes; this library reads the destination in dW."""
         tape.bound = destinations
 
-    def input_gradient(self, tape: Tape, output_gradients: Sequence[Tensor]) -> InputGradients:
+    def dgrad(self, tape: Tape, output_gradients: Sequence[Tensor]) -> Dgrads:
         """dI; the products' operands move from the queues onto the tape."""
         if not tape.outputs:
             raise BackendError(f"slot {tape.slot} of stage {self.index} holds no forward work")
@@ -147,13 +147,9 @@ class ReferenceStage(torch.nn.Module):
             for store in tape.stores
             for linear, operands in _drain(store)
         ]
-        return InputGradients(
-            gradients[: len(wanted)], gradients[len(wanted) :], tuple(tape.queued)
-        )
+        return Dgrads(gradients[: len(wanted)], gradients[len(wanted) :], tuple(tape.queued))
 
-    def weight_gradient(
-        self, tape: Tape, *, accumulate: bool, keep: bool = False
-    ) -> WeightGradients:
+    def wgrad(self, tape: Tape, *, accumulate: bool, keep: bool = False) -> Wgrads:
         """dW: each retained product once, into its destination or into fresh memory."""
         by_unit: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -167,7 +163,7 @@ class ReferenceStage(torch.nn.Module):
         covered = tuple(m.name for work in tape.work for m in work.unit.matrices)
         if not keep:
             tape.clear()
-        return WeightGradients(covered, by_unit)
+        return Wgrads(covered, by_unit)
 
     def refresh_cache(self) -> None:
         """Quantize every weight again, within the interval that is open now."""

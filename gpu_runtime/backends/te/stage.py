@@ -19,12 +19,12 @@ from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import (
     RELATIONS,
     BackendError,
-    InputGradients,
+    Dgrads,
     Matrix,
     NonMatrix,
     Tape,
     TensorSpec,
-    WeightGradients,
+    Wgrads,
     WgradUnit,
     module_probe,
 )
@@ -217,7 +217,7 @@ class TransformerEngineStage:
             (matrix,) = unit.matrices
             matrix.parameter.main_grad = destinations[unit.name]  # type: ignore[attr-defined]
 
-    def input_gradient(self, tape: Tape, output_gradients: Sequence[Tensor]) -> InputGradients:
+    def dgrad(self, tape: Tape, output_gradients: Sequence[Tensor]) -> Dgrads:
         """dI; deferred products leave the tape's stores for the tape."""
         if not tape.outputs:
             raise BackendError(f"slot {tape.slot} of stage {self.index} holds no forward work")
@@ -236,11 +236,9 @@ class TransformerEngineStage:
             for store, units in zip(tape.stores, self._queued, strict=True)
             for work in deferred.take(store, units)
         ]
-        return InputGradients(gradients[: len(wanted)], gradients[len(wanted) :], tape.queued)
+        return Dgrads(gradients[: len(wanted)], gradients[len(wanted) :], tape.queued)
 
-    def weight_gradient(
-        self, tape: Tape, *, accumulate: bool, keep: bool = False
-    ) -> WeightGradients:
+    def wgrad(self, tape: Tape, *, accumulate: bool, keep: bool = False) -> Wgrads:
         """dW: every retained product once, into its destination or into the library's memory."""
         by_unit: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -250,7 +248,7 @@ class TransformerEngineStage:
         covered = tuple(m.name for work in tape.work for m in work.unit.matrices)
         if not keep:
             tape.clear()
-        return WeightGradients(covered, by_unit)
+        return Wgrads(covered, by_unit)
 
     def _caches(self) -> Iterator[tuple[str, Any, Tensor]]:
         for path, module in self.layers.named_modules():
@@ -406,8 +404,8 @@ def check_backend(device: torch.device | str = "cuda") -> None:
         tape = stage.new_tape(0)
         outputs = stage.forward(tape, [spec.buffer() for spec in stage.inputs])
         stage.bind(tape, gradients)
-        stage.input_gradient(tape, [torch.ones_like(output) for output in outputs])
-        stage.weight_gradient(tape, accumulate=False)
+        stage.dgrad(tape, [torch.ones_like(output) for output in outputs])
+        stage.wgrad(tape, accumulate=False)
         stage.address_probe()()
         if domain.device.type == "cuda":
             torch.cuda.synchronize(domain.device)

@@ -7,7 +7,7 @@ Written by ``python -m qeffect.engine``; edit ``qeffect.relations`` and write it
 from __future__ import annotations
 
 from ...refusals import Refused
-from ...relations.constants import DI, NO_SLOT, NO_STAGE, RESERVED
+from ...relations.constants import DGRAD_BIT, NO_SLOT, NO_STAGE, RESERVED
 
 __all__ = ["abort_dgrad", "check_dgrad", "commit_dgrad"]
 
@@ -21,7 +21,7 @@ def check_dgrad(st, key, ref, token, link):
     """
     # ownership.check_dgrad_guards
     slot = ref.slot
-    mask = st.pending[slot]
+    mask = st.consumers[slot]
     e = key.epoch
     c = key.cell
     if ref.incarnation != st.incarnation[0]:
@@ -31,10 +31,10 @@ def check_dgrad(st, key, ref, token, link):
     if st.cell_at[slot] != c or st.epoch_at[slot] != e:
         raise Refused("ownership.wrong-key")
     if st.held[slot] != 0:
-        raise Refused("ownership.pending")
+        raise Refused("ownership.in-flight")
     if mask == RESERVED:
         raise Refused("ownership.not-forwarded")
-    if mask & DI == 0:
+    if mask & DGRAD_BIT == 0:
         raise Refused("ownership.duplicate-dgrad")
     # version.check_dgrad_guards
     s = key.stage
@@ -47,7 +47,7 @@ def check_dgrad(st, key, ref, token, link):
         raise Refused("version.refresh-interrupted")
     # order.check_dgrad_guards
     if st.busy[d] != 0:
-        raise Refused("order.pending")
+        raise Refused("order.in-flight")
     if st.poisoned[d] != 0:
         raise Refused("order.poisoned")
     if st.token[d] != token:
@@ -89,16 +89,16 @@ def commit_dgrad(st, slot, ticket, queued):
     """
     # ownership.commit_dgrad_guards
     s = st.slot_stage[slot]
-    mask = st.pending[slot]
+    mask = st.consumers[slot]
     held = st.held[slot]
-    if held == 0 or held != ticket or mask & DI == 0:
+    if held == 0 or held != ticket or mask & DGRAD_BIT == 0:
         raise Refused("ownership.unknown-ticket")
     if queued != st.matrices[s]:
         raise Refused("ownership.work-not-queued")
     d = st.domain_of[s]
     replay = st.replays[d] + 1
     # ownership.commit_dgrad_writes
-    st.pending[slot] = mask & ~DI
+    st.consumers[slot] = mask & ~DGRAD_BIT
     st.held[slot] = 0
     # order.commit_dgrad_writes
     st.busy[d] = 0
@@ -119,9 +119,9 @@ def abort_dgrad(st, slot, ticket):
     Writes: ownership, order, capture, completion, epoch.
     """
     # ownership.abort_dgrad_guards
-    mask = st.pending[slot]
+    mask = st.consumers[slot]
     held = st.held[slot]
-    if held == 0 or held != ticket or mask & DI == 0:
+    if held == 0 or held != ticket or mask & DGRAD_BIT == 0:
         raise Refused("ownership.unknown-ticket")
     s = st.slot_stage[slot]
     d = st.domain_of[s]
@@ -129,7 +129,7 @@ def abort_dgrad(st, slot, ticket):
     # ownership.abort_dgrad_writes
     st.held[slot] = 0
     st.slot_of[st.cell_at[slot]] = NO_SLOT
-    st.pending[slot] = 0
+    st.consumers[slot] = 0
     st.generation[slot] = st.generation[slot] + 1
     # order.abort_dgrad_writes
     st.busy[d] = 0

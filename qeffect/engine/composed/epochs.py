@@ -27,7 +27,7 @@ def finalize(st, stage, link):
         raise Refused("order.incomplete")
     # arena.finalize_guards
     if st.spoiled[stage] == st.weight_epoch[stage]:
-        raise Refused("arena.unusable")
+        raise Refused("arena.spoiled")
     if st.wgrads[stage] != st.cells[stage]:
         raise Refused("arena.incomplete")
     # completion.finalize_guards
@@ -106,16 +106,16 @@ def commit_epoch(st, epoch):
     Writes: order, epoch.
     """
     # ownership.commit_epoch_guards
-    if not st.every(st.pending, 0):
+    if not st.every(st.consumers, 0):
         raise Refused("ownership.live-tape")
     # version.commit_epoch_guards
     if not st.every(st.weight_epoch, epoch):
         raise Refused("version.wrong-epoch")
     if not st.every(st.refreshing, 0):
-        raise Refused("version.pending")
+        raise Refused("version.in-flight")
     # order.commit_epoch_guards
     if not st.every(st.busy, 0):
-        raise Refused("order.pending")
+        raise Refused("order.in-flight")
     # reduction.commit_epoch_guards
     if not st.every(st.reducing, 0):
         raise Refused("reduction.in-flight")

@@ -23,13 +23,13 @@ def check_forward(st, key, slot, token, link, refresh):
     s = key.stage
     e = key.epoch
     c = key.cell
-    mask = st.pending[slot]
+    mask = st.consumers[slot]
     if slot == NO_SLOT:
         raise Refused("ownership.pool-exhausted")
     if st.slot_stage[slot] != s:
         raise Refused("ownership.foreign-slot")
     if st.held[slot] != 0:
-        raise Refused("ownership.pending")
+        raise Refused("ownership.in-flight")
     if mask != 0 and (mask != RESERVED or st.cell_at[slot] != c or st.epoch_at[slot] != e):
         raise Refused("ownership.slot-busy")
     if mask == 0 and st.slot_of[c] != NO_SLOT:
@@ -45,7 +45,7 @@ def check_forward(st, key, slot, token, link, refresh):
     if e != st.weight_epoch[s]:
         raise Refused("version.wrong-epoch")
     if refresh != 0 and (st.refreshing[s] != 0 or st.filling[s] != 0):
-        raise Refused("version.pending")
+        raise Refused("version.in-flight")
     if refresh == 0 and cached != e:
         raise Refused("version.stale-cache")
     if refresh != 0 and cached == e:
@@ -56,7 +56,7 @@ def check_forward(st, key, slot, token, link, refresh):
         raise Refused("version.refresh-interrupted")
     # order.check_forward_guards
     if st.busy[d] != 0:
-        raise Refused("order.pending")
+        raise Refused("order.in-flight")
     if st.poisoned[d] != 0:
         raise Refused("order.poisoned")
     if st.token[d] != token:
@@ -77,7 +77,7 @@ def check_forward(st, key, slot, token, link, refresh):
     st.slot_of[c] = slot
     st.cell_at[slot] = c
     st.epoch_at[slot] = e
-    st.pending[slot] = RESERVED
+    st.consumers[slot] = RESERVED
     st.held[slot] = ticket
     st.forwarded[c] = e
     # version.check_forward_writes
@@ -101,7 +101,7 @@ def commit_forward(st, slot, ticket):
     Writes: ownership, version, order, completion.
     """
     # ownership.commit_forward_guards
-    mask = st.pending[slot]
+    mask = st.consumers[slot]
     held = st.held[slot]
     if held == 0 or held != ticket or mask != RESERVED:
         raise Refused("ownership.unknown-ticket")
@@ -109,7 +109,7 @@ def commit_forward(st, slot, ticket):
     d = st.domain_of[s]
     replay = st.replays[d] + 1
     # ownership.commit_forward_writes
-    st.pending[slot] = st.owes[s]
+    st.consumers[slot] = st.owes[s]
     st.held[slot] = 0
     # version.commit_forward_writes
     if st.filling[s] == ticket:
@@ -135,7 +135,7 @@ def abort_forward(st, slot, ticket):
     Writes: ownership, version, order, capture, completion, epoch.
     """
     # ownership.abort_forward_guards
-    mask = st.pending[slot]
+    mask = st.consumers[slot]
     held = st.held[slot]
     if held == 0 or held != ticket or mask != RESERVED:
         raise Refused("ownership.unknown-ticket")
@@ -145,7 +145,7 @@ def abort_forward(st, slot, ticket):
     # ownership.abort_forward_writes
     st.held[slot] = 0
     st.slot_of[st.cell_at[slot]] = NO_SLOT
-    st.pending[slot] = 0
+    st.consumers[slot] = 0
     st.generation[slot] = st.generation[slot] + 1
     # version.abort_forward_writes
     if st.filling[s] == ticket:

@@ -22,7 +22,7 @@ def check_refresh(st, stage, link):
     # version.check_refresh_guards
     d = st.domain_of[stage]
     if st.refreshing[stage] != 0 or st.filling[stage] != 0:
-        raise Refused("version.pending")
+        raise Refused("version.in-flight")
     if st.cache_epoch[stage] == st.weight_epoch[stage]:
         raise Refused("version.already-fresh")
     if st.forwards[stage] != 0:
@@ -31,7 +31,7 @@ def check_refresh(st, stage, link):
         raise Refused("version.refresh-interrupted")
     # order.check_refresh_guards
     if st.busy[d] != 0:
-        raise Refused("order.pending")
+        raise Refused("order.in-flight")
     if st.poisoned[d] != 0:
         raise Refused("order.poisoned")
     # completion.check_refresh_guards

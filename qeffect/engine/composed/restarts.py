@@ -20,14 +20,14 @@ def checkpoint(st):
     Writes: none.
     """
     # persistence.checkpoint_before_order_guards
-    if not st.every(st.pending, 0):
+    if not st.every(st.consumers, 0):
         raise Refused("persistence.live-tape")
     if not st.every(st.refreshing, 0):
-        raise Refused("persistence.pending-action")
+        raise Refused("persistence.action-in-flight")
     if not st.every(st.refreshed, NO_STAGE):
         raise Refused("persistence.mid-epoch")
     if not st.every(st.busy, 0):
-        raise Refused("persistence.pending-action")
+        raise Refused("persistence.action-in-flight")
     # order.checkpoint_guards
     if not st.every(st.poisoned, 0):
         raise Refused("order.poisoned")
@@ -49,13 +49,13 @@ def restore(st, epoch, incarnation):
     """
     # ownership.restore_guards
     if not st.every(st.held, 0):
-        raise Refused("ownership.pending")
+        raise Refused("ownership.in-flight")
     # version.restore_guards
     if not st.every(st.refreshing, 0):
-        raise Refused("version.pending")
+        raise Refused("version.in-flight")
     # order.restore_guards
     if not st.every(st.busy, 0):
-        raise Refused("order.pending")
+        raise Refused("order.in-flight")
     # persistence.restore_before_reduction_guards
     if not st.every(st.undrained, 0):
         raise Refused("persistence.device-work")
@@ -66,7 +66,7 @@ def restore(st, epoch, incarnation):
     if incarnation == st.incarnation[0]:
         raise Refused("persistence.same-incarnation")
     # ownership.restore_writes
-    st.fill(st.pending, 0)
+    st.fill(st.consumers, 0)
     st.fill(st.generation, 0)
     st.fill(st.slot_of, NO_SLOT)
     st.fill(st.forwarded, NEVER)

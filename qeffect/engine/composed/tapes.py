@@ -7,7 +7,7 @@ Written by ``python -m qeffect.engine``; edit ``qeffect.relations`` and write it
 from __future__ import annotations
 
 from ...refusals import Refused
-from ...relations.constants import DI, GRAD, NEVER, NO_SLOT, OUT, RESERVED
+from ...relations.constants import DGRAD_BIT, GRAD_BIT, NEVER, NO_SLOT, OUT_BIT, RESERVED
 
 __all__ = ["bind", "drop", "finish_read", "invalidate", "read", "reserve"]
 
@@ -23,7 +23,7 @@ def reserve(st, key, slot):
     s = key.stage
     e = key.epoch
     c = key.cell
-    mask = st.pending[slot]
+    mask = st.consumers[slot]
     if slot == NO_SLOT:
         raise Refused("ownership.pool-exhausted")
     if st.slot_stage[slot] != s:
@@ -43,7 +43,7 @@ def reserve(st, key, slot):
     st.slot_of[c] = slot
     st.cell_at[slot] = c
     st.epoch_at[slot] = e
-    st.pending[slot] = RESERVED
+    st.consumers[slot] = RESERVED
 
 
 def bind(st, key, destination):
@@ -61,7 +61,7 @@ def bind(st, key, destination):
     # arena.bind_guards
     c = key.cell
     if st.spoiled[s] == e:
-        raise Refused("arena.unusable")
+        raise Refused("arena.spoiled")
     if st.bound[c] == e:
         raise Refused("arena.duplicate-bind")
     if st.destination_of[c] != destination:
@@ -79,7 +79,7 @@ def read(st, key, ref, bit, link):
     """
     # ownership.read_guards
     slot = ref.slot
-    mask = st.pending[slot]
+    mask = st.consumers[slot]
     e = key.epoch
     c = key.cell
     if ref.incarnation != st.incarnation[0]:
@@ -89,10 +89,10 @@ def read(st, key, ref, bit, link):
     if st.cell_at[slot] != c or st.epoch_at[slot] != e:
         raise Refused("ownership.wrong-key")
     if st.held[slot] != 0:
-        raise Refused("ownership.pending")
-    if bit != OUT and bit != GRAD or mask & bit == 0:
+        raise Refused("ownership.in-flight")
+    if bit != OUT_BIT and bit != GRAD_BIT or mask & bit == 0:
         raise Refused("ownership.no-such-reader")
-    if bit == GRAD and mask & DI != 0:
+    if bit == GRAD_BIT and mask & DGRAD_BIT != 0:
         raise Refused("ownership.read-before-dgrad")
     # completion.read_guards
     s = key.stage
@@ -112,7 +112,7 @@ def finish_read(st, key, ref, bit):
     """
     # ownership.finish_read_guards
     slot = ref.slot
-    mask = st.pending[slot]
+    mask = st.consumers[slot]
     e = key.epoch
     c = key.cell
     if ref.incarnation != st.incarnation[0]:
@@ -122,20 +122,20 @@ def finish_read(st, key, ref, bit):
     if st.cell_at[slot] != c or st.epoch_at[slot] != e:
         raise Refused("ownership.wrong-key")
     if st.held[slot] != 0:
-        raise Refused("ownership.pending")
-    if bit != OUT and bit != GRAD or mask & bit == 0:
+        raise Refused("ownership.in-flight")
+    if bit != OUT_BIT and bit != GRAD_BIT or mask & bit == 0:
         raise Refused("ownership.no-such-reader")
-    if bit == GRAD and mask & DI != 0:
+    if bit == GRAD_BIT and mask & DGRAD_BIT != 0:
         raise Refused("ownership.read-before-dgrad")
     left = mask & ~bit
     p = st.pool_of[slot]
     # ownership.finish_read_writes
     if left == 0:
         st.slot_of[st.cell_at[slot]] = NO_SLOT
-        st.pending[slot] = 0
+        st.consumers[slot] = 0
         st.generation[slot] = st.generation[slot] + 1
     else:
-        st.pending[slot] = left
+        st.consumers[slot] = left
     # capture.finish_read_writes
     if left == 0:
         st.tenants[p] = st.tenants[p] - 1
@@ -152,7 +152,7 @@ def drop(st, key, ref):
     slot = ref.slot
     e = key.epoch
     c = key.cell
-    mask = st.pending[slot]
+    mask = st.consumers[slot]
     if ref.incarnation != st.incarnation[0]:
         raise Refused("ownership.foreign-incarnation")
     if mask == 0 or st.generation[slot] != ref.generation:
@@ -160,7 +160,7 @@ def drop(st, key, ref):
     if st.cell_at[slot] != c or st.epoch_at[slot] != e:
         raise Refused("ownership.wrong-key")
     if st.held[slot] != 0:
-        raise Refused("ownership.pending")
+        raise Refused("ownership.in-flight")
     # reduction.drop_guards
     s = key.stage
     if st.reducing[s] != 0:
@@ -168,7 +168,7 @@ def drop(st, key, ref):
     p = st.pool_of[slot]
     # ownership.drop_writes
     st.slot_of[st.cell_at[slot]] = NO_SLOT
-    st.pending[slot] = 0
+    st.consumers[slot] = 0
     st.generation[slot] = st.generation[slot] + 1
     # capture.drop_writes
     if mask != RESERVED:
@@ -187,6 +187,6 @@ def invalidate(st, stage):
     """
     # version.invalidate_guards
     if st.refreshing[stage] != 0 or st.filling[stage] != 0:
-        raise Refused("version.pending")
+        raise Refused("version.in-flight")
     # version.invalidate_writes
     st.cache_epoch[stage] = NEVER

@@ -7,7 +7,7 @@ Written by ``python -m qeffect.engine``; edit ``qeffect.relations`` and write it
 from __future__ import annotations
 
 from ...refusals import Refused
-from ...relations.constants import DI, DW, NO_SLOT, RESERVED
+from ...relations.constants import DGRAD_BIT, NO_SLOT, RESERVED, WGRAD_BIT
 
 __all__ = ["abort_wgrad", "check_wgrad", "commit_wgrad"]
 
@@ -21,7 +21,7 @@ def check_wgrad(st, key, ref, link, destination, first):
     """
     # ownership.check_wgrad_guards
     slot = ref.slot
-    mask = st.pending[slot]
+    mask = st.consumers[slot]
     e = key.epoch
     c = key.cell
     if ref.incarnation != st.incarnation[0]:
@@ -31,12 +31,12 @@ def check_wgrad(st, key, ref, link, destination, first):
     if st.cell_at[slot] != c or st.epoch_at[slot] != e:
         raise Refused("ownership.wrong-key")
     if st.held[slot] != 0:
-        raise Refused("ownership.pending")
+        raise Refused("ownership.in-flight")
     if mask == RESERVED:
         raise Refused("ownership.not-forwarded")
-    if mask & DI != 0:
+    if mask & DGRAD_BIT != 0:
         raise Refused("ownership.wgrad-before-dgrad")
-    if mask & DW == 0:
+    if mask & WGRAD_BIT == 0:
         raise Refused("ownership.duplicate-wgrad")
     # version.check_wgrad_guards
     s = key.stage
@@ -45,11 +45,11 @@ def check_wgrad(st, key, ref, link, destination, first):
     # arena.check_wgrad_guards
     b = st.buffer_of[c]
     if st.spoiled[s] == e:
-        raise Refused("arena.unusable")
+        raise Refused("arena.spoiled")
     if st.destination_of[c] != destination:
         raise Refused("arena.mismatch")
     if st.writing[b] != 0:
-        raise Refused("arena.pending")
+        raise Refused("arena.in-flight")
     if first != 0 and st.opened[b] == e:
         raise Refused("arena.overwrite")
     if first == 0 and st.opened[b] != e:
@@ -85,13 +85,13 @@ def commit_wgrad(st, slot, ticket, covered):
     """
     # ownership.commit_wgrad_guards
     s = st.slot_stage[slot]
-    mask = st.pending[slot]
+    mask = st.consumers[slot]
     held = st.held[slot]
-    if held == 0 or held != ticket or mask & DI != 0 or (mask & DW == 0):
+    if held == 0 or held != ticket or mask & DGRAD_BIT != 0 or (mask & WGRAD_BIT == 0):
         raise Refused("ownership.unknown-ticket")
     if covered != st.matrices[s]:
         raise Refused("ownership.matrix-coverage")
-    left = mask & ~DW
+    left = mask & ~WGRAD_BIT
     b = st.buffer_of[st.cell_at[slot]]
     p = st.pool_of[slot]
     d = st.domain_of[s]
@@ -100,10 +100,10 @@ def commit_wgrad(st, slot, ticket, covered):
     st.held[slot] = 0
     if left == 0:
         st.slot_of[st.cell_at[slot]] = NO_SLOT
-        st.pending[slot] = 0
+        st.consumers[slot] = 0
         st.generation[slot] = st.generation[slot] + 1
     else:
-        st.pending[slot] = left
+        st.consumers[slot] = left
     # arena.commit_wgrad_writes
     st.writing[b] = 0
     st.opened[b] = st.epoch_at[slot]
@@ -126,9 +126,9 @@ def abort_wgrad(st, slot, ticket):
     Writes: ownership, arena, capture, completion, epoch.
     """
     # ownership.abort_wgrad_guards
-    mask = st.pending[slot]
+    mask = st.consumers[slot]
     held = st.held[slot]
-    if held == 0 or held != ticket or mask & DI != 0 or (mask & DW == 0):
+    if held == 0 or held != ticket or mask & DGRAD_BIT != 0 or (mask & WGRAD_BIT == 0):
         raise Refused("ownership.unknown-ticket")
     b = st.buffer_of[st.cell_at[slot]]
     p = st.pool_of[slot]
@@ -137,7 +137,7 @@ def abort_wgrad(st, slot, ticket):
     # ownership.abort_wgrad_writes
     st.held[slot] = 0
     st.slot_of[st.cell_at[slot]] = NO_SLOT
-    st.pending[slot] = 0
+    st.consumers[slot] = 0
     st.generation[slot] = st.generation[slot] + 1
     # arena.abort_wgrad_writes
     st.writing[b] = 0

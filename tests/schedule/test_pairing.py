@@ -1,5 +1,5 @@
 """
-Binding disciplines: what a runtime without keys would pair, on torch's tables and on random ones.
+Pairing disciplines: what a runtime without keys would pair, on torch's tables and on random ones.
 """
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from qeffect.schedule.actions import Kind, Schedule, ScheduleError
-from qeffect.schedule.binding import DISCIPLINES, discipline, first_mismatch, mismatches
 from qeffect.schedule.infer import from_actions
+from qeffect.schedule.pairing import DISCIPLINES, discipline, first_mismatch, mismatches
 from qeffect.schedule.random_schedules import Shape, random_schedule
 from qeffect.schedule.tables import fixture_names, read_fixture
 
@@ -18,10 +18,10 @@ ZBV_4 = "ScheduleZBVZeroBubble_pp4_vpp2_m8.compute.csv"
 
 
 @pytest.mark.parametrize("name", fixture_names())
-@pytest.mark.parametrize("binding", ["contract", "fifo"])
-def test_never_mismatch_on_torchs_tables(name: str, binding: str) -> None:
+@pytest.mark.parametrize("pairing", ["contract", "fifo"])
+def test_never_mismatch_on_torchs_tables(name: str, pairing: str) -> None:
     """In every table of torch a stage's weight gradients run in the order of its dgrads."""
-    assert () == mismatches(read_fixture(name), binding)
+    assert () == mismatches(read_fixture(name), pairing)
 
 
 class TestLatest:
@@ -44,8 +44,8 @@ class TestLatest:
         assert mismatch is not None
         found = mismatch.finding
 
-        assert "schedule.binding-mismatch" == found.clause
-        assert "under 'latest' binding, 1W2 would consume what 1I3 left behind, not 1I2" == (
+        assert "schedule.pairing-mismatch" == found.clause
+        assert "under 'latest' pairing, 1W2 would consume what 1I3 left behind, not 1I2" == (
             found.message
         )
         assert [("1I2", "owner", 19), ("1I3", "picked", 21)] == [
@@ -79,7 +79,7 @@ class TestGlobal:
         assert 9 == len(mismatches(read_fixture(ZBV_4), "global"))
 
 
-def _by_definition(schedule: Schedule, binding: str) -> list[tuple[int, int]]:
+def _by_definition(schedule: Schedule, pairing: str) -> list[tuple[int, int]]:
     """Mismatches computed from the definitions, looking back over the whole row every time."""
     wrong = []
     for rank, atoms in enumerate(schedule.atoms):
@@ -88,31 +88,31 @@ def _by_definition(schedule: Schedule, binding: str) -> list[tuple[int, int]]:
             if atom.kind is not Kind.WGRAD:
                 continue
             before = backward[:i]
-            if binding != "global":
+            if pairing != "global":
                 before = [a for a in before if a.stage == atom.stage]
             dgrads = [(a.stage, a.microbatch) for a in before if a.kind is Kind.DGRAD]
             consumed = sum(a.kind is Kind.WGRAD for a in before)
-            got = dgrads[-1] if binding == "latest" else dgrads[consumed]
+            got = dgrads[-1] if pairing == "latest" else dgrads[consumed]
             if got != (atom.stage, atom.microbatch):
                 wrong.append((rank, atom.step))
     return wrong
 
 
-@pytest.mark.parametrize("binding", ["fifo", "latest", "global"])
-def test_keyless_disciplines_fail_where_their_definitions_say(binding: str) -> None:
+@pytest.mark.parametrize("pairing", ["fifo", "latest", "global"])
+def test_keyless_disciplines_fail_where_their_definitions_say(pairing: str) -> None:
     """Each keyless discipline fails on some schedule, and just where its definition says."""
     failed = 0
     for seed in range(60):
         schedule = random_schedule(seed)
-        found = [(m.rank, m.step) for m in mismatches(schedule, binding)]
+        found = [(m.rank, m.step) for m in mismatches(schedule, pairing)]
         failed += bool(found)
 
-        assert _by_definition(schedule, binding) == found
+        assert _by_definition(schedule, pairing) == found
         assert () == mismatches(schedule, "contract")
     assert failed
 
 
-def test_fifo_fails_once_weight_gradients_leave_their_order() -> None:
+def test_fifo_fails_once_wgrads_leave_their_order() -> None:
     """A queue a stage needs weight gradients in the order of dgrads."""
     row = ["0F0", "0F1", "0I0", "0I1", "0W1", "0W0"]
     found = mismatches(from_actions([row]), "fifo")
@@ -130,8 +130,8 @@ def test_full_backward_takes_up_older_work() -> None:
 
 def test_nothing_left_behind() -> None:
     """Where nothing is retained, every discipline offers nothing."""
-    for binding in DISCIPLINES:
-        assert discipline(binding).pick((0, 0)) is None
+    for pairing in DISCIPLINES:
+        assert discipline(pairing).pick((0, 0)) is None
 
 
 def test_no_work_is_a_mismatch() -> None:
@@ -155,6 +155,6 @@ def test_contract_gives_work_once() -> None:
 def test_an_unknown_discipline_is_refused_with_the_known_ones() -> None:
     """An unknown discipline is refused with the list of known ones."""
     with pytest.raises(
-        ScheduleError, match="unknown binding 'lifo'; expected one of contract, fifo"
+        ScheduleError, match="unknown pairing 'lifo'; expected one of contract, fifo"
     ):
         mismatches(random_schedule(0, Shape((0,), 1, (1,))), "lifo")

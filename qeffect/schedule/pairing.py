@@ -1,5 +1,5 @@
 """
-Binding disciplines: how a runtime decides which retained work a weight gradient consumes.
+Pairing disciplines: how a runtime decides which retained work a weight gradient consumes.
 
 An input gradient leaves deferred work behind; a later weight gradient takes it up. A runtime that
 names work by key cannot take the wrong one. One that has no keys takes what its data structure
@@ -7,11 +7,11 @@ offers:
 
 - `contract`: the work of the presented stage and microbatch.
 - `fifo`: the oldest of the stage, as a module's own queue of deferred work gives it.
-- `latest`: the stage's most recent input gradient, as Transformer Engine's graph API binds it.
+- `latest`: the stage's most recent input gradient, as Transformer Engine's graph API pairs it.
 - `global`: the oldest of the rank, one queue for all stages.
 
 Whether the offer is right depends on the schedule alone, so it can be decided before anything
-runs. `B` is `I` then `W`, so that a full backward with older work pending takes that work up too.
+runs. `B` is `I` then `W`, so that a full backward with older work deferred takes that work up too.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ import attrs
 from qeffect.schedule.actions import Atom, Kind, Schedule, ScheduleError
 from qeffect.schedule.findings import Finding, finding, place
 
-Cell = tuple[int, int]
+Work = tuple[int, int]
 """A stage and a microbatch."""
 
 
 class Discipline(Protocol):
     """How one rank pairs weight gradients with retained work."""
 
-    def retain(self, work: Cell) -> None:
+    def retain(self, work: Work) -> None:
         """An input gradient left this work behind."""
 
-    def pick(self, work: Cell) -> Cell | None:
+    def pick(self, work: Work) -> Work | None:
         """The work that the weight gradient of `work` is given; `None` if there is none."""
 
 
@@ -44,13 +44,13 @@ class ByContract:
     """Keyed: a weight gradient is given its own work."""
 
     def __init__(self) -> None:
-        self._retained: set[Cell] = set()
+        self._retained: set[Work] = set()
 
-    def retain(self, work: Cell) -> None:
+    def retain(self, work: Work) -> None:
         """Remember the work under its key."""
         self._retained.add(work)
 
-    def pick(self, work: Cell) -> Cell | None:
+    def pick(self, work: Work) -> Work | None:
         """Its own, once."""
         if work not in self._retained:
             return None
@@ -62,29 +62,29 @@ class OldestOfStage:
     """A queue per stage."""
 
     def __init__(self) -> None:
-        self._queues: dict[int, deque[Cell]] = defaultdict(deque)
+        self._queues: dict[int, deque[Work]] = defaultdict(deque)
 
-    def retain(self, work: Cell) -> None:
+    def retain(self, work: Work) -> None:
         """Queue the work behind the stage's other work."""
         self._queues[work[0]].append(work)
 
-    def pick(self, work: Cell) -> Cell | None:
+    def pick(self, work: Work) -> Work | None:
         """The stage's oldest."""
         queue = self._queues[work[0]]
         return queue.popleft() if queue else None
 
 
 class LatestOfStage:
-    """One binding per stage, which every input gradient overwrites."""
+    """One offer per stage, which every input gradient overwrites."""
 
     def __init__(self) -> None:
-        self._latest: dict[int, Cell] = {}
+        self._latest: dict[int, Work] = {}
 
-    def retain(self, work: Cell) -> None:
+    def retain(self, work: Work) -> None:
         """Overwrite what the stage bound before."""
         self._latest[work[0]] = work
 
-    def pick(self, work: Cell) -> Cell | None:
+    def pick(self, work: Work) -> Work | None:
         """Whatever the stage bound last, even if it was consumed already."""
         return self._latest.get(work[0])
 
@@ -93,13 +93,13 @@ class OldestOfRank:
     """One queue for all stages of a rank."""
 
     def __init__(self) -> None:
-        self._queue: deque[Cell] = deque()
+        self._queue: deque[Work] = deque()
 
-    def retain(self, work: Cell) -> None:
+    def retain(self, work: Work) -> None:
         """Queue the work behind all other work."""
         self._queue.append(work)
 
-    def pick(self, work: Cell) -> Cell | None:
+    def pick(self, work: Work) -> Work | None:
         """The rank's oldest."""
         return self._queue.popleft() if self._queue else None
 
@@ -120,83 +120,83 @@ class Mismatch:
     A weight gradient that would be given other work than its own.
 
     Args:
-        binding: The discipline.
+        pairing: The discipline.
         rank: The rank.
         step: The step of the weight gradient.
-        action: Its cell.
+        action: Its entry.
         expected: The stage and microbatch that it is for.
         got: The stage and microbatch whose work it is given; `None` if there is none.
         finding: The same as a finding, for reports and pictures.
     """
 
-    binding: str
+    pairing: str
     rank: int
     step: int
     action: str
-    expected: Cell
-    got: Cell | None
+    expected: Work
+    got: Work | None
     finding: Finding
 
 
-def discipline(binding: str) -> Discipline:
+def discipline(pairing: str) -> Discipline:
     """
     A fresh discipline for one rank.
 
     Raises:
         ScheduleError: There is no such discipline.
     """
-    if binding not in DISCIPLINES:
+    if pairing not in DISCIPLINES:
         raise ScheduleError(
-            f"unknown binding {binding!r}; expected one of {', '.join(DISCIPLINES)}"
+            f"unknown pairing {pairing!r}; expected one of {', '.join(DISCIPLINES)}"
         )
-    return DISCIPLINES[binding]()
+    return DISCIPLINES[pairing]()
 
 
-def mismatches(schedule: Schedule, binding: str) -> tuple[Mismatch, ...]:
+def mismatches(schedule: Schedule, pairing: str) -> tuple[Mismatch, ...]:
     """
     All weight gradients that a discipline would pair wrongly, by rank and then step.
 
     Args:
         schedule: The schedule, free of findings of `check_ranks`.
-        binding: The discipline's name.
+        pairing: The discipline's name.
 
     Raises:
         ScheduleError: There is no such discipline.
     """
     found: list[Mismatch] = []
     for rank, atoms in enumerate(schedule.atoms):
-        pairing = discipline(binding)
-        left: dict[Cell, Atom] = {}
+        queue = discipline(pairing)
+        left: dict[Work, Atom] = {}
         for atom in atoms:
             work = (atom.stage, atom.microbatch)
             if atom.kind is Kind.DGRAD:
-                pairing.retain(work)
+                queue.retain(work)
                 left[work] = atom
             elif atom.kind is Kind.WGRAD:
-                got = pairing.pick(work)
+                got = queue.pick(work)
                 if got != work:
-                    found.append(_mismatch(binding, rank, atom, got, left))
+                    found.append(_mismatch(pairing, rank, atom, got, left))
     return tuple(found)
 
 
-def first_mismatch(schedule: Schedule, binding: str) -> Mismatch | None:
+def first_mismatch(schedule: Schedule, pairing: str) -> Mismatch | None:
     """
     The mismatch that stands at the lowest step, or `None`.
 
     Args:
         schedule: The schedule, free of findings of `check_ranks`.
-        binding: The discipline's name.
+        pairing: The discipline's name.
 
     Raises:
         ScheduleError: There is no such discipline.
     """
     return min(
-        mismatches(schedule, binding), key=lambda found: (found.step, found.rank), default=None
+        mismatches(schedule, pairing), key=lambda found: (found.step, found.rank), default=None
     )
 
 
 def _mismatch(
-    binding: str, rank: int, atom: Atom, got: Cell | None, left: Mapping[Cell, Atom]
+    pairing: str, rank: int, atom: Atom, got: Work | None, left: Mapping[Work, Atom]
 ) -> Mismatch:
     work = (atom.stage, atom.microbatch)
     mine = f"{work[0]}I{work[1]}"
@@ -207,15 +207,15 @@ def _mismatch(
     if got is not None:
         related.append(place(rank, left[got], "picked"))
     return Mismatch(
-        binding=binding,
+        pairing=pairing,
         rank=rank,
         step=atom.step,
         action=str(atom.action),
         expected=work,
         got=got,
         finding=finding(
-            "binding-mismatch",
-            f"under {binding!r} binding, {atom.stage}W{atom.microbatch} would consume what {wrong} "
+            "pairing-mismatch",
+            f"under {pairing!r} pairing, {atom.stage}W{atom.microbatch} would consume what {wrong} "
             f"left behind, not {mine}",
             rank=rank,
             atom=atom,

@@ -1,0 +1,163 @@
+"""
+One name for one thing: words that meant several things, or one thing twice, do not come back.
+
+The table is in the contributor's tour. Identifiers are read with `tokenize`, so that prose may use
+a word that no identifier may.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from qeffect.spec.clauses import CLAUSES
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("spec", "qeffect", "verification", "gpu_runtime", "tests")
+#: Files that speak of the old names, and why.
+ALLOWED: Mapping[str, str] = {"tests/test_names.py": "names what it forbids"}
+#: What no identifier may contain, between its underscores, and the name to use.
+IDENTIFIERS: Mapping[str, str] = {
+    "pending": "`consumers` of a slot, a ticket `in_flight`, a `deferred` dW",
+    "binding": "`pairing` of dW with work; `bind` for destinations",
+    "presented": "`found`, beside `expected`",
+    "ruined": "`spoiled`",
+    "input_gradient": "`dgrad`",
+    "input_gradients": "`dgrads`",
+    "weight_gradient": "`wgrad`",
+    "weight_gradients": "`wgrads`",
+    "DI": "`dgrad`; the consumer bit is `DGRAD_BIT`",
+    "DW": "`wgrad`; the consumer bit is `WGRAD_BIT`",
+}
+#: What no text may contain: comments, docstrings, messages, pages.
+TEXT: Mapping[str, str] = {
+    r"\bpending\b": "consumers, in flight, deferred or to come",
+    r"\bruined\b": "spoiled",
+    r"--binding\b": "--pairing",
+    r"\b(input|weight)_gradients?\b": "dgrad, wgrad",
+    r": presented \S": "found ...; expected ...",
+}
+#: Types of which there is one each.
+TYPES = ("Cell", "Work", "BenchCell", "Discipline", "Provisioning")
+
+
+def files(suffix: str, *rooms: str) -> Iterator[tuple[str, str]]:
+    for room in rooms:
+        for path in sorted((ROOT / room).rglob(f"*{suffix}")):
+            name = path.relative_to(ROOT).as_posix()
+            if name not in ALLOWED and "/build/" not in name:
+                yield name, path.read_text(encoding="utf-8")
+
+
+def identifiers(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of every identifier."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NAME:
+            yield token.start[0], token.string
+
+
+def misnamed(source: str) -> list[str]:
+    """Return the identifiers that are on the list, each with its line and what to call it."""
+    found = []
+    for line, name in identifiers(source):
+        for word, better in IDENTIFIERS.items():
+            if f"_{word}_" in f"_{name}_":
+                found.append(f"{line}: {name}; use {better}")
+    return found
+
+
+def misworded(text: str) -> list[str]:
+    """Return the lines whose text is on the list, and what to write."""
+    return [
+        f"{number}: {line.strip()}; write {better}"
+        for number, line in enumerate(text.splitlines(), 1)
+        for pattern, better in TEXT.items()
+        if re.search(pattern, line)
+    ]
+
+
+def defined(source: str) -> Iterator[str]:
+    """Yield the names of classes and of what a module assigns."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+
+
+def literals(room: str, name: str) -> set[str]:
+    """Return the values of the one `NAME = Literal[...]` of a room."""
+    for _, source in files(".py", room):
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+                return {n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)}
+    raise AssertionError(f"no {name} in {room}")
+
+
+def test_every_identifier_has_the_one_name() -> None:
+    """No identifier of the project brings an ambiguous word or a synonym back."""
+    assert [] == [f"{n}:{f}" for n, source in files(".py", *ROOMS) for f in misnamed(source)]
+
+
+def test_every_text_has_the_one_word() -> None:
+    """No comment, message or page does either."""
+    pages = [(p.name, p.read_text(encoding="utf-8")) for p in ROOT.glob("README.md")]
+    texts = [*files(".py", *ROOMS), *files(".md", *ROOMS), *pages]
+    assert [] == [f"{name}:{found}" for name, text in texts for found in misworded(text)]
+
+
+@pytest.mark.parametrize("word", IDENTIFIERS)
+def test_an_old_identifier_is_seen(word: str) -> None:
+    """Alone and as a part of a longer one, but not inside another word or a string."""
+    assert 1 == len(misnamed(f"x = st.{word}"))
+    assert 1 == len(misnamed(f"peak_{word} = 0"))
+    assert [] == misnamed(f"x{word} = '{word}'")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["# a pending dW", '"--binding"', "order.pending", "stage.input_gradient", "F: presented 7"],
+)
+def test_an_old_word_is_seen(text: str) -> None:
+    """In a comment, a message or a page."""
+    assert 1 == len(misworded(text))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_type_is_defined_once(name: str) -> None:
+    """No two modules give one name to two types."""
+    rooms = ROOMS[:-1]
+    places = [n for n, source in files(".py", *rooms) for d in defined(source) if d == name]
+    assert 1 == len(places), places
+
+
+def test_a_schedule_has_entries_not_cells() -> None:
+    """A cell is a key without its epoch; what stands in a table is an entry."""
+    found = [
+        f"{name}:{line}: {word}"
+        for name, source in files(".py", "qeffect/schedule", "tests/schedule")
+        for line, word in identifiers(source)
+        if re.search(r"(?i)(^|_)cells?(_|$)", word)
+    ]
+    assert [] == found
+
+
+def test_slots_and_destinations_have_words_of_their_own() -> None:
+    """A value of the slot plan is none of the gradient destinations."""
+    slots, destinations = literals("gpu_runtime", "Provisioning"), literals("gpu_runtime", "Rule")
+    assert {"live", "static"} == slots
+    assert "per_microbatch" in destinations
+    assert not slots & destinations
+
+
+def test_clauses_say_in_flight_and_spoiled() -> None:
+    """No clause says `pending`; `unusable` is for input alone, which no clause is about."""
+    assert [] == [c for c in CLAUSES if re.search("pending|unusable|ruined|presented", c)]
+    in_flight = {c for c in CLAUSES if c.endswith("in-flight")}
+    assert {f"{part}.in-flight" for part in ("ownership", "version", "order", "arena")} < in_flight
