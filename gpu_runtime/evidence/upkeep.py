@@ -102,7 +102,12 @@ class Upkeep:
         }
 
     def _counted(self) -> dict[str, int]:
-        """What a process holds: tensors, or on a device its allocator's bytes; graphs, slots."""
+        """
+        What a process holds: tensors, or on a device the bytes that they asked for; graphs, slots.
+
+        Not the allocator's blocks: one that is not worth splitting counts whole, so that the same
+        tensors can take more or less of them from step to step.
+        """
         runtime = self.runtime
         gc.collect()
         found = {
@@ -112,7 +117,8 @@ class Upkeep:
         }
         if runtime.domain.device.type == "cuda":
             torch.cuda.synchronize(runtime.domain.device)
-            found["allocated bytes"] = torch.cuda.memory_allocated(runtime.domain.device)
+            stats = torch.cuda.memory_stats(runtime.domain.device)
+            found["requested bytes"] = stats["requested_bytes.all.current"]
         else:
             found["tensors"] = sum(1 for held in gc.get_objects() if issubclass(type(held), Tensor))
         return found

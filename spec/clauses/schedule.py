@@ -197,11 +197,11 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "Reorder one of the ranks so that the shown cycle is broken.",
     ),
     (
-        "binding-mismatch",
+        "pairing-mismatch",
         "dW finds its own work",
         "The retained work that a weight gradient consumes is that of its own microbatch.",
-        "Work is bound by the order in which it was left, and this schedule runs dW in another.",
-        "Bind retained work by key, not by the order in which it was left.",
+        "Work is paired by the order in which it was left, and this schedule runs dW in another.",
+        "Pair dW with retained work by key, not by the order in which it was left.",
     ),
     (
         "capture-order",

@@ -86,7 +86,7 @@ class TestRefusals:
     """Training ends as if undisturbed."""
 
     def test_a_failed_replay(self, undisturbed: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-        """F that raises poisons the domain; the rebuilt epoch replays the same graphs."""
+        """F that raises aborts every tape; the rebuilt epoch replays the same graphs."""
         injected = CapturedInjection()
         injected.until("2F1")
         with monkeypatch.context() as broken:
@@ -95,7 +95,8 @@ class TestRefusals:
                 injected.act(Step(Kind.FORWARD, 2, 1))
         with pytest.raises(Refused) as caught:
             injected.act(Step(Kind.DGRAD, 1, 0))
-        assert "order.poisoned" == caught.value.clause
+        assert "arena.spoiled" == caught.value.clause
+        assert not injected.contract.live()
 
         injected.start_over(undisturbed)
 

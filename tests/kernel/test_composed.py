@@ -142,6 +142,7 @@ class TestHomes:
         "arena.missing-destination": "layout.py",
         "arena.overlapping-destinations": "destinations.py",
         "log.chain": "log/player.py",
+        "log.incarnation": "log/reader.py",
         "log.sequence": "log/player.py",
         "log.result": "log/player.py",
         "log.closing": "log/player.py",

@@ -119,8 +119,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     monkeypatch.setattr(
         te_baselines,
         "library",
-        lambda: SimpleNamespace(te=SimpleNamespace(make_graphed_callables=made)),
+        lambda: SimpleNamespace(te=SimpleNamespace(make_graphed_callables=made), version="2.18.0"),
     )
+    monkeypatch.setattr(te_baselines, "missing_imports", lambda names: [])
     monkeypatch.setattr(te_baselines, "delayed_scaling", lambda history: None)
     monkeypatch.setattr(te_baselines, "autocast", lambda recipe: nullcontext())
     monkeypatch.setattr(

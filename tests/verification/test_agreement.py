@@ -86,7 +86,7 @@ def test_again_asks_cvc5_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert [] == list(prove.again([]))
     assert ["z3", "cvc5"] == [answer.solver for answer in answers]
-    assert all(answer.goals == answer.unsat == 5 for answer in answers)
+    assert all(answer.goals == answer.unsat > 5 for answer in answers)
 
 
 @pytest.mark.parametrize("name", SOLVERS)

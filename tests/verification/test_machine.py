@@ -88,7 +88,7 @@ class TestRun:
         report = machine.run(1)
 
         assert report.failure == ""
-        assert "transition commit_epoch" in report.uncovered
+        assert any(name.startswith("transition ") for name in report.uncovered)
         assert "clause order.reordered in check_forward" in report.uncovered
 
     def test_progress_is_told_schedule_by_schedule(self) -> None:
