@@ -110,6 +110,7 @@ class Contract:
         self.memory.incarnation[0] = secrets.randbits(64)
         self.memory.fill(self.memory.weight_epoch, epoch)
         # What F, dI and dW reach for, bound once: each look-up costs a guard's time.
+        self._join, self._wait = self._streams.join, self._streams.wait
         self._arguments = self._runner.arguments
         self._free, self._reserved = self._pool.free, self._pool.reserved
         self._num_slots = len(self.memory.consumers)
@@ -502,11 +503,11 @@ class Contract:
 
     def join(self, link: int = 0) -> None:
         """Tell that the graph stream waits for everything the caller submitted."""
-        self._streams.join(link)
+        self._join(link)
 
     def wait(self, link: int = 0) -> None:
         """Tell that the caller waits for everything replayed so far on the graph stream."""
-        self._streams.wait(link)
+        self._wait(link)
 
     def drain(self) -> None:
         """Tell that the host has seen all device work of every domain finish."""

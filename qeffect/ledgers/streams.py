@@ -26,7 +26,17 @@ class Streams:
         wait: Tell that the caller of a link waits for its graph stream.
     """
 
-    __slots__ = ("_domains", "_links", "_links_of", "_runner", "_submit", "callers", "join", "wait")
+    __slots__ = (
+        "_domains",
+        "_links",
+        "_links_of",
+        "_memory",
+        "_runner",
+        "_submit",
+        "callers",
+        "join",
+        "wait",
+    )
 
     join: Callable[[int], None]
     wait: Callable[[int], None]
@@ -46,7 +56,8 @@ class Streams:
             caller: tuple(link for (name, _), link in links.items() if name == caller)
             for caller in callers
         }
-        self._submit = runner.on_link("submit")
+        # A configured link can always be told of work: nothing here could fail.
+        self._submit, self._memory = runner.transitions.submit, runner.memory
         self.join, self.wait = runner.on_link("join"), runner.on_link("wait")
 
     def link(self, caller: Hashable, domain: Hashable) -> int:
@@ -72,7 +83,9 @@ class Streams:
                 f"submit: no caller {caller!r}; there are {list(self.callers)}"
             ) from None
         for link in own:
-            self._submit(link)
+            self._submit(self._memory, link)
+            if self._runner.observer is not None:
+                self._runner.observer("submit", (link,), None)
 
     def drain(self) -> None:
         """Tell that the device work of every domain has been seen to finish."""
