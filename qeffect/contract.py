@@ -22,7 +22,7 @@ from .layout import lay_out
 from .ledgers.epochs import Epochs
 from .ledgers.pool import Pool
 from .ledgers.restarts import Restarts
-from .ledgers.runner import Observer, Runner
+from .ledgers.runner import FAILURES, Observer, Runner
 from .ledgers.streams import Streams
 from .ledgers.tapes import Tapes
 from .refusals import Refused
@@ -110,6 +110,7 @@ class Contract:
         self.memory.incarnation[0] = secrets.randbits(64)
         self.memory.fill(self.memory.weight_epoch, epoch)
         # What F, dI and dW reach for, bound once: each look-up costs a guard's time.
+        self._join, self._wait = self._streams.join, self._streams.wait
         self._arguments = self._runner.arguments
         self._free, self._reserved = self._pool.free, self._pool.reserved
         self._num_slots = len(self.memory.consumers)
@@ -242,16 +243,11 @@ class Contract:
             if token is None:
                 token = st.token[st.domain_of[key.stage]]
             serial = self._check_forward(st, key, slot, token, link, 1 if refresh else 0)
-        except Refused as refused:
+        except FAILURES as error:
             if taken is not None:
                 self._free[key.stage].append(taken)
-            raise explain(refused, "check_forward", st, (key, slot, token, link, refresh)) from None
-        except UNUSABLE as error:
-            if taken is not None:
-                self._free[key.stage].append(taken)
-            raise self._arguments.unusable(
-                error, "check_forward", (key, slot, token, link, refresh)
-            ) from None
+            given = (key, slot, token, link, refresh)
+            raise self._runner.failure(error, "check_forward", given) from None
         if taken is None and not self._free[key.stage].take(slot):
             del self._reserved[key.cell]
         if self._observer is not None:
@@ -274,10 +270,8 @@ class Contract:
             if link < 0 or not 0 <= ref.slot < self._num_slots:
                 raise IndexError(ref.slot)
             serial = self._check_dgrad(st, key, ref, token, link)
-        except Refused as refused:
-            raise explain(refused, "check_dgrad", st, (key, ref, token, link)) from None
-        except UNUSABLE as error:
-            raise self._arguments.unusable(error, "check_dgrad", (key, ref, token, link)) from None
+        except FAILURES as error:
+            raise self._runner.failure(error, "check_dgrad", (key, ref, token, link)) from None
         if self._observer is not None:
             self._observer("check_dgrad", (key, ref, token, link), serial)
         return issue("dI", key, ref.slot, serial, ref.incarnation, ref)
@@ -313,14 +307,9 @@ class Contract:
             if first is None:
                 first = st.opened[st.buffer_of[key.cell]] != key.epoch
             serial = self._check_wgrad(st, key, ref, link, destination, 1 if first else 0)
-        except Refused as refused:
-            raise explain(
-                refused, "check_wgrad", st, (key, ref, link, destination, first)
-            ) from None
-        except UNUSABLE as error:
-            raise self._arguments.unusable(
-                error, "check_wgrad", (key, ref, link, destination, first)
-            ) from None
+        except FAILURES as error:
+            given = (key, ref, link, destination, first)
+            raise self._runner.failure(error, "check_wgrad", given) from None
         if self._observer is not None:
             self._observer("check_wgrad", (key, ref, link, destination, int(first)), serial)
         return issue("dW", key, ref.slot, serial, ref.incarnation, ref)
@@ -514,11 +503,11 @@ class Contract:
 
     def join(self, link: int = 0) -> None:
         """Tell that the graph stream waits for everything the caller submitted."""
-        self._streams.join(link)
+        self._join(link)
 
     def wait(self, link: int = 0) -> None:
         """Tell that the caller waits for everything replayed so far on the graph stream."""
-        self._streams.wait(link)
+        self._wait(link)
 
     def drain(self) -> None:
         """Tell that the host has seen all device work of every domain finish."""

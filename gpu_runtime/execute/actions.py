@@ -198,7 +198,10 @@ class GuardedActions:
                 `ownership.work-not-queued` when the library deferred less than every matrix.
             BackendError: The gradients are not what the stage takes; nothing was touched.
         """
-        memory = self._memory(key.stage)
+        place = self._places.get(key.cell)
+        if place is None or self.broken is not None:
+            place = self._place(key)
+        memory = place.memory
         if output_gradients is not None:
             memory.table.output_gradients.check(output_gradients)
         link = self._enter(caller)
@@ -234,8 +237,10 @@ class GuardedActions:
             Refused: `arena.mismatch` when a destination is no longer the memory that was
                 configured, `arena.duplicate-bind`, `arena.spoiled` or `version.wrong-epoch`.
         """
-        memory = self._known(key).memory
-        self.contract.bind(key, memory.arena.present(key.microbatch))
+        place = self._places.get(key.cell)
+        if place is None or self.broken is not None:
+            place = self._known(key)
+        self.contract.bind(key, place.memory.arena.present(key.microbatch))
 
     def wgrad(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> None:
         """
@@ -245,10 +250,13 @@ class GuardedActions:
             Refused: A clause of ownership, version, arena, capture or completion, or
                 `ownership.matrix-coverage` when not every matrix was covered exactly once.
         """
-        place = self._known(key)
+        place = self._places.get(key.cell)
+        if place is None or self.broken is not None:
+            place = self._known(key)
         memory, variant = place.memory, place.variant
         assert variant is not None  # a known key has a slot, and its dW something to do
         arena = memory.arena
+        direct = arena.direct
         link = self._enter(caller)
         ticket = self.contract.check_wgrad(
             key,
@@ -262,10 +270,10 @@ class GuardedActions:
             back = self.handoff.switch()
             try:
                 covered = self.executor.wgrad(memory, slot, variant)
-                if not arena.direct:
+                if not direct:
                     arena.keep_copies(key.microbatch, slot.wgrads)
                 # A graph has marked its own tail, unless something came after it.
-                if not (self.executor.marks_tail and arena.direct):
+                if not (direct and self.executor.marks_tail):
                     self.handoff.record_tail()
             finally:
                 self.handoff.switch_back(back)
@@ -288,7 +296,7 @@ class GuardedActions:
             Refused: A clause of ownership, or `completion.graph-to-caller`.
         """
         self.contract.read(key, ref, link=self.links[caller])
-        return self._memory(key.stage).table[ref.slot].outputs
+        return self._left(ref).outputs
 
     def finish_outputs(self, key: TapeKey, ref: TapeRef) -> None:
         """Say that the reader of the outputs is done: its work has been submitted or awaited."""
@@ -297,7 +305,7 @@ class GuardedActions:
     def dgrads(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> Sequence[Tensor]:
         """What dI left, for a stage with a gradient reader; call `finish_dgrads` after."""
         self.contract.read(key, ref, gradient=True, link=self.links[caller])
-        return self._memory(key.stage).table[ref.slot].dgrads
+        return self._left(ref).dgrads
 
     def finish_dgrads(self, key: TapeKey, ref: TapeRef) -> None:
         """Say that the reader of the input gradients is done."""
@@ -332,6 +340,12 @@ class GuardedActions:
         raise BackendError(
             f"{key}: stage {key.stage} runs microbatches 0 to {len(memory.slot_of) - 1}"
         )
+
+    def _left(self, ref: TapeRef) -> Slot:
+        """The slot of a reference that the kernel has just accepted."""
+        if self.broken is not None:
+            raise BackendError(self.broken)
+        return self._slots[ref.slot]
 
     def _slot(self, key: TapeKey) -> Slot:
         index = self._known(key).index

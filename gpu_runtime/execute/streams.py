@@ -11,6 +11,7 @@ one stream's own order is both halves, and an event between its actions would on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -23,9 +24,12 @@ _MOST_CALLERS = 64
 """Streams that a handoff remembers; torch's own pools have 32 of each priority."""
 
 
-def _current_handle(device_index: int) -> int:
-    """The driver's handle of the stream that is current on a device."""
-    return int(torch._C._cuda_getCurrentRawStream(device_index))
+def _no_handle(device_index: int) -> int:
+    raise RuntimeError(f"this torch has no CUDA, so device {device_index} has no current stream")
+
+
+_current_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_handle)
+"""The driver's handle of the stream that is current on a device: three looks for each action."""
 
 
 class Handoff(Protocol):

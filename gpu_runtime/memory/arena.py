@@ -20,7 +20,6 @@ now: shape, dtype, device and address are read again at every bind.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import attrs
@@ -34,36 +33,43 @@ from qeffect.gpu_runtime.memory.sums import OrderedSum
 Rule = Literal["copied", "per_microbatch", "accumulate"]
 RULES: tuple[Rule, ...] = ("copied", "per_microbatch", "accumulate")
 
-_data_ptr = Tensor.data_ptr
-_form = attrgetter("shape", "dtype", "device")
-
 
 class Facts(NamedTuple):
     """
-    Destinations and what identifies them: a captured graph writes to exactly these.
+    What identifies a destination: a captured graph writes to exactly this.
 
     Args:
-        tensors: The destinations of one set.
-        addresses: Where each was when it was configured.
-        forms: Shape, dtype and device of each, likewise.
+        tensor: The destination.
+        address: Where it was when it was configured.
+        shape: Likewise.
+        dtype: Likewise.
+        device: Likewise.
     """
 
-    tensors: tuple[Tensor, ...]
-    addresses: list[int]
-    forms: list[tuple[torch.Size, torch.dtype, torch.device]]
+    tensor: Tensor
+    address: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
     @classmethod
-    def of(cls, tensors: Iterable[Tensor]) -> Facts:
-        """What identifies some tensors now."""
-        held = tuple(tensors)
-        return cls(held, [*map(_data_ptr, held)], [*map(_form, held)])
+    def of(cls, tensor: Tensor) -> Facts:
+        """What identifies a tensor now."""
+        return cls(tensor, tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device)
 
-    def hold(self) -> bool:
-        """Look at every tensor again: whether it still is where and what it was."""
-        # Loops in C: a step looks twice for each microbatch.
-        return [*map(_data_ptr, self.tensors)] == self.addresses and [
-            *map(_form, self.tensors)
-        ] == self.forms
+
+def _hold(facts: Iterable[Facts]) -> bool:
+    """Look at every tensor again: whether it still is where and what it was."""
+    # A step looks twice for each microbatch, at every destination.
+    for tensor, address, shape, dtype, device in facts:
+        if (
+            tensor.data_ptr() != address
+            or tensor.shape != shape
+            or tensor.dtype is not dtype
+            or tensor.device != device
+        ):
+            return False
+    return True
 
 
 @attrs.define(eq=False)
@@ -87,7 +93,7 @@ class Arena:
     device: torch.device
     _buffers: list[dict[str, Tensor]] = attrs.field(init=False, factory=list)
     _configured: list[tuple[Destination, ...]] = attrs.field(init=False, factory=list)
-    _facts: list[Facts] = attrs.field(init=False, factory=list)
+    _facts: list[tuple[Facts, ...]] = attrs.field(init=False, factory=list)
     _copies: dict[int, dict[str, Tensor]] = attrs.field(init=False, factory=dict)
     _sum: OrderedSum = attrs.field(init=False)
 
@@ -106,7 +112,7 @@ class Arena:
         for index in range(self.num_microbatches if self.rule != "accumulate" else 1):
             self._configured.append(self._described(index))
             held = self._buffers[index].values() if self.direct else ()
-            self._facts.append(Facts.of(held))
+            self._facts.append(tuple(map(Facts.of, held)))
 
     @classmethod
     def for_stage(
@@ -153,7 +159,7 @@ class Arena:
         description itself is returned, which the kernel compares by identity.
         """
         index = 0 if self.rule == "accumulate" else microbatch
-        return self._configured[index] if self._facts[index].hold() else self._described(index)
+        return self._configured[index] if _hold(self._facts[index]) else self._described(index)
 
     def _described(self, index: int) -> tuple[Destination, ...]:
         owner = None if self.rule == "accumulate" else index

@@ -15,7 +15,10 @@ from ..engine.stage import Transitions
 from ..explain import explain
 from ..refusals import Refused
 
-__all__ = ["Observer", "Runner"]
+__all__ = ["FAILURES", "Observer", "Runner"]
+
+#: Why a transition does not run: a guard refused, or an argument was never configured.
+FAILURES = (Refused, *UNUSABLE)
 
 #: Called after every accepted transition with its name, its arguments and what it returned.
 Observer = Callable[[str, tuple[Any, ...], Any], None]
@@ -48,10 +51,42 @@ class Runner:
         """
         try:
             result = self.transitions.functions[transition](self.memory, *arguments)
-        except Refused as refused:
-            raise explain(refused, transition, self.memory, arguments) from None
-        except UNUSABLE as error:
-            raise self.arguments.unusable(error, transition, arguments) from None
+        except FAILURES as error:
+            raise self.failure(error, transition, arguments) from None
         if self.observer is not None:
             self.observer(transition, arguments, result)
         return result
+
+    def failure(self, error: Exception, transition: str, arguments: tuple[Any, ...]) -> Exception:
+        """
+        Return what to raise for a transition that did not run.
+
+        Args:
+            error: One of `FAILURES`, as the transition raised it.
+            transition: The transition.
+            arguments: Its arguments; None for one that was to be chosen.
+        """
+        if isinstance(error, Refused):
+            return explain(error, transition, self.memory, arguments)
+        return self.arguments.unusable(error, transition, arguments)
+
+    def on_link(self, transition: str) -> Callable[[int], None]:
+        """
+        Return a transition whose one argument is a link, with all that it reaches for bound.
+
+        Every F, dI and dW joins its caller and lets it wait, so that each look-up would show.
+        """
+        function, memory = self.transitions.functions[transition], self.memory
+        num_links = self.arguments.num_links
+
+        def run(link: int) -> None:
+            if link.__class__ is not int or not 0 <= link < num_links:
+                self.arguments.link(transition, link)
+            try:
+                function(memory, link)
+            except FAILURES as error:
+                raise self.failure(error, transition, (link,)) from None
+            if self.observer is not None:
+                self.observer(transition, (link,), None)
+
+        return run

@@ -4,7 +4,7 @@ The streams of a contract: what callers enqueued, and what has been waited for.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 from .runner import Runner
 
@@ -20,9 +20,26 @@ class Streams:
         callers: Names of the caller streams.
         domains: Domain index by name.
         links: Link index by (caller, domain name).
+
+    Attributes:
+        join: Tell that the graph stream of a link waits for its caller.
+        wait: Tell that the caller of a link waits for its graph stream.
     """
 
-    __slots__ = ("_domains", "_links", "_links_of", "_runner", "callers")
+    __slots__ = (
+        "_domains",
+        "_links",
+        "_links_of",
+        "_memory",
+        "_runner",
+        "_submit",
+        "callers",
+        "join",
+        "wait",
+    )
+
+    join: Callable[[int], None]
+    wait: Callable[[int], None]
 
     def __init__(
         self,
@@ -39,6 +56,9 @@ class Streams:
             caller: tuple(link for (name, _), link in links.items() if name == caller)
             for caller in callers
         }
+        # A configured link can always be told of work: nothing here could fail.
+        self._submit, self._memory = runner.transitions.submit, runner.memory
+        self.join, self.wait = runner.on_link("join"), runner.on_link("wait")
 
     def link(self, caller: Hashable, domain: Hashable) -> int:
         """
@@ -63,17 +83,9 @@ class Streams:
                 f"submit: no caller {caller!r}; there are {list(self.callers)}"
             ) from None
         for link in own:
-            self._runner.run("submit", link)
-
-    def join(self, link: int) -> None:
-        """Tell that the graph stream waits for the caller."""
-        self._runner.arguments.link("join", link)
-        self._runner.run("join", link)
-
-    def wait(self, link: int) -> None:
-        """Tell that the caller waits for the graph stream."""
-        self._runner.arguments.link("wait", link)
-        self._runner.run("wait", link)
+            self._submit(self._memory, link)
+            if self._runner.observer is not None:
+                self._runner.observer("submit", (link,), None)
 
     def drain(self) -> None:
         """Tell that the device work of every domain has been seen to finish."""

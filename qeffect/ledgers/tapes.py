@@ -10,7 +10,7 @@ from ..keys import TapeKey, TapeRef, reference
 from ..refusals import Refused
 from ..relations.constants import GRAD_BIT, OUT_BIT
 from .pool import Pool
-from .runner import Runner
+from .runner import FAILURES, Runner
 
 __all__ = ["Tapes"]
 
@@ -24,11 +24,31 @@ class Tapes:
         pool: The free slots, into which a released one goes back.
     """
 
-    __slots__ = ("_pool", "_runner")
+    __slots__ = (
+        "_arguments",
+        "_bind",
+        "_consumers",
+        "_destination_of",
+        "_finish_read",
+        "_memory",
+        "_num_links",
+        "_num_slots",
+        "_pool",
+        "_read",
+        "_runner",
+    )
 
     def __init__(self, runner: Runner, pool: Pool) -> None:
         self._runner = runner
         self._pool = pool
+        # What a bind and a reader reach for, bound once: there are several for each F and dI.
+        self._memory, self._arguments = runner.memory, runner.arguments
+        self._num_slots, self._num_links = runner.arguments.num_slots, runner.arguments.num_links
+        self._consumers = runner.memory.consumers
+        self._destination_of = runner.memory.destination_of
+        transitions = runner.transitions
+        self._bind, self._read = transitions.bind, transitions.read
+        self._finish_read = transitions.finish_read
 
     def live(self) -> dict[TapeKey, TapeRef]:
         """Every live tape: its key and the reference that names it."""
@@ -53,22 +73,52 @@ class Tapes:
 
     def bind(self, key: TapeKey, destination: tuple[Destination, ...] | None) -> None:
         """Bind a key's destinations; by default the configured ones."""
-        self._runner.arguments.key("bind", key)
+        if key.__class__ is not TapeKey or key.cell not in self._arguments.cells:
+            self._arguments.key("bind", key)
         if destination is None:
-            destination = self._runner.memory.destination_of[key.cell]
-        self._runner.run("bind", key, destination)
+            destination = self._destination_of[key.cell]
+        try:
+            self._bind(self._memory, key, destination)
+        except FAILURES as error:
+            raise self._runner.failure(error, "bind", (key, destination)) from None
+        if self._runner.observer is not None:
+            self._runner.observer("bind", (key, destination), None)
 
     def read(self, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> None:
         """Check that a stream may read a tape's output, or its input gradient."""
-        self._runner.arguments.link("read", link)
-        self._runner.arguments.tape("read", key, ref)
-        self._runner.run("read", key, ref, GRAD_BIT if gradient else OUT_BIT, link)
+        if link.__class__ is not int or not 0 <= link < self._num_links:
+            self._arguments.link("read", link)
+        if (
+            key.__class__ is not TapeKey
+            or ref.__class__ is not TapeRef
+            or not 0 <= ref.slot < self._num_slots
+        ):
+            self._arguments.tape("read", key, ref)
+        bit = GRAD_BIT if gradient else OUT_BIT
+        try:
+            self._read(self._memory, key, ref, bit, link)
+        except FAILURES as error:
+            raise self._runner.failure(error, "read", (key, ref, bit, link)) from None
+        if self._runner.observer is not None:
+            self._runner.observer("read", (key, ref, bit, link), None)
 
     def finish_read(self, key: TapeKey, ref: TapeRef, gradient: bool) -> None:
         """Tell that a reader is done; the last consumer frees the slot."""
-        self._runner.arguments.tape("finish_read", key, ref)
-        self._runner.run("finish_read", key, ref, GRAD_BIT if gradient else OUT_BIT)
-        self._pool.reclaim(ref.slot)
+        if (
+            key.__class__ is not TapeKey
+            or ref.__class__ is not TapeRef
+            or not 0 <= ref.slot < self._num_slots
+        ):
+            self._arguments.tape("finish_read", key, ref)
+        bit = GRAD_BIT if gradient else OUT_BIT
+        try:
+            self._finish_read(self._memory, key, ref, bit)
+        except FAILURES as error:
+            raise self._runner.failure(error, "finish_read", (key, ref, bit)) from None
+        if self._runner.observer is not None:
+            self._runner.observer("finish_read", (key, ref, bit), None)
+        if self._consumers[ref.slot] == 0:
+            self._pool.reclaim(ref.slot)
 
     def drop(self, key: TapeKey, ref: TapeRef) -> None:
         """Abort one tape that has no action in flight."""
