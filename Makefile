@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: check test slow lint types bench clean
+.PHONY: check test slow nightly lint types bench clean
 
 # The main job: real schedules, random ones, exploration, proofs, the fault table.
 check: $(VENV)/.verify
@@ -18,9 +18,13 @@ check: $(VENV)/.verify
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# What takes minutes: every proof, every mutant, the rest of the matrix, prove from the wheel.
+# What takes minutes: every proof, every mutant, every deleted guard, prove from the wheel.
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
+
+# What takes longer than CI waits: the whole matrix, in both layouts.
+nightly: $(VENV)/.test
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m nightly -n auto
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

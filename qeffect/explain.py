@@ -70,7 +70,7 @@ def _slot(a: Arguments) -> int:
 
 
 def _ref(st: Any, a: Arguments) -> tuple[str, str]:
-    return f"{a['key']} in {a['ref']}", _tape(st, a["ref"].slot)
+    return f"{a['key']} in {a['ref']}", f"what the slot holds: {_tape(st, a['ref'].slot)}"
 
 
 def _live(column: Any) -> str:
@@ -170,12 +170,12 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     ),
     "version.in-flight": lambda st, a: (
         _what(a),
-        f"no refresh in flight, by itself or by an F; stages in flight {_live(st.refreshing)} and "
-        f"{_live(st.filling)} (stage: ticket)",
+        "no refresh in flight, by itself or by an F; stages in flight (stage: ticket) "
+        + (", ".join(filter(None, (_live(st.refreshing), _live(st.filling)))) or "none"),
     ),
     "version.unknown-ticket": lambda st, a: (
         f"refresh ticket {a['ticket']} of stage {a['stage']}",
-        f"ticket {st.refreshing[a['stage']] or 'none'}",
+        f"ticket {ticket}" if (ticket := st.refreshing[a["stage"]]) else "no refresh in flight",
     ),
     "order.in-flight": lambda st, a: (
         _what(a),

@@ -62,7 +62,7 @@ def milliseconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _compared(derived: Mapping[str, Any]) -> str:
+def _compared(derived: Mapping[str, Any], version: str) -> str:
     """State apart what rests on native, the controls, the other reference and the requirements."""
     ours, again = derived["native_against_ours"], derived["native_again"]
     eager, required = derived["eager_against_ours"], derived["requirements"]
@@ -72,7 +72,8 @@ def _compared(derived: Mapping[str, Any]) -> str:
         if name not in ("addresses", "retained work", "growth")
     ]
     text = (
-        f"**Bit for bit.** {ours['compared']:,} values of {ours['runs']} comparisons "
+        f"**Bit for bit, Transformer Engine {version}.** {ours['compared']:,} values of "
+        f"{ours['runs']} comparisons "
         f"({', '.join(bits)}), native full backward against ours (split eager, split captured, and "
         f"captured with faults injected while graphs are live): {ours['mismatched']} mismatches. "
         f"Beside them, native against native again, the control: {again['compared']:,} values of "
@@ -93,7 +94,10 @@ def _compared(derived: Mapping[str, Any]) -> str:
 
 
 def _correctness() -> list[str]:
-    lines = [_compared(report["derived"]) for report in reports("compare")]
+    lines = [
+        _compared(report["derived"], package(report["environment"], "transformer-engine"))
+        for report in reports("compare")
+    ]
     for report in reports("streams"):
         found = report["derived"]["handoffs"]
         one, two = found["one-way"], found["two-way"]

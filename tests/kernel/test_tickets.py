@@ -47,7 +47,12 @@ class TestRedeemed:
         redeem[first](ticket)
         family = "version" if action == "refresh" else "ownership"
 
-        with refused(rig, f"{family}.unknown-ticket", f"ticket {ticket.serial}", "ticket none"):
+        with refused(
+            rig,
+            f"{family}.unknown-ticket",
+            f"ticket {ticket.serial}",
+            "no refresh in flight" if action == "refresh" else "ticket none",
+        ):
             redeem[second](ticket)
 
     @pytest.mark.parametrize("action", ACTIONS)

@@ -144,7 +144,7 @@ class TestMatrix:
         """20 steps: every row with every history and every destination, in one QKV layout."""
         agrees(case)
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     @pytest.mark.parametrize("case", [MATRIX[n ^ 1] for n in LAYOUT], ids=lambda c: c.name)
     def test_the_matrix_agrees_in_the_other_layout(self, case: Case) -> None:
         """The same in the other QKV layout."""
