@@ -22,7 +22,7 @@ test: $(VENV)/.test
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
 
-# What takes longer than CI waits: the whole matrix, in both layouts.
+# What takes longest: the whole matrix in both layouts.
 nightly: $(VENV)/.test
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m nightly -n auto
 
