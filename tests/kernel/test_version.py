@@ -236,7 +236,7 @@ class TestTickets:
                 rig.contract.abort(wrong)
 
         rig.contract.commit(ticket)
-        with refused(rig, "version.unknown-ticket", "ticket 1", "none"):
+        with refused(rig, "version.unknown-ticket", "ticket 1", "no refresh in flight"):
             rig.contract.commit(ticket)
 
     def test_not_with_the_ticket_of_a_forward(self) -> None:
