@@ -71,6 +71,8 @@ WORDS: Final[Mapping[str, Word]] = {
         queued="the deferred work that the tenant's dI left",
         fill_read="the fill of the weight cache that the tenant's F read",
         in_pool="1 while the slot keeps memory in its capture pool",
+        moving="the transfers under way through the slot, as a mask",
+        arrived="the messages that the slot's work has received, as a mask",
     ),
     **_words(
         "cell",
@@ -128,6 +130,8 @@ WORDS: Final[Mapping[str, Word]] = {
         stage="an arbitrary stage",
         clobbered="1 when an earlier graph overwrote what the arbitrary slot keeps in its pool",
         seen="1 when the arbitrary link waited for the replay that wrote that slot's output",
+        clear="1 when the arbitrary link waited for every replay of that slot's former work",
+        trailing="1 when a transfer of that slot ended on that link, unseen by the graph stream",
         seen_gradients="1 when it waited for the replay that wrote the arbitrary stage's gradients",
     ),
 }

@@ -8,7 +8,7 @@ from ..destinations import Destination
 from ..explain import explain
 from ..keys import TapeKey, TapeRef, reference
 from ..refusals import Refused
-from ..relations.constants import GRAD_BIT, OUT_BIT
+from ..relations.constants import BACK_BIT, GRAD_BIT, IN_BIT, OUT_BIT
 from .pool import Pool
 from .runner import FAILURES, Runner
 
@@ -30,10 +30,12 @@ class Tapes:
         "_consumers",
         "_destination_of",
         "_finish_read",
+        "_finish_receive",
         "_memory",
         "_num_links",
         "_num_slots",
         "_pool",
+        "_post_receive",
         "_read",
         "_runner",
     )
@@ -49,6 +51,8 @@ class Tapes:
         transitions = runner.transitions
         self._bind, self._read = transitions.bind, transitions.read
         self._finish_read = transitions.finish_read
+        self._post_receive = transitions.post_receive
+        self._finish_receive = transitions.finish_receive
 
     def live(self) -> dict[TapeKey, TapeRef]:
         """Every live tape: its key and the reference that names it."""
@@ -59,15 +63,16 @@ class Tapes:
             if mask
         }
 
-    def reserve(self, key: TapeKey, slot: int | None) -> TapeRef:
+    def reserve(self, key: TapeKey, slot: int | None, link: int) -> TapeRef:
         """Claim a slot for a key before its forward."""
         arguments = self._runner.arguments
         arguments.key("reserve", key)
+        arguments.link("reserve", link)
         if slot is None:
             slot = self._pool.next_slot(key)
         else:
             arguments.slot("reserve", key, slot)
-        self._runner.run("reserve", key, slot)
+        self._runner.run("reserve", key, slot, link)
         self._pool.reserve(key, slot)
         return self._reference(slot)
 
@@ -86,14 +91,7 @@ class Tapes:
 
     def read(self, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> None:
         """Check that a stream may read a tape's output, or its input gradient."""
-        if link.__class__ is not int or not 0 <= link < self._num_links:
-            self._arguments.link("read", link)
-        if (
-            key.__class__ is not TapeKey
-            or ref.__class__ is not TapeRef
-            or not 0 <= ref.slot < self._num_slots
-        ):
-            self._arguments.tape("read", key, ref)
+        self._check(key, ref, link, "read")
         bit = GRAD_BIT if gradient else OUT_BIT
         try:
             self._read(self._memory, key, ref, bit, link)
@@ -102,23 +100,53 @@ class Tapes:
         if self._runner.observer is not None:
             self._runner.observer("read", (key, ref, bit, link), None)
 
-    def finish_read(self, key: TapeKey, ref: TapeRef, gradient: bool) -> None:
+    def finish_read(self, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> None:
         """Tell that a reader is done; the last consumer frees the slot."""
+        self._check(key, ref, link, "finish_read")
+        bit = GRAD_BIT if gradient else OUT_BIT
+        try:
+            self._finish_read(self._memory, key, ref, bit, link)
+        except FAILURES as error:
+            raise self._runner.failure(error, "finish_read", (key, ref, bit, link)) from None
+        if self._runner.observer is not None:
+            self._runner.observer("finish_read", (key, ref, bit, link), None)
+        if self._consumers[ref.slot] == 0:
+            self._pool.reclaim(ref.slot)
+
+    def post_receive(self, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> None:
+        """Check that a stream may receive into a tape's slot."""
+        self._check(key, ref, link, "post_receive")
+        message = BACK_BIT if gradient else IN_BIT
+        try:
+            self._post_receive(self._memory, key, ref, message, link)
+        except FAILURES as error:
+            raise self._runner.failure(error, "post_receive", (key, ref, message, link)) from None
+        if self._runner.observer is not None:
+            self._runner.observer("post_receive", (key, ref, message, link), None)
+
+    def finish_receive(self, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> None:
+        """Tell that a message has arrived; the slot of an aborted tape may then be free."""
+        self._check(key, ref, link, "finish_receive")
+        message = BACK_BIT if gradient else IN_BIT
+        try:
+            self._finish_receive(self._memory, key, ref, message, link)
+        except FAILURES as error:
+            raise self._runner.failure(error, "finish_receive", (key, ref, message, link)) from None
+        if self._runner.observer is not None:
+            self._runner.observer("finish_receive", (key, ref, message, link), None)
+        if self._consumers[ref.slot] == 0:
+            self._pool.reclaim(ref.slot)
+
+    def _check(self, key: TapeKey, ref: TapeRef, link: int, transition: str) -> None:
+        """Require a configured link, a key and a reference into the pool."""
+        if link.__class__ is not int or not 0 <= link < self._num_links:
+            self._arguments.link(transition, link)
         if (
             key.__class__ is not TapeKey
             or ref.__class__ is not TapeRef
             or not 0 <= ref.slot < self._num_slots
         ):
-            self._arguments.tape("finish_read", key, ref)
-        bit = GRAD_BIT if gradient else OUT_BIT
-        try:
-            self._finish_read(self._memory, key, ref, bit)
-        except FAILURES as error:
-            raise self._runner.failure(error, "finish_read", (key, ref, bit)) from None
-        if self._runner.observer is not None:
-            self._runner.observer("finish_read", (key, ref, bit), None)
-        if self._consumers[ref.slot] == 0:
-            self._pool.reclaim(ref.slot)
+            self._arguments.tape(transition, key, ref)
 
     def drop(self, key: TapeKey, ref: TapeRef) -> None:
         """Abort one tape that has no action in flight."""

@@ -15,7 +15,7 @@ import attrs
 
 from ..config import StageConfig
 from ..destinations import Destination
-from ..relations.constants import GRAD_BIT, OUT_BIT
+from ..relations.constants import BACK_BIT, GRAD_BIT, IN_BIT, OUT_BIT
 from ..text import is_name, shown, within
 from .format import FIELDS, HEADER, MAGIC, VERSION, compact
 
@@ -92,7 +92,7 @@ def _stage(value: Any) -> bool:
     return (
         type(value) is dict
         and tuple(value) == _STAGE
-        and all(type(value[n]) is bool for n in ("sends_output", "sends_gradient", "reduces"))
+        and all(type(value[n]) is bool for n in _STAGE_FLAGS)
         and all(map(_natural, (value[n] for n in _STAGE_COUNTS)))
         and type(value["destinations"]) is list
         and all(map(_described, value["destinations"]))
@@ -118,6 +118,13 @@ def _each(check: Check) -> Check:
 
 _DESTINATION: Final = tuple(a.name for a in attrs.fields(Destination))
 _STAGE: Final = tuple(a.name for a in attrs.fields(StageConfig))
+_STAGE_FLAGS: Final = (
+    "sends_output",
+    "sends_gradient",
+    "reduces",
+    "receives_input",
+    "receives_gradient",
+)
 _STAGE_COUNTS: Final = ("stage", "microbatches", "slots", "blocks", "invocations")
 
 #: What each field of an event must be, and how to say so.
@@ -132,6 +139,10 @@ _EVENT: Final[Mapping[str, tuple[Check, str]]] = {
     "bit": (
         lambda value: _integer(value) and value in (OUT_BIT, GRAD_BIT),
         f"{OUT_BIT} or {GRAD_BIT}",
+    ),
+    "message": (
+        lambda value: _integer(value) and value in (IN_BIT, BACK_BIT),
+        f"{IN_BIT} or {BACK_BIT}",
     ),
     "destination": (_destination, "a buffer index or a list of destinations"),
     "queued": (_names, "a list of printable matrix names"),

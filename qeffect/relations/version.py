@@ -20,7 +20,7 @@ STATE = {
 }
 
 
-def reserve_guards(st: State, key, slot):
+def reserve_guards(st: State, key, slot, link):
     s = key.stage
     e = key.epoch
     if e != st.weight_epoch[s]:

@@ -15,7 +15,7 @@ from attrs import define, field
 
 from qeffect.keys import Cell, TapeKey, TapeRef
 from qeffect.layout import Layout
-from qeffect.relations.constants import DGRAD_BIT, GRAD_BIT, OUT_BIT, WGRAD_BIT
+from qeffect.relations.constants import BACK_BIT, DGRAD_BIT, GRAD_BIT, IN_BIT, OUT_BIT, WGRAD_BIT
 from qeffect.verification.concrete import Setup
 
 __all__ = ["Action", "Stuck", "schedule"]
@@ -33,6 +33,7 @@ class _Tape:
     key: TapeKey
     slot: int
     ran: set[str] = field(factory=set)
+    begun: set[str] = field(factory=set)
     flying: str = ""
     ticket: int = 0
     live: bool = True
@@ -75,6 +76,8 @@ class _Bookkeeper:
         }
         self.rank: dict[int, int] = {}
         self.kept: dict[int, int] = dict.fromkeys(range(len(self.st.cursor)), 0)
+        self.behind: set[int] = set()  # links whose caller was told of an end since their join
+        self.ended: dict[int, int] = {}  # the link of each slot's latest end
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
@@ -116,9 +119,43 @@ class _Bookkeeper:
         self.free[tape.key.stage].append(tape.slot)
 
     def joined(self, link: int) -> Iterator[Action]:
-        if self.rng.random() < 0.3:
+        submits = self.rng.random() < 0.3
+        if submits:
             yield "submit", (link,)
+        if submits or link in self.behind:
+            self.behind.discard(link)
             yield "join", (link,)
+
+    def joined_end(self, slot: int, besides: int = -1) -> Iterator[Action]:
+        """The graph stream waits for the slot's latest end, unless it was on that link."""
+        link = self.ended.get(slot, -1)
+        if link in self.behind and link != besides:
+            self.behind.discard(link)
+            yield "join", (link,)
+
+    def ends(self, name: str, tape: _Tape, what: int) -> Iterator[Action]:
+        """Tell the end of a transfer, on any link."""
+        link = self.link(tape.key.stage)
+        yield from self.joined_end(tape.slot, link)
+        yield name, (tape.key, self.ref(tape), what, link)
+        self.behind.add(link)
+        self.ended[tape.slot] = link
+
+    def received(self, tape: _Tape, message: int) -> Iterator[Action]:
+        """A message is received."""
+        link = self.link(tape.key.stage)
+        yield "wait", (link,)
+        yield "post_receive", (tape.key, self.ref(tape), message, link)
+        yield from self.ends("finish_receive", tape, message)
+
+    def begun(self, tape: _Tape) -> Iterator[Action]:
+        """Perhaps a reader begins now, and ends later."""
+        sends = self.st.owes[tape.key.stage] & OUT_BIT
+        if sends and not {"out"} & (tape.ran | tape.begun) and self.rng.random() < 0.4:
+            tape.begun.add("out")
+            link = self.link(tape.key.stage)
+            yield "wait", (link,)
+            yield "read", (tape.key, self.ref(tape), OUT_BIT, link)
 
     # One epoch
 
@@ -207,8 +244,14 @@ class _Bookkeeper:
         if action == "F":
             slot = self.rng.choice(self.slots_for(cell))
             self.free[stage].remove(slot)
-            if self.rng.random() < 0.3:
-                yield "reserve", (key, slot)
+            receives = self.st.receives[stage]
+            tape = self.tapes[cell] = _Tape(key, slot, flying="F")
+            if receives & IN_BIT or self.rng.random() < 0.3:
+                filler = self.link(stage)
+                yield "wait", (filler,)
+                yield "reserve", (key, slot, filler)
+                if receives & IN_BIT:
+                    yield from self.received(tape, IN_BIT)
             refresh = int(stage not in self.cached)
             if refresh and self.rng.random() < 0.5:
                 yield from self.joined(link)
@@ -220,8 +263,8 @@ class _Bookkeeper:
                     yield "check_refresh", (stage, link)
                     yield "commit_refresh", (stage, self.issue())
             self.cached.add(stage)
-            tape = self.tapes[cell] = _Tape(key, slot, flying="F")
             yield from self.joined(link)
+            yield from self.joined_end(slot)
             domain = self.domain(stage)
             if self.rng.random() < 0.5:
                 self.bound.add(cell)
@@ -237,6 +280,10 @@ class _Bookkeeper:
             if cell not in self.bound:
                 self.bound.add(cell)
                 yield "bind", (key, self.st.destination_of[cell])
+            yield from self.begun(tape)
+            if self.st.receives[stage] & BACK_BIT:
+                yield from self.received(tape, BACK_BIT)
+                yield from self.joined_end(tape.slot)
             yield from self.joined(link)
             yield "wait", (link,)
             yield "check_dgrad", (key, self.ref(tape), self.token[self.domain(stage)], link)
@@ -246,6 +293,7 @@ class _Bookkeeper:
             buffer = self.st.buffer_of[cell]
             first = int(buffer not in self.opened)
             self.opened.add(buffer)
+            yield from self.begun(tape)
             yield from self.joined(link)
             destination = self.st.destination_of[cell]
             yield "check_wgrad", (key, self.ref(tape), link, destination, first)
@@ -253,9 +301,10 @@ class _Bookkeeper:
             self.rank[self.st.pool_of[tape.slot]] = self.st.wgrad_rank[tape.slot]
         else:
             bit = OUT_BIT if action == "out" else GRAD_BIT
-            yield "wait", (link,)
-            yield "read", (key, self.ref(tape), bit, link)
-            yield "finish_read", (key, self.ref(tape), bit)
+            if action not in tape.begun:
+                yield "wait", (link,)
+                yield "read", (key, self.ref(tape), bit, link)
+            yield from self.ends("finish_read", tape, bit)
             tape.ran.add(action)
             self.maybe_release(tape)
 
@@ -316,7 +365,9 @@ class _Bookkeeper:
     def restart(self, failed: bool) -> Iterator[Action]:
         if not failed and self.rng.random() < 0.4:  # a step begins, and is given up
             stage = self.rng.choice(self.stages)
-            yield "check_refresh", (stage, self.link(stage))
+            link = self.link(stage)
+            yield from self.joined(link)
+            yield "check_refresh", (stage, link)
             verb = self.rng.choice(["abort", "commit", "commit"])
             yield f"{verb}_refresh", (stage, self.issue())
             failed = True
@@ -337,11 +388,18 @@ class _Bookkeeper:
                 yield names[tape.flying], (tape.slot, tape.ticket)
                 if tape.flying != "dW":
                     broken.add(self.domain(tape.key.stage))
+                tape.live = False
             elif tape.live and self.rng.random() < 0.5:
+                yield from self.begun(tape)
                 yield "drop", (tape.key, self.ref(tape))
+                tape.live = False
+            if not tape.live and "out" in tape.begun - tape.ran and self.rng.random() < 0.7:
+                yield from self.ends("finish_read", tape, OUT_BIT)
         stage = self.rng.choice(self.stages)
         yield "invalidate", (stage,)
         if self.domain(stage) not in broken and stage not in self.cached:
-            yield "check_refresh", (stage, self.link(stage))
+            link = self.link(stage)
+            yield from self.joined(link)
+            yield "check_refresh", (stage, link)
             verb = self.rng.choice(["abort", "commit"])
             yield f"{verb}_refresh", (stage, self.issue())
