@@ -160,6 +160,18 @@ class Contract:
         """Every live tape: its key and the reference that names it."""
         return self._tapes.live()
 
+    def reference(self, key: TapeKey) -> TapeRef | None:
+        """
+        The reference that names a key's live tape; None where the key owns no slot.
+
+        >>> contract = Contract([StageConfig(0, microbatches=2, slots=1)])
+        >>> contract.reserve(TapeKey(epoch=0, stage=0, microbatch=0)).slot
+        0
+        >>> contract.reference(TapeKey(epoch=0, stage=0, microbatch=1)) is None
+        True
+        """
+        return self._tapes.reference(key)
+
     def first_writer(self, key: TapeKey) -> bool:
         """Whether the key's dW would be the first write of its buffer in this epoch."""
         st = self.memory

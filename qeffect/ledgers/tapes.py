@@ -63,6 +63,14 @@ class Tapes:
             if mask
         }
 
+    def reference(self, key: TapeKey) -> TapeRef | None:
+        """Return the reference of a key's live tape, or None."""
+        st = self._runner.memory
+        slot = st.slot_of.get(key.cell, -1)
+        if slot < 0 or st.epoch_at[slot] != key.epoch:
+            return None
+        return self._reference(slot)
+
     def reserve(self, key: TapeKey, slot: int | None, link: int) -> TapeRef:
         """Claim a slot for a key before its forward."""
         arguments = self._runner.arguments
