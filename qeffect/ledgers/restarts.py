@@ -12,7 +12,7 @@ from ..configuration import Configuration
 from ..refusals import refused
 from .epochs import Epochs
 from .pool import Pool
-from .runner import Runner
+from .runner import FAILURES, Runner
 
 __all__ = ["Restarts"]
 
@@ -34,6 +34,14 @@ class Restarts:
         self._pool = pool
         self._epochs = epochs
         self._begun: set[int] = set()
+
+    def check_checkpoint(self) -> None:
+        """Run every guard of a checkpoint, over a copy of the memory that is then dropped."""
+        runner = self._runner
+        try:
+            runner.transitions.checkpoint(runner.memory.copy())
+        except FAILURES as error:
+            raise runner.failure(error, "checkpoint", ()) from None
 
     def checkpoint(self, own: Configuration, state: Any, recipe: Any) -> Checkpoint:
         """Return what persists; refused while anything is live."""
