@@ -7,8 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import wraps
-from inspect import isasyncgen, isasyncgenfunction, iscoroutine, iscoroutinefunction
-from inspect import isgenerator, isgeneratorfunction
+from inspect import (
+    isasyncgen,
+    isasyncgenfunction,
+    iscoroutine,
+    iscoroutinefunction,
+    isgenerator,
+    isgeneratorfunction,
+)
 from types import TracebackType
 from typing import Any, Literal, Protocol
 

@@ -170,7 +170,7 @@ class TestNumbers:
         rig = Rig(stage(microbatches=1))
         rig.microbatch()
         rig.finish()
-        with pytest.raises(TypeError, match="^commit_epoch: epoch must be an int, got "):
+        with pytest.raises(TypeError, match=r"^commit_epoch: epoch must be an int, got "):
             rig.contract.commit_epoch(value)
 
         assert rig.contract.commit_epoch(0) == 1
@@ -191,7 +191,7 @@ class TestNumbers:
             lambda: Checkpoint(value, Rig().contract.configuration),
             lambda: Rig().contract.restore(Rig().contract.checkpoint(), incarnation=value),
         ):
-            with pytest.raises((TypeError, ValueError), match="int|64 bits"):
+            with pytest.raises((TypeError, ValueError), match=r"int|64 bits"):
                 make()
 
     @pytest.mark.parametrize("flag", ["no", 7, [0]])

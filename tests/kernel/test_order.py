@@ -4,8 +4,6 @@ Order: F and dI advance their domain's effect token exactly once, dW never.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from .helpers import Rig, refused, stage
