@@ -103,7 +103,7 @@ def one_receive_buffer_for_two(h: History) -> None:
     clause="ownership.slot-busy",
     at="check_forward 0F1",
 )
-def input_gradient_reused_early(h: History) -> None:
+def dgrad_buffer_reused_early(h: History) -> None:
     h.process(slots=1, sends_gradient=True)
     h.refresh()
     h.forward(0)
