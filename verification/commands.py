@@ -185,12 +185,11 @@ class Prove:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
         parser.add_argument(
-            "--seeds", type=int, default=1, metavar="N", help="solver seeds to sweep (default 1)"
+            "--seeds", type=int, metavar="N", help="solver seeds to sweep (default 1)"
         )
         parser.add_argument(
             "--depth",
             type=int,
-            default=DEPTH,
             metavar="N",
             help=f"transitions in a row of the bounded proof beside the unbounded ones "
             f"(default {DEPTH})",
@@ -215,9 +214,11 @@ class Prove:
         """Prove and report."""
         if args.only is not None:
             mutants_alone = "--only runs mutants and proves nothing"
-            refuse_unused(args, ("--cvc5", "--out"), mutants_alone)
+            refuse_unused(args, ("--seeds", "--depth", "--cvc5", "--out"), mutants_alone)
         elif not args.mutants:
             refuse_unused(args, ("--programs",), "only mutants make programs; add --mutants")
+        args.seeds = 1 if args.seeds is None else args.seeds
+        args.depth = DEPTH if args.depth is None else args.depth
         if args.programs is not None and args.programs.exists() and not args.programs.is_dir():
             raise UnusableError(f"--programs takes a directory; {args.programs} is not one")
         if args.seeds < 1:

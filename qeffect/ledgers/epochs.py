@@ -4,7 +4,7 @@ The end of an epoch: finalized gradients, their reductions, and the commit.
 
 from __future__ import annotations
 
-from .runner import Runner
+from .runner import FAILURES, Runner
 
 __all__ = ["Epochs"]
 
@@ -40,8 +40,19 @@ class Epochs:
         self._runner.arguments.stage(transition, stage)
         self._runner.run(transition, stage)
 
+    def check_commit(self, epoch: int | None) -> None:
+        """Run every guard of a commit, over a copy of the memory that is then dropped."""
+        runner = self._runner
+        given = (self.current if epoch is None else epoch,)
+        try:
+            runner.transitions.commit_epoch(runner.memory.copy(), *given)
+        except FAILURES as error:
+            raise runner.failure(error, "commit_epoch", given) from None
+
     def commit(self, epoch: int | None) -> int:
         """Advance every stage to the next weight epoch and return it."""
+        if epoch is not None:
+            self._runner.arguments.integer("commit_epoch", "epoch", epoch)
         current = self.current if epoch is None else epoch
         self._runner.run("commit_epoch", current)
         return current + 1
