@@ -42,9 +42,14 @@ def test_the_others_keep_their_order_where_a_part_is_left_out(relation: str) -> 
     """A stage without a relation checks some of the same clauses, in the same order."""
     composed = transitions(omit=[relation])
     for transition, clauses in GUARDS.items():
-        rest = iter(clauses)
+        rest, found = iter(clauses), raised(composed, transition)
+        if found == [f"{relation}.left-out"]:
+            assert all(
+                clause.partition(".")[0] in (relation, "order", "completion") for clause in rest
+            )
+            continue
 
-        assert all(clause in rest for clause in raised(composed, transition)), transition
+        assert all(clause in rest for clause in found), transition
 
 
 def test_every_transition_has_its_guards_stated() -> None:
