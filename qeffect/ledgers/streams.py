@@ -88,7 +88,8 @@ class Streams:
             ) from None
         for link in own:
             self._submit(self._memory, link)
-            if self._runner.observer is not None:
+        if self._runner.observer is not None:
+            for link in own:
                 self._runner.observer("submit", (link,), None)
 
     def _entering(self) -> Callable[[int], None]:
@@ -99,27 +100,28 @@ class Streams:
         """
         runner, memory = self._runner, self._memory
         submit, join = self._submit, runner.transitions.join
-        callers = [caller for caller, _ in self._links]
-        own = [self._links_of[caller] for caller in callers]
+        own = [self._links_of[caller] for caller, _ in self._links]
         num_links = len(own)
 
         def enter(link: int) -> None:
             if link.__class__ is not int or not 0 <= link < num_links:
                 runner.arguments.link("join", link)
-            if runner.observer is not None:
-                self.submit(callers[link])
-                self.join(link)
-                return
             try:
                 for each in own[link]:
                     submit(memory, each)
                 join(memory, link)
             except FAILURES as error:
                 raise runner.failure(error, "join", (link,)) from None
+            if runner.observer is not None:
+                for each in own[link]:
+                    runner.observer("submit", (each,), None)
+                runner.observer("join", (link,), None)
 
         return enter
 
     def drain(self) -> None:
         """Tell that the device work of every domain has been seen to finish."""
         for domain in self._domains.values():
-            self._runner.run("drain", domain)
+            self._runner.apply("drain", domain)
+        for domain in self._domains.values():
+            self._runner.tell("drain", (domain,), None)
