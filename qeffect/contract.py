@@ -187,11 +187,9 @@ class Contract:
         Reserve a stage's domain for a refresh of its quantized weight cache.
 
         Raises:
-            Refused: A clause of version, order or completion.
-            ValueError: The stages leave the version relation out, so there is no cache.
+            Refused: A clause of version, order or completion; ``version.left-out`` where the
+                stages leave version out, so that there is no cache.
         """
-        if "version" not in self.transitions.relations:
-            raise ValueError("these stages leave version out: they have no cache to refresh")
         self._arguments.stage("check_refresh", stage)
         self._arguments.link("check_refresh", link)
         serial = self._runner.run("check_refresh", stage, link)
@@ -403,7 +401,8 @@ class Contract:
         state domain: its scaling state may be half updated (paper, IV-E).
 
         Raises:
-            Refused: ``ownership.unknown-ticket`` or ``version.unknown-ticket``.
+            Refused: ``ownership.unknown-ticket``, ``version.unknown-ticket`` or
+                ``version.left-out``.
 
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))
         >>> ticket = contract.check_forward(TapeKey(epoch=0, stage=0, microbatch=0))
@@ -504,7 +503,12 @@ class Contract:
         return self._tapes.purge(epoch)
 
     def invalidate(self, stage: int) -> None:
-        """Declare a stage's weight cache lost, for example re-created at another address."""
+        """
+        Declare a stage's weight cache lost, for example re-created at another address.
+
+        Raises:
+            Refused: ``version.in-flight``, or ``version.left-out`` where there is no cache.
+        """
         self._arguments.stage("invalidate", stage)
         self._runner.run("invalidate", stage)
 
