@@ -536,6 +536,24 @@ class Contract:
         """Tell that a reduction failed; the epoch can no longer commit."""
         self._epochs.reduction("fail_reduction", stage)
 
+    def check_commit(self, epoch: int | None = None) -> None:
+        """
+        Ask whether `commit_epoch` would be accepted now; nothing changes and nothing is logged.
+
+        Every guard of the commit runs, so that the processes of a pipeline can consent before any
+        of them moves its weights.
+
+        Raises:
+            Refused: What `commit_epoch` would raise, with the same explanation.
+
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
+        >>> contract.check_commit()
+        Traceback (most recent call last):
+        ...
+        qeffect.refusals.Refused: epoch.not-final in commit_epoch: found ...
+        """
+        self._epochs.check_commit(epoch)
+
     def commit_epoch(self, epoch: int | None = None) -> int:
         """
         Advance every stage to the next weight epoch; call it with the optimizer's update.
@@ -549,6 +567,18 @@ class Contract:
             Refused: Work is live or in flight, or a stage is not final.
         """
         return self._epochs.commit(epoch)
+
+    def check_checkpoint(self) -> None:
+        """
+        Ask whether `checkpoint` would be accepted now; nothing changes and nothing is logged.
+
+        Raises:
+            Refused: What `checkpoint` would raise, with the same explanation.
+
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
+        >>> contract.check_checkpoint()
+        """
+        self._restarts.check_checkpoint()
 
     def checkpoint(self, *, state: Any = None, recipe: Any = None) -> Checkpoint:
         """

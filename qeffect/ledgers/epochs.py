@@ -4,7 +4,7 @@ The end of an epoch: finalized gradients, their reductions, and the commit.
 
 from __future__ import annotations
 
-from .runner import Runner
+from .runner import FAILURES, Runner
 
 __all__ = ["Epochs"]
 
@@ -39,6 +39,15 @@ class Epochs:
         """Tell what became of a stage's reduction: it starts, finished or failed."""
         self._runner.arguments.stage(transition, stage)
         self._runner.run(transition, stage)
+
+    def check_commit(self, epoch: int | None) -> None:
+        """Run every guard of a commit, over a copy of the memory that is then dropped."""
+        runner = self._runner
+        given = (self.current if epoch is None else epoch,)
+        try:
+            runner.transitions.commit_epoch(runner.memory.copy(), *given)
+        except FAILURES as error:
+            raise runner.failure(error, "commit_epoch", given) from None
 
     def commit(self, epoch: int | None) -> int:
         """Advance every stage to the next weight epoch and return it."""

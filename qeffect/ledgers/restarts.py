@@ -11,7 +11,7 @@ from ..checkpoint import Checkpoint, require_same
 from ..configuration import Configuration
 from .epochs import Epochs
 from .pool import Pool
-from .runner import Runner
+from .runner import FAILURES, Runner
 
 __all__ = ["Restarts"]
 
@@ -32,6 +32,14 @@ class Restarts:
         self._runner = runner
         self._pool = pool
         self._epochs = epochs
+
+    def check_checkpoint(self) -> None:
+        """Run every guard of a checkpoint, over a copy of the memory that is then dropped."""
+        runner = self._runner
+        try:
+            runner.transitions.checkpoint(runner.memory.copy())
+        except FAILURES as error:
+            raise runner.failure(error, "checkpoint", ()) from None
 
     def checkpoint(self, own: Configuration, state: Any, recipe: Any) -> Checkpoint:
         """Return what persists; refused while anything is live."""
