@@ -22,7 +22,7 @@ from qeffect.spec.promises import ASSUMED, STEPS
 
 from .induction import HISTORY, INVARIANTS
 from .induction.history import GHOSTS, advance
-from .judging import broken, members_of, seen, speaks_of
+from .judging import failing, members_of, seen, speaks_of
 
 __all__ = ["Arbitrary", "Setup", "World"]
 
@@ -201,5 +201,5 @@ class World:
         self, kind: str, predicates: Iterable[Predicate], *subjects: Any
     ) -> Iterator[tuple[str, str]]:
         claimed = (p for p in predicates if speaks_of(p, self.relations))
-        for name, _ in broken(claimed, self._members, *subjects):
+        for name, _ in failing(claimed, self._members, *subjects):
             yield kind, name

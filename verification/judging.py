@@ -14,7 +14,7 @@ from qeffect.engine.memory import Memory
 from qeffect.engine.stage import OPTIONAL, RELATIONS
 from qeffect.spec.predicates import Predicate
 
-__all__ = ["MANDATORY", "Members", "broken", "instances", "members_of", "seen", "speaks_of"]
+__all__ = ["MANDATORY", "Members", "failing", "instances", "members_of", "seen", "speaks_of"]
 
 #: Relations that every composition has.
 MANDATORY: Final = frozenset(RELATIONS) - OPTIONAL
@@ -33,7 +33,7 @@ def instances(predicate: Predicate, members: Members) -> Iterator[tuple[Any, ...
     return product(*(members[sort] for sort in predicate.variables.values()))
 
 
-def broken(
+def failing(
     predicates: Iterable[Predicate], members: Members, *subjects: Any
 ) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """

@@ -81,13 +81,13 @@ class Checker:
     def _group(self, asked: frozenset[str], found: list[Predicate]) -> _Group:
         layout = self.walker.memory.layout
         where = sorted(offset for column in asked for offset in layout[column])
-        instances = tuple(
+        asked_of = tuple(
             (predicate.name, predicate.function, values)
             for predicate in found
             for values in instances(predicate, members_in(self.walker.scope))
         )
         key = itemgetter(*where) if where else lambda _: None
-        return _Group(instances, key)
+        return _Group(asked_of, key)
 
     def __call__(self, memory: Any) -> str | None:
         """Return the name of a predicate that the memory breaks, or None."""

@@ -13,7 +13,7 @@ from attrs import define, field
 from qeffect import Contract, Refused, Ticket
 from qeffect.keys import TapeRef
 from qeffect.verification.induction import INVARIANTS
-from qeffect.verification.judging import broken, members_of, seen, speaks_of
+from qeffect.verification.judging import failing, members_of, seen, speaks_of
 from qeffect.verification.targets import TARGETS, Target
 from qeffect.verification.walks.attempts import aimed, attempt
 from qeffect.verification.walks.oracle import violations
@@ -311,7 +311,7 @@ class Driver(Walker):
         relations = frozenset(contract.transitions.relations)
         claimed = (predicate for predicate in INVARIANTS if speaks_of(predicate, relations))
         members = members_of(contract.memory, contract.stages)
-        for name, values in broken(claimed, members, seen(contract.memory)):
+        for name, values in failing(claimed, members, seen(contract.memory)):
             yield f"{name} of {values}"
 
     def _broke_down(self, call: Call, error: Exception, guard: Target | None) -> Mismatch:
