@@ -20,19 +20,17 @@ from qeffect.engine.stage import TRANSITIONS, transitions
 from qeffect.keys import TapeKey
 from qeffect.refusals import Refused
 from qeffect.verification.concrete import Setup, World
-from qeffect.verification.walks.processes import Process
-from qeffect.verification.walks.rehearsal import Action, rehearse
 
 from .candidates import candidates
 from .probes import Probe, about, harm
+from .schedules import Action, schedule
 from .setups import SETUPS
 from .sites import BREAKDOWN, Site, mutant, sites
 
 __all__ = ["Corpus", "corpus", "legal_schedules"]
 
-#: Random walks through each setup's life, and the steps of each.
+#: Schedules of each setup.
 SEEDS: Final = 8
-LENGTH: Final = 60
 #: How often each of these calls is made out of turn after each kind of call, in a setup.
 STRAYS: Final = 2
 _OFTEN: Final = ("check_", "invalidate", "drain")
@@ -133,15 +131,8 @@ def _rank(failing: tuple[str, str]) -> int:
 
 @cache
 def legal_schedules() -> tuple[tuple[Setup, tuple[Action, ...]], ...]:
-    """Return legal schedules of every setup, as the oracle of the random walks has them."""
-    found = []
-    for setup in SETUPS:
-        process = Process(setup.name, setup.stages, **setup.options)
-        for seed in range(SEEDS):
-            dice = random.Random(seed)
-            rehearsal = rehearse(process, [dice.getrandbits(64) for _ in range(LENGTH)])
-            found += [(setup, life) for life in rehearsal.schedule.lives()]
-    return tuple(found)
+    """Return legal schedules of every setup."""
+    return tuple((setup, tuple(schedule(setup, seed))) for setup in SETUPS for seed in range(SEEDS))
 
 
 @cache
