@@ -85,7 +85,7 @@ class Contract:
         epoch: int = 0,
         observer: Observer | None = None,
     ) -> None:
-        if not isinstance(epoch, int) or epoch < 0:
+        if epoch.__class__ is not int or epoch < 0:
             raise ValueError(f"epoch must be a non-negative integer, got {epoch!r}")
         self.stages = tuple(stages)
         self.transitions: Transitions = transitions(omit)
@@ -228,7 +228,8 @@ class Contract:
         st = self.memory
         taken = None
         try:
-            if link < 0:
+            refreshes = 1 if refresh else 0
+            if key.__class__ is not TapeKey or link.__class__ is not int or link < 0:
                 raise IndexError(link)
             if slot is None:
                 free = self._free[key.stage]
@@ -238,11 +239,13 @@ class Contract:
                     slot = taken = free.pop()
                 else:
                     slot = st.slot_of[key.cell]
-            elif slot < 0 or key.cell not in st.slot_of:
+            elif slot.__class__ is not int or slot < 0 or key.cell not in st.slot_of:
                 raise IndexError(slot)
             if token is None:
                 token = st.token[st.domain_of[key.stage]]
-            serial = self._check_forward(st, key, slot, token, link, 1 if refresh else 0)
+            elif token.__class__ is not int:
+                raise IndexError(token)
+            serial = self._check_forward(st, key, slot, token, link, refreshes)
         except FAILURES as error:
             if taken is not None:
                 self._free[key.stage].append(taken)
@@ -251,7 +254,7 @@ class Contract:
         if taken is None and not self._free[key.stage].take(slot):
             del self._reserved[key.cell]
         if self._observer is not None:
-            self._observer("check_forward", (key, slot, token, link, int(refresh)), serial)
+            self._observer("check_forward", (key, slot, token, link, refreshes), serial)
         return issue("F", key, slot, serial, st.incarnation[0], None)
 
     def check_dgrad(
@@ -267,8 +270,16 @@ class Contract:
         try:
             if token is None:
                 token = st.token[st.domain_of[key.stage]]
-            if link < 0 or not 0 <= ref.slot < self._num_slots:
-                raise IndexError(ref.slot)
+            elif token.__class__ is not int:
+                raise IndexError(token)
+            if (
+                key.__class__ is not TapeKey
+                or ref.__class__ is not TapeRef
+                or link.__class__ is not int
+                or link < 0
+                or not 0 <= ref.slot < self._num_slots
+            ):
+                raise IndexError(ref)
             serial = self._check_dgrad(st, key, ref, token, link)
         except FAILURES as error:
             raise self._runner.failure(error, "check_dgrad", (key, ref, token, link)) from None
@@ -300,18 +311,25 @@ class Contract:
         """
         st = self.memory
         try:
-            if link < 0 or not 0 <= ref.slot < self._num_slots:
-                raise IndexError(ref.slot)
+            if (
+                key.__class__ is not TapeKey
+                or ref.__class__ is not TapeRef
+                or link.__class__ is not int
+                or link < 0
+                or not 0 <= ref.slot < self._num_slots
+            ):
+                raise IndexError(ref)
             if destination is None:
                 destination = st.destination_of[key.cell]
             if first is None:
                 first = st.opened[st.buffer_of[key.cell]] != key.epoch
-            serial = self._check_wgrad(st, key, ref, link, destination, 1 if first else 0)
+            overwrites = 1 if first else 0
+            serial = self._check_wgrad(st, key, ref, link, destination, overwrites)
         except FAILURES as error:
             given = (key, ref, link, destination, first)
             raise self._runner.failure(error, "check_wgrad", given) from None
         if self._observer is not None:
-            self._observer("check_wgrad", (key, ref, link, destination, int(first)), serial)
+            self._observer("check_wgrad", (key, ref, link, destination, overwrites), serial)
         return issue("dW", key, ref.slot, serial, ref.incarnation, ref)
 
     def commit(self, ticket: Ticket, evidence: Iterable[str] = ()) -> TapeRef | None:
@@ -601,18 +619,29 @@ class Contract:
         restores the numerical state first.
 
         Raises:
-            Refused: ``persistence.configuration``, or work is still in flight.
+            Refused: ``persistence.configuration``, work is still in flight, or the incarnation is
+                one that this contract has had.
             TypeError, ValueError: No checkpoint, or an incarnation outside 64 bits.
         """
         self._restarts.restore(self.configuration, checkpoint, incarnation=incarnation)
 
 
 def _names(evidence: Iterable[str]) -> tuple[Any, ...]:
-    """Sort evidence; anything but a collection of names is evidence of nothing."""
+    """
+    Sort evidence; anything but a collection of names is evidence of nothing.
+
+    One name is no collection, though Python walks its letters.
+    """
     try:
-        return tuple(sorted(evidence))
+        if isinstance(evidence, str):
+            raise TypeError(f"{evidence!r} is one name; expected a collection of names")
+        names = tuple(sorted(evidence))
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(f"{name!r} is no name")
     except Exception as error:  # the caller's iterable may raise anything; the action has failed
         return (error,)
+    return names
 
 
 def _redeemed(action: str, slot: int, serial: int, evidence: Any) -> tuple[Any, ...]:

@@ -51,6 +51,8 @@ class Epochs:
 
     def commit(self, epoch: int | None) -> int:
         """Advance every stage to the next weight epoch and return it."""
+        if epoch is not None:
+            self._runner.arguments.integer("commit_epoch", "epoch", epoch)
         current = self.current if epoch is None else epoch
         self._runner.run("commit_epoch", current)
         return current + 1
