@@ -23,7 +23,7 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "Stages exist",
         "Every action names a stage of the pipeline.",
         "The table is of a longer pipeline, or counts stages from one.",
-        "Correct the cell's stage, or state the number of stages.",
+        "Correct the entry's stage, or state the number of stages.",
     ),
     (
         "stage-on-wrong-rank",
@@ -45,27 +45,28 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "Microbatches exist",
         "Every microbatch is below the configured number.",
         "The table is of a larger batch, or counts microbatches from one.",
-        "Correct the cell's microbatch, or state the number of microbatches.",
+        "Correct the entry's microbatch, or state the number of microbatches.",
     ),
     (
         "microbatch-missing",
         "Every microbatch is computed",
-        "Every stage computes F, dI and dW once for every microbatch.",
-        "A cell was lost, or a dW was deferred beyond the end of the row.",
+        "Every stage computes F, dI and dW once for every microbatch; a whole backward B is both "
+        "dI and dW.",
+        "An entry was lost, or a dW was deferred beyond the end of the row.",
         "Add the missing action.",
     ),
     (
         "duplicate-action",
         "No action twice",
         "No action occurs twice in one step of training.",
-        "A cell was copied, or a whole backward B stands beside the I and W that it consists of.",
+        "An entry was copied, or a whole backward B stands beside the I and W that it consists of.",
         "Remove the second occurrence; B counts as I and W.",
     ),
     (
         "dgrad-before-forward",
         "Input gradients follow their forwards",
         "The input gradient of a stage and microbatch follows its forward.",
-        "Two cells of a row were exchanged.",
+        "Two entries of a row were exchanged.",
         "Move the forward before it.",
     ),
     (
@@ -129,14 +130,14 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "wait-before-start",
         "Waits follow what they end",
         "A send or reduction is awaited after it was started.",
-        "Two cells of a row were exchanged.",
+        "Two entries of a row were exchanged.",
         "Move the wait behind the send or the REDUCE_GRAD.",
     ),
     (
         "wait-twice",
         "No wait twice",
         "A send or reduction is awaited once.",
-        "A cell was copied.",
+        "An entry was copied.",
         "Remove the second wait; after the first one there is nothing left to wait for.",
     ),
     (
@@ -191,7 +192,8 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
     (
         "deadlock",
         "Every rank reaches the end",
-        "Ranks that run their rows in order, blocking on receives, all reach the end.",
+        "Ranks that run their rows in order, blocking on receives (and on sends, where the "
+        "runtime's are said to), all reach the end.",
         "Ranks wait for one another in a circle: each receives before it sends what the next one "
         "waits for.",
         "Reorder one of the ranks so that the shown cycle is broken.",
@@ -222,7 +224,15 @@ PART = Part(
 These clauses are about a schedule as such: a table of each rank's actions, from torch's schedule
 classes, from Transformer Engine's `_order` lists or from a file. They need no kernel, and what they
 say can be read off the table; `qeffect check` names the first cell that breaks one. A table that
-passes is then run, rank by rank, through the transitions of parts 1 to 9.""",
+passes is then run, rank by rank, through the transitions of parts 1 to 9.
+
+Whether messages keep their order, and whether every rank reaches the end, depends on which of them
+share a queue and on when a send ends. The check states what it assumes (one queue for a pair of
+ranks, buffered sends, unless told otherwise) and tries the rest: one queue for a pair of ranks, for
+a pair and kind of message (activation or gradient), for a directed pair, for a directed pair and
+kind; and, under each, rendezvous semantics, where a send holds its queue, or its rank, until its
+receive is posted. A table that does not end there *can* deadlock; whether a runtime does depends on
+its buffers and on what it posts together.""",
     clauses=tuple(
         Clause(
             id=f"schedule.{name}",

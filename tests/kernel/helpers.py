@@ -91,11 +91,18 @@ class Rig:
         self.contract.commit(ticket, self.matrices(stage))
 
     def microbatch(self, microbatch: int = 0, stage: int = 0) -> TapeRef:
-        """Run F, dI and dW of one microbatch, and end its readers."""
+        """Run F, dI and dW of one microbatch, its receives before and its readers after."""
+        (config,) = (c for c in self.contract.stages if c.stage == stage)
+        if config.receives_input:
+            link = self.link(stage)
+            self.contract.wait(link)
+            claimed = self.contract.reserve(self.key(microbatch, stage), link=link)
+            self.receive(claimed, microbatch, stage)
         ref = self.forward(microbatch, stage)
+        if config.receives_gradient:
+            self.receive(ref, microbatch, stage, gradient=True)
         self.dgrad(ref, microbatch, stage)
         self.wgrad(ref, microbatch, stage)
-        (config,) = (c for c in self.contract.stages if c.stage == stage)
         for gradient, sends in ((False, config.sends_output), (True, config.sends_gradient)):
             if sends:
                 self.send(ref, microbatch, stage, gradient=gradient)

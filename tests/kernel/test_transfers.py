@@ -42,7 +42,7 @@ class TestReceives:
         with refused(rig, "ownership.receive-missing", "no receive of the input posted"):
             rig.contract.check_forward(rig.key(0))
         rig.contract.reserve(rig.key(0))
-        with refused(rig, "ownership.receive-missing", "F of e0.s0.m0"):
+        with refused(rig, "ownership.receive-missing", "F of microbatch 0 of stage 0"):
             rig.contract.check_forward(rig.key(0))
 
     def test_no_forward_before_its_input_is_there(self) -> None:
@@ -72,7 +72,7 @@ class TestReceives:
         """dI waits for its output's gradient: for the receive to be posted, and to end."""
         rig = Rig(stage(receives_gradient=True))
         ref = rig.forward(0)
-        with refused(rig, "ownership.receive-missing", "dI of e0.s0.m0"):
+        with refused(rig, "ownership.receive-missing", "dI of microbatch 0 of stage 0"):
             rig.contract.check_dgrad(rig.key(0), ref)
         rig.contract.post_receive(rig.key(0), ref, gradient=True)
         with refused(rig, "ownership.transfer-in-flight", "during a receive of the output's"):
@@ -110,7 +110,9 @@ class TestReceives:
         """The end of a receive is told once, after it was posted."""
         rig = Rig(stage(receives_input=True))
         ref = rig.contract.reserve(rig.key(0))
-        with refused(rig, "ownership.receive-not-posted", "e0.s0.m0", "under way in slot"):
+        with refused(
+            rig, "ownership.receive-not-posted", "microbatch 0 of stage 0", "under way in slot"
+        ):
             rig.contract.finish_receive(rig.key(0), ref)
         rig.receive(ref)
         with refused(rig, "ownership.receive-not-posted"):
@@ -129,7 +131,9 @@ class TestAbortedTapes:
         assert rig.contract.live() == {}
         with refused(rig, "ownership.pool-exhausted"):
             rig.contract.reserve(rig.key(1))
-        with refused(rig, "ownership.transfer-in-flight", "reserve of e0.s0.m1", "finished"):
+        with refused(
+            rig, "ownership.transfer-in-flight", "reserve of microbatch 1 of stage 0", "finished"
+        ):
             rig.contract.reserve(rig.key(1), slot=0)
         if how != "abort dI":
             with refused(rig, "ownership.transfer-in-flight", "a read of the output"):

@@ -208,7 +208,7 @@ class TestDeadlock:
 
 class TestOwnership:
     def test_a_slot_is_free_at_the_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The contract frees a tape when its send is awaited: with fewer slots, a receive is refused."""
+        """A tape is free when its send is awaited: with fewer slots, a receive is refused."""
         # 3SEND_B is awaited at the end of the row, so that stage 3 needs a slot a microbatch.
         schedule = read_table(LATEST / TABLE)
         planned = plan(schedule)
@@ -305,7 +305,8 @@ class TestOutstanding:
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
-            ({"queues": "ranks"}, "unknown queues 'ranks'; expected one of pair, direction"),
+            ({"queues": "ranks"}, "unknown queues 'ranks'; expected one of pair, direction, edge"),
+            ({"rendezvous": "pair"}, "unknown rendezvous 'pair'; expected one of queue, rank"),
             ({"max_outstanding_sends": -1}, "non-negative integer, not -1"),
         ],
     )
