@@ -35,7 +35,7 @@ CHAIN_ONLY = {
     "pool": {"name"},
     "transition": {"needless", "undone"},
     "key": {"undone"},
-    "link": {"same effect", "needless"},
+    "link": {"same effect", "needless", "undone"},
     "token": {"unread"},
     "refresh": {"unread"},
     "first": {"unread"},

@@ -99,10 +99,10 @@ def _everything(rig: Rig) -> Iterator[Callable[[], Any]]:
                 c.join(rig.link(s))
 
             yield lambda m=m, done=done: m or done()
-            gradient = {"gradient": True, "link": rig.link(s)}
+            gradient: dict[str, Any] = {"gradient": True, "link": rig.link(s)}
             if s:
-                yield lambda key=key: c.post_receive(key, c.live()[key], **gradient)
-                yield lambda key=key: c.finish_receive(key, c.live()[key], **gradient)
+                yield lambda key=key, how=gradient: c.post_receive(key, c.live()[key], **how)
+                yield lambda key=key, how=gradient: c.finish_receive(key, c.live()[key], **how)
                 yield lambda s=s: c.join(rig.link(s))
             yield lambda key=key, m=m, s=s: rig.dgrad(c.live()[key], m, s)
             yield lambda key=key, s=s: (
@@ -165,7 +165,11 @@ def _require_agreement(contract: Contract) -> None:
     st = contract.memory
     slots = range(len(st.consumers))
     for number, own in contract._free.items():
-        vacant = [s for s in slots if st.slot_stage[s] == number and st.consumers[s] == 0]
+        vacant = [
+            s
+            for s in slots
+            if st.slot_stage[s] == number and st.consumers[s] == 0 and st.moving[s] == 0
+        ]
         assert sorted(own) == vacant
     claimed = {st.cell_at[s]: s for s in slots if st.consumers[s] == RESERVED and not st.held[s]}
     assert contract._reserved == claimed

@@ -161,8 +161,8 @@ def messages() -> list[str]:
         [
             StageConfig(
                 0,
+                3,
                 2,
-                1,
                 matrices=MATRICES,
                 sends_output=True,
                 sends_gradient=True,
@@ -204,6 +204,7 @@ def messages() -> list[str]:
     d.contract.wait(wire)
     d.contract.read(key, ref, link=wire)
     d.contract.drop(key, ref)
+    d.contract.reserve(d.key(0, 2), link=wire)
     d.contract.finish_read(key, ref, link=wire)
     d.begin_again(start, 0x5EED_0A01)
     ref = d.contract.reserve(key, link=wire)
