@@ -68,6 +68,7 @@ def test_every_kind_is_there(report: prove.ProofReport) -> None:
         "capture",
         "restore",
         "recovery",
+        "complete",
     ):
         assert kinds[kind] > 0, kind
 

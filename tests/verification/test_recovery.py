@@ -4,12 +4,8 @@ The way back: abort what is out, fail what reduces, drain, restore; none of it i
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
-from qeffect.engine.compose import source
-from qeffect.engine.stage import RELATIONS, transitions
 from qeffect.verification.proofs.obligations import (
     COMPOSITIONS,
     Composition,
@@ -20,19 +16,11 @@ from qeffect.verification.proofs.recovery import ENDED, recovery
 from qeffect.verification.proofs.solvers import Z3
 from qeffect.verification.symbolic import Encoding
 
+from .strengthened import with_guard
+
 
 def _proved(composition: Composition, timeout: int = 5_000) -> list[Obligation]:
     return list(Z3(composition, timeout=timeout).prove(recovery(composition)))
-
-
-def _with_guard(half: str, test: str) -> Composition:
-    """The full composition with one more guard at the end of a half of guards."""
-    relation, _, name = half.partition(".")
-    (function,) = ast.parse(source(getattr(RELATIONS[relation], name))).body
-    assert isinstance(function, ast.FunctionDef)
-    function.body += ast.parse(f"if {test}:\n    raise Refused('order.in-flight')").body
-    stronger = transitions((), {half: ast.fix_missing_locations(function)})
-    return Composition((), Encoding.sorted(), stronger)
 
 
 @pytest.mark.parametrize("omit", COMPOSITIONS, ids=composition_name)
@@ -67,7 +55,7 @@ STRONGER = [
 @pytest.mark.parametrize(("half", "test", "transition"), STRONGER)
 def test_a_guard_that_could_shut_it_is_found(half: str, test: str, transition: str) -> None:
     """An over-strong guard on the way back leaves its own step open, and no other."""
-    found = _proved(_with_guard(half, test), 1_000)
+    found = _proved(with_guard(half, test), 1_000)
     accepted = {"a step back is accepted", "a restore is accepted at last"}
 
     assert {(o.transition, o.name in accepted) for o in found if not o.proved} == {

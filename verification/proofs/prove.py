@@ -17,6 +17,7 @@ from qeffect.spec.promises import PAPER
 from ..symbolic import Encoding
 from . import bounded as in_steps
 from . import witnesses as in_scope
+from .completeness import completeness
 from .finite import SCOPE
 from .obligations import COMPOSITIONS, Composition, Goal, Obligation, changes, obligations
 from .recovery import recovery
@@ -280,5 +281,7 @@ def _goals(composition: Composition) -> Iterator[Goal]:
     yield from tickets(composition)
     yield from restored(composition)
     yield from recovery(composition)
+    if not composition.omit:
+        yield from completeness(composition)
     if "capture" not in composition.omit:
         yield from capture_in_own_pool(composition)
