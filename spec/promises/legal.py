@@ -35,12 +35,6 @@ def good_reference(st: State, h: History, a: Args) -> Truth:
     return mine & named & (h.issued[0] == 1) & (h.dead[0] == 0)
 
 
-@LEGAL("ownership.nobody-acting", "check_dgrad", "check_wgrad")
-def nobody_acting(st: State, h: History, a: Args) -> Truth:
-    """Nobody acts on the tape."""
-    return h.acting[a.ref.slot] == 0
-
-
 @LEGAL("ownership.dgrad-next", "check_dgrad")
 def dgrad_next(st: State, h: History, a: Args) -> Truth:
     """The key's F ran, and its dI did not."""
@@ -83,7 +77,7 @@ def generation_left(st: State, h: History, a: Args) -> Truth:
 # The weights and their caches
 
 
-@LEGAL("version.of-these-weights", "check_forward", "check_dgrad", "check_wgrad")
+@LEGAL("version.of-these-weights", "check_forward")
 def of_these_weights(st: State, h: History, a: Args) -> Truth:
     """The key is of the current weights."""
     return a.key.epoch == h.weights[0]
