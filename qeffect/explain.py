@@ -174,10 +174,8 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         "no tape that waits for a consumer",
     ),
     "version.wrong-epoch": lambda st, a: (
-        f"{a['key']}" if "key" in a else f"epoch {a['epoch']}",
-        f"weight epoch {st.weight_epoch[_stage(st, a)]}"
-        if "key" in a
-        else f"the weight epochs {st.weight_epoch}",
+        f"{a['key']}",
+        f"weight epoch {st.weight_epoch[_stage(st, a)]}",
     ),
     "version.stale-cache": lambda st, a: (
         f"{a['key']} over a weight cache of {_epoch(st.cache_epoch[_stage(st, a)])}",
@@ -203,6 +201,10 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     "version.unknown-ticket": lambda st, a: (
         f"refresh ticket {a['ticket']} of stage {a['stage']}",
         f"ticket {ticket}" if (ticket := st.refreshing[a["stage"]]) else "no refresh in flight",
+    ),
+    "version.left-out": lambda st, a: (
+        f"{a['transition']} of stage {a['stage']}",
+        "no call about a weight cache: these stages leave version out",
     ),
     "order.in-flight": lambda st, a: (
         _what(a),
@@ -308,6 +310,10 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     "epoch.not-final": lambda st, a: (
         f"stages final in epochs {st.final}",
         f"all final in epoch {a['epoch']}",
+    ),
+    "epoch.wrong-epoch": lambda st, a: (
+        f"epoch {a['epoch']}",
+        f"the weight epochs {st.weight_epoch}",
     ),
     "persistence.live-tape": lambda st, a: (
         f"live tapes in slots {[slot for slot, mask in enumerate(st.consumers) if mask]}",

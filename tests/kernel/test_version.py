@@ -56,7 +56,7 @@ class TestEpoch:
         rig.microbatch(0)
         rig.finish()
 
-        with refused(rig, "version.wrong-epoch", "epoch 1", "weight epochs [0]"):
+        with refused(rig, "epoch.wrong-epoch", "epoch 1", "weight epochs [0]"):
             rig.contract.commit_epoch(1)
         assert rig.contract.commit_epoch(0) == 1
 

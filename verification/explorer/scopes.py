@@ -130,7 +130,8 @@ class Scope:
         """
         Names of the transitions that take part.
 
-        Without version there is no cache: the contract refuses to refresh or invalidate it.
+        Without version there is no cache: a composition without it refuses these whatever the
+        state, and there is nothing to explore.
         """
         chosen = self.only or tuple(TRANSITIONS)
         return tuple(n for n in chosen if n not in _CACHE or "version" not in self.omit)

@@ -173,15 +173,31 @@ ROWS.untold(
     kind="evidence",
     why="A reduction has no link: no guard asks which stream it waited for.",
 )
-ROWS.untold(
+
+
+@ROWS.enacted(
     "deepspeed-5606",
     "deepspeedai/DeepSpeed#5606",
     state="fixed 2024-06",
     what="overlapped communication of ZeRO-1 and ZeRO-2",
-    cause="The default stream did not wait for a reduction, and its bucket was filled again while "
-    "it was sent.",
+    cause="The reduction waits for the default stream, and the default stream for no reduction: "
+    "where communication takes longer, the bucket is filled again while it is sent.",
     consequence="silent wrong numbers",
     fix="wait both ways",
-    kind="evidence",
-    why="Reductions are of whole stages; no bucket has a ledger.",
+    clause="ownership.slot-busy",
+    at="check_forward 0F1",
 )
+def the_bucket_is_filled_before_its_reduction_ended(h: History) -> None:
+    # The reduction is the reader of what the one bucket holds.
+    h.process(slots=1, sends_gradient=True)
+    h.refresh()
+    h.forward(0, slot=0)
+    h.backward(0)
+    h.send(0, gradient=True)
+    if h.legal:
+        h.sent(0, gradient=True)
+    h.forward(1, slot=0)
+    h.backward(1)
+    h.send(1, gradient=True)
+    h.sent(1, gradient=True)
+    h.end()

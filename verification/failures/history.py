@@ -140,6 +140,7 @@ class History:
         stage: int = 0,
         slot: int | None = None,
         invocation: int = 0,
+        token: int | None = None,
         caller: Hashable = "main",
         joined: bool | None = True,
     ) -> None:
@@ -151,15 +152,18 @@ class History:
             stage: Its stage.
             slot: The slot at a fixed address; by default the contract chooses.
             invocation: Which call of the stage's block it is.
+            token: The scaling updates that the device counts; by default what the contract does.
             caller: The stream that filled its inputs.
             joined: The graph stream waits for that stream; None when the history says so itself.
         """
         key = self.key(microbatch, stage, invocation)
         link = self._hand_over(stage, caller, joined)
-        detail = f"in slot {slot}" if slot is not None else _not(joined)
+        details = (f"in slot {slot}" if slot is not None else "", _after(token), _not(joined))
         name = self._action("F", key)
         ticket = self.step(
-            name, lambda: self.contract.check_forward(key, slot=slot, link=link), detail
+            name,
+            lambda: self.contract.check_forward(key, slot=slot, token=token, link=link),
+            " ".join(filter(None, details)),
         )
         self.refs[key] = self._redeem(name, ticket)
         self.contract.wait(link)
@@ -173,6 +177,7 @@ class History:
         queued: Iterable[str] | None = None,
         bound: tuple[Destination, ...] | None = None,
         invocation: int = 0,
+        token: int | None = None,
     ) -> None:
         """
         Bind the destinations and run dI.
@@ -183,13 +188,18 @@ class History:
             queued: Matrices whose gradient work it deferred; by default all.
             bound: Destinations that are bound; by default the configured ones.
             invocation: Which call of the stage's block it is.
+            token: The scaling updates that the device counts; by default what the contract does.
         """
         key = self.key(microbatch, stage, invocation)
         name = self._action("I", key)
         detail = "" if bound is None else f"writes to {_where(bound)}"
         self.step(name, lambda: self.contract.bind(key, bound), f"bind {detail}".strip())
         link = self._hand_over(stage, "main", True)
-        ticket = self.step(name, lambda: self.contract.check_dgrad(key, self.refs[key], link=link))
+        ticket = self.step(
+            name,
+            lambda: self.contract.check_dgrad(key, self.refs[key], token=token, link=link),
+            _after(token),
+        )
         given = self._matrices(stage) if queued is None else tuple(queued)
         detail = "" if queued is None else f"queued {', '.join(given) or 'nothing'}"
         self._redeem(name, ticket, given, detail)
@@ -420,6 +430,10 @@ def _configured(config: StageConfig) -> str:
 
 def _where(destinations: tuple[Destination, ...]) -> str:
     return " ".join(f"{d.matrix}@{d.address:#x}" for d in destinations)
+
+
+def _after(token: int | None) -> str:
+    return "" if token is None else f"after {token} scaling updates"
 
 
 def _not(joined: bool | None) -> str:

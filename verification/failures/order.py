@@ -4,10 +4,13 @@ Failures of order: a scaling update skipped, doubled, or read at another time th
 
 from __future__ import annotations
 
-from .history import History, addresses
+from .history import History, addresses, stage
 from .model import Rows
 
 ROWS = Rows("order")
+
+#: What tells a scaling update that was skipped or doubled from one that was made.
+UPDATES = "the count of scaling updates that the device keeps"
 
 ROWS.untold(
     "transformer-engine-657",
@@ -21,19 +24,6 @@ ROWS.untold(
     fix="the tape keeps a copy",
     kind="evidence",
     why="The order of calls is legal, and a tape's scales are not among what the contract follows.",
-)
-ROWS.untold(
-    "transformer-engine-1190",
-    "NVIDIA/TransformerEngine#1190",
-    "NVIDIA/TransformerEngine#1254",
-    state="fixed 2024-10",
-    what="FP8 with activation checkpointing is unstable",
-    cause="The recomputation runs outside the autocast, so that no module owns the update after "
-    "backward, and the amax of gradients is never reduced.",
-    consequence="silent wrong numbers",
-    fix="keep the flag of the first module in a queue",
-    kind="evidence",
-    why="dI commits without proof that its scaling update ran.",
 )
 
 
@@ -62,31 +52,6 @@ def a_recomputation_that_updates_again(h: History) -> None:
 
 
 ROWS.untold(
-    "transformer-engine-3456",
-    "NVIDIA/TransformerEngine#3456",
-    state="open 2026-09",
-    what="when the updates of delayed scaling run after backward",
-    cause="The update is tied to the backward of the first module, so that it is skipped or early "
-    "with branches that are not used, with checkpointing and with delayed wgrad.",
-    consequence="silent wrong numbers",
-    fix="a scope that updates once for each backward or schedule",
-    kind="evidence",
-    why="The token counts actions, not updates.",
-)
-ROWS.untold(
-    "transformer-engine-814",
-    "NVIDIA/TransformerEngine#814",
-    "NVIDIA/TransformerEngine#825",
-    state="fixed 2024-04",
-    what="histories of modules that did not run are rolled",
-    cause="Zeros enter the history of a module that did not run, so that its scale grows while its "
-    "FP8 data stays.",
-    consequence="silent wrong numbers",
-    fix="roll only where an amax was seen",
-    kind="evidence",
-    why="Updates are counted for a domain, not for each module of it.",
-)
-ROWS.untold(
     "transformer-engine-1723",
     "NVIDIA/TransformerEngine#1723",
     state="fixed 2025-04",
@@ -110,17 +75,6 @@ ROWS.untold(
     kind="evidence",
     why="dI commits without saying which scales it ran with.",
 )
-ROWS.untold(
-    "megatron-lm-7538",
-    "NVIDIA/Megatron-LM#7538",
-    state="open 2026-09",
-    what="recomputation leaves the FP8 autocast",
-    cause="The recomputed region runs in BF16 without a word.",
-    consequence="silent wrong numbers, or a crash",
-    fix="enter the autocast that was recorded",
-    kind="evidence",
-    why="The precision of a recomputation is not modelled.",
-)
 
 
 @ROWS.enacted(
@@ -142,4 +96,81 @@ def gradients_of_other_parameters(h: History) -> None:
     h.forward(0)
     h.dgrad(0)
     h.wgrad(0, into=exchanged if h.faulty else own)
+    h.end()
+
+
+@ROWS.enacted(
+    "transformer-engine-1190",
+    "NVIDIA/TransformerEngine#1190",
+    "NVIDIA/TransformerEngine#1254",
+    state="fixed 2024-10",
+    what="FP8 with activation checkpointing is unstable",
+    cause="The recomputation runs outside the autocast, so that no module owns the update after "
+    "backward, and the amax of gradients is never reduced.",
+    consequence="silent wrong numbers",
+    fix="keep the flag of the first module in a queue",
+    clause="order.token",
+    at="check_forward 0F1",
+    reports=UPDATES,
+)
+@ROWS.enacted(
+    "transformer-engine-3456",
+    "NVIDIA/TransformerEngine#3456",
+    state="open 2026-09",
+    what="when the updates of delayed scaling run after backward",
+    cause="The update is tied to the backward of the first module, so that it is skipped or early "
+    "with branches that are not used, with checkpointing and with delayed wgrad. Shown is a "
+    "skipped one.",
+    consequence="silent wrong numbers",
+    fix="a scope that updates once for each backward or schedule",
+    clause="order.token",
+    at="check_forward 0F1",
+    reports=UPDATES,
+)
+@ROWS.enacted(
+    "megatron-lm-7538",
+    "NVIDIA/Megatron-LM#7538",
+    state="open 2026-09",
+    what="recomputation leaves the FP8 autocast",
+    cause="The recomputed region runs in BF16 without a word.",
+    guessed="that the backward through it then makes no scaling update either",
+    consequence="silent wrong numbers, or a crash",
+    fix="enter the autocast that was recorded",
+    clause="order.token",
+    at="check_forward 0F1",
+    reports=UPDATES,
+)
+def a_backward_that_never_updates(h: History) -> None:
+    h.process()
+    h.refresh()
+    h.forward(0, token=0)
+    h.dgrad(0, token=1)
+    h.wgrad(0)
+    h.forward(1, token=1 if h.faulty else 2)
+    h.backward(1)
+    h.end()
+
+
+@ROWS.enacted(
+    "transformer-engine-814",
+    "NVIDIA/TransformerEngine#814",
+    "NVIDIA/TransformerEngine#825",
+    state="fixed 2024-04",
+    what="histories of modules that did not run are rolled",
+    cause="Zeros enter the history of a module that did not run, so that its scale grows while its "
+    "FP8 data stays.",
+    consequence="silent wrong numbers",
+    fix="roll only where an amax was seen",
+    clause="order.token",
+    at="check_forward 1F0",
+    reports=f"{UPDATES}, for each module apart",
+)
+def the_history_of_an_idle_module_is_rolled(h: History) -> None:
+    h.process(stage(0, microbatches=1, domain="ran"), stage(1, microbatches=1, domain="idle"))
+    h.refresh(0)
+    h.forward(0, token=0)
+    h.refresh(1)
+    h.forward(0, stage=1, token=1 if h.faulty else 0)
+    for index in (1, 0):
+        h.backward(0, stage=index)
     h.end()

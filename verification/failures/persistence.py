@@ -39,8 +39,9 @@ ROWS.untold(
     "NVIDIA/TransformerEngine#982",
     state="closed 2024",
     what="the loss explodes after a checkpoint is loaded in FP8",
-    cause="The first forward after loading ran with what the process had quantized before.",
-    guessed="that the weight caches were among what was old, beside the scales",
+    cause="Not settled in the thread, which suspects state that loading does not restore.",
+    guessed="the whole cause: the first forward after loading runs with the weight caches of "
+    "before",
     consequence="divergence",
     fix="calibrate again",
     clause="version.stale-cache",

@@ -74,19 +74,6 @@ ROWS.untold(
     kind="evidence",
     why="Nobody reports that a kernel ran which should not have.",
 )
-ROWS.untold(
-    "transformer-engine-1047",
-    "NVIDIA/TransformerEngine#1047",
-    state="reported 2024-07",
-    what="updates of FP8 buffers make training unstable",
-    cause="Scale and inverse scale move on after microbatch 0 while the cached FP8 weights were "
-    "quantized with the old scale.",
-    consequence="silent wrong numbers",
-    fix="the inverse scale is written with the data",
-    guessed="the fix, from a later pull request",
-    kind="evidence",
-    why="The contract follows the fill of a cache, not the pair of data and scale.",
-)
 
 
 @ROWS.enacted(
@@ -153,4 +140,30 @@ def parameters_not_there_before_the_replay(h: History) -> None:
     h.refresh()
     h.forward(0, caller="gather", joined=h.legal)
     h.backward(0)
+    h.end()
+
+
+@ROWS.enacted(
+    "transformer-engine-1047",
+    "NVIDIA/TransformerEngine#1047",
+    "NVIDIA/TransformerEngine#1083",
+    state="reported 2024-07, mended 2024-08",
+    what="updates of FP8 buffers make training unstable",
+    cause="The inverse scale of the cached FP8 weights belongs to the recipe: an update after "
+    "microbatch 0 moves it, while the weights stay quantized with the old scale.",
+    consequence="silent wrong numbers",
+    fix="the inverse scale is written with the data and moves with nothing else",
+    clause="version.stale-cache",
+    at="check_forward 0F1",
+    reports="that the scales of cached weights were moved, as a loss of the cache",
+)
+def scales_of_cached_weights_move(h: History) -> None:
+    h.process()
+    h.refresh()
+    h.forward(0)
+    h.backward(0)
+    if h.faulty:
+        h.invalidate()
+    h.forward(1)
+    h.backward(1)
     h.end()
