@@ -15,9 +15,10 @@ from qeffect.engine.stage import OPTIONAL, STATE, Transitions, transitions
 from qeffect.relations.columns import Column
 from qeffect.spec.predicates import Predicate
 
+from ..judging import MANDATORY
 from ..symbolic import Encoding, Path, PathTable, merge, path_table
 from ..symbolic.terms import Term, lift
-from .vocabulary import MANDATORY, Claim, Vocabulary
+from .vocabulary import Claim, Vocabulary
 
 __all__ = [
     "COMPOSITIONS",
@@ -61,7 +62,8 @@ class Obligation:
     Args:
         name: What is claimed: a predicate's name, or a theorem's.
         kind: ``initial``, ``inductive``, ``step``, ``change``, ``refusal``, ``commit``,
-            ``capture``, ``restore``, ``width``; for a search, ``witness`` or ``bounded``.
+            ``capture``, ``restore``, ``recovery``, ``complete``, ``width``; for a search,
+            ``witness`` or ``bounded``.
         composition: The relations that took part.
         transition: The transition, or empty.
         path: The path through it: its clause or ``accepted``, and its position.

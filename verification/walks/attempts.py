@@ -15,7 +15,7 @@ from qeffect.engine.stage import TRANSITIONS
 from qeffect.verification.targets import Target
 from qeffect.verification.walks.oracle import broken
 from qeffect.verification.walks.proposals import (
-    NAMES,
+    ACTIONS,
     Pick,
     a_link,
     chooser,
@@ -218,7 +218,7 @@ def _visit(transition: str) -> Callable[[World, Pick], Call | None]:
 
 def _ticketed(transition: str) -> Callable[[World, Pick], Call | None]:
     end, _, kind = transition.partition("_")
-    action = {name: action for action, name in NAMES.items()}[kind]
+    action = ACTIONS[kind]
 
     def propose(world: World, pick: Pick) -> Call | None:
         """A ticket of another check, a spent or a forged one; or the right one, wrong evidence."""
