@@ -70,8 +70,11 @@ WORDS: Final[Mapping[str, Word]] = {
         acting="how many actions are in flight on the slot",
         queued="the deferred work that the tenant's dI left",
         fill_read="the fill of the weight cache that the tenant's F read",
+        last_rank="the capture rank of the slot's graph that was replayed last",
         in_pool="1 while the slot keeps memory in its capture pool",
         moving="the transfers under way through the slot, as a mask",
+        last_end_on="the link on which the slot's latest transfer ended,",
+        last_end="and as which of the ends that were told on it; 0 for none",
         arrived="the messages that the slot's work has received, as a mask",
     ),
     **_words(
@@ -91,6 +94,7 @@ WORDS: Final[Mapping[str, Word]] = {
         cached="the version of the weights in the stage's quantized cache; -1 for none",
         fills="how often that cache was filled",
         fill_of_epoch="the fill that the epoch's first F read; -1 before it",
+        lost="1 when the cache was lost since its latest fill began",
         filled_after="the scaling updates that the latest refresh had seen",
         spoiled="the last epoch whose gradients a failure spoiled; -1 for none",
         half_written="the last epoch that a failed dW left half written; -1 for none",
@@ -110,7 +114,16 @@ WORDS: Final[Mapping[str, Word]] = {
         content="the epoch whose gradients the buffer holds; -1 for none",
         writers="how many dW are writing it",
     ),
-    **_words("link", behind="1 while the graph stream has yet to wait for work of the caller"),
+    **_words(
+        "pool",
+        tapes="how many slots keep memory in the pool",
+        last_replayed="the slot whose graph the pool replayed last",
+    ),
+    **_words(
+        "link",
+        behind="1 while the graph stream has yet to wait for work of the caller",
+        heard="how many of the ends of transfers told there the graph stream has waited for",
+    ),
     **_words(
         "one",
         weights="the optimizer updates of the weights",

@@ -96,6 +96,11 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("pool", "last_replayed", values="slot", initial=None),
     # Whether the graph stream has yet to wait for work of a caller.
     **_each("link", "behind", values="flag"),
+    # The ends of transfers told on a link, and those that the graph stream has waited for; and the
+    # latest end of a slot: on which link, and which of those.
+    **_each("link", "told", "heard"),
+    **_each("slot", "last_end_on", values="link", initial=None),
+    **_each("slot", "last_end"),
     # Arbitrary ones.
     **_each("one", "slot", values="slot", initial=None),
     **_each("one", "link", values="link", initial=None),
@@ -224,6 +229,9 @@ def transferred(h: History, slot: Any, link: Any) -> None:
     mine = (slot == h.slot[0]) & (link == h.link[0])
     h.trailing[0] = choose(mine, 1, h.trailing[0])
     h.behind[link] = 1
+    h.told[link] = h.told[link] + 1
+    h.last_end_on[slot] = link
+    h.last_end[slot] = h.told[link]
 
 
 # What happens between a check and its commit
@@ -490,6 +498,7 @@ def submit(st: State, h: History, link: Any) -> None:
 
 def join(st: State, h: History, link: Any) -> None:
     h.behind[link] = 0
+    h.heard[link] = h.told[link]
     h.trailing[0] = choose(link == h.link[0], 0, h.trailing[0])
 
 
@@ -556,6 +565,9 @@ def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
     st.fill(h.tapes, 0)
     st.fill(h.behind, 0)
     h.seen_gradients[0] = 1
+    st.fill(h.told, 0)
+    st.fill(h.heard, 0)
+    st.fill(h.last_end, 0)
     h.saw[0] = 1
     h.clear[0] = 1
     h.trailing[0] = 0

@@ -21,8 +21,7 @@ from qeffect.relations.constants import (
     WGRAD_BIT,
 )
 from qeffect.verification.concrete import World
-
-from .schedules import Action
+from qeffect.verification.walks.rehearsal import Action
 
 __all__ = ["candidates"]
 
