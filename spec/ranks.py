@@ -39,6 +39,7 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "attempt": (("one",), "attempts to run the job that have begun"),
     "base": (("one",), "the epoch of the checkpoint that the newest attempt began from"),
     "saved": (("one",), "the epoch that the newest whole checkpoint is named after"),
+    "saved_life": (("one",), "the attempt that wrote it; 0 before any did"),
     "life": (("rank",), "the attempt in which the rank last started"),
     "up": (("rank",), "1 while the rank's process runs"),
     "open": (("rank",), "1 while the rank's connections are open"),
@@ -62,6 +63,7 @@ RANK_COLUMNS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "shard": (("rank",), "the epoch of the weights in the rank's newest part of a checkpoint"),
     "shard_life": (("rank",), "the attempt in which it was written"),
     "kept": (("rank",), "the epoch of the weights in the rank's part of the whole checkpoint"),
+    "kept_life": (("rank",), "the attempt in which that part was written; 0 before any was"),
     "generation": (("rank", "slot"), "releases of a slot"),
     "sent": (("rank", "rank"), "sends that the first rank posted to the second"),
     "sent_before": (("rank", "rank"), "those before its current step"),
@@ -195,6 +197,12 @@ def checkpoint_of_one_epoch(st: Any, r: Any) -> Any:
     return st.kept[r] == st.saved[0]
 
 
+@RANK_PROMISES("ranks.checkpoint-of-one-attempt", r="rank")
+def checkpoint_of_one_attempt(st: Any, r: Any) -> Any:
+    """Every rank's part of the whole checkpoint was written in the same attempt."""
+    return st.kept_life[r] == st.saved_life[0]
+
+
 @RANK_STEPS("ranks.starts-from-one-checkpoint", "start")
 def starts_from_one_checkpoint(st: Any, r: Any) -> Any:
     """Every rank starts an attempt from the checkpoint that the attempt began from."""
@@ -211,12 +219,17 @@ def one_cause(st: Any, r: Any, q: Any) -> Any:
     return implies(both, st.told[r] == st.told[q])
 
 
+@RANK_PROMISES("ranks.tells-the-cause", r="rank")
+def tells_the_cause(st: Any, r: Any) -> Any:
+    """A rank that stops by itself names the cause of its attempt, which has one."""
+    n = st.life[r]
+    return implies(st.ended[r] == 1, (st.halted[n] == 1) & (st.told[r] == st.cause[n]))
+
+
 @RANK_PROMISES("ranks.cause-before-loss", n="attempt")
 def cause_before_loss(st: Any, n: Any) -> Any:
     """A rank that only lost a connection is not the cause, unless a rank crashed."""
-    return implies(
-        (st.halted[n] == 1) & (st.cause_lost[n] == 1), st.gone[n] == 1
-    )
+    return implies((st.halted[n] == 1) & (st.cause_lost[n] == 1), st.gone[n] == 1)
 
 
 @RANK_PROMISES("ranks.stop-wakes", r="rank")

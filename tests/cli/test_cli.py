@@ -50,6 +50,7 @@ OPTIONS = {
     "bench": {"--kernel", "--out"},
     "explore": {"--slots", "--keys", "--generations", "--scope", "--batch", "--symmetry"},
     "prove": {"--seeds", "--depth", "--cvc5", "--mutants", "--only", "--programs", "--out"},
+    "ranks": {"--mutants"},
     "runtime doctor": set(),
     "runtime demo": {"--steps"},
     "runtime compare": {"--sets", "--cases", "--steps", "--sides", "--device", *REPORT},

@@ -24,7 +24,7 @@ from qeffect.spec.ranks import BETWEEN, RANK_PROMISES, RANK_STEPS, STEP
 
 from .lemmas import LEMMAS
 from .memory import Impossible, Size, State, broken
-from .protocol import FAULTS, TRANSITIONS, Transition
+from .protocol import TRANSITIONS, Transition
 
 __all__ = ["SCOPES", "Found", "Scope", "explore"]
 
@@ -170,9 +170,7 @@ class _Search:
         self.without = without
         self.state = State(scope.size)
         self.promises: list[Predicate] = [*RANK_PROMISES, *(LEMMAS if lemmas else ())]
-        self.steps_of = {
-            t: [p for p in RANK_STEPS if t in p.transitions] for t in TRANSITIONS
-        }
+        self.steps_of = {t: [p for p in RANK_STEPS if t in p.transitions] for t in TRANSITIONS}
         members = scope.size.members
         self.moves = [
             (t, given)
@@ -274,6 +272,9 @@ class _Search:
         state, scope = self.state, self.scope
         if name == "begin_attempt":
             return bool(state.attempt[0] < min(faults + 1, scope.size.attempts))
+        if name in ("post_send", "post_receive"):
+            posted = state.sent if name == "post_send" else state.taken
+            return bool(posted[given[:2]] < len(state.members["place"]))
         if name in ("begin_step", "act", "release"):
             r = given[0]
             if name == "begin_step":
@@ -321,9 +322,7 @@ class _Search:
 
 
 def _told(transition: Transition, given: tuple[int, ...]) -> str:
-    return ", ".join(
-        f"{sort} {one}" for sort, one in zip(transition.arguments, given, strict=True)
-    )
+    return ", ".join(f"{sort} {one}" for sort, one in zip(transition.arguments, given, strict=True))
 
 
 def explore(

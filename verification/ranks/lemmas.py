@@ -213,13 +213,6 @@ def said_halts(st: Any, r: Any) -> Any:
     return implies(said, st.halted[st.life[r]] == 1)
 
 
-@LEMMAS("ranks.ended-told", r="rank")
-def ended_told(st: Any, r: Any) -> Any:
-    """A rank that ended by itself names its attempt's cause."""
-    n = st.life[r]
-    return implies(st.ended[r] == 1, (st.halted[n] == 1) & (st.told[r] == st.cause[n]))
-
-
 @LEMMAS("ranks.closed-for-a-reason", r="rank")
 def closed_for_a_reason(st: Any, r: Any) -> Any:
     """A started rank whose connections are closed crashed, or its attempt has a cause."""

@@ -46,14 +46,14 @@ class Size:
 
     @property
     def members(self) -> Mapping[str, range]:
-        """The members of each sort."""
+        """The members of each sort; one more place than a protocol that keeps its plan needs."""
         places = max(self.messages.values(), default=0) * self.steps
         return {
             "one": range(1),
             "rank": range(self.ranks),
             "attempt": range(self.attempts + 1),
             "slot": range(self.slots),
-            "place": range(places),
+            "place": range(places + 1 if places else 0),
         }
 
 

@@ -159,9 +159,7 @@ def post_send(st: Any, r: Any, q: Any, s: Any) -> None:
     st.need("planned-sends", st.sent[r, q] < st.sent_before[r, q] + st.messages[r, q])
     st.need(
         "send-after-receive",
-        st.every(
-            "rank place", lambda p, k: implies(receiving(st, r, p, k), st.into[r, p, k] != s)
-        ),
+        st.every("rank place", lambda p, k: implies(receiving(st, r, p, k), st.into[r, p, k] != s)),
     )
     place = st.sent[r, q]
     st.out[r, q, place] = s
@@ -177,9 +175,7 @@ def post_receive(st: Any, r: Any, q: Any, s: Any) -> None:
     st.need("planned-receives", st.taken[r, q] < st.taken_before[r, q] + st.messages[q, r])
     st.need(
         "receive-after-receive",
-        st.every(
-            "rank place", lambda p, k: implies(receiving(st, r, p, k), st.into[r, p, k] != s)
-        ),
+        st.every("rank place", lambda p, k: implies(receiving(st, r, p, k), st.into[r, p, k] != s)),
     )
     st.need(
         "receive-after-send",
@@ -214,9 +210,7 @@ def release(st: Any, r: Any, s: Any) -> None:
     )
     st.need(
         "release-after-receive",
-        st.every(
-            "rank place", lambda p, k: implies(receiving(st, r, p, k), st.into[r, p, k] != s)
-        ),
+        st.every("rank place", lambda p, k: implies(receiving(st, r, p, k), st.into[r, p, k] != s)),
     )
     st.generation[r, s] = st.generation[r, s] + 1
 
@@ -233,16 +227,20 @@ def consent(st: Any, r: Any) -> None:
         "sends-ended",
         st.every(
             "rank",
-            lambda q: (st.sent[r, q] == st.sent_before[r, q] + st.messages[r, q])
-            & (st.sent_done[r, q] == st.sent[r, q]),
+            lambda q: (
+                (st.sent[r, q] == st.sent_before[r, q] + st.messages[r, q])
+                & (st.sent_done[r, q] == st.sent[r, q])
+            ),
         ),
     )
     st.need(
         "receives-ended",
         st.every(
             "rank",
-            lambda q: (st.taken[r, q] == st.taken_before[r, q] + st.messages[q, r])
-            & (st.taken_done[r, q] == st.taken[r, q]),
+            lambda q: (
+                (st.taken[r, q] == st.taken_before[r, q] + st.messages[q, r])
+                & (st.taken_done[r, q] == st.taken[r, q])
+            ),
         ),
     )
     st.yes[r] = st.epoch[r] + 1
@@ -264,9 +262,7 @@ def commit(st: Any, r: Any) -> None:
     _goes_on(st, r, AGREED)
     st.need(
         "consent-of-all",
-        st.every(
-            "rank", lambda q: (st.life[q] == st.life[r]) & (st.yes[q] > st.epoch[r])
-        ),
+        st.every("rank", lambda q: (st.life[q] == st.life[r]) & (st.yes[q] > st.epoch[r])),
     )
     st.epoch[r] = st.epoch[r] + 1
     st.whole[r] = 0
@@ -291,7 +287,9 @@ def publish(st: Any, r: Any) -> None:
     st.need("part-of-this-epoch", st.every("rank", lambda q: st.shard[q] == st.epoch[r]))
     st.need("part-of-this-attempt", st.every("rank", lambda q: st.shard_life[q] == st.life[r]))
     st.saved[0] = st.epoch[r]
+    st.saved_life[0] = st.life[r]
     st.kept[...] = st.shard
+    st.kept_life[...] = st.shard_life
 
 
 # Stopping

@@ -72,6 +72,7 @@ def prove(
     transition: str = "",
     without: frozenset[str] = frozenset(),
     seed: int = 0,
+    timeout: int = TIMEOUT,
     progress: Callable[[str], None] | None = None,
 ) -> Iterator[Answer]:
     """
@@ -82,27 +83,30 @@ def prove(
         without: Names of what that transition does not ask, ``COLUMN =`` for what it does not
             write.
         seed: Seed of the solver's own choices.
+        timeout: Milliseconds for one question.
         progress: Called with a line now and then.
     """
     if not transition:
-        yield from _initially(seed)
+        yield from _initially((seed, timeout))
     for taken in TRANSITIONS.values():
         if transition in ("", taken.name):
             if progress is not None:
                 progress(f"Proving. {taken.name}")
-            yield from _kept(taken, without, seed)
+            yield from _kept(taken, without, (seed, timeout))
 
 
-def _initially(seed: int) -> Iterator[Answer]:
+def _initially(how: tuple[int, int]) -> Iterator[Answer]:
     state = initial()
     given = [closed(claim, state) for claim in CONFIGURATION]
     for claim in INVARIANTS:
         began = time.perf_counter()
-        verdict = _ask([*given, z3.Not(holds(claim, state))], seed)
+        verdict = _ask([*given, z3.Not(holds(claim, state))], how)
         yield Answer("initially", claim.name, verdict, time.perf_counter() - began)
 
 
-def _kept(transition: Transition, without: frozenset[str], seed: int) -> Iterator[Answer]:
+def _kept(
+    transition: Transition, without: frozenset[str], how: tuple[int, int]
+) -> Iterator[Answer]:
     before = fresh()
     conditions, after, arguments = run(transition, before, without)
     written = {name for name in RANK_COLUMNS if not _same(name, before, after)}
@@ -111,13 +115,13 @@ def _kept(transition: Transition, without: frozenset[str], seed: int) -> Iterato
             names = list(signature(step.function).parameters)[1:]
             given = dict(zip(names, arguments.values(), strict=True))
             denied = z3.Not(holds(step, before, **given))
-            yield _answer(transition, step, before, arguments, conditions, denied, seed)
+            yield _answer(transition, step, before, arguments, conditions, denied, how)
     for claim in INVARIANTS:
         if not _reads(claim.name) & written:
             yield Answer(transition.name, claim.name, "kept", 0.0)
             continue
         denied = z3.Not(holds(claim, after))
-        yield _answer(transition, claim, before, arguments, conditions, denied, seed)
+        yield _answer(transition, claim, before, arguments, conditions, denied, how)
 
 
 def _answer(
@@ -127,7 +131,7 @@ def _answer(
     arguments: dict[str, Any],
     conditions: list[Any],
     denied: Any,
-    seed: int,
+    how: tuple[int, int],
 ) -> Answer:
     began = time.perf_counter()
     sorts = dict(zip(arguments, transition.arguments, strict=True))
@@ -136,10 +140,10 @@ def _answer(
         members |= variables(claim.variables)
         sorts |= claim.variables
     near = list(_instances(before, members, sorts))
-    verdict = _ask([*near, *conditions, denied], seed)
+    verdict = _ask([*near, *conditions, denied], how)
     if verdict != "unsat":
         known = [closed(one, before) for one in (*CONFIGURATION, *INVARIANTS)]
-        verdict = _ask([*known, *near, *conditions, denied], seed)
+        verdict = _ask([*known, *near, *conditions, denied], how)
     return Answer(transition.name, claim.name, verdict, time.perf_counter() - began)
 
 
@@ -171,9 +175,10 @@ def _template(name: str) -> Any:
     return holds(_CLAIMS[name], fresh())
 
 
-def _ask(facts: list[Any], seed: int) -> str:
+def _ask(facts: list[Any], how: tuple[int, int]) -> str:
     solver = z3.Solver()
-    solver.set("timeout", TIMEOUT)
+    seed, timeout = how
+    solver.set("timeout", timeout)
     solver.set("random_seed", seed)
     solver.add(facts)
     return str(solver.check())

@@ -4,7 +4,7 @@ The state of any number of ranks as Z3's arrays, and the protocol's transitions 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import z3
@@ -15,7 +15,18 @@ from qeffect.verification.symbolic.terms import Array, Scalar, Sym, raw
 
 from .protocol import Transition
 
-__all__ = ["CONFIGURED", "State", "Symbols", "closed", "fresh", "holds", "initial"]
+__all__ = [
+    "CONFIGURED",
+    "State",
+    "Symbols",
+    "asked",
+    "closed",
+    "fresh",
+    "holds",
+    "initial",
+    "run",
+    "variables",
+]
 
 RANK: Final = z3.DeclareSort("Rank")
 #: Columns whose entries are ranks.
@@ -91,6 +102,7 @@ class State:
 
     def __init__(self, symbols: Symbols, without: frozenset[str] = frozenset()) -> None:
         self.conditions: list[Any] = []
+        self.asked: list[str] = []
         self._without = without
         self._bound = 0
         for name, term in symbols.items():
@@ -108,6 +120,7 @@ class State:
 
     def need(self, name: str, condition: Any) -> None:
         """What the protocol asks first."""
+        self.asked.append(name)
         if name not in self._without:
             self.conditions.append(raw(condition))
 
@@ -148,6 +161,13 @@ class _One(Scalar):
             super().__setitem__(index, value)
 
 
+def asked(transition: Transition) -> list[str]:
+    """Return the names of what a transition asks first."""
+    state = State(fresh())
+    transition.run(state, *(Sym(z3.Const(s, _sort(s)), {}) for s in transition.arguments))
+    return state.asked
+
+
 def variables(sorts: Mapping[str, str]) -> dict[str, Any]:
     """Return a constant for each variable of a predicate."""
     return {name: z3.Const(f"var.{name}", _sort(sort)) for name, sort in sorts.items()}
@@ -182,15 +202,3 @@ def run(
     }
     transition.run(state, *(Sym(term, {}) for term in given.values()))
     return state.conditions, state.symbols(), given
-
-
-def written(transition: Transition) -> Iterator[str]:
-    """Yield the columns that a transition writes."""
-    before = fresh()
-    _, after, _ = run(transition, before)
-    for name, term in before.items():
-        same = after[name].eq(term) or (
-            RANK_COLUMNS[name][0] == ("one",) and after[name].arg(0).eq(z3.Select(term, 0))
-        )
-        if not same:
-            yield name
