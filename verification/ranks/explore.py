@@ -222,7 +222,7 @@ class _Search:
         buffer = state.buffer
         for index, (transition, given) in enumerate(self.moves):
             buffer[:] = here[:-1]
-            # A contract that refuses a spoiled epoch follows from the failure, and is no fault more.
+            # That a contract refuses a spoiled epoch follows from the failure: no fault more.
             follows = transition.name == "refuse" and state.spoiled[given[0]] == 1
             fault = transition.fault and not follows
             if fault and faults == scope.faults:
