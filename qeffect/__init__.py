@@ -9,9 +9,11 @@ from .destinations import Destination
 from .guarded import guarded
 from .keys import TapeKey, TapeRef
 from .refusals import Refusal, Refused
+from .threads import ConcurrentCallError
 
 __all__ = [
     "Checkpoint",
+    "ConcurrentCallError",
     "Contract",
     "Destination",
     "Refusal",

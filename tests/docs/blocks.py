@@ -60,16 +60,77 @@ def faults() -> str:
     )
 
 
+def failures() -> str:
+    """What becomes of the public failures, from a run now."""
+    from qeffect.verification.failures.catalogue import FAILURES
+    from qeffect.verification.failures.command import counts
+    from qeffect.verification.failures.model import KINDS, run
+
+    pairs = [(failure, run(failure)) for failure in FAILURES]
+    counted = counts(pairs)
+    relations = dict.fromkeys(failure.relation for failure in FAILURES)
+    verdicts = ("refused", "not caught", "unexplained")
+    table = [
+        (
+            relation,
+            *(
+                sum(f.relation == relation and o.verdict == verdict for f, o in pairs)
+                for verdict in verdicts
+            ),
+        )
+        for relation in relations
+    ]
+    totals = tuple(sum(o.verdict == verdict for _, o in pairs) for verdict in verdicts)
+    missed: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for failure, outcome in pairs:
+        if outcome.verdict != "refused":
+            missed[failure.kind].append(failure.references[0])
+    return (
+        f"Of {counted['failures']} failures that users of Transformer Engine, Megatron-LM, torch, "
+        f"DeepSpeed and others reported in public, {counted['refused']} are refused, "
+        f"{counted['given_a_report']} of them where the runtime makes a report that not every one "
+        f"does; {counted['not_caught']} are not caught, and the cause of {counted['unexplained']} "
+        f"was never published.\n\n"
+        + markdown(
+            ("relation", "refused", "not caught", "never explained"),
+            [*table, ("all", *totals)],
+        )
+        + "\n\nWhat the contract does not see:\n\n"
+        + markdown(
+            ("because", "failures"),
+            [(KINDS[kind], ", ".join(names)) for kind, names in missed.items() if names],
+        )
+    )
+
+
 def proofs() -> str:
     """The proofs and the mutants, from their report."""
     data = load(KERNEL_REPORTS / "proofs.json")
-    text = (
+    settled = (
         f"{data['unsat']:,} of {data['obligations']:,} obligations are proved and "
-        f"{data['unknown']} are unknown, in {data['seconds']:.1f} s: every invariant is inductive "
+        f"{data['unknown']} are unknown, in {data['seconds']:.1f} s"
+    )
+    if "questions" in data:
+        settled = (
+            f"{data['questions']:,} distinct questions to the solver, {data['unknown']} of them "
+            f"unknown, settle {data['unsat']:,} of {data['obligations']:,} obligations in "
+            f"{data['seconds']:.1f} s ({data['implied']:,} follow from one already proved, "
+            f"{data['same_term']:,} compare a term with itself)"
+        )
+    further = ""
+    if "recovery" in data["by_kind"]:
+        further = (
+            " From every state the way back is open: aborts, failed reductions and drains are "
+            "accepted, come to an end, and a restore is accepted then. With every relation in "
+            "force a legal F, dI, dW or refresh is accepted: no guard is too strong."
+        )
+    text = (
+        f"{settled}: every invariant is inductive "
         "over every path of every transition, with every relation and with each optional one left "
         "out, for any number of slots, microbatches and epochs; every refusal leaves every column "
-        "as it was; an outstanding ticket with whole evidence is never refused. (All 64 choices of "
-        "relations are proved in the tests.) Nothing is vacuous: of "
+        "as it was; an outstanding ticket with whole evidence is never refused."
+        + further
+        + " (All 64 choices of relations are proved in the tests.) Nothing is vacuous: of "
         f"{data['witnesses']} paths {data['witnesses'] - data['covered']} are taken from some "
         f"state, and of the other {data['covered']}, which an earlier guard covers, it is proved "
         "that none takes them; "
@@ -125,7 +186,12 @@ def bench() -> str:
     )
 
 
-BLOCKS: Mapping[str, Callable[[], str]] = {"faults": faults, "proofs": proofs, "bench": bench}
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    "faults": faults,
+    "failures": failures,
+    "proofs": proofs,
+    "bench": bench,
+}
 
 
 def rendered(text: str) -> str:

@@ -38,9 +38,9 @@ def test_a_stage_has_one_reduction_at_a_time() -> None:
     rig = _final()
     rig.contract.start_reduction(0)
 
-    with refused(rig, "reduction.in-flight", "0: 1", "none in flight"):
+    with refused(rig, "reduction.in-flight", "in flight: 0", "none in flight"):
         rig.contract.start_reduction(0)
-    with refused(rig, "reduction.in-flight", "0: 1"):
+    with refused(rig, "reduction.in-flight", "in flight: 0"):
         rig.contract.commit_epoch()
 
 
@@ -78,7 +78,7 @@ def test_no_commit_while_a_stage_owes_its_reduction() -> None:
     """An epoch does not commit while a stage owes its reduction; the message names the stage."""
     rig = _final()
 
-    with refused(rig, "reduction.missing", "0: 1", "every configured reduction"):
+    with refused(rig, "reduction.missing", "not yet reduced: 0", "every configured reduction"):
         rig.contract.commit_epoch()
 
 
@@ -103,9 +103,9 @@ def test_no_checkpoint_or_restore() -> None:
     rig.contract.drain()
     rig.contract.start_reduction(0)
 
-    with refused(rig, "persistence.reduction-in-flight", "0: 1", "none in flight"):
+    with refused(rig, "persistence.reduction-in-flight", "in flight: 0", "none in flight"):
         rig.contract.checkpoint()
-    with refused(rig, "reduction.in-flight", "0: 1"):
+    with refused(rig, "reduction.in-flight", "in flight: 0"):
         rig.contract.restore(checkpoint)
 
 
@@ -119,9 +119,9 @@ def test_no_drop_under_a_reduction() -> None:
     rig.contract.finalize(0)
     rig.contract.start_reduction(0)
 
-    with refused(rig, "reduction.in-flight", "0: 1"):
+    with refused(rig, "reduction.in-flight", "in flight: 0"):
         rig.contract.drop(rig.key(0), ref)
-    with refused(rig, "reduction.in-flight", "0: 1"):
+    with refused(rig, "reduction.in-flight", "in flight: 0"):
         rig.contract.purge(0)
     rig.contract.finish_reduction(0)
     rig.contract.drop(rig.key(0), ref)

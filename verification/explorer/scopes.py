@@ -17,6 +17,7 @@ __all__ = [
     "Scope",
     "configuration",
     "large_scopes",
+    "members_in",
     "pool_scope",
     "sizes",
     "standard_scopes",
@@ -130,7 +131,8 @@ class Scope:
         """
         Names of the transitions that take part.
 
-        Without version there is no cache: the contract refuses to refresh or invalidate it.
+        Without version there is no cache: a composition without it refuses these whatever the
+        state, and there is nothing to explore.
         """
         chosen = self.only or tuple(TRANSITIONS)
         return tuple(n for n in chosen if n not in _CACHE or "version" not in self.omit)
@@ -154,6 +156,11 @@ def sizes(scope: Scope) -> dict[str, int]:
         "pool": domains if scope.shared_pool else slots,
         "buffer": len(scope.slots) if scope.accumulate else cells,
     }
+
+
+def members_in(scope: Scope) -> dict[str, range]:
+    """Return the members of each index sort."""
+    return {sort: range(count) for sort, count in sizes(scope).items()}
 
 
 def configuration(scope: Scope) -> dict[str, list[int]]:

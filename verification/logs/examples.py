@@ -31,6 +31,7 @@ UNREACHED: Final = frozenset(
         "persistence.action-in-flight",
         "persistence.reduction-in-flight",
         "persistence.configuration",
+        "epoch.not-final",
     }
 )
 
