@@ -70,6 +70,8 @@ WORDS: Final[Mapping[str, Word]] = {
         acting="how many actions are in flight on the slot",
         queued="the deferred work that the tenant's dI left",
         fill_read="the fill of the weight cache that the tenant's F read",
+        scaled_by="the scaling updates that the tenant's F had seen",
+        rolls_seen="the forwards that had rolled the domain's scales when the tenant's F had",
         in_pool="1 while the slot keeps memory in its capture pool",
     ),
     **_words(
@@ -98,6 +100,7 @@ WORDS: Final[Mapping[str, Word]] = {
         "domain",
         updates="scaling updates (F and dI that succeeded) since the last restore",
         updates_of_epoch="scaling updates since the weights last changed",
+        rolls="the forwards that ever rolled the domain's scales",
         running="F, dI and refreshes in flight",
         broken="1 when an F, dI or refresh raised since the last restore",
         touched="1 when scaling state was touched since the weights last changed",

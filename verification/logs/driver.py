@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from qeffect import Checkpoint, Contract, Destination, StageConfig, TapeKey, TapeRef
+from qeffect.guarded import Dgrad, Forward
 from qeffect.log.recorder import Recorder
 
 __all__ = ["MATRICES", "Driver", "placed"]
@@ -28,6 +29,7 @@ class Driver:
         self.contract = Contract(stages, **options)
         self.contract.memory.incarnation[0] = incarnation
         self.refs: dict[tuple[int, int, int], TapeRef] = {}
+        self.scaled_at: dict[tuple[int, int, int], int] = {}
         self.log = Recorder(self.contract, rank=0)
         self._domains = {config.stage: config.domain for config in stages}
 
@@ -45,14 +47,17 @@ class Driver:
 
     def refresh(self, stage: int) -> None:
         """Refresh a stage's weight cache."""
-        with self.contract.refresh(stage, self.link(stage)):
-            pass
+        with self.contract.refresh(stage, self.link(stage)) as action:
+            action.filled = self.fills(stage)
 
     def forward(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
         """Run F."""
         options.setdefault("link", self.link(stage))
         with self.contract.forward(self.key(stage, microbatch, block), **options) as action:
-            pass
+            self.report(stage, action)
+            if options.get("refresh"):
+                action.filled = self.fills(stage)
+            self.scaled_at[stage, microbatch, block] = self.contract.token(stage)
         self.refs[stage, microbatch, block] = action.ref
 
     def dgrad(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
@@ -64,6 +69,9 @@ class Driver:
         self.contract.wait(self.link(stage))
         with self.contract.dgrad(key, self.ref(stage, microbatch, block), **options) as action:
             action.queued = MATRICES
+            self.report(stage, action)
+            if self.config(stage).tape_scales == "carried":
+                action.scales = self.scaled_at[stage, microbatch, block]
 
     def wgrad(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
         """Run dW."""
@@ -71,6 +79,20 @@ class Driver:
         key = self.key(stage, microbatch, block)
         with self.contract.wgrad(key, self.ref(stage, microbatch, block), **options) as action:
             action.covered = MATRICES
+
+    def config(self, stage: int) -> StageConfig:
+        """A stage's configuration."""
+        return next(config for config in self.contract.stages if config.stage == stage)
+
+    def report(self, stage: int, action: Forward | Dgrad) -> None:
+        """Report the scaling updates of an F or dI, where the stage's backend does."""
+        if self.config(stage).reports_updates:
+            action.updates = 1
+
+    def fills(self, stage: int) -> dict[str, int] | None:
+        """What a refresh reports, where the stage's backend does."""
+        epoch = self.contract.epoch
+        return dict.fromkeys(MATRICES, epoch) if self.config(stage).reports_fills else None
 
     def whole(self, stage: int, microbatch: int) -> None:
         """Run F, dI and dW."""
