@@ -17,6 +17,7 @@ __all__ = [
     "Scope",
     "configuration",
     "large_scopes",
+    "members_in",
     "pool_scope",
     "sizes",
     "standard_scopes",
@@ -174,6 +175,11 @@ def sizes(scope: Scope) -> dict[str, int]:
         "pool": domains if scope.shared_pool else slots,
         "buffer": len(scope.slots) if scope.accumulate else cells,
     }
+
+
+def members_in(scope: Scope) -> dict[str, range]:
+    """Return the members of each index sort."""
+    return {sort: range(count) for sort, count in sizes(scope).items()}
 
 
 def configuration(scope: Scope) -> dict[str, list[int]]:

@@ -121,7 +121,8 @@ ROWS.untold(
     consequence="silent wrong numbers",
     fix="zero it",
     kind="values",
-    why="What stands in a placeholder is a number; no action differs.",
+    shown="tests/failures/test_values.py",
+    why="What stands in a placeholder is a number: it is added when it was zeroed too.",
 )
 ROWS.untold(
     "megatron-lm-6565",
@@ -132,7 +133,8 @@ ROWS.untold(
     consequence="silent wrong numbers",
     fix="zero it",
     kind="values",
-    why="What stands in a placeholder is a number; no action differs.",
+    shown="tests/failures/test_values.py",
+    why="What stands in a placeholder is a number: it is added when it was zeroed too.",
 )
 
 

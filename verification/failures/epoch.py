@@ -44,6 +44,7 @@ ROWS.untold(
     consequence="silent wrong numbers",
     fix="divide on the last stage alone",
     kind="values",
+    shown="tests/failures/test_values.py",
     why="A factor in the gradient that is sent; every message and action is in its place.",
 )
 ROWS.untold(
@@ -55,5 +56,6 @@ ROWS.untold(
     consequence="silent wrong numbers: gradients too large",
     fix="give the count to the loss function",
     kind="values",
+    shown="tests/failures/test_values.py",
     why="A factor in the loss; every action is in its place.",
 )

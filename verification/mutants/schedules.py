@@ -15,7 +15,7 @@ from attrs import define, field
 
 from qeffect.keys import Cell, TapeKey, TapeRef
 from qeffect.layout import Layout
-from qeffect.relations.constants import DGRAD_BIT, GRAD_BIT, OUT_BIT, WGRAD_BIT
+from qeffect.relations.constants import DGRAD_BIT, GRAD_BIT, NEVER, OUT_BIT, WGRAD_BIT
 from qeffect.verification.concrete import Setup
 
 __all__ = ["Action", "Stuck", "schedule"]
@@ -36,6 +36,8 @@ class _Tape:
     flying: str = ""
     ticket: int = 0
     live: bool = True
+    fills: bool = False
+    scales: int = 0
 
 
 def schedule(setup: Setup, seed: int, epochs: int = 2) -> list[Action]:
@@ -213,14 +215,17 @@ class _Bookkeeper:
             if refresh and self.rng.random() < 0.5:
                 yield from self.joined(link)
                 yield "check_refresh", (stage, link)
-                yield "commit_refresh", (stage, self.issue())
+                yield "commit_refresh", (stage, self.issue(), self.st.matrices[stage], self.epoch)
                 refresh = 0
                 if self.rng.random() < 0.2:  # lost, and filled again
                     yield "invalidate", (stage,)
                     yield "check_refresh", (stage, link)
-                    yield "commit_refresh", (stage, self.issue())
+                    yield (
+                        "commit_refresh",
+                        (stage, self.issue(), self.st.matrices[stage], self.epoch),
+                    )
             self.cached.add(stage)
-            tape = self.tapes[cell] = _Tape(key, slot, flying="F")
+            tape = self.tapes[cell] = _Tape(key, slot, flying="F", fills=bool(refresh))
             yield from self.joined(link)
             domain = self.domain(stage)
             if self.rng.random() < 0.5:
@@ -271,9 +276,11 @@ class _Bookkeeper:
         matrices = self.st.matrices[stage]
         tape.flying = ""
         if done == "F":
-            yield "commit_forward", (tape.slot, tape.ticket)
+            fill = self.epoch if tape.fills else NEVER
+            tape.scales = self.token[self.domain(stage)]
+            yield "commit_forward", (tape.slot, tape.ticket, matrices, fill, 1)
         elif done == "dI":
-            yield "commit_dgrad", (tape.slot, tape.ticket, matrices)
+            yield "commit_dgrad", (tape.slot, tape.ticket, matrices, 1, tape.scales)
         else:
             yield "commit_wgrad", (tape.slot, tape.ticket, matrices)
         if done != "dW":

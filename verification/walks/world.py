@@ -8,12 +8,12 @@ enqueued. `qeffect.verification.walks.oracle` says from this history alone which
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from attrs import Factory, define, field, frozen
 
-from qeffect import Checkpoint, StageConfig, TapeKey, TapeRef, Ticket
+from qeffect import Checkpoint, Contract, StageConfig, TapeKey, TapeRef, Ticket
 from qeffect.keys import Cell
 from qeffect.verification.walks.processes import Process
 
@@ -32,6 +32,27 @@ class Call:
 
     transition: str
     arguments: dict[str, Any] = Factory(dict)
+
+    def perform(self, contract: Contract, make: Callable[[], Contract]) -> tuple[Contract, Any]:
+        """
+        Make the call.
+
+        Args:
+            contract: What it goes to, unless it restores in a new process.
+            make: What makes the contract of a new process.
+
+        Returns:
+            The contract that it went to, and what that returned.
+
+        Raises:
+            Refused: As the contract.
+        """
+        name, given = self.transition, dict(self.arguments)
+        if "ticket" in given:
+            name = name.partition("_")[0]
+        if given.pop("fresh", False):
+            contract = make()
+        return contract, getattr(contract, name)(**given)
 
     def __str__(self) -> str:
         given = (
@@ -65,7 +86,8 @@ class Tape:
 
 @define
 class Slot:
-    """A place for one tape; ``wrote`` is when its output or input gradient was last replayed."""
+    """A place for one tape; ``wrote`` is when its output or input gradient was last replayed, and
+    ``scaled_at`` how many scaling updates its F had seen."""
 
     index: int
     stage: int
@@ -74,6 +96,7 @@ class Slot:
     tape: Tape | None = None
     flight: int | None = None
     wrote: int = 0
+    scaled_at: int = 0
 
 
 @define
@@ -99,6 +122,7 @@ class Domain:
 
     updates: int = 0
     of_epoch: int = 0
+    rolled_at: int = 0
     running: set[int] = field(factory=set)
     poisoned: bool = False
     refreshed: int | None = None
@@ -325,7 +349,7 @@ class World:
             self.writing.remove((self.buffer(slot.tape.key.cell), ticket.serial))
         return flight, stage, domain, slot
 
-    def _commit(self, ref: Any, ticket: Ticket, evidence: Any = ()) -> None:
+    def _commit(self, ref: Any, ticket: Ticket, evidence: Any = (), **reports: Any) -> None:
         flight, stage, domain, slot = self._land(ticket)
         if flight.filling:
             stage.cached = self.epoch
@@ -341,6 +365,7 @@ class World:
             waits.update({"grad"} if stage.config.sends_gradient else ())
             stage.forwards += 1
             domain.refreshed = None
+            slot.scaled_at = domain.rolled_at = domain.updates
         elif ticket.action == "dI":
             waits.remove("dI")
             stage.dgrads += 1
