@@ -165,7 +165,7 @@ def scaled_by(st: State, h: History, s: Index) -> Truth:
 
 @HISTORY("order.rolled", s="slot")
 def rolled(st: State, h: History, s: Index) -> Truth:
-    """While a tape's forward is the latest of its domain, its scales are the live ones."""
+    """A tape's scales are the live ones while its forward is the latest of its domain."""
     d = domain_of_slot(st, s)
-    latest = retained(st, s) & (st.scaled_at[s] == st.rolled_at[d])
-    return implies(latest, h.rolls_seen[s] == h.rolls[d])
+    latest = (st.scaled_at[s] == st.rolled_at[d]) == (h.rolls_seen[s] == h.rolls[d])
+    return implies(retained(st, s), latest & (h.rolls_seen[s] <= h.rolls[d]))

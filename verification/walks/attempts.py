@@ -20,8 +20,8 @@ from qeffect.verification.walks.proposals import (
     a_link,
     chooser,
     evidence,
-    reports,
     key_of,
+    reports,
     shares_pool,
 )
 from qeffect.verification.walks.world import Call, World
@@ -270,7 +270,7 @@ def _wrong_reports(world: World, ticket: Ticket, told: dict[str, Any]) -> list[t
     now = dict.fromkeys(config.matrices, world.epoch)
     wrong: list[tuple[str, Any]] = []
     if config.reports_fills and flight.filling:
-        later = {name: world.epoch + 1 for name in now}
+        later = dict.fromkeys(now, world.epoch + 1)
         wrong += [("filled", None), ("filled", {**now, "x": world.epoch}), ("filled", later)]
         wrong.append(("filled", [*now.items(), *now.items()]))
     elif config.reports_fills and ticket.action == "F":

@@ -23,10 +23,10 @@ __all__ = [
     "chooser",
     "damage",
     "evidence",
-    "reports",
     "key_of",
     "progress",
     "recover",
+    "reports",
     "shares_pool",
     "support",
 ]
