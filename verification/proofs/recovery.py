@@ -18,10 +18,10 @@ import z3
 
 from qeffect.engine.stage import STATE
 
+from ..judging import MANDATORY
 from ..symbolic import Path
 from ..symbolic.terms import Term
 from .obligations import Composition, Goal
-from .vocabulary import MANDATORY
 
 __all__ = ["ENDED", "recovery"]
 
