@@ -15,7 +15,7 @@ import attrs
 
 from ..config import StageConfig
 from ..destinations import Destination
-from ..relations.constants import BACK_BIT, GRAD_BIT, IN_BIT, OUT_BIT
+from ..relations.constants import BACK_BIT, GRAD_BIT, IN_BIT, NEVER, OUT_BIT
 from ..text import is_name, shown, within
 from .format import FIELDS, HEADER, MAGIC, VERSION, compact
 
@@ -45,6 +45,10 @@ def _integer(value: Any) -> bool:
 
 def _natural(value: Any) -> bool:
     return type(value) is int and value >= 0
+
+
+def _told(value: Any) -> bool:
+    return type(value) is int and value >= NEVER
 
 
 def _flag(value: Any) -> bool:
@@ -124,6 +128,8 @@ _STAGE_FLAGS: Final = (
     "reduces",
     "receives_input",
     "receives_gradient",
+    "reports_fills",
+    "reports_updates",
 )
 _STAGE_COUNTS: Final = ("stage", "microbatches", "slots", "blocks", "invocations")
 
@@ -146,6 +152,10 @@ _EVENT: Final[Mapping[str, tuple[Check, str]]] = {
     ),
     "destination": (_destination, "a buffer index or a list of destinations"),
     "queued": (_names, "a list of printable matrix names"),
+    "filled": (_names, "a list of printable matrix names"),
+    "fill_epoch": (_told, "a number, or -1 where none is reported"),
+    "updates": (_told, "a number, or -1 where none is reported"),
+    "scales": (_told, "a number, or -1 where none is reported"),
     "covered": (_names, "a list of printable matrix names"),
     "incarnation": (_hex, "16 hexadecimal digits"),
     "token": (_natural, "a number"),

@@ -93,7 +93,8 @@ class Slot:
 
     ``wrote`` is when its output or input gradient was last replayed, ``vacated`` the last replay of
     its former tapes, ``moving`` the transfers under way and ``mover`` whose they are, ``ended`` on
-    which link and when the latest of them ended.
+    which link and when the latest of them ended, and ``scaled_at`` how many scaling updates its F
+    had seen.
     """
 
     index: int
@@ -107,6 +108,7 @@ class Slot:
     moving: set[str] = field(factory=set)
     mover: tuple[TapeKey, int] | None = None
     ended: tuple[int, int] = (0, 0)
+    scaled_at: int = 0
 
 
 @define
@@ -132,6 +134,7 @@ class Domain:
 
     updates: int = 0
     of_epoch: int = 0
+    rolled_at: int = 0
     running: set[int] = field(factory=set)
     poisoned: bool = False
     refreshed: int | None = None
@@ -370,7 +373,7 @@ class World:
             self.writing.remove((self.buffer(slot.tape.key.cell), ticket.serial))
         return flight, stage, domain, slot
 
-    def _commit(self, ref: Any, ticket: Ticket, evidence: Any = ()) -> None:
+    def _commit(self, ref: Any, ticket: Ticket, evidence: Any = (), **reports: Any) -> None:
         flight, stage, domain, slot = self._land(ticket)
         domain.replayed = self.clock
         if flight.filling:
@@ -387,6 +390,7 @@ class World:
             waits.update({"grad"} if stage.config.sends_gradient else ())
             stage.forwards += 1
             domain.refreshed = None
+            slot.scaled_at = domain.rolled_at = domain.updates
         elif ticket.action == "dI":
             waits.remove("dI")
             stage.dgrads += 1
