@@ -186,13 +186,14 @@ def test_a_skipped_cast_is_refused() -> None:
     of = Contract([StageConfig(0, 2, 2, matrices=run.names, reports_fills=True)])
     run.stage.filled()
     *filled, skipped = run.stage.linears
-    with pytest.raises(Refused) as caught, of.refresh(0) as r:
-        for linear in filled:
-            linear.refresh()
-        r.filled = [(name, 0) for name in run.stage.filled()]
+    ticket = of.check_refresh(0)
+    for linear in filled:
+        linear.refresh()
+    report = [(name, 0) for name in run.stage.filled()]
+    with pytest.raises(Refused) as caught:
+        of.commit(ticket, filled=report)
 
     assert "version.fill-missing" == caught.value.clause
-
     assert skipped.unit.matrices[0].name not in caught.value.found
 
 
