@@ -13,7 +13,8 @@ from itertools import product
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given as drawn
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from qeffect import Contract, Refused, StageConfig, TapeKey, TapeRef
@@ -172,7 +173,7 @@ def run(ranks: int, draws: list[int]) -> Job:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.sampled_from([2, 3]), st.lists(st.integers(0, 10_000), max_size=150))
+@drawn(st.sampled_from([2, 3]), st.lists(st.integers(0, 10_000), max_size=150))
 def test_contracts_follow_the_protocol(ranks: int, draws: list[int]) -> None:
     """Whatever the protocol lets a rank do, its contract accepts, and shows itself as believed."""
     run(ranks, draws)
