@@ -169,9 +169,11 @@ def upgraded_header(header: Mapping[str, Any]) -> dict[str, Any]:
     for stage in header["stages"]:
         if added.keys() & stage.keys():
             raise ValueError(f"the first version has no field {', '.join(added)}")
+        last = {name: added[name] for name in added if name.startswith("receives")}
         pool = {"pool": stage["pool"]}
         rest = {name: value for name, value in stage.items() if name not in pool}
-        stages.append({**rest, **added, **pool})
+        middle = {name: value for name, value in added.items() if name not in last}
+        stages.append({**rest, **middle, **pool, **last})
     return {**header, "version": VERSION, "stages": stages}
 
 
