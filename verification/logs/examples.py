@@ -32,6 +32,9 @@ UNREACHED: Final = frozenset(
         "persistence.reduction-in-flight",
         "persistence.configuration",
         "epoch.not-final",
+        "epoch.uncounted",
+        "epoch.device-count",
+        "epoch.device-order",
     }
 )
 
