@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from attrs import frozen
 
+from .carried import Places, require_carried
 from .config import StageConfig
 from .destinations import Destination, require_disjoint
 from .engine.memory import Memory
@@ -69,8 +70,9 @@ def lay_out(
         generation_max: The last generation that a slot may reach.
 
     Raises:
-        TypeError, ValueError: A stage is configured twice, a declared order is not a permutation,
-            or what is configured needs a relation that was left out.
+        TypeError, ValueError: A stage is configured twice, a declared order is not a permutation
+            or cannot be carried by the slots and pools, or what is configured needs a relation
+            that was left out.
         Refused: Destinations overlap, or a matrix of a microbatch has none or two.
     """
     for config in stages:
@@ -108,6 +110,10 @@ def lay_out(
         name: [cell for c in stages if c.domain == name for cell in c.cells()] for name in domains
     }
     forward_at, dgrad_at, has_order = _positions(cells, domains, members, declared or {})
+    for name, order in (declared or {}).items():
+        alone = "capture" not in functions.relations
+        places = Places(slots, range(len(pools)) if alone else pools, _ranks(ranks, alone))
+        require_carried(name, [(kind, cell) for kind, cell in order], places)
     dense = sorted(indices) == list(range(len(indices)))
 
     def by_stage(values: Mapping[int, Any]) -> Any:
@@ -204,6 +210,13 @@ def _pools(
     for rank, (slot, kind) in zip(numbers, order, strict=True):
         ranks[kind][slot] = rank
     return pools, ranks
+
+
+def _ranks(ranks: Mapping[str, Sequence[int]], alone: bool) -> Mapping[str, Sequence[int]]:
+    """Return the capture ranks; where nothing looks at them, ranks that hold nothing up."""
+    if not alone:
+        return ranks
+    return {kind: [rank] * len(ranks[kind]) for rank, kind in enumerate(GRAPHS)}
 
 
 def _positions(
