@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from qeffect import DeviceCounts
 from qeffect.spec.clauses import CLAUSES
 from qeffect.spec.document import contract
 from qeffect.verification.logs.examples import UNREACHED
@@ -72,8 +73,28 @@ def _another(rig: Rig) -> Callable[[], Any]:
     return lambda: rig.contract.restore(Rig(stage(slots=7)).contract.checkpoint())
 
 
+def _counting(digest: int, forwards: int | None) -> Callable[[Rig], Callable[[], Any]]:
+    """A whole epoch, and a commit with other counts than its own, or with none."""
+
+    def prepare(rig: Rig) -> Callable[[], Any]:
+        rig.contract = Rig(stage(), counted=True).contract
+        for microbatch in (0, 1):
+            rig.microbatch(microbatch)
+        rig.contract.wait()
+        rig.contract.finalize(0)
+        if forwards is None:
+            return rig.contract.commit_epoch
+        counts = DeviceCounts(digest, {0: (0, forwards, 2, 2)})
+        return lambda: rig.contract.commit_epoch(counted={0: counts})
+
+    return prepare
+
+
 #: For each clause without a rejected log, how to come before a call that it refuses.
 SHOWN: dict[str, Callable[[Rig], Callable[[], Any]]] = {
+    "epoch.device-count": _counting(0, 3),
+    "epoch.device-order": _counting(0, 2),
+    "epoch.uncounted": _counting(0, None),
     "epoch.not-final": lambda rig: rig.contract.commit_epoch,
     "ownership.duplicate-dgrad": _after("dgrad", then="dgrad"),
     "ownership.duplicate-wgrad": _after("dgrad", "wgrad", then="wgrad"),
