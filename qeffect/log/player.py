@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, Final, NoReturn
 
@@ -20,7 +20,17 @@ from ..explain import explain
 from ..refusals import Refused
 from ..text import shown, within
 from .checker import LogError, check_closing, check_event, check_header, parse
-from .format import DIGEST_BYTES, compact, fingerprints, header_of, rebuild
+from .format import (
+    COLUMNS_SINCE_FIRST,
+    DIGEST_BYTES,
+    FIRST,
+    compact,
+    fingerprints,
+    header_of,
+    rebuild,
+    upgraded,
+    upgraded_header,
+)
 from .reader import Converters
 
 __all__ = ["MAX_LINE", "Player", "Violation"]
@@ -82,6 +92,7 @@ class Player:
         self.events = 0
         self.rank: int | None = None
         self.contract: Contract | None = None
+        self.first = False
 
     @property
     def epoch(self) -> int:
@@ -121,6 +132,9 @@ class Player:
         chain.update(sealed)
         where = self._where(1)
         header = parse(body, where)
+        if header.get("version") == FIRST and type(header["version"]) is int:
+            header = self._upgraded(header, where, upgraded_header)
+            self.first = True
         check_header(header, where)
         self.rank = header["rank"]
         try:
@@ -154,6 +168,8 @@ class Player:
             if line[-_END:] != sealed:
                 self._broken(number, line, sealed)
             update(sealed)
+            if self.first:
+                body = self._as_now(number, body)
             try:
                 text = (body + b"}").decode()
                 event, _ = decode(text)
@@ -189,6 +205,27 @@ class Player:
             raise Violation(
                 "log.closing", number + 1, "events", "another line", "the end of the log"
             )
+
+    # A log of the first version
+
+    def _upgraded(
+        self,
+        line: dict[str, Any],
+        where: str,
+        upgrade: Callable[[dict[str, Any]], dict[str, Any]],
+    ) -> dict[str, Any]:
+        try:
+            return upgrade(line)
+        except _STUMBLES as error:
+            raise LogError(f"{where} is not of version {FIRST}: {error}") from None
+
+    def _as_now(self, number: int, body: bytes) -> bytes:
+        """Spell a line of the first version as this version does."""
+        where = self._where(number)
+        event = parse(body, where)
+        if "events" in event:
+            return body
+        return compact(self._upgraded(event, where, upgraded))[:-1].encode()
 
     # The long way: what is wrong with a line that could not pass
 
@@ -276,6 +313,8 @@ class Player:
 
     def _close(self, number: int, closing: Mapping[str, Any], contract: Contract) -> None:
         state = fingerprints(contract.snapshot())
+        if self.first:
+            state = {n: digest for n, digest in state.items() if n not in COLUMNS_SINCE_FIRST}
         check_closing(closing, state, self._where(number))
         if closing["events"] != self.events:
             raise Violation(

@@ -47,5 +47,9 @@ CONFIG = {
     "forward_rank": Column("slot", "int", None),
     "dgrad_rank": Column("slot", "int", None),
     "wgrad_rank": Column("slot", "int", None),
+    "reports_fills": Column("stage", "flag", None),  # 1: what a refresh filled is reported
+    "reports_updates": Column("stage", "flag", None),  # 1: so are the scaling updates of F and dI
+    "live_scales": Column("stage", "flag", None),  # 1: dI reads the domain's scales of now
+    "carried_scales": Column("stage", "flag", None),  # 1: dI reports whose F's scales it used
     "reduces": Column("stage", "flag", None),  # 1: the stage's gradients are reduced
 }

@@ -73,6 +73,7 @@ def _another(rig: Rig) -> Callable[[], Any]:
     return lambda: rig.contract.restore(Rig(stage(slots=7)).contract.checkpoint())
 
 
+<<<<<<< HEAD
 def _counting(digest: int, forwards: int | None) -> Callable[[Rig], Callable[[], Any]]:
     """A whole epoch, and a commit with other counts than its own, or with none."""
 
@@ -88,6 +89,27 @@ def _counting(digest: int, forwards: int | None) -> Callable[[Rig], Callable[[],
         return lambda: rig.contract.commit_epoch(counted={0: counts})
 
     return prepare
+=======
+def _overtaken(rig: Rig) -> Callable[[], Any]:
+    """Another F after a tape's own, and its dI."""
+    ref = rig.forward(0)
+    rig.forward(1)
+    rig.contract.bind(rig.key(0))
+    rig.contract.wait()
+    return lambda: rig.contract.check_dgrad(rig.key(0), ref)
+
+
+def _live(rig: Rig) -> Callable[[], Any]:
+    """A live tape, and a checkpoint."""
+    rig.forward(0)
+    return rig.contract.checkpoint
+
+
+def _refreshed(rig: Rig) -> Callable[[], Any]:
+    """A refresh whose forward is to come, and a checkpoint."""
+    rig.contract.commit(rig.contract.check_refresh(0))
+    return rig.contract.checkpoint
+>>>>>>> main
 
 
 #: For each clause without a rejected log, how to come before a call that it refuses.
@@ -96,6 +118,9 @@ SHOWN: dict[str, Callable[[Rig], Callable[[], Any]]] = {
     "epoch.device-order": _counting(0, 2),
     "epoch.uncounted": _counting(0, None),
     "epoch.not-final": lambda rig: rig.contract.commit_epoch,
+    "order.scales-moved": _overtaken,
+    "persistence.live-tape": _live,
+    "persistence.mid-epoch": _refreshed,
     "ownership.duplicate-dgrad": _after("dgrad", then="dgrad"),
     "ownership.duplicate-wgrad": _after("dgrad", "wgrad", then="wgrad"),
     "ownership.not-forwarded": _reserved,
@@ -109,7 +134,7 @@ SHOWN: dict[str, Callable[[Rig], Callable[[], Any]]] = {
 @pytest.mark.parametrize("clause", sorted(UNREACHED))
 def test_a_call_shows_it_instead(clause: str) -> None:
     """A call of the contract is refused by the clause, and changes nothing."""
-    rig = Rig(stage(sends_output=True, reduces=True))
+    rig = Rig(stage(sends_output=True, reduces=True, tape_scales="live"))
     call = SHOWN[clause](rig)
     with refused(rig, clause):
         call()
