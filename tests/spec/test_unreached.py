@@ -73,7 +73,6 @@ def _another(rig: Rig) -> Callable[[], Any]:
     return lambda: rig.contract.restore(Rig(stage(slots=7)).contract.checkpoint())
 
 
-<<<<<<< HEAD
 def _counting(digest: int, forwards: int | None) -> Callable[[Rig], Callable[[], Any]]:
     """A whole epoch, and a commit with other counts than its own, or with none."""
 
@@ -89,7 +88,8 @@ def _counting(digest: int, forwards: int | None) -> Callable[[Rig], Callable[[],
         return lambda: rig.contract.commit_epoch(counted={0: counts})
 
     return prepare
-=======
+
+
 def _overtaken(rig: Rig) -> Callable[[], Any]:
     """Another F after a tape's own, and its dI."""
     ref = rig.forward(0)
@@ -109,7 +109,6 @@ def _refreshed(rig: Rig) -> Callable[[], Any]:
     """A refresh whose forward is to come, and a checkpoint."""
     rig.contract.commit(rig.contract.check_refresh(0))
     return rig.contract.checkpoint
->>>>>>> main
 
 
 #: For each clause without a rejected log, how to come before a call that it refuses.
