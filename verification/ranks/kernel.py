@@ -10,7 +10,7 @@ protocol says.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from attrs import frozen
@@ -71,14 +71,19 @@ class Matched:
 
 def seen(st: Any) -> Seen:
     """Return what the protocol knows of a kernel's memory."""
-    epochs = list(st.weight_epoch)
+    epochs = _entries(st.weight_epoch)
     assert len(set(epochs)) == 1, "a commit is atomic over the stages of a process"
     return Seen(
         epoch=epochs[0],
-        live=any(any(getattr(st, name)) for name in _LIVE if hasattr(st, name)),
-        spoiled=any(s == e for s, e in zip(st.spoiled, epochs, strict=True)),
-        whole=all(f == e for f, e in zip(st.final, epochs, strict=True)),
+        live=any(any(_entries(getattr(st, name))) for name in _LIVE if hasattr(st, name)),
+        spoiled=any(s == e for s, e in zip(_entries(st.spoiled), epochs, strict=True)),
+        whole=all(f == e for f, e in zip(_entries(st.final), epochs, strict=True)),
     )
+
+
+def _entries(column: Any) -> list[Any]:
+    """The entries of a column: by index in a list, by stage in a dictionary."""
+    return list(column.values() if isinstance(column, Mapping) else column)
 
 
 def match(
