@@ -33,6 +33,9 @@ UNREACHED: Final = frozenset(
         "persistence.live-tape",
         "persistence.mid-epoch",
         "epoch.not-final",
+        "epoch.uncounted",
+        "epoch.device-count",
+        "epoch.device-order",
         "order.scales-moved",
     }
 )
