@@ -12,6 +12,7 @@ from .arguments import UNUSABLE, Arguments
 from .checkpoint import Checkpoint
 from .config import StageConfig
 from .configuration import Configuration
+from .counts import DeviceCounts
 from .destinations import Destination
 from .engine.memory import Memory, Snapshot
 from .engine.stage import Transitions, transitions
@@ -19,6 +20,7 @@ from .explain import explain
 from .guarded import Dgrad, Forward, Refresh, Wgrad
 from .keys import Cell, TapeKey, TapeRef, reference
 from .layout import lay_out
+from .ledgers.counted import Counted
 from .ledgers.epochs import Epochs
 from .ledgers.pool import Pool
 from .ledgers.restarts import Restarts
@@ -90,6 +92,7 @@ class Contract:
         generation_max: int = GENERATION_MAX,
         epoch: int = 0,
         observer: Observer | None = None,
+        counted: bool = False,
     ) -> None:
         if epoch.__class__ is not int or epoch < 0:
             raise ValueError(f"epoch must be a non-negative integer, got {epoch!r}")
@@ -114,6 +117,10 @@ class Contract:
         self._streams = Streams(self._runner, tuple(callers), laid.domains, laid.links)
         self._epochs = Epochs(self._runner, self.stages[0].stage)
         self._restarts = Restarts(self._runner, self._pool, self._epochs)
+        self._counted: Counted | None = None
+        if counted:
+            own = {config.stage: config.domain for config in self.stages}
+            self._counted = Counted(own, laid.memory.slot_stage)
         self.memory.incarnation[0] = secrets.randbits(64)
         self.memory.fill(self.memory.weight_epoch, epoch)
         # What F, dI and dW reach for, bound once: each look-up costs a guard's time.
@@ -167,6 +174,18 @@ class Contract:
     def live(self) -> dict[TapeKey, TapeRef]:
         """Every live tape: its key and the reference that names it."""
         return self._tapes.live()
+
+    def reference(self, key: TapeKey) -> TapeRef | None:
+        """
+        The reference that names a key's live tape; None where the key owns no slot.
+
+        >>> contract = Contract([StageConfig(0, microbatches=2, slots=1)])
+        >>> contract.reserve(TapeKey(epoch=0, stage=0, microbatch=0)).slot
+        0
+        >>> contract.reference(TapeKey(epoch=0, stage=0, microbatch=1)) is None
+        True
+        """
+        return self._tapes.reference(key)
 
     def outstanding(self) -> tuple[Ticket, ...]:
         """
@@ -462,6 +481,8 @@ class Contract:
                 raise
             except UNUSABLE:
                 raise self._arguments.ticket("commit", ticket, self.incarnation) from None
+            if self._counted is not None:
+                self._counted.ran(action, slot)
             if self._observer is not None:
                 given = _redeemed(ticket, names, of, evidence, updates, scales)
                 self._observer(COMMITS[action], given, None)
@@ -535,14 +556,20 @@ class Contract:
     # Slots, destinations and readers
 
     @alone
-    def reserve(self, key: TapeKey, slot: int | None = None) -> TapeRef:
+    def reserve(self, key: TapeKey, slot: int | None = None, *, link: int = 0) -> TapeRef:
         """
-        Claim a slot for a key before its forward, so that a receive can fill its input buffer.
+        Claim a slot for a key before its forward, so that its input buffer can be filled.
+
+        Args:
+            key: Key of the execution.
+            slot: Slot to use; by default a free one.
+            link: Link of the stream that will fill the buffer; it has waited for the slot's last
+                tenant.
 
         Raises:
-            Refused: A clause of ownership, version or order.
+            Refused: A clause of ownership, version or completion.
         """
-        return self._tapes.reserve(key, slot)
+        return self._tapes.reserve(key, slot, link)
 
     def bind(self, key: TapeKey, destination: tuple[Destination, ...] | None = None) -> None:
         """
@@ -560,9 +587,50 @@ class Contract:
         finally:
             self._entered = False
 
+    @alone
+    def post_receive(
+        self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0
+    ) -> None:
+        """
+        Check that a stream may now receive a tape's input (or its output's gradient).
+
+        The slot is kept for the message until `finish_receive`, also when its tape is aborted.
+
+        Args:
+            key: Key of the execution; for an input it has reserved the slot.
+            ref: What `reserve` returned, or the forward's commit.
+            gradient: The message is the gradient of the output.
+            link: Link of the stream that receives.
+
+        Raises:
+            Refused: A clause of ownership or completion.
+        """
+        self._tapes.post_receive(key, ref, gradient, link)
+
+    @alone
+    def finish_receive(
+        self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0
+    ) -> None:
+        """
+        Tell that a message has arrived, or can no longer arrive.
+
+        Args:
+            key: Key of the execution.
+            ref: The reference that the receive was posted with.
+            gradient: The message was the gradient of the output.
+            link: Link of a stream that has waited for the message; this counts as work that the
+                replay which uses the message must see.
+
+        Raises:
+            Refused: A clause of ownership or completion.
+        """
+        self._tapes.finish_receive(key, ref, gradient, link)
+
     def read(self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0) -> None:
         """
-        Check that a stream may now read a tape's output (or input gradient).
+        Check that a stream may now read a tape's output (or input gradient), which it begins.
+
+        The slot is kept for the reader until `finish_read`, also when its tape is aborted.
 
         Raises:
             Refused: A clause of ownership, or ``completion.graph-to-caller``.
@@ -575,18 +643,27 @@ class Contract:
         finally:
             self._entered = False
 
-    def finish_read(self, key: TapeKey, ref: TapeRef, *, gradient: bool = False) -> None:
+    def finish_read(
+        self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0
+    ) -> None:
         """
         Tell that the reader of a tape's output (or input gradient) is done with it.
 
+        Args:
+            key: Key of the execution.
+            ref: The reference that was read with.
+            gradient: The reader was of the input gradient.
+            link: Link of a stream that has waited for the reader's end; this counts as work that
+                the slot's next forward must see.
+
         Raises:
-            Refused: A clause of ownership.
+            Refused: A clause of ownership or completion.
         """
         if self._entered:
             raise ConcurrentCallError("finish_read")
         self._entered = True
         try:
-            self._tapes.finish_read(key, ref, gradient)
+            self._tapes.finish_read(key, ref, gradient, link)
         finally:
             self._entered = False
 
@@ -705,7 +782,12 @@ class Contract:
         """Tell that a reduction failed; the epoch can no longer commit."""
         self._epochs.reduction("fail_reduction", stage)
 
-    def check_commit(self, epoch: int | None = None) -> None:
+    def check_commit(
+        self,
+        epoch: int | None = None,
+        *,
+        counted: Mapping[Hashable, DeviceCounts] | None = None,
+    ) -> None:
         """
         Ask whether `commit_epoch` would be accepted now; nothing changes and nothing is logged.
 
@@ -722,21 +804,45 @@ class Contract:
         qeffect.refusals.Refused: epoch.not-final in commit_epoch: found ...
         """
         self._epochs.check_commit(epoch)
+        if (difference := self._difference(counted)) is not None:
+            raise difference
 
     @alone
-    def commit_epoch(self, epoch: int | None = None) -> int:
+    def commit_epoch(
+        self,
+        epoch: int | None = None,
+        *,
+        counted: Mapping[Hashable, DeviceCounts] | None = None,
+    ) -> int:
         """
         Advance every stage to the next weight epoch; call it with the optimizer's update.
 
         Across processes the caller makes it a barrier.
 
+        Args:
+            epoch: The epoch that ends; by default the current one.
+            counted: By state domain what its device counted; for a contract with ``counted=True``.
+
         Returns:
             The new epoch.
 
         Raises:
-            Refused: Work is live or in flight, or a stage is not final.
+            Refused: Work is live or in flight, a stage is not final, or the device did not run
+                exactly what was committed: ``epoch.uncounted``, ``epoch.device-count`` or
+                ``epoch.device-order``.
         """
+        if (difference := self._difference(counted)) is not None:
+            self._epochs.check_commit(epoch)  # what a guard refuses is named first
+            raise difference
         return self._epochs.commit(epoch)
+
+    def _difference(self, counted: Mapping[Hashable, DeviceCounts] | None) -> Refused | None:
+        """Return why these counts do not let an epoch commit; None where they do."""
+        if self._counted is not None:
+            return self._counted.difference(counted)
+        if counted is not None:
+            raise ValueError("counted: the contract was made without counted=True")
+        return None
 
     def check_checkpoint(self) -> None:
         """
@@ -778,6 +884,8 @@ class Contract:
             TypeError, ValueError: No checkpoint, or an incarnation outside 64 bits.
         """
         self._restarts.restore(self.configuration, checkpoint, incarnation=incarnation)
+        if self._counted is not None:
+            self._counted.reset()
 
 
 def _names(evidence: Iterable[str]) -> tuple[Any, ...]:

@@ -24,7 +24,6 @@ __all__ = ["UNREACHED", "Rejected", "apart", "files", "outcomes", "rejected", "v
 #: Clauses that no change of one place in a valid log breaks; part 15 of the contract says why.
 UNREACHED: Final = frozenset(
     {
-        "ownership.not-forwarded",
         "ownership.duplicate-dgrad",
         "ownership.wgrad-before-dgrad",
         "ownership.duplicate-wgrad",
@@ -34,6 +33,9 @@ UNREACHED: Final = frozenset(
         "persistence.live-tape",
         "persistence.mid-epoch",
         "epoch.not-final",
+        "epoch.uncounted",
+        "epoch.device-count",
+        "epoch.device-order",
         "order.scales-moved",
     }
 )

@@ -34,6 +34,7 @@ ARGUMENTS: Mapping[str, str] = {
     "refresh": "flag",
     "first": "flag",
     "bit": "mask",
+    "message": "mask",
     "destination": "opaque",
     "queued": "opaque",
     "covered": "opaque",
