@@ -38,7 +38,6 @@ CHAIN_ONLY = {
     "link": {"same effect", "needless", "undone"},
     "token": {"unread"},
     # Evidence of a stage whose backend does not report it, or of an F that fills no cache.
-    "filled": {"same effect", "unread"},
     "fill_epoch": {"same effect", "unread"},
     "updates": {"same effect", "unread"},
     "scales": {"same effect", "unread"},
