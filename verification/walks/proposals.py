@@ -107,7 +107,8 @@ def reports(world: World, ticket: Ticket) -> dict[str, Any]:
     flight = world.flights.get(ticket.serial)
     if flight is None:
         return {}
-    config, told = world.configs[flight.stage], {}
+    config = world.configs[flight.stage]
+    told: dict[str, Any] = {}
     if config.reports_fills and flight.filling:
         told["filled"] = dict.fromkeys(config.matrices, world.epoch)
     if config.reports_updates and ticket.action in ("F", "dI"):
