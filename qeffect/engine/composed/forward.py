@@ -24,6 +24,7 @@ def check_forward(st, key, slot, token, link, refresh):
     e = key.epoch
     c = key.cell
     mask = st.consumers[slot]
+    receives = st.receives[s]
     if slot == NO_SLOT:
         raise Refused("ownership.pool-exhausted")
     if st.slot_stage[slot] != s:
@@ -40,7 +41,7 @@ def check_forward(st, key, slot, token, link, refresh):
         raise Refused("ownership.generation-exhausted")
     if st.moving[slot] != 0:
         raise Refused("ownership.transfer-in-flight")
-    if st.receives[s] & IN_BIT != 0 and st.arrived[slot] & IN_BIT == 0:
+    if receives != 0 and receives & IN_BIT != 0 and (st.arrived[slot] & IN_BIT == 0):
         raise Refused("ownership.receive-missing")
     # version.check_forward_guards
     d = st.domain_of[s]
@@ -76,7 +77,7 @@ def check_forward(st, key, slot, token, link, refresh):
         raise Refused("completion.wrong-stream")
     if st.joined[link] != st.submitted[link]:
         raise Refused("completion.caller-to-graph")
-    if st.joined[st.ended_on[slot]] < st.ended_at[slot]:
+    if st.ended_at[slot] != 0 and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
         raise Refused("completion.transfer-to-graph")
     ticket = st.serial[0] + 1
     # ownership.check_forward_writes
@@ -125,6 +126,7 @@ def commit_forward(st, slot, ticket, filled, fill_epoch, updates):
     if st.reports_updates[s] != 0 and updates != 1:
         raise Refused("order.scaling-updates")
     d = st.domain_of[s]
+    now = st.token[d]
     replay = st.replays[d] + 1
     # ownership.commit_forward_writes
     st.consumers[slot] = st.owes[s]
@@ -136,9 +138,9 @@ def commit_forward(st, slot, ticket, filled, fill_epoch, updates):
     st.refreshed[d] = NO_STAGE
     # order.commit_forward_writes
     st.busy[d] = 0
-    st.scaled_at[slot] = st.token[d]
-    st.rolled_at[d] = st.token[d]
-    st.token[d] = st.token[d] + 1
+    st.scaled_at[slot] = now
+    st.rolled_at[d] = now
+    st.token[d] = now + 1
     st.position[d] = st.position[d] + 1
     st.forwards[s] = st.forwards[s] + 1
     # completion.commit_forward_writes
