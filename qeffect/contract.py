@@ -37,6 +37,8 @@ __all__ = ["Contract", "Observer", "Ticket"]
 #: The link that an action calls on unless told otherwise; whatever else it is given is looked at.
 _FIRST: Final = 0
 
+_new = object.__new__
+
 
 class Contract:
     """
@@ -307,7 +309,14 @@ class Contract:
                 self._reserved.pop(key.cell, None)
             if self._observer is not None:
                 self._observer("check_forward", (key, slot, token, link, refreshes), serial)
-            return issue("F", key, slot, serial, st.incarnation[0], None)
+            ticket = _new(Ticket)  # as `issue` does, without its call
+            ticket.action = "F"
+            ticket.key = key
+            ticket.slot = slot
+            ticket.serial = serial
+            ticket.incarnation = st.incarnation[0]
+            ticket.ref = None
+            return ticket
         finally:
             self._entered = False
 
@@ -339,7 +348,14 @@ class Contract:
                 raise self._runner.failure(error, "check_dgrad", (key, ref, token, link)) from None
             if self._observer is not None:
                 self._observer("check_dgrad", (key, ref, token, link), serial)
-            return issue("dI", key, ref.slot, serial, ref.incarnation, ref)
+            ticket = _new(Ticket)
+            ticket.action = "dI"
+            ticket.key = key
+            ticket.slot = ref.slot
+            ticket.serial = serial
+            ticket.incarnation = ref.incarnation
+            ticket.ref = ref
+            return ticket
         finally:
             self._entered = False
 
@@ -386,7 +402,14 @@ class Contract:
                 raise self._runner.failure(error, "check_wgrad", given) from None
             if self._observer is not None:
                 self._observer("check_wgrad", (key, ref, link, destination, overwrites), serial)
-            return issue("dW", key, ref.slot, serial, ref.incarnation, ref)
+            ticket = _new(Ticket)
+            ticket.action = "dW"
+            ticket.key = key
+            ticket.slot = ref.slot
+            ticket.serial = serial
+            ticket.incarnation = ref.incarnation
+            ticket.ref = ref
+            return ticket
         finally:
             self._entered = False
 
@@ -441,7 +464,8 @@ class Contract:
             ref = None
             try:
                 slot, serial, action = ticket.slot, ticket.serial, ticket.action
-                if slot < 0 or ticket.incarnation != st.incarnation[0]:
+                own = st.incarnation[0]
+                if slot < 0 or (ticket.incarnation is not own and ticket.incarnation != own):
                     raise IndexError(slot)
                 names, of = _NO_FILL
                 if filled is not None and self._reports_fills(action, slot):
