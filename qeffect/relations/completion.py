@@ -106,7 +106,7 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
     s = key.stage
     d = st.domain_of[s]
     require_join(st, d, link)
-    if st.ended_at[slot] != 0 and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
+    if st.joined[st.ended_on[slot]] < st.ended_at[slot]:
         raise Refused("completion.transfer-to-graph")
 
 

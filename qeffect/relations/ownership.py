@@ -114,7 +114,6 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
     e = key.epoch
     c = key.cell
     mask = st.consumers[slot]
-    receives = st.receives[s]
     if slot == NO_SLOT:
         raise Refused("ownership.pool-exhausted")
     if st.slot_stage[slot] != s:
@@ -131,7 +130,7 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
         raise Refused("ownership.generation-exhausted")
     if st.moving[slot] != 0:
         raise Refused("ownership.transfer-in-flight")
-    if receives != 0 and receives & IN_BIT != 0 and st.arrived[slot] & IN_BIT == 0:
+    if st.receives[s] & IN_BIT != 0 and st.arrived[slot] & IN_BIT == 0:
         raise Refused("ownership.receive-missing")
 
 
@@ -176,13 +175,13 @@ def check_dgrad_guards(st: State, key, ref, token, link):
     slot = ref.slot
     s = key.stage
     mask = st.consumers[slot]
-    back = st.receives[s] & BACK_BIT
     require_reference(st, key, ref)
     if mask == RESERVED:
         raise Refused("ownership.not-forwarded")
     if mask & DGRAD_BIT == 0:
         raise Refused("ownership.duplicate-dgrad")
-    if back != 0 and st.moving[slot] & BACK_BIT != 0:
+    back = st.receives[s] & BACK_BIT
+    if st.moving[slot] & BACK_BIT != 0:
         raise Refused("ownership.transfer-in-flight")
     if back != 0 and st.arrived[slot] & BACK_BIT == 0:
         raise Refused("ownership.receive-missing")

@@ -23,7 +23,6 @@ def check_dgrad(st, key, ref, token, link):
     slot = ref.slot
     s = key.stage
     mask = st.consumers[slot]
-    back = st.receives[s] & BACK_BIT
     e = key.epoch
     c = key.cell
     if ref.incarnation != st.incarnation[0]:
@@ -38,7 +37,8 @@ def check_dgrad(st, key, ref, token, link):
         raise Refused("ownership.not-forwarded")
     if mask & DGRAD_BIT == 0:
         raise Refused("ownership.duplicate-dgrad")
-    if back != 0 and st.moving[slot] & BACK_BIT != 0:
+    back = st.receives[s] & BACK_BIT
+    if st.moving[slot] & BACK_BIT != 0:
         raise Refused("ownership.transfer-in-flight")
     if back != 0 and st.arrived[slot] & BACK_BIT == 0:
         raise Refused("ownership.receive-missing")

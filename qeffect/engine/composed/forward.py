@@ -24,7 +24,6 @@ def check_forward(st, key, slot, token, link, refresh):
     e = key.epoch
     c = key.cell
     mask = st.consumers[slot]
-    receives = st.receives[s]
     if slot == NO_SLOT:
         raise Refused("ownership.pool-exhausted")
     if st.slot_stage[slot] != s:
@@ -41,7 +40,7 @@ def check_forward(st, key, slot, token, link, refresh):
         raise Refused("ownership.generation-exhausted")
     if st.moving[slot] != 0:
         raise Refused("ownership.transfer-in-flight")
-    if receives != 0 and receives & IN_BIT != 0 and (st.arrived[slot] & IN_BIT == 0):
+    if st.receives[s] & IN_BIT != 0 and st.arrived[slot] & IN_BIT == 0:
         raise Refused("ownership.receive-missing")
     # version.check_forward_guards
     d = st.domain_of[s]
@@ -77,7 +76,7 @@ def check_forward(st, key, slot, token, link, refresh):
         raise Refused("completion.wrong-stream")
     if st.joined[link] != st.submitted[link]:
         raise Refused("completion.caller-to-graph")
-    if st.ended_at[slot] != 0 and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
+    if st.joined[st.ended_on[slot]] < st.ended_at[slot]:
         raise Refused("completion.transfer-to-graph")
     ticket = st.serial[0] + 1
     # ownership.check_forward_writes
