@@ -79,11 +79,10 @@ def commit_forward_guards(st: State, slot, ticket, filled, fill_epoch, updates):
 def commit_forward_writes(st: State, slot, ticket, filled, fill_epoch, updates):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
-    now = st.token[d]
     st.busy[d] = 0
-    st.scaled_at[slot] = now
-    st.rolled_at[d] = now
-    st.token[d] = now + 1
+    st.scaled_at[slot] = st.token[d]
+    st.rolled_at[d] = st.token[d]
+    st.token[d] = st.token[d] + 1
     st.position[d] = st.position[d] + 1
     st.forwards[s] = st.forwards[s] + 1
 

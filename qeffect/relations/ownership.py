@@ -180,10 +180,9 @@ def check_dgrad_guards(st: State, key, ref, token, link):
         raise Refused("ownership.not-forwarded")
     if mask & DGRAD_BIT == 0:
         raise Refused("ownership.duplicate-dgrad")
-    back = st.receives[s] & BACK_BIT
     if st.moving[slot] & BACK_BIT != 0:
         raise Refused("ownership.transfer-in-flight")
-    if back != 0 and st.arrived[slot] & BACK_BIT == 0:
+    if st.receives[s] & BACK_BIT != 0 and st.arrived[slot] & BACK_BIT == 0:
         raise Refused("ownership.receive-missing")
 
 

@@ -37,7 +37,7 @@ class TestCurrent:
             (tmp_path / name).write_text(text, encoding="utf-8")
         assert main(["--check"]) == 0
         page = tmp_path / "forward.py"
-        page.write_text(page.read_text().replace("now + 1", "now + 2"))
+        page.write_text(page.read_text().replace("st.token[d] + 1", "st.token[d] + 2"))
         (tmp_path / "dgrad.py").unlink()
         (tmp_path / "other.py").write_text("")
         capsys.readouterr()

@@ -37,10 +37,9 @@ def check_dgrad(st, key, ref, token, link):
         raise Refused("ownership.not-forwarded")
     if mask & DGRAD_BIT == 0:
         raise Refused("ownership.duplicate-dgrad")
-    back = st.receives[s] & BACK_BIT
     if st.moving[slot] & BACK_BIT != 0:
         raise Refused("ownership.transfer-in-flight")
-    if back != 0 and st.arrived[slot] & BACK_BIT == 0:
+    if st.receives[s] & BACK_BIT != 0 and st.arrived[slot] & BACK_BIT == 0:
         raise Refused("ownership.receive-missing")
     # version.check_dgrad_guards
     d = st.domain_of[s]
@@ -75,7 +74,7 @@ def check_dgrad(st, key, ref, token, link):
         raise Refused("completion.caller-to-graph")
     if st.waited[link] < st.produced[slot]:
         raise Refused("completion.graph-to-caller")
-    if back != 0 and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
+    if st.receives[s] & BACK_BIT != 0 and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
         raise Refused("completion.transfer-to-graph")
     ticket = st.serial[0] + 1
     # ownership.check_dgrad_writes

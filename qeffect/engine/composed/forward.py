@@ -125,7 +125,6 @@ def commit_forward(st, slot, ticket, filled, fill_epoch, updates):
     if st.reports_updates[s] != 0 and updates != 1:
         raise Refused("order.scaling-updates")
     d = st.domain_of[s]
-    now = st.token[d]
     replay = st.replays[d] + 1
     # ownership.commit_forward_writes
     st.consumers[slot] = st.owes[s]
@@ -137,9 +136,9 @@ def commit_forward(st, slot, ticket, filled, fill_epoch, updates):
     st.refreshed[d] = NO_STAGE
     # order.commit_forward_writes
     st.busy[d] = 0
-    st.scaled_at[slot] = now
-    st.rolled_at[d] = now
-    st.token[d] = now + 1
+    st.scaled_at[slot] = st.token[d]
+    st.rolled_at[d] = st.token[d]
+    st.token[d] = st.token[d] + 1
     st.position[d] = st.position[d] + 1
     st.forwards[s] = st.forwards[s] + 1
     # completion.commit_forward_writes
