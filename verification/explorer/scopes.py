@@ -324,13 +324,12 @@ def standard_scopes() -> Mapping[str, Scope]:
         Scope(
             "stage-messages",
             slots=(1,),
-            cells=(1,),
+            cells=(2,),
             generation_max=2,
             readers=OUT_BIT | GRAD_BIT,
             receives=IN_BIT | BACK_BIT,
             only=_MESSAGES,
             omit=("arena", "capture", "completion", "order", "reduction", "version"),
-            fresh_keys=True,
         ),
         Scope(
             "domains-messages",
@@ -345,7 +344,7 @@ def standard_scopes() -> Mapping[str, Scope]:
         Scope(
             "callers-messages",
             slots=(1,),
-            cells=(1,),
+            cells=(2,),
             callers=2,
             generation_max=2,
             readers=OUT_BIT | GRAD_BIT,
@@ -353,7 +352,6 @@ def standard_scopes() -> Mapping[str, Scope]:
             only=_MESSAGES,
             omit=("arena", "capture", "order", "reduction", "version"),
             wrong_arguments=False,
-            fresh_keys=True,
         ),
         Scope("stage-shared-pool", slots=(2,), cells=(2,), generation_max=1, shared_pool=True),
         Scope(
