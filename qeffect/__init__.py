@@ -3,7 +3,7 @@ State and resource contracts for low-precision pipeline training under captured 
 """
 
 from .checkpoint import Checkpoint
-from .config import StageConfig
+from .config import Bucket, StageConfig
 from .contract import Contract, Ticket
 from .destinations import Destination
 from .guarded import guarded
@@ -11,6 +11,7 @@ from .keys import TapeKey, TapeRef
 from .refusals import Refusal, Refused
 
 __all__ = [
+    "Bucket",
     "Checkpoint",
     "Contract",
     "Destination",

@@ -148,6 +148,7 @@ class World:
             "link": range(len(st.submitted)),
             "pool": range(len(st.cursor)),
             "buffer": range(len(st.opened)),
+            "bucket": range(len(st.stage_at)),
             "one": (0,),
         }
         self._members["place"] = range(max(len(self._members[n]) for n in ("slot", "cell")))

@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 
 import attrs
 
-from ..config import StageConfig
+from ..config import Bucket, StageConfig
 from ..destinations import Destination
 from ..relations.constants import GRAD_BIT, OUT_BIT
 from ..text import is_name, shown, within
@@ -97,6 +97,17 @@ def _stage(value: Any) -> bool:
         and type(value["destinations"]) is list
         and all(map(_described, value["destinations"]))
         and _names(value["matrices"])
+        and type(value["buckets"]) is list
+        and all(map(_bucket, value["buckets"]))
+    )
+
+
+def _bucket(value: Any) -> bool:
+    return (
+        type(value) is dict
+        and tuple(value) == _BUCKET
+        and (_integer(value["name"]) or is_name(value["name"]))
+        and _names(value["matrices"])
     )
 
 
@@ -118,6 +129,7 @@ def _each(check: Check) -> Check:
 
 _DESTINATION: Final = tuple(a.name for a in attrs.fields(Destination))
 _STAGE: Final = tuple(a.name for a in attrs.fields(StageConfig))
+_BUCKET: Final = tuple(a.name for a in attrs.fields(Bucket))
 _STAGE_COUNTS: Final = ("stage", "microbatches", "slots", "blocks", "invocations")
 
 #: What each field of an event must be, and how to say so.
@@ -142,6 +154,7 @@ _EVENT: Final[Mapping[str, tuple[Check, str]]] = {
     "ticket": (_natural, "a number"),
     "stage": (_natural, "a number"),
     "domain": (_natural, "a number"),
+    "bucket": (_natural, "a number"),
     "epoch": (_natural, "a number"),
     "result": (_natural, "a number"),
 }

@@ -59,6 +59,7 @@ HEADER: Final = (
     "capture_order",
     "declared",
     "generation_max",
+    "reductions",
     "epoch",
     "incarnation",
 )
@@ -135,6 +136,7 @@ def rebuild(header: Mapping[str, Any]) -> Contract:
         capture_order=described.capture_order,
         declared=dict(described.declared),
         generation_max=described.generation_max,
+        reductions=described.reductions,
         epoch=header["epoch"],
     )
     if list(contract.transitions.relations) != header["relations"]:

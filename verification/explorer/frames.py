@@ -140,6 +140,10 @@ class Maker:
             for stage in range(self.n["stage"]):
                 links = self.links(self.config["domain_of"][stage])
                 yield Frame({"stage": stage}, {"link": links} if "link" in parameters else {})
+        elif "bucket" in parameters:
+            for bucket in range(self.n["bucket"]):
+                links = self.links(self.config["domain_of"][self.config["stage_at"][bucket]])
+                yield Frame({"bucket": bucket}, {"link": links} if "link" in parameters else {})
         elif "link" in parameters:
             yield from (Frame({"link": link}) for link in range(self.n["link"]))
         elif "domain" in parameters:

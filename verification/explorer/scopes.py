@@ -77,7 +77,10 @@ class Scope:
         tickets: Explore checks, commits and aborts one by one, with several tickets outstanding.
             Otherwise a check runs in one step with its commit, or with its abort.
         readers: Output and gradient readers of every tape: bits of OUT_BIT | GRAD_BIT.
-        reduces: Stages reduce their gradients.
+        reduces: Stages reduce their gradients, each in one bucket.
+        buckets: The two stages that write each bucket, the same twice where there is one; by
+            default as ``reduces`` says.
+        ordered: The order of reductions is declared: that of the buckets.
         accumulate: One accumulating buffer for each stage, or else one buffer for each cell.
         shared_pool: The slots of a domain share one capture-memory pool.
         declared: F of every cell in order, then dI of every cell, is declared for each domain.
@@ -102,6 +105,8 @@ class Scope:
     tickets: bool = False
     readers: int = 0
     reduces: bool = False
+    buckets: tuple[tuple[int, int], ...] = ()
+    ordered: bool = False
     accumulate: bool = True
     shared_pool: bool = False
     declared: bool = False
@@ -120,6 +125,8 @@ class Scope:
             unknown = sorted(set(given) - set(known))
             if unknown:
                 raise ValueError(f"scope {self.name}: unknown {', '.join(unknown)}")
+        if any(not 0 <= stage < stages for bucket in self.buckets for stage in bucket):
+            raise ValueError(f"scope {self.name}: a bucket is of stages from 0 to {stages - 1}")
         if self.readers & ~(OUT_BIT | GRAD_BIT):
             raise ValueError(f"scope {self.name}: readers are bits of OUT_BIT | GRAD_BIT")
         if self.fresh_keys and ("version" not in self.omit or "finalize" in self.transitions):
@@ -140,6 +147,11 @@ class Scope:
         """State domain of each stage."""
         return self.domains or (0,) * len(self.slots)
 
+    @property
+    def stages_of(self) -> tuple[tuple[int, int], ...]:
+        """The two stages that write each bucket."""
+        return self.buckets or tuple((s, s) for s in range(len(self.slots)) if self.reduces)
+
 
 def sizes(scope: Scope) -> dict[str, int]:
     """Return how many members each index sort has."""
@@ -153,6 +165,7 @@ def sizes(scope: Scope) -> dict[str, int]:
         "link": scope.callers * domains,
         "pool": domains if scope.shared_pool else slots,
         "buffer": len(scope.slots) if scope.accumulate else cells,
+        "bucket": len(scope.stages_of),
     }
 
 
@@ -198,7 +211,10 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
         "forward_rank": ranks[0],
         "dgrad_rank": ranks[1],
         "wgrad_rank": ranks[2],
-        "reduces": [int(scope.reduces)] * n["stage"],
+        "stage_at": [first for first, _ in scope.stages_of],
+        "tied_at": [last for _, last in scope.stages_of],
+        "reduce_at": [b if scope.ordered else -1 for b in range(n["bucket"])],
+        "ordered": [int(scope.ordered)],
     }
 
 

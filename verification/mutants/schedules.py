@@ -83,6 +83,7 @@ class _Bookkeeper:
         self.position = dict.fromkeys(self.token, 0)
         self.cached: set[int] = set()
         self.bound: set[Cell] = set()
+        self.reader = self.rng.randrange(len(self.st.domain_at))
 
     # Small things
 
@@ -99,6 +100,11 @@ class _Bookkeeper:
         d = self.domain(stage)
         links = [i for i, domain in enumerate(self.st.domain_at) if domain == d]
         return self.rng.choice(links)
+
+    def consumer(self, stage: int) -> int:
+        """The link of the stream that reads the gradients of this epoch."""
+        links = [i for i, domain in enumerate(self.st.domain_at) if domain == self.domain(stage)]
+        return links[self.reader % len(links)]
 
     def issue(self) -> int:
         self.serial += 1
@@ -284,30 +290,54 @@ class _Bookkeeper:
 
     def finalized(self) -> Iterator[Action]:
         for stage in self.rng.sample(self.stages, len(self.stages)):
-            link = self.link(stage)
+            link = self.consumer(stage)
             yield "wait", (link,)
             yield "finalize", (stage, link)
 
+    def started(self, bucket: int) -> Iterator[Action]:
+        link = self.link(self.st.stage_at[bucket])
+        yield "wait", (link,)
+        yield "start_reduction", (bucket, link)
+
+    def finished(self, bucket: int) -> Iterator[Action]:
+        yield "finish_reduction", (bucket, self.consumer(self.st.stage_at[bucket]))
+
+    def declared(self) -> list[int]:
+        """Every bucket, in the order in which their reductions start."""
+        buckets = list(range(len(self.st.stage_at)))
+        if self.st.ordered[0]:
+            return sorted(buckets, key=lambda bucket: int(self.st.reduce_at[bucket]))
+        return self.rng.sample(buckets, len(buckets))
+
     def end_epoch(self) -> Iterator[Action]:
+        early = self.rng.random() < 0.5  # reductions begin before their stages are final
+        buckets = self.declared()
+        ended = self.rng.randrange(len(buckets) + 1) if early else 0
+        if early:
+            for bucket in buckets:
+                yield from self.started(bucket)
+            for bucket in buckets[:ended]:
+                yield from self.finished(bucket)
         yield from self.finalized()
-        reducing = [config.stage for config in self.setup.stages if config.reduces]
-        for stage in reducing:
-            yield "start_reduction", (stage,)
+        if not early:
+            for bucket in buckets:
+                yield from self.started(bucket)
         if self.rng.random() < 0.3:
             yield from self.drained()
         for cell, action in sorted(self.readers):
             yield from self.act(cell, action)
-        for stage in reducing:
-            yield "finish_reduction", (stage,)
+        for bucket in buckets[ended:]:
+            yield from self.finished(bucket)
         yield "commit_epoch", (self.epoch,)
         self.epoch += 1
         self.begin_epoch()
 
     def fail_to_reduce(self) -> Iterator[Action]:
-        yield from self.finalized()
-        stage = next(config.stage for config in self.setup.stages if config.reduces)
-        yield "start_reduction", (stage,)
-        yield "fail_reduction", (stage,)
+        if self.rng.random() < 0.5:
+            yield from self.finalized()
+        bucket = self.declared()[0]
+        yield from self.started(bucket)
+        yield "fail_reduction", (bucket,)
 
     def drained(self) -> Iterator[Action]:
         for domain in self.token:

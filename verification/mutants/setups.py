@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from qeffect.config import StageConfig
+from qeffect.config import Bucket, StageConfig
 from qeffect.destinations import Destination
 from qeffect.verification.concrete import Setup
 
@@ -22,7 +22,7 @@ def _placed(microbatches: int, base: int) -> tuple[Destination, ...]:
 
 
 #: One stage; two stages of one domain with readers and reductions; two domains with two callers,
-#: destinations for each microbatch and a declared order; slots that share capture memory; a
+#: destinations for each microbatch; buckets in a declared order, one of two stages; a declared order; slots that share capture memory; a
 #: counter of generations that runs out.
 SETUPS: Final = (
     Setup("one stage", (StageConfig(0, 2, 2, matrices=("w",)),)),
@@ -41,6 +41,21 @@ SETUPS: Final = (
             StageConfig(1, 1, 2, domain="b", matrices=("u",), sends_output=True, reduces=True),
         ),
         {"callers": ("main", "side")},
+    ),
+    Setup(
+        "buckets",
+        (
+            StageConfig(
+                0,
+                1,
+                1,
+                matrices=("w", "v"),
+                reduces=True,
+                buckets=(Bucket("tied", ("w",)), Bucket("own", ("v",))),
+            ),
+            StageConfig(1, 1, 1, matrices=("w",), reduces=True, buckets=(Bucket("tied", ("w",)),)),
+        ),
+        {"callers": ("main", "side"), "reductions": ("own", "tied")},
     ),
     Setup(
         "declared order",

@@ -361,6 +361,7 @@ class _Total:
             "link": range(len(world.links)),
             "pool": range(len(world.pools)),
             "buffer": sorted(set(contract.memory.buffer_of.values())),
+            "bucket": range(len(world.reductions)),
         }
 
     def __getattr__(self, name: str) -> Any:

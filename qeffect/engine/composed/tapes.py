@@ -162,10 +162,10 @@ def drop(st, key, ref):
     if st.held[slot] != 0:
         raise Refused("ownership.in-flight")
     # reduction.drop_guards
-    s = key.stage
-    if st.reducing[s] != 0:
+    if not st.every(st.reducing, 0):
         raise Refused("reduction.in-flight")
     p = st.pool_of[slot]
+    s = key.stage
     # ownership.drop_writes
     st.slot_of[st.cell_at[slot]] = NO_SLOT
     st.consumers[slot] = 0
