@@ -5,7 +5,6 @@ What a caller may name: the check of stages, slots, links and keys that were nev
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from operator import index
 from typing import Any
 
 from attrs import frozen
@@ -20,7 +19,7 @@ __all__ = ["UNUSABLE", "Arguments"]
 UNUSABLE = (KeyError, IndexError, TypeError, AttributeError)
 
 _CLASSES = {"key": TapeKey, "ref": TapeRef}
-_INDICES = frozenset({"slot", "stage", "link", "domain"})
+_INTEGERS = frozenset({"slot", "stage", "link", "domain", "token", "epoch"})
 
 
 @frozen
@@ -29,8 +28,9 @@ class Arguments:
     The names that a process was configured with, and clear errors for any other.
 
     The hot path does not ask beforehand: a wrong name fails in the transition's guards, which
-    write nothing, and `unusable` then says what was wrong. Only indices below zero, which a list
-    would count from its end, are looked at first.
+    write nothing, and `unusable` then says what was wrong. Looked at first are only indices below
+    zero, which a list would count from its end, and classes: what merely equals an integer or
+    looks like a key would pass every guard and be kept.
 
     Args:
         cells: Every configured cell.
@@ -47,6 +47,18 @@ class Arguments:
         """How many slots all stages have together."""
         return sum(len(own) for own in self.slots.values())
 
+    def integer(self, transition: str, name: str, value: Any) -> None:
+        """
+        Require a plain integer; a bool and a NumPy integer are none.
+
+        Raises:
+            TypeError: It is not one.
+        """
+        if value.__class__ is not int:
+            raise TypeError(
+                f"{transition}: {name} must be an int, got {value!r} ({value.__class__.__name__})"
+            )
+
     def stage(self, transition: str, stage: Any) -> None:
         """
         Require a configured stage.
@@ -54,7 +66,7 @@ class Arguments:
         Raises:
             TypeError, ValueError: It is not one.
         """
-        self._index(transition, "stage", stage)
+        self.integer(transition, "stage", stage)
         if stage not in self.slots:
             raise ValueError(f"{transition}: no stage {stage}; there are {list(self.slots)}")
 
@@ -65,7 +77,7 @@ class Arguments:
         Raises:
             TypeError, ValueError: It is not one.
         """
-        self._index(transition, "link", link)
+        self.integer(transition, "link", link)
         if not 0 <= link < self.num_links:
             raise ValueError(f"{transition}: no link {link}; there are {self.num_links}")
 
@@ -77,7 +89,7 @@ class Arguments:
             TypeError: It is not an integer.
             Refused: ``ownership.unknown-slot``.
         """
-        self._index(transition, "slot", slot)
+        self.integer(transition, "slot", slot)
         if not 0 <= slot < self.num_slots:
             raise self._refused("ownership.unknown-slot", transition, key, slot)
 
@@ -140,8 +152,8 @@ class Arguments:
             for name, value in given.items():
                 if name in _CLASSES:
                     self._class(transition, name, value)
-                elif name in _INDICES and value is not None:
-                    self._index(transition, name, value)
+                elif name in _INTEGERS and value is not None:
+                    self.integer(transition, name, value)
             if "key" in given:
                 self.key(transition, given["key"])
             if "ref" in given:
@@ -160,14 +172,8 @@ class Arguments:
 
     def _class(self, transition: str, name: str, value: Any) -> None:
         wanted = _CLASSES[name]
-        if not isinstance(value, wanted):
+        if value.__class__ is not wanted:
             raise TypeError(f"{transition}: {name} must be a {wanted.__name__}, got {value!r}")
-
-    def _index(self, transition: str, name: str, value: Any) -> None:
-        try:
-            index(value)
-        except TypeError:
-            raise TypeError(f"{transition}: {name} must be an index, got {value!r}") from None
 
     def _refused(self, clause: str, transition: str, key: Any, slot: Any) -> Refused:
         refused = Refused(clause)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from attrs import field, frozen
+from attrs import Attribute, field, frozen
 
 from .config import StageConfig
 from .configuration import Configuration
@@ -27,6 +27,11 @@ def cache_semantics(configuration: Configuration) -> Caches:
     'stale'
     """
     return "stale" if "version" in configuration.relations else "unguarded"
+
+
+def _weight_epoch(checkpoint: Any, attribute: Attribute[Any], value: Any) -> None:
+    if value.__class__ is not int or value < 0:
+        raise ValueError(f"the epoch of a checkpoint must be a non-negative int, got {value!r}")
 
 
 def _without_places(configuration: Configuration) -> Configuration:
@@ -50,13 +55,16 @@ class Checkpoint:
         caches: Cache semantics: what a restore makes of weight caches; by default what the
             configuration says.
 
+    Raises:
+        ValueError: The epoch is not a non-negative integer.
+
     >>> from qeffect import Contract, StageConfig
     >>> saved = Contract([StageConfig(0, microbatches=1, slots=1)]).checkpoint(state="step-0.pt")
     >>> saved.epoch, saved.state, saved.caches
     (0, 'step-0.pt', 'stale')
     """
 
-    epoch: int
+    epoch: int = field(validator=_weight_epoch)
     configuration: Configuration = field(converter=_without_places)
     state: Any = None
     recipe: Any = None

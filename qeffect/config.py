@@ -18,7 +18,7 @@ __all__ = ["Bucket", "StageConfig"]
 
 def _at_least(least: int) -> Callable[[Any, Attribute[int], Any], None]:
     def validate(config: Any, attribute: Attribute[int], value: Any) -> None:
-        if not isinstance(value, int) or isinstance(value, bool):
+        if value.__class__ is not int:
             raise TypeError(f"{attribute.name} must be an integer, got {value!r}")
         if value < least:
             raise ValueError(f"{attribute.name} must be at least {least}, got {value}")

@@ -88,7 +88,7 @@ class Contract:
         epoch: int = 0,
         observer: Observer | None = None,
     ) -> None:
-        if not isinstance(epoch, int) or epoch < 0:
+        if epoch.__class__ is not int or epoch < 0:
             raise ValueError(f"epoch must be a non-negative integer, got {epoch!r}")
         self.stages = tuple(stages)
         self.transitions: Transitions = transitions(omit)
@@ -232,7 +232,8 @@ class Contract:
         st = self.memory
         taken = None
         try:
-            if link < 0:
+            refreshes = 1 if refresh else 0
+            if key.__class__ is not TapeKey or link.__class__ is not int or link < 0:
                 raise IndexError(link)
             if slot is None:
                 free = self._free[key.stage]
@@ -242,11 +243,13 @@ class Contract:
                     slot = taken = free.pop()
                 else:
                     slot = st.slot_of[key.cell]
-            elif slot < 0 or key.cell not in st.slot_of:
+            elif slot.__class__ is not int or slot < 0 or key.cell not in st.slot_of:
                 raise IndexError(slot)
             if token is None:
                 token = st.token[st.domain_of[key.stage]]
-            serial = self._check_forward(st, key, slot, token, link, 1 if refresh else 0)
+            elif token.__class__ is not int:
+                raise IndexError(token)
+            serial = self._check_forward(st, key, slot, token, link, refreshes)
         except FAILURES as error:
             if taken is not None:
                 self._free[key.stage].append(taken)
@@ -255,7 +258,7 @@ class Contract:
         if taken is None and not self._free[key.stage].take(slot):
             del self._reserved[key.cell]
         if self._observer is not None:
-            self._observer("check_forward", (key, slot, token, link, int(refresh)), serial)
+            self._observer("check_forward", (key, slot, token, link, refreshes), serial)
         return issue("F", key, slot, serial, st.incarnation[0], None)
 
     def check_dgrad(
@@ -271,8 +274,16 @@ class Contract:
         try:
             if token is None:
                 token = st.token[st.domain_of[key.stage]]
-            if link < 0 or not 0 <= ref.slot < self._num_slots:
-                raise IndexError(ref.slot)
+            elif token.__class__ is not int:
+                raise IndexError(token)
+            if (
+                key.__class__ is not TapeKey
+                or ref.__class__ is not TapeRef
+                or link.__class__ is not int
+                or link < 0
+                or not 0 <= ref.slot < self._num_slots
+            ):
+                raise IndexError(ref)
             serial = self._check_dgrad(st, key, ref, token, link)
         except FAILURES as error:
             raise self._runner.failure(error, "check_dgrad", (key, ref, token, link)) from None
@@ -304,18 +315,25 @@ class Contract:
         """
         st = self.memory
         try:
-            if link < 0 or not 0 <= ref.slot < self._num_slots:
-                raise IndexError(ref.slot)
+            if (
+                key.__class__ is not TapeKey
+                or ref.__class__ is not TapeRef
+                or link.__class__ is not int
+                or link < 0
+                or not 0 <= ref.slot < self._num_slots
+            ):
+                raise IndexError(ref)
             if destination is None:
                 destination = st.destination_of[key.cell]
             if first is None:
                 first = st.opened[st.buffer_of[key.cell]] != key.epoch
-            serial = self._check_wgrad(st, key, ref, link, destination, 1 if first else 0)
+            overwrites = 1 if first else 0
+            serial = self._check_wgrad(st, key, ref, link, destination, overwrites)
         except FAILURES as error:
             given = (key, ref, link, destination, first)
             raise self._runner.failure(error, "check_wgrad", given) from None
         if self._observer is not None:
-            self._observer("check_wgrad", (key, ref, link, destination, int(first)), serial)
+            self._observer("check_wgrad", (key, ref, link, destination, overwrites), serial)
         return issue("dW", key, ref.slot, serial, ref.incarnation, ref)
 
     def commit(self, ticket: Ticket, evidence: Iterable[str] = ()) -> TapeRef | None:
@@ -568,6 +586,24 @@ class Contract:
         """Tell that a bucket's reduction failed; the epoch can no longer commit."""
         self._epochs.fail_reduction(bucket)
 
+    def check_commit(self, epoch: int | None = None) -> None:
+        """
+        Ask whether `commit_epoch` would be accepted now; nothing changes and nothing is logged.
+
+        Every guard of the commit runs, so that the processes of a pipeline can consent before any
+        of them moves its weights.
+
+        Raises:
+            Refused: What `commit_epoch` would raise, with the same explanation.
+
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
+        >>> contract.check_commit()
+        Traceback (most recent call last):
+        ...
+        qeffect.refusals.Refused: epoch.not-final in commit_epoch: found ...
+        """
+        self._epochs.check_commit(epoch)
+
     def commit_epoch(self, epoch: int | None = None) -> int:
         """
         Advance every stage to the next weight epoch; call it with the optimizer's update.
@@ -581,6 +617,18 @@ class Contract:
             Refused: Work is live or in flight, or a stage is not final.
         """
         return self._epochs.commit(epoch)
+
+    def check_checkpoint(self) -> None:
+        """
+        Ask whether `checkpoint` would be accepted now; nothing changes and nothing is logged.
+
+        Raises:
+            Refused: What `checkpoint` would raise, with the same explanation.
+
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
+        >>> contract.check_checkpoint()
+        """
+        self._restarts.check_checkpoint()
 
     def checkpoint(self, *, state: Any = None, recipe: Any = None) -> Checkpoint:
         """
@@ -603,18 +651,29 @@ class Contract:
         restores the numerical state first.
 
         Raises:
-            Refused: ``persistence.configuration``, or work is still in flight.
+            Refused: ``persistence.configuration``, work is still in flight, or the incarnation is
+                one that this contract has had.
             TypeError, ValueError: No checkpoint, or an incarnation outside 64 bits.
         """
         self._restarts.restore(self.configuration, checkpoint, incarnation=incarnation)
 
 
 def _names(evidence: Iterable[str]) -> tuple[Any, ...]:
-    """Sort evidence; anything but a collection of names is evidence of nothing."""
+    """
+    Sort evidence; anything but a collection of names is evidence of nothing.
+
+    One name is no collection, though Python walks its letters.
+    """
     try:
-        return tuple(sorted(evidence))
+        if isinstance(evidence, str):
+            raise TypeError(f"{evidence!r} is one name; expected a collection of names")
+        names = tuple(sorted(evidence))
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(f"{name!r} is no name")
     except Exception as error:  # the caller's iterable may raise anything; the action has failed
         return (error,)
+    return names
 
 
 def _redeemed(action: str, slot: int, serial: int, evidence: Any) -> tuple[Any, ...]:

@@ -20,8 +20,18 @@ def _shape(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _not_negative(destination: Any, attribute: Attribute[int], value: Any) -> None:
-    if not isinstance(value, int) or value < 0:
+def _counts(destination: Any, attribute: Attribute[Any], value: tuple[Any, ...]) -> None:
+    for part in value:
+        _not_negative(destination, attribute, part)
+
+
+def _count_or_none(destination: Any, attribute: Attribute[Any], value: Any) -> None:
+    if value is not None:
+        _not_negative(destination, attribute, value)
+
+
+def _not_negative(destination: Any, attribute: Attribute[Any], value: Any) -> None:
+    if value.__class__ is not int or value < 0:
         raise ValueError(
             f"{attribute.name} of the destination of {destination.matrix!r} must be a non-negative "
             f"integer, got {value!r}"
@@ -42,10 +52,11 @@ class Destination:
         dtype: Name of the element type, for example ``float32``.
         device: Name of the device, for example ``cuda:0``.
         address: First byte; what ``data_ptr`` returns.
-        nbytes: Length in bytes; zero for a symbolic destination, which overlaps nothing.
+        nbytes: Length in bytes. Zero without an address is a symbolic destination, which overlaps
+            nothing; with one the length is not known, and the first byte alone is compared.
 
     Raises:
-        ValueError: An address or a length is not a non-negative integer.
+        ValueError: A microbatch, a size, an address or a length is not a non-negative integer.
 
     >>> qkv = Destination("qkv", shape=(12, 4), dtype="float32", device="cuda:0", nbytes=192)
     >>> qkv.microbatch is None  # one buffer, into which every microbatch accumulates
@@ -53,8 +64,8 @@ class Destination:
     """
 
     matrix: str
-    microbatch: int | None = None
-    shape: tuple[int, ...] = field(default=(), converter=_shape)
+    microbatch: int | None = field(default=None, validator=_count_or_none)
+    shape: tuple[int, ...] = field(default=(), converter=_shape, validator=_counts)
     dtype: str = ""
     device: str = ""
     address: int = field(default=0, validator=_not_negative)
@@ -65,16 +76,21 @@ def require_disjoint(destinations: Iterable[Destination]) -> None:
     """
     Refuse destinations whose bytes overlap on one device.
 
+    One that has an address and no length takes up at least its first byte, so that two at one
+    address never pass.
+
     Raises:
         Refused: ``arena.overlapping-destinations``, naming both.
     """
-    ranged = sorted((d for d in destinations if d.nbytes), key=lambda d: (d.device, d.address))
+    placed = (d for d in destinations if d.nbytes or d.address)
+    ranged = sorted(placed, key=lambda d: (d.device, d.address))
     for before, after in pairwise(ranged):
-        if before.device == after.device and before.address + before.nbytes > after.address:
+        end = before.address + max(before.nbytes, 1)
+        if before.device == after.device and end > after.address:
             raise refused(
                 "arena.overlapping-destinations",
                 "configure",
                 f"{after.matrix!r} microbatch {after.microbatch} at {after.address:#x}",
-                f"an address at or after {before.address + before.nbytes:#x}, the end of "
+                f"an address at or after {end:#x}, the end of "
                 f"{before.matrix!r} microbatch {before.microbatch}",
             )

@@ -7,6 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import wraps
+from inspect import (
+    isasyncgen,
+    isasyncgenfunction,
+    iscoroutine,
+    iscoroutinefunction,
+    isgenerator,
+    isgeneratorfunction,
+)
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -176,9 +184,13 @@ def guarded(
     and dW are called as ``f(key, ref, ...)``; the function itself returns
     ``(matrices, result)``, the matrices it queued or covered, and the caller gets ``result``.
 
+    The action must have happened when the function returns: a coroutine or a generator has not
+    begun then, and is refused.
+
     Raises:
         ValueError: The action is not F, dI or dW.
-        TypeError: A dI or dW returned something else; it is aborted.
+        TypeError: The function is an ``async def`` or a generator. When it is called: it returned
+            one, or a dI or dW returned something else than a pair; the action is aborted.
         Refused: As ``Contract.check_*`` and ``Contract.commit``.
 
     >>> from qeffect import Contract, StageConfig
@@ -194,12 +206,18 @@ def guarded(
         raise ValueError(f"action must be 'F', 'dI' or 'dW', got {action!r}")
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = getattr(function, "__name__", action)
+        if any(is_kind(function) for is_kind in _STARTED_LATER):
+            raise TypeError(
+                f"{name} must do its action when it is called, and a coroutine or a generator does "
+                "not; guard the call inside it"
+            )
         if action == "F":
 
             @wraps(function)
             def run_forward(key: TapeKey, *args: Any, **kwargs: Any) -> Any:
                 with contract.forward(key) as block:
-                    result = function(key, *args, **kwargs)
+                    result = _done(name, function(key, *args, **kwargs))
                 return block.ref, result
 
             return run_forward
@@ -208,9 +226,8 @@ def guarded(
         def run_backward(key: TapeKey, ref: TapeRef, *args: Any, **kwargs: Any) -> Any:
             block = (contract.dgrad if action == "dI" else contract.wgrad)(key, ref)
             with block:
-                given = function(key, ref, *args, **kwargs)
+                given = _done(name, function(key, ref, *args, **kwargs))
                 if not isinstance(given, tuple) or len(given) != 2:
-                    name = getattr(function, "__name__", action)
                     raise TypeError(f"{name} must return (matrices, result), got {given!r}")
                 matrices, result = given
                 if isinstance(block, Dgrad):
@@ -222,3 +239,17 @@ def guarded(
         return run_backward
 
     return decorate
+
+
+#: Functions whose body runs after they have returned.
+_STARTED_LATER = (iscoroutinefunction, isgeneratorfunction, isasyncgenfunction)
+
+
+def _done(name: str, result: Any) -> Any:
+    """Require that what an action returned is no body that has yet to run."""
+    if iscoroutine(result) or isgenerator(result) or isasyncgen(result):
+        kind = type(result).__name__
+        if iscoroutine(result):
+            result.close()  # it is never awaited
+        raise TypeError(f"{name} returned a {kind}, so its action has not happened yet")
+    return result

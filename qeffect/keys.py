@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 from attrs import Attribute, field, frozen
-from attrs.validators import and_, ge, instance_of
 
 __all__ = ["Cell", "TapeKey", "TapeRef", "cell_of", "reference"]
 
@@ -22,20 +21,37 @@ def cell_of(stage: int, microbatch: int, block: int, invocation: int) -> Cell:
     """
     Return the one object that stands for a cell.
 
+    Raises:
+        TypeError: A part is not a plain ``int``.
+
     >>> cell_of(0, 1, 0, 0) is TapeKey(epoch=7, stage=0, microbatch=1).cell
     True
     """
     cell = (stage, microbatch, block, invocation)
+    for part in cell:
+        if part.__class__ is not int:
+            raise TypeError(f"a cell is made of int, got {cell!r}")
     return _cells.setdefault(cell, cell)
-
-
-_explained = and_(instance_of(int), ge(0))
 
 
 def _index(key: Any, attribute: Attribute[Any], value: Any) -> None:
     """Require a non-negative integer; a runtime makes a key for each tape of each step."""
     if value.__class__ is not int or value < 0:
-        _explained(key, attribute, value)
+        _integer(key, attribute, value)
+        raise ValueError(f"'{attribute.name}' must be >= 0: {value}")
+
+
+def _integer(name: Any, attribute: Attribute[Any], value: Any) -> None:
+    """
+    Require a plain integer, of no subclass.
+
+    ``True`` and an enumeration's member equal an integer and are another object. Cells are kept
+    one object each, and that object would then stand for every later key.
+    """
+    if value.__class__ is not int:
+        raise TypeError(
+            f"'{attribute.name}' must be {int!r}, got {value!r} ({value.__class__.__name__})"
+        )
 
 
 @frozen(eq=True, order=True, cache_hash=True)
@@ -54,7 +70,8 @@ class TapeKey:
         invocation: Invocation counter within the block.
 
     Raises:
-        TypeError, ValueError: A part is not an integer, or negative.
+        TypeError, ValueError: A part is not a plain ``int`` (a bool and a NumPy integer are none),
+            or negative.
 
     >>> TapeKey(epoch=3, stage=1, microbatch=0).cell
     (1, 0, 0, 0)
@@ -70,8 +87,8 @@ class TapeKey:
     cell: Cell = field(init=False, repr=False, eq=False, order=False)
 
     def __attrs_post_init__(self) -> None:
-        cell = cell_of(self.stage, self.microbatch, self.block, self.invocation)
-        object.__setattr__(self, "cell", cell)
+        cell = (self.stage, self.microbatch, self.block, self.invocation)
+        object.__setattr__(self, "cell", _cells.setdefault(cell, cell))
 
     def __str__(self) -> str:
         return f"e{self.epoch}.s{self.stage}.m{self.microbatch}.b{self.block}.i{self.invocation}"
@@ -96,13 +113,16 @@ class TapeRef(_Unfrozen):
             and never persisted: after a restart generations begin again at zero, and only the
             incarnation tells an old reference from a new one.
 
+    Raises:
+        TypeError: A part is not a plain ``int``.
+
     >>> print(TapeRef(slot=2, generation=5, incarnation=0x1f))
     slot 2 generation 5 incarnation 000000000000001f
     """
 
-    slot: int
-    generation: int
-    incarnation: int = 0
+    slot: int = field(validator=_integer)
+    generation: int = field(validator=_integer)
+    incarnation: int = field(default=0, validator=_integer)
 
     def __str__(self) -> str:
         return f"slot {self.slot} generation {self.generation} incarnation {self.incarnation:016x}"

@@ -84,7 +84,7 @@ def lay_out(
     _require_relations(stages, functions, declared or {})
     if isinstance(callers, str) or len(set(callers)) != len(callers) or not callers:
         raise ValueError(f"callers must be different names, at least one, got {callers!r}")
-    if not isinstance(generation_max, int) or not 0 <= generation_max <= GENERATION_MAX:
+    if generation_max.__class__ is not int or not 0 <= generation_max <= GENERATION_MAX:
         raise ValueError(
             f"generation_max must be a non-negative integer of at most {GENERATION_MAX}, "
             f"got {generation_max!r}"

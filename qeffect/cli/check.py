@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ..schedule.pairing import DISCIPLINES
 from ..schedule.tables import fixture_names, read_fixture
 from ..schedule.timeline import timeline
 from ..schedule.trace import trace_json
+from ..schedule.transport import QUEUES, RENDEZVOUS
 from .command import PLACE, Outcome, Progress, UnusableError, needs, refuse_unused
 from .source import SHAPE, add_source, read_source, read_transport
 
@@ -82,6 +84,7 @@ def _lines(schedule: Schedule, verdict: Verdict) -> list[str]:
             f"  {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
             f"{schedule.num_microbatches} microbatches, {verdict.actions} actions checked; "
             f"slots a stage: {verdict.slots_text}",
+            *_channels(verdict),
         ]
     finding = verdict.finding
     return [
@@ -92,7 +95,50 @@ def _lines(schedule: Schedule, verdict: Verdict) -> list[str]:
         f"  expected: {finding.expected}",
         f"  found:    {finding.found}",
         f"  do:       {finding.remedy}",
+        *_channels(verdict),
     ]
+
+
+def _channels(verdict: Verdict) -> list[str]:
+    """Say which way to share queues is assumed, and what each makes of the table."""
+    if not verdict.channels:
+        return []
+    transport = verdict.transport
+    held = transport.rendezvous
+    sends = "buffered sends" if held is None else f"sends that hold their {held}"
+    wide = max(map(len, QUEUES.values()))
+    lines = [
+        f"  messages: assumed are one queue for {QUEUES[transport.queues]}, and {sends} "
+        "(--queues, --rendezvous)",
+        f"    {'one queue for':{wide}}  messages   if a send holds its "
+        f"{' / its '.join(RENDEZVOUS)} until received",
+    ]
+    for channel in verdict.channels:
+        mark = ">" if channel.queues == transport.queues else " "
+        order = "in order" if channel.in_order else "exchanged"
+        ends = " / ".join(
+            "can deadlock" if channel.can_deadlock(held) else "ends" for held in RENDEZVOUS
+        )
+        lines.append(f"  {mark} {QUEUES[channel.queues]:{wide}}  {order:9}  {ends}")
+    return lines
+
+
+def _blocking(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Say how many tables can deadlock under rendezvous semantics, by what shares a queue."""
+    asked = [row for row in rows if row["channels"]]
+    if not asked:
+        return
+    yield (
+        f"Of {len(asked)} that name their messages, under rendezvous semantics (a send ends when "
+        "its receive is posted) can deadlock:"
+    )
+    for number, (queues, words) in enumerate(QUEUES.items()):
+        counts = (
+            f"{sum(r['channels'][number]['rendezvous'][held] != 'ends' for r in asked)} if a send "
+            f"holds its {held}"
+            for held in RENDEZVOUS
+        )
+        yield f"  {', '.join(counts)}, with one queue for {words} ({queues})"
 
 
 def _fixtures(args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -113,6 +159,7 @@ def _fixtures(args: argparse.Namespace, progress: Progress) -> Outcome:
     refused = [row for row in rows if row["verdict"] != "accepted"]
     first = {k: refused[0][k] for k in PLACE} if refused else {}
     text.append(f"{len(rows) - len(refused)} of {len(rows)} shipped tables accepted.")
+    text.extend(_blocking(rows))
     return Outcome(
         "refused" if refused else "accepted",
         {**first, "tables": rows, "pairing": pairing},

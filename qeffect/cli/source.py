@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 
 from ..schedule.actions import Schedule, ScheduleError
-from ..schedule.transport import QUEUES, Transport
+from ..schedule.transport import QUEUES, RENDEZVOUS, Transport
 from .command import UnusableError, refuse_unused
 
 __all__ = ["SHAPE", "add_source", "read_source", "read_transport"]
 
 _OF_TORCH = ("--pp", "--vpp", "--comms", "--defer-receives")
-_TRANSPORT = ("--max-outstanding-sends", "--queues")
+_TRANSPORT = ("--max-outstanding-sends", "--queues", "--rendezvous")
 #: Options that shape the schedule that another one names, or say how its messages are carried.
 SHAPE = (*_OF_TORCH, "--microbatches", *_TRANSPORT)
 
@@ -55,10 +55,17 @@ def add_source(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     )
     schedule.add_argument(
         "--queues",
-        choices=QUEUES,
-        help="pair: all messages from one rank to another are received in the order in which they "
-        "are sent (default); direction: activations and gradients each (torch 2.14's "
-        "pipeline_per_direction_p2p)",
+        choices=tuple(QUEUES),
+        help="messages that share a queue, and arrive in the order of their sends: those of a pair "
+        "of ranks (default); direction: activations and gradients apart (torch 2.14's "
+        "pipeline_per_direction_p2p); edge: each way apart (torch 2.15's pipeline_per_edge_p2p); "
+        "edge-direction: both",
+    )
+    schedule.add_argument(
+        "--rendezvous",
+        choices=RENDEZVOUS,
+        help="refuse a table that can deadlock where a send holds its queue, or its whole rank, "
+        "until its receive is posted (default: sends are buffered)",
     )
     schedule.description = "--pp, --vpp, --comms and --defer-receives apply to --torch."
     return named
@@ -115,13 +122,16 @@ def read_transport(args: argparse.Namespace, schedule: Schedule) -> Transport:
     How the runtime carries the schedule's messages.
 
     Raises:
-        UnusableError: The limit is negative, or the schedule does not say when its sends end.
+        UnusableError: The limit is negative, or the schedule does not say what is asked of it:
+            when its sends end, or what its messages are.
     """
     try:
         transport = Transport(
-            "pair" if args.queues is None else args.queues, args.max_outstanding_sends
+            "pair" if args.queues is None else args.queues,
+            args.max_outstanding_sends,
+            args.rendezvous,
         )
-        transport.require_waits(schedule)
+        transport.require(schedule)
     except ScheduleError as error:
         raise UnusableError(str(error)) from error
     return transport

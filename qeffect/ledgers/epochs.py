@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .runner import Runner
+from .runner import FAILURES, Runner
 
 __all__ = ["Epochs"]
 
@@ -79,8 +79,19 @@ class Epochs:
             f"{transition}: no bucket {bucket!r} is reduced; there are {[*self._buckets]}"
         )
 
+    def check_commit(self, epoch: int | None) -> None:
+        """Run every guard of a commit, over a copy of the memory that is then dropped."""
+        runner = self._runner
+        given = (self.current if epoch is None else epoch,)
+        try:
+            runner.transitions.commit_epoch(runner.memory.copy(), *given)
+        except FAILURES as error:
+            raise runner.failure(error, "commit_epoch", given) from None
+
     def commit(self, epoch: int | None) -> int:
         """Advance every stage to the next weight epoch and return it."""
+        if epoch is not None:
+            self._runner.arguments.integer("commit_epoch", "epoch", epoch)
         current = self.current if epoch is None else epoch
         self._runner.run("commit_epoch", current)
         return current + 1

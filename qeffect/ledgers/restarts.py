@@ -9,9 +9,10 @@ from typing import Any
 
 from ..checkpoint import Checkpoint, require_same
 from ..configuration import Configuration
+from ..refusals import refused
 from .epochs import Epochs
 from .pool import Pool
-from .runner import Runner
+from .runner import FAILURES, Runner
 
 __all__ = ["Restarts"]
 
@@ -26,12 +27,21 @@ class Restarts:
         epochs: Knows the current epoch.
     """
 
-    __slots__ = ("_epochs", "_pool", "_runner")
+    __slots__ = ("_begun", "_epochs", "_pool", "_runner")
 
     def __init__(self, runner: Runner, pool: Pool, epochs: Epochs) -> None:
         self._runner = runner
         self._pool = pool
         self._epochs = epochs
+        self._begun: set[int] = set()
+
+    def check_checkpoint(self) -> None:
+        """Run every guard of a checkpoint, over a copy of the memory that is then dropped."""
+        runner = self._runner
+        try:
+            runner.transitions.checkpoint(runner.memory.copy())
+        except FAILURES as error:
+            raise runner.failure(error, "checkpoint", ()) from None
 
     def checkpoint(self, own: Configuration, state: Any, recipe: Any) -> Checkpoint:
         """Return what persists; refused while anything is live."""
@@ -43,10 +53,19 @@ class Restarts:
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError(f"restore: expected a Checkpoint, got {checkpoint!r}")
         if incarnation is not None and not (
-            isinstance(incarnation, int) and 0 <= incarnation < 1 << 64
+            incarnation.__class__ is int and 0 <= incarnation < 1 << 64
         ):
             raise ValueError(f"restore: an incarnation has 64 bits, got {incarnation!r}")
         require_same(checkpoint, own)
+        leaving = int(self._runner.memory.incarnation[0])
         fresh = secrets.randbits(64) if incarnation is None else incarnation
+        if fresh in self._begun:
+            raise refused(
+                "persistence.same-incarnation",
+                "restore",
+                f"incarnation {fresh:016x}, which this contract had before",
+                "a fresh random one",
+            )
         self._runner.run("restore", checkpoint.epoch, fresh)
+        self._begun.add(leaving)
         self._pool.reset()

@@ -129,6 +129,7 @@ class Tapes:
 
     def purge(self, epoch: int) -> int:
         """Abort every live tape of an epoch, or none of them; return how many there were."""
+        self._arguments.integer("purge", "epoch", epoch)
         tapes = [(key, ref) for key, ref in self.live().items() if key.epoch == epoch]
         rehearsal = self._runner.memory.copy()
         for key, ref in tapes:

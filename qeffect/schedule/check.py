@@ -26,6 +26,7 @@ from qeffect.contract import Contract
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import SEND_WAITS, SENDS, Atom, Kind, Schedule, ScheduleError
+from qeffect.schedule.channels import Channel, channels
 from qeffect.schedule.findings import Finding, Place, place
 from qeffect.schedule.pairing import Discipline, Work, discipline
 from qeffect.schedule.plan import Plan, plan
@@ -49,6 +50,8 @@ class Verdict:
         counts: How often each action went through the contract, over all ranks and steps.
         plan: What the schedule needs; `None` when the table alone is refused.
         transport: How the runtime was taken to carry messages.
+        channels: What each way to share queues makes of the table, assumed or not; none if it
+            names no messages or is wrong under all of them.
     """
 
     verdict: str
@@ -58,6 +61,7 @@ class Verdict:
     counts: dict[str, int]
     plan: Plan | None
     transport: Transport = DEFAULT
+    channels: tuple[Channel, ...] = ()
 
     @property
     def finding(self) -> Finding | None:
@@ -107,6 +111,7 @@ class Verdict:
             "source": self.source,
             "pairing": self.pairing,
             "transport": attrs.asdict(self.transport),
+            "channels": [channel.record() for channel in self.channels],
             "actions": self.actions,
             "counts": self.counts,
             "findings": [found.record() for found in self.findings[:_SHOWN]],
@@ -135,17 +140,19 @@ def check(
         transport: How the runtime carries messages; as torch does by default when left out.
 
     Raises:
-        ScheduleError: The pairing is unknown, `steps` is below one, or outstanding sends are
-            limited in a table that does not say when its sends end.
+        ScheduleError: The pairing is unknown, `steps` is below one, outstanding sends are limited
+            in a table that does not say when its sends end, or sends are to block in one that does
+            not name them.
     """
     transport = transport or DEFAULT
-    transport.require_waits(schedule)
+    transport.require(schedule)
     discipline(pairing)
     if steps < 1:
         raise ScheduleError(f"steps must be at least 1, not {steps}")
     found = check_ranks(schedule, transport)
+    tried = channels(schedule, found)
     if found:
-        return Verdict("refused", schedule.source, pairing, found, {}, None, transport)
+        return Verdict("refused", schedule.source, pairing, found, {}, None, transport, tried)
     needs = plan(schedule)
     counts: Counter[str] = Counter()
     refusals: list[Finding] = []
@@ -168,6 +175,7 @@ def check(
         dict(counts),
         needs,
         transport,
+        tried,
     )
 
 

@@ -18,7 +18,7 @@ from qeffect.schedule.index import Index, Spot
 
 # For each message: what computes it, its counterpart, and where the counterpart's stage is.
 _PRODUCER = {Kind.SEND_F: Kind.FORWARD, Kind.SEND_B: Kind.DGRAD}
-_COUNTERPART = {
+COUNTERPART = {
     Kind.SEND_F: (Kind.RECV_F, 1),
     Kind.RECV_F: (Kind.SEND_F, -1),
     Kind.SEND_B: (Kind.RECV_B, -1),
@@ -69,9 +69,9 @@ def check_messages(index: Index) -> Iterator[Finding]:
     if not index.schedule.complete:
         return
     for (kind, stage, microbatch), spot in index.first.items():
-        if kind not in _COUNTERPART:
+        if kind not in COUNTERPART:
             continue
-        counterpart, offset = _COUNTERPART[kind]
+        counterpart, offset = COUNTERPART[kind]
         peer = index.home(stage + offset)
         name = f"{stage + offset}{counterpart.value}{microbatch}"
         if peer is None or peer == spot.rank:
@@ -126,9 +126,9 @@ def check_message_order(index: Index) -> Iterator[Finding]:
     sent: dict[tuple[int, int, str], list[Spot]] = defaultdict(list)
     received: dict[tuple[int, int, str], list[Spot]] = defaultdict(list)
     for (kind, stage, microbatch), spot in index.first.items():
-        if kind not in _COUNTERPART:
+        if kind not in COUNTERPART:
             continue
-        counterpart, offset = _COUNTERPART[kind]
+        counterpart, offset = COUNTERPART[kind]
         other = index.get(counterpart, stage + offset, microbatch)
         if other is None or other.rank == spot.rank:
             continue
@@ -138,7 +138,7 @@ def check_message_order(index: Index) -> Iterator[Finding]:
             received[other.rank, spot.rank, queue(counterpart)].append(spot)
     for (source, target, shared), sends in sent.items():
         for send, receive in zip(sends, received[source, target, shared], strict=False):
-            counterpart, offset = _COUNTERPART[send.atom.kind]
+            counterpart, offset = COUNTERPART[send.atom.kind]
             wanted = (counterpart, send.atom.stage + offset, send.atom.microbatch)
             atom = receive.atom
             if wanted == (atom.kind, atom.stage, atom.microbatch):

@@ -14,6 +14,7 @@ from qeffect.schedule.actions import Schedule
 from qeffect.schedule.findings import Finding
 from qeffect.schedule.index import Index, index_of
 from qeffect.schedule.messages import check_inputs, check_message_order, check_messages
+from qeffect.schedule.rendezvous import check_rendezvous
 from qeffect.schedule.simulate import check_deadlock, simulate
 from qeffect.schedule.structure import (
     check_missing,
@@ -28,8 +29,10 @@ from qeffect.schedule.waits import check_outstanding, check_reduction_waits, che
 
 
 def _check_deadlock(index: Index) -> Iterator[Finding]:
-    if index.schedule.complete:
-        yield from check_deadlock(simulate(index))
+    if not index.schedule.complete:
+        return
+    found = list(check_deadlock(simulate(index)))
+    yield from found or check_rendezvous(index)
 
 
 _PHASES: tuple[tuple[Callable[[Index], Iterator[Finding]], ...], ...] = (

@@ -89,7 +89,8 @@ restored twice, because the incarnation is a fresh random number that is never p
             id="persistence.same-incarnation",
             number="9.6",
             title="A restore begins a new incarnation",
-            invariant="The incarnation given to a restore differs from the current one.",
+            invariant="The incarnation given to a restore differs from the current one, and from "
+            "every other that the contract has had.",
             transitions=("restore",),
             argument="incarnation",
             unchanged=_RUNNING,

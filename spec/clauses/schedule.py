@@ -191,7 +191,8 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
     (
         "deadlock",
         "Every rank reaches the end",
-        "Ranks that run their rows in order, blocking on receives, all reach the end.",
+        "Ranks that run their rows in order, blocking on receives (and on sends, where the "
+        "runtime's are said to), all reach the end.",
         "Ranks wait for one another in a circle: each receives before it sends what the next one "
         "waits for.",
         "Reorder one of the ranks so that the shown cycle is broken.",
@@ -222,7 +223,15 @@ PART = Part(
 These clauses are about a schedule as such: a table of each rank's actions, from torch's schedule
 classes, from Transformer Engine's `_order` lists or from a file. They need no kernel, and what they
 say can be read off the table; `qeffect check` names the first cell that breaks one. A table that
-passes is then run, rank by rank, through the transitions of parts 1 to 9.""",
+passes is then run, rank by rank, through the transitions of parts 1 to 9.
+
+Whether messages keep their order, and whether every rank reaches the end, depends on which of them
+share a queue and on when a send ends. The check states what it assumes (one queue for a pair of
+ranks, buffered sends, unless told otherwise) and tries the rest: one queue for a pair of ranks, for
+a pair and kind of message (activation or gradient), for a directed pair, for a directed pair and
+kind; and, under each, rendezvous semantics, where a send holds its queue, or its rank, until its
+receive is posted. A table that does not end there *can* deadlock; whether a runtime does depends on
+its buffers and on what it posts together.""",
     clauses=tuple(
         Clause(
             id=f"schedule.{name}",

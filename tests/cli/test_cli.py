@@ -37,6 +37,7 @@ SOURCE = {
     "--te-order",
     "--max-outstanding-sends",
     "--queues",
+    "--rendezvous",
 }
 REPORT = {"--out", "--commit"}
 COMMON = {"-h", "--help", "--json", "--quiet"}
@@ -294,6 +295,8 @@ def test_unusable_input_exits_with_2_and_one_line(
         ("check --te-order 1,-1 --pp 2", "--pp 2"),
         ("check a.csv --defer-receives", "--defer-receives"),
         ("check --te-order 1,-1 --queues pair", "--queues pair"),
+        ("check --te-order 1,-1 --rendezvous queue", "--rendezvous queue"),
+        ("check --fixtures --rendezvous rank", "--rendezvous rank"),
         ("check --te-order 1,-1 --max-outstanding-sends 1", "--max-outstanding-sends 1"),
         ("check --torch 1F1B --queues direction", "--queues direction"),
         ("plan --torch 1F1B --max-outstanding-sends 0", "--max-outstanding-sends 0"),

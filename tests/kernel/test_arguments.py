@@ -60,9 +60,9 @@ class TestStages:
 
     @pytest.mark.parametrize("call", OF_STAGE)
     @pytest.mark.parametrize("wrong", ["0", None, 0.0, [0]])
-    def test_anything_but_an_index_is_said_not_to_be_one(self, call: str, wrong: Any) -> None:
-        """What is no index is said to be none."""
-        with pytest.raises(TypeError, match=f"^{call}: stage must be an index, got "):
+    def test_anything_but_an_integer_is_said_not_to_be_one(self, call: str, wrong: Any) -> None:
+        """What is no integer is said to be none."""
+        with pytest.raises(TypeError, match=f"^{call}: stage must be an int, got "):
             OF_STAGE[call](Rig().contract, wrong)
 
 
@@ -76,9 +76,9 @@ class TestLinks:
 
     @pytest.mark.parametrize("call", OF_LINK)
     @pytest.mark.parametrize("wrong", ["0", None, [0]])
-    def test_anything_but_an_index_is_said_not_to_be_one(self, call: str, wrong: Any) -> None:
-        """What is no index is said to be none."""
-        with pytest.raises(TypeError, match=f"^{call}: link must be an index, got "):
+    def test_anything_but_an_integer_is_said_not_to_be_one(self, call: str, wrong: Any) -> None:
+        """What is no integer is said to be none."""
+        with pytest.raises(TypeError, match=f"^{call}: link must be an int, got "):
             OF_LINK[call](Rig().contract, wrong)
 
     @pytest.mark.parametrize("action", ["check_forward", "check_dgrad", "check_wgrad"])
@@ -99,7 +99,7 @@ class TestLinks:
         """Or what is no link at all."""
         check = _ready(Rig(), action)
 
-        with pytest.raises(TypeError, match=f"^{action}: link must be an index, got "):
+        with pytest.raises(TypeError, match=f"^{action}: link must be an int, got "):
             check(link=wrong)
 
     def test_work_of_an_unknown_caller_is_not_forgotten_in_silence(self) -> None:
@@ -195,11 +195,11 @@ class TestSlots:
                 call(rig.key(0), slot=wrong)
 
     @pytest.mark.parametrize("wrong", ["0", 0.0, [0]])
-    def test_anything_but_an_index_is_said_not_to_be_one(self, wrong: Any) -> None:
-        """What is no index is said to be none."""
+    def test_anything_but_an_integer_is_said_not_to_be_one(self, wrong: Any) -> None:
+        """What is no integer is said to be none."""
         rig = Rig()
         for name in ("reserve", "check_forward"):
-            with pytest.raises(TypeError, match=f"^{name}: slot must be an index, got "):
+            with pytest.raises(TypeError, match=f"^{name}: slot must be an int, got "):
                 getattr(rig.contract, name)(rig.key(0), slot=wrong)
 
     @pytest.mark.parametrize("call", OF_REF)

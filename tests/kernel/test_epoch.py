@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import pytest
 
+from qeffect import Refused
+
 from .helpers import Rig, refused, stage
 
 
@@ -107,3 +109,51 @@ class TestCommit:
         for wrong in (-1, "0", None, 1.5):
             with pytest.raises(ValueError, match=r"epoch must be a non-negative integer, got"):
                 Rig(epoch=wrong)
+
+
+class TestConsent:
+    def test_a_commit_that_would_be_accepted_is_said_so_and_changes_nothing(self) -> None:
+        """Asking first is free of effects, so that every rank can ask before any moves."""
+        events: list[str] = []
+        rig = Rig(stage(microbatches=1))
+        rig.microbatch(0)
+        rig.finish()
+        rig.contract.observer = lambda transition, arguments, result: events.append(transition)
+        before = rig.contract.snapshot()
+
+        rig.contract.check_commit()
+        rig.contract.check_commit(0)
+
+        assert rig.contract.snapshot() == before
+        assert events == []
+        assert rig.contract.commit_epoch() == 1
+
+    @pytest.mark.parametrize("epoch", [None, 0, 7])
+    def test_the_answer_is_what_the_commit_would_say(self, epoch: int | None) -> None:
+        """The clause, what was found and what was expected are those of the commit itself."""
+        rig = Rig(stage(microbatches=1), stage(1, microbatches=1))
+        rig.microbatch(0)
+        rig.finish()
+        before = rig.contract.snapshot()
+        records = []
+        for call in (rig.contract.check_commit, rig.contract.commit_epoch):
+            with pytest.raises(Refused) as refusal:
+                call(epoch)
+            records.append(refusal.value.record())
+
+        assert records[0] == records[1]
+        assert records[0].clause == ("version.wrong-epoch" if epoch == 7 else "epoch.not-final")
+        assert rig.contract.snapshot() == before
+
+    def test_a_checkpoint_can_be_asked_about_first(self) -> None:
+        """A rank that could not save says so before another one has saved."""
+        rig = Rig(stage(microbatches=1))
+        rig.contract.check_checkpoint()
+        ref = rig.forward(0)
+        before = rig.contract.snapshot()
+        with pytest.raises(Refused, match=r"persistence\.live-tape in checkpoint: found"):
+            rig.contract.check_checkpoint()
+        assert rig.contract.snapshot() == before
+        rig.contract.drop(rig.key(0), ref)
+        with pytest.raises(Refused, match=r"persistence\.device-work"):
+            rig.contract.check_checkpoint()

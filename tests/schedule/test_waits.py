@@ -305,7 +305,8 @@ class TestOutstanding:
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
-            ({"queues": "ranks"}, "unknown queues 'ranks'; expected one of pair, direction"),
+            ({"queues": "ranks"}, "unknown queues 'ranks'; expected one of pair, direction, edge"),
+            ({"rendezvous": "pair"}, "unknown rendezvous 'pair'; expected one of queue, rank"),
             ({"max_outstanding_sends": -1}, "non-negative integer, not -1"),
         ],
     )

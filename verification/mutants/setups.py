@@ -22,8 +22,8 @@ def _placed(microbatches: int, base: int) -> tuple[Destination, ...]:
 
 
 #: One stage; two stages of one domain with readers and reductions; two domains with two callers,
-#: destinations for each microbatch; buckets in a declared order, one of two stages; a declared order; slots that share capture memory; a
-#: counter of generations that runs out.
+#: destinations for each microbatch; buckets in a declared order, one of two stages; a declared
+#: order; slots that share capture memory; a counter of generations that runs out.
 SETUPS: Final = (
     Setup("one stage", (StageConfig(0, 2, 2, matrices=("w",)),)),
     Setup(

@@ -1,0 +1,216 @@
+"""
+A dry run in which a send ends only when its receive is posted.
+
+A rank runs its row in order and posts each message where the table has it. At either end a queue
+holds what was posted there, and only its head can move: where a send stands at one end and a
+receive at the other, both end. So a send that nobody receives yet holds up everything behind it.
+A rank stops at a computation whose input has not arrived, at a wait for a send that has not ended,
+and at its row's end until all its messages have; where a send holds its rank, also at the send.
+
+With a queue for both ways, two ranks that have both posted a send first wait for each other; with
+buffered sends, or a queue each way, they do not. Such a table *can* deadlock: whether a runtime
+blocks so depends on the size of its buffers and on what it posts together, which no table says.
+
+A rank stops for one message at a time, and each rank's queues have an end each on two ranks: so the
+run takes time linear in the table, and following what a stopped rank waits for leads either to two
+heads that do not fit or round a circle of ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterator
+
+import attrs
+
+from qeffect.schedule.actions import RECEIVES, SEND_WAITS, SENDS, WAITS, Atom, Kind
+from qeffect.schedule.findings import Finding, finding, place
+from qeffect.schedule.index import Event, Index, Spot
+from qeffect.schedule.messages import COUNTERPART, INPUTS
+from qeffect.schedule.transport import QUEUES, Transport
+
+_MESSAGES = SENDS | RECEIVES
+
+
+@attrs.frozen
+class Stop:
+    """
+    A rank that stopped.
+
+    Args:
+        rank: The rank.
+        atom: The step that it cannot run; `None` at the end of its row.
+        message: The message of its own that it waits for.
+        head: What stands first in that message's queue on its side: itself, or what holds it up.
+        peer: The other rank of the queue.
+        across: What stands first on the other side; `None` if nothing was posted there.
+    """
+
+    rank: int
+    atom: Atom | None
+    message: Spot
+    head: Spot
+    peer: int
+    across: Spot | None
+
+    def __str__(self) -> str:
+        """One clause of a sentence."""
+        where = "the end of its row" if self.atom is None else _named(self.atom)
+        own = self.message.atom
+        what = "" if own == self.atom else f", for {_named(own)}"
+        behind = "" if self.head == self.message else f", behind {_named(self.head.atom)}"
+        met = (
+            f"rank {self.peer} has posted nothing in that queue"
+            if self.across is None
+            else f"rank {self.peer} has {_named(self.across.atom)} first in that queue"
+        )
+        return f"rank {self.rank} stops at {where}{what}{behind}, and {met}"
+
+
+def rendezvous(index: Index, transport: Transport) -> tuple[Stop, ...]:
+    """
+    Run all ranks of an indexed schedule until they end or stop.
+
+    Args:
+        index: The schedule. Messages without counterpart, and what stands twice, are passed over:
+            other checks report them.
+        transport: Which messages share a queue, and what a send holds up.
+
+    Returns:
+        The ranks that wait for each other, each for the next; none if all reached the end.
+    """
+    return _Run(index, transport).stops()
+
+
+def check_rendezvous(index: Index) -> Iterator[Finding]:
+    """All ranks reach the end of their rows also when sends block, if the transport says so."""
+    transport = index.transport
+    if transport.rendezvous is None or not index.schedule.complete:
+        return
+    stops = rendezvous(index, transport)
+    if not stops:
+        return
+    first = stops[0]
+    atom = first.message.atom if first.atom is None else first.atom
+    shown = [stop.message for stop in stops] + [s.across for s in stops if s.across is not None]
+    yield finding(
+        "deadlock",
+        f"under rendezvous semantics (a send holds its {transport.rendezvous} until its "
+        f"receive is posted) with one queue for {QUEUES[transport.queues]}, ranks wait for each "
+        f"other: {'; '.join(map(str, stops))}",
+        rank=first.rank,
+        atom=atom,
+        expected=f"the counterpart of {first.head.atom.action} to be posted on rank {first.peer}",
+        found=(
+            f"nothing of rank {first.peer} in that queue"
+            if first.across is None
+            else f"{first.across.atom.action} before it"
+        ),
+        related=tuple(place(spot.rank, spot.atom, "waits") for spot in shown if spot.atom != atom),
+    )
+
+
+class _Run:
+    def __init__(self, index: Index, transport: Transport) -> None:
+        self.index = index
+        self.transport = transport
+        self.rows = index.schedule.atoms
+        self.position = [0] * len(self.rows)
+        #: What was posted and has not ended, by queue and end.
+        self.queues: dict[tuple[Hashable, int], deque[Spot]] = {}
+        self.posted: dict[Event, tuple[Hashable, int, Spot]] = {}
+        self.done: set[Event] = set()
+        #: By rank, the event that its row stopped for.
+        self.waits: dict[int, Event] = {}
+        self.sleeping: dict[Event, int] = {}
+        self.ready = deque(range(len(self.rows)))
+        while self.ready:
+            self._advance(self.ready.popleft())
+
+    def _advance(self, rank: int) -> None:
+        row = self.rows[rank]
+        while self.position[rank] < len(row):
+            atom = row[self.position[rank]]
+            event = (atom.kind, atom.stage, atom.microbatch)
+            if atom.kind in _MESSAGES:
+                self._post(Spot(rank, self.position[rank], atom), event)
+            wanted = self._wanted(atom, event)
+            if wanted is not None and wanted in self.posted and wanted not in self.done:
+                self.waits[rank] = wanted
+                self.sleeping[wanted] = rank
+                return
+            self.position[rank] += 1
+
+    def _wanted(self, atom: Atom, event: Event) -> Event | None:
+        """The message of the rank's own that must have ended before the row goes on."""
+        if atom.kind in INPUTS:
+            return (INPUTS[atom.kind][0], atom.stage, atom.microbatch)
+        if atom.kind in SEND_WAITS:
+            return (WAITS[atom.kind], atom.stage, atom.microbatch)
+        if atom.kind in SENDS and self.transport.rendezvous == "rank":
+            return event
+        return None
+
+    def _post(self, spot: Spot, event: Event) -> None:
+        counterpart, offset = COUNTERPART[spot.atom.kind]
+        other = self.index.get(counterpart, spot.atom.stage + offset, spot.atom.microbatch)
+        if other is None or other.rank == spot.rank or event in self.posted:
+            return
+        queue = self._queue(spot, other.rank)
+        self.posted[event] = (queue, other.rank, spot)
+        own = self.queues.setdefault((queue, spot.rank), deque())
+        own.append(spot)
+        across = self.queues.setdefault((queue, other.rank), deque())
+        while own and across and (own[0].atom.kind in SENDS) != (across[0].atom.kind in SENDS):
+            for end in (own, across):
+                atom = end.popleft().atom
+                ended = (atom.kind, atom.stage, atom.microbatch)
+                self.done.add(ended)
+                woken = self.sleeping.pop(ended, None)
+                if woken is not None:
+                    del self.waits[woken]
+                    self.ready.append(woken)
+
+    def _queue(self, spot: Spot, peer: int) -> Hashable:
+        sends = spot.atom.kind in SENDS
+        ranks = (spot.rank, peer) if sends else (peer, spot.rank)
+        if self.transport.both_ways:
+            ranks = (min(ranks), max(ranks))
+        forward = spot.atom.kind in (Kind.SEND_F, Kind.RECV_F)
+        return (*ranks, forward) if self.transport.by_kind else ranks
+
+    def stops(self) -> tuple[Stop, ...]:
+        """The ranks that wait for each other, the first two heads that do not fit first."""
+        found = {rank: stop for rank in range(len(self.rows)) if (stop := self._stop(rank))}
+        if not found:
+            return ()
+        path: list[int] = []
+        rank = min(found, key=lambda r: (found[r].message.atom.step, r))
+        while rank in found and rank not in path:
+            path.append(rank)
+            if found[rank].across is not None:
+                return tuple(found[r] for r in path[-1:])
+            rank = found[rank].peer
+        return tuple(found[r] for r in path[path.index(rank) if rank in path else 0 :])
+
+    def _stop(self, rank: int) -> Stop | None:
+        row = self.rows[rank]
+        atom = row[self.position[rank]] if self.position[rank] < len(row) else None
+        if rank in self.waits:
+            queue, peer, spot = self.posted[self.waits[rank]]
+        else:
+            left = [
+                (queue, peer, spot)
+                for event, (queue, peer, spot) in self.posted.items()
+                if spot.rank == rank and event not in self.done
+            ]
+            if not left:
+                return None
+            queue, peer, spot = left[0]
+        across = self.queues[queue, peer]
+        head = self.queues[queue, rank][0]
+        return Stop(rank, atom, spot, head, peer, across[0] if across else None)
+
+
+def _named(atom: Atom) -> str:
+    return f"{atom.action} (step {atom.step})"
