@@ -493,7 +493,7 @@ class Contract:
         Abort one tape that has no action in flight; its epoch can no longer commit.
 
         Raises:
-            Refused: A clause of ownership, or ``reduction.in-flight``.
+            Refused: A clause of ownership.
         """
         self._tapes.drop(key, ref)
 
@@ -502,8 +502,7 @@ class Contract:
         Abort every live tape of an epoch; return how many there were.
 
         Raises:
-            Refused: ``ownership.in-flight`` or ``reduction.in-flight`` for one of them; then none
-                is aborted.
+            Refused: ``ownership.in-flight`` for one of them; then none is aborted.
         """
         return self._tapes.purge(epoch)
 

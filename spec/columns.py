@@ -303,7 +303,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         0,
         "1 while the host has not seen the domain's device work finish",
         "commit_refresh abort_refresh commit_forward abort_forward commit_dgrad abort_dgrad "
-        "commit_wgrad abort_wgrad start_reduction drain",
+        "commit_wgrad abort_wgrad drain start_reduction",
     ),
     _state(
         "completion",

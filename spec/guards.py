@@ -139,7 +139,6 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "ownership.stale-reference",
         "ownership.wrong-key",
         "ownership.in-flight",
-        "reduction.in-flight",
     ),
     "invalidate": ("version.in-flight",),
     "submit": (),

@@ -25,7 +25,7 @@ from qeffect.spec.clauses import CLAUSES
 __all__ = ["BOUNDARY", "RULES", "Finding", "lint", "lint_source"]
 
 #: Transitions that may quantify over a column: they end an epoch, and may cost the pool's size.
-BOUNDARY = frozenset({"drop", "finalize", "commit_epoch", "checkpoint", "restore"})
+BOUNDARY = frozenset({"finalize", "commit_epoch", "checkpoint", "restore"})
 
 #: What each rule forbids, and which reading would break.
 RULES: Mapping[str, str] = {

@@ -169,6 +169,7 @@ _HEADER: Final[Mapping[str, tuple[Check, str]]] = {
     "capture_order": (_each(_graph), "a list of [stage, slot, action]"),
     "declared": (_each(_declared), "a list of [domain, [[action, cell], ...]]"),
     "generation_max": (_natural, "a number"),
+    "reductions": (lambda value: type(value) is list, "a list of names"),
     "epoch": (_natural, "a number"),
     "incarnation": (_hex, "16 hexadecimal digits"),
 }

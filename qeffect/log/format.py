@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 MAGIC: Final = "event-log"
-VERSION: Final = 1
+VERSION: Final = 2
 #: Bytes of a line's digest: enough to find damage; it is not a signature.
 DIGEST_BYTES: Final = 8
 

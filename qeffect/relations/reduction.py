@@ -19,11 +19,6 @@ STATE = {
 }
 
 
-def drop_guards(st: State, key, ref):
-    if not st.every(st.reducing, 0):
-        raise Refused("reduction.in-flight")
-
-
 def start_reduction_before_completion_guards(st: State, bucket, link):
     s = st.stage_at[bucket]
     t = st.tied_at[bucket]

@@ -28,7 +28,8 @@ leaves gradients of which nobody knows what they hold: the epoch cannot commit u
 
 No guard asks whether a dW writes a bucket that is being reduced, or whether a bucket still holds
 the placeholders of an epoch without a dW: after the last dW of a stage there is none to come, and
-before it nothing starts. Both are promised, and proved.""",
+before it nothing starts. Both are promised, and proved. A tape that is dropped meanwhile has had
+its dW, and waits for readers alone: the buffers stay as they are, and the epoch is spoiled.""",
     clauses=(
         Clause(
             id="reduction.incomplete",
@@ -61,9 +62,9 @@ before it nothing starts. Both are promised, and proved.""",
             id="reduction.in-flight",
             number="7.3",
             title="Gradients in reduction are left alone",
-            invariant="While a bucket's reduction is in flight no second one of it starts, no tape "
-            "of the process is dropped, and nothing commits or restores.",
-            transitions=("drop", "start_reduction", "commit_epoch", "restore"),
+            invariant="While a bucket's reduction is in flight no second one of it starts, and "
+            "nothing commits or restores.",
+            transitions=("start_reduction", "commit_epoch", "restore"),
             argument="bucket",
             unchanged=_REDUCTIONS,
             section="IV-E",

@@ -334,8 +334,9 @@ def never_rebound(st: State, h: History, a: Args, b: Index) -> Truth:
 
 @STEPS("reduction.undisturbed", "drop", b="bucket")
 def undisturbed(st: State, h: History, a: Args, b: Index) -> Truth:
-    """No tape is given up under a running reduction."""
-    return h.reduction[b] != RUNNING
+    """A tape that is given up once a reduction of its stage began has written all that it will."""
+    begun = _writes(st, b, a.key.stage) & (h.reduction[b] != NONE)
+    return implies(begun, h.ran_wgrad[a.key.cell] == 1)
 
 
 # The weights change

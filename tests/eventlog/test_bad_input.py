@@ -164,7 +164,7 @@ class TestLines:
     @pytest.mark.parametrize(
         ("old", "new", "said"),
         [
-            ('"version":1', '"version":2', "field version: 2 is not 1"),
+            ('"version":2', '"version":1', "field version: 1 is not 2"),
             ('"rank":null', '"rank":-1', "field rank"),
             ('"tickets"', '"ticket"', "relations"),
             ('"ownership","version"', '"version","ownership"', "come in the order"),

@@ -181,8 +181,8 @@ class TestFailure:
         with refused(rig, "reduction.in-flight", "0: 1"):
             rig.contract.restore(checkpoint)
 
-    def test_no_drop(self) -> None:
-        """A tape is not aborted while gradients are being reduced."""
+    def test_a_drop_meanwhile(self) -> None:
+        """A tape that waits for a reader alone may be given up; the epoch is then spoiled."""
         rig = Rig(stage(microbatches=1, reduces=True, sends_output=True))
         ref = rig.forward(0)
         rig.dgrad(ref, 0)
@@ -190,13 +190,9 @@ class TestFailure:
         rig.contract.wait()
         rig.contract.finalize(0)
         rig.contract.start_reduction(0)
-
-        with refused(rig, "reduction.in-flight", "0: 1"):
-            rig.contract.drop(rig.key(0), ref)
-        with refused(rig, "reduction.in-flight", "0: 1"):
-            rig.contract.purge(0)
-        rig.contract.finish_reduction(0)
         rig.contract.drop(rig.key(0), ref)
+        rig.contract.finish_reduction(0)
+
         with refused(rig, "epoch.not-final"):
             rig.contract.commit_epoch()
 

@@ -336,8 +336,6 @@ def _drop(world: World, key: TapeKey, ref: TapeRef) -> Findings:
         yield "ownership.unknown-slot"
         return
     yield from _reference(world, key, ref)
-    if any(reduction.running for reduction in world.reductions.values()):
-        yield "reduction.in-flight"
 
 
 def _purge(world: World, epoch: int) -> Findings:

@@ -145,7 +145,7 @@ def drop(st, key, ref):
     """
     Abort one tape; purge drops every tape of an epoch.
 
-    Guards: ownership, reduction.
+    Guards: ownership.
     Writes: ownership, capture, epoch.
     """
     # ownership.drop_guards
@@ -161,9 +161,6 @@ def drop(st, key, ref):
         raise Refused("ownership.wrong-key")
     if st.held[slot] != 0:
         raise Refused("ownership.in-flight")
-    # reduction.drop_guards
-    if not st.every(st.reducing, 0):
-        raise Refused("reduction.in-flight")
     p = st.pool_of[slot]
     s = key.stage
     # ownership.drop_writes
