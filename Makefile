@@ -12,6 +12,7 @@ check: $(VENV)/.verify
 	$(BIN)/qeffect explore
 	$(BIN)/qeffect prove
 	$(BIN)/qeffect faults
+	$(BIN)/qeffect failures
 
 # The test suite on the CPU, but for what takes minutes. Workers take neighbouring tests and steal
 # what is left at the end, so that a module's costly fixture is made once or twice, not everywhere.

@@ -9,10 +9,12 @@ from .destinations import Destination
 from .guarded import guarded
 from .keys import TapeKey, TapeRef
 from .refusals import Refusal, Refused
+from .threads import ConcurrentCallError
 
 __all__ = [
     "Bucket",
     "Checkpoint",
+    "ConcurrentCallError",
     "Contract",
     "Destination",
     "Refusal",

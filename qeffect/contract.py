@@ -27,6 +27,7 @@ from .ledgers.streams import Streams
 from .ledgers.tapes import Tapes
 from .refusals import Refused
 from .relations.constants import GENERATION_MAX
+from .threads import ConcurrentCallError, alone
 from .tickets import ABORTS, COMMITS, Ticket, issue
 
 __all__ = ["Contract", "Observer", "Ticket"]
@@ -41,6 +42,9 @@ class Contract:
     ``wgrad`` and ``refresh`` do this as context managers. A refused call leaves the contract
     exactly as it was.
 
+    One call at a time: calls may come from any thread, one after another. A call that comes while
+    another one is under way raises `ConcurrentCallError` and does nothing.
+
     Args:
         stages: The stages of this process.
         omit: Relations that the backend does not use, from ``qeffect.engine.stage.OPTIONAL``.
@@ -51,7 +55,8 @@ class Contract:
             see ``layout.lay_out``.
         generation_max: The last generation that a slot may reach.
         epoch: Weight epoch to begin in.
-        observer: Called after every accepted transition; None costs nothing.
+        observer: Called after every accepted transition; None costs nothing. What it raises
+            reaches the caller of a call that has happened: see `outstanding`.
 
     Raises:
         ValueError: The configuration is unusable.
@@ -106,6 +111,7 @@ class Contract:
             laid.memory, self.transitions, Arguments(laid.cells, laid.slots, len(laid.links))
         )
         self.observer = observer
+        self._entered = False  # while a call is under way
         self._pool = Pool(laid.memory, laid.slots)
         self._tapes = Tapes(self._runner, self._pool)
         self._streams = Streams(self._runner, tuple(callers), laid.domains, laid.links)
@@ -164,6 +170,23 @@ class Contract:
         """Every live tape: its key and the reference that names it."""
         return self._tapes.live()
 
+    def outstanding(self) -> tuple[Ticket, ...]:
+        """
+        Every ticket that is out, oldest first: issued by a check, not committed, not aborted.
+
+        A check whose observer raised has happened, and its ticket is here. Whatever failed,
+        aborting these, `drain` and `restore` lead back to a checkpoint.
+
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))
+        >>> ticket = contract.check_forward(TapeKey(epoch=0, stage=0, microbatch=0))
+        >>> contract.outstanding() == (ticket,)
+        True
+        >>> contract.abort(ticket)
+        >>> contract.outstanding()
+        ()
+        """
+        return self._tapes.outstanding()
+
     def first_writer(self, key: TapeKey) -> bool:
         """Whether the key's dW would be the first write of its buffer in this epoch."""
         st = self.memory
@@ -186,16 +209,15 @@ class Contract:
 
     # F, dI, dW and refresh: check, then commit or abort
 
+    @alone
     def check_refresh(self, stage: int, link: int = 0) -> Ticket:
         """
         Reserve a stage's domain for a refresh of its quantized weight cache.
 
         Raises:
-            Refused: A clause of version, order or completion.
-            ValueError: The stages leave the version relation out, so there is no cache.
+            Refused: A clause of version, order or completion; ``version.left-out`` where the
+                stages leave version out, so that there is no cache.
         """
-        if "version" not in self.transitions.relations:
-            raise ValueError("these stages leave version out: they have no cache to refresh")
         self._arguments.stage("check_refresh", stage)
         self._arguments.link("check_refresh", link)
         serial = self._runner.run("check_refresh", stage, link)
@@ -229,37 +251,43 @@ class Contract:
         ...
         qeffect.refusals.Refused: version.stale-cache in check_forward: found ...
         """
-        st = self.memory
-        taken = None
+        if self._entered:
+            raise ConcurrentCallError("check_forward")
+        self._entered = True
         try:
-            refreshes = 1 if refresh else 0
-            if key.__class__ is not TapeKey or link.__class__ is not int or link < 0:
-                raise IndexError(link)
-            if slot is None:
-                free = self._free[key.stage]
-                if self._reserved and key.cell in self._reserved:
-                    slot = self._reserved[key.cell]
-                elif free:
-                    slot = taken = free.pop()
-                else:
-                    slot = st.slot_of[key.cell]
-            elif slot.__class__ is not int or slot < 0 or key.cell not in st.slot_of:
-                raise IndexError(slot)
-            if token is None:
-                token = st.token[st.domain_of[key.stage]]
-            elif token.__class__ is not int:
-                raise IndexError(token)
-            serial = self._check_forward(st, key, slot, token, link, refreshes)
-        except FAILURES as error:
-            if taken is not None:
-                self._free[key.stage].append(taken)
-            given = (key, slot, token, link, refresh)
-            raise self._runner.failure(error, "check_forward", given) from None
-        if taken is None and not self._free[key.stage].take(slot):
-            del self._reserved[key.cell]
-        if self._observer is not None:
-            self._observer("check_forward", (key, slot, token, link, refreshes), serial)
-        return issue("F", key, slot, serial, st.incarnation[0], None)
+            st = self.memory
+            taken = None
+            try:
+                refreshes = 1 if refresh else 0
+                if key.__class__ is not TapeKey or link.__class__ is not int or link < 0:
+                    raise IndexError(link)
+                if slot is None:
+                    free = self._free[key.stage]
+                    if self._reserved and key.cell in self._reserved:
+                        slot = self._reserved[key.cell]
+                    elif free:
+                        slot = taken = free.pop()
+                    else:
+                        slot = st.slot_of[key.cell]
+                elif slot.__class__ is not int or slot < 0 or key.cell not in st.slot_of:
+                    raise IndexError(slot)
+                if token is None:
+                    token = st.token[st.domain_of[key.stage]]
+                elif token.__class__ is not int:
+                    raise IndexError(token)
+                serial = self._check_forward(st, key, slot, token, link, refreshes)
+            except FAILURES as error:
+                if taken is not None:
+                    self._free[key.stage].append(taken)
+                given = (key, slot, token, link, refresh)
+                raise self._runner.failure(error, "check_forward", given) from None
+            if taken is None and not self._free[key.stage].take(slot):
+                self._reserved.pop(key.cell, None)
+            if self._observer is not None:
+                self._observer("check_forward", (key, slot, token, link, refreshes), serial)
+            return issue("F", key, slot, serial, st.incarnation[0], None)
+        finally:
+            self._entered = False
 
     def check_dgrad(
         self, key: TapeKey, ref: TapeRef, *, token: int | None = None, link: int = 0
@@ -270,26 +298,32 @@ class Contract:
         Raises:
             Refused: A clause of ownership, version, order, arena, capture or completion.
         """
-        st = self.memory
+        if self._entered:
+            raise ConcurrentCallError("check_dgrad")
+        self._entered = True
         try:
-            if token is None:
-                token = st.token[st.domain_of[key.stage]]
-            elif token.__class__ is not int:
-                raise IndexError(token)
-            if (
-                key.__class__ is not TapeKey
-                or ref.__class__ is not TapeRef
-                or link.__class__ is not int
-                or link < 0
-                or not 0 <= ref.slot < self._num_slots
-            ):
-                raise IndexError(ref)
-            serial = self._check_dgrad(st, key, ref, token, link)
-        except FAILURES as error:
-            raise self._runner.failure(error, "check_dgrad", (key, ref, token, link)) from None
-        if self._observer is not None:
-            self._observer("check_dgrad", (key, ref, token, link), serial)
-        return issue("dI", key, ref.slot, serial, ref.incarnation, ref)
+            st = self.memory
+            try:
+                if token is None:
+                    token = st.token[st.domain_of[key.stage]]
+                elif token.__class__ is not int:
+                    raise IndexError(token)
+                if (
+                    key.__class__ is not TapeKey
+                    or ref.__class__ is not TapeRef
+                    or link.__class__ is not int
+                    or link < 0
+                    or not 0 <= ref.slot < self._num_slots
+                ):
+                    raise IndexError(ref)
+                serial = self._check_dgrad(st, key, ref, token, link)
+            except FAILURES as error:
+                raise self._runner.failure(error, "check_dgrad", (key, ref, token, link)) from None
+            if self._observer is not None:
+                self._observer("check_dgrad", (key, ref, token, link), serial)
+            return issue("dI", key, ref.slot, serial, ref.incarnation, ref)
+        finally:
+            self._entered = False
 
     def check_wgrad(
         self,
@@ -313,28 +347,34 @@ class Contract:
         Raises:
             Refused: A clause of ownership, version, arena, capture or completion.
         """
-        st = self.memory
+        if self._entered:
+            raise ConcurrentCallError("check_wgrad")
+        self._entered = True
         try:
-            if (
-                key.__class__ is not TapeKey
-                or ref.__class__ is not TapeRef
-                or link.__class__ is not int
-                or link < 0
-                or not 0 <= ref.slot < self._num_slots
-            ):
-                raise IndexError(ref)
-            if destination is None:
-                destination = st.destination_of[key.cell]
-            if first is None:
-                first = st.opened[st.buffer_of[key.cell]] != key.epoch
-            overwrites = 1 if first else 0
-            serial = self._check_wgrad(st, key, ref, link, destination, overwrites)
-        except FAILURES as error:
-            given = (key, ref, link, destination, first)
-            raise self._runner.failure(error, "check_wgrad", given) from None
-        if self._observer is not None:
-            self._observer("check_wgrad", (key, ref, link, destination, overwrites), serial)
-        return issue("dW", key, ref.slot, serial, ref.incarnation, ref)
+            st = self.memory
+            try:
+                if (
+                    key.__class__ is not TapeKey
+                    or ref.__class__ is not TapeRef
+                    or link.__class__ is not int
+                    or link < 0
+                    or not 0 <= ref.slot < self._num_slots
+                ):
+                    raise IndexError(ref)
+                if destination is None:
+                    destination = st.destination_of[key.cell]
+                if first is None:
+                    first = st.opened[st.buffer_of[key.cell]] != key.epoch
+                overwrites = 1 if first else 0
+                serial = self._check_wgrad(st, key, ref, link, destination, overwrites)
+            except FAILURES as error:
+                given = (key, ref, link, destination, first)
+                raise self._runner.failure(error, "check_wgrad", given) from None
+            if self._observer is not None:
+                self._observer("check_wgrad", (key, ref, link, destination, overwrites), serial)
+            return issue("dW", key, ref.slot, serial, ref.incarnation, ref)
+        finally:
+            self._entered = False
 
     def commit(self, ticket: Ticket, evidence: Iterable[str] = ()) -> TapeRef | None:
         """
@@ -362,43 +402,50 @@ class Contract:
         >>> ref.slot, ref.generation
         (0, 0)
         """
-        st = self.memory
-        ref = None
+        if self._entered:
+            raise ConcurrentCallError("commit")
+        self._entered = True
         try:
-            slot, serial, action = ticket.slot, ticket.serial, ticket.action
-            if slot < 0 or ticket.incarnation != st.incarnation[0]:
-                raise IndexError(slot)
-            if action == "F":
-                self._commit_forward(st, slot, serial)
-                ticket.ref = ref = reference(slot, st.generation[slot], ticket.incarnation)
-            elif action == "refresh":
-                self._commit_refresh(st, slot, serial)
-            else:
-                stage = st.slot_stage[slot]
-                if evidence is not st.matrices[stage]:
-                    evidence = _names(evidence)
-                if action == "dI":
-                    self._commit_dgrad(st, slot, serial, evidence)
-                elif action != "dW":
-                    raise IndexError(action)
+            st = self.memory
+            ref = None
+            try:
+                slot, serial, action = ticket.slot, ticket.serial, ticket.action
+                if slot < 0 or ticket.incarnation != st.incarnation[0]:
+                    raise IndexError(slot)
+                if action == "F":
+                    self._commit_forward(st, slot, serial)
+                    ticket.ref = ref = reference(slot, st.generation[slot], ticket.incarnation)
+                elif action == "refresh":
+                    self._commit_refresh(st, slot, serial)
                 else:
-                    self._commit_wgrad(st, slot, serial, evidence)
-                    if st.consumers[slot] == 0:
-                        if st.generation[slot] == st.generation_max[0]:
-                            self._free[stage].retire(slot)
-                        else:
-                            self._free[stage].put(slot)
-        except Refused as refused:
-            explain(refused, COMMITS[action], st, _redeemed(action, slot, serial, evidence))
-            if not refused.clause.endswith("unknown-ticket"):
-                self.abort(ticket)
-            raise
-        except UNUSABLE:
-            raise self._arguments.ticket("commit", ticket, self.incarnation) from None
-        if self._observer is not None:
-            self._observer(COMMITS[action], _redeemed(action, slot, serial, evidence), None)
-        return ref
+                    stage = st.slot_stage[slot]
+                    if evidence is not st.matrices[stage]:
+                        evidence = _names(evidence)
+                    if action == "dI":
+                        self._commit_dgrad(st, slot, serial, evidence)
+                    elif action != "dW":
+                        raise IndexError(action)
+                    else:
+                        self._commit_wgrad(st, slot, serial, evidence)
+                        if st.consumers[slot] == 0:
+                            if st.generation[slot] == st.generation_max[0]:
+                                self._free[stage].retire(slot)
+                            else:
+                                self._free[stage].put(slot)
+            except Refused as refused:
+                explain(refused, COMMITS[action], st, _redeemed(action, slot, serial, evidence))
+                if not refused.clause.endswith("unknown-ticket"):
+                    self._abort(ticket)
+                raise
+            except UNUSABLE:
+                raise self._arguments.ticket("commit", ticket, self.incarnation) from None
+            if self._observer is not None:
+                self._observer(COMMITS[action], _redeemed(action, slot, serial, evidence), None)
+            return ref
+        finally:
+            self._entered = False
 
+    @alone
     def abort(self, ticket: Ticket) -> None:
         """
         Redeem a ticket after its physical action failed.
@@ -407,7 +454,8 @@ class Contract:
         state domain: its scaling state may be half updated (paper, IV-E).
 
         Raises:
-            Refused: ``ownership.unknown-ticket`` or ``version.unknown-ticket``.
+            Refused: ``ownership.unknown-ticket``, ``version.unknown-ticket`` or
+                ``version.left-out``.
 
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))
         >>> ticket = contract.check_forward(TapeKey(epoch=0, stage=0, microbatch=0))
@@ -417,6 +465,9 @@ class Contract:
         ...
         qeffect.refusals.Refused: ownership.unknown-ticket in commit_forward: found ...
         """
+        self._abort(ticket)
+
+    def _abort(self, ticket: Ticket) -> None:
         try:
             name, slot = ABORTS[ticket.action], ticket.slot
             if slot < 0 or ticket.incarnation != self.memory.incarnation[0]:
@@ -426,10 +477,10 @@ class Contract:
             raise explain(refused, name, self.memory, (slot, ticket.serial)) from None
         except UNUSABLE:
             raise self._arguments.ticket("abort", ticket, self.incarnation) from None
+        if ticket.action != "refresh":
+            self._pool.reclaim(slot)
         if self._observer is not None:
             self._observer(name, (slot, ticket.serial), None)
-        if ticket.action != "refresh":
-            self._pool.reclaim(ticket.slot)
 
     # The same as context managers
 
@@ -451,6 +502,7 @@ class Contract:
 
     # Slots, destinations and readers
 
+    @alone
     def reserve(self, key: TapeKey, slot: int | None = None) -> TapeRef:
         """
         Claim a slot for a key before its forward, so that a receive can fill its input buffer.
@@ -468,7 +520,13 @@ class Contract:
             Refused: ``arena.mismatch``, ``arena.duplicate-bind``, ``arena.spoiled`` or
                 ``version.wrong-epoch``.
         """
-        self._tapes.bind(key, destination)
+        if self._entered:
+            raise ConcurrentCallError("bind")
+        self._entered = True
+        try:
+            self._tapes.bind(key, destination)
+        finally:
+            self._entered = False
 
     def read(self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0) -> None:
         """
@@ -477,7 +535,13 @@ class Contract:
         Raises:
             Refused: A clause of ownership, or ``completion.graph-to-caller``.
         """
-        self._tapes.read(key, ref, gradient, link)
+        if self._entered:
+            raise ConcurrentCallError("read")
+        self._entered = True
+        try:
+            self._tapes.read(key, ref, gradient, link)
+        finally:
+            self._entered = False
 
     def finish_read(self, key: TapeKey, ref: TapeRef, *, gradient: bool = False) -> None:
         """
@@ -486,8 +550,15 @@ class Contract:
         Raises:
             Refused: A clause of ownership.
         """
-        self._tapes.finish_read(key, ref, gradient)
+        if self._entered:
+            raise ConcurrentCallError("finish_read")
+        self._entered = True
+        try:
+            self._tapes.finish_read(key, ref, gradient)
+        finally:
+            self._entered = False
 
+    @alone
     def drop(self, key: TapeKey, ref: TapeRef) -> None:
         """
         Abort one tape that has no action in flight; its epoch can no longer commit.
@@ -497,6 +568,7 @@ class Contract:
         """
         self._tapes.drop(key, ref)
 
+    @alone
     def purge(self, epoch: int) -> int:
         """
         Abort every live tape of an epoch; return how many there were.
@@ -506,8 +578,14 @@ class Contract:
         """
         return self._tapes.purge(epoch)
 
+    @alone
     def invalidate(self, stage: int) -> None:
-        """Declare a stage's weight cache lost, for example re-created at another address."""
+        """
+        Declare a stage's weight cache lost, for example re-created at another address.
+
+        Raises:
+            Refused: ``version.in-flight``, or ``version.left-out`` where there is no cache.
+        """
         self._arguments.stage("invalidate", stage)
         self._runner.run("invalidate", stage)
 
@@ -520,22 +598,42 @@ class Contract:
         Raises:
             ValueError: No caller has that name.
         """
-        self._streams.submit(caller)
+        if self._entered:
+            raise ConcurrentCallError("submit")
+        self._entered = True
+        try:
+            self._streams.submit(caller)
+        finally:
+            self._entered = False
 
     def join(self, link: int = 0) -> None:
         """Tell that the graph stream waits for everything the caller submitted."""
-        self._join(link)
+        if self._entered:
+            raise ConcurrentCallError("join")
+        self._entered = True
+        try:
+            self._join(link)
+        finally:
+            self._entered = False
 
     def wait(self, link: int = 0) -> None:
         """Tell that the caller waits for everything replayed so far on the graph stream."""
-        self._wait(link)
+        if self._entered:
+            raise ConcurrentCallError("wait")
+        self._entered = True
+        try:
+            self._wait(link)
+        finally:
+            self._entered = False
 
+    @alone
     def drain(self) -> None:
         """Tell that the host has seen all device work of every domain finish."""
         self._streams.drain()
 
     # The end of an epoch
 
+    @alone
     def finalize(self, stage: int, link: int = 0) -> None:
         """
         Declare a stage's gradients whole.
@@ -545,6 +643,7 @@ class Contract:
         """
         self._epochs.finalize(stage, link)
 
+    @alone
     def start_reduction(self, bucket: int | str, link: int | None = None) -> None:
         """
         Tell that the data-parallel reduction of a bucket is enqueued, behind its last dW.
@@ -566,6 +665,7 @@ class Contract:
         """
         self._epochs.reduction("start_reduction", bucket, link)
 
+    @alone
     def finish_reduction(self, bucket: int | str, link: int | None = None) -> None:
         """
         Tell that the stream which will read the gradients waits for a bucket's reduction.
@@ -581,6 +681,7 @@ class Contract:
         """
         self._epochs.reduction("finish_reduction", bucket, link)
 
+    @alone
     def fail_reduction(self, bucket: int | str) -> None:
         """Tell that a bucket's reduction failed; the epoch can no longer commit."""
         self._epochs.fail_reduction(bucket)
@@ -603,6 +704,7 @@ class Contract:
         """
         self._epochs.check_commit(epoch)
 
+    @alone
     def commit_epoch(self, epoch: int | None = None) -> int:
         """
         Advance every stage to the next weight epoch; call it with the optimizer's update.
@@ -629,6 +731,7 @@ class Contract:
         """
         self._restarts.check_checkpoint()
 
+    @alone
     def checkpoint(self, *, state: Any = None, recipe: Any = None) -> Checkpoint:
         """
         Return what persists, when nothing is live (paper, III-E; Invariant 4).
@@ -642,6 +745,7 @@ class Contract:
         """
         return self._restarts.checkpoint(self.configuration, state, recipe)
 
+    @alone
     def restore(self, checkpoint: Checkpoint, *, incarnation: int | None = None) -> None:
         """
         Begin a new incarnation at a checkpoint's epoch, in this process or a fresh one.

@@ -8,8 +8,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .engine.stage import TRANSITIONS
+from .keys import spell
 from .refusals import Refused
-from .relations.constants import DGRAD_BIT, GRAD_BIT, NO_STAGE, OUT_BIT, RESERVED, WGRAD_BIT
+from .relations.constants import (
+    DGRAD_BIT,
+    GRAD_BIT,
+    NEVER,
+    NO_STAGE,
+    OUT_BIT,
+    RESERVED,
+    WGRAD_BIT,
+)
 
 __all__ = ["EXPLANATIONS", "explain", "mask_text"]
 
@@ -51,9 +60,9 @@ def _domain(st: Any, a: Arguments) -> int:
 def _tape(st: Any, slot: int) -> str:
     if st.consumers[slot] == 0:
         return f"slot {slot} generation {st.generation[slot]}, free"
-    e, (s, m, b, i) = st.epoch_at[slot], st.cell_at[slot]
     return (
-        f"slot {slot} generation {st.generation[slot]} holding e{e}.s{s}.m{m}.b{b}.i{i}, "
+        f"slot {slot} generation {st.generation[slot]} holding "
+        f"{spell(st.epoch_at[slot], st.cell_at[slot])}, "
         f"which waits for {mask_text(st.consumers[slot])}"
     )
 
@@ -67,6 +76,12 @@ def _what(a: Arguments) -> str:
     return f"{word} of stage {a['stage']}" if "stage" in a else word
 
 
+def _redeems(a: Arguments) -> str:
+    """Name the action whose ticket a commit or an abort redeems."""
+    word = a["transition"].partition("_")[2]
+    return {"forward": "F", "dgrad": "dI", "wgrad": "dW"}.get(word, word)
+
+
 def _slot(a: Arguments) -> int:
     return int(a["ref"].slot if "ref" in a else a["slot"])
 
@@ -78,6 +93,16 @@ def _ref(st: Any, a: Arguments) -> tuple[str, str]:
 def _live(column: Any) -> str:
     entries = column.items() if isinstance(column, dict) else enumerate(column)
     return ", ".join(f"{index}: {value}" for index, value in entries if value not in (0, -1))
+
+
+def _epoch(epoch: int) -> str:
+    return "no epoch" if epoch == NEVER else f"epoch {epoch}"
+
+
+def _indices(column: Any) -> str:
+    """Where flags are set."""
+    entries = column.items() if isinstance(column, dict) else enumerate(column)
+    return ", ".join(str(index) for index, value in entries if value != 0) or "none"
 
 
 def _waiting(st: Any) -> str:
@@ -133,8 +158,10 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         else f"no action in flight; slots in flight {_live(st.held)} (slot: ticket)",
     ),
     "ownership.unknown-ticket": lambda st, a: (
-        f"ticket {a['ticket']} on slot {a['slot']}",
-        f"ticket {st.held[a['slot']] or 'none'} in flight there; {_tape(st, a['slot'])}",
+        f"ticket {a['ticket']} on slot {a['slot']} as that of {_redeems(a)}",
+        f"ticket {st.held[a['slot']] or 'none'} in flight there"
+        + (", of another action" if st.held[a["slot"]] == a["ticket"] else "")
+        + f"; {_tape(st, a['slot'])}",
     ),
     "ownership.work-not-queued": lambda st, a: (
         f"deferred work for {a['queued'] or 'no matrix'}",
@@ -149,13 +176,11 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         "no tape that waits for a consumer",
     ),
     "version.wrong-epoch": lambda st, a: (
-        f"{a['key']}" if "key" in a else f"epoch {a['epoch']}",
-        f"weight epoch {st.weight_epoch[_stage(st, a)]}"
-        if "key" in a
-        else f"the weight epochs {st.weight_epoch}",
+        f"{a['key']}",
+        f"weight epoch {st.weight_epoch[_stage(st, a)]}",
     ),
     "version.stale-cache": lambda st, a: (
-        f"{a['key']} over a weight cache of epoch {st.cache_epoch[_stage(st, a)]}",
+        f"{a['key']} over a weight cache of {_epoch(st.cache_epoch[_stage(st, a)])}",
         f"a cache of epoch {a['key'].epoch}",
     ),
     "version.already-fresh": lambda st, a: (
@@ -178,6 +203,10 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     "version.unknown-ticket": lambda st, a: (
         f"refresh ticket {a['ticket']} of stage {a['stage']}",
         f"ticket {ticket}" if (ticket := st.refreshing[a["stage"]]) else "no refresh in flight",
+    ),
+    "version.left-out": lambda st, a: (
+        f"{a['transition']} of stage {a['stage']}",
+        "no call about a weight cache: these stages leave version out",
     ),
     "order.in-flight": lambda st, a: (
         _what(a),
@@ -271,7 +300,7 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         "an epoch in which no action failed",
     ),
     "reduction.in-flight": lambda st, a: (
-        f"buckets with a reduction in flight: {_live(st.reducing)}",
+        f"buckets with a reduction in flight: {_indices(st.reducing)}",
         "none in flight",
     ),
     "reduction.duplicate": lambda st, a: (
@@ -284,7 +313,8 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     ),
     "reduction.not-started": lambda st, a: (_bucket(st, a), "a reduction in flight"),
     "reduction.missing": lambda st, a: (
-        f"buckets not yet reduced: {[b for b, e in enumerate(st.reduced) if e != a['epoch']]}",
+        "buckets not yet reduced: "
+        + ", ".join(str(b) for b, epoch in enumerate(st.reduced) if epoch != a["epoch"]),
         "every configured reduction finished",
     ),
     "epoch.spoiled": lambda st, a: (
@@ -300,6 +330,10 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"stages final in epochs {st.final}",
         f"all final in epoch {a['epoch']}",
     ),
+    "epoch.wrong-epoch": lambda st, a: (
+        f"epoch {a['epoch']}",
+        f"the weight epochs {st.weight_epoch}",
+    ),
     "persistence.live-tape": lambda st, a: (
         f"live tapes in slots {[slot for slot, mask in enumerate(st.consumers) if mask]}",
         "none live",
@@ -314,11 +348,11 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         "a checkpoint directly after a commit",
     ),
     "persistence.device-work": lambda st, a: (
-        f"domains with device work not known to be finished: {_live(st.undrained)}",
+        f"domains with device work not known to be finished: {_indices(st.undrained)}",
         "all drained",
     ),
     "persistence.reduction-in-flight": lambda st, a: (
-        f"buckets with a reduction in flight: {_live(st.reducing)}",
+        f"buckets with a reduction in flight: {_indices(st.reducing)}",
         "none in flight",
     ),
     "persistence.same-incarnation": lambda st, a: (

@@ -15,10 +15,9 @@ from attrs import asdict, frozen
 
 from qeffect.spec.document import fault_rows
 
+from .caller import Caller
 from .config import StageConfig
-from .contract import Contract
 from .destinations import Destination
-from .keys import TapeKey, TapeRef
 from .refusals import Refused
 
 __all__ = ["FaultReport", "FaultRow", "run"]
@@ -123,7 +122,7 @@ def _inject(row: Mapping[str, str]) -> FaultRow:
     )
 
 
-class _Injection:
+class _Injection(Caller):
     """One process with two microbatches, and what is done to it."""
 
     slots = 2
@@ -131,24 +130,20 @@ class _Injection:
 
     def __init__(self) -> None:
         self.accepted = 0
-        self.contract = Contract(
-            [
-                StageConfig(
-                    0,
-                    microbatches=2,
-                    slots=self.slots,
-                    matrices=MATRICES,
-                    destinations=[
-                        Destination(name, None, (8, 8), "float32", "cuda:0", 4096 + 256 * i, 256)
-                        for i, name in enumerate(MATRICES)
-                    ],
-                    reduces=self.reduces,
-                )
-            ],
-            observer=self._count,
+        destinations = [
+            Destination(name, None, (8, 8), "float32", "cuda:0", 4096 + 256 * i, 256)
+            for i, name in enumerate(MATRICES)
+        ]
+        stage = StageConfig(
+            0,
+            microbatches=2,
+            slots=self.slots,
+            matrices=MATRICES,
+            destinations=destinations,
+            reduces=self.reduces,
         )
+        super().__init__([stage], observer=self._count)
         self.start = self.contract.checkpoint()
-        self.refs: dict[int, TapeRef] = {}
 
     def prepare(self) -> None:
         """Do what keeps the contract, up to the fault."""
@@ -165,43 +160,12 @@ class _Injection:
     def _count(self, transition: str, arguments: tuple[Any, ...], result: Any) -> None:
         self.accepted += 1
 
-    def key(self, microbatch: int) -> TapeKey:
-        return TapeKey(self.contract.epoch, 0, microbatch)
-
-    def refresh(self) -> None:
-        with self.contract.refresh(0):
-            pass
-
-    def forward(self, microbatch: int) -> None:
-        with self.contract.forward(self.key(microbatch)) as action:
-            pass
-        self.refs[microbatch] = action.ref
-
-    def dgrad(self, microbatch: int) -> None:
-        self.contract.bind(self.key(microbatch))
-        self.contract.wait()
-        with self.contract.dgrad(self.key(microbatch), self.refs[microbatch]) as action:
-            action.queued = MATRICES
-
-    def wgrad(self, microbatch: int) -> None:
-        with self.contract.wgrad(self.key(microbatch), self.refs[microbatch]) as action:
-            action.covered = MATRICES
-
-    def whole(self, microbatch: int) -> None:
-        self.forward(microbatch)
-        self.dgrad(microbatch)
-        self.wgrad(microbatch)
-
-    def finalize(self) -> None:
-        self.contract.wait()
-        self.contract.finalize(0)
-
     def step(self) -> None:
         """One whole optimizer step."""
-        self.refresh()
-        self.whole(0)
-        self.whole(1)
-        self.finalize()
+        self.refresh(0)
+        self.whole(0, 0)
+        self.whole(0, 1)
+        self.finalize(0)
         self.contract.commit_epoch()
 
     def save(self) -> None:
@@ -216,17 +180,17 @@ class _OldReference(_Injection):
     slots = 1
 
     def prepare(self) -> None:
-        self.refresh()
-        self.whole(0)
-        self.forward(1)
-        self.dgrad(1)
+        self.refresh(0)
+        self.whole(0, 0)
+        self.forward(0, 1)
+        self.dgrad(0, 1)
 
     def violate(self) -> None:
-        self.contract.check_wgrad(self.key(1), self.refs[0])
+        self.contract.check_wgrad(self.key(0, 1), self.ref(0, 0))
 
     def go_on(self) -> None:
-        self.wgrad(1)
-        self.finalize()
+        self.wgrad(0, 1)
+        self.finalize(0)
         self.contract.commit_epoch()
 
 
@@ -234,18 +198,18 @@ class _RepeatedDgrad(_Injection):
     """dI of one microbatch is asked for twice."""
 
     def prepare(self) -> None:
-        self.refresh()
-        self.forward(0)
-        self.dgrad(0)
+        self.refresh(0)
+        self.forward(0, 0)
+        self.dgrad(0, 0)
         self.contract.wait()
 
     def violate(self) -> None:
-        self.contract.check_dgrad(self.key(0), self.refs[0])
+        self.contract.check_dgrad(self.key(0, 0), self.ref(0, 0))
 
     def go_on(self) -> None:
-        self.wgrad(0)
-        self.whole(1)
-        self.finalize()
+        self.wgrad(0, 0)
+        self.whole(0, 1)
+        self.finalize(0)
         self.contract.commit_epoch()
 
 
@@ -253,18 +217,18 @@ class _MissingWgrad(_Injection):
     """A stage is finalized while one delayed dW is still to run."""
 
     def prepare(self) -> None:
-        self.refresh()
-        self.whole(0)
-        self.forward(1)
-        self.dgrad(1)
+        self.refresh(0)
+        self.whole(0, 0)
+        self.forward(0, 1)
+        self.dgrad(0, 1)
         self.contract.wait()
 
     def violate(self) -> None:
         self.contract.finalize(0)
 
     def go_on(self) -> None:
-        self.wgrad(1)
-        self.finalize()
+        self.wgrad(0, 1)
+        self.finalize(0)
         self.contract.commit_epoch()
 
 
@@ -272,14 +236,14 @@ class _WriteAfterAbort(_Injection):
     """After one dW raised while writing, another dW of the same epoch starts."""
 
     def prepare(self) -> None:
-        self.refresh()
+        self.refresh(0)
         for microbatch in (0, 1):
-            self.forward(microbatch)
-            self.dgrad(microbatch)
-        self.contract.abort(self.contract.check_wgrad(self.key(0), self.refs[0]))
+            self.forward(0, microbatch)
+            self.dgrad(0, microbatch)
+        self.contract.abort(self.contract.check_wgrad(self.key(0, 0), self.ref(0, 0)))
 
     def violate(self) -> None:
-        self.contract.check_wgrad(self.key(1), self.refs[1])
+        self.contract.check_wgrad(self.key(0, 1), self.ref(0, 1))
 
     def go_on(self) -> None:
         self.contract.purge(self.contract.epoch)
@@ -295,7 +259,7 @@ class _StaleCache(_Injection):
         self.step()
 
     def violate(self) -> None:
-        self.contract.check_forward(self.key(0))
+        self.contract.check_forward(self.key(0, 0))
 
     def go_on(self) -> None:
         self.step()
@@ -305,18 +269,18 @@ class _CheckpointLiveTape(_Injection):
     """A checkpoint is asked for in mid-step, while a tape waits for its backward."""
 
     def prepare(self) -> None:
-        self.refresh()
-        self.forward(0)
+        self.refresh(0)
+        self.forward(0, 0)
         self.contract.drain()
 
     def violate(self) -> None:
         self.contract.checkpoint()
 
     def go_on(self) -> None:
-        self.dgrad(0)
-        self.wgrad(0)
-        self.whole(1)
-        self.finalize()
+        self.dgrad(0, 0)
+        self.wgrad(0, 0)
+        self.whole(0, 1)
+        self.finalize(0)
         self.contract.commit_epoch()
         self.save()
 
@@ -327,10 +291,10 @@ class _CheckpointReduction(_Injection):
     reduces = True
 
     def prepare(self) -> None:
-        self.refresh()
-        self.whole(0)
-        self.whole(1)
-        self.finalize()
+        self.refresh(0)
+        self.whole(0, 0)
+        self.whole(0, 1)
+        self.finalize(0)
         self.contract.start_reduction(0)
         self.contract.drain()
 

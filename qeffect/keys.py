@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import Attribute, field, frozen
 
-__all__ = ["Cell", "TapeKey", "TapeRef", "cell_of", "reference"]
+__all__ = ["Cell", "TapeKey", "TapeRef", "cell_of", "reference", "spell"]
 
 #: A key without its epoch: (stage, microbatch, block, invocation).
 Cell = tuple[int, int, int, int]
@@ -32,6 +32,20 @@ def cell_of(stage: int, microbatch: int, block: int, invocation: int) -> Cell:
         if part.__class__ is not int:
             raise TypeError(f"a cell is made of int, got {cell!r}")
     return _cells.setdefault(cell, cell)
+
+
+def spell(epoch: int, cell: Cell) -> str:
+    """
+    Spell a key in words, as a refusal and a log's replay do.
+
+    >>> spell(3, (1, 0, 0, 2))
+    'microbatch 0 of stage 1 in epoch 3, invocation 2'
+    """
+    stage, microbatch, block, invocation = cell
+    text = f"microbatch {microbatch} of stage {stage} in epoch {epoch}"
+    if block:
+        text += f", block {block}"
+    return f"{text}, invocation {invocation}" if invocation else text
 
 
 def _index(key: Any, attribute: Attribute[Any], value: Any) -> None:
@@ -76,7 +90,7 @@ class TapeKey:
     >>> TapeKey(epoch=3, stage=1, microbatch=0).cell
     (1, 0, 0, 0)
     >>> print(TapeKey(3, 1, 0))
-    e3.s1.m0.b0.i0
+    microbatch 0 of stage 1 in epoch 3
     """
 
     epoch: int = field(validator=_index)
@@ -91,7 +105,7 @@ class TapeKey:
         object.__setattr__(self, "cell", _cells.setdefault(cell, cell))
 
     def __str__(self) -> str:
-        return f"e{self.epoch}.s{self.stage}.m{self.microbatch}.b{self.block}.i{self.invocation}"
+        return spell(self.epoch, self.cell)
 
 
 class _Unfrozen:

@@ -174,11 +174,11 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
     "fail_reduction": ("reduction.not-started",),
     "commit_epoch": (
         "ownership.live-tape",
-        "version.wrong-epoch",
         "version.in-flight",
         "order.in-flight",
         "reduction.in-flight",
         "reduction.missing",
+        "epoch.wrong-epoch",
         "epoch.not-final",
     ),
     "checkpoint": (

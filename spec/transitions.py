@@ -19,25 +19,33 @@ class Transition:
             after failure.
         arguments: Its arguments, in order.
         when: When it is called, and what it changes.
+        relation: The relation without which it is refused; empty where there is none.
     """
 
     name: str
     arguments: tuple[str, ...]
     when: str
+    relation: str = ""
 
 
-def _transition(signature: str, when: str) -> Transition:
+def _transition(signature: str, when: str, relation: str = "") -> Transition:
     name, _, rest = signature.partition("(")
-    return Transition(name, tuple(a for a in rest.rstrip(")").split(", ") if a), when)
+    return Transition(name, tuple(a for a in rest.rstrip(")").split(", ") if a), when, relation)
 
 
 #: Every transition, in the order of an optimizer step.
 TRANSITIONS: tuple[Transition, ...] = (
     _transition("reserve(key, slot)", "Before a receive: claim a slot for a key's forward."),
     _transition("bind(key, destination)", "Before dI: bind the destinations of its gradients."),
-    _transition("check_refresh(stage, link)", "Before a stage's weights are quantized again."),
-    _transition("commit_refresh(stage, ticket)", "After: the cache has the weight epoch."),
-    _transition("abort_refresh(stage, ticket)", "After it failed: the domain is poisoned."),
+    _transition(
+        "check_refresh(stage, link)", "Before a stage's weights are quantized again.", "version"
+    ),
+    _transition(
+        "commit_refresh(stage, ticket)", "After: the cache has the weight epoch.", "version"
+    ),
+    _transition(
+        "abort_refresh(stage, ticket)", "After it failed: the domain is poisoned.", "version"
+    ),
     _transition("check_forward(key, slot, token, link, refresh)", "Before F: claim slot, domain."),
     _transition(
         "commit_forward(slot, ticket)",
@@ -71,7 +79,7 @@ TRANSITIONS: tuple[Transition, ...] = (
     _transition("read(key, ref, bit, link)", "Before a stream reads an output or input gradient."),
     _transition("finish_read(key, ref, bit)", "After: the reader is done; the last one releases."),
     _transition("drop(key, ref)", "Abort one tape; purge drops every tape of an epoch."),
-    _transition("invalidate(stage)", "The weight cache was lost; it is stale."),
+    _transition("invalidate(stage)", "The weight cache was lost; it is stale.", "version"),
     _transition("submit(link)", "The caller enqueued work that later replays must see."),
     _transition("join(link)", "The graph stream waits for all that the caller submitted."),
     _transition("wait(link)", "The caller waits for all that was replayed."),

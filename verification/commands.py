@@ -158,9 +158,10 @@ class Explore:
 
 
 def _refuse_absurd(slots: int, keys: int, generations: int, symmetry: bool) -> None:
-    """Refuse a pool that no machine would finish; counts below one are left to the explorer."""
-    if min(slots, keys, generations) < 1:
-        return
+    """Refuse a pool without slots, keys or generations, and one that no machine would finish."""
+    for option, count in (("slots", slots), ("keys", keys), ("generations", generations)):
+        if count < 1:
+            raise UnusableError(f"--{option} must be at least 1, not {count}")
     pool = f"a pool of {slots} slots, {keys} keys and {generations} generations"
     if keys > MOST_KEYS:
         raise UnusableError(f"{pool} has more than {MOST_KEYS} keys; ask for fewer")
@@ -184,12 +185,11 @@ class Prove:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
         parser.add_argument(
-            "--seeds", type=int, default=1, metavar="N", help="solver seeds to sweep (default 1)"
+            "--seeds", type=int, metavar="N", help="solver seeds to sweep (default 1)"
         )
         parser.add_argument(
             "--depth",
             type=int,
-            default=DEPTH,
             metavar="N",
             help=f"transitions in a row of the bounded proof beside the unbounded ones "
             f"(default {DEPTH})",
@@ -201,7 +201,9 @@ class Prove:
             help="also delete every guard, operand and update in turn",
         )
         parser.add_argument(
-            "--only", metavar="TEXT", help="only mutants of lines that contain this text"
+            "--only",
+            metavar="TEXT",
+            help="no proofs; only the mutants of lines that contain this text, as programs",
         )
         parser.add_argument(
             "--programs", type=Path, metavar="DIR", help="write each counterexample as a program"
@@ -210,8 +212,13 @@ class Prove:
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Prove and report."""
-        if not args.mutants:
-            refuse_unused(args, ("--only", "--programs"), "only --mutants uses that")
+        if args.only is not None:
+            mutants_alone = "--only runs mutants and proves nothing"
+            refuse_unused(args, ("--seeds", "--depth", "--cvc5", "--out"), mutants_alone)
+        elif not args.mutants:
+            refuse_unused(args, ("--programs",), "only mutants make programs; add --mutants")
+        args.seeds = 1 if args.seeds is None else args.seeds
+        args.depth = DEPTH if args.depth is None else args.depth
         if args.programs is not None and args.programs.exists() and not args.programs.is_dir():
             raise UnusableError(f"--programs takes a directory; {args.programs} is not one")
         if args.seeds < 1:
@@ -221,10 +228,15 @@ class Prove:
         if not 1 <= args.depth <= DEPTH:
             raise UnusableError(f"--depth must be at least 1 and at most {DEPTH}, not {args.depth}")
         prove = needs("verify", _prove)
-        if args.only is not None and not needs("verify", _mutants).sites_with(args.only):
-            raise UnusableError(
-                f"no mutated line contains {args.only!r}; --mutants --json lists them all"
-            )
+        if args.only is not None:
+            if not needs("verify", _mutants).sites_with(args.only):
+                raise UnusableError(
+                    f"no mutated line contains {args.only!r}; --mutants --json lists them all"
+                )
+            swept = _swept(args, progress)
+            text = swept.pop("lines")
+            survived = swept["mutant_report"]["survivors"]
+            return Outcome("refused" if survived else "accepted", swept, text)
         solvers = ("z3", "cvc5") if args.cvc5 else ("z3",)
         if args.cvc5:
             needs("cvc5", _cvc5)
@@ -339,7 +351,7 @@ def random_schedules(args: argparse.Namespace, progress: Progress) -> Outcome:
                 f"too few schedules: never exercised: {', '.join(missing[:_NAMED])}{more}; "
                 f"use --random {max(_ENOUGH, 2 * args.random)} or more",
                 f"{ran}: of what was exercised, {good}",
-                *(f"never exercised: {name}" for name in missing),
+                "--json lists everything that was never exercised",
             ],
         )
     else:

@@ -22,11 +22,9 @@ from qeffect.spec.promises import ASSUMED, STEPS
 
 from .induction import HISTORY, INVARIANTS
 from .induction.history import GHOSTS, advance
+from .judging import failing, members_of, seen, speaks_of
 
-__all__ = ["MANDATORY", "Arbitrary", "Setup", "World"]
-
-#: Relations that every composition has.
-MANDATORY = frozenset({"ownership", "epoch", "persistence", "tickets"})
+__all__ = ["Arbitrary", "Setup", "World"]
 
 
 @frozen
@@ -94,28 +92,6 @@ class _Total(dict[Any, Any]):
         return 0
 
 
-class _Column:
-    """A column of the memory as predicates read it; outside of it an unspecified value."""
-
-    __slots__ = ("entries",)
-
-    def __init__(self, entries: Any) -> None:
-        self.entries = entries
-
-    def __getitem__(self, index: Any) -> Any:
-        try:
-            return self.entries[index]
-        except (KeyError, IndexError, TypeError):
-            return 0
-
-
-class _Stages:
-    """What ``stage_of`` reads: a cell's first part."""
-
-    def __getitem__(self, cell: Any) -> int:
-        return int(cell[0]) if cell else 0
-
-
 @define
 class World:
     """
@@ -139,24 +115,8 @@ class World:
     def __attrs_post_init__(self) -> None:
         self.laid = self.setup.lay_out()
         self.st = self.laid.memory
-        st = self.st
-        self._members = {
-            "slot": range(len(st.consumers)),
-            "cell": [cell for config in self.setup.stages for cell in config.cells()],
-            "stage": [config.stage for config in self.setup.stages],
-            "domain": range(len(st.token)),
-            "link": range(len(st.submitted)),
-            "pool": range(len(st.cursor)),
-            "buffer": range(len(st.opened)),
-            "bucket": range(len(st.stage_at)),
-            "one": (0,),
-        }
-        self._members["place"] = range(max(len(self._members[n]) for n in ("slot", "cell")))
-        self._seen = SimpleNamespace(
-            **{name: _Column(getattr(st, name)) for name in st._names},
-            stage_of=_Stages(),
-            fill=Memory.fill,
-        )
+        self._members = members_of(self.st, self.setup.stages)
+        self._seen = seen(self.st)
         self.h = SimpleNamespace(**{name: self._ghost(name) for name in GHOSTS})
         self._number()
         self._follow()
@@ -218,16 +178,10 @@ class World:
 
     # Judging
 
-    def speaks_of(self, predicate: Predicate) -> bool:
-        """Whether every relation that a predicate needs takes part."""
-        return predicate.needs <= self.relations | MANDATORY and (
-            predicate.without not in self.relations
-        )
-
     def broken_invariants(self) -> Iterator[tuple[str, str]]:
         """Yield the invariants that do not hold, as (class, name)."""
-        yield from self._broken("state", INVARIANTS, (self._seen,))
-        yield from self._broken("history", HISTORY, (self._seen, self.h))
+        yield from self._broken("state", INVARIANTS, self._seen)
+        yield from self._broken("history", HISTORY, self._seen, self.h)
 
     def broken_steps(
         self, transition: str, arguments: tuple[Any, ...]
@@ -235,24 +189,17 @@ class World:
         """Yield the step properties that do not hold if the transition is accepted now."""
         given = SimpleNamespace(**dict(zip(TRANSITIONS[transition], arguments, strict=True)))
         steps = (p for p in STEPS if transition in p.transitions)
-        yield from self._broken("step", steps, (self._seen, self.h, given))
+        yield from self._broken("step", steps, self._seen, self.h, given)
 
     def trusted(self, transition: str, arguments: tuple[Any, ...]) -> bool:
         """Whether the arguments are what the caller is trusted to give."""
         given = SimpleNamespace(**dict(zip(TRANSITIONS[transition], arguments, strict=True)))
         assumed = (p for p in ASSUMED if transition in p.transitions)
-        return not list(self._broken("assumed", assumed, (self._seen, self.h, given)))
+        return not list(self._broken("assumed", assumed, self._seen, self.h, given))
 
     def _broken(
-        self, kind: str, predicates: Iterable[Predicate], subjects: tuple[Any, ...]
+        self, kind: str, predicates: Iterable[Predicate], *subjects: Any
     ) -> Iterator[tuple[str, str]]:
-        for predicate in predicates:
-            if not self.speaks_of(predicate):
-                continue
-            names = list(predicate.variables)
-            spaces = [self._members[sort] for sort in predicate.variables.values()]
-            for values in product(*spaces):
-                given = dict(zip(names, values, strict=True))
-                if not predicate.function(*subjects, **given):
-                    yield kind, predicate.name
-                    break
+        claimed = (p for p in predicates if speaks_of(p, self.relations))
+        for name, _ in failing(claimed, self._members, *subjects):
+            yield kind, name

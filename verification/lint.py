@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from attrs import define, field, frozen
 
-from qeffect.engine.compose import half_name
+from qeffect.engine.compose import LEFT_OUT, half_name
 from qeffect.engine.stage import RELATIONS, STATE, TRANSITIONS
 from qeffect.relations.columns import CONFIG
 from qeffect.spec.clauses import CLAUSES
@@ -165,7 +165,7 @@ class _Checker:
                 or (half.before and (half.part != "guards" or half.before not in RELATIONS))
             ):
                 self.report("half", function)
-        elif not self.is_called(function.name):
+        elif function.name != LEFT_OUT and not self.is_called(function.name):
             self.report("half", function)
         if args.defaults or args.kwonlyargs or args.vararg or args.kwarg or function.decorator_list:
             self.report("plain", function)

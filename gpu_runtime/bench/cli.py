@@ -31,6 +31,7 @@ from qeffect.gpu_runtime.bench.columns import (
     specs_named,
 )
 from qeffect.gpu_runtime.bench.rounds import CellRun
+from qeffect.gpu_runtime.measure.device import require_device
 from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.measure.tables import bench_lines, sweep_lines
 from qeffect.report import UnusableError
@@ -81,7 +82,7 @@ def run_bench(args: argparse.Namespace, progress: Progress) -> Outcome:
     settings = settings_of(args)
     work = _sweep(args) if args.table == "sweep" else _step(args)
     if settings.device == "cuda":
-        require_device()
+        require_device("--device cpu shows that the tables run")
     report = Report(
         "sweep" if args.table == "sweep" else "bench",
         args.out,
@@ -159,29 +160,6 @@ def _sweep(args: argparse.Namespace) -> list[tuple[BenchCell, Sequence[ColumnSpe
     if min(counts) < 1:
         raise UnusableError(f"--microbatches must be at least 1, not {min(counts)}")
     return [(sweep_cell(base, m, rank=args.rank), specs) for m in counts]
-
-
-def require_device() -> None:
-    """
-    Look for a CUDA device without making a context in this process.
-
-    Raises:
-        UnusableError: There is none, or Transformer Engine is missing.
-    """
-    import importlib.util
-
-    import torch
-
-    if not torch.cuda.device_count():
-        raise UnusableError(
-            "there is no CUDA device, which the tables need; --device cpu shows that they run, and "
-            "qeffect runtime doctor says what is missing"
-        )
-    if importlib.util.find_spec("transformer_engine") is None:
-        raise UnusableError(
-            "the tables compare with Transformer Engine, which is not installed: "
-            "pip install 'qeffect[gpu]'"
-        )
 
 
 def _timed(progress: Progress) -> Callable[[str], None]:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -22,6 +21,7 @@ from qeffect.gpu_runtime.evidence.cases import DEFAULT_SETS, SETS, Case, on_devi
 from qeffect.gpu_runtime.evidence.comparison import CATEGORIES, REQUIRED, Recording, compare
 from qeffect.gpu_runtime.evidence.faults import INJECTED
 from qeffect.gpu_runtime.evidence.sides import GUARDED, SIDES, record
+from qeffect.gpu_runtime.measure.device import require_device
 from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.measure.tables import table
 from qeffect.report import UnusableError
@@ -30,7 +30,6 @@ __all__ = [
     "DETERMINISTIC",
     "add_compare_arguments",
     "compare_cases",
-    "require_device",
     "run_compare",
 ]
 
@@ -87,19 +86,6 @@ def run_compare(args: argparse.Namespace, progress: Progress) -> Outcome:
     differ = finished["derived"]["mismatched"] or report.raw["failures"]
     data = {"derived": finished["derived"], "failures": report.raw["failures"]}
     return Outcome("refused" if differ else "accepted", data, _lines(finished))
-
-
-def require_device(otherwise: str) -> None:
-    """
-    Look whether the library can run here at all, without loading it into this process.
-
-    Raises:
-        UnusableError: There is no CUDA device, or no Transformer Engine.
-    """
-    if not torch.cuda.device_count():
-        raise UnusableError(f"needs a GPU, no CUDA device is here; {otherwise}")
-    if importlib.util.find_spec("transformer_engine") is None:
-        raise UnusableError("Transformer Engine is not installed: pip install 'qeffect[gpu]'")
 
 
 def _sides(args: argparse.Namespace) -> list[str]:

@@ -18,9 +18,10 @@ import attrs
 
 from qeffect.cli.command import Outcome, Progress
 from qeffect.gpu_runtime.evidence.cases import Case, small
-from qeffect.gpu_runtime.evidence.command import DETERMINISTIC, require_device
+from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
 from qeffect.gpu_runtime.evidence.comparison import Recording, compare
 from qeffect.gpu_runtime.evidence.trials import DISCIPLINES, NATIVE, ORDERS, WATCHED, trial
+from qeffect.gpu_runtime.measure.device import require_device
 from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.measure.tables import table
 from qeffect.report import UnusableError

@@ -28,8 +28,8 @@ import torch
 
 from qeffect.cli.command import Outcome, Progress
 from qeffect.gpu_runtime.evidence.cases import Case
-from qeffect.gpu_runtime.evidence.command import require_device
 from qeffect.gpu_runtime.evidence.sides import fresh_stages, record
+from qeffect.gpu_runtime.measure.device import require_device
 from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from qeffect.cli.command import Outcome, Progress
+from qeffect.gpu_runtime.measure.device import require_device
 from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.measure.tables import stream_lines
 from qeffect.gpu_runtime.memory.state import same_bits
@@ -209,8 +210,7 @@ def run_streams(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
     if min(args.processes, args.checks, args.width, args.depth) < 1:
         raise UnusableError("--processes, --checks, --width and --depth must be at least 1")
-    if not torch.cuda.device_count():
-        raise UnusableError("there is no CUDA device; stale reads need streams to happen on")
+    require_device("stale reads happen between a device's streams alone", library=False)
     processes, checks = (1, 20) if args.quick else (args.processes, args.checks)
     configuration = {"quick": args.quick, "width": args.width, "depth": args.depth}
     report = Report("streams", args.out, environment(args.commit), configuration, {"runs": []})

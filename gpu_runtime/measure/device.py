@@ -1,30 +1,44 @@
 """
-The device as it is found: its name, clocks and memory by nvidia-smi, which is only ever asked.
+The device as it is found: whether there is one, and its name, clocks and memory by nvidia-smi,
+which is only ever asked.
 """
 
 from __future__ import annotations
 
-import os
+import importlib.util
 import subprocess
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 from qeffect.gpu_runtime.backends.devices import visible_id
+from qeffect.report import UnusableError
 
 STATE = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu", "pstate")
 FIRST_READING_S = 4.0
 IDENTITY = ("name", "driver_version", "memory.total")
 
 
-def chosen() -> str:
+def require_device(instead: str, *, library: bool = True) -> None:
     """
-    The option that names this process's first device to nvidia-smi, which sees all of a host.
+    Look whether a measurement can run here, without making a device context in this process.
 
-    A benchmark that runs beside others, each on a device of its own, must watch its own.
+    Args:
+        instead: What can be done without a device, for the message.
+        library: Whether Transformer Engine is needed too.
+
+    Raises:
+        UnusableError: There is no CUDA device, or no Transformer Engine.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
-    return f"--id={visible or 0}"
+    import torch
+
+    if not torch.cuda.device_count():
+        raise UnusableError(
+            f"this needs a GPU, and no CUDA device is here; {instead}; `qeffect runtime doctor` "
+            "says what is missing"
+        )
+    if library and importlib.util.find_spec("transformer_engine") is None:
+        raise UnusableError("Transformer Engine is not installed: pip install 'qeffect[gpu]'")
 
 
 def query(fields: Sequence[str]) -> dict[str, Any] | None:

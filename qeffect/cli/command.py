@@ -147,7 +147,9 @@ def refuse_unused(args: argparse.Namespace, options: Iterable[str], why: str) ->
     if given:
         typed = (o if value is True else f"{o} {brief(str(value))}" for o, value in given.items())
         raise UnusableError(
-            f"{' and '.join(typed)} given, but {why}; leave out {' and '.join(given)}"
+            f"{' and '.join(typed)} given, but {why} (or leave out {' and '.join(given)})"
+            if "; add " in why
+            else f"{' and '.join(typed)} given, but {why}; leave out {' and '.join(given)}"
         )
 
 

@@ -25,13 +25,14 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, Final
 
 from attrs import frozen
 
 from qeffect.spec.transitions import TRANSITIONS as DESCRIBED
 
 __all__ = [
+    "LEFT_OUT",
     "CompositionError",
     "Half",
     "Joined",
@@ -40,10 +41,14 @@ __all__ = [
     "half_source",
     "halves",
     "join",
+    "refuse",
     "source",
 ]
 
 _WIDTH = 100
+
+#: The function of a relation that refuses its own transitions where it is left out.
+LEFT_OUT: Final = "left_out"
 
 
 class CompositionError(Exception):
@@ -149,7 +154,28 @@ def compose(
     Raises:
         CompositionError: The halves cannot be joined without changing their meaning.
     """
-    joined = join(transition, parameters, relations, replaced=replaced)
+    return _built(transition, join(transition, parameters, relations, replaced=replaced))
+
+
+def refuse(
+    transition: str, parameters: tuple[str, ...], relation: ModuleType
+) -> Callable[..., Any]:
+    """
+    Return a transition that is refused whatever its arguments: its relation was left out.
+
+    Args:
+        transition: Name of the transition.
+        parameters: Its parameters after the state.
+        relation: The relation's module, whose ``left_out`` refuses.
+    """
+    joiner = _Joiner(transition, parameters, {})
+    refusal = half_source(getattr(relation, LEFT_OUT))
+    joiner.guards[f"{_short(relation)}.{LEFT_OUT}"] = refusal.body[-1:]
+    joiner.carry(relation, refusal)
+    return _built(transition, joiner.join())
+
+
+def _built(transition: str, joined: Joined) -> Callable[..., Any]:
     filename = f"<composed {transition} {hash(joined.text) & 0xFFFFFFFF:08x}>"
     lines = joined.text.splitlines(True)
     linecache.cache[filename] = (len(joined.text), None, lines, filename)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
 from attrs import field, frozen
@@ -27,7 +27,7 @@ from ..relations import (
     version,
 )
 from ..relations.columns import CONFIG, Column
-from .compose import compose, halves
+from .compose import compose, halves, refuse
 
 __all__ = ["OPTIONAL", "RELATIONS", "STATE", "TRANSITIONS", "Transitions", "transitions"]
 
@@ -51,6 +51,11 @@ OPTIONAL: Final = frozenset({"version", "order", "arena", "capture", "completion
 #: Every transition and its parameters after the state, from the specification's table.
 TRANSITIONS: Final[Mapping[str, tuple[str, ...]]] = {
     transition.name: transition.arguments for transition in WRITTEN
+}
+
+#: The relation without which a transition is refused, whatever its arguments.
+_NEEDS: Final[Mapping[str, str]] = {
+    transition.name: transition.relation for transition in WRITTEN if transition.relation
 }
 
 #: Every column that some transition writes, with the relation that owns it.
@@ -117,25 +122,30 @@ def _composed(left_out: frozenset[str]) -> Transitions:
     # Not imported with this module: what writes the page must run where the page is broken.
     from . import composed
 
-    modules = {name: m for name, m in RELATIONS.items() if name not in left_out}
+    whole = {name: getattr(composed, name) for name in TRANSITIONS}
     absent = [RELATIONS[name] for name in left_out]
-    return Transitions(
-        tuple(modules),
-        {
-            name: compose(name, parameters, modules.values())
-            if any(halves(module, name) for module in absent)
-            else getattr(composed, name)
-            for name, parameters in TRANSITIONS.items()
-        },
-    )
+    untouched = {
+        name: function
+        for name, function in whole.items()
+        if not any(halves(module, name) for module in absent)
+    }
+    return _compose(left_out, {}, untouched)
 
 
-def _compose(left_out: frozenset[str], replaced: Mapping[str, ast.FunctionDef]) -> Transitions:
+def _compose(
+    left_out: frozenset[str],
+    replaced: Mapping[str, ast.FunctionDef],
+    made: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+) -> Transitions:
     modules = {name: m for name, m in RELATIONS.items() if name not in left_out}
     return Transitions(
         tuple(modules),
         {
-            name: compose(name, parameters, modules.values(), replaced=replaced)
+            name: made[name]
+            if name in made
+            else refuse(name, parameters, RELATIONS[_NEEDS[name]])
+            if _NEEDS.get(name) in left_out
+            else compose(name, parameters, modules.values(), replaced=replaced)
             for name, parameters in TRANSITIONS.items()
         },
     )

@@ -82,7 +82,7 @@ class Epochs:
     def check_commit(self, epoch: int | None) -> None:
         """Run every guard of a commit, over a copy of the memory that is then dropped."""
         runner = self._runner
-        given = (self.current if epoch is None else epoch,)
+        given = (self._named(epoch),)
         try:
             runner.transitions.commit_epoch(runner.memory.copy(), *given)
         except FAILURES as error:
@@ -90,8 +90,13 @@ class Epochs:
 
     def commit(self, epoch: int | None) -> int:
         """Advance every stage to the next weight epoch and return it."""
-        if epoch is not None:
-            self._runner.arguments.integer("commit_epoch", "epoch", epoch)
-        current = self.current if epoch is None else epoch
+        current = self._named(epoch)
         self._runner.run("commit_epoch", current)
         return current + 1
+
+    def _named(self, epoch: int | None) -> int:
+        """Return the epoch that is meant: the one that was named, or the current one."""
+        if epoch is None:
+            return self.current
+        self._runner.arguments.integer("commit_epoch", "epoch", epoch)
+        return epoch

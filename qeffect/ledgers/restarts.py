@@ -66,6 +66,7 @@ class Restarts:
                 f"incarnation {fresh:016x}, which this contract had before",
                 "a fresh random one",
             )
-        self._runner.run("restore", checkpoint.epoch, fresh)
+        self._runner.apply("restore", checkpoint.epoch, fresh)
         self._begun.add(leaving)
         self._pool.reset()
+        self._runner.tell("restore", (checkpoint.epoch, fresh), None)

@@ -49,13 +49,29 @@ class Runner:
             Refused: A guard refused; what was found and expected is filled in.
             TypeError, ValueError: An argument was never configured.
         """
+        result = self.apply(transition, *arguments)
+        self.tell(transition, arguments, result)
+        return result
+
+    def apply(self, transition: str, *arguments: Any) -> Any:
+        """
+        Run a transition of which the observer is yet to be told, and return what it returned.
+
+        Whoever keeps books beside the memory brings them up to date before `tell`: the observer
+        may raise, and the transition has happened.
+
+        Raises:
+            Refused, TypeError, ValueError: As `run`.
+        """
         try:
-            result = self.transitions.functions[transition](self.memory, *arguments)
+            return self.transitions.functions[transition](self.memory, *arguments)
         except FAILURES as error:
             raise self.failure(error, transition, arguments) from None
+
+    def tell(self, transition: str, arguments: tuple[Any, ...], result: Any) -> None:
+        """Tell the observer of an accepted transition; what it raises is the caller's."""
         if self.observer is not None:
             self.observer(transition, arguments, result)
-        return result
 
     def failure(self, error: Exception, transition: str, arguments: tuple[Any, ...]) -> Exception:
         """

@@ -84,10 +84,13 @@ class Streams:
             ) from None
         for link in own:
             self._submit(self._memory, link)
-            if self._runner.observer is not None:
+        if self._runner.observer is not None:
+            for link in own:
                 self._runner.observer("submit", (link,), None)
 
     def drain(self) -> None:
         """Tell that the device work of every domain has been seen to finish."""
         for domain in self._domains.values():
-            self._runner.run("drain", domain)
+            self._runner.apply("drain", domain)
+        for domain in self._domains.values():
+            self._runner.tell("drain", (domain,), None)

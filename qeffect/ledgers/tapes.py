@@ -8,7 +8,8 @@ from ..destinations import Destination
 from ..explain import explain
 from ..keys import TapeKey, TapeRef, reference
 from ..refusals import Refused
-from ..relations.constants import GRAD_BIT, OUT_BIT
+from ..relations.constants import DGRAD_BIT, GRAD_BIT, OUT_BIT, RESERVED
+from ..tickets import Ticket
 from .pool import Pool
 from .runner import FAILURES, Runner
 
@@ -59,6 +60,23 @@ class Tapes:
             if mask
         }
 
+    def outstanding(self) -> tuple[Ticket, ...]:
+        """Every ticket that is out, oldest first, made again from what it holds."""
+        st = self._memory
+        refreshing = st.refreshing
+        stages = refreshing.items() if isinstance(refreshing, dict) else enumerate(refreshing)
+        found = [Ticket("refresh", None, s, n, st.incarnation[0]) for s, n in stages if n]
+        found += [self._ticket(slot) for slot, serial in enumerate(st.held) if serial]
+        return tuple(sorted(found, key=lambda ticket: ticket.serial))
+
+    def _ticket(self, slot: int) -> Ticket:
+        st = self._memory
+        mask, key = st.consumers[slot], TapeKey(st.epoch_at[slot], *st.cell_at[slot])
+        forward = mask == RESERVED
+        action = "F" if forward else "dI" if mask & DGRAD_BIT else "dW"
+        ref = None if forward else self._reference(slot)
+        return Ticket(action, key, slot, st.held[slot], st.incarnation[0], ref)
+
     def reserve(self, key: TapeKey, slot: int | None) -> TapeRef:
         """Claim a slot for a key before its forward."""
         arguments = self._runner.arguments
@@ -67,8 +85,9 @@ class Tapes:
             slot = self._pool.next_slot(key)
         else:
             arguments.slot("reserve", key, slot)
-        self._runner.run("reserve", key, slot)
+        self._runner.apply("reserve", key, slot)
         self._pool.reserve(key, slot)
+        self._runner.tell("reserve", (key, slot), None)
         return self._reference(slot)
 
     def bind(self, key: TapeKey, destination: tuple[Destination, ...] | None) -> None:
@@ -115,15 +134,19 @@ class Tapes:
             self._finish_read(self._memory, key, ref, bit)
         except FAILURES as error:
             raise self._runner.failure(error, "finish_read", (key, ref, bit)) from None
-        if self._runner.observer is not None:
-            self._runner.observer("finish_read", (key, ref, bit), None)
         if self._consumers[ref.slot] == 0:
             self._pool.reclaim(ref.slot)
+        if self._runner.observer is not None:
+            self._runner.observer("finish_read", (key, ref, bit), None)
 
     def drop(self, key: TapeKey, ref: TapeRef) -> None:
         """Abort one tape that has no action in flight."""
         self._runner.arguments.tape("drop", key, ref)
-        self._runner.run("drop", key, ref)
+        self._drop(key, ref)
+        self._runner.tell("drop", (key, ref), None)
+
+    def _drop(self, key: TapeKey, ref: TapeRef) -> None:
+        self._runner.apply("drop", key, ref)
         self._pool.reserved.pop(key.cell, None)
         self._pool.reclaim(ref.slot)
 
@@ -138,7 +161,9 @@ class Tapes:
             except Refused as refused:
                 raise explain(refused, "drop", rehearsal, (key, ref)) from None
         for key, ref in tapes:
-            self.drop(key, ref)
+            self._drop(key, ref)
+        for key, ref in tapes:
+            self._runner.tell("drop", (key, ref), None)
         return len(tapes)
 
     def _reference(self, slot: int) -> TapeRef:

@@ -40,7 +40,8 @@ class Recorder:
     Writes a contract's event log while it is attached.
 
     A line is written after its transition was accepted. An error in writing it, a full disk for
-    example, reaches the caller of that transition, which has then happened.
+    example, reaches the caller of that transition, which has then happened: the ticket of a check
+    is among ``Contract.outstanding()``, and the log is not whole.
 
     Args:
         contract: The contract to observe, before its first transition.

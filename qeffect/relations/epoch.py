@@ -68,6 +68,8 @@ def fail_reduction_writes(st: State, bucket):
 
 
 def commit_epoch_guards(st: State, epoch):
+    if not st.every(st.weight_epoch, epoch):
+        raise Refused("epoch.wrong-epoch")
     if not st.every(st.final, epoch):
         raise Refused("epoch.not-final")
 

@@ -20,6 +20,11 @@ STATE = {
 }
 
 
+def left_out(st: State):
+    """Where the relation is left out there is no cache, and its own transitions are refused."""
+    raise Refused("version.left-out")
+
+
 def reserve_guards(st: State, key, slot):
     s = key.stage
     e = key.epoch
@@ -143,8 +148,6 @@ def invalidate_writes(st: State, stage):
 
 
 def commit_epoch_guards(st: State, epoch):
-    if not st.every(st.weight_epoch, epoch):
-        raise Refused("version.wrong-epoch")
     if not st.every(st.refreshing, 0):
         raise Refused("version.in-flight")
 

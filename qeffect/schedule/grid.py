@@ -19,6 +19,12 @@ _ROLE_MARKS = {
     "waits": "!",
 }
 
+_LEGEND = {
+    ">": "the refused entry stands in >..<",
+    "+": "what should have stood there, stood there first, or is needed",
+    "!": "what was taken instead, or waits as well",
+}
+
 
 def grid(schedule: Schedule, finding: Finding | None = None, *, context: int | None = 12) -> str:
     """
@@ -31,6 +37,9 @@ def grid(schedule: Schedule, finding: Finding | None = None, *, context: int | N
         schedule: The schedule.
         finding: What to mark.
         context: Steps to show before and after the refused one; `None` shows all.
+
+    Returns:
+        The rows, and below them what each mark that occurs means.
     """
     marks = _marks(finding)
     digits = len(str(max(schedule.num_steps - 1, 0)))
@@ -53,6 +62,9 @@ def grid(schedule: Schedule, finding: Finding | None = None, *, context: int | N
             lines.append((label + _join(list(entries), widths)).rstrip() + tail)
     if last < schedule.num_steps - 1:
         lines.append(f"... {schedule.num_steps - 1 - last} steps")
+    shown = "".join("".join(column[first : last + 1]) for column in columns)
+    lines += [""] * any(mark in shown for mark in _LEGEND)
+    lines += [f"  {mark}  {meaning}" for mark, meaning in _LEGEND.items() if mark in shown]
     return "\n".join(lines) + "\n"
 
 

@@ -53,8 +53,13 @@ SCHEDULE_CLAUSES: Final[Mapping[str, Clause]] = MappingProxyType(
     {clause.id: clause for clause in SCHEDULE.clauses}
 )
 
-#: Clauses that the programming interface raises before a transition runs: what they are about is
-#: not in the state that guards read.
+#: Clauses that the programming interface or the composition raises before a guard runs: what they
+#: are about is not in the state that guards read.
 INTERFACE: Final = frozenset(
-    {"ownership.unknown-key", "ownership.unknown-slot", "persistence.configuration"}
+    {
+        "ownership.unknown-key",
+        "ownership.unknown-slot",
+        "persistence.configuration",
+        "version.left-out",
+    }
 )

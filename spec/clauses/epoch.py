@@ -72,5 +72,18 @@ longer be finalized, and only a restore begins it again.""",
             cause="A chunk of this rank was not finalized, or its reduction failed afterwards.",
             remedy="Finalize every stage; after a failure restore the last commit.",
         ),
+        Clause(
+            id="epoch.wrong-epoch",
+            number="8.5",
+            title="A commit names the epoch that it ends",
+            invariant="A commit names the weight epoch of every stage, whatever is left out.",
+            transitions=("commit_epoch",),
+            argument="epoch",
+            unchanged="The weight epoch of every stage.",
+            section="III-C",
+            cause="The step counter runs apart from the contract's epoch: a step was committed "
+            "twice, or one was skipped.",
+            remedy="Commit `contract.epoch`, once, where the optimizer updates the parameters.",
+        ),
     ),
 )

@@ -30,15 +30,8 @@ all its modules. A forward that finds the cache stale and does not refresh it is
             number="2.1",
             title="A key's epoch is the weight epoch",
             invariant="F, dI, dW, a bind and a reservation carry a key of the stage's weight "
-            "epoch, and a commit names the weight epoch of every stage.",
-            transitions=(
-                "reserve",
-                "bind",
-                "check_forward",
-                "check_dgrad",
-                "check_wgrad",
-                "commit_epoch",
-            ),
+            "epoch.",
+            transitions=("reserve", "bind", "check_forward", "check_dgrad", "check_wgrad"),
             argument="key.epoch",
             unchanged="The weight epochs, the slots and the bindings.",
             section="III-C",
@@ -133,6 +126,20 @@ all its modules. A forward that finds the cache stale and does not refresh it is
             section="design",
             cause="The ticket was already redeemed, or belongs to another stage.",
             remedy="Redeem each ticket exactly once, or use the context manager.",
+        ),
+        Clause(
+            id="version.left-out",
+            number="2.8",
+            title="Without the relation there is no cache",
+            invariant="Where a stage leaves version out, no cache is refreshed or invalidated, and "
+            "no ticket of a refresh is redeemed.",
+            transitions=("check_refresh", "commit_refresh", "abort_refresh", "invalidate"),
+            argument="stage",
+            unchanged="Everything; a domain with an action in flight stays busy with it.",
+            section="design",
+            cause="A backend that declared to quantize no weights refreshes them, or a ticket of a "
+            "refresh was forged.",
+            remedy="Leave version in where weights are quantized once in an epoch.",
         ),
     ),
 )

@@ -3,7 +3,7 @@ What is not proved but taken as given: of a configuration, and of the caller's a
 
 A configuration is checked when a contract is built from it. The caller counts epochs from zero and
 draws a fresh incarnation for a restore. Where the relation that would check it is left out, the
-caller is also trusted with naming the current weights.
+keys that the caller presents are also trusted to name the current weights.
 """
 
 from __future__ import annotations
@@ -87,12 +87,6 @@ def epochs_from_zero(st: State, h: History, a: Args) -> Truth:
 def keys_of_now(st: State, h: History, a: Args) -> Truth:
     """Where version is left out, the caller's keys are of the current weights."""
     return a.key.epoch == h.weights[0]
-
-
-@ASSUMED("epoch.commits-of-now", "commit_epoch", without="version")
-def commits_of_now(st: State, h: History, a: Args) -> Truth:
-    """Where version is left out, the caller commits the current epoch."""
-    return a.epoch == h.weights[0]
 
 
 @ASSUMED("persistence.epochs-from-zero", "restore")

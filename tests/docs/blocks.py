@@ -60,6 +60,49 @@ def faults() -> str:
     )
 
 
+def failures() -> str:
+    """What becomes of the public failures, from a run now."""
+    from qeffect.verification.failures.catalogue import FAILURES
+    from qeffect.verification.failures.command import counts
+    from qeffect.verification.failures.model import KINDS, run
+
+    pairs = [(failure, run(failure)) for failure in FAILURES]
+    counted = counts(pairs)
+    relations = dict.fromkeys(failure.relation for failure in FAILURES)
+    verdicts = ("refused", "not caught", "unexplained")
+    table = [
+        (
+            relation,
+            *(
+                sum(f.relation == relation and o.verdict == verdict for f, o in pairs)
+                for verdict in verdicts
+            ),
+        )
+        for relation in relations
+    ]
+    totals = tuple(sum(o.verdict == verdict for _, o in pairs) for verdict in verdicts)
+    missed: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for failure, outcome in pairs:
+        if outcome.verdict != "refused":
+            missed[failure.kind].append(failure.references[0])
+    return (
+        f"Of {counted['failures']} failures that users of Transformer Engine, Megatron-LM, torch, "
+        f"DeepSpeed and others reported in public, {counted['refused']} are refused, "
+        f"{counted['given_a_report']} of them where the runtime makes a report that not every one "
+        f"does; {counted['not_caught']} are not caught, and the cause of {counted['unexplained']} "
+        f"was never published.\n\n"
+        + markdown(
+            ("relation", "refused", "not caught", "never explained"),
+            [*table, ("all", *totals)],
+        )
+        + "\n\nWhat the contract does not see:\n\n"
+        + markdown(
+            ("because", "failures"),
+            [(KINDS[kind], ", ".join(names)) for kind, names in missed.items() if names],
+        )
+    )
+
+
 def proofs() -> str:
     """The proofs and the mutants, from their report."""
     data = load(KERNEL_REPORTS / "proofs.json")
@@ -125,7 +168,12 @@ def bench() -> str:
     )
 
 
-BLOCKS: Mapping[str, Callable[[], str]] = {"faults": faults, "proofs": proofs, "bench": bench}
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    "faults": faults,
+    "failures": failures,
+    "proofs": proofs,
+    "bench": bench,
+}
 
 
 def rendered(text: str) -> str:

@@ -4,7 +4,7 @@ The README's block about the runtime, from the reports under ``gpu_runtime/repor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from qeffect.report import package
@@ -120,6 +120,13 @@ def _correctness() -> list[str]:
     return lines
 
 
+def _typed(argv: Sequence[str]) -> list[str]:
+    """Arguments of a command, but for the commit, which stands in a column of its own."""
+    return [
+        a for before, a in zip(("", *argv), argv, strict=False) if "--commit" not in (before, a)
+    ]
+
+
 def _probed(derived: Mapping[str, Any]) -> str:
     """What the library does where this runtime takes a different way."""
     said = "; ".join(f"{probe['what']}: {probe['found']}" for probe in derived["probes"])
@@ -163,7 +170,8 @@ def _speed() -> list[str]:
         "TE's graphs are the fastest column of each. A floor is the least kernel time of the "
         "library's columns that form the same sum, a whole-step graph is of the same sum too; both "
         "are named, and `copied` and `per_microbatch`, which no library column sums like, have "
-        "neither.",
+        'neither. "Even at step" is the step at which a column has caught up with native, its '
+        "construction, warm-up and capture included; - where it never does.",
         markdown(header, rows),
     ]
 
@@ -273,12 +281,12 @@ def _made() -> list[str]:
             rows.append(
                 (
                     f"[{path.name}](gpu_runtime/reports/{path.name})",
-                    f"`{' '.join(a for a in e['argv'] if not a.startswith('--commit'))}`",
+                    f"`{' '.join(_typed(e['argv']))}`",
                     f"`{e['commit'][:12]}`",
                     e["date"],
                 )
             )
-    header = ("report", "made by `python -m qeffect.gpu_runtime`", "commit", "at")
+    header = ("report", "made by `qeffect runtime`", "commit", "at")
     return ["The reports behind this section:", markdown(header, rows)]
 
 

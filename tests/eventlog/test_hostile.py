@@ -379,3 +379,38 @@ class TestIncarnations:
         saved = of.checkpoint()
         with pytest.raises(Refused, match="same-incarnation"):
             of.restore(saved, incarnation=of.incarnation)
+
+
+class TestWithoutVersion:
+    """A log of a contract that leaves version out, spliced by hand: what its API refuses, replay
+    refuses by the same clause."""
+
+    def splice(self, after: str, body: str) -> tuple[str | None, str | None]:
+        """Insert an event after the first of a transition; return what replay refuses it by."""
+        whole = bodies("without-version-order-arena")
+        (at,) = [n for n, line in enumerate(whole) if f'"{after}"' in line][:1]
+        spliced = [*whole[: at + 1], f'{{"seq":{at + 1},{body}']
+        report = replay_lines(reseal(spliced))
+        return report.clause, report.action
+
+    @pytest.mark.parametrize(
+        "event",
+        [
+            '"transition":"check_refresh","stage":0,"link":0,"result":2',
+            '"transition":"commit_refresh","stage":0,"ticket":0',
+            '"transition":"commit_refresh","stage":0,"ticket":1',
+            '"transition":"abort_refresh","stage":0,"ticket":1',
+            '"transition":"invalidate","stage":0',
+        ],
+    )
+    def test_a_refresh_is_refused(self, event: str) -> None:
+        """Also while an F is in flight, with that F's own ticket or with none."""
+        transition = event.split('"')[3]
+
+        assert ("version.left-out", transition) == self.splice("check_forward", event)
+
+    def test_an_epoch_commits_once(self) -> None:
+        """The same commit again ends no epoch."""
+        event = '"transition":"commit_epoch","epoch":0'
+
+        assert ("epoch.wrong-epoch", "commit_epoch") == self.splice("commit_epoch", event)

@@ -216,7 +216,7 @@ class TestFaultTable:
         """A refusal of the work before the injection does not count as the injection's."""
 
         def broken(self: faults._Injection) -> None:
-            self.forward(0)
+            self.forward(0, 0)
 
         monkeypatch.setattr(_INJECTIONS["stale-cache"], "prepare", broken)
         result = row("stale-cache")

@@ -75,7 +75,9 @@ class TestBind:
         ref = rig.forward(0)
         rig.contract.wait()
 
-        with refused(rig, "arena.unbound", "e0.s0.m0.b0.i0 with no", "bound before dI"):
+        with refused(
+            rig, "arena.unbound", "microbatch 0 of stage 0 in epoch 0 with no", "bound before dI"
+        ):
             rig.contract.check_dgrad(rig.key(0), ref)
 
     def test_destinations_are_bound_once_in_an_epoch(self) -> None:
@@ -83,7 +85,7 @@ class TestBind:
         rig = Rig(accumulating())
         rig.contract.bind(rig.key(0))
 
-        with refused(rig, "arena.duplicate-bind", "e0.s0.m0", "one bind"):
+        with refused(rig, "arena.duplicate-bind", "microbatch 0 of stage 0 in epoch 0", "one bind"):
             rig.contract.bind(rig.key(0))
 
     def test_bound_again_in_the_next_epoch(self) -> None:
@@ -176,7 +178,9 @@ class TestWrites:
         ref = rig.forward(1)
         rig.dgrad(ref, 1)
 
-        with refused(rig, "arena.overwrite", "e0.s0.m1", "accumulating write"):
+        with refused(
+            rig, "arena.overwrite", "microbatch 1 of stage 0 in epoch 0", "accumulating write"
+        ):
             rig.check_wgrad(ref, 1, first=True)
         assert rig.check_wgrad(ref, 1, first=False).slot == ref.slot
 
@@ -199,7 +203,7 @@ class TestWrites:
             rig.dgrad(refs[microbatch], microbatch)
         rig.check_wgrad(refs[0], 0)
 
-        with refused(rig, "arena.in-flight", "e0.s0.m1", "ticket 5 is"):
+        with refused(rig, "arena.in-flight", "microbatch 1 of stage 0 in epoch 0", "ticket 5 is"):
             rig.check_wgrad(refs[1], 1)
 
     def test_own_buffers_are_apart(self) -> None:

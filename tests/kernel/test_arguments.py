@@ -148,7 +148,7 @@ class TestKeys:
         rig = Rig()
         ref = rig.forward(0)
         for call in (rig.contract.check_forward, rig.contract.reserve):
-            with refused(rig, "ownership.unknown-key", "e0.s0.m9"):
+            with refused(rig, "ownership.unknown-key", "microbatch 9 of stage 0 in epoch 0"):
                 call(TapeKey(0, 0, 9), slot=ref.slot)
 
     def test_unknown_with_no_slot_free(self) -> None:
@@ -157,7 +157,7 @@ class TestKeys:
         rig.forward(0)
         rig.forward(1)
         for call in (rig.contract.check_forward, rig.contract.reserve):
-            with refused(rig, "ownership.unknown-key", "e0.s0.m9"):
+            with refused(rig, "ownership.unknown-key", "microbatch 9 of stage 0 in epoch 0"):
                 call(TapeKey(0, 0, 9))
 
     def test_unknown_stage_of_a_dgrad(self) -> None:
@@ -165,7 +165,7 @@ class TestKeys:
         rig = Rig()
         ref = rig.forward(0)
 
-        with refused(rig, "ownership.unknown-key", "e0.s5.m0"):
+        with refused(rig, "ownership.unknown-key", "microbatch 0 of stage 5 in epoch 0"):
             rig.contract.check_dgrad(TapeKey(0, 5, 0), ref)
 
     @pytest.mark.parametrize("call", ["check_dgrad", "read", "finish_read", "drop"])
@@ -174,11 +174,16 @@ class TestKeys:
         rig = Rig(stage(sends_output=True))
         ref = rig.forward(0)
 
-        with refused(rig, "ownership.wrong-key", "e0.s0.m9", "holding e0.s0.m0"):
+        with refused(
+            rig,
+            "ownership.wrong-key",
+            "microbatch 9 of stage 0 in epoch 0",
+            "holding microbatch 0 of stage 0 in epoch 0",
+        ):
             getattr(rig.contract, call)(TapeKey(0, 0, 9), ref)
 
     @pytest.mark.parametrize("call", OF_KEY)
-    @pytest.mark.parametrize("wrong", [None, "e0.s0.m0", (0, 0, 0), 3])
+    @pytest.mark.parametrize("wrong", [None, "microbatch 0 of stage 0 in epoch 0", (0, 0, 0), 3])
     def test_anything_but_a_key_is_said_not_to_be_one(self, call: str, wrong: Any) -> None:
         """What is no key is said to be none."""
         with pytest.raises(TypeError, match=f"^{call}: key must be a TapeKey, got "):
@@ -191,7 +196,9 @@ class TestSlots:
         """A slot that does not exist is named; a negative one does not count from the end."""
         rig = Rig()
         for call in (rig.contract.reserve, rig.contract.check_forward):
-            with refused(rig, "ownership.unknown-slot", f"slot {wrong} for e0", "from 0 to 1"):
+            with refused(
+                rig, "ownership.unknown-slot", f"slot {wrong} for microbatch 0", "from 0 to 1"
+            ):
                 call(rig.key(0), slot=wrong)
 
     @pytest.mark.parametrize("wrong", ["0", 0.0, [0]])
@@ -209,7 +216,12 @@ class TestSlots:
         rig = Rig(stage(sends_output=True))
         ref = rig.forward(0)
 
-        with refused(rig, "ownership.unknown-slot", f"slot {wrong} for e0.s0.m0", "from 0 to 1"):
+        with refused(
+            rig,
+            "ownership.unknown-slot",
+            f"slot {wrong} for microbatch 0 of stage 0 in epoch 0",
+            "from 0 to 1",
+        ):
             OF_REF[call](rig.contract, evolve(ref, slot=wrong))
 
     @pytest.mark.parametrize("call", OF_REF)

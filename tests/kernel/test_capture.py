@@ -68,7 +68,12 @@ class TestSharedPool:
         rig.contract.bind(rig.key(0))
         rig.contract.wait()
 
-        with refused(rig, "capture.out-of-order", "e0.s0.m0.b0.i0 in slot 0", "capture order"):
+        with refused(
+            rig,
+            "capture.out-of-order",
+            "microbatch 0 of stage 0 in epoch 0 in slot 0",
+            "capture order",
+        ):
             rig.contract.check_dgrad(rig.key(0), refs[0])
 
     def test_an_earlier_wgrad_is_refused_after_a_later_one(self) -> None:
@@ -90,7 +95,7 @@ class TestSharedPool:
         rig.dgrad(refs[1], 1)
         rig.wgrad(refs[0], 0)
 
-        with refused(rig, "capture.out-of-order", "e0.s0.m2.b0.i0 in slot 0"):
+        with refused(rig, "capture.out-of-order", "microbatch 2 of stage 0 in epoch 0 in slot 0"):
             rig.check_forward(2, slot=0)
 
     def test_begins_again_when_empty(self) -> None:

@@ -203,7 +203,7 @@ class TestDeviceWork:
         else:
             rig.contract.abort(ticket)
 
-        with refused(rig, "persistence.device-work", "0: 1", "all drained"):
+        with refused(rig, "persistence.device-work", "finished: 0", "all drained"):
             rig.contract.restore(checkpoint)
         rig.contract.drain()
         rig.contract.restore(checkpoint)

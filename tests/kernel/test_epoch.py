@@ -142,7 +142,7 @@ class TestConsent:
             records.append(refusal.value.record())
 
         assert records[0] == records[1]
-        assert records[0].clause == ("version.wrong-epoch" if epoch == 7 else "epoch.not-final")
+        assert records[0].clause == ("epoch.wrong-epoch" if epoch == 7 else "epoch.not-final")
         assert rig.contract.snapshot() == before
 
     def test_a_checkpoint_can_be_asked_about_first(self) -> None:

@@ -18,7 +18,10 @@ class TestTapeKey:
         """A key names epoch, stage, microbatch, block and invocation; its cell leaves the epoch."""
         key = TapeKey(3, 1, 2, 4, 5)
 
-        assert ((1, 2, 4, 5), "e3.s1.m2.b4.i5") == (key.cell, str(key))
+        assert ((1, 2, 4, 5), "microbatch 2 of stage 1 in epoch 3, block 4, invocation 5") == (
+            key.cell,
+            str(key),
+        )
 
     def test_equal_by_value(self) -> None:
         """Keys are equal when all their parts are, also as keys of a dictionary."""

@@ -8,6 +8,7 @@ from itertools import combinations
 
 import pytest
 
+from qeffect import Ticket
 from qeffect.engine.compose import source
 from qeffect.engine.stage import OPTIONAL, RELATIONS, transitions
 
@@ -19,6 +20,10 @@ SUBSETS = [
     for size in range(len(OPTIONAL) + 1)
     for chosen in combinations(sorted(OPTIONAL), size)
 ]
+
+WITHOUT_VERSION = pytest.mark.parametrize(
+    "omit", [s for s in SUBSETS if "version" in s], ids=lambda s: "+".join(sorted(s))
+)
 
 
 class TestAnySubset:
@@ -50,9 +55,12 @@ class TestEach:
     @EACH
     def test_no_clause_of_its_own(self, relation: str) -> None:
         """No function of the composition mentions a clause of a relation that was left out."""
-        composed = transitions({relation}).functions.values()
+        refusal = f'raise Refused("{relation}.left-out")'
+        composed = [
+            source(f).replace(refusal, "") for f in transitions({relation}).functions.values()
+        ]
 
-        assert not any(f'"{relation}.' in source(function) for function in composed)
+        assert not any(f'"{relation}.' in text for text in composed)
         whole = transitions().functions.values()
         assert any(f'"{relation}.' in source(function) for function in whole)
 
@@ -67,12 +75,52 @@ class TestEach:
             rig.contract.commit(ticket)
 
     def test_without_version_there_is_no_cache(self) -> None:
-        """Without version nothing is stale, and there is nothing to refresh."""
+        """Without version nothing is stale, and there is nothing to refresh or to invalidate."""
         rig = Rig(omit={"version"})
-        with pytest.raises(ValueError, match=r"^these stages leave version out: they have no cac"):
-            rig.contract.check_refresh(0)
+        for attempt in (rig.contract.check_refresh, rig.contract.invalidate):
+            with refused(rig, "version.left-out", "of stage 0", "leave version out"):
+                attempt(0)
 
         assert rig.contract.check_forward(rig.key(0)).serial == 1
+
+    @WITHOUT_VERSION
+    @pytest.mark.parametrize("redeem", ["commit", "abort"])
+    def test_a_forged_refresh_ticket_frees_no_domain(
+        self, omit: frozenset[str], redeem: str
+    ) -> None:
+        """Without version no refresh is in flight: a ticket of one, whatever its number, is forged
+        and must not free a domain in which an F runs."""
+        rig = Rig(omit=omit)
+        ticket = rig.check_forward(0)
+        for serial in (0, ticket.serial):
+            forged = Ticket("refresh", None, 0, serial, rig.contract.incarnation)
+            with refused(rig, "version.left-out", "of stage 0"):
+                getattr(rig.contract, redeem)(forged)
+        if "order" not in omit:
+            with refused(rig, "order.in-flight"):
+                rig.check_forward(1)
+        assert rig.contract.commit(ticket) is not None
+
+    @WITHOUT_VERSION
+    def test_an_epoch_commits_once(self, omit: frozenset[str]) -> None:
+        """Also without version a commit names the epoch that it ends: one epoch does not commit
+        again, and the next one not before its microbatches ran."""
+        rig = Rig(omit=omit)
+        assert rig.epoch() == 1
+        for stale in (0, 0):
+            with refused(rig, "epoch.wrong-epoch", f"epoch {stale}", "the weight epochs [1]"):
+                rig.contract.commit_epoch(stale)
+        rig.microbatch(0)
+        with refused(rig, "epoch.wrong-epoch", "epoch 0"):
+            rig.contract.commit_epoch(0)
+        with refused(rig, "epoch.not-final"):
+            rig.contract.commit_epoch()
+        rig.microbatch(1)
+        rig.finish()
+        with refused(rig, "epoch.wrong-epoch", "epoch 2"):
+            rig.contract.commit_epoch(2)
+
+        assert rig.contract.commit_epoch() == 2
 
     def test_without_order_updates_overlap(self) -> None:
         """Without order several F and dI of a domain may be in flight, and none poisons it."""

@@ -84,9 +84,9 @@ class TestInFlight:
         rig.contract.wait()
         rig.check_forward(1)
 
-        with refused(rig, "order.in-flight", "F of e0.s1.m0", "0: 2"):
+        with refused(rig, "order.in-flight", "F of microbatch 0 of stage 1 in epoch 0", "0: 2"):
             rig.check_forward(0, 1)
-        with refused(rig, "order.in-flight", "dI of e0.s0.m0"):
+        with refused(rig, "order.in-flight", "dI of microbatch 0 of stage 0 in epoch 0"):
             rig.contract.check_dgrad(rig.key(0), ref)
         with refused(rig, "order.in-flight", "refresh of stage 1"):
             rig.contract.check_refresh(1)
@@ -178,7 +178,12 @@ class TestDeclaredOrder:
         """Another forward than the declared one is refused, and the message says which is due."""
         rig = Rig(declared={0: _ORDER})
 
-        with refused(rig, "order.reordered", "F of e0.s0.m1.b0.i0 as update 0", "update 1"):
+        with refused(
+            rig,
+            "order.reordered",
+            "F of microbatch 1 of stage 0 in epoch 0 as update 0",
+            "update 1",
+        ):
             rig.check_forward(1)
 
     def test_another_dgrad_than_the_declared_one_is_refused(self) -> None:
@@ -189,7 +194,12 @@ class TestDeclaredOrder:
         rig.contract.bind(rig.key(0))
         rig.contract.wait()
 
-        with refused(rig, "order.reordered", "dI of e0.s0.m0.b0.i0 as update 2", "update 3"):
+        with refused(
+            rig,
+            "order.reordered",
+            "dI of microbatch 0 of stage 0 in epoch 0 as update 2",
+            "update 3",
+        ):
             rig.contract.check_dgrad(rig.key(0), ref)
 
     def test_only_where_declared(self) -> None:

@@ -28,7 +28,12 @@ class TestSlots:
         rig.forward(0)
         rig.forward(1)
 
-        with refused(rig, "ownership.pool-exhausted", "e0.s0.m2", "a free slot of stage 0"):
+        with refused(
+            rig,
+            "ownership.pool-exhausted",
+            "microbatch 2 of stage 0 in epoch 0",
+            "a free slot of stage 0",
+        ):
             rig.check_forward(2)
 
     def test_pool_exhausted_for_a_reservation(self) -> None:
@@ -36,7 +41,7 @@ class TestSlots:
         rig = Rig(stage(slots=1))
         rig.forward(0)
 
-        with refused(rig, "ownership.pool-exhausted", "e0.s0.m1"):
+        with refused(rig, "ownership.pool-exhausted", "microbatch 1 of stage 0 in epoch 0"):
             rig.contract.reserve(rig.key(1))
 
     def test_a_key_goes_into_a_slot_of_its_own_stage(self) -> None:
@@ -53,9 +58,16 @@ class TestSlots:
         rig = Rig()
         ref = rig.forward(0)
 
-        with refused(rig, "ownership.slot-busy", "e0.s0.m1", "holding e0.s0.m0.b0.i0"):
+        with refused(
+            rig,
+            "ownership.slot-busy",
+            "microbatch 1 of stage 0 in epoch 0",
+            "holding microbatch 0 of stage 0 in epoch 0",
+        ):
             rig.check_forward(1, slot=ref.slot)
-        with refused(rig, "ownership.slot-busy", "e0.s0.m1", "waits for dI and dW"):
+        with refused(
+            rig, "ownership.slot-busy", "microbatch 1 of stage 0 in epoch 0", "waits for dI and dW"
+        ):
             rig.contract.reserve(rig.key(1), slot=ref.slot)
 
     def test_a_live_key_is_not_forwarded_again(self) -> None:
@@ -63,9 +75,14 @@ class TestSlots:
         rig = Rig()
         ref = rig.forward(0)
 
-        with refused(rig, "ownership.key-live", "e0.s0.m0", f"live in slot {ref.slot}"):
+        with refused(
+            rig,
+            "ownership.key-live",
+            "microbatch 0 of stage 0 in epoch 0",
+            f"live in slot {ref.slot}",
+        ):
             rig.check_forward(0)
-        with refused(rig, "ownership.key-live", "e0.s0.m0"):
+        with refused(rig, "ownership.key-live", "microbatch 0 of stage 0 in epoch 0"):
             rig.contract.reserve(rig.key(0))
 
     def test_key_live_in_a_full_pool(self) -> None:
@@ -73,21 +90,31 @@ class TestSlots:
         rig = Rig(stage(slots=1))
         rig.forward(0)
 
-        with refused(rig, "ownership.slot-busy", "e0.s0.m0", "holding e0.s0.m0"):
+        with refused(
+            rig,
+            "ownership.slot-busy",
+            "microbatch 0 of stage 0 in epoch 0",
+            "holding microbatch 0 of stage 0 in epoch 0",
+        ):
             rig.check_forward(0)
 
     def test_a_key_is_forwarded_once_in_an_epoch(self) -> None:
         """A key is forwarded once in an epoch, also after its release or abort."""
         rig = Rig()
         rig.microbatch(0)
-        with refused(rig, "ownership.repeated-forward", "e0.s0.m0", "once in an epoch"):
+        with refused(
+            rig,
+            "ownership.repeated-forward",
+            "microbatch 0 of stage 0 in epoch 0",
+            "once in an epoch",
+        ):
             rig.check_forward(0)
         with refused(rig, "ownership.repeated-forward"):
             rig.contract.reserve(rig.key(0))
 
         other = rig.forward(1)
         rig.contract.drop(rig.key(1), other)
-        with refused(rig, "ownership.repeated-forward", "e0.s0.m1"):
+        with refused(rig, "ownership.repeated-forward", "microbatch 1 of stage 0 in epoch 0"):
             rig.check_forward(1)
 
     def test_next_epoch_forwards_again(self) -> None:
@@ -111,12 +138,17 @@ class TestReservation:
         """No other key takes a reserved slot, and no consumer visits it before its forward."""
         rig = Rig()
         ref = rig.contract.reserve(rig.key(1))
-        with refused(rig, "ownership.slot-busy", "e0.s0.m0", "waits for its forward"):
+        with refused(
+            rig,
+            "ownership.slot-busy",
+            "microbatch 0 of stage 0 in epoch 0",
+            "waits for its forward",
+        ):
             rig.check_forward(0, slot=ref.slot)
         rig.contract.bind(rig.key(1))
-        with refused(rig, "ownership.not-forwarded", "e0.s0.m1"):
+        with refused(rig, "ownership.not-forwarded", "microbatch 1 of stage 0 in epoch 0"):
             rig.contract.check_dgrad(rig.key(1), ref)
-        with refused(rig, "ownership.not-forwarded", "e0.s0.m1"):
+        with refused(rig, "ownership.not-forwarded", "microbatch 1 of stage 0 in epoch 0"):
             rig.contract.check_wgrad(rig.key(1), ref)
         with refused(rig, "ownership.no-such-reader"):
             rig.contract.read(rig.key(1), ref)
@@ -201,7 +233,12 @@ class TestReferences:
         rig.dgrad(first, 0)
         rig.dgrad(second, 1)
 
-        with refused(rig, "ownership.wrong-key", "e0.s0.m0.b0.i0 in slot", "holding e0.s0.m1"):
+        with refused(
+            rig,
+            "ownership.wrong-key",
+            "microbatch 0 of stage 0 in epoch 0 in slot",
+            "holding microbatch 1 of stage 0 in epoch 0",
+        ):
             rig.contract.check_wgrad(rig.key(0), second)
         with refused(rig, "ownership.wrong-key"):
             rig.contract.check_dgrad(rig.key(1), first)
@@ -233,7 +270,9 @@ class TestConsumers:
         ref = rig.forward(0)
         rig.dgrad(ref, 0)
 
-        with refused(rig, "ownership.duplicate-dgrad", "e0.s0.m0", "waits for dW"):
+        with refused(
+            rig, "ownership.duplicate-dgrad", "microbatch 0 of stage 0 in epoch 0", "waits for dW"
+        ):
             rig.contract.check_dgrad(rig.key(0), ref)
 
     def test_wgrad_before_dgrad(self) -> None:
@@ -241,7 +280,12 @@ class TestConsumers:
         rig = Rig()
         ref = rig.forward(0)
 
-        with refused(rig, "ownership.wgrad-before-dgrad", "e0.s0.m0", "waits for dI and dW"):
+        with refused(
+            rig,
+            "ownership.wgrad-before-dgrad",
+            "microbatch 0 of stage 0 in epoch 0",
+            "waits for dI and dW",
+        ):
             rig.check_wgrad(ref, 0)
 
     def test_wgrad_visits_a_tape_once(self) -> None:
@@ -251,7 +295,12 @@ class TestConsumers:
         rig.dgrad(ref, 0)
         rig.wgrad(ref, 0)
 
-        with refused(rig, "ownership.duplicate-wgrad", "e0.s0.m0", "waits for output reader"):
+        with refused(
+            rig,
+            "ownership.duplicate-wgrad",
+            "microbatch 0 of stage 0 in epoch 0",
+            "waits for output reader",
+        ):
             rig.check_wgrad(ref, 0)
 
     @pytest.mark.parametrize("queued", [(), ("w0",), (*MATRICES, "w2"), ("w0", *MATRICES)])
@@ -301,7 +350,9 @@ class TestReaders:
         """Only configured readers read, each until it is done."""
         rig = Rig()
         ref = rig.forward(0)
-        with refused(rig, "ownership.no-such-reader", "output reader of e0.s0.m0"):
+        with refused(
+            rig, "ownership.no-such-reader", "output reader of microbatch 0 of stage 0 in epoch 0"
+        ):
             rig.contract.read(rig.key(0), ref)
         with refused(rig, "ownership.no-such-reader", "gradient reader"):
             rig.contract.finish_read(rig.key(0), ref, gradient=True)
@@ -318,7 +369,9 @@ class TestReaders:
         ref = rig.forward(0)
         rig.contract.wait()
 
-        with refused(rig, "ownership.read-before-dgrad", "e0.s0.m0", "waits for dI"):
+        with refused(
+            rig, "ownership.read-before-dgrad", "microbatch 0 of stage 0 in epoch 0", "waits for dI"
+        ):
             rig.contract.read(rig.key(0), ref, gradient=True)
         with refused(rig, "ownership.read-before-dgrad"):
             rig.contract.finish_read(rig.key(0), ref, gradient=True)
@@ -400,7 +453,7 @@ class TestAbort:
         rig.forward(0)
         rig.check_dgrad(rig.forward(1), 1)
 
-        with refused(rig, "ownership.in-flight", "e0.s0.m1"):
+        with refused(rig, "ownership.in-flight", "microbatch 1 of stage 0 in epoch 0"):
             rig.contract.purge(0)
 
     def test_dropped_slot_is_used_again(self) -> None:
@@ -473,5 +526,10 @@ class TestLiveTape:
 def test_key_of_another_configuration() -> None:
     """A key that was never configured is refused by name."""
     rig = Rig()
-    with refused(rig, "ownership.unknown-key", "e0.s0.m2.b0.i0", "stage 0: 2 microbatches"):
+    with refused(
+        rig,
+        "ownership.unknown-key",
+        "microbatch 2 of stage 0 in epoch 0",
+        "stage 0: 2 microbatches",
+    ):
         rig.contract.check_forward(TapeKey(0, 0, 2))

@@ -74,9 +74,9 @@ class TestOneBucket:
         rig = _final()
         rig.contract.start_reduction(0)
 
-        with refused(rig, "reduction.in-flight", "0: 1", "none in flight"):
+        with refused(rig, "reduction.in-flight", "in flight: 0", "none in flight"):
             rig.contract.start_reduction(0)
-        with refused(rig, "reduction.in-flight", "0: 1"):
+        with refused(rig, "reduction.in-flight", "in flight: 0"):
             rig.contract.commit_epoch()
 
     def test_once_in_an_epoch(self) -> None:
@@ -125,7 +125,7 @@ class TestOneBucket:
         rig.contract.start_reduction("tied")
         rig.contract.finish_reduction("tied")
 
-        with refused(rig, "reduction.missing", "[1]", "every configured reduction"):
+        with refused(rig, "reduction.missing", "not yet reduced: 1", "every configured reduction"):
             rig.contract.commit_epoch()
         rig.contract.start_reduction("own")
         rig.contract.finish_reduction("own")
@@ -176,9 +176,9 @@ class TestFailure:
             rig.contract.restore(checkpoint)
         rig.contract.drain()
 
-        with refused(rig, "persistence.reduction-in-flight", "0: 1", "none in flight"):
+        with refused(rig, "persistence.reduction-in-flight", "in flight: 0", "none in flight"):
             rig.contract.checkpoint()
-        with refused(rig, "reduction.in-flight", "0: 1"):
+        with refused(rig, "reduction.in-flight", "in flight: 0"):
             rig.contract.restore(checkpoint)
 
     def test_a_drop_meanwhile(self) -> None:

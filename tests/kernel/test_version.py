@@ -15,11 +15,26 @@ class TestEpoch:
         rig = Rig(epoch=1)
         for epoch in (0, 2):
             key = evolve(rig.key(0), epoch=epoch)
-            with refused(rig, "version.wrong-epoch", f"e{epoch}.s0.m0", "weight epoch 1"):
+            with refused(
+                rig,
+                "version.wrong-epoch",
+                f"microbatch 0 of stage 0 in epoch {epoch}",
+                "weight epoch 1",
+            ):
                 rig.contract.check_forward(key, refresh=True)
-            with refused(rig, "version.wrong-epoch", f"e{epoch}.s0.m0", "weight epoch 1"):
+            with refused(
+                rig,
+                "version.wrong-epoch",
+                f"microbatch 0 of stage 0 in epoch {epoch}",
+                "weight epoch 1",
+            ):
                 rig.contract.reserve(key)
-            with refused(rig, "version.wrong-epoch", f"e{epoch}.s0.m0", "weight epoch 1"):
+            with refused(
+                rig,
+                "version.wrong-epoch",
+                f"microbatch 0 of stage 0 in epoch {epoch}",
+                "weight epoch 1",
+            ):
                 rig.contract.bind(key)
 
     def test_a_past_key_that_was_forwarded(self) -> None:
@@ -27,7 +42,12 @@ class TestEpoch:
         rig = Rig()
         rig.epoch()
 
-        with refused(rig, "ownership.repeated-forward", "e0.s0.m0", "the weight epoch is 1"):
+        with refused(
+            rig,
+            "ownership.repeated-forward",
+            "microbatch 0 of stage 0 in epoch 0",
+            "the weight epoch is 1",
+        ):
             rig.contract.check_forward(evolve(rig.key(0), epoch=0), refresh=True)
 
     def test_wrong_epoch_of_a_commit(self) -> None:
@@ -36,7 +56,7 @@ class TestEpoch:
         rig.microbatch(0)
         rig.finish()
 
-        with refused(rig, "version.wrong-epoch", "epoch 1", "weight epochs [0]"):
+        with refused(rig, "epoch.wrong-epoch", "epoch 1", "weight epochs [0]"):
             rig.contract.commit_epoch(1)
         assert rig.contract.commit_epoch(0) == 1
 
@@ -53,7 +73,7 @@ class TestCache:
     def test_the_first_forward_refreshes(self) -> None:
         """With a stale cache F is refused unless it refreshes; afterwards it must not."""
         rig = Rig()
-        with refused(rig, "version.stale-cache", "of epoch -1", "of epoch 0"):
+        with refused(rig, "version.stale-cache", "of no epoch", "of epoch 0"):
             rig.check_forward(0, refresh=False)
         rig.forward(0, refresh=True)
         with refused(rig, "version.already-fresh", "refresh of stage 0", "already holds epoch 0"):
@@ -77,7 +97,7 @@ class TestCache:
         rig.contract.drain()
         rig.contract.restore(checkpoint)
 
-        with refused(rig, "version.stale-cache", "of epoch -1"):
+        with refused(rig, "version.stale-cache", "of no epoch"):
             rig.check_forward(0, refresh=False)
 
     def test_refresh_as_an_action(self) -> None:
@@ -129,7 +149,9 @@ class TestInvalidate:
             rig.contract.check_refresh(0)
         with refused(rig, "version.late-refresh", "after 1 forwards"):
             rig.check_forward(1, refresh=True)
-        with refused(rig, "version.stale-cache", "e0.s0.m0", "of epoch 0"):
+        with refused(
+            rig, "version.stale-cache", "microbatch 0 of stage 0 in epoch 0", "of epoch 0"
+        ):
             rig.contract.check_dgrad(rig.key(0), ref)
 
     def test_not_forgotten_by_a_forward_in_flight(self) -> None:
@@ -152,7 +174,7 @@ class TestInFlight:
 
         with refused(rig, "version.in-flight", "refresh of stage 0", "0: 1"):
             rig.contract.check_refresh(0)
-        with refused(rig, "version.in-flight", "F of e0.s0.m0"):
+        with refused(rig, "version.in-flight", "F of microbatch 0 of stage 0 in epoch 0"):
             rig.check_forward(0, refresh=True)
         with refused(rig, "version.in-flight", "invalidate of stage 0"):
             rig.contract.invalidate(0)

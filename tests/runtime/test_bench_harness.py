@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from qeffect.cli import main
+from qeffect.gpu_runtime.backends.devices import visible_id
 from qeffect.gpu_runtime.backends.protocol import parameters
 from qeffect.gpu_runtime.bench.cells import (
     CELLS,
@@ -461,7 +462,7 @@ class TestDevice:
 
     @pytest.mark.parametrize(
         ("visible", "wanted"),
-        [(None, "--id=0"), ("", "--id=0"), ("2", "--id=2"), ("3,1", "--id=3")],
+        [(None, "0"), ("", "0"), ("2", "2"), ("3,1", "3")],
     )
     def test_the_process_s_own_device_is_asked(
         self, visible: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
@@ -472,7 +473,7 @@ class TestDevice:
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
-        assert wanted == device.chosen()
+        assert wanted == visible_id()
 
     def test_a_machine_without_a_driver_has_no_figures(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -81,17 +81,24 @@ class TestGrid:
             "Step 22: 0I3    >1W2< <-- schedule.pairing-mismatch on rank 1",
             "Step 23: 0W3    2W3",
             "Step 24:        1W3",
+            "",
+            "  >  the refused entry stands in >..<",
+            "  +  what should have stood there, stood there first, or is needed",
+            "  !  what was taken instead, or waits as well",
         ] == lines
 
     def test_cut_at_both_ends(self, mismatch: Finding) -> None:
         """What is cut off is counted."""
         lines = grid(read_fixture(ZBV), mismatch, context=1).splitlines()
 
-        assert ("... 21 steps", "... 1 steps") == (lines[1], lines[-1])
+        assert ("... 21 steps", "... 1 steps", "") == (lines[1], *lines[5:7])
 
     def test_nothing_is_cut_unless_asked(self, mismatch: Finding) -> None:
         """Nothing is cut when nothing is asked to be."""
-        assert 26 == len(grid(read_fixture(ZBV), mismatch, context=None).splitlines())
+        picture, _, legend = grid(read_fixture(ZBV), mismatch, context=None).partition("\n\n")
+
+        assert 26 == len(picture.splitlines())
+        assert 3 == len(legend.splitlines())
 
     def test_without_a_step(self) -> None:
         """A finding about something missing marks no entry and cuts nothing."""

@@ -27,6 +27,8 @@ AROUND = {
         t for t, p in TRANSITIONS.items() if "key" in p and ("ref" in p or "slot" in p)
     },
     "persistence.configuration": {"restore"},
+    # Compositions that leave the relation out consist of it.
+    "version.left-out": {"check_refresh", "commit_refresh", "abort_refresh", "invalidate"},
     **{f"arena.{name}": {"configure"} for name in ("unknown-matrix", "duplicate-destination")},
     **{f"arena.{name}": {"configure"} for name in ("missing-destination",)},
     "arena.overlapping-destinations": {"configure"},

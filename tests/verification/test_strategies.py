@@ -18,7 +18,6 @@ from qeffect.verification.walks.strategies import (
     Schedule,
     illegal_schedules,
     legal_schedules,
-    make_call,
 )
 from qeffect.verification.walks.world import Call
 
@@ -152,7 +151,7 @@ class TestIllegal:
         contract = illegal.schedule.replay()
         before = contract.snapshot()
         with pytest.raises(Refused) as caught:
-            make_call(process, contract, illegal.call)
+            illegal.call.perform(contract, process.contract)
 
         assert illegal.clause == caught.value.clause
         assert "evidence" in illegal.call.arguments or before == contract.snapshot()

@@ -17,8 +17,8 @@ from qeffect.relations.columns import CONFIG, Column
 from qeffect.relations.constants import DGRAD_BIT, RESERVED, WGRAD_BIT
 from qeffect.spec.predicates import Predicate
 from qeffect.verification.explorer.moves import EVIDENCE, Move, Rel
-from qeffect.verification.explorer.properties import instances_of
-from qeffect.verification.explorer.scopes import Scope
+from qeffect.verification.explorer.scopes import Scope, members_in
+from qeffect.verification.judging import instances
 from qeffect.verification.symbolic import Memory, raw
 from qeffect.verification.symbolic.encoding import STAGE_OF
 
@@ -91,7 +91,7 @@ class Engine:
         names = [f"var.{name}" for name in predicate.variables]
         variables = [INTEGERS.sym(z3.Int(name)) for name in names]
         body = raw(predicate.function(Memory(INTEGERS, terms), *variables))
-        choices = instances_of(self.scope, predicate)
+        choices = instances(predicate, members_in(self.scope))
         return (
             predicate.name,
             self.program.node(body),

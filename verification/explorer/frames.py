@@ -154,8 +154,7 @@ class Maker:
                 fresh: dict[str, Value] = {"epoch": epoch, "incarnation": Rel("incarnation", 0, 1)}
                 yield Frame(fresh, {}, ((same, ()),))
         elif "epoch" in parameters:
-            offsets = (1, -1) if self.versioned else ()
-            others = [{"epoch": Rel("weight_epoch", 0, offset)} for offset in offsets]
+            others = [{"epoch": Rel("weight_epoch", 0, offset)} for offset in (1, -1)]
             yield Frame({"epoch": Rel("weight_epoch", 0)}, {}, tuple((o, ()) for o in others))
         else:
             yield Frame({})

@@ -4,8 +4,7 @@ The specification's invariants over flat memory: which are claimed in a scope, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import product
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any
 
@@ -13,13 +12,14 @@ from attrs import define, field
 
 from qeffect.engine.stage import STATE
 from qeffect.spec.predicates import Predicate
+from qeffect.verification.judging import instances, speaks_of
 from qeffect.verification.watched import Watched
 
 from .flat import FlatMemory
-from .scopes import Scope, sizes
+from .scopes import members_in
 from .walker import Walker
 
-__all__ = ["Checker", "claimed", "instances_of"]
+__all__ = ["Checker", "claimed"]
 
 _KNOWN_MAX = 200_000  # remembered verdicts of one group; more would cost more than asking again
 
@@ -37,11 +37,11 @@ def claimed(walker: Walker, predicates: Iterable[Predicate]) -> tuple[Predicate,
 
     A column that no transition of the scope writes is remembered although no state holds it.
     """
-    relations = {*walker.transitions.relations, "tickets"}
+    relations = frozenset(walker.transitions.relations)
     written = walker.written
     chosen = []
     for predicate in predicates:
-        if predicate.needs <= relations:
+        if speaks_of(predicate, relations):
             asked = _columns(predicate, walker.memory) & STATE.keys()
             if asked <= walker.kept | (STATE.keys() - written):
                 chosen.append(predicate)
@@ -81,13 +81,13 @@ class Checker:
     def _group(self, asked: frozenset[str], found: list[Predicate]) -> _Group:
         layout = self.walker.memory.layout
         where = sorted(offset for column in asked for offset in layout[column])
-        instances = tuple(
+        asked_of = tuple(
             (predicate.name, predicate.function, values)
             for predicate in found
-            for values in instances_of(self.walker.scope, predicate)
+            for values in instances(predicate, members_in(self.walker.scope))
         )
         key = itemgetter(*where) if where else lambda _: None
-        return _Group(instances, key)
+        return _Group(asked_of, key)
 
     def __call__(self, memory: Any) -> str | None:
         """Return the name of a predicate that the memory breaks, or None."""
@@ -110,9 +110,3 @@ class Checker:
             if not function(memory, *values):
                 return name
         return None
-
-
-def instances_of(scope: Scope, predicate: Predicate) -> Iterator[tuple[int, ...]]:
-    """Yield every choice of a predicate's variables."""
-    n = sizes(scope)
-    return product(*(range(n[sort]) for sort in predicate.variables.values()))

@@ -17,6 +17,7 @@ __all__ = [
     "Scope",
     "configuration",
     "large_scopes",
+    "members_in",
     "pool_scope",
     "sizes",
     "standard_scopes",
@@ -137,7 +138,8 @@ class Scope:
         """
         Names of the transitions that take part.
 
-        Without version there is no cache: the contract refuses to refresh or invalidate it.
+        Without version there is no cache: a composition without it refuses these whatever the
+        state, and there is nothing to explore.
         """
         chosen = self.only or tuple(TRANSITIONS)
         return tuple(n for n in chosen if n not in _CACHE or "version" not in self.omit)
@@ -167,6 +169,11 @@ def sizes(scope: Scope) -> dict[str, int]:
         "buffer": len(scope.slots) if scope.accumulate else cells,
         "bucket": len(scope.stages_of),
     }
+
+
+def members_in(scope: Scope) -> dict[str, range]:
+    """Return the members of each index sort."""
+    return {sort: range(count) for sort, count in sizes(scope).items()}
 
 
 def configuration(scope: Scope) -> dict[str, list[int]]:

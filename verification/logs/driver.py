@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from qeffect import Checkpoint, Contract, Destination, StageConfig, TapeKey, TapeRef
+from qeffect import Checkpoint, Destination, StageConfig
+from qeffect.caller import Caller
 from qeffect.log.recorder import Recorder
 
 __all__ = ["MATRICES", "Driver", "placed"]
@@ -14,9 +15,9 @@ __all__ = ["MATRICES", "Driver", "placed"]
 MATRICES: Final = ("fc1", "fc2")
 
 
-class Driver:
+class Driver(Caller):
     """
-    Drives a contract and remembers the references it hands out.
+    An orderly caller whose calls are recorded, and whose actions may fail.
 
     Args:
         stages: The stages.
@@ -25,58 +26,9 @@ class Driver:
     """
 
     def __init__(self, stages: list[StageConfig], incarnation: int, **options: Any) -> None:
-        self.contract = Contract(stages, **options)
+        super().__init__(stages, **options)
         self.contract.memory.incarnation[0] = incarnation
-        self.refs: dict[tuple[int, int, int], TapeRef] = {}
         self.log = Recorder(self.contract, rank=0)
-        self._domains = {config.stage: config.domain for config in stages}
-
-    def link(self, stage: int, caller: str = "main") -> int:
-        """The link of a caller and the stage's graph stream."""
-        return self.contract.link(caller, self._domains[stage])
-
-    def key(self, stage: int, microbatch: int, block: int = 0) -> TapeKey:
-        """The key of an execution in the current epoch."""
-        return TapeKey(self.contract.epoch, stage, microbatch, block)
-
-    def ref(self, stage: int, microbatch: int, block: int = 0) -> TapeRef:
-        """The reference that the execution's forward returned."""
-        return self.refs[stage, microbatch, block]
-
-    def refresh(self, stage: int) -> None:
-        """Refresh a stage's weight cache."""
-        with self.contract.refresh(stage, self.link(stage)):
-            pass
-
-    def forward(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
-        """Run F."""
-        options.setdefault("link", self.link(stage))
-        with self.contract.forward(self.key(stage, microbatch, block), **options) as action:
-            pass
-        self.refs[stage, microbatch, block] = action.ref
-
-    def dgrad(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
-        """Run dI, after binding its destinations and waiting for what it consumes."""
-        options.setdefault("link", self.link(stage))
-        key = self.key(stage, microbatch, block)
-        if "arena" in self.contract.transitions.relations:
-            self.contract.bind(key)
-        self.contract.wait(self.link(stage))
-        with self.contract.dgrad(key, self.ref(stage, microbatch, block), **options) as action:
-            action.queued = MATRICES
-
-    def wgrad(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
-        """Run dW."""
-        options.setdefault("link", self.link(stage))
-        key = self.key(stage, microbatch, block)
-        with self.contract.wgrad(key, self.ref(stage, microbatch, block), **options) as action:
-            action.covered = MATRICES
-
-    def whole(self, stage: int, microbatch: int) -> None:
-        """Run F, dI and dW."""
-        self.forward(stage, microbatch)
-        self.dgrad(stage, microbatch)
-        self.wgrad(stage, microbatch)
 
     def fail(self, action: Any) -> None:
         """Let a guarded action's physical work raise."""
@@ -85,11 +37,6 @@ class Driver:
                 raise RuntimeError("replay failed")
         except RuntimeError:
             return
-
-    def finalize(self, stage: int) -> None:
-        """Wait for a stage's gradients and finalize it."""
-        self.contract.wait(self.link(stage))
-        self.contract.finalize(stage, self.link(stage))
 
     def begin_again(self, checkpoint: Checkpoint, incarnation: int) -> None:
         """Purge, drain and restore, as after a failure."""

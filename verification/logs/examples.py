@@ -31,6 +31,8 @@ UNREACHED: Final = frozenset(
         "persistence.action-in-flight",
         "persistence.reduction-in-flight",
         "persistence.configuration",
+        "epoch.not-final",
+        "version.left-out",
     }
 )
 

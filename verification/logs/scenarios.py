@@ -270,7 +270,7 @@ def lost_cache() -> list[str]:
 def without_version_order_arena() -> list[str]:
     """Static scales and copied gradients: version, order, arena and capture are left out."""
     d = Driver(
-        [StageConfig(s, 1, 1, matrices=MATRICES) for s in (0, 1)],
+        [StageConfig(s, 1, 1, matrices=MATRICES, reduces=s == 0) for s in (0, 1)],
         incarnation=0x5EED_0700,
         omit=("version", "order", "arena", "capture"),
     )
@@ -279,6 +279,8 @@ def without_version_order_arena() -> list[str]:
     d.dgrad(0, 0)
     d.wgrad(0, 0, destination=placed(None, 8192))
     d.finalize(0)
+    d.contract.start_reduction(0)
+    d.contract.finish_reduction(0)
     d.whole(1, 0)
     d.finalize(1)
     d.contract.commit_epoch()

@@ -4,7 +4,7 @@ Proof obligations: what each path of each transition must keep, and the records 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,9 +15,10 @@ from qeffect.engine.stage import OPTIONAL, STATE, Transitions, transitions
 from qeffect.relations.columns import Column
 from qeffect.spec.predicates import Predicate
 
+from ..judging import MANDATORY
 from ..symbolic import Encoding, Path, PathTable, merge, path_table
 from ..symbolic.terms import Term, lift
-from .vocabulary import MANDATORY, Claim, Vocabulary
+from .vocabulary import Claim, Vocabulary
 
 __all__ = [
     "COMPOSITIONS",
@@ -40,11 +41,6 @@ COMPOSITIONS: tuple[tuple[str, ...], ...] = (
     ("version",),
     (),
 )
-
-#: Transitions that a backend without a relation never calls: the contract refuses them there.
-_WITHOUT: Mapping[str, frozenset[str]] = {
-    "version": frozenset({"check_refresh", "commit_refresh", "abort_refresh", "invalidate"})
-}
 
 
 def composition_name(omit: Sequence[str]) -> str:
@@ -168,10 +164,8 @@ class Composition:
 
     @cached_property
     def every_path(self) -> PathTable:
-        """Every path of every transition that it is used with."""
-        left_out = frozenset().union(*(_WITHOUT.get(name, frozenset()) for name in self.omit))
-        found = path_table(self.functions, self.encoding)
-        return {name: paths for name, paths in found.items() if name not in left_out}
+        """Every path of every transition."""
+        return path_table(self.functions, self.encoding)
 
     @cached_property
     def paths(self) -> PathTable:

@@ -13,10 +13,11 @@ from qeffect.engine.stage import STATE
 from qeffect.spec.world import DGRAD, FORWARD, REFRESH, WGRAD
 
 from ..induction.history import GHOSTS
+from ..judging import MANDATORY
 from ..symbolic import Path, flat_arguments
 from ..symbolic.terms import Term, lift
 from .obligations import Composition, Goal, Obligation
-from .vocabulary import MANDATORY, Claim, Moment
+from .vocabulary import Claim, Moment
 
 __all__ = [
     "beginning",

@@ -19,15 +19,13 @@ from qeffect.spec.promises import ASSUMED, CHANGES, CONFIGURATION, STEPS
 
 from ..induction import HISTORY, INVARIANTS, ORIGIN
 from ..induction.history import GHOSTS, advance
+from ..judging import MANDATORY, speaks_of
 from ..symbolic import Encoding, Memory, Path
 from ..symbolic.encoding import STAGE_OF
 from ..symbolic.terms import Term, raw
 from ..watched import Watched
 
-__all__ = ["MANDATORY", "Claim", "Moment", "Vocabulary"]
-
-#: Relations that every composition has, whatever predicates call them.
-MANDATORY = frozenset({"ownership", "epoch", "persistence", "tickets"})
+__all__ = ["Claim", "Moment", "Vocabulary"]
 
 #: Transitions whose ``slot`` may be the sentinel: the caller found no free slot.
 _MAY_FIND_NO_SLOT = frozenset({"reserve", "check_forward"})
@@ -90,10 +88,6 @@ class Vocabulary:
         ghost = GHOSTS[name]
         indices = tuple(i for i in ghost.indices if i != "one")
         return self.encoding.array(f"ghost.{name}", indices, ghost.values)
-
-    def speaks_of(self, predicate: Predicate) -> bool:
-        """Whether every relation that the predicate needs takes part, and none that checks it."""
-        return predicate.needs <= self.relations and predicate.without not in self.relations
 
     # Building terms
 
@@ -159,7 +153,7 @@ class Vocabulary:
         return self._at((p for p in self._invariants() if self._read[p.name] & changed), moment)
 
     def _invariants(self) -> Iterator[Predicate]:
-        return (p for p in (*INVARIANTS, *HISTORY) if self.speaks_of(p))
+        return (p for p in (*INVARIANTS, *HISTORY) if speaks_of(p, self.relations))
 
     def _at(self, predicates: Iterable[Predicate], moment: Moment) -> list[Claim]:
         st, h = self.state(moment), self.history(moment)
@@ -247,5 +241,5 @@ class Vocabulary:
         return [
             self.claim(p, *moments, given)
             for p in register
-            if transition in p.transitions and self.speaks_of(p)
+            if transition in p.transitions and speaks_of(p, self.relations)
         ]

@@ -15,7 +15,7 @@ from qeffect.engine.stage import TRANSITIONS
 from qeffect.verification.targets import Target
 from qeffect.verification.walks.oracle import broken
 from qeffect.verification.walks.proposals import (
-    NAMES,
+    ACTIONS,
     Pick,
     a_link,
     chooser,
@@ -140,9 +140,7 @@ def _any_stage(world: World, pick: Pick) -> int:
     return list(world.stages)[pick(len(world.stages))]
 
 
-def _refresh(world: World, pick: Pick) -> Call | None:
-    if not world.uses("version"):
-        return None
+def _refresh(world: World, pick: Pick) -> Call:
     stage = _any_stage(world, pick)
     call = Call("check_refresh", {"stage": stage, "link": a_link(world, stage, pick)})
     return _twisted(call, _links(world), pick)
@@ -221,7 +219,7 @@ def _visit(transition: str) -> Callable[[World, Pick], Call | None]:
 
 def _ticketed(transition: str) -> Callable[[World, Pick], Call | None]:
     end, _, kind = transition.partition("_")
-    action = {name: action for action, name in NAMES.items()}[kind]
+    action = ACTIONS[kind]
 
     def propose(world: World, pick: Pick) -> Call | None:
         """A ticket of another check, a spent or a forged one; or the right one, wrong evidence."""
@@ -239,8 +237,6 @@ def _ticketed(transition: str) -> Callable[[World, Pick], Call | None]:
             if action != "refresh":
                 wrong.append(evolve(ticket, slot=(ticket.slot + 1) % len(world.slots)))
         tickets = spent[-3:] + wrong
-        if kind == "refresh" and not world.uses("version"):
-            return None
         mine = [t for t in flights if t.action == action]
         if end == "commit" and action in ("dI", "dW") and mine and pick(2):
             whole = evidence(world, mine[0])

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
 from typing import Any
 
 from attrs import define, field
 
 from qeffect import Contract, Refused, Ticket
 from qeffect.keys import TapeRef
-from qeffect.spec.predicates import Predicate
 from qeffect.verification.induction import INVARIANTS
+from qeffect.verification.judging import failing, members_of, seen, speaks_of
 from qeffect.verification.targets import TARGETS, Target
 from qeffect.verification.walks.attempts import aimed, attempt
 from qeffect.verification.walks.oracle import violations
@@ -255,17 +254,10 @@ class Driver(Walker):
         self.tally.targets[call.transition, clause] += 1
 
     def _perform(self, call: Call) -> Any:
-        name, arguments = call.transition, dict(call.arguments)
-        if "ticket" in arguments:
-            return getattr(self.contract, name.partition("_")[0])(**arguments)
-        if name != "restore":
-            return getattr(self.contract, name)(**arguments)
-        target = self.contract
-        if arguments.pop("fresh"):
-            target = self.make(observer=self._observe)
-        target.restore(**arguments)
-        self.contract = target
-        return arguments["incarnation"]
+        self.contract, result = call.perform(
+            self.contract, lambda: self.make(observer=self._observe)
+        )
+        return result
 
     def _note(self, call: Call, refused: str, result: Any = None) -> None:
         slot = None
@@ -315,15 +307,12 @@ class Driver(Walker):
             raise self._mismatch(f"the invariant {name} does not hold")
 
     def _broken_invariants(self) -> Iterator[str]:
-        memory = _Total(self.contract, self.world)
-        members = memory.members
-        relations = frozenset(self.contract.transitions.relations)
-        invariant: Predicate
-        for invariant in INVARIANTS:
-            if invariant.needs <= relations | {"tickets"}:
-                for values in product(*(members[sort] for sort in invariant.variables.values())):
-                    if not invariant.function(memory, *values):
-                        yield f"{invariant.name} of {values}"
+        contract = self.contract
+        relations = frozenset(contract.transitions.relations)
+        claimed = (predicate for predicate in INVARIANTS if speaks_of(predicate, relations))
+        members = members_of(contract.memory, contract.stages)
+        for name, values in failing(claimed, members, seen(contract.memory)):
+            yield f"{name} of {values}"
 
     def _broke_down(self, call: Call, error: Exception, guard: Target | None) -> Mismatch:
         self._note(call, type(error).__name__)
@@ -344,40 +333,3 @@ class Driver(Walker):
         mismatch.guard = guard
         mismatch.steps = [*shown, last]
         return mismatch
-
-
-class _Total:
-    """A contract's memory in which every entry outside a column is zero, as predicates want it."""
-
-    def __init__(self, contract: Contract, world: World) -> None:
-        self._memory = contract.memory
-        self.stage_of = _Entries({cell: cell[0] for cell in world.cells})
-        self.members: dict[str, Any] = {
-            "one": range(1),
-            "slot": range(len(world.slots)),
-            "cell": world.cells,
-            "stage": list(world.stages),
-            "domain": range(len(world.domains)),
-            "link": range(len(world.links)),
-            "pool": range(len(world.pools)),
-            "buffer": sorted(set(contract.memory.buffer_of.values())),
-            "bucket": range(len(world.reductions)),
-        }
-
-    def __getattr__(self, name: str) -> Any:
-        entries = _Entries(getattr(self._memory, name))
-        setattr(self, name, entries)
-        return entries
-
-
-class _Entries:
-    __slots__ = ("_column",)
-
-    def __init__(self, column: Any) -> None:
-        self._column = column
-
-    def __getitem__(self, index: Any) -> Any:
-        try:
-            return self._column[index]
-        except (KeyError, IndexError, TypeError):
-            return 0

@@ -22,6 +22,7 @@ Findings = Iterator[str]
 _CHECKED_BY = {
     "persistence.device-work": "completion",
     "persistence.reduction-in-flight": "reduction",
+    "version.left-out": "epoch",
 }
 
 
@@ -181,8 +182,14 @@ def _bind(world: World, key: TapeKey, destination: Any) -> Findings:
         yield "arena.mismatch"
 
 
+def _has_cache(world: World) -> Findings:
+    if not world.uses("version"):
+        yield "version.left-out"
+
+
 def _check_refresh(world: World, stage: int, link: int) -> Findings:
     it, domain = world.stages[stage], world.domain(stage)
+    yield from _has_cache(world)
     if it.filling is not None:
         yield "version.in-flight"
     if it.cached == world.epoch:
@@ -294,6 +301,8 @@ def _ticket(world: World, ticket: Ticket) -> Findings:
     flight = world.flights.get(ticket.serial)
     if ticket.incarnation != world.incarnation:
         yield "ownership.unknown-ticket"
+    elif ticket.action == "refresh" and not world.uses("version"):
+        yield "version.left-out"
     elif (
         flight is None or flight.ticket.action != ticket.action or flight.ticket.slot != ticket.slot
     ):
@@ -348,6 +357,7 @@ def _purge(world: World, epoch: int) -> Findings:
 
 
 def _invalidate(world: World, stage: int) -> Findings:
+    yield from _has_cache(world)
     if world.stages[stage].filling is not None:
         yield "version.in-flight"
 
@@ -416,8 +426,6 @@ def _commit_epoch(world: World, epoch: int) -> Findings:
     stages = world.stages.values()
     if world.live():
         yield "ownership.live-tape"
-    if epoch != world.epoch:
-        yield "version.wrong-epoch"
     if any(stage.filling is not None for stage in stages):
         yield "version.in-flight"
     if any(domain.running for domain in world.domains):
@@ -426,6 +434,8 @@ def _commit_epoch(world: World, epoch: int) -> Findings:
         yield "reduction.in-flight"
     if not all(reduction.done for reduction in world.reductions.values()):
         yield "reduction.missing"
+    if epoch != world.epoch:
+        yield "epoch.wrong-epoch"
     if epoch != world.epoch or not all(stage.final for stage in stages):
         yield "epoch.not-final"
 

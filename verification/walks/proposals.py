@@ -15,6 +15,7 @@ from qeffect.verification.walks.oracle import broken, violations
 from qeffect.verification.walks.world import Call, Slot, World
 
 __all__ = [
+    "ACTIONS",
     "NAMES",
     "Pick",
     "Plan",
@@ -88,6 +89,8 @@ def evidence(world: World, ticket: Ticket) -> tuple[str, ...]:
 
 #: What the transitions call each action.
 NAMES = {"F": "forward", "dI": "dgrad", "dW": "wgrad", "refresh": "refresh"}
+#: The action of each of those names.
+ACTIONS = {name: action for action, name in NAMES.items()}
 
 
 def _commit(world: World, ticket: Ticket) -> Call:

@@ -148,8 +148,6 @@ def commit_epoch(st, epoch):
     if not st.every(st.consumers, 0):
         raise Refused("ownership.live-tape")
     # version.commit_epoch_guards
-    if not st.every(st.weight_epoch, epoch):
-        raise Refused("version.wrong-epoch")
     if not st.every(st.refreshing, 0):
         raise Refused("version.in-flight")
     # order.commit_epoch_guards
@@ -161,6 +159,8 @@ def commit_epoch(st, epoch):
     if not st.every(st.reduced, epoch):
         raise Refused("reduction.missing")
     # epoch.commit_epoch_guards
+    if not st.every(st.weight_epoch, epoch):
+        raise Refused("epoch.wrong-epoch")
     if not st.every(st.final, epoch):
         raise Refused("epoch.not-final")
     # order.commit_epoch_writes

@@ -1,0 +1,95 @@
+"""
+An orderly caller of one process: it makes the calls that an action wants around it.
+
+The fault table, the check of a schedule and the example logs say *what* runs, by stage and
+microbatch; this says *how* a runtime runs it through the contract. No device is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .config import StageConfig
+from .contract import Contract
+from .keys import Cell, TapeKey, TapeRef
+
+__all__ = ["Caller"]
+
+
+class Caller:
+    """
+    A contract, and the references that its caller holds.
+
+    Args:
+        stages: The stages.
+        options: Further arguments of the contract.
+
+    Attributes:
+        contract: The contract.
+        refs: The reference of each cell's latest forward.
+
+    >>> caller = Caller([StageConfig(0, microbatches=1, slots=1, matrices=("w",))])
+    >>> caller.refresh(0)
+    >>> caller.whole(0, 0)
+    >>> caller.finalize(0)
+    >>> caller.contract.commit_epoch()
+    1
+    """
+
+    def __init__(self, stages: Sequence[StageConfig], **options: Any) -> None:
+        self.contract = Contract(stages, **options)
+        self.refs: dict[Cell, TapeRef] = {}
+        self._configs = {config.stage: config for config in self.contract.stages}
+
+    def link(self, stage: int, caller: str = "main") -> int:
+        """The link of a caller and the stage's graph stream."""
+        return self.contract.link(caller, self._configs[stage].domain)
+
+    def key(self, stage: int, microbatch: int, block: int = 0) -> TapeKey:
+        """The key of an execution in the current epoch."""
+        return TapeKey(self.contract.epoch, stage, microbatch, block)
+
+    def ref(self, stage: int, microbatch: int, block: int = 0) -> TapeRef:
+        """The reference that the execution's latest forward returned."""
+        return self.refs[self.key(stage, microbatch, block).cell]
+
+    def refresh(self, stage: int) -> None:
+        """Refresh a stage's weight cache."""
+        self.contract.commit(self.contract.check_refresh(stage, self.link(stage)))
+
+    def forward(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
+        """Run F; the options are those of `Contract.check_forward`."""
+        options.setdefault("link", self.link(stage))
+        key = self.key(stage, microbatch, block)
+        ref = self.contract.commit(self.contract.check_forward(key, **options))
+        assert ref is not None
+        self.refs[key.cell] = ref
+
+    def dgrad(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
+        """Bind the destinations, wait for what dI consumes, run it and queue every matrix."""
+        options.setdefault("link", self.link(stage))
+        key = self.key(stage, microbatch, block)
+        if "arena" in self.contract.transitions.relations:
+            self.contract.bind(key)
+        self.contract.wait(self.link(stage))
+        ticket = self.contract.check_dgrad(key, self.refs[key.cell], **options)
+        self.contract.commit(ticket, self._configs[stage].matrices)
+
+    def wgrad(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
+        """Run dW and cover every matrix."""
+        options.setdefault("link", self.link(stage))
+        key = self.key(stage, microbatch, block)
+        ticket = self.contract.check_wgrad(key, self.refs[key.cell], **options)
+        self.contract.commit(ticket, self._configs[stage].matrices)
+
+    def whole(self, stage: int, microbatch: int) -> None:
+        """Run F, dI and dW."""
+        self.forward(stage, microbatch)
+        self.dgrad(stage, microbatch)
+        self.wgrad(stage, microbatch)
+
+    def finalize(self, stage: int) -> None:
+        """Wait for a stage's gradients and finalize it."""
+        self.contract.wait(self.link(stage))
+        self.contract.finalize(stage, self.link(stage))

@@ -1,0 +1,140 @@
+"""
+What the contract does not see: numbers that are wrong while every action is in its place.
+
+Two linear stages train under the contract in plain torch, as reported and mended. The calls that
+the contract is asked are the same in both runs, one for one, and all are accepted; the gradients
+are not the same. So `qeffect failures` has no re-enactment of these, and says why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qeffect import Contract, StageConfig, TapeKey, TapeRef
+from qeffect.verification.failures.catalogue import FAILURES
+
+MICROBATCHES = 2
+#: Failures shown here, by the name that `qeffect failures` knows them by.
+SHOWN = ("deepspeed-8154", "torchtitan-4194", "transformer-engine-545", "megatron-lm-6565")
+Calls = list[tuple[str, tuple[Any, ...]]]
+
+
+def batch() -> tuple[list[Tensor], list[Tensor]]:
+    """Inputs of the microbatches, and the weights of the two stages."""
+    torch.manual_seed(11)
+    inputs = [torch.randn(4, 3, dtype=torch.float64) for _ in range(MICROBATCHES)]
+    weights = [torch.randn(3, 5, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)]
+    return inputs, weights
+
+
+def expected() -> list[Tensor]:
+    """Gradients of the loss, the mean of the microbatches' sums, by autograd."""
+    inputs, weights = batch()
+    leaves = [weight.clone().requires_grad_() for weight in weights]
+    loss = torch.stack([(x @ leaves[0] @ leaves[1]).sum() for x in inputs]).sum() / MICROBATCHES
+    return list(torch.autograd.grad(loss, leaves))
+
+
+class Run:
+    """One optimizer step of two linear stages, guarded by the contract."""
+
+    def __init__(self, fault: str | None) -> None:
+        self.fault = fault
+        self.calls: Calls = []
+        self.contract = Contract(
+            [StageConfig(s, microbatches=MICROBATCHES, slots=2, matrices=("w",)) for s in (0, 1)],
+            observer=self._note,
+        )
+        self.inputs, self.weights = batch()
+        self.gradients = [torch.empty_like(weight) for weight in self.weights]
+        self.refs: dict[tuple[int, int], TapeRef] = {}
+
+    def _note(self, transition: str, arguments: tuple[Any, ...], result: Any) -> None:
+        plain = (
+            (argument.slot, argument.generation) if isinstance(argument, TapeRef) else argument
+            for argument in arguments
+        )
+        self.calls.append((transition, tuple(plain)))
+
+    def forward(self, stage: int, microbatch: int, x: Tensor) -> Tensor:
+        """F, guarded."""
+        with self.contract.forward(TapeKey(0, stage, microbatch)) as action:
+            y = x @ self.weights[stage]
+        self.refs[stage, microbatch] = action.ref
+        self.contract.wait()
+        return y
+
+    def backward(self, stage: int, microbatch: int, x: Tensor, gradient: Tensor) -> Tensor:
+        """dI, then dW into the one accumulating buffer of the stage, both guarded."""
+        key, ref = TapeKey(0, stage, microbatch), self.refs[stage, microbatch]
+        if self.fault == "deepspeed-8154" and stage == 0:
+            gradient = gradient / MICROBATCHES  # the hook that every stage has, not the last alone
+        self.contract.bind(key)
+        with self.contract.dgrad(key, ref) as dgrad:
+            out = gradient @ self.weights[stage].T
+            dgrad.queued = ("w",)
+        self.contract.wait()
+        first = self.contract.first_writer(key)
+        with self.contract.wgrad(key, ref, first=first) as wgrad:
+            product = x.T @ gradient
+            if first:
+                self.gradients[stage].copy_(product)
+            else:
+                self.gradients[stage].add_(product)
+            wgrad.covered = ("w",)
+        self.contract.wait()
+        return out
+
+    def step(self) -> list[Tensor]:
+        """A whole step up to the optimizer's update; return the gradients that it would use."""
+        for stage in (0, 1):
+            # The refresh comes directly before the stage's first F.
+            with self.contract.refresh(stage):
+                pass
+            if stage == 0:
+                hidden = [self.forward(0, m, x) for m, x in enumerate(self.inputs)]
+        outputs = [self.forward(1, m, h) for m, h in enumerate(hidden)]
+        # The loss is normalised where its backward begins, unless that had already run.
+        scale = 1 if self.fault == "torchtitan-4194" else MICROBATCHES
+        for m, y in enumerate(outputs):
+            gradient = torch.ones_like(y) / scale
+            self.backward(0, m, self.inputs[m], self.backward(1, m, hidden[m], gradient))
+        if self.fault in ("transformer-engine-545", "megatron-lm-6565"):
+            # Autograd wants a gradient though dW wrote the real one; its owner adds it.
+            placeholder = torch.full_like(self.gradients[1], 0.25)  # what the memory held before
+        else:
+            placeholder = torch.zeros_like(self.gradients[1])
+        self.gradients[1].add_(placeholder)
+        for stage in (0, 1):
+            self.contract.finalize(stage)
+        self.contract.commit_epoch()
+        return self.gradients
+
+
+def test_the_mended_run_has_the_right_numbers() -> None:
+    """The instrument: without a fault the step's gradients are those of autograd."""
+    for expect, got in zip(expected(), Run(None).step(), strict=True):
+        torch.testing.assert_close(got, expect)
+
+
+@pytest.mark.parametrize("fault", SHOWN)
+def test_wrong_numbers_are_accepted(fault: str) -> None:
+    """The faulty run asks the very calls of the mended one, commits, and has other gradients."""
+    mended, faulty = Run(None), Run(fault)
+    right, wrong = mended.step(), faulty.step()
+
+    assert mended.calls == faulty.calls
+    assert "commit_epoch" == faulty.calls[-1][0]
+    assert not all(torch.allclose(a, b) for a, b in zip(right, wrong, strict=True))
+
+
+def test_the_list_names_these() -> None:
+    """Exactly these failures are said to be shown here, and to be wrong in numbers alone."""
+    here = {f.name: f for f in FAILURES if f.shown == "tests/failures/test_values.py"}
+
+    assert set(SHOWN) == set(here)
+    assert {("not caught", "values")} == {(f.verdict, f.kind) for f in here.values()}

@@ -1,0 +1,306 @@
+"""
+Failures of the gradient arena: a gradient lost, added twice, or written over another one.
+"""
+
+from __future__ import annotations
+
+from .history import History, addresses
+from .model import Rows
+
+ROWS = Rows("arena")
+
+
+@ROWS.enacted(
+    "transformer-engine-2715",
+    "NVIDIA/TransformerEngine#2715",
+    state="fixed 2026-03",
+    what="a graph's warm-up makes every microbatch the first",
+    cause="Warm-up set the flag of the first microbatch again, so that the one graph of a layer "
+    "was captured as an overwriting product and replayed for every microbatch.",
+    consequence="silent wrong numbers: only the last microbatch counts",
+    fix="capture the accumulating form",
+    clause="arena.overwrite",
+    at="check_wgrad 0W1",
+)
+def every_microbatch_is_the_first(h: History) -> None:
+    h.process()
+    h.refresh()
+    for microbatch in (0, 1):
+        h.forward(microbatch)
+        h.dgrad(microbatch)
+        h.wgrad(microbatch, overwrites=h.faulty or microbatch == 0)
+    h.end()
+
+
+@ROWS.enacted(
+    "transformer-engine-2936",
+    "NVIDIA/TransformerEngine#2936",
+    state="fixed 2026-04",
+    what="the request to overwrite main_grad is not honoured in a grouped layer",
+    cause="The product went to a fresh tensor, and main_grad kept the last step's value.",
+    consequence="silent wrong numbers",
+    fix="write into main_grad in that case too",
+    clause="arena.mismatch",
+    at="check_wgrad 0W0",
+    reports="the addresses that dW writes",
+)
+def wgrad_into_a_fresh_tensor(h: History) -> None:
+    main_grad, fresh = addresses("fc1", "fc2"), addresses("fc1", "fc2", first=65536)
+    h.process(microbatches=1, destinations=main_grad)
+    h.refresh()
+    h.forward(0)
+    h.dgrad(0)
+    h.wgrad(0, into=fresh if h.faulty else main_grad)
+    h.end()
+
+
+@ROWS.enacted(
+    "transformer-engine-869",
+    "NVIDIA/TransformerEngine#869",
+    state="fixed 2024-06",
+    what="making graphs resets .grad",
+    cause="Capture replaced the gradients, so that graphs write one buffer and the optimizer reads "
+    "another.",
+    consequence="silent wrong numbers",
+    fix="leave them",
+    clause="arena.mismatch",
+    at="bind 0I0",
+)
+def graphs_write_another_buffer(h: History) -> None:
+    read, written = addresses("fc1", "fc2"), addresses("fc1", "fc2", first=65536)
+    h.process(microbatches=1, destinations=read)
+    h.refresh()
+    h.forward(0)
+    h.dgrad(0, bound=written if h.faulty else read)
+    h.wgrad(0)
+    h.end()
+
+
+@ROWS.enacted(
+    "transformer-engine-3437",
+    "NVIDIA/TransformerEngine#3437",
+    state="open 2026-08",
+    what="tied weights do not accumulate with delayed wgrad",
+    cause="Each deferred wgrad of the weight assigns the gradient instead of adding to it.",
+    consequence="silent wrong numbers",
+    fix="none at the time; here the second one adds",
+    clause="arena.overwrite",
+    at="check_wgrad 0W0.1",
+)
+def the_second_use_of_a_tied_weight_assigns(h: History) -> None:
+    h.process(microbatches=1, invocations=2, matrices=("tied",))
+    h.refresh()
+    for invocation in (0, 1):
+        h.forward(0, invocation=invocation)
+    for invocation in (0, 1):
+        h.dgrad(0, invocation=invocation)
+        h.wgrad(0, invocation=invocation, overwrites=h.faulty or invocation == 0)
+    h.end()
+
+
+ROWS.untold(
+    "pytorch-180952",
+    "pytorch/pytorch#180952",
+    "pytorch/pytorch#181365",
+    state="fixed in torch 2.13",
+    what="a split backward counts shared weights twice",
+    cause="A weight that is used at two places of one path gets its gradient twice when the "
+    "backward is split.",
+    consequence="silent wrong numbers",
+    fix="hooks that put the saved gradient back",
+    kind="autograd",
+    why="It happens inside one call of autograd, which would report each matrix as covered once.",
+)
+ROWS.untold(
+    "transformer-engine-545",
+    "NVIDIA/TransformerEngine#545",
+    state="fixed 2023-11",
+    what="the placeholder gradient of a shared weight is summed",
+    cause="A placeholder that was never initialised stood for the gradient, and the reduction "
+    "added it.",
+    consequence="silent wrong numbers",
+    fix="zero it",
+    kind="values",
+    shown="tests/failures/test_values.py",
+    why="What stands in a placeholder is a number: it is added when it was zeroed too.",
+)
+ROWS.untold(
+    "megatron-lm-6565",
+    "NVIDIA/Megatron-LM#6565",
+    state="fixed 2026-08",
+    what="a placeholder for wgrad is not zeroed",
+    cause="A shared buffer that is used again stood for the gradient and was added to it.",
+    consequence="silent wrong numbers",
+    fix="zero it",
+    kind="values",
+    shown="tests/failures/test_values.py",
+    why="What stands in a placeholder is a number: it is added when it was zeroed too.",
+)
+
+
+@ROWS.enacted(
+    "megatron-lm-4609",
+    "NVIDIA/Megatron-LM#4609",
+    state="fixed 2026-05",
+    what="a gather of parameters, layer by layer, corrupts gradients",
+    cause="The gradient buffer doubles as the buffer that parameters are received in, and was not "
+    "zeroed before the first microbatch added to it.",
+    consequence="silent wrong numbers",
+    fix="zero it after use",
+    clause="arena.stale-accumulation",
+    at="check_wgrad 0W0",
+)
+def added_to_received_parameters(h: History) -> None:
+    h.process(microbatches=1)
+    h.refresh()
+    h.forward(0)
+    h.dgrad(0)
+    h.wgrad(0, overwrites=h.legal)
+    h.end()
+
+
+@ROWS.enacted(
+    "megatron-lm-2802",
+    "NVIDIA/Megatron-LM#2802",
+    "NVIDIA/Megatron-LM#4800",
+    "NVIDIA/Megatron-LM#5236",
+    "NVIDIA-NeMo/Megatron-Bridge#2134",
+    "NVIDIA-NeMo/Megatron-Bridge#3980",
+    state="fixed in five steps, 2025-09 to 2026-07",
+    what="one storage for MXFP8 parameters and gradients",
+    cause="Copies of parameters into the shared buffer, their gather and the zeroing came in a "
+    "wrong order, so that gradients were added to what parameters had left there.",
+    consequence="silent wrong numbers, no convergence",
+    fix="stage, gather and zero in one defined order",
+    clause="arena.stale-accumulation",
+    at="check_wgrad 0W0 e1",
+)
+def added_to_staged_parameters(h: History) -> None:
+    h.process(microbatches=1)
+    h.whole_step()
+    h.refresh()
+    h.forward(0)
+    h.dgrad(0)
+    h.wgrad(0, overwrites=h.legal)
+    h.end()
+
+
+@ROWS.enacted(
+    "megatron-lm-6060",
+    "NVIDIA/Megatron-LM#6060",
+    state="fixed 2026-08",
+    what="a reduce-scatter of weight gradients that overlaps the next graph",
+    cause="The next graph overwrote the slot of the ring of gradients that was still being "
+    "reduced.",
+    consequence="silent wrong numbers",
+    fix="a ring with an event for each slot",
+    clause="ownership.slot-busy",
+    at="check_forward 0F1",
+)
+def ring_slot_overwritten_under_its_reduction(h: History) -> None:
+    # The reduction is the reader of what a slot of the ring holds.
+    h.process(slots=1, sends_gradient=True)
+    h.refresh()
+    h.forward(0, slot=0)
+    h.backward(0)
+    h.send(0, gradient=True)
+    if h.legal:
+        h.sent(0, gradient=True)
+    h.forward(1, slot=0)
+    h.backward(1)
+    h.send(1, gradient=True)
+    h.sent(1, gradient=True)
+    h.end()
+
+
+@ROWS.enacted(
+    "megatron-lm-5222",
+    "NVIDIA/Megatron-LM#5222",
+    "NVIDIA/Megatron-LM#4054",
+    state="fixed 2026",
+    what="double buffers of sharded data parallelism",
+    cause="More units were in flight than there are buffers, and wgrad was written into one that "
+    "was being reduced.",
+    consequence="silent wrong numbers",
+    fix="hold to the limit where main_grad is fetched",
+    clause="ownership.pool-exhausted",
+    at="check_forward 0F2",
+)
+def more_units_than_buffers(h: History) -> None:
+    h.process(microbatches=3, slots=2)
+    h.refresh()
+    h.forward(0)
+    h.forward(1)
+    if h.legal:
+        h.backward(0)
+    h.forward(2)
+    if h.faulty:
+        h.backward(0)
+    h.backward(1)
+    h.backward(2)
+    h.end()
+
+
+@ROWS.enacted(
+    "deepspeed-6550",
+    "deepspeedai/DeepSpeed#6550",
+    state="fixed 2024-09",
+    what="gradient accumulation of ZeRO-2 with offload",
+    cause="The counter of micro-steps begins elsewhere in the first step than in later ones, so "
+    "that a later microbatch is copied instead of added.",
+    consequence="silent wrong numbers",
+    fix="one origin of the counter",
+    clause="arena.overwrite",
+    at="check_wgrad 0W1 e1",
+)
+def a_counter_with_two_origins(h: History) -> None:
+    h.process()
+    h.whole_step()
+    h.refresh()
+    for microbatch in (0, 1):
+        h.forward(microbatch)
+        h.dgrad(microbatch)
+        h.wgrad(microbatch, overwrites=microbatch == 0 or h.faulty)
+    h.end()
+
+
+@ROWS.enacted(
+    "deepspeed-7805",
+    "deepspeedai/DeepSpeed#7805",
+    "deepspeedai/DeepSpeed#6993",
+    "deepspeedai/DeepSpeed#7371",
+    state="fixed 2026-01",
+    what="the index of two buffers in turn is reset",
+    cause="Clearing a bucket reset the index of the two buffers that take turns, so that the "
+    "bucket in flight was filled again.",
+    consequence="silent wrong numbers",
+    fix="leave the index",
+    clause="ownership.slot-busy",
+    at="check_forward 0F1",
+)
+def the_bucket_in_flight_is_filled(h: History) -> None:
+    # The reduction is the reader of what one of the two buffers holds.
+    h.process(slots=2, sends_gradient=True)
+    h.refresh()
+    h.forward(0, slot=0)
+    h.backward(0)
+    h.send(0, gradient=True)
+    h.forward(1, slot=0 if h.faulty else 1)
+    h.backward(1)
+    h.send(1, gradient=True)
+    h.sent(0, gradient=True)
+    h.sent(1, gradient=True)
+    h.end()
+
+
+ROWS.untold(
+    "deepspeed-7965",
+    "deepspeedai/DeepSpeed#7965",
+    state="fixed 2026-04",
+    what="storage of a bucket is recycled under its reduction",
+    cause="The allocator was not told that another stream still uses the storage.",
+    consequence="NaN in the third step",
+    fix="tell it (record_stream)",
+    kind="memory",
+    why="The bucket's name stays its own; only the allocator knows that its bytes do not.",
+)

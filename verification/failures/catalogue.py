@@ -1,0 +1,40 @@
+"""
+All failures, in the order of their relations.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from . import (
+    arena,
+    capture,
+    completion,
+    epoch,
+    order,
+    ownership,
+    persistence,
+    reduction,
+    schedule,
+    version,
+)
+from .model import Failure
+
+__all__ = ["FAILURES"]
+
+FAILURES: Final[tuple[Failure, ...]] = tuple(
+    row
+    for room in (
+        ownership,
+        version,
+        order,
+        completion,
+        capture,
+        arena,
+        reduction,
+        epoch,
+        persistence,
+        schedule,
+    )
+    for row in room.ROWS.rows
+)

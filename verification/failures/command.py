@@ -1,0 +1,189 @@
+"""
+``qeffect failures``: re-enact public failures and show what becomes of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from attrs import asdict
+
+from qeffect.cli.command import Outcome as CommandOutcome
+from qeffect.cli.command import Progress, UnusableError
+
+if TYPE_CHECKING:
+    from .model import Failure, Outcome
+
+__all__ = ["Failures", "counts", "record"]
+
+
+class Failures:
+    """Re-enact the failures that people really had."""
+
+    name = "failures"
+    help = "re-enact public failures of FP8 pipeline training and show what refuses each"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the options."""
+        parser.add_argument(
+            "names",
+            nargs="*",
+            metavar="NAME",
+            help="show only these, in full: a name, a reference such as "
+            "NVIDIA/Megatron-LM#4047, or a relation",
+        )
+
+    def run(self, args: argparse.Namespace, progress: Progress) -> CommandOutcome:
+        """Run every re-enactment asked for; nothing of an outcome is stored."""
+        from .catalogue import FAILURES
+        from .model import run
+
+        chosen = _chosen(FAILURES, args.names)
+        pairs = []
+        for number, failure in enumerate(chosen):
+            progress(f"Re-enacting. {number} of {len(chosen)}: {failure.name}")
+            pairs.append((failure, run(failure)))
+        problems = [(f, o) for f, o in pairs if o.problem]
+        data: dict[str, Any] = {
+            "counts": counts(pairs),
+            "rows": [record(failure, outcome) for failure, outcome in pairs],
+        }
+        if problems:
+            failure, outcome = problems[0]
+            data |= {"clause": outcome.clause or None, "action": outcome.at or None}
+        lines = _in_full(pairs) if args.names else _listed(pairs)
+        lines += ["", _summary(data["counts"])]
+        lines += [f"not as stated: {f.name}: {o.problem}" for f, o in problems]
+        return CommandOutcome("refused" if problems else "accepted", data, lines)
+
+
+def record(failure: Failure, outcome: Outcome) -> dict[str, Any]:
+    """
+    Return a row and what running it gave as plain data.
+
+    Args:
+        failure: The row.
+        outcome: Its outcome.
+    """
+    story = asdict(failure, filter=lambda attribute, _: attribute.name not in _NOT_STORY)
+    ran = asdict(outcome, filter=lambda attribute, _: not attribute.name.endswith("steps"))
+    enacted = failure.enact.__name__ if failure.enact is not None else None
+    return {**story, "enacted": enacted, **ran, "difference": outcome.difference()}
+
+
+#: What of a row is not said in words, or is what running it gives.
+_NOT_STORY = ("enact", "clause", "at")
+
+
+def counts(pairs: Iterable[tuple[Failure, Outcome]]) -> dict[str, Any]:
+    """
+    Count outcomes.
+
+    Args:
+        pairs: Rows and their outcomes.
+
+    Returns:
+        How many there are, and how many of them were re-enacted; how many were refused, and how
+        many of those only where the runtime reports what the row says; how many were not caught,
+        by kind too; how many were never explained; in how many a detail was guessed; and how many
+        did not come out as stated.
+    """
+    rows = list(pairs)
+    verdicts = Counter(outcome.verdict for _, outcome in rows)
+    kinds = Counter(f.kind for f, outcome in rows if outcome.verdict == "not caught")
+    return {
+        "failures": len(rows),
+        "enacted": sum(failure.enact is not None for failure, _ in rows),
+        "refused": verdicts["refused"],
+        "given_a_report": sum(o.verdict == "refused" and bool(f.reports) for f, o in rows),
+        "not_caught": verdicts["not caught"],
+        "by_kind": dict(sorted(kinds.items())),
+        "unexplained": verdicts["unexplained"],
+        "guessed": sum(bool(f.guessed) for f, _ in rows),
+        "not_as_stated": sum(bool(o.problem) for _, o in rows),
+    }
+
+
+def _chosen(failures: Sequence[Failure], names: Sequence[str]) -> list[Failure]:
+    """Return the failures that are named, in the order of the list."""
+    found: list[Failure] = []
+    for name in names:
+        wanted = name.lower()
+        rows = [
+            failure
+            for failure in failures
+            if wanted
+            in (failure.name, failure.relation, *(known.lower() for known in failure.references))
+        ]
+        if not rows:
+            relations = ", ".join(dict.fromkeys(failure.relation for failure in failures))
+            near = [f.name for f in failures if wanted in f.name or f.name in wanted][:5]
+            hint = f"did you mean {', '.join(near)}?" if near else f"relations are {relations};"
+            raise UnusableError(
+                f"no failure is named {name!r}; {hint} 'qeffect failures' lists them all"
+            )
+        found += rows
+    return [failure for failure in failures if failure in found] if names else list(failures)
+
+
+def _said(failure: Failure, outcome: Outcome) -> str:
+    if outcome.verdict == "refused":
+        given = f", given {failure.reports}" if failure.reports else ""
+        return f"refused by {outcome.clause} at {outcome.at}{given}"
+    if outcome.verdict == "unexplained":
+        return f"never explained: {failure.why}"
+    accepted = "; the faulty run was accepted" if failure.enact is not None else ""
+    return f"not caught ({failure.kind}){accepted}: {failure.why}"
+
+
+def _listed(pairs: Sequence[tuple[Failure, Outcome]]) -> list[str]:
+    names = max(len(failure.name) for failure, _ in pairs)
+    references = max(len(failure.references[0]) for failure, _ in pairs)
+    lines: list[str] = []
+    for relation, rows in groupby(pairs, key=lambda pair: pair[0].relation):
+        lines += ["", relation] if lines else [relation]
+        lines += [
+            f"  {failure.name:{names}}  {failure.references[0]:{references}}  "
+            f"{_said(failure, outcome)}"
+            for failure, outcome in rows
+        ]
+    return lines
+
+
+def _in_full(pairs: Sequence[tuple[Failure, Outcome]]) -> list[str]:
+    lines: list[str] = []
+    for failure, outcome in pairs:
+        told = {
+            "relation": failure.relation,
+            "reported": f"{', '.join(failure.references)} ({failure.state})",
+            "what failed": failure.what,
+            "cause": failure.cause,
+            "guessed": failure.guessed,
+            "consequence": failure.consequence,
+            "mended by": failure.fix,
+            "outcome": _said(failure, outcome),
+            "found": outcome.found,
+            "expected": outcome.expected,
+            "shown by": failure.shown,
+        }
+        lines += [""] if lines else []
+        lines.append(failure.name)
+        lines += [f"  {what:12} {text}" for what, text in told.items() if text]
+        if failure.enact is not None:
+            lines.append("  from the legal run, which is accepted, the faulty one differs by")
+            lines += [f"    {line}" for line in outcome.difference()]
+    return lines
+
+
+def _summary(counted: dict[str, Any]) -> str:
+    given = f"{counted['given_a_report']} of them given a report that not every runtime makes"
+    return (
+        f"{counted['failures']} public failures, {counted['enacted']} of them re-enacted from "
+        f"their reports: {counted['refused']} refused ({given}), {counted['not_caught']} not "
+        f"caught, {counted['unexplained']} never explained; a detail was guessed in "
+        f"{counted['guessed']}."
+    )

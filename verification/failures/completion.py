@@ -1,0 +1,231 @@
+"""
+Failures of completion: something was read before it was written, or on another stream.
+"""
+
+from __future__ import annotations
+
+from .history import History, stage
+from .model import Rows
+
+ROWS = Rows("completion")
+
+
+@ROWS.enacted(
+    "megatron-lm-2652",
+    "NVIDIA/Megatron-LM#2652",
+    "NVIDIA-NeMo/Megatron-Bridge#1706",
+    state="fixed 2026-01",
+    what="data-parallel buffers made on a side stream",
+    cause="Parameters were copied on a side stream before the default stream had filled them.",
+    consequence="empty parameters",
+    fix="the streams wait for each other, both ways",
+    clause="completion.caller-to-graph",
+    at="check_refresh s0",
+)
+def parameters_copied_before_they_were_filled(h: History) -> None:
+    h.process(microbatches=1)
+    h.refresh(joined=h.legal)
+    h.forward(0)
+    h.backward(0)
+    h.end()
+
+
+@ROWS.enacted(
+    "megatron-lm-3140",
+    "NVIDIA/Megatron-LM#3140",
+    state="fixed 2026-02",
+    what="an offloaded optimizer awaits the event of another stream",
+    cause="The event that the forward awaits was recorded on the stream that copies to the host, "
+    "not on the one that copies parameters back to the device.",
+    consequence="silent wrong numbers",
+    fix="record it on the right stream",
+    clause="completion.caller-to-graph",
+    at="check_refresh s0",
+    reports="a wait, under the name of the stream on which its event was recorded",
+)
+def awaited_the_event_of_another_stream(h: History) -> None:
+    h.process(microbatches=1, callers=("main", "to host", "to device"))
+    h.submit("to host")
+    h.submit("to device")
+    h.join("to host" if h.faulty else "to device")
+    h.refresh(caller="to device", joined=None)
+    h.forward(0)
+    h.backward(0)
+    h.end()
+
+
+@ROWS.enacted(
+    "megatron-lm-3164",
+    "NVIDIA/Megatron-LM#3164",
+    state="fixed 2026-02",
+    what="expert-parallel overlap with graphs of a whole iteration",
+    cause="The wgrad of a node of the overlapped schedule ran on the ambient stream instead of the "
+    "node's, and tensors were freed across streams that nobody ordered.",
+    consequence="a crash, or silent wrong numbers",
+    fix="run wgrad on the node's stream",
+    clause="completion.wrong-stream",
+    at="check_wgrad 0W0",
+    reports="the stream on which dW is launched",
+)
+def wgrad_on_the_ambient_stream(h: History) -> None:
+    h.process(stage(0, domain="node", microbatches=1), stage(1, domain="ambient", microbatches=1))
+    for index in (0, 1):
+        h.refresh(index)
+        h.forward(0, stage=index)
+    h.backward(0, stage=1)
+    h.dgrad(0)
+    h.wgrad(0, stream="ambient" if h.faulty else "node")
+    h.end()
+
+
+@ROWS.enacted(
+    "transformer-engine-3089",
+    "NVIDIA/TransformerEngine#3089",
+    state="fixed 2026-06",
+    what="a delayed wgrad runs on the stream of its creation",
+    cause="The deferred closure kept the stream that was current when dI made it. It was called "
+    "under the stream for wgrad, launched on the old one, and its readers awaited the new one.",
+    consequence="NaN, corrupted gradients",
+    fix="look the stream up when the closure is called",
+    clause="completion.wrong-stream",
+    at="check_wgrad 0W0",
+    reports="the stream on which dW is launched",
+)
+def wgrad_on_the_stream_of_its_creation(h: History) -> None:
+    h.process(stage(0, domain="wgrad", microbatches=1), stage(1, domain="creation", microbatches=1))
+    for index in (0, 1):
+        h.refresh(index)
+        h.forward(0, stage=index)
+    h.backward(0, stage=1)
+    h.dgrad(0)
+    h.wgrad(0, stream="creation" if h.faulty else "wgrad")
+    h.end()
+
+
+@ROWS.enacted(
+    "megatron-lm-6643",
+    "NVIDIA/Megatron-LM#6643",
+    state="fixed 2026-08",
+    what="two graph runners on one stream",
+    cause="Streams come from a bounded pool, and two runners were handed the same one.",
+    consequence="false dependencies, lost overlap",
+    fix="a pool of distinct streams",
+    kind="harmless",
+    why="One stream for two runners orders more than is asked for, and numbers stay right.",
+)
+def two_runners_on_one_stream(h: History) -> None:
+    h.process(
+        stage(0, microbatches=1, domain="a"),
+        stage(1, microbatches=1, domain="a" if h.faulty else "b"),
+    )
+    for index in (0, 1):
+        h.refresh(index)
+        h.forward(0, stage=index)
+    for index in (1, 0):
+        h.backward(0, stage=index)
+    h.end()
+
+
+@ROWS.enacted(
+    "pytorch-144535",
+    "pytorch/pytorch#144535",
+    state="fixed 2025-01",
+    what="sharded data parallelism under a pipeline misses its last callback",
+    cause="The pipeline runs backward by hand, and so skipped the callback that waits for the "
+    "reduce-scatter before gradients are read.",
+    consequence="a race on gradients",
+    fix="call it",
+    clause="reduction.in-flight",
+    at="commit_epoch e0",
+)
+def gradients_read_under_their_reduction(h: History) -> None:
+    h.process(microbatches=1, reduces=True)
+    h.refresh()
+    h.forward(0)
+    h.backward(0)
+    h.finalize()
+    h.reduce()
+    if h.legal:
+        h.reduced()
+    h.update()
+
+
+@ROWS.enacted(
+    "megatron-lm-3693",
+    "NVIDIA/Megatron-LM#3693",
+    state="fixed 2026-03",
+    what="overlapped reductions with several optimizers",
+    cause="The communication stream waited for the default stream and not for the one that wrote "
+    "the gradients.",
+    consequence="silent wrong numbers",
+    fix="wait for the current stream",
+    clause="completion.graph-to-caller",
+    at="start_reduction s0",
+)
+def the_communication_stream_waited_for_another(h: History) -> None:
+    h.process(microbatches=1, reduces=True, callers=("main", "communication"))
+    h.refresh()
+    h.forward(0)
+    h.backward(0)
+    if h.legal:
+        h.await_replays("communication")
+    h.reduce(caller="communication")
+    h.finalize()
+    h.reduced(caller="main")
+    h.update()
+
+
+@ROWS.enacted(
+    "deepspeed-7898",
+    "deepspeedai/DeepSpeed#7898",
+    state="fixed 2026-03",
+    what="ZeRO-3 gives NaN with a newer torch",
+    cause="The reduction's stream waited for the default stream while autograd used another.",
+    consequence="NaN in a random layer and rank",
+    fix="wait for the current stream",
+    clause="completion.graph-to-caller",
+    at="start_reduction s0",
+)
+def the_reductions_stream_waited_before_the_last_wgrad(h: History) -> None:
+    # What the default stream had seen when the reduction's stream waited for it: one dW too few.
+    h.process(reduces=True, callers=("main", "reduction"))
+    h.refresh()
+    h.forward(0)
+    h.backward(0)
+    h.await_replays("reduction")
+    h.forward(1)
+    h.backward(1)
+    if h.legal:
+        h.await_replays("reduction")
+    h.reduce(caller="reduction")
+    h.finalize()
+    h.reduced(caller="main")
+    h.update()
+
+
+@ROWS.enacted(
+    "deepspeed-5606",
+    "deepspeedai/DeepSpeed#5606",
+    state="fixed 2024-06",
+    what="overlapped communication of ZeRO-1 and ZeRO-2",
+    cause="The reduction waits for the default stream, and the default stream for no reduction: "
+    "where communication takes longer, the bucket is filled again while it is sent.",
+    consequence="silent wrong numbers",
+    fix="wait both ways",
+    clause="ownership.slot-busy",
+    at="check_forward 0F1",
+)
+def the_bucket_is_filled_before_its_reduction_ended(h: History) -> None:
+    # The reduction is the reader of what the one bucket holds.
+    h.process(slots=1, sends_gradient=True)
+    h.refresh()
+    h.forward(0, slot=0)
+    h.backward(0)
+    h.send(0, gradient=True)
+    if h.legal:
+        h.sent(0, gradient=True)
+    h.forward(1, slot=0)
+    h.backward(1)
+    h.send(1, gradient=True)
+    h.sent(1, gradient=True)
+    h.end()

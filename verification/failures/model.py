@@ -1,0 +1,232 @@
+"""
+What a row of the list of failures is, and how its re-enactment is run.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from attrs import asdict, frozen
+
+from qeffect.refusals import Refused
+
+from .history import History
+
+__all__ = ["KINDS", "Enactment", "Failure", "Outcome", "Rows", "run"]
+
+#: What re-enacts a failure: calls of the contract, made to a history.
+Enactment = Callable[[History], None]
+
+#: Why a failure is not caught, by kind.
+KINDS = {
+    "values": "a number in a message, a loss or a placeholder is wrong; no action is",
+    "state": "saved or restored numbers are the caller's, which the contract never sees",
+    "memory": "memory is lost below the contract: in the allocator, or while a graph is captured",
+    "autograd": "it happens inside one call of autograd",
+    "transport": "it lies in communicators or in the driver, below any order of calls",
+    "harmless": "it costs time and no numbers; the contract refuses no more order than it asks for",
+    "evidence": "the runtime would have to report what the contract has no place for",
+    "cause": "the cause was never published",
+}
+
+
+@frozen
+class Failure:
+    """
+    One public failure.
+
+    Args:
+        name: Short name, as the command line takes it.
+        references: Where it was reported: ``owner/repository#number``, ``!number`` for a merge
+            request named in the history, ``@commit`` for a commit.
+        relation: The relation that it broke.
+        state: What became of the report.
+        what: What failed, in a line.
+        cause: The reported cause, in our own words.
+        consequence: What the project observed.
+        fix: How it was mended.
+        clause: The clause that refuses it; empty where none does.
+        at: The transition and action at which it is refused.
+        reports: What the runtime has to report for that, beyond the calls of any runtime.
+        kind: Why it is not caught, of `KINDS`; empty where it is.
+        why: Why it is not caught, in a sentence.
+        guessed: A detail of the cause that no report states; empty where nothing was guessed.
+        shown: A test that shows more of it than a re-enactment can; empty where there is none.
+        enact: The re-enactment; None where no call of the contract tells the fault from the fix.
+    """
+
+    name: str
+    references: tuple[str, ...]
+    relation: str
+    state: str
+    what: str
+    cause: str
+    consequence: str
+    fix: str
+    clause: str = ""
+    at: str = ""
+    reports: str = ""
+    kind: str = ""
+    why: str = ""
+    guessed: str = ""
+    shown: str = ""
+    enact: Enactment | None = None
+
+    @property
+    def verdict(self) -> str:
+        """What the row states: ``refused``, ``not caught`` or ``unexplained``."""
+        if self.clause:
+            return "refused"
+        return "unexplained" if self.kind == "cause" else "not caught"
+
+
+class Rows:
+    """
+    The failures of one relation, in the order in which they are written.
+
+    Args:
+        relation: The relation.
+    """
+
+    def __init__(self, relation: str) -> None:
+        self.relation = relation
+        self.rows: list[Failure] = []
+
+    def enacted(
+        self, name: str, *references: str, **story: str
+    ) -> Callable[[Enactment], Enactment]:
+        """Decorate a re-enactment: it becomes a row."""
+
+        def decorate(enact: Enactment) -> Enactment:
+            self._add(name, references, story, enact)
+            return enact
+
+        return decorate
+
+    def untold(self, name: str, *references: str, **story: str) -> None:
+        """Add a row that has no re-enactment: no call of the contract differs."""
+        self._add(name, references, story, None)
+
+    def _add(
+        self, name: str, references: tuple[str, ...], story: dict[str, str], enact: Any
+    ) -> None:
+        self.rows.append(Failure(name, references, self.relation, enact=enact, **story))
+
+
+@frozen
+class Outcome:
+    """
+    What running a row gave.
+
+    Args:
+        verdict: ``refused``, ``not caught`` or ``unexplained``.
+        clause: The clause that refused the faulty run; empty when none did.
+        at: The transition and the action at which it did.
+        found: What the guard found.
+        expected: What it wanted.
+        unchanged: The state was the same before and after the refused call, but for the tape that
+            an action aborts when its own evidence is refused; None where nothing was refused or a
+            table was.
+        legal: The run with the reported step put right was accepted to its end; None where
+            nothing can be run.
+        problem: How this differs from what the row states; empty where it does not.
+        steps: The calls of the faulty run.
+        legal_steps: The calls of the legal run.
+    """
+
+    verdict: str
+    clause: str = ""
+    at: str = ""
+    found: str = ""
+    expected: str = ""
+    unchanged: bool | None = None
+    legal: bool | None = None
+    problem: str = ""
+    steps: tuple[str, ...] = ()
+    legal_steps: tuple[str, ...] = ()
+
+    def difference(self) -> tuple[str, ...]:
+        """
+        What the faulty run did otherwise, call by call: ``-`` left out, ``+`` done.
+
+        Calls of the legal run that come after the refusal, and so never came, do not count.
+        """
+        matcher = difflib.SequenceMatcher(None, self.legal_steps, self.steps, autojunk=False)
+        found = [op for op in matcher.get_opcodes() if op[0] != "equal"]
+        if self.clause and found and found[-1][2] == len(self.legal_steps):
+            # The run ended with the refused call; the rest of the legal run is no difference.
+            tag, low, _, begin, end = found[-1]
+            names = [step.split(" ")[0] for step in self.steps[begin:end]]
+            same = [step.split(" ")[0] for step in self.legal_steps[low : low + end - begin]]
+            found[-1] = (tag, low, low + len(names) if names == same else low, begin, end)
+        return tuple(
+            line
+            for _, low, high, begin, end in found
+            for line in (
+                *(f"- {step}" for step in self.legal_steps[low:high]),
+                *(f"+ {step}" for step in self.steps[begin:end]),
+            )
+        )
+
+
+def run(failure: Failure) -> Outcome:
+    """
+    Re-enact a failure: the legal run, then the faulty one.
+
+    Args:
+        failure: The row.
+    """
+    if failure.enact is None:
+        return Outcome(failure.verdict)
+    legal, faulty = History(faulty=False), History(faulty=True)
+    trouble = _enact(failure.enact, legal)
+    refused = _enact(failure.enact, faulty)
+    found: dict[str, Any] = {
+        "legal": trouble is None,
+        "steps": tuple(faulty.steps),
+        "legal_steps": tuple(legal.steps),
+    }
+    if refused is None:
+        outcome = Outcome("not caught", **found)
+    else:
+        outcome = Outcome(
+            "refused",
+            clause=refused.clause,
+            at=faulty.at(refused),
+            found=str(refused.found),
+            expected=str(refused.expected),
+            unchanged=faulty.unchanged,
+            **found,
+        )
+    return _judged(failure, outcome, trouble)
+
+
+def _enact(enact: Enactment, history: History) -> Refused | None:
+    try:
+        enact(history)
+    except Refused as refused:
+        return refused
+    return None
+
+
+def _judged(failure: Failure, outcome: Outcome, trouble: Refused | None) -> Outcome:
+    """Say how an outcome differs from what the row states."""
+    stated = (failure.verdict, failure.clause, failure.at)
+    got = (outcome.verdict, outcome.clause, outcome.at)
+    problems: Iterable[str] = ()
+    if trouble is not None:
+        problems = (f"the legal run is refused: {trouble}",)
+    elif stated != got:
+        problems = (f"the row states {_said(*stated)}, running it gave {_said(*got)}",)
+    elif outcome.unchanged is False:
+        problems = ("the refused call changed the state",)
+    elif not outcome.difference():
+        problems = ("the faulty run is the legal one",)
+    values = asdict(outcome, recurse=False)
+    return Outcome(**{**values, "problem": "; ".join(problems)})
+
+
+def _said(verdict: str, clause: str, at: str) -> str:
+    return f"{verdict} by {clause} at {at}" if clause else verdict

@@ -1,0 +1,176 @@
+"""
+Failures of order: a scaling update skipped, doubled, or read at another time than it was made for.
+"""
+
+from __future__ import annotations
+
+from .history import History, addresses, stage
+from .model import Rows
+
+ROWS = Rows("order")
+
+#: What tells a scaling update that was skipped or doubled from one that was made.
+UPDATES = "the count of scaling updates that the device keeps"
+
+ROWS.untold(
+    "transformer-engine-657",
+    "NVIDIA/TransformerEngine#657",
+    "NVIDIA/TransformerEngine#659",
+    state="fixed 2024-02",
+    what="F and dI of a microbatch use different scales under a pipeline",
+    cause="dI reads the inverse scale of the module, which the forward of a later microbatch has "
+    "replaced.",
+    consequence="silent wrong numbers",
+    fix="the tape keeps a copy",
+    kind="evidence",
+    why="The order of calls is legal, and a tape's scales are not among what the contract follows.",
+)
+
+
+@ROWS.enacted(
+    "transformer-engine-3213",
+    "NVIDIA/TransformerEngine#3213",
+    state="open 2026-07",
+    what="duplicate updates of FP8 state in recomputation",
+    cause="The flag of the first module is taken from one global queue, while frames are "
+    "recomputed in another order; several modules then update for one forward.",
+    consequence="silent wrong numbers",
+    fix="each checkpoint frame owns its flag",
+    clause="ownership.key-live",
+    at="check_forward 0F0",
+)
+def a_recomputation_that_updates_again(h: History) -> None:
+    h.process()
+    h.refresh()
+    h.forward(0)
+    if h.faulty:
+        h.forward(0)
+    h.backward(0)
+    h.forward(1)
+    h.backward(1)
+    h.end()
+
+
+ROWS.untold(
+    "transformer-engine-1723",
+    "NVIDIA/TransformerEngine#1723",
+    state="fixed 2025-04",
+    what="FP8 recomputation keeps references to scales",
+    cause="What recomputation stashes is the live tensors, so that it runs with newer scales.",
+    consequence="silent wrong numbers",
+    fix="stash copies",
+    kind="evidence",
+    why="The order of calls is legal, and a tape's scales are not among what the contract follows.",
+)
+ROWS.untold(
+    "transformer-engine-3284",
+    "NVIDIA/TransformerEngine#3284",
+    "NVIDIA/TransformerEngine#3394",
+    state="fixed 2026-08",
+    what="state for recomputation is lost for inner autocasts and modules in evaluation",
+    cause="Whether the state is stashed and whether it is restored are decided by different "
+    "conditions.",
+    consequence="silent wrong numbers, or a leak",
+    fix="one condition for both",
+    kind="evidence",
+    why="dI commits without saying which scales it ran with.",
+)
+
+
+@ROWS.enacted(
+    "transformer-engine-1138",
+    "NVIDIA/TransformerEngine#1138",
+    state="fixed 2024-08",
+    what="captured backward returns gradients in another order of parameters",
+    cause="Gradients of one call were assigned to other parameters.",
+    consequence="NaN",
+    fix="one order for both passes",
+    clause="arena.mismatch",
+    at="check_wgrad 0W0",
+    reports="the addresses that dW writes",
+)
+def gradients_of_other_parameters(h: History) -> None:
+    own, exchanged = addresses("fc1", "fc2"), addresses("fc2", "fc1")
+    h.process(microbatches=1, destinations=own)
+    h.refresh()
+    h.forward(0)
+    h.dgrad(0)
+    h.wgrad(0, into=exchanged if h.faulty else own)
+    h.end()
+
+
+@ROWS.enacted(
+    "transformer-engine-1190",
+    "NVIDIA/TransformerEngine#1190",
+    "NVIDIA/TransformerEngine#1254",
+    state="fixed 2024-10",
+    what="FP8 with activation checkpointing is unstable",
+    cause="The recomputation runs outside the autocast, so that no module owns the update after "
+    "backward, and the amax of gradients is never reduced.",
+    consequence="silent wrong numbers",
+    fix="keep the flag of the first module in a queue",
+    clause="order.token",
+    at="check_forward 0F1",
+    reports=UPDATES,
+)
+@ROWS.enacted(
+    "transformer-engine-3456",
+    "NVIDIA/TransformerEngine#3456",
+    state="open 2026-09",
+    what="when the updates of delayed scaling run after backward",
+    cause="The update is tied to the backward of the first module, so that it is skipped or early "
+    "with branches that are not used, with checkpointing and with delayed wgrad. Shown is a "
+    "skipped one.",
+    consequence="silent wrong numbers",
+    fix="a scope that updates once for each backward or schedule",
+    clause="order.token",
+    at="check_forward 0F1",
+    reports=UPDATES,
+)
+@ROWS.enacted(
+    "megatron-lm-7538",
+    "NVIDIA/Megatron-LM#7538",
+    state="open 2026-09",
+    what="recomputation leaves the FP8 autocast",
+    cause="The recomputed region runs in BF16 without a word.",
+    guessed="that the backward through it then makes no scaling update either",
+    consequence="silent wrong numbers, or a crash",
+    fix="enter the autocast that was recorded",
+    clause="order.token",
+    at="check_forward 0F1",
+    reports=UPDATES,
+)
+def a_backward_that_never_updates(h: History) -> None:
+    h.process()
+    h.refresh()
+    h.forward(0, token=0)
+    h.dgrad(0, token=1)
+    h.wgrad(0)
+    h.forward(1, token=1 if h.faulty else 2)
+    h.backward(1)
+    h.end()
+
+
+@ROWS.enacted(
+    "transformer-engine-814",
+    "NVIDIA/TransformerEngine#814",
+    "NVIDIA/TransformerEngine#825",
+    state="fixed 2024-04",
+    what="histories of modules that did not run are rolled",
+    cause="Zeros enter the history of a module that did not run, so that its scale grows while its "
+    "FP8 data stays.",
+    consequence="silent wrong numbers",
+    fix="roll only where an amax was seen",
+    clause="order.token",
+    at="check_forward 1F0",
+    reports=f"{UPDATES}, for each module apart",
+)
+def the_history_of_an_idle_module_is_rolled(h: History) -> None:
+    h.process(stage(0, microbatches=1, domain="ran"), stage(1, microbatches=1, domain="idle"))
+    h.refresh(0)
+    h.forward(0, token=0)
+    h.refresh(1)
+    h.forward(0, stage=1, token=1 if h.faulty else 0)
+    for index in (1, 0):
+        h.backward(0, stage=index)
+    h.end()

@@ -1,0 +1,239 @@
+"""
+Failures of ownership: a buffer that was given away too early, work that was taken up by another.
+"""
+
+from __future__ import annotations
+
+from .history import History
+from .model import Rows
+
+ROWS = Rows("ownership")
+
+
+@ROWS.enacted(
+    "megatron-lm-4047",
+    "NVIDIA/Megatron-LM#4047",
+    state="fixed 2026-04",
+    what="an asynchronous send reads an output that was deallocated",
+    cause="With interleaved stages and overlapped messages the output of a forward was freed while "
+    "its send still read it, and the next tenant of that memory was sent instead.",
+    consequence="silent wrong numbers on the next stage",
+    fix="wait for the send's handle before the output is freed",
+    clause="ownership.slot-busy",
+    at="check_forward 0F1",
+)
+def output_freed_under_its_send(h: History) -> None:
+    h.process(slots=1, sends_output=True)
+    h.refresh()
+    h.forward(0)
+    h.send(0)
+    h.backward(0)
+    if h.legal:
+        h.sent(0)
+    h.forward(1, slot=0)
+    h.send(1)
+    h.backward(1)
+    h.sent(1)
+    h.end()
+
+
+@ROWS.enacted(
+    "deepspeed-2800",
+    "deepspeedai/DeepSpeed#2800",
+    "deepspeedai/DeepSpeed#2862",
+    state="fixed 2023-03",
+    what="a pipeline schedule that is right only with one buffer too many",
+    cause="A stage received the activation of a later microbatch into a buffer whose input "
+    "gradient had not been sent yet; a spare buffer hid it.",
+    consequence="silent wrong numbers with the exact number of buffers",
+    fix="send before the receive, and the exact number of buffers",
+    clause="ownership.slot-busy",
+    at="reserve 0RECV_F2",
+)
+def received_over_a_gradient_to_send(h: History) -> None:
+    h.process(microbatches=3, slots=2, sends_gradient=True)
+    h.refresh()
+    h.forward(0)
+    h.forward(1)
+    h.backward(0)
+    if h.legal:
+        h.send(0, gradient=True)
+        h.sent(0, gradient=True)
+    h.receive(2, slot=0)
+    h.forward(2)
+    for microbatch in (1, 2):
+        h.backward(microbatch)
+        h.send(microbatch, gradient=True)
+        h.sent(microbatch, gradient=True)
+    h.end()
+
+
+@ROWS.enacted(
+    "megatron-lm-5876",
+    "NVIDIA/Megatron-LM#5876",
+    state="closed pull request 2026-07",
+    what="retained inputs of two microbatches are one receive buffer",
+    cause="The inputs that a 1F1B keeps for backward aliased the one preallocated receive buffer.",
+    consequence="a crash; where it did not crash, silent wrong numbers",
+    fix="copy on receive",
+    clause="ownership.slot-busy",
+    at="reserve 0RECV_F1",
+)
+def one_receive_buffer_for_two(h: History) -> None:
+    h.process()
+    h.refresh()
+    h.receive(0, slot=0)
+    h.forward(0)
+    h.receive(1, slot=0 if h.faulty else 1)
+    h.forward(1)
+    h.backward(0)
+    h.backward(1)
+    h.end()
+
+
+@ROWS.enacted(
+    "transformer-engine-2018",
+    "NVIDIA/TransformerEngine#2018",
+    state="fixed 2025-08",
+    what="static gradients of a graph's inputs are reused one backward too early",
+    cause="The buffer of a chunk's input gradient went back to the pool of static buffers before "
+    "the message that reads it had ended.",
+    consequence="silent wrong numbers",
+    fix="hold the buffer for its chunk, and choose one by its signature",
+    clause="ownership.slot-busy",
+    at="check_forward 0F1",
+)
+def dgrad_buffer_reused_early(h: History) -> None:
+    h.process(slots=1, sends_gradient=True)
+    h.refresh()
+    h.forward(0)
+    h.backward(0)
+    h.send(0, gradient=True)
+    if h.legal:
+        h.sent(0, gradient=True)
+    h.forward(1, slot=0)
+    h.backward(1)
+    h.send(1, gradient=True)
+    h.sent(1, gradient=True)
+    h.end()
+
+
+@ROWS.enacted(
+    "megatron-lm-422",
+    "NVIDIA/Megatron-LM#422",
+    state="closed as stale 2023",
+    what="NaN gradients with per-layer graphs under 1F1B, none with one microbatch in flight",
+    cause="Not diagnosed in the thread.",
+    guessed="the whole cause: each layer has one static set of buffers, and 1F1B keeps two tapes",
+    consequence="NaN",
+    fix="none published; here a second set of buffers",
+    clause="ownership.slot-busy",
+    at="check_forward 0F1",
+)
+def one_static_set_for_two_tapes(h: History) -> None:
+    h.process()
+    h.refresh()
+    h.forward(0, slot=0)
+    h.forward(1, slot=0 if h.faulty else 1)
+    h.backward(0)
+    h.backward(1)
+    h.end()
+
+
+ROWS.untold(
+    "megatron-lm-1279",
+    "NVIDIA/Megatron-LM#1279",
+    state="closed as stale 2024",
+    what="NaN gradients with CUDA graphs",
+    cause="Not diagnosed in the thread.",
+    consequence="NaN",
+    fix="none published",
+    kind="cause",
+    why="Nothing in the thread says which step was wrong.",
+)
+
+
+@ROWS.enacted(
+    "zero-bubble-e1de7aed",
+    "sail-sg/zero-bubble@e1de7aed",
+    state="fixed 2024-09",
+    what="split and whole backwards in one schedule",
+    cause="The store of deferred work was not filled for a backward that was to be split, so that "
+    "the later dW took up an empty entry and the real one leaked.",
+    consequence="silent wrong numbers",
+    fix="queue where the backward is split and only there; assert that the queues end empty",
+    clause="ownership.work-not-queued",
+    at="commit_dgrad 0I0",
+)
+def nothing_queued_for_a_split_backward(h: History) -> None:
+    h.process()
+    h.refresh()
+    h.forward(0)
+    h.dgrad(0, queued=() if h.faulty else ("fc1", "fc2"))
+    h.wgrad(0)
+    h.forward(1)
+    h.backward(1)
+    h.end()
+
+
+@ROWS.enacted(
+    "zero-bubble-8eb5ae97",
+    "sail-sg/zero-bubble@8eb5ae97",
+    state="fixed 2024-09",
+    what="the flag that splits a backward, in ZB-V",
+    cause="The flag was switched for the whole process, so that a backward which the schedule does "
+    "not split ran as a split one.",
+    guessed="that nobody took up what this backward deferred",
+    consequence="a wrong or missing dW",
+    fix="the flag is of one backward",
+    clause="arena.incomplete",
+    at="finalize s0",
+)
+def a_whole_backward_ran_split(h: History) -> None:
+    h.process()
+    h.refresh()
+    h.forward(0)
+    h.backward(0)
+    h.forward(1)
+    h.dgrad(1)
+    if h.legal:
+        h.wgrad(1)
+    h.end()
+
+
+@ROWS.enacted(
+    "megatron-lm-6145",
+    "NVIDIA/Megatron-LM#6145",
+    "NVIDIA/Megatron-LM#6020",
+    state="fixed 2026-07",
+    what="absorbed multi-latent attention with delayed wgrad",
+    cause="A linear layer whose weight is read directly never defers its gradient, but was built "
+    "as one that does; its dW then popped a closure that was never queued.",
+    consequence="a crash (pop of an empty queue)",
+    fix="build that layer without delay",
+    clause="ownership.work-not-queued",
+    at="commit_dgrad 0I0",
+)
+def a_layer_that_never_defers(h: History) -> None:
+    h.process(matrices=("absorbed", "down") if h.faulty else ("down",))
+    h.refresh()
+    for microbatch in (0, 1):
+        h.forward(microbatch)
+        h.dgrad(microbatch, queued=("down",))
+        h.wgrad(microbatch)
+    h.end()
+
+
+ROWS.untold(
+    "pytorch-185331",
+    "pytorch/pytorch#185331",
+    "pytorch/pytorch#185355",
+    state="open 2026-05",
+    what="hooks on a stage's input fire once more each step",
+    cause="The persistent receive buffer is itself the leaf, so that hooks which a user registers "
+    "on it accumulate from step to step.",
+    consequence="hooks run twice, four times, six times",
+    fix="a copy, or buffers that are made for each receive",
+    kind="autograd",
+    why="A hook on a tensor is no action, and the buffer has the right contents.",
+)

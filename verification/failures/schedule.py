@@ -1,0 +1,99 @@
+"""
+Failures of schedules: a table that cannot run, or that its runtime runs otherwise.
+"""
+
+from __future__ import annotations
+
+from .history import History
+from .model import Rows
+
+ROWS = Rows("schedule")
+
+
+@ROWS.enacted(
+    "pytorch-172668",
+    "pytorch/pytorch#172668",
+    "pytorch/pytorch#178815",
+    state="open; an option of torch 2.13",
+    what="receives at the front of a row block compute, and deferring them all deadlocks",
+    cause="With every receive moved to its use, both ranks wait for the end of their send before "
+    "either has posted the receive of the other's.",
+    consequence="a hang",
+    fix="ranks take turns: one of the two receives first",
+    clause="schedule.deadlock",
+    at="check rank 0 step 5 0WAIT_SEND_F1",
+    shown="tests/failures/test_torch_deferred_receives.py",
+)
+def both_ranks_send_first(h: History) -> None:
+    own = "0F0,0SEND_F0,0WAIT_SEND_F0,0F1,0SEND_F1,0WAIT_SEND_F1,"
+    own += "0RECV_B0,0I0,0W0,0RECV_B1,0I1,0W1"
+    first = "1SEND_B0,1WAIT_SEND_B0,1RECV_F1" if h.faulty else "1RECV_F1,1SEND_B0,1WAIT_SEND_B0"
+    other = f"1RECV_F0,1F0,1I0,1W0,{first},1F1,1I1,1W1,1SEND_B1,1WAIT_SEND_B1"
+    h.table(f"{own}\n{other}")
+
+
+ROWS.untold(
+    "zero-bubble-54197a6a",
+    "sail-sg/zero-bubble@54197a6a",
+    state="fixed 2024-09",
+    what="a runtime stuck in communication",
+    cause="Fused and single messages use different communicators, of which one was not set up on "
+    "every rank.",
+    consequence="a hang",
+    fix="set up the global communicator before",
+    kind="transport",
+    why="Every message is posted in its place; the hang is inside a communicator.",
+)
+
+
+@ROWS.enacted(
+    "pytorch-194121",
+    "pytorch/pytorch#194121",
+    "pytorch/pytorch#193903",
+    state="in torch 2.15",
+    what="the places at which a schedule awaits its sends, for capture",
+    cause="Without awaits every sent activation lives to the end of the step; an await in a bad "
+    "place waits for a receive that comes later.",
+    consequence="a hang at replay, or memory",
+    fix="a pass over the table that places them",
+    clause="schedule.deadlock",
+    at="check rank 0 step 5 0WAIT_SEND_F1",
+)
+def a_send_awaited_too_early(h: History) -> None:
+    early, late = ("0WAIT_SEND_F1,", "") if h.faulty else ("", "0WAIT_SEND_F1,")
+    own = f"0F0,0SEND_F0,0F1,0SEND_F1,0WAIT_SEND_F0,{early}0RECV_B0,0I0,0W0,{late}"
+    own += "0RECV_B1,0I1,0W1"
+    other = "1RECV_F0,1F0,1I0,1W0,1SEND_B0,1WAIT_SEND_B0,1RECV_F1,1F1,1I1,1W1,"
+    other += "1SEND_B1,1WAIT_SEND_B1"
+    h.table(f"{own}\n{other}")
+
+
+@ROWS.enacted(
+    "torchtitan-774",
+    "pytorch/torchtitan#774",
+    state="reported 2025-01",
+    what="ZB-V on four ranks ends in a missing key",
+    cause="The stages of a V-shaped schedule were mapped to ranks as those of a looped one.",
+    consequence="a crash",
+    fix="the mapping of a V",
+    clause="schedule.stage-on-wrong-rank",
+    at="check rank 0 step 1 3F0",
+)
+def a_v_mapped_as_a_loop(h: History) -> None:
+    h.table(
+        "0F0,3F0,3I0,3W0,0I0,0W0\n1F0,2F0,2I0,2W0,1I0,1W0",
+        stage_to_rank={0: 0, 1: 1, 2: 0, 3: 1} if h.faulty else {0: 0, 1: 1, 2: 1, 3: 0},
+    )
+
+
+ROWS.untold(
+    "torchtitan-4143",
+    "pytorch/torchtitan#4143",
+    state="fixed 2026-08",
+    what="capture of sharded parameters that are always resharded",
+    cause="An event that was recorded outside the capture is consumed inside it.",
+    consequence="a crash (stream capture isolation)",
+    fix="gather the parameters before",
+    kind="transport",
+    why="CUDA refuses it by itself, while the graph is captured and before anything is replayed.",
+)

@@ -1,0 +1,169 @@
+"""
+Failures of version: a quantized weight cache that is not of the weights it is used for.
+"""
+
+from __future__ import annotations
+
+from .history import History
+from .model import Rows
+
+ROWS = Rows("version")
+
+ROWS.untold(
+    "transformer-engine-539",
+    "NVIDIA/TransformerEngine#539",
+    "NVIDIA/TransformerEngine#646",
+    "NVIDIA/Megatron-LM#607",
+    state="fixed 2024-02",
+    what="FP8 with a pipeline, recomputation and several microbatches",
+    cause="The warm-up forward of microbatch 0 runs without gradients and quantizes the weights "
+    "into a new tensor; microbatch 1 uses the cached placeholder that was never written.",
+    consequence="NaN",
+    fix="quantize in place, also in the first phase of recomputation",
+    kind="evidence",
+    why="A refresh commits on the caller's word.",
+)
+
+
+@ROWS.enacted(
+    "megatron-lm-32305103",
+    "NVIDIA/Megatron-LM!3880",
+    "NVIDIA/Megatron-LM@32305103",
+    state="fixed 2025-09",
+    what="the flag of the first microbatch is not set under graphs",
+    cause="The manager of graphs never passed the flag, so that captured forwards skipped the "
+    "quantization of new weights.",
+    consequence="silent wrong numbers: FP8 weights of an earlier step",
+    fix="set it from the counter of microbatches",
+    clause="version.stale-cache",
+    at="check_forward 0F0 e1",
+)
+def no_microbatch_is_the_first(h: History) -> None:
+    h.process()
+    h.whole_step()
+    if h.legal:
+        h.refresh()
+    for microbatch in (0, 1):
+        h.forward(microbatch)
+        h.backward(microbatch)
+    h.end()
+
+
+ROWS.untold(
+    "transformer-engine-3051",
+    "NVIDIA/TransformerEngine#3051",
+    "NVIDIA/TransformerEngine#3065",
+    state="fixed 2026-06",
+    what="a grouped layer drops the tensor that skips the weight update during capture",
+    cause="The tensor was replaced by a constant, so that whether weights are quantized was "
+    "decided at capture and replayed for every microbatch.",
+    consequence="silent wrong numbers: stale weights, or weights quantized again",
+    fix="pass the tensor on",
+    kind="evidence",
+    why="The host asks for a refresh and the graph does none; a refresh commits on the host's "
+    "word.",
+)
+ROWS.untold(
+    "transformer-engine-2119",
+    "NVIDIA/TransformerEngine#2119",
+    state="fixed 2025-09",
+    what="the FP8 weight cache under graphs",
+    cause="Kernels that quantize ignored the flag that should have made them do nothing.",
+    consequence="weights are quantized at every replay",
+    fix="the flag reaches every kernel",
+    kind="evidence",
+    why="Nobody reports that a kernel ran which should not have.",
+)
+
+
+@ROWS.enacted(
+    "transformer-engine-1972",
+    "NVIDIA/TransformerEngine#1972",
+    "NVIDIA/TransformerEngine#2524",
+    state="fixed 2025",
+    what="a quantized weight workspace lacks the layout that the next call needs",
+    cause="A cached workspace was used again by a call that needs another layout of it.",
+    guessed="that the other layout came with a change of use between two steps",
+    consequence="a crash, or the wrong layout",
+    fix="give the cache up where its uses have changed",
+    clause="version.stale-cache",
+    at="check_forward 0F0 e1",
+)
+def a_workspace_of_another_layout(h: History) -> None:
+    h.process(microbatches=1)
+    h.whole_step()
+    h.refresh()
+    h.invalidate()
+    if h.legal:
+        h.refresh()
+    h.forward(0)
+    h.backward(0)
+    h.end()
+
+
+@ROWS.enacted(
+    "megatron-bridge-3076",
+    "NVIDIA-NeMo/Megatron-Bridge#3076",
+    state="fixed 2026-04",
+    what="MXFP8 parameters under a graph of the whole iteration",
+    cause="The graph gathers the parameters, but in its first step the host did not stage them, so "
+    "that the cache was filled with what the buffer held before.",
+    consequence="silent wrong numbers: the loss diverges",
+    fix="stage the parameters once the graph exists",
+    clause="version.stale-cache",
+    at="check_forward 0F0 e1",
+)
+def nothing_staged_for_the_first_graph_step(h: History) -> None:
+    h.process(microbatches=1)
+    h.whole_step()
+    if h.legal:
+        h.refresh()
+    h.forward(0)
+    h.backward(0)
+    h.end()
+
+
+@ROWS.enacted(
+    "megatron-lm-6525",
+    "NVIDIA/Megatron-LM#6525",
+    "NVIDIA/Megatron-LM#6388",
+    state="fixed 2026-08",
+    what="sharded parameters are not ready before a graph is replayed",
+    cause="A replay, or a prefetch, read the gathered parameters before the gather had finished.",
+    consequence="silent wrong numbers",
+    fix="publish them before the replay",
+    clause="completion.caller-to-graph",
+    at="check_forward 0F0",
+)
+def parameters_not_there_before_the_replay(h: History) -> None:
+    h.process(microbatches=1, callers=("main", "gather"))
+    h.refresh()
+    h.forward(0, caller="gather", joined=h.legal)
+    h.backward(0)
+    h.end()
+
+
+@ROWS.enacted(
+    "transformer-engine-1047",
+    "NVIDIA/TransformerEngine#1047",
+    "NVIDIA/TransformerEngine#1083",
+    state="reported 2024-07, mended 2024-08",
+    what="updates of FP8 buffers make training unstable",
+    cause="The inverse scale of the cached FP8 weights belongs to the recipe: an update after "
+    "microbatch 0 moves it, while the weights stay quantized with the old scale.",
+    consequence="silent wrong numbers",
+    fix="the inverse scale is written with the data and moves with nothing else",
+    clause="version.stale-cache",
+    at="check_forward 0F1",
+    reports="that the scales of cached weights were moved, as a loss of the cache",
+)
+def scales_of_cached_weights_move(h: History) -> None:
+    h.process()
+    h.refresh()
+    h.forward(0)
+    h.backward(0)
+    if h.faulty:
+        h.invalidate()
+    h.forward(1)
+    h.backward(1)
+    h.end()
