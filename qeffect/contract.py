@@ -121,6 +121,7 @@ class Contract:
         self.memory.fill(self.memory.weight_epoch, epoch)
         # What F, dI and dW reach for, bound once: each look-up costs a guard's time.
         self._join, self._wait = self._streams.join, self._streams.wait
+        self._enter = self._streams.enter
         self._arguments = self._runner.arguments
         self._free, self._reserved = self._pool.free, self._pool.reserved
         self._num_slots = len(self.memory.consumers)
@@ -221,7 +222,7 @@ class Contract:
         self._arguments.stage("check_refresh", stage)
         self._arguments.link("check_refresh", link)
         serial = self._runner.run("check_refresh", stage, link)
-        return Ticket("refresh", None, stage, serial, self.memory.incarnation[0])
+        return issue("refresh", None, stage, serial, self.memory.incarnation[0], None)
 
     def check_forward(
         self,
@@ -266,7 +267,7 @@ class Contract:
                     if self._reserved and key.cell in self._reserved:
                         slot = self._reserved[key.cell]
                     elif free:
-                        slot = taken = free.pop()
+                        slot = taken = free.popitem()[0]
                     else:
                         slot = st.slot_of[key.cell]
                 elif slot.__class__ is not int or slot < 0 or key.cell not in st.slot_of:
@@ -278,7 +279,7 @@ class Contract:
                 serial = self._check_forward(st, key, slot, token, link, refreshes)
             except FAILURES as error:
                 if taken is not None:
-                    self._free[key.stage].append(taken)
+                    self._free[key.stage].put(taken)
                 given = (key, slot, token, link, refresh)
                 raise self._runner.failure(error, "check_forward", given) from None
             if taken is None and not self._free[key.stage].take(slot):
@@ -603,6 +604,20 @@ class Contract:
         self._entered = True
         try:
             self._streams.submit(caller)
+        finally:
+            self._entered = False
+
+    def enter(self, link: int = 0) -> None:
+        """
+        Tell both in one call: the link's caller enqueued work, and the graph stream waits for it.
+
+        The same as `submit` of the caller and `join` of the link; every guarded replay begins so.
+        """
+        if self._entered:
+            raise ConcurrentCallError("enter")
+        self._entered = True
+        try:
+            self._enter(link)
         finally:
             self._entered = False
 

@@ -355,7 +355,8 @@ def module_probe(root: torch.nn.Module) -> Callable[[], list[int]]:
 
     def look() -> list[int]:
         found = [*map(id, chain.from_iterable(map(dict.values, children)))]
-        found += [p.data_ptr() for held in parameters for p in held.values() if p is not None]
+        held = chain.from_iterable(map(dict.values, parameters))
+        found += map(Tensor.data_ptr, [p for p in held if p is not None])
         return found
 
     return look

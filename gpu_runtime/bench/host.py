@@ -2,9 +2,10 @@
 Host time of each guarded action, and of the bare replay of the very graphs that it replays.
 
 Every call of some steps is timed by itself, on a stream that the device has drained, so that no
-full queue makes the host wait. Then the same graphs are replayed in the same order with nothing
-around them: the difference is what asking, copying and crossing streams cost. The bare replays move
-numerical state as nobody allowed, so a column can only be closed after them.
+full queue makes the host wait. Then the calls are split into parts, one part at a time. Last, the
+same graphs are replayed in the same order with nothing around them: the difference is what asking,
+copying and crossing streams cost. The bare replays move numerical state as nobody allowed, so a
+column can only be closed after them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import attrs
 
+from qeffect.gpu_runtime.bench.parts import Clock, part_times
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.memory.slots import fill
 from qeffect.gpu_runtime.plan.order import Kind, Order
@@ -28,9 +30,6 @@ ASKED = ("bind", "outputs", "finish_outputs", "dgrads", "finish_dgrads")
 """Calls between them."""
 
 _NAMES = {Kind.FORWARD: "forward", Kind.DGRAD: "dgrad", Kind.WGRAD: "wgrad"}
-
-Clock = Callable[[], int]
-"""Nanoseconds from anywhere; never goes back."""
 
 
 @attrs.define(eq=False)
@@ -94,8 +93,9 @@ def host_times(
         clock: Read around each call.
 
     Returns:
-        `steps`, `actions` (those that replay, in a step), `guarded_ns` and `bare_ns` by name, and
-        `copy_ns`, the copies into static buffers alone.
+        `steps`, `actions` (those that replay, in a step), `guarded_ns` and `bare_ns` by name,
+        `copy_ns`, the copies into static buffers alone, and `parts_ns` by part and name, where
+        graphs and guards are both there to be split.
     """
     guarded, bare, copies = Times(clock), Times(clock), Times(clock)
     timed = TimedActions(actions, guarded)
@@ -104,7 +104,10 @@ def host_times(
         step(timed)
         synchronize()
     executor = runtime.executor
+    parts: Mapping[str, Any] = {}
     if isinstance(executor, GraphExecutor):
+        if actions is runtime.actions:
+            parts = part_times(step, actions, (*REPLAYS, *ASKED), synchronize, steps, clock=clock)
         with runtime.caller_scope():
             for _ in range(steps):
                 for name, replay in replays(runtime.order, executor, runtime):
@@ -122,6 +125,7 @@ def host_times(
         "guarded_ns": guarded.ns,
         "bare_ns": bare.ns,
         "copy_ns": copies.ns.get("copy", []),
+        "parts_ns": parts,
     }
 
 

@@ -88,23 +88,25 @@ class GuardedActions:
             Refused: A clause of version, order or completion.
         """
         memory = self._memory(stage)
-        link = self._enter(caller)
-        ticket = self.contract.check_refresh(stage, link) if self._versioned else None
+        contract, handoff, executor = self.contract, self.handoff, self.executor
+        link = self.links[caller]
+        back = handoff.cross()
         try:
-            back = self.handoff.switch()
+            contract.enter(link)
+            ticket = contract.check_refresh(stage, link) if self._versioned else None
             try:
-                self.executor.refresh(memory)
-                if not self.executor.marks_tail:
-                    self.handoff.record_tail()
-            finally:
-                self.handoff.switch_back(back)
-        except BaseException:
+                executor.refresh(memory)
+                if not executor.marks_tail:
+                    handoff.record_tail()
+            except BaseException:
+                if ticket is not None:
+                    self._abort(ticket, None)
+                raise
             if ticket is not None:
-                self._abort(ticket, None)
-            raise
-        if ticket is not None:
-            self.contract.commit(ticket)
-        self._leave(link)
+                contract.commit(ticket)
+        finally:
+            handoff.cross_back(back)
+        contract.wait(link)
 
     def reserve(self, key: TapeKey) -> TapeRef:
         """
@@ -153,25 +155,27 @@ class GuardedActions:
         memory = place.memory
         if inputs is not None:
             memory.table.inputs.check(inputs)
-        link = self._enter(caller)
-        ticket = self.contract.check_forward(key, slot=place.index, token=token, link=link)
-        slot = self._slots[ticket.slot]
+        contract, handoff, executor = self.contract, self.handoff, self.executor
+        link = self.links[caller]
+        back = handoff.cross()
         try:
-            back = self.handoff.switch()
+            contract.enter(link)
+            ticket = contract.check_forward(key, slot=place.index, token=token, link=link)
+            slot = self._slots[ticket.slot]
             try:
                 if inputs is not None:
                     fill(slot.input_views, inputs)
-                self.executor.forward(memory, slot)
-                if not self.executor.marks_tail:
-                    self.handoff.record_tail()
-            finally:
-                self.handoff.switch_back(back)
-        except BaseException:
-            self._abort(ticket, slot)
-            raise
-        ref = self.contract.commit(ticket)
+                executor.forward(memory, slot)
+                if not executor.marks_tail:
+                    handoff.record_tail()
+            except BaseException:
+                self._abort(ticket, slot)
+                raise
+            ref = contract.commit(ticket)
+        finally:
+            handoff.cross_back(back)
+        contract.wait(link)
         assert ref is not None  # a committed F always has a reference
-        self._leave(link)
         return ref
 
     def dgrad(
@@ -204,30 +208,26 @@ class GuardedActions:
         memory = place.memory
         if output_gradients is not None:
             memory.table.output_gradients.check(output_gradients)
-        link = self._enter(caller)
-        ticket = self.contract.check_dgrad(key, ref, token=token, link=link)
-        slot = self._slots[ticket.slot]
+        contract, handoff, executor = self.contract, self.handoff, self.executor
+        link = self.links[caller]
+        back = handoff.cross()
         try:
-            back = self.handoff.switch()
+            contract.enter(link)
+            ticket = contract.check_dgrad(key, ref, token=token, link=link)
+            slot = self._slots[ticket.slot]
             try:
                 if output_gradients is not None:
                     fill(slot.output_gradients, output_gradients)
-                queued = self.executor.dgrad(memory, slot, memory.variants[key.microbatch])
-                if not self.executor.marks_tail:
-                    self.handoff.record_tail()
-            finally:
-                self.handoff.switch_back(back)
-        except BaseException:
-            self._abort(ticket, slot)
-            raise
-        try:
-            self.contract.commit(ticket, queued)
-        except BaseException:
-            # The kernel aborts a ticket whose own evidence fails.
-            self._discard(ticket.key, slot)
-            self.abort_outstanding()
-            raise
-        self._leave(link)
+                queued = executor.dgrad(memory, slot, memory.variants[key.microbatch])
+                if not executor.marks_tail:
+                    handoff.record_tail()
+            except BaseException:
+                self._abort(ticket, slot)
+                raise
+            self._commit(ticket, slot, queued)
+        finally:
+            handoff.cross_back(back)
+        contract.wait(link)
 
     def bind(self, key: TapeKey) -> None:
         """
@@ -255,38 +255,34 @@ class GuardedActions:
             place = self._known(key)
         memory, variant = place.memory, place.variant
         assert variant is not None  # a known key has a slot, and its dW something to do
-        arena = memory.arena
-        direct = arena.direct
-        link = self._enter(caller)
-        ticket = self.contract.check_wgrad(
-            key,
-            ref,
-            destination=arena.present(key.microbatch),
-            first=not variant.accumulate,
-            link=link,
-        )
-        slot = self._slots[ticket.slot]
+        arena, microbatch = memory.arena, key.microbatch
+        contract, handoff, executor = self.contract, self.handoff, self.executor
+        link = self.links[caller]
+        back = handoff.cross()
         try:
-            back = self.handoff.switch()
+            contract.enter(link)
+            ticket = contract.check_wgrad(
+                key,
+                ref,
+                destination=arena.present(microbatch),
+                first=not variant.accumulate,
+                link=link,
+            )
+            slot = self._slots[ticket.slot]
             try:
-                covered = self.executor.wgrad(memory, slot, variant)
-                if not direct:
-                    arena.keep_copies(key.microbatch, slot.wgrads)
-                # A graph has marked its own tail, unless something came after it.
-                if not (direct and self.executor.marks_tail):
-                    self.handoff.record_tail()
-            finally:
-                self.handoff.switch_back(back)
-        except BaseException:
-            self._abort(ticket, slot)
-            raise
-        try:
-            self.contract.commit(ticket, covered)
-        except BaseException:
-            self._discard(ticket.key, slot)
-            self.abort_outstanding()
-            raise
-        self._leave(link)
+                covered = executor.wgrad(memory, slot, variant)
+                if not arena.direct:
+                    arena.keep_copies(microbatch, slot.wgrads)
+                    handoff.record_tail()
+                elif not executor.marks_tail:  # a graph has marked its own
+                    handoff.record_tail()
+            except BaseException:
+                self._abort(ticket, slot)
+                raise
+            self._commit(ticket, slot, covered)
+        finally:
+            handoff.cross_back(back)
+        contract.wait(link)
 
     def outputs(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> Sequence[Tensor]:
         """
@@ -354,14 +350,23 @@ class GuardedActions:
 
     def _enter(self, caller: Hashable) -> int:
         link = self.links[caller]
-        self.contract.submit(caller)
         self.handoff.wait_for_caller()
-        self.contract.join(link)
+        self.contract.enter(link)
         return link
 
     def _leave(self, link: int) -> None:
         self.handoff.caller_waits()
         self.contract.wait(link)
+
+    def _commit(self, ticket: Ticket, slot: Slot, evidence: tuple[str, ...]) -> None:
+        """Tell the kernel what a dI or dW did; evidence that falls short fails the step."""
+        try:
+            self.contract.commit(ticket, evidence)
+        except BaseException:
+            # The kernel aborts a ticket whose own evidence fails.
+            self._discard(ticket.key, slot)
+            self.abort_outstanding()
+            raise
 
     def abort_outstanding(self) -> int:
         """

@@ -49,11 +49,11 @@ class Handoff(Protocol):
     def scope(self) -> Any:
         """A context in which the graph stream is the current one."""
 
-    def switch(self) -> Any:
-        """Make the graph stream current; returns what `switch_back` takes."""
+    def cross(self) -> Any:
+        """`wait_for_caller`, then make the graph stream current; `cross_back` takes the result."""
 
-    def switch_back(self, caller: Any) -> None:
-        """Make the stream current again that was before `switch`."""
+    def cross_back(self, caller: Any) -> None:
+        """Make the stream current again that was before `cross`, then `caller_waits`."""
 
     def synchronize(self) -> None:
         """Let the host wait until the graph stream is empty."""
@@ -80,11 +80,13 @@ class HostHandoff:
         """Nothing changes."""
         return _UNCHANGED
 
-    def switch(self) -> None:
-        """Nothing changes."""
+    def cross(self) -> None:
+        """Counted only."""
+        self.handoffs += 1
 
-    def switch_back(self, caller: None) -> None:
-        """Nothing was changed."""
+    def cross_back(self, caller: None) -> None:
+        """Counted only."""
+        self.handoffs += 1
 
     def synchronize(self) -> None:
         """Nothing is in flight."""
@@ -149,34 +151,41 @@ class GraphStream:
         """Make the graph stream current; nothing changes where it already is."""
         return _UNCHANGED if self.is_current() else torch.cuda.stream(self.stream)
 
-    def switch(self) -> Any:
+    def cross(self) -> Any:
         """
-        Make the graph stream current, without a context's objects.
+        Let the graph stream wait for the caller and make it current: one look at where it stands.
 
         Returns:
-            None where it was current already; the caller's stream where the device is current too;
-            else a context that was entered.
+            None where the graph stream was current already; else the caller's stream, and the
+            context that was entered where another device was current.
         """
+        self.handoffs += 1
         handle = _current_handle(self._index)
         if handle == self._handle:
             return None
-        if torch.cuda.current_device() != self._index:
+        caller, other = self._caller(handle), None
+        self._from_caller.record(caller)
+        self.stream.wait_event(self._from_caller)
+        if torch.cuda.current_device() == self._index:
+            torch.cuda.set_stream(self.stream)
+        else:
             # Two devices have a current stream each; torch's context knows how to keep both.
             other = torch.cuda.stream(self.stream)
             other.__enter__()  # type: ignore[no-untyped-call]
-            return other
-        caller = self._caller(handle)
-        torch.cuda.set_stream(self.stream)
-        return caller
+        return caller, other
 
-    def switch_back(self, caller: Any) -> None:
-        """Make the caller's stream current again."""
+    def cross_back(self, caller: Any) -> None:
+        """Make the caller's stream current again and let it wait for the latest tail."""
+        self.handoffs += 1
         if caller is None:
             return
-        if isinstance(caller, torch.cuda.Stream):
-            torch.cuda.set_stream(caller)
+        stream, other = caller
+        if other is None:
+            torch.cuda.set_stream(stream)
         else:
-            caller.__exit__(None, None, None)
+            other.__exit__(None, None, None)
+        if self.two_way:
+            stream.wait_event(self.tail)
 
     def synchronize(self) -> None:
         """Let the host wait for the graph stream."""

@@ -4,6 +4,10 @@ What follows from the host times of single actions: each over its bare replay, a
 All numbers are microseconds of host time. A guarded action is an F, dI, dW or refresh together with
 the calls around it that only ask (bind, read and finish): their time is divided among the actions
 of the step, as a runtime that asks less would be charged less.
+
+The same time is split into parts: what each of those that an action calls took, in steps in which
+nothing else was timed inside. The launch is taken off the executor's part; what no part explains is
+the action's own code.
 """
 
 from __future__ import annotations
@@ -53,7 +57,29 @@ def derive_column(raw: Raw) -> dict[str, Any]:
         guarded, bare = (_by_step(raw[key], steps) for key in ("guarded_ns", "bare_ns"))
         over = [(a - b) / actions for a, b in zip(guarded, bare, strict=True)]
         found["of_an_action_us"] = {**_spread(over), "goal": GOAL_US}
+    if raw.get("parts_ns"):
+        found["parts_us"] = _parts(raw)
     return found
+
+
+OWN = "own code"
+"""What is left of an action when every part is taken off."""
+
+
+def _parts(raw: Raw) -> dict[str, float]:
+    """Microseconds of each part of a mean action over its bare replay; together they are all."""
+    steps, actions = raw["steps"], raw["actions"]
+
+    def of_an_action(times: Mapping[str, Sequence[int]]) -> float:
+        each = [statistics.median(ns) * len(ns) / steps for ns in times.values() if ns]
+        return float(sum(each)) / actions / 1e3
+
+    parts = {part: of_an_action(times) for part, times in raw["parts_ns"].items()}
+    bare = of_an_action(raw["bare_ns"])
+    # The executor's time contains the look at addresses, and the launch.
+    parts["executor"] -= parts["addresses"] + bare
+    parts[OWN] = of_an_action(raw["guarded_ns"]) - bare - sum(parts.values())
+    return {part: round(us, 3) for part, us in parts.items()}
 
 
 def _by_step(times: Mapping[str, Sequence[int]], steps: int) -> list[int]:
@@ -109,6 +135,8 @@ def host_rows(host: Mapping[str, Raw]) -> list[tuple[str, ...]]:
                     f"{over['median']:.2f}",
                 )
             )
+        for part, us in column.get("parts_us", {}).items():
+            rows.append((f"{name}, of it {part}", "", "", "", "", f"{us:.2f}"))
     return rows
 
 

@@ -28,10 +28,7 @@ class Silent:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def submit(self, caller: object) -> None:
-        """Accept."""
-
-    def join(self, link: int) -> None:
+    def enter(self, link: int) -> None:
         """Accept."""
 
     def wait(self, link: int) -> None:

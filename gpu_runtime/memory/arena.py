@@ -20,7 +20,7 @@ now: shape, dtype, device and address are read again at every bind.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import attrs
 import torch
@@ -28,48 +28,11 @@ from torch import Tensor
 
 from qeffect.destinations import Destination
 from qeffect.gpu_runtime.backends.protocol import StageBackend, WgradUnit
+from qeffect.gpu_runtime.memory.looks import Look
 from qeffect.gpu_runtime.memory.sums import OrderedSum
 
 Rule = Literal["copied", "per_microbatch", "accumulate"]
 RULES: tuple[Rule, ...] = ("copied", "per_microbatch", "accumulate")
-
-
-class Facts(NamedTuple):
-    """
-    What identifies a destination: a captured graph writes to exactly this.
-
-    Args:
-        tensor: The destination.
-        address: Where it was when it was configured.
-        shape: Likewise.
-        dtype: Likewise.
-        device: Likewise.
-    """
-
-    tensor: Tensor
-    address: int
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Facts:
-        """What identifies a tensor now."""
-        return cls(tensor, tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device)
-
-
-def _hold(facts: Iterable[Facts]) -> bool:
-    """Look at every tensor again: whether it still is where and what it was."""
-    # A step looks twice for each microbatch, at every destination.
-    for tensor, address, shape, dtype, device in facts:
-        if (
-            tensor.data_ptr() != address
-            or tensor.shape != shape
-            or tensor.dtype is not dtype
-            or tensor.device != device
-        ):
-            return False
-    return True
 
 
 @attrs.define(eq=False)
@@ -93,7 +56,7 @@ class Arena:
     device: torch.device
     _buffers: list[dict[str, Tensor]] = attrs.field(init=False, factory=list)
     _configured: list[tuple[Destination, ...]] = attrs.field(init=False, factory=list)
-    _facts: list[tuple[Facts, ...]] = attrs.field(init=False, factory=list)
+    _looks: list[Look] = attrs.field(init=False, factory=list)
     _copies: dict[int, dict[str, Tensor]] = attrs.field(init=False, factory=dict)
     _sum: OrderedSum = attrs.field(init=False)
 
@@ -112,7 +75,7 @@ class Arena:
         for index in range(self.num_microbatches if self.rule != "accumulate" else 1):
             self._configured.append(self._described(index))
             held = self._buffers[index].values() if self.direct else ()
-            self._facts.append(tuple(map(Facts.of, held)))
+            self._looks.append(Look(held))
 
     @classmethod
     def for_stage(
@@ -159,7 +122,7 @@ class Arena:
         description itself is returned, which the kernel compares by identity.
         """
         index = 0 if self.rule == "accumulate" else microbatch
-        return self._configured[index] if _hold(self._facts[index]) else self._described(index)
+        return self._configured[index] if self._looks[index].unchanged() else self._described(index)
 
     def _described(self, index: int) -> tuple[Destination, ...]:
         owner = None if self.rule == "accumulate" else index

@@ -43,7 +43,7 @@ class Pool:
     def next_slot(self, key: TapeKey) -> int:
         """Return the slot a reservation should use; one that is refused when none is free."""
         free = self.free[key.stage]
-        return free[-1] if free else int(self._memory.slot_of[key.cell])
+        return free.next if free else int(self._memory.slot_of[key.cell])
 
     def reserve(self, key: TapeKey, slot: int) -> None:
         """Note that a key reserved a slot."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 
-from .runner import Runner
+from .runner import FAILURES, Runner
 
 __all__ = ["Streams"]
 
@@ -22,6 +22,7 @@ class Streams:
         links: Link index by (caller, domain name).
 
     Attributes:
+        enter: Tell that a link's caller enqueued work, and that its graph stream waits for it.
         join: Tell that the graph stream of a link waits for its caller.
         wait: Tell that the caller of a link waits for its graph stream.
     """
@@ -34,10 +35,12 @@ class Streams:
         "_runner",
         "_submit",
         "callers",
+        "enter",
         "join",
         "wait",
     )
 
+    enter: Callable[[int], None]
     join: Callable[[int], None]
     wait: Callable[[int], None]
 
@@ -59,6 +62,7 @@ class Streams:
         # A configured link can always be told of work: nothing here could fail.
         self._submit, self._memory = runner.transitions.submit, runner.memory
         self.join, self.wait = runner.on_link("join"), runner.on_link("wait")
+        self.enter = self._entering()
 
     def link(self, caller: Hashable, domain: Hashable) -> int:
         """
@@ -87,6 +91,33 @@ class Streams:
         if self._runner.observer is not None:
             for link in own:
                 self._runner.observer("submit", (link,), None)
+
+    def _entering(self) -> Callable[[int], None]:
+        """
+        Return `submit` of a link's caller and `join` of the link as one, with everything bound.
+
+        Every F, dI and dW does both, so that each look-up would show.
+        """
+        runner, memory = self._runner, self._memory
+        submit, join = self._submit, runner.transitions.join
+        own = [self._links_of[caller] for caller, _ in self._links]
+        num_links = len(own)
+
+        def enter(link: int) -> None:
+            if link.__class__ is not int or not 0 <= link < num_links:
+                runner.arguments.link("join", link)
+            try:
+                for each in own[link]:
+                    submit(memory, each)
+                join(memory, link)
+            except FAILURES as error:
+                raise runner.failure(error, "join", (link,)) from None
+            if runner.observer is not None:
+                for each in own[link]:
+                    runner.observer("submit", (each,), None)
+                runner.observer("join", (link,), None)
+
+        return enter
 
     def drain(self) -> None:
         """Tell that the device work of every domain has been seen to finish."""

@@ -20,6 +20,8 @@ from qeffect.verification.failures.catalogue import FAILURES
 MICROBATCHES = 2
 #: Failures shown here, by the name that `qeffect failures` knows them by.
 SHOWN = ("deepspeed-8154", "torchtitan-4194", "transformer-engine-545", "megatron-lm-6565")
+#: The same of numbers that were saved, or not restored.
+RESUMED = ("megatron-bridge-1730", "megatron-lm-3062")
 Calls = list[tuple[str, tuple[Any, ...]]]
 
 
@@ -132,9 +134,49 @@ def test_wrong_numbers_are_accepted(fault: str) -> None:
     assert not all(torch.allclose(a, b) for a, b in zip(right, wrong, strict=True))
 
 
+def resumed(fault: str | None) -> tuple[Calls, Tensor]:
+    """
+    Train a step, save, begin again from the checkpoint; return the calls since, and F's output.
+
+    F quantizes its input with a scale that it has from the largest values of earlier inputs, as
+    delayed scaling does. What is restored of those is the caller's affair.
+    """
+    first = Run(None)
+    first.step()
+    first.contract.drain()
+    checkpoint = first.contract.checkpoint()
+    own, other = [4.0], [0.5]  # of this layer, and of another one
+    history = {None: own, "megatron-bridge-1730": [], "megatron-lm-3062": other}[fault]
+
+    again = Run(None)
+    again.contract.restore(checkpoint)
+    again.calls.clear()
+    scale = 448 / max(history, default=1.0)
+    x = (again.inputs[0] * scale).round() / scale
+    key = TapeKey(again.contract.epoch, 0, 0)
+    with again.contract.refresh(0):
+        pass
+    with again.contract.forward(key):
+        y = x.clamp(-448 / scale, 448 / scale) @ again.weights[0]
+    return again.calls, y
+
+
+@pytest.mark.parametrize("fault", RESUMED)
+def test_numbers_that_were_not_restored_are_accepted(fault: str) -> None:
+    """With another history, or none, the contract is asked the same and F's output is another."""
+    calls, right = resumed(None)
+    asked, wrong = resumed(fault)
+
+    assert calls == asked
+    assert "commit_forward" == asked[-1][0]
+    assert not torch.allclose(right, wrong)
+
+
 def test_the_list_names_these() -> None:
     """Exactly these failures are said to be shown here, and to be wrong in numbers alone."""
     here = {f.name: f for f in FAILURES if f.shown == "tests/failures/test_values.py"}
 
-    assert set(SHOWN) == set(here)
-    assert {("not caught", "values")} == {(f.verdict, f.kind) for f in here.values()}
+    assert {*SHOWN, *RESUMED} == set(here)
+    assert {"not caught"} == {f.verdict for f in here.values()}
+    assert {"values"} == {here[name].kind for name in SHOWN}
+    assert {"state"} == {here[name].kind for name in RESUMED}

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import pytest
 
+from qeffect import Contract
+
 from .helpers import Rig, refused, stage
 
 
@@ -51,6 +53,38 @@ class TestCallerToGraph:
 
         with refused(rig, "completion.caller-to-graph", "for 1 of", "for all 2"):
             rig.check_forward(0)
+
+    def test_enter_is_submit_and_join(self) -> None:
+        """One call tells both, of the caller's every link, and an observer hears both."""
+        stages = [stage(0, domain="a"), stage(1, domain="b")]
+        heard: list[list[tuple[str, tuple[object, ...]]]] = [[], [], []]
+        found = []
+        for n, observed in enumerate((False, True, True)):
+            contract = Contract(stages, callers=("main", "side"))
+            if observed:
+                contract.observer = lambda name, given, _, to=heard[n]: to.append((name, given))
+            link = contract.link("side", "b")
+            if n < 2:
+                contract.enter(link)
+            else:
+                contract.submit("side")
+                contract.join(link)
+            found.append((contract.memory.submitted[:], contract.memory.joined[:]))
+
+        assert [([0, 0, 1, 1], [0, 0, 0, 1])] * 3 == found
+        assert heard[1] == heard[2] == [("submit", (2,)), ("submit", (3,)), ("join", (3,))]
+        assert [] == heard[0]
+
+    def test_enter_on_no_link(self) -> None:
+        """A link that was never configured is named, and nothing is told."""
+        rig = Rig()
+        before = rig.contract.snapshot()
+
+        for link in (-1, 9, True):
+            with pytest.raises((TypeError, ValueError), match="link"):
+                rig.contract.enter(link)
+
+        assert before == rig.contract.snapshot()
 
     def test_each_caller_for_itself(self) -> None:
         """Another caller's work is no concern of this one's replay."""

@@ -45,10 +45,10 @@ class _Counting(list):  # type: ignore[type-arg]
     def count(self, value: Any) -> int:
         raise _WalkedError
 
-    def index(self, *_: Any) -> int:
+    def items(self) -> Any:
         raise _WalkedError
 
-    def remove(self, value: Any) -> None:
+    def keys(self) -> Any:
         raise _WalkedError
 
     def __contains__(self, value: Any) -> bool:
@@ -83,10 +83,10 @@ class _CountingFree(FreeSlots):
     def __contains__(self, value: Any) -> bool:
         raise _WalkedError
 
-    def index(self, *_: Any) -> int:
+    def items(self) -> Any:
         raise _WalkedError
 
-    def remove(self, value: Any) -> None:
+    def keys(self) -> Any:
         raise _WalkedError
 
 
@@ -203,7 +203,7 @@ class TestFreeSlots:
         free.retire(0)
         used = []
         while free:
-            used.append(free[-1])
-            assert free.take(free[-1])
+            used.append(free.next)
+            assert free.take(free.next)
 
         assert used[-1] == 0

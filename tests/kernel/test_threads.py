@@ -192,6 +192,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "purge": (0,),
     "invalidate": (0,),
     "submit": (),
+    "enter": (),
     "join": (),
     "wait": (),
     "drain": (),

@@ -344,7 +344,7 @@ class TestOrderAndTime:
         key, ref = injected.run.runtime.key(1, 1), injected.ref(1, 1)
 
         with monkeypatch.context() as broken:
-            broken.setattr(injected.contract, "join", lambda link: None)
+            broken.setattr(injected.contract, "enter", lambda link: injected.contract.submit())
             injected.refused(
                 "completion.caller-to-graph",
                 lambda: injected.actions.wgrad(key, ref),

@@ -16,8 +16,9 @@ import qeffect.gpu_runtime
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain
 from qeffect.gpu_runtime.bench.cells import CELLS, TINY, BenchCell
 from qeffect.gpu_runtime.bench.columns import Settings
-from qeffect.gpu_runtime.bench.host import REPLAYS, host_times
+from qeffect.gpu_runtime.bench.host import ASKED, REPLAYS, host_times
 from qeffect.gpu_runtime.bench.ours import Ours
+from qeffect.gpu_runtime.bench.parts import PARTS, part_times
 from qeffect.gpu_runtime.bench.rounds import CellRun
 from qeffect.gpu_runtime.bench.worker import InlineWorker
 from qeffect.gpu_runtime.execute import graphs as capture
@@ -69,6 +70,12 @@ def column(**options: Any) -> Ours:
     return made
 
 
+def _step(made: Ours, actions: Any) -> None:
+    own, made.actions = made.actions, actions
+    made.step()
+    made.actions = own
+
+
 class TestMeasured:
     def test_every_call_of_every_step(self) -> None:
         """Each action of a step is timed once a step, and so is the bare replay of its graph."""
@@ -94,8 +101,9 @@ class TestMeasured:
 
         made.host_actions(2, lambda: None)
 
-        assert 2 * ACTIONS == executor.num_replays - before[0]
-        assert 4 * ACTIONS == Nothing.replayed - before[1]
+        guarded = 2 * (1 + len(PARTS)) * ACTIONS
+        assert guarded == executor.num_replays - before[0]
+        assert guarded + 2 * ACTIONS == Nothing.replayed - before[1]
 
     def test_guards_are_asked(self) -> None:
         """What is timed is the guarded step: its epochs are committed."""
@@ -103,7 +111,7 @@ class TestMeasured:
 
         made.host_actions(2, lambda: None)
 
-        assert 2 == made.runtime.epoch
+        assert 2 * (1 + len(PARTS)) == made.runtime.epoch
         assert made.actions is made.runtime.actions
 
     def test_the_device_is_drained_between_steps(self) -> None:
@@ -114,20 +122,20 @@ class TestMeasured:
         made.host_actions(3, lambda: drained.append(Nothing.replayed))
 
         assert [0, 1, 2, 3] == [n // ACTIONS for n in drained[:4]]
-        assert 1 + 3 * 3 == len(drained)
+        assert 1 + 3 * (3 + len(PARTS)) == len(drained)
 
     def test_by_the_clock(self) -> None:
         """A clock that moves one microsecond at each look makes every call cost one."""
         made = column()
         ticks = itertools.count(0, 1000)
 
-        def step(actions: Any) -> None:
-            own, made.actions = made.actions, actions
-            made.step()
-            made.actions = own
-
         found = host_times(
-            made.runtime, step, made.actions, lambda: None, 2, clock=lambda: next(ticks)
+            made.runtime,
+            lambda actions: _step(made, actions),
+            made.actions,
+            lambda: None,
+            2,
+            clock=lambda: next(ticks),
         )
 
         assert {1000} == {ns for times in found["guarded_ns"].values() for ns in times}
@@ -143,6 +151,74 @@ class TestMeasured:
 
         assert ({}, []) == (found["bare_ns"], found["copy_ns"])
         assert derive_column(found)["of_an_action_us"] is None
+
+
+class TestParts:
+    def test_each_part_of_each_call(self) -> None:
+        """Every part is read at every call that has it, and at no other."""
+        made = column()
+
+        found = made.host_actions(2, lambda: None)["parts_ns"]
+
+        assert set(PARTS) == set(found)
+        assert set(REPLAYS) == set(found["kernel check"]) == set(found["kernel commit"])
+        assert {"wgrad", "bind"} == set(found["destinations"])
+        assert {"forward", "dgrad"} == set(found["copies"]) == set(found["caller's tensors"])
+        assert {"refresh"} == set(found["addresses"])
+        assert {"bind", "outputs", "finish_outputs", "dgrads", "finish_dgrads"} == set(
+            found["kernel bind and read"]
+        )
+        assert 2 * 2 == len(found["addresses"]["refresh"])
+        assert 2 * 8 == len(found["copies"]["forward"])
+
+    def test_by_the_clock(self) -> None:
+        """
+        A clock that moves by a microsecond at each look reads nothing of its own looks.
+
+        Only what happens between two looks is a part's: here, an executor that looks once.
+        """
+        made = column()
+        ticks = itertools.count(0, 1000)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(capture.GraphExecutor, "check_addresses", lambda *_: next(ticks))
+            found = part_times(
+                lambda actions: _step(made, actions),
+                made.actions,
+                (*REPLAYS, *ASKED),
+                lambda: None,
+                1,
+                clock=lambda: next(ticks),
+            )
+
+        read = {
+            (part, name): {*times} for part, calls in found.items() for name, times in calls.items()
+        }
+        looking = {(part, "refresh") for part in ("addresses", "executor")}
+        assert looking == {of for of, times in read.items() if times != {0}}
+        assert {1000} == set().union(*(read[of] for of in looking))
+
+    def test_everything_is_as_it_was(self) -> None:
+        """What is patched to be timed is put back, also when a step fails."""
+        before = {
+            (owner, name): vars(owner)[name]
+            for owners in PARTS.values()
+            for owner, names in owners
+            for name in names
+        }
+        made = column()
+
+        def fails(_: Any) -> None:
+            raise RuntimeError("a step")
+
+        with pytest.raises(RuntimeError, match="a step"):
+            part_times(fails, made.actions, REPLAYS, lambda: None, 1)
+
+        assert all(vars(owner)[name] is call for (owner, name), call in before.items())
+
+    def test_no_guards_no_parts(self) -> None:
+        """The unguarded column has no kernel to split, and says nothing."""
+        assert {} == column(guards=False).host_actions(1, lambda: None)["parts_ns"]
 
 
 class TestDerived:
@@ -170,6 +246,20 @@ class TestDerived:
         over = found["of_an_action_us"]
         assert (4.5, 10.0, 7.25) == (over["min"], over["max"], over["median"])
         assert 6.0 == found["copy_us"]["median"]
+
+    def test_parts_are_the_whole(self) -> None:
+        """The launch and the look at addresses leave the executor's part; the rest is own code."""
+        parts = {
+            "kernel check": {"forward": [2000, 2000, 4000, 4000]},
+            "addresses": {},
+            "executor": {"forward": [3000, 3000, 3000, 3000]},
+        }
+
+        found = derive_column({**self.RAW, "parts_ns": parts})["parts_us"]
+
+        # Two F and two binds a step, four actions: (10.5 - 2) / 2 + 2 / 2 over the bare replay.
+        assert {"kernel check": 1.5, "addresses": 0.0, "executor": 0.5, "own code": 3.25} == found
+        assert "parts_us" not in derive_column(self.RAW)
 
     def test_rows(self) -> None:
         """The table has a row for each kind, for the copies, and for an action."""

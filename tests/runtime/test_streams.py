@@ -111,12 +111,10 @@ class TestGraphStream:
         cuda = FakeCuda(monkeypatch)
         handoff = GraphStream(torch.device("cuda", 0))
 
-        handoff.wait_for_caller()
-        back = handoff.switch()
+        back = handoff.cross()
         assert 7 == cuda.current[0].cuda_stream
         handoff.record_tail()
-        handoff.switch_back(back)
-        handoff.caller_waits()
+        handoff.cross_back(back)
 
         assert 1 == cuda.current[0].cuda_stream
         assert ["7 waits for 1", "1 waits for 7"] == cuda.log
@@ -128,10 +126,7 @@ class TestGraphStream:
         handoff = GraphStream(torch.device("cuda", 0))
         torch.cuda.set_stream(handoff.stream)
 
-        handoff.wait_for_caller()
-        back = handoff.switch()
-        handoff.switch_back(back)
-        handoff.caller_waits()
+        handoff.cross_back(back := handoff.cross())
 
         assert back is None
         assert [] == cuda.log
@@ -154,9 +149,9 @@ class TestGraphStream:
         handoff = GraphStream(torch.device("cuda", 0))
         cuda.device = 1
 
-        back = handoff.switch()
+        back = handoff.cross()
         assert (0, 7) == (cuda.device, cuda.current[0].cuda_stream)
-        handoff.switch_back(back)
+        handoff.cross_back(back)
 
         assert 1 == cuda.device
         assert [1, 2] == [cuda.current[i].cuda_stream for i in (0, 1)]

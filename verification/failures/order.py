@@ -132,13 +132,14 @@ def gradients_of_other_parameters(h: History) -> None:
     "NVIDIA/Megatron-LM#7538",
     state="open 2026-09",
     what="recomputation leaves the FP8 autocast",
-    cause="The recomputed region runs in BF16 without a word.",
-    guessed="that the backward through it then makes no scaling update either",
+    cause="Recomputation runs inside autograd's backward and so outside the autocast of the "
+    "forward: the region runs in BF16 without a word.",
+    guessed="that the backward through the region then makes no scaling update either",
     consequence="silent wrong numbers, or a crash",
     fix="enter the autocast that was recorded",
     clause="order.token",
     at="check_forward 0F1",
-    reports=UPDATES,
+    reports=f"{UPDATES}, for each module apart",
 )
 def a_backward_that_never_updates(h: History) -> None:
     h.process()

@@ -19,6 +19,7 @@ ROWS.untold(
     consequence="NaN at the first step",
     fix="restore it",
     kind="state",
+    shown="tests/failures/test_values.py",
     why="The caller loads the numerical state; the contract assumes that it is in place.",
 )
 ROWS.untold(
@@ -30,6 +31,7 @@ ROWS.untold(
     consequence="wrong scales",
     fix="decide by what the saved state holds",
     kind="state",
+    shown="tests/failures/test_values.py",
     why="The caller loads the numerical state; the contract assumes that it is in place.",
 )
 

@@ -122,9 +122,8 @@ def hooks_that_a_split_backward_never_runs(h: History) -> None:
     "pytorch/pytorch#134052",
     state="fixed 2024-09",
     what="zero bubble with data parallelism",
-    cause="The count that finds the last backward ignored that a split backward comes in two "
-    "halves.",
-    guessed="that gradients were therefore reduced at an earlier half than the last",
+    cause="The backward at which gradients are synchronised is found by counting calls up to the "
+    "number of microbatches; a split backward makes two calls for each.",
     consequence="gradients synchronised at the wrong backward",
     fix="count both halves",
     clause="reduction.incomplete",

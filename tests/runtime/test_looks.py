@@ -1,0 +1,70 @@
+"""A look at destinations: when it says that one changed, with torch's guards and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from qeffect.gpu_runtime.memory import looks
+from qeffect.gpu_runtime.memory.looks import Look
+
+
+@pytest.fixture(params=["guards", "attributes"])
+def look(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Look]:
+    """A look as torch's guards make it, and as a torch without them does."""
+    if request.param == "attributes":
+        monkeypatch.setattr(looks, "_guard", lambda _: None)
+    return Look
+
+
+def _moved(tensor: Tensor) -> None:
+    tensor.data = tensor.clone()
+
+
+def _reshaped(tensor: Tensor) -> None:
+    tensor.data = tensor.data.view(2, 6)
+
+
+def _of_another_type(tensor: Tensor) -> None:
+    tensor.data = tensor.data.view(torch.float16)
+
+
+class TestLook:
+    def test_nothing_changed(self, look: Callable[..., Look]) -> None:
+        """Values may change, and who looks may be in any mode; neither is a change."""
+        tensors = [torch.zeros(3, 4, dtype=torch.bfloat16) for _ in range(3)]
+        seen = look(tensors)
+        tensors[1].fill_(2)
+
+        assert seen.unchanged()
+        with torch.no_grad():
+            assert seen.unchanged()
+        with torch.inference_mode():
+            assert seen.unchanged()
+
+    @pytest.mark.parametrize("change", [_moved, _reshaped, _of_another_type])
+    @pytest.mark.parametrize("which", [0, 2])
+    def test_one_changed(
+        self, change: Callable[[Tensor], None], which: int, look: Callable[..., Look]
+    ) -> None:
+        """One tensor that moved, or that has another shape or type at its address."""
+        tensors = [torch.zeros(3, 4, dtype=torch.bfloat16) for _ in range(3)]
+        seen = look(tensors)
+        change(tensors[which])
+
+        assert not seen.unchanged()
+
+    def test_a_change_that_matters_to_a_compiler_alone(self, look: Callable[..., Look]) -> None:
+        """Whether autograd follows a tensor is no part of where and what it is."""
+        tensors = [torch.zeros(3, 4)]
+        seen = look(tensors)
+        tensors[0].requires_grad_(True)
+
+        assert seen.unchanged()
+
+    def test_of_nothing(self, look: Callable[..., Look]) -> None:
+        """The library's own memory has no destinations, which never change."""
+        assert look([]).unchanged()
