@@ -33,7 +33,7 @@ from .explorations import real_memory
 
 COLUMNS = {**CONFIG, **STATE}
 SCOPES = {
-    "whole": Scope("whole", slots=(2,), cells=(2,), generation_max=1, tickets=True),
+    "whole": Scope("whole", slots=(2,), cells=(2,), generation_max=1, tickets=True, reduces=True),
     "readers": Scope(
         "readers",
         slots=(1,),
@@ -50,6 +50,7 @@ SCOPES = {
         cells=(1, 1),
         generation_max=1,
         tickets=True,
+        reduces=True,
         omit=tuple(sorted(OPTIONAL - {"completion"})),
     ),
 }

@@ -56,6 +56,25 @@ _READ: Final = (
     "wait",
 )
 
+#: The transitions from an F to the commit of reduced gradients.
+_REDUCE: Final = (
+    "check_forward",
+    "commit_forward",
+    "abort_forward",
+    "check_dgrad",
+    "commit_dgrad",
+    "abort_dgrad",
+    "check_wgrad",
+    "commit_wgrad",
+    "abort_wgrad",
+    "wait",
+    "finalize",
+    "start_reduction",
+    "finish_reduction",
+    "fail_reduction",
+    "commit_epoch",
+)
+
 #: Transitions of the quantized weight cache.
 _CACHE: Final = frozenset({"check_refresh", "commit_refresh", "abort_refresh", "invalidate"})
 
@@ -286,6 +305,38 @@ def standard_scopes() -> Mapping[str, Scope]:
             readers=OUT_BIT,
             only=_READ,
             omit=("arena", "capture", "order", "reduction"),
+        ),
+        Scope(
+            "stage-buckets",
+            slots=(1,),
+            cells=(1,),
+            callers=2,
+            generation_max=1,
+            epochs=2,
+            buckets=((0, 0), (0, 0)),
+            ordered=True,
+            only=_REDUCE,
+            omit=("arena", "capture", "order", "version"),
+        ),
+        Scope(
+            "stages-tied",
+            slots=(1, 1),
+            cells=(1, 1),
+            callers=2,
+            generation_max=1,
+            buckets=((0, 1), (1, 1)),
+            only=_REDUCE,
+            omit=("arena", "capture", "order", "version"),
+        ),
+        Scope(
+            "domains-buckets",
+            slots=(1, 1),
+            cells=(1, 1),
+            domains=(0, 1),
+            generation_max=1,
+            reduces=True,
+            only=_REDUCE,
+            omit=("arena", "capture", "order", "version"),
         ),
         Scope("stage-shared-pool", slots=(2,), cells=(2,), generation_max=1, shared_pool=True),
         Scope(
