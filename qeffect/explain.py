@@ -78,7 +78,7 @@ def _what(a: Arguments) -> str:
 
 def _redeems(a: Arguments) -> str:
     """Name the action whose ticket a commit or an abort redeems."""
-    word = a["transition"].partition("_")[2]
+    word = str(a["transition"]).partition("_")[2]
     return {"forward": "F", "dgrad": "dI", "wgrad": "dW"}.get(word, word)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from attrs import frozen
 
+from .carried import Places, require_carried
 from .config import StageConfig
 from .destinations import Destination, require_disjoint
 from .engine.memory import Memory
@@ -74,8 +75,9 @@ def lay_out(
         generation_max: The last generation that a slot may reach.
 
     Raises:
-        TypeError, ValueError: A stage is configured twice, a declared order is not a permutation,
-            or what is configured needs a relation that was left out.
+        TypeError, ValueError: A stage is configured twice, a declared order is not a permutation
+            or cannot be carried by the slots and pools, or what is configured needs a relation
+            that was left out.
         Refused: Destinations overlap, or a matrix of a microbatch has none or two.
     """
     for config in stages:
@@ -121,6 +123,10 @@ def lay_out(
             f"the declared order of reductions must name every bucket once: expected some order "
             f"of {[*bucket_stages]}, got {[*reductions]}"
         )
+    for name, order in (declared or {}).items():
+        alone = "capture" not in functions.relations
+        places = Places(slots, range(len(pools)) if alone else pools, _ranks(ranks, alone))
+        require_carried(name, [(kind, cell) for kind, cell in order], places)
     dense = sorted(indices) == list(range(len(indices)))
 
     def by_stage(values: Mapping[int, Any]) -> Any:
@@ -253,6 +259,13 @@ def _pools(
     for rank, (slot, kind) in zip(numbers, order, strict=True):
         ranks[kind][slot] = rank
     return pools, ranks
+
+
+def _ranks(ranks: Mapping[str, Sequence[int]], alone: bool) -> Mapping[str, Sequence[int]]:
+    """Return the capture ranks; where nothing looks at them, ranks that hold nothing up."""
+    if not alone:
+        return ranks
+    return {kind: [rank] * len(ranks[kind]) for rank, kind in enumerate(GRAPHS)}
 
 
 def _positions(

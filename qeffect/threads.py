@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 __all__ = ["ConcurrentCallError", "alone"]
 
@@ -58,7 +58,7 @@ def alone(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
     name = getattr(method, "__name__", "a call")
 
     @wraps(method)
-    def entered(self: S, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def entered(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._entered:
             raise ConcurrentCallError(name)
         self._entered = True

@@ -15,7 +15,7 @@ from .clauses import CLAUSES, PARTS, SCHEDULE, Clause, Part
 from .columns import COLUMNS, CONFIGURED, SORTS, StateColumn
 from .guards import GUARDS
 from .predicates import Register
-from .promises import ASSUMED, CHANGES, CONFIGURATION, MEMORY, PAPER, STEPS, WORLD
+from .promises import ASSUMED, CHANGES, CONFIGURATION, LEGAL, MEMORY, PAPER, STEPS, WORLD
 from .transitions import TRANSITIONS
 from .world import WORDS
 
@@ -258,6 +258,7 @@ def _registers() -> Iterator[tuple[str, Register]]:
     yield "Always, of the memory and the world", WORLD
     yield "Whenever an action is accepted", STEPS
     yield "By an accepted transition", CHANGES
+    yield "A check is accepted where all of its own hold", LEGAL
     yield "Assumed of a configuration", CONFIGURATION
     yield "Assumed of the caller's arguments", ASSUMED
 

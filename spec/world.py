@@ -70,6 +70,7 @@ WORDS: Final[Mapping[str, Word]] = {
         acting="how many actions are in flight on the slot",
         queued="the deferred work that the tenant's dI left",
         fill_read="the fill of the weight cache that the tenant's F read",
+        last_rank="the capture rank of the slot's graph that was replayed last",
         in_pool="1 while the slot keeps memory in its capture pool",
     ),
     **_words(
@@ -89,6 +90,7 @@ WORDS: Final[Mapping[str, Word]] = {
         cached="the version of the weights in the stage's quantized cache; -1 for none",
         fills="how often that cache was filled",
         fill_of_epoch="the fill that the epoch's first F read; -1 before it",
+        lost="1 when the cache was lost since its latest fill began",
         filled_after="the scaling updates that the latest refresh had seen",
         spoiled="the last epoch whose gradients a failure spoiled; -1 for none",
         half_written="the last epoch that a failed dW left half written; -1 for none",
@@ -113,6 +115,11 @@ WORDS: Final[Mapping[str, Word]] = {
         "bucket",
         reduction="its reduction of this epoch: 0 none, 1 running, 2 done",
         awaited_by="the link of the stream that waited for its latest reduction",
+    ),
+    **_words(
+        "pool",
+        tapes="how many slots keep memory in the pool",
+        last_replayed="the slot whose graph the pool replayed last",
     ),
     **_words("link", behind="1 while the graph stream has yet to wait for work of the caller"),
     **_words(

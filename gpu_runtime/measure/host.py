@@ -72,7 +72,7 @@ def _parts(raw: Raw) -> dict[str, float]:
 
     def of_an_action(times: Mapping[str, Sequence[int]]) -> float:
         each = [statistics.median(ns) * len(ns) / steps for ns in times.values() if ns]
-        return float(sum(each)) / actions / 1e3
+        return float(sum(each) / actions / 1e3)
 
     parts = {part: of_an_action(times) for part, times in raw["parts_ns"].items()}
     bare = of_an_action(raw["bare_ns"])

@@ -3,8 +3,9 @@ What is promised: at every moment, when an action is accepted, and of what it ch
 
 ``MEMORY`` and ``WORLD`` hold in every reachable state. ``STEPS`` are the promises to the caller:
 when a transition is accepted, the world is in order for it. ``CHANGES`` say what an accepted
-transition does, and what none ever does. ``PAPER`` names the paper's invariants and the promises
-that make up each. ``CONFIGURATION`` and ``ASSUMED`` are taken as given.
+transition does, and what none ever does. ``LEGAL`` says when a check must be accepted.
+``PAPER`` names the paper's invariants and the promises that make up each. ``CONFIGURATION`` and
+``ASSUMED`` are taken as given.
 
 A promise is written in the columns of ``qeffect.spec.columns`` and in the words of
 ``qeffect.spec.world``, never in the contract's guards. Each is proved for any number of slots,
@@ -17,7 +18,8 @@ from .accepted import STEPS
 from .always import WORLD
 from .assumed import ASSUMED, CONFIGURATION
 from .changes import CHANGES
+from .legal import LEGAL
 from .memory import MEMORY
 from .paper import PAPER
 
-__all__ = ["ASSUMED", "CHANGES", "CONFIGURATION", "MEMORY", "PAPER", "STEPS", "WORLD"]
+__all__ = ["ASSUMED", "CHANGES", "CONFIGURATION", "LEGAL", "MEMORY", "PAPER", "STEPS", "WORLD"]

@@ -17,6 +17,7 @@ from qeffect.spec.promises import (
     ASSUMED,
     CHANGES,
     CONFIGURATION,
+    LEGAL,
     MEMORY,
     PAPER,
     STEPS,
@@ -28,7 +29,7 @@ from qeffect.verification.induction import HISTORY, INVARIANTS, LEMMAS
 from qeffect.verification.induction.history import GHOSTS
 from qeffect.verification.watched import Watched
 
-PROMISES = [*MEMORY, *WORLD, *STEPS, *CHANGES]
+PROMISES = [*MEMORY, *WORLD, *STEPS, *CHANGES, *LEGAL]
 
 
 class _Anything:

@@ -55,10 +55,21 @@ def test_every_composition_is_proved(report: prove.ProofReport) -> None:
 
 
 def test_every_kind_is_there(report: prove.ProofReport) -> None:
-    """Beginnings, induction, steps, changes, refusals, tickets and capture have obligations."""
+    """Beginnings, induction, steps, refusals, tickets and the way back all have obligations."""
     kinds = report.by_kind()
 
-    for kind in ("initial", "inductive", "step", "change", "refusal", "commit", "capture"):
+    for kind in (
+        "initial",
+        "inductive",
+        "step",
+        "change",
+        "refusal",
+        "commit",
+        "capture",
+        "restore",
+        "recovery",
+        "complete",
+    ):
         assert kinds[kind] > 0, kind
 
 

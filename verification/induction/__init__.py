@@ -4,8 +4,8 @@ The artefacts of the proofs: the history beside the memory, and the lemmas that 
 The promises are the specification's (``qeffect.spec.promises``). What is here serves their proof:
 ghost columns and how each accepted transition moves them (``history``), and what else every
 transition keeps, of the memory alone (``memory``) and of the history beside it (``tapes``,
-``scaling``, ``gradients``, ``device``). ``INVARIANTS`` and ``HISTORY`` are promises and lemmas
-together, which is what an induction is about; ``ORIGIN`` is what it starts from.
+``scaling``, ``gradients``, ``device``, ``converse``). ``INVARIANTS`` and ``HISTORY`` are promises
+and lemmas together, which is what an induction is about; ``ORIGIN`` is what it starts from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 from qeffect.spec.predicates import Register
 from qeffect.spec.promises import MEMORY, WORLD
 
-from . import device, gradients, memory, scaling, tapes
+from . import converse, device, gradients, memory, scaling, tapes
 from .origin import ORIGIN
 
 __all__ = ["HISTORY", "INVARIANTS", "LEMMAS", "ORIGIN"]
@@ -23,8 +23,20 @@ __all__ = ["HISTORY", "INVARIANTS", "LEMMAS", "ORIGIN"]
 #: Proved: what every transition keeps of the memory.
 INVARIANTS: Final = Register(MEMORY, memory.MEMORY)
 #: Proved: what every transition keeps of the memory and the history together.
-HISTORY: Final = Register(WORLD, tapes.HISTORY, scaling.HISTORY, gradients.HISTORY, device.HISTORY)
+HISTORY: Final = Register(
+    WORLD,
+    tapes.HISTORY,
+    scaling.HISTORY,
+    gradients.HISTORY,
+    device.HISTORY,
+    converse.HISTORY,
+)
 #: Of those, what nobody is promised.
 LEMMAS: Final = Register(
-    memory.MEMORY, tapes.HISTORY, scaling.HISTORY, gradients.HISTORY, device.HISTORY
+    memory.MEMORY,
+    tapes.HISTORY,
+    scaling.HISTORY,
+    gradients.HISTORY,
+    device.HISTORY,
+    converse.HISTORY,
 )

@@ -13,8 +13,7 @@ from qeffect.engine.stage import TRANSITIONS
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.relations.constants import DGRAD_BIT, GRAD_BIT, NO_SLOT, OUT_BIT, WGRAD_BIT
 from qeffect.verification.concrete import World
-
-from .schedules import Action
+from qeffect.verification.walks.rehearsal import Action
 
 __all__ = ["candidates"]
 

@@ -20,17 +20,20 @@ from qeffect.engine.stage import TRANSITIONS, transitions
 from qeffect.keys import TapeKey
 from qeffect.refusals import Refused
 from qeffect.verification.concrete import Setup, World
+from qeffect.verification.walks.processes import Process
+from qeffect.verification.walks.rehearsal import Action, Rehearsal, Schedule
+from qeffect.verification.walks.world import Call
 
 from .candidates import candidates
 from .probes import Probe, about, harm
-from .schedules import Action, schedule
 from .setups import SETUPS
 from .sites import BREAKDOWN, Site, mutant, sites
 
 __all__ = ["Corpus", "corpus", "legal_schedules"]
 
-#: Schedules of each setup.
+#: Random walks through each setup's life, and the steps of each.
 SEEDS: Final = 8
+LENGTH: Final = 60
 #: How often each of these calls is made out of turn after each kind of call, in a setup.
 STRAYS: Final = 2
 _OFTEN: Final = ("check_", "invalidate", "drain")
@@ -130,9 +133,42 @@ def _rank(failing: tuple[str, str]) -> int:
 
 
 @cache
-def legal_schedules() -> tuple[tuple[Setup, tuple[Action, ...]], ...]:
-    """Return legal schedules of every setup."""
-    return tuple((setup, tuple(schedule(setup, seed))) for setup in SETUPS for seed in range(SEEDS))
+def legal_schedules(
+    omit: tuple[str, ...] = (),
+) -> tuple[tuple[Setup, tuple[Action, ...]], ...]:
+    """
+    Return legal schedules of every setup, as the oracle of the random walks has them.
+
+    Args:
+        omit: Relations left out. What is legal with a relation is legal without it, but for a
+            refresh where no version says what is fresh.
+    """
+    left_out = {"version"} & {*omit}
+    return tuple(
+        (setup, life)
+        for setup in SETUPS
+        for seed in range(SEEDS)
+        for life in _walk(
+            Process(setup.name, setup.stages, left_out, **setup.options), seed
+        ).lives()
+    )
+
+
+def _walk(process: Process, seed: int) -> Schedule:
+    """Walk through a process's life; every other seed goes on until a reduction fails."""
+    dice = random.Random(seed)
+    rehearsal = Rehearsal(process)
+    for _ in range(LENGTH):
+        rehearsal.step(dice.getrandbits(64))
+    if seed % 2 and any(config.reduces for config in process.stages):
+        bucket = None
+        while bucket is None:  # a reduction runs in each epoch that comes to its end
+            rehearsal.step(dice.getrandbits(64))
+            reductions = rehearsal.world.reductions.items()
+            bucket = next((bucket for bucket, it in reductions if it.running), None)
+        rehearsal.call(Call("fail_reduction", {"bucket": bucket}))
+        rehearsal.step(dice.getrandbits(64))
+    return rehearsal.schedule
 
 
 @cache
@@ -146,7 +182,7 @@ def corpus(omit: tuple[str, ...]) -> Corpus:
     found = Corpus(omit)
     found.look_for([site for site in sites(omit) if not omit or _is_harmless(site)])
     dice = random.Random(0)
-    for setup, actions in legal_schedules():
+    for setup, actions in legal_schedules(omit):
         world = World(setup, relations=frozenset(transitions(omit).relations))
         scout = _Scout(found, world, dice)
         for position, (name, arguments) in enumerate(actions):

@@ -13,8 +13,8 @@ from qeffect.engine.stage import TRANSITIONS, Transitions, transitions
 from qeffect.keys import TapeRef
 from qeffect.refusals import Refused
 from qeffect.verification.concrete import Arbitrary, Setup, World
+from qeffect.verification.walks.rehearsal import Action
 
-from .schedules import Action
 from .sites import BREAKDOWN, Mutant
 
 __all__ = ["Probe", "about", "harm", "outcome"]

@@ -10,9 +10,9 @@ from attrs import evolve
 
 from qeffect.engine.stage import transitions
 from qeffect.refusals import Refused
+from qeffect.verification.walks.rehearsal import Action
 
 from .probes import Probe, about, harm
-from .schedules import Action
 from .sites import BREAKDOWN
 from .verdicts import Verdict
 

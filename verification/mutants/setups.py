@@ -62,12 +62,12 @@ SETUPS: Final = (
         (StageConfig(0, 2, 2, matrices=("w",)),),
         {
             "declared": {
-                0: [
+                0: (
                     ("F", (0, 0, 0, 0)),
                     ("F", (0, 1, 0, 0)),
                     ("dI", (0, 1, 0, 0)),
                     ("dI", (0, 0, 0, 0)),
-                ]
+                )
             }
         },
     ),
@@ -75,20 +75,20 @@ SETUPS: Final = (
         "shared pool",
         (StageConfig(0, 3, 2, matrices=("w",), pool="p", sends_gradient=True),),
         {
-            "capture_order": [
+            "capture_order": (
                 (0, 0, "F"),
                 (0, 0, "dI"),
                 (0, 1, "F"),
                 (0, 1, "dI"),
                 (0, 0, "dW"),
                 (0, 1, "dW"),
-            ]
+            )
         },
     ),
     Setup(
         "shared pool, slot by slot",
         (StageConfig(0, 2, 2, matrices=("w",), pool="p"),),
-        {"capture_order": [(0, slot, kind) for slot in (0, 1) for kind in ("F", "dI", "dW")]},
+        {"capture_order": tuple((0, s, kind) for s in (0, 1) for kind in ("F", "dI", "dW"))},
     ),
     Setup("generations run out", (StageConfig(0, 1, 1, matrices=("w",)),), {"generation_max": 2}),
 )

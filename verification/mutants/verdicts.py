@@ -130,7 +130,7 @@ def _harms(mutant: Mutant) -> Verdict | None:
 def _refuses_legal(mutant: Mutant) -> Verdict | None:
     """Look for a legal schedule with an action that it refuses."""
     functions = mutant.functions.functions
-    for setup, actions in legal_schedules():
+    for setup, actions in legal_schedules(mutant.omit):
         memory = setup.lay_out().memory
         for position, (transition, arguments) in enumerate(actions):
             try:

@@ -17,8 +17,10 @@ from qeffect.spec.promises import PAPER
 from ..symbolic import Encoding
 from . import bounded as in_steps
 from . import witnesses as in_scope
+from .completeness import completeness
 from .finite import SCOPE
 from .obligations import COMPOSITIONS, Composition, Goal, Obligation, changes, obligations
+from .recovery import recovery
 from .solvers import Z3, Cvc5, Proved
 from .theorems import capture_in_own_pool, initial, refusals, restored, tickets, widths
 
@@ -278,5 +280,8 @@ def _goals(composition: Composition) -> Iterator[Goal]:
     yield from obligations(composition)
     yield from tickets(composition)
     yield from restored(composition)
+    yield from recovery(composition)
+    if not composition.omit:
+        yield from completeness(composition)
     if "capture" not in composition.omit:
         yield from capture_in_own_pool(composition)

@@ -15,7 +15,7 @@ from attrs import field, frozen
 from qeffect.engine.stage import STATE, TRANSITIONS
 from qeffect.relations.columns import CONFIG, Column
 from qeffect.spec.predicates import Predicate, Register
-from qeffect.spec.promises import ASSUMED, CHANGES, CONFIGURATION, STEPS
+from qeffect.spec.promises import ASSUMED, CHANGES, CONFIGURATION, LEGAL, STEPS
 
 from ..induction import HISTORY, INVARIANTS, ORIGIN
 from ..induction.history import GHOSTS, advance
@@ -207,6 +207,10 @@ class Vocabulary:
     def steps(self, transition: str) -> list[Claim]:
         """Return what must hold before the transition if it is accepted."""
         return self._about(STEPS, transition)
+
+    def legal(self, transition: str) -> list[Claim]:
+        """Return what together makes a transition legal."""
+        return self._about(LEGAL, transition)
 
     def changes(self, path: Path) -> list[Claim]:
         """Return what must hold between the moments before and after an accepted path."""

@@ -1,0 +1,152 @@
+"""
+Whether a declared order can be carried to its end: a search, made once, when a contract is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from .keys import Cell
+
+__all__ = ["Places", "require_carried"]
+
+#: States that are looked at for each action of an order, and beside them; past that the order is
+#: taken as it is. One pool a slot needs one state for each action.
+_EACH: Final = 20
+_BESIDE: Final = 20_000
+
+
+class Places(NamedTuple):
+    """
+    Where tapes go: slots and the capture memory behind them.
+
+    Args:
+        slots: Slot indices of each stage.
+        pool_of: Capture pool of each slot.
+        ranks: By "F", "dI" and "dW", the capture rank of each slot's graph.
+    """
+
+    slots: Mapping[int, Sequence[int]]
+    pool_of: Sequence[int]
+    ranks: Mapping[str, Sequence[int]]
+
+
+class _State(NamedTuple):
+    """How far an order came: its next action, each live tape's slot, and each pool's cursor."""
+
+    position: int
+    tapes: frozenset[tuple[Cell, int, bool]]
+    cursors: frozenset[tuple[int, int]]
+
+
+def require_carried(domain: Hashable, order: Sequence[tuple[str, Cell]], places: Places) -> None:
+    """
+    Require that some choice of slots, and of moments for dW, carries a declared order to its end.
+
+    A dW and the readers have no place in the order: they may come at any time after the dI, so
+    that a slot is free as early as can be.
+
+    Args:
+        domain: Name of the domain, for the message.
+        order: Its F and dI, each cell's once.
+        places: Slots, pools and capture ranks.
+
+    Raises:
+        ValueError: No choice does; the message names the first action that none reaches.
+
+    >>> cells = [(0, m, 0, 0) for m in (0, 1)]
+    >>> order = [("F", cells[0]), ("F", cells[1]), ("dI", cells[0]), ("dI", cells[1])]
+    >>> ranks = {"F": [0, 3], "dI": [1, 4], "dW": [2, 5]}
+    >>> require_carried("d", order, Places({0: [0, 1]}, [0, 1], ranks))
+    >>> require_carried("d", order, Places({0: [0]}, [0], ranks))
+    Traceback (most recent call last):
+    ...
+    ValueError: the declared order of domain 'd' cannot be carried: after 1 of its 4 actions no \
+slot of stage 0 can take F of (0, 1, 0, 0); the stage has 1 slots; ...
+    """
+    sizes = Counter(places.pool_of)
+    shared = frozenset(pool for pool, size in sizes.items() if size > 1)
+    left = _EACH * len(order) + _BESIDE
+    furthest = 0
+    first = _State(0, frozenset(), frozenset())
+    todo, seen = [first], {first}
+    while todo:
+        state = todo.pop()
+        furthest = max(furthest, state.position)
+        if state.position == len(order) and not state.tapes:
+            return
+        left -= 1
+        if left < 0:
+            return
+        for following in _following(state, order, places, shared):
+            if following not in seen:
+                seen.add(following)
+                todo.append(following)
+    if furthest == len(order):
+        raise ValueError(
+            f"the declared order of domain {domain!r} cannot be carried: no choice of slots lets "
+            "every dW follow in the order of capture; capture in another order, or give each slot "
+            "a pool of its own"
+        )
+    kind, cell = order[furthest]
+    number = len(places.slots[cell[0]])
+    raise ValueError(
+        f"the declared order of domain {domain!r} cannot be carried: after {furthest} of its "
+        f"{len(order)} actions no slot of stage {cell[0]} can take {kind} of {cell}; the stage has "
+        f"{number} slots; declare dI earlier, give it more slots, or each slot a pool of its own"
+    )
+
+
+def _following(
+    state: _State, order: Sequence[tuple[str, Cell]], places: Places, shared: frozenset[int]
+) -> Iterator[_State]:
+    """Yield where one action leads; a dW that can hold nothing up is run at once and alone."""
+    deferred = [tape for tape in state.tapes if tape[2]]
+    for tape in deferred:
+        if places.pool_of[tape[1]] not in shared:
+            yield from _replayed(state, "dW", tape, state.tapes - {tape}, places, 0)
+            return
+    if state.position < len(order):
+        kind, cell = order[state.position]
+        own = [tape for tape in state.tapes if tape[0] == cell]
+        if kind == "F" and not own:
+            for slot in _free(cell[0], state, places, shared):
+                tape = (cell, slot, False)
+                yield from _replayed(state, "F", tape, state.tapes | {tape}, places, 1)
+        elif kind == "dI" and own:
+            (tape,) = own
+            tapes = state.tapes - {tape} | {(cell, tape[1], True)}
+            yield from _replayed(state, "dI", tape, tapes, places, 1)
+    for tape in deferred:
+        yield from _replayed(state, "dW", tape, state.tapes - {tape}, places, 0)
+
+
+def _free(stage: int, state: _State, places: Places, shared: frozenset[int]) -> Iterator[int]:
+    """Yield the free slots of a stage, of those with a pool of their own the first alone."""
+    taken = {slot for _, slot, _ in state.tapes}
+    alone = False
+    for slot in places.slots[stage]:
+        if slot not in taken and (places.pool_of[slot] in shared or not alone):
+            alone = alone or places.pool_of[slot] not in shared
+            yield slot
+
+
+def _replayed(
+    state: _State,
+    kind: str,
+    tape: tuple[Cell, int, bool],
+    tapes: frozenset[tuple[Cell, int, bool]],
+    places: Places,
+    steps: int,
+) -> Iterator[_State]:
+    """Yield the state after a replay, where the pool's cursor lets it pass."""
+    pool, rank = places.pool_of[tape[1]], places.ranks[kind][tape[1]]
+    cursors = dict(state.cursors)
+    if pool in cursors and cursors[pool] >= rank:
+        return
+    cursors[pool] = rank
+    live = {places.pool_of[slot] for _, slot, _ in tapes}
+    kept = frozenset((p, cursor) for p, cursor in cursors.items() if p in live)
+    yield _State(state.position + steps, tapes, kept)

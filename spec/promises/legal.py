@@ -1,0 +1,223 @@
+"""
+When a check must be accepted: the converse of the promises, so that no guard is stronger than it
+need be.
+
+Each predicate says of the world, the configuration and the arguments what makes an action legal.
+Where all of a transition's hold, every guard lets it pass. What legal means is written without the
+guards, in the words of what ran, what buffers and caches hold, and who waited for whom; so a guard
+that asks for more than the world needs is found by the proof, and not only by a test.
+"""
+
+from __future__ import annotations
+
+from ..constants import NEVER, NO_SLOT, RESERVED
+from ..predicates import Register, implies
+from .words import Args, History, Index, State, Truth
+
+__all__ = ["LEGAL"]
+
+#: Proved: where everything that is said here of a transition holds, it is accepted.
+LEGAL = Register()
+
+
+# The work, and the slot that it is in
+
+
+@LEGAL("ownership.good-reference", "check_dgrad", "check_wgrad")
+def good_reference(st: State, h: History, a: Args) -> Truth:
+    """The reference was handed out for the key, and the work that it names is not gone."""
+    mine = (
+        (a.ref.slot == h.ref_slot[0])
+        & (a.ref.generation == h.ref_generation[0])
+        & (a.ref.incarnation == h.ref_incarnation[0])
+    )
+    named = (a.key.cell == h.ref_cell[0]) & (a.key.epoch == h.ref_epoch[0])
+    return mine & named & (h.issued[0] == 1) & (h.dead[0] == 0)
+
+
+@LEGAL("ownership.dgrad-next", "check_dgrad")
+def dgrad_next(st: State, h: History, a: Args) -> Truth:
+    """The key's F ran, and its dI did not."""
+    return (h.ran_forward[a.key.cell] == 1) & (h.ran_dgrad[a.key.cell] == 0)
+
+
+@LEGAL("ownership.wgrad-next", "check_wgrad")
+def wgrad_next(st: State, h: History, a: Args) -> Truth:
+    """The key's dI ran, and its dW did not."""
+    return (h.ran_dgrad[a.key.cell] == 1) & (h.ran_wgrad[a.key.cell] == 0)
+
+
+@LEGAL("ownership.vacant-slot", "check_forward")
+def vacant_slot(st: State, h: History, a: Args) -> Truth:
+    """The slot is of the stage, nobody acts on it or waits for it but the key that claimed it."""
+    claimed = (h.owing[a.slot] == RESERVED) & (h.tenant[a.slot] == a.key.cell)
+    own = claimed & (h.tenant_epoch[a.slot] == a.key.epoch)
+    ours = (a.slot != NO_SLOT) & (st.slot_stage[a.slot] == a.key.stage)
+    return ours & (h.acting[a.slot] == 0) & ((h.owing[a.slot] == 0) | own)
+
+
+@LEGAL("ownership.lives-once", "check_forward", s="slot")
+def lives_once(st: State, h: History, a: Args, s: Index) -> Truth:
+    """The key has no work in another slot."""
+    return implies((h.owing[s] != 0) & (h.tenant[s] == a.key.cell), s == a.slot)
+
+
+@LEGAL("ownership.forward-next", "check_forward")
+def forward_next(st: State, h: History, a: Args) -> Truth:
+    """The key's F has not run for these weights, and nothing of its stage failed in the epoch."""
+    return (h.ran_forward[a.key.cell] == 0) & (h.spoiled[a.key.stage] != a.key.epoch)
+
+
+@LEGAL("ownership.generation-left", "check_forward")
+def generation_left(st: State, h: History, a: Args) -> Truth:
+    """The slot has not reached its last generation."""
+    return st.generation[a.slot] != st.generation_max[0]
+
+
+# The weights and their caches
+
+
+@LEGAL("version.of-these-weights", "check_forward")
+def of_these_weights(st: State, h: History, a: Args) -> Truth:
+    """The key is of the current weights."""
+    return a.key.epoch == h.weights[0]
+
+
+@LEGAL("version.cache-read-or-filled", "check_forward")
+def cache_read_or_filled(st: State, h: History, a: Args) -> Truth:
+    """F reads a cache of the current weights, or fills a stale one before the stage's first F."""
+    s = a.key.stage
+    current = h.cached[s] == h.weights[0]
+    filled = (h.fill_of_epoch[s] == NEVER) & (h.num_forwards[s] == 0)
+    return (current & (a.refresh == 0)) | (
+        (h.cached[s] != h.weights[0]) & (a.refresh != 0) & filled
+    )
+
+
+@LEGAL("version.cache-of-dgrad", "check_dgrad")
+def cache_of_dgrad(st: State, h: History, a: Args) -> Truth:
+    """The cache holds the current weights."""
+    return h.cached[a.key.stage] == h.weights[0]
+
+
+@LEGAL("version.stale-cache", "check_refresh")
+def stale_cache(st: State, h: History, a: Args) -> Truth:
+    """The cache does not hold the current weights, and the stage has run no F on them."""
+    return (h.cached[a.stage] != h.weights[0]) & (h.num_forwards[a.stage] == 0)
+
+
+@LEGAL("version.no-fill-waits", "check_forward", "check_dgrad", g="stage")
+def no_fill_waits(st: State, h: History, a: Args, g: Index) -> Truth:
+    """No other stage of the domain was filled, or lost its cache, with its first F to come."""
+    other = (st.domain_of[g] == st.domain_of[a.key.stage]) & (g != a.key.stage)
+    return implies(
+        other & (h.fill_of_epoch[g] == NEVER), (h.cached[g] != h.weights[0]) & (h.lost[g] == 0)
+    )
+
+
+@LEGAL("version.no-fill-waits-for-refresh", "check_refresh", g="stage")
+def no_fill_waits_for_refresh(st: State, h: History, a: Args, g: Index) -> Truth:
+    """No other stage of the domain was filled, or lost its cache, with its first F to come."""
+    other = (st.domain_of[g] == st.domain_of[a.stage]) & (g != a.stage)
+    return implies(
+        other & (h.fill_of_epoch[g] == NEVER), (h.cached[g] != h.weights[0]) & (h.lost[g] == 0)
+    )
+
+
+# Scaling state
+
+
+@LEGAL("order.whole-and-idle", "check_forward", "check_dgrad")
+def whole_and_idle(st: State, h: History, a: Args) -> Truth:
+    """The domain's scaling state is whole, nobody updates it, and the token has seen it all."""
+    d = st.domain_of[a.key.stage]
+    return (h.broken[d] == 0) & (h.running[d] == 0) & (a.token == h.updates[d])
+
+
+@LEGAL("order.whole-and-idle-for-refresh", "check_refresh")
+def whole_and_idle_for_refresh(st: State, h: History, a: Args) -> Truth:
+    """The domain's scaling state is whole, and nobody updates it."""
+    d = st.domain_of[a.stage]
+    return (h.broken[d] == 0) & (h.running[d] == 0)
+
+
+@LEGAL("order.forward-in-place", "check_forward")
+def forward_in_place(st: State, h: History, a: Args) -> Truth:
+    """Where an order is declared, it is F's turn."""
+    d = st.domain_of[a.key.stage]
+    return implies(st.declared[d] != 0, st.forward_at[a.key.cell] == h.updates_of_epoch[d])
+
+
+@LEGAL("order.dgrad-in-place", "check_dgrad")
+def dgrad_in_place(st: State, h: History, a: Args) -> Truth:
+    """Where an order is declared, it is dI's turn."""
+    d = st.domain_of[a.key.stage]
+    return implies(st.declared[d] != 0, st.dgrad_at[a.key.cell] == h.updates_of_epoch[d])
+
+
+# Destinations
+
+
+@LEGAL("arena.bound", "check_dgrad")
+def bound(st: State, h: History, a: Args) -> Truth:
+    """The key was bound."""
+    return h.binds[a.key.cell] == 1
+
+
+@LEGAL("arena.own-destination", "check_wgrad")
+def own_destination(st: State, h: History, a: Args) -> Truth:
+    """The destination is the configured one, nobody writes it, and the first writer overwrites."""
+    b = st.buffer_of[a.key.cell]
+    fresh = (a.first != 0) == (h.content[b] != a.key.epoch)
+    return (a.destination == st.destination_of[a.key.cell]) & (h.writers[b] == 0) & fresh
+
+
+@LEGAL("arena.epoch-sound", "check_wgrad")
+def epoch_sound(st: State, h: History, a: Args) -> Truth:
+    """Nothing of the stage failed in the epoch."""
+    return h.spoiled[a.key.stage] != a.key.epoch
+
+
+# Capture memory
+
+
+@LEGAL("capture.forward-later", "check_forward")
+def forward_later(st: State, h: History, a: Args) -> Truth:
+    """The pool keeps no tape's memory, or F was captured after the pool's latest replay."""
+    p = st.pool_of[a.slot]
+    return (h.tapes[p] == 0) | (h.last_rank[h.last_replayed[p]] < st.forward_rank[a.slot])
+
+
+@LEGAL("capture.dgrad-later", "check_dgrad")
+def dgrad_later(st: State, h: History, a: Args) -> Truth:
+    """dI was captured after the pool's latest replay."""
+    s = a.ref.slot
+    return h.last_rank[h.last_replayed[st.pool_of[s]]] < st.dgrad_rank[s]
+
+
+@LEGAL("capture.wgrad-later", "check_wgrad")
+def wgrad_later(st: State, h: History, a: Args) -> Truth:
+    """dW was captured after the pool's latest replay."""
+    s = a.ref.slot
+    return h.last_rank[h.last_replayed[st.pool_of[s]]] < st.wgrad_rank[s]
+
+
+# Streams
+
+
+@LEGAL("completion.caller-awaited", "check_forward", "check_dgrad", "check_wgrad")
+def caller_awaited(st: State, h: History, a: Args) -> Truth:
+    """The graph stream is the domain's, and waited for all work of the caller."""
+    return (st.domain_at[a.link] == st.domain_of[a.key.stage]) & (h.behind[a.link] == 0)
+
+
+@LEGAL("completion.caller-awaited-for-refresh", "check_refresh")
+def caller_awaited_for_refresh(st: State, h: History, a: Args) -> Truth:
+    """The graph stream is the domain's, and waited for all work of the caller."""
+    return (st.domain_at[a.link] == st.domain_of[a.stage]) & (h.behind[a.link] == 0)
+
+
+@LEGAL("completion.forward-awaited", "check_dgrad")
+def forward_awaited(st: State, h: History, a: Args) -> Truth:
+    """The caller waited for the tape's F."""
+    return (a.link == h.link[0]) & (a.ref.slot == h.slot[0]) & (h.seen[0] == 1)

@@ -1,0 +1,95 @@
+"""
+What is always true of the marks that stop an action: each has a reason in the world.
+
+The other lemmas say that what the world forbids is marked, so that a guard sees it. These say that
+nothing else is, so that a guard sees nothing that is not there: what the proof needs that a legal
+check is accepted.
+"""
+
+from __future__ import annotations
+
+from qeffect.spec.constants import NEVER, NO_SLOT, NO_STAGE, RESERVED
+from qeffect.spec.predicates import Register, implies
+
+from .words import History, Index, State, Truth, domain_of_slot, in_flight, live, now, retained
+
+__all__ = ["HISTORY"]
+
+#: Proved: of the marks that stop an action.
+HISTORY = Register()
+
+
+@HISTORY("ownership.good-reference-finds-its-work")
+def finds_its_work(st: State, h: History) -> Truth:
+    """A reference whose work is not gone names it, in this incarnation."""
+    s = h.ref_slot[0]
+    there = live(st, s) & (st.generation[s] == h.ref_generation[0])
+    current = (s != NO_SLOT) & (st.incarnation[0] == h.ref_incarnation[0])
+    return implies((h.issued[0] == 1) & (h.dead[0] == 0), there & current)
+
+
+@HISTORY("ownership.forwarded-has-a-reason", c="cell")
+def forwarded_has_a_reason(st: State, h: History, c: Index) -> Truth:
+    """A cell is marked as forwarded because its F ran or is running, or something failed."""
+    g, s = st.stage_of[c], st.slot_of[c]
+    running = (s != NO_SLOT) & in_flight(st, s) & (st.consumers[s] == RESERVED)
+    reason = (h.ran_forward[c] == 1) | running | (h.spoiled[g] == now(st, g))
+    return implies(st.forwarded[c] == now(st, g), reason)
+
+
+@HISTORY("order.poison-has-a-reason", d="domain")
+def poison_has_a_reason(st: State, h: History, d: Index) -> Truth:
+    """A domain is poisoned because an action on its scaling state raised."""
+    return implies(st.poisoned[d] != 0, h.broken[d] == 1)
+
+
+@HISTORY("order.filling-is-busy", needs="version", g="stage")
+def filling_is_busy(st: State, h: History, g: Index) -> Truth:
+    """While an F fills a cache its domain is busy with it."""
+    d = st.domain_of[g]
+    s = h.updater[d]
+    flying = (s != NO_SLOT) & (st.held[s] == st.filling[g]) & (st.consumers[s] == RESERVED)
+    return implies(st.filling[g] != 0, (st.busy[d] == st.filling[g]) & flying)
+
+
+@HISTORY("version.forward-read-a-fill", needs="order", g="stage")
+def forward_read_a_fill(st: State, h: History, g: Index) -> Truth:
+    """Where a forward of the epoch ran, a fill of the cache was read."""
+    return implies(h.num_forwards[g] != 0, h.fill_of_epoch[g] != NEVER)
+
+
+@HISTORY("version.waiting-has-a-reason", needs="order", d="domain")
+def waiting_has_a_reason(st: State, h: History, d: Index) -> Truth:
+    """A domain waits for a stage's first F because the stage was filled, or has lost its fill."""
+    g = st.refreshed[d]
+    filled = (h.cached[g] == h.weights[0]) | (h.lost[g] != 0)
+    to_come = (h.fill_of_epoch[g] == NEVER) & filled
+    return implies(g != NO_STAGE, to_come | (st.busy[d] != 0) | (st.poisoned[d] != 0))
+
+
+@HISTORY("epoch.spoiled-has-a-reason", g="stage")
+def spoiled_has_a_reason(st: State, h: History, g: Index) -> Truth:
+    """A stage is spoiled because something of it failed or was given up in the epoch."""
+    return implies(st.spoiled[g] == now(st, g), h.spoiled[g] == now(st, g))
+
+
+@HISTORY("capture.cursor-of-pool", p="pool")
+def cursor_of_pool(st: State, h: History, p: Index) -> Truth:
+    """The cursor of a pool that keeps a tape's memory is the rank of its latest replay."""
+    last = h.last_replayed[p]
+    latest = (last != NO_SLOT) & (st.pool_of[last] == p) & (st.cursor[p] == h.last_rank[last])
+    return implies(h.tapes[p] != 0, latest)
+
+
+@HISTORY("completion.behind-has-a-reason", l="link")
+def behind_has_a_reason(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
+    """A link is not joined because its caller enqueued work since."""
+    return implies(h.behind[l] == 0, st.joined[l] == st.submitted[l])
+
+
+@HISTORY("completion.seen-is-counted")
+def seen_is_counted(st: State, h: History) -> Truth:
+    """A caller that waited for the replay that wrote a tape's output has that counted."""
+    l, s = h.link[0], h.slot[0]  # noqa: E741 - a link
+    there = retained(st, s) & (st.domain_at[l] == domain_of_slot(st, s))
+    return implies(there & (h.seen[0] == 1), st.produced[s] <= st.waited[l])

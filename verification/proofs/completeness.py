@@ -1,0 +1,38 @@
+"""
+No guard is too strong: a check is accepted whenever what it is about to do is legal.
+
+What legal means is the specification's (``qeffect.spec.promises.legal``), said of the world. The
+proof is of the composition with every relation: each guard is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from qeffect.spec.promises import LEGAL
+
+from .obligations import Composition, Goal
+
+__all__ = ["CHECKS", "completeness"]
+
+#: The transitions of which it is said when they are legal.
+CHECKS = tuple(dict.fromkeys(name for predicate in LEGAL for name in predicate.transitions))
+
+
+def completeness(composition: Composition) -> Iterator[Goal]:
+    """Yield that no refusing path of a check is taken where the check is legal."""
+    words = composition.vocabulary
+    for transition in CHECKS:
+        legal = [term for claim in words.legal(transition) for term in words.close(claim)]
+        facts = (*words.assumed(transition), *legal)
+        for path in composition.paths[transition]:
+            if path.clause is not None:
+                yield Goal(
+                    "a legal check is accepted",
+                    "complete",
+                    transition,
+                    path.label,
+                    words.relations,
+                    facts,
+                    path.condition,
+                )

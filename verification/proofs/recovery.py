@@ -1,0 +1,124 @@
+"""
+The way back is always open: from every reachable state, a few calls that cannot be refused lead to
+a restore that cannot be refused either.
+
+Abort every ticket that is out, tell that every running reduction failed, drain every domain,
+restore. The first two are accepted while there is something to end, and each call ends one thing
+and begins none, so that they come to an end; a drain is always accepted; and a restore is accepted
+once they have all been made. Nothing is assumed of how the state came about, or of how many things
+are under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import z3
+
+from qeffect.engine.stage import STATE
+
+from ..judging import MANDATORY
+from ..symbolic import Path
+from ..symbolic.terms import Term
+from .obligations import Composition, Goal
+
+__all__ = ["ENDED", "recovery"]
+
+#: What a step of the way back ends: the column that shows it, and its index among the arguments.
+ENDED: Final[Mapping[str, tuple[str, str]]] = {
+    "abort_forward": ("held", "slot"),
+    "abort_dgrad": ("held", "slot"),
+    "abort_wgrad": ("held", "slot"),
+    "abort_refresh": ("refreshing", "stage"),
+    "fail_reduction": ("reducing", "bucket"),
+    "drain": ("undrained", "domain"),
+}
+
+#: What a step never begins. A drain comes last, so that what aborts enqueued is drained.
+_UNDER_WAY: Final = ("held", "refreshing", "reducing")
+_SETTLED: Final = (*_UNDER_WAY, "undrained")
+
+
+def recovery(composition: Composition) -> Iterator[Goal]:
+    """Yield that every step of the way back is accepted, ends one thing, and begins none."""
+    yield from _accepted(composition)
+    yield from _one_fewer(composition)
+    yield from _restored(composition)
+
+
+def _accepted(composition: Composition) -> Iterator[Goal]:
+    """While something is under way, the step that ends it is accepted."""
+    words, enc = composition.vocabulary, composition.encoding
+    st, h = words.state(words.before), words.history(words.before)
+    slot = enc.const("arg.slot", "slot")
+    ticket = enc.const("arg.ticket", "ticket")
+    # The history follows an arbitrary ticket; let it be this one.
+    mine = [st.held[enc.sym(slot)].term == ticket, h.ticket[0].term == ticket]
+    tape = ("abort_forward", "abort_dgrad", "abort_wgrad")
+    facts = [*words.assumed("abort_forward"), *mine, ticket != 0]
+    ways = [_conditions(composition, name) for name in tape]
+    yield _goal("a step back is accepted", "abort", facts, z3.Not(z3.Or(ways)))
+    for name in ("abort_refresh", "fail_reduction", "drain"):
+        column, index = ENDED[name]
+        where = enc.const(f"arg.{index}", index)
+        value = getattr(st, column)[enc.sym(where)].term
+        facts = list(words.assumed(name))
+        if name == "abort_refresh":
+            facts += [value == ticket, ticket != 0]
+        elif name == "fail_reduction":
+            facts += [value != 0]
+        refused = z3.Not(_conditions(composition, name))
+        yield _goal("a step back is accepted", name, facts, refused)
+
+
+def _one_fewer(composition: Composition) -> Iterator[Goal]:
+    """An accepted step ends what it is for, and leaves everything else as it is or ended."""
+    words, enc = composition.vocabulary, composition.encoding
+    for name, (column, index) in ENDED.items():
+        where = enc.const(f"arg.{index}", index)
+        kept = _SETTLED if name == "drain" else _UNDER_WAY
+        for path in composition.paths[name]:
+            if path.clause is not None:
+                continue
+            facts = [*path.tests, *words.assumed(name)]
+            ended = z3.Select(path.columns[column], where) == 0
+            yield _goal("a step back ends one thing", name, facts, z3.Not(ended), path)
+            for other in kept:
+                after, before = path.columns[other], path.before[other]
+                if after.eq(before):
+                    continue
+                member = enc.const("var.i", STATE[other].index)
+                left = z3.Select(after, member)
+                same = z3.Implies(left != 0, left == z3.Select(before, member))
+                yield _goal("a step back begins nothing", name, facts, z3.Not(same), path)
+
+
+def _restored(composition: Composition) -> Iterator[Goal]:
+    """With nothing under way and all drained, a restore into a new incarnation is accepted."""
+    words, enc = composition.vocabulary, composition.encoding
+    st = words.state(words.before)
+    facts = list(words.assumed("restore"))
+    for name in _SETTLED:
+        column = STATE[name]
+        term = enc.column(name, column)
+        index = enc.const("var.i", column.index)
+        facts += enc.close({"var.i": column.index}, z3.Select(term, index) == 0)
+    facts.append(enc.const("arg.incarnation", "int") != st.incarnation[0].term)
+    for path in composition.paths["restore"]:
+        if path.clause is not None:
+            yield _goal("a restore is accepted at last", "restore", facts, path.condition, path)
+
+
+def _conditions(composition: Composition, transition: str) -> Term:
+    """When a transition is accepted."""
+    accepted = [p.condition for p in composition.paths[transition] if p.clause is None]
+    return z3.Or(accepted)
+
+
+def _goal(
+    name: str, transition: str, facts: list[Term], denied: Term, path: Path | None = None
+) -> Goal:
+    label = "" if path is None else path.label
+    relations = MANDATORY | {"version", "order", "reduction", "completion"}
+    return Goal(name, "recovery", transition, label, relations, tuple(facts), denied)
