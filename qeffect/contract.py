@@ -40,7 +40,8 @@ class Contract:
     ``check_*`` runs every guard and reserves what the action will touch, ``commit`` redeems the
     ticket after the physical action succeeded, ``abort`` after it failed. ``forward``, ``dgrad``,
     ``wgrad`` and ``refresh`` do this as context managers. A refused call leaves the contract
-    exactly as it was.
+    exactly as it was, but for a commit whose own evidence is refused: its action has physically
+    run, and is aborted.
 
     One call at a time: calls may come from any thread, one after another. A call that comes while
     another one is under way raises `ConcurrentCallError` and does nothing.

@@ -106,13 +106,31 @@ def failures() -> str:
 def proofs() -> str:
     """The proofs and the mutants, from their report."""
     data = load(KERNEL_REPORTS / "proofs.json")
-    text = (
+    settled = (
         f"{data['unsat']:,} of {data['obligations']:,} obligations are proved and "
-        f"{data['unknown']} are unknown, in {data['seconds']:.1f} s: every invariant is inductive "
+        f"{data['unknown']} are unknown, in {data['seconds']:.1f} s"
+    )
+    if "questions" in data:
+        settled = (
+            f"{data['questions']:,} distinct questions to the solver, {data['unknown']} of them "
+            f"unknown, settle {data['unsat']:,} of {data['obligations']:,} obligations in "
+            f"{data['seconds']:.1f} s ({data['implied']:,} follow from one already proved, "
+            f"{data['same_term']:,} compare a term with itself)"
+        )
+    further = ""
+    if "recovery" in data["by_kind"]:
+        further = (
+            " From every state the way back is open: aborts, failed reductions and drains are "
+            "accepted, come to an end, and a restore is accepted then. With every relation in "
+            "force a legal F, dI, dW or refresh is accepted: no guard is too strong."
+        )
+    text = (
+        f"{settled}: every invariant is inductive "
         "over every path of every transition, with every relation and with each optional one left "
         "out, for any number of slots, microbatches and epochs; every refusal leaves every column "
-        "as it was; an outstanding ticket with whole evidence is never refused. (All 64 choices of "
-        "relations are proved in the tests.) Nothing is vacuous: of "
+        "as it was; an outstanding ticket with whole evidence is never refused."
+        + further
+        + " (All 64 choices of relations are proved in the tests.) Nothing is vacuous: of "
         f"{data['witnesses']} paths {data['witnesses'] - data['covered']} are taken from some "
         f"state, and of the other {data['covered']}, which an earlier guard covers, it is proved "
         "that none takes them; "

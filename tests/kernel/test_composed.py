@@ -165,11 +165,12 @@ class TestHomes:
 
     @pytest.mark.parametrize("relation", RELATIONS)
     def test_a_relation_raises_its_own_clauses_only(self, relation: str) -> None:
-        """Every refusal in a relation's module has the relation's prefix."""
+        """Every refusal in a relation's module has the relation's prefix; tickets refuses none."""
         file = inspect.getsourcefile(RELATIONS[relation])
         assert file is not None
 
-        assert {clause.partition(".")[0] for clause in self.raised(Path(file))} <= {relation}
+        raising = {relation} - {"tickets"}
+        assert {clause.partition(".")[0] for clause in self.raised(Path(file))} == raising
 
     def test_every_clause_has_one_home(self) -> None:
         """A clause is raised in its relation's module, or where this test says."""

@@ -94,4 +94,5 @@ class TestClauses:
 
             assert len(relations) > 10
             assert sorted(relations, key=normative.index) == relations
-            assert set(relations) <= set(normative)
+            without = {"order"} if name == "check_wgrad" else set()
+            assert set(relations) == set(normative) - without
