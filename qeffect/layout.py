@@ -117,12 +117,6 @@ def lay_out(
     forward_at, dgrad_at, has_order = _positions(cells, domains, members, declared or {})
     bucket_stages = share_buckets(stages)
     buckets_of = {name: b for b, name in enumerate(bucket_stages)}
-    places = {name: place for place, name in enumerate(reductions)}
-    if reductions and (len(places) != len(reductions) or places.keys() != bucket_stages.keys()):
-        raise ValueError(
-            f"the declared order of reductions must name every bucket once: expected some order "
-            f"of {[*bucket_stages]}, got {[*reductions]}"
-        )
     for name, order in (declared or {}).items():
         alone = "capture" not in functions.relations
         places = Places(slots, range(len(pools)) if alone else pools, _ranks(ranks, alone))
@@ -164,7 +158,7 @@ def lay_out(
             "wgrad_rank": ranks["dW"],
             "stage_at": [first for first, _ in bucket_stages.values()],
             "tied_at": [last for _, last in bucket_stages.values()],
-            "reduce_at": [places.get(name, -1) for name in bucket_stages],
+            "reduce_at": _reduce_at(bucket_stages, reductions),
             "ordered": [int(bool(reductions))],
         },
     )
@@ -201,6 +195,19 @@ def share_buckets(stages: Sequence[StageConfig]) -> dict[int | str, tuple[int, i
                 f"other; name the buckets of both to share one"
             )
     return {name: (group[0].stage, group[-1].stage) for name, group in found.items()}
+
+
+def _reduce_at(
+    buckets: Mapping[int | str, tuple[int, int]], reductions: Sequence[int | str]
+) -> list[int]:
+    """Return the declared place of each bucket's reduction; -1 where no order is declared."""
+    at = {name: place for place, name in enumerate(reductions)}
+    if reductions and (len(at) != len(reductions) or at.keys() != buckets.keys()):
+        raise ValueError(
+            f"the declared order of reductions must name every bucket once: expected some order "
+            f"of {[*buckets]}, got {[*reductions]}"
+        )
+    return [at.get(name, -1) for name in buckets]
 
 
 def _require_relations(

@@ -176,10 +176,10 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "ownership.live-tape",
         "version.in-flight",
         "order.in-flight",
-        "reduction.in-flight",
-        "reduction.missing",
         "epoch.wrong-epoch",
         "epoch.not-final",
+        "reduction.in-flight",
+        "reduction.missing",
     ),
     "checkpoint": (
         "persistence.live-tape",

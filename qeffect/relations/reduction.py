@@ -59,7 +59,7 @@ def fail_reduction_writes(st: State, bucket):
     st.reducing[bucket] = 0
 
 
-def commit_epoch_guards(st: State, epoch):
+def commit_epoch_before_persistence_guards(st: State, epoch):
     if not st.every(st.reducing, 0):
         raise Refused("reduction.in-flight")
     if not st.every(st.reduced, epoch):

@@ -144,7 +144,7 @@ class TestFailure:
             rig.contract.start_reduction(0)
         with refused(rig, "arena.spoiled", "spoiled in epoch 0"):
             rig.contract.finalize(0)
-        with refused(rig, "reduction.missing"):
+        with refused(rig, "epoch.not-final"):
             rig.contract.commit_epoch()
 
     def test_it_spoils_both_stages_of_a_bucket(self) -> None:

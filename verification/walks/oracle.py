@@ -430,14 +430,14 @@ def _commit_epoch(world: World, epoch: int) -> Findings:
         yield "version.in-flight"
     if any(domain.running for domain in world.domains):
         yield "order.in-flight"
-    if any(reduction.running for reduction in world.reductions.values()):
-        yield "reduction.in-flight"
-    if not all(reduction.done for reduction in world.reductions.values()):
-        yield "reduction.missing"
     if epoch != world.epoch:
         yield "epoch.wrong-epoch"
     if epoch != world.epoch or not all(stage.final for stage in stages):
         yield "epoch.not-final"
+    if any(reduction.running for reduction in world.reductions.values()):
+        yield "reduction.in-flight"
+    if not all(reduction.done for reduction in world.reductions.values()):
+        yield "reduction.missing"
 
 
 def _checkpoint(world: World) -> Findings:

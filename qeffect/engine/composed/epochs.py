@@ -100,11 +100,7 @@ def finish_reduction(st, bucket, link):
     d = st.domain_of[s]
     if st.domain_at[link] != d:
         raise Refused("completion.wrong-stream")
-    if (
-        st.named[s] == st.weight_epoch[s]
-        and st.consumer[s] != link
-        or (st.named[t] == st.weight_epoch[t] and st.consumer[t] != link)
-    ):
+    if st.named[s] == st.weight_epoch[s] and st.consumer[s] != link or (st.named[t] == st.weight_epoch[t] and st.consumer[t] != link):
         raise Refused("completion.wrong-consumer")
     # completion.finish_reduction_writes
     st.named[s] = st.weight_epoch[s]
@@ -141,7 +137,7 @@ def commit_epoch(st, epoch):
     """
     With the optimizer's update: every stage's next epoch.
 
-    Guards: ownership, version, order, reduction, epoch.
+    Guards: ownership, version, order, epoch, reduction.
     Writes: order, reduction, epoch.
     """
     # ownership.commit_epoch_guards
@@ -153,16 +149,16 @@ def commit_epoch(st, epoch):
     # order.commit_epoch_guards
     if not st.every(st.busy, 0):
         raise Refused("order.in-flight")
-    # reduction.commit_epoch_guards
-    if not st.every(st.reducing, 0):
-        raise Refused("reduction.in-flight")
-    if not st.every(st.reduced, epoch):
-        raise Refused("reduction.missing")
     # epoch.commit_epoch_guards
     if not st.every(st.weight_epoch, epoch):
         raise Refused("epoch.wrong-epoch")
     if not st.every(st.final, epoch):
         raise Refused("epoch.not-final")
+    # reduction.commit_epoch_before_persistence_guards
+    if not st.every(st.reducing, 0):
+        raise Refused("reduction.in-flight")
+    if not st.every(st.reduced, epoch):
+        raise Refused("reduction.missing")
     # order.commit_epoch_writes
     st.fill(st.position, 0)
     st.fill(st.forwards, 0)
