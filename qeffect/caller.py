@@ -28,6 +28,7 @@ class Caller:
     Attributes:
         contract: The contract.
         refs: The reference of each cell's latest forward.
+        scales: The token at which that forward ran.
 
     >>> caller = Caller([StageConfig(0, microbatches=1, slots=1, matrices=("w",))])
     >>> caller.refresh(0)
@@ -40,6 +41,7 @@ class Caller:
     def __init__(self, stages: Sequence[StageConfig], **options: Any) -> None:
         self.contract = Contract(stages, **options)
         self.refs: dict[Cell, TapeRef] = {}
+        self.scales: dict[Cell, int] = {}
         self._configs = {config.stage: config for config in self.contract.stages}
 
     def link(self, stage: int, caller: str = "main") -> int:
@@ -56,13 +58,17 @@ class Caller:
 
     def refresh(self, stage: int) -> None:
         """Refresh a stage's weight cache."""
-        self.contract.commit(self.contract.check_refresh(stage, self.link(stage)))
+        ticket = self.contract.check_refresh(stage, self.link(stage))
+        self.contract.commit(ticket, filled=self._filled(stage))
 
     def forward(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
         """Run F; the options are those of `Contract.check_forward`."""
         options.setdefault("link", self.link(stage))
         key = self.key(stage, microbatch, block)
-        ref = self.contract.commit(self.contract.check_forward(key, **options))
+        ticket = self.contract.check_forward(key, **options)
+        filled = self._filled(stage) if options.get("refresh") else None
+        self.scales[key.cell] = self.contract.token(stage)
+        ref = self.contract.commit(ticket, filled=filled, updates=self._updates(stage))
         assert ref is not None
         self.refs[key.cell] = ref
 
@@ -74,7 +80,10 @@ class Caller:
             self.contract.bind(key)
         self.contract.wait(self.link(stage))
         ticket = self.contract.check_dgrad(key, self.refs[key.cell], **options)
-        self.contract.commit(ticket, self._configs[stage].matrices)
+        config = self._configs[stage]
+        scales = self.scales[key.cell] if config.tape_scales == "carried" else None
+        updates = self._updates(stage)
+        self.contract.commit(ticket, config.matrices, updates=updates, scales=scales)
 
     def wgrad(self, stage: int, microbatch: int, block: int = 0, **options: Any) -> None:
         """Run dW and cover every matrix."""
@@ -93,3 +102,12 @@ class Caller:
         """Wait for a stage's gradients and finalize it."""
         self.contract.wait(self.link(stage))
         self.contract.finalize(stage, self.link(stage))
+
+    def _filled(self, stage: int) -> dict[str, int] | None:
+        """What a refresh reports where the stage's backend does: every cache, of these weights."""
+        config = self._configs[stage]
+        return dict.fromkeys(config.matrices, self.contract.epoch) if config.reports_fills else None
+
+    def _updates(self, stage: int) -> int | None:
+        """What F and dI report where the stage's backend does: one scaling update."""
+        return 1 if self._configs[stage].reports_updates else None

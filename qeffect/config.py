@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from attrs import Attribute, field, frozen
+from attrs.validators import in_, optional
 
 from .destinations import Destination
 from .keys import Cell, cell_of
@@ -110,6 +111,14 @@ class StageConfig:
             must finish before the slot is free.
         sends_gradient: Likewise the input gradient.
         reduces: The stage's gradients are reduced over data-parallel ranks before the commit.
+        reports_fills: The backend reports, at the commit of a refresh and of F, which matrices'
+            caches were filled and from which weight epoch. Where it does not, that a refresh
+            filled the cache is taken on trust.
+        reports_updates: The backend reports, at the commit of F and dI, how often the domain's
+            scaling state was updated. Where it does not, that it was once is taken on trust.
+        tape_scales: What dI dequantizes its tape with: ``carried`` where a tape keeps the scales
+            of its F, and dI reports which it used; ``live`` where it reads what the domain has
+            by then; None where the backend cannot say, and it is taken on trust.
         pool: Name of the capture-memory pool that the stage's slots share; None gives every
             slot a pool of its own.
         buckets: The gradients that are reduced together, each matrix in one bucket; only where
@@ -138,10 +147,15 @@ class StageConfig:
     sends_output: bool = False
     sends_gradient: bool = False
     reduces: bool = False
+    reports_fills: bool = False
+    reports_updates: bool = False
+    tape_scales: str | None = field(default=None, validator=optional(in_(("carried", "live"))))
     pool: Hashable | None = field(default=None, validator=_hashable)
     buckets: tuple[Bucket, ...] = field(default=(), converter=_buckets)
 
     def __attrs_post_init__(self) -> None:
+        if self.reports_fills and not self.matrices:
+            raise ValueError(f"stage {self.stage} has no matrices, so it has no fills to report")
         if not self.buckets:
             return
         if not self.reduces:

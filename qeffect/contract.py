@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from .arguments import UNUSABLE, Arguments
 from .checkpoint import Checkpoint
@@ -26,9 +26,9 @@ from .ledgers.runner import FAILURES, Observer, Runner
 from .ledgers.streams import Streams
 from .ledgers.tapes import Tapes
 from .refusals import Refused
-from .relations.constants import GENERATION_MAX
+from .relations.constants import GENERATION_MAX, NEVER
 from .threads import ConcurrentCallError, alone
-from .tickets import ABORTS, COMMITS, Ticket, issue
+from .tickets import ABORTS, COMMITS, Fills, Ticket, issue
 
 __all__ = ["Contract", "Observer", "Ticket"]
 
@@ -378,25 +378,42 @@ class Contract:
         finally:
             self._entered = False
 
-    def commit(self, ticket: Ticket, evidence: Iterable[str] = ()) -> TapeRef | None:
+    def commit(
+        self,
+        ticket: Ticket,
+        evidence: Iterable[str] = (),
+        *,
+        filled: Fills | None = None,
+        updates: int | None = None,
+        scales: int | None = None,
+    ) -> TapeRef | None:
         """
         Redeem a ticket after its physical action succeeded.
 
         No other action can make a commit fail. Only its own evidence can: dI must have queued
-        deferred work for every matrix, dW must have covered every matrix exactly once. The
-        action has then failed, and is aborted before the refusal is raised.
+        deferred work for every matrix, dW must have covered every matrix exactly once, and what
+        a stage is configured to report must be what was asked for. The action has otherwise
+        failed, and is aborted before the refusal is raised.
 
         Args:
             ticket: What the check returned.
             evidence: For dI the matrices whose gradient work was queued, for dW those whose
                 gradient was written, each as often as it was.
+            filled: For a refresh, and an F that refreshes, the weight epoch that the cache of
+                each matrix was filled from (`StageConfig.reports_fills`). None: nothing was
+                filled, or the backend cannot say.
+            updates: For F and dI how often the domain's scaling state was updated
+                (`StageConfig.reports_updates`).
+            scales: For dI the token at which the F ran whose scales it used
+                (`StageConfig.tape_scales`).
 
         Returns:
             For F the reference of the new tape, else None.
 
         Raises:
-            Refused: ``ownership.unknown-ticket``, ``ownership.work-not-queued`` or
-                ``ownership.matrix-coverage``.
+            Refused: ``ownership.unknown-ticket``, ``ownership.work-not-queued``,
+                ``ownership.matrix-coverage``, ``version.fill-missing``, ``version.wrong-fill``,
+                ``version.fill-unasked``, ``order.scaling-updates`` or ``order.wrong-scales``.
 
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))
         >>> ticket = contract.check_forward(TapeKey(epoch=0, stage=0, microbatch=0))
@@ -414,17 +431,24 @@ class Contract:
                 slot, serial, action = ticket.slot, ticket.serial, ticket.action
                 if slot < 0 or ticket.incarnation != st.incarnation[0]:
                     raise IndexError(slot)
+                if updates.__class__ is not int or updates < 0:
+                    updates = NEVER
+                if scales.__class__ is not int or scales < 0:
+                    scales = NEVER
+                names, of = _NO_FILL
+                if filled is not None and self._reports_fills(action, slot):
+                    names, of = _fills(filled, self._epochs.current)
                 if action == "F":
-                    self._commit_forward(st, slot, serial)
+                    self._commit_forward(st, slot, serial, names, of, updates)
                     ticket.ref = ref = reference(slot, st.generation[slot], ticket.incarnation)
                 elif action == "refresh":
-                    self._commit_refresh(st, slot, serial)
+                    self._commit_refresh(st, slot, serial, names, of)
                 else:
                     stage = st.slot_stage[slot]
                     if evidence is not st.matrices[stage]:
                         evidence = _names(evidence)
                     if action == "dI":
-                        self._commit_dgrad(st, slot, serial, evidence)
+                        self._commit_dgrad(st, slot, serial, evidence, updates, scales)
                     elif action != "dW":
                         raise IndexError(action)
                     else:
@@ -435,17 +459,27 @@ class Contract:
                             else:
                                 self._free[stage].put(slot)
             except Refused as refused:
-                explain(refused, COMMITS[action], st, _redeemed(action, slot, serial, evidence))
+                given = _redeemed(ticket, names, of, evidence, updates, scales)
+                explain(refused, COMMITS[action], st, given)
                 if not refused.clause.endswith("unknown-ticket"):
                     self._abort(ticket)
                 raise
             except UNUSABLE:
                 raise self._arguments.ticket("commit", ticket, self.incarnation) from None
             if self._observer is not None:
-                self._observer(COMMITS[action], _redeemed(action, slot, serial, evidence), None)
+                given = _redeemed(ticket, names, of, evidence, updates, scales)
+                self._observer(COMMITS[action], given, None)
             return ref
         finally:
             self._entered = False
+
+    def _reports_fills(self, action: str, place: int) -> bool:
+        """Whether an action's stage is configured to report fills; a report of another one that
+        nobody asked for is not looked at."""
+        if action not in ("F", "refresh"):
+            return False
+        stage = place if action == "refresh" else self.memory.slot_stage[place]
+        return bool(self.memory.reports_fills[stage])
 
     @alone
     def abort(self, ticket: Ticket) -> None:
@@ -659,6 +693,15 @@ class Contract:
         """
         self._epochs.finalize(stage, link)
 
+    def default_reader(self, bucket: int | str) -> tuple[int, int]:
+        """
+        Return a bucket's index, and the link that its reduction names where none is given.
+
+        Raises:
+            ValueError: No bucket has that name.
+        """
+        return self._epochs.default(bucket)
+
     @alone
     def start_reduction(self, bucket: int | str, link: int | None = None) -> None:
         """
@@ -795,6 +838,33 @@ def _names(evidence: Iterable[str]) -> tuple[Any, ...]:
     return names
 
 
-def _redeemed(action: str, slot: int, serial: int, evidence: Any) -> tuple[Any, ...]:
-    """Return the arguments of a commit; only dI and dW bring evidence."""
-    return (slot, serial, evidence) if action in ("dI", "dW") else (slot, serial)
+#: The evidence of an action that filled no cache, or whose backend cannot say.
+_NO_FILL: Final = ((), NEVER)
+
+
+def _fills(filled: Fills, epoch: int) -> tuple[tuple[Any, ...], int]:
+    """
+    Return the matrices that were filled, sorted, and the weight epoch that they were filled from.
+
+    Where not all are from the given epoch, the first other one stands for all. Anything but
+    epochs of matrices is evidence of nothing.
+    """
+    try:
+        pairs = list(filled.items() if isinstance(filled, Mapping) else filled)
+        of = next((e for _, e in pairs if e.__class__ is not int or e != epoch), epoch)
+        known = pairs and of.__class__ is int and of >= 0
+        return _names([name for name, _ in pairs]), of if known else NEVER
+    except Exception:  # the caller's iterable may raise anything; the action has failed
+        return _NO_FILL
+
+
+def _redeemed(
+    ticket: Ticket, names: Any, of: int, evidence: Any, updates: Any, scales: Any
+) -> tuple[Any, ...]:
+    """Return the arguments of a commit: each action brings evidence of its own."""
+    redeems = ticket.slot, ticket.serial
+    if ticket.action == "F":
+        return (*redeems, names, of, updates)
+    if ticket.action == "refresh":
+        return (*redeems, names, of)
+    return (*redeems, evidence, updates, scales) if ticket.action == "dI" else (*redeems, evidence)

@@ -105,6 +105,10 @@ def _indices(column: Any) -> str:
     return ", ".join(str(index) for index, value in entries if value != 0) or "none"
 
 
+def _weights(epoch: int) -> str:
+    return f"the weights of epoch {epoch}" if epoch >= 0 else "weights of no known epoch"
+
+
 def _waiting(st: Any) -> str:
     return ", ".join(f"stage {stage}" for stage in st.refreshed if stage != NO_STAGE)
 
@@ -204,6 +208,18 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"refresh ticket {a['ticket']} of stage {a['stage']}",
         f"ticket {ticket}" if (ticket := st.refreshing[a["stage"]]) else "no refresh in flight",
     ),
+    "version.fill-missing": lambda st, a: (
+        f"caches filled of {a['filled'] or 'no matrix'}",
+        f"each of {st.matrices[_stage(st, a)]} exactly once",
+    ),
+    "version.wrong-fill": lambda st, a: (
+        f"a cache filled from {_weights(a['fill_epoch'])}",
+        f"one filled from the weights of epoch {st.weight_epoch[_stage(st, a)]}",
+    ),
+    "version.fill-unasked": lambda st, a: (
+        f"a cache filled from {_weights(a['fill_epoch'])} by an F in slot {a['slot']}",
+        "no fill: the F was checked without a refresh",
+    ),
     "version.left-out": lambda st, a: (
         f"{a['transition']} of stage {a['stage']}",
         "no call about a weight cache: these stages leave version out",
@@ -227,6 +243,20 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     ),
     "order.reordered": lambda st, a: _position(
         st, a, "dgrad_at" if "ref" in a else "forward_at", "dI" if "ref" in a else "F"
+    ),
+    "order.scaling-updates": lambda st, a: (
+        f"{a['updates']} scaling updates" if a["updates"] >= 0 else "no report of scaling updates",
+        f"1 scaling update of domain {_domain(st, a)}",
+    ),
+    "order.scales-moved": lambda st, a: (
+        f"{a['key']} over live scales of the F at token {st.rolled_at[_domain(st, a)]}",
+        f"the scales of its own F, at token {st.scaled_at[_slot(a)]}",
+    ),
+    "order.wrong-scales": lambda st, a: (
+        f"the scales of the F at token {a['scales']}"
+        if a["scales"] >= 0
+        else "no report of the scales that dI used",
+        f"the scales of its own F, at token {st.scaled_at[a['slot']]}",
     ),
     "order.incomplete": lambda st, a: (
         f"{st.forwards[a['stage']]} forwards and {st.dgrads[a['stage']]} input gradients",

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 from .keys import TapeKey, TapeRef
 from .refusals import Refused
-from .tickets import Ticket
+from .tickets import Fills, Ticket
 
 __all__ = ["Actions", "Dgrad", "Forward", "Guards", "Refresh", "Wgrad", "guarded"]
 
@@ -44,7 +44,15 @@ class Guards(Protocol):
     def check_wgrad(self) -> Callable[..., Ticket]:
         """Reserve a tape and its destinations for dW."""
 
-    def commit(self, ticket: Ticket, evidence: Iterable[str] = ()) -> TapeRef | None:
+    def commit(
+        self,
+        ticket: Ticket,
+        evidence: Iterable[str] = (),
+        *,
+        filled: Fills | None = None,
+        updates: int | None = None,
+        scales: int | None = None,
+    ) -> TapeRef | None:
         """Redeem a ticket after its action succeeded."""
 
     def abort(self, ticket: Ticket) -> None:
@@ -75,8 +83,9 @@ class _Guarded:
     def check(self) -> Ticket:
         raise NotImplementedError  # each action has its own
 
-    def evidence(self) -> Iterable[str]:
-        return ()
+    def commit(self) -> None:
+        """Redeem the ticket with the action's evidence."""
+        raise NotImplementedError  # each action has its own
 
     def __enter__(self) -> Any:
         self.ticket = self.check()
@@ -89,7 +98,7 @@ class _Guarded:
         traceback: TracebackType | None,
     ) -> Literal[False]:
         if kind is None:
-            self.contract.commit(self.ticket, self.evidence())
+            self.commit()
         else:
             # Where the block redeemed the ticket itself nothing is left to abort, and what it
             # raised matters more than that.
@@ -99,27 +108,46 @@ class _Guarded:
 
 
 class Refresh(_Guarded):
-    """A guarded refresh of a stage's quantized weight cache."""
+    """
+    A guarded refresh of a stage's quantized weight cache.
 
-    __slots__ = ("link", "stage")
+    Where the backend reports fills, set ``filled`` to the weight epoch of each matrix that was
+    quantized.
+    """
+
+    __slots__ = ("filled", "link", "stage")
 
     def __init__(self, contract: Guards, stage: int, link: int) -> None:
         self.contract, self.stage, self.link = contract, stage, link
+        self.filled: Fills | None = None
 
     def check(self) -> Ticket:
         return self.contract.check_refresh(self.stage, self.link)
 
+    def commit(self) -> None:
+        self.contract.commit(self.ticket, filled=self.filled)
+
 
 class Forward(_Guarded):
-    """A guarded F; ``slot`` is reserved inside the block, ``ref`` valid after it."""
+    """
+    A guarded F; ``slot`` is reserved inside the block, ``ref`` valid after it.
 
-    __slots__ = ("key", "options")
+    Where the backend reports them, set ``filled`` as in a refresh and ``updates`` to the number of
+    scaling updates.
+    """
+
+    __slots__ = ("filled", "key", "options", "updates")
 
     def __init__(self, contract: Guards, key: TapeKey, options: dict[str, Any]) -> None:
         self.contract, self.key, self.options = contract, key, options
+        self.filled: Fills | None = None
+        self.updates: int | None = None
 
     def check(self) -> Ticket:
         return self.contract.check_forward(self.key, **self.options)
+
+    def commit(self) -> None:
+        self.contract.commit(self.ticket, filled=self.filled, updates=self.updates)
 
     @property
     def slot(self) -> int:
@@ -139,21 +167,28 @@ class Forward(_Guarded):
 
 
 class Dgrad(_Guarded):
-    """A guarded dI; set ``queued`` to the matrices whose gradient work dI deferred."""
+    """
+    A guarded dI; set ``queued`` to the matrices whose gradient work dI deferred.
 
-    __slots__ = ("key", "options", "queued", "ref")
+    Where the backend reports them, set ``updates`` to the number of scaling updates, and
+    ``scales`` to the token at which the F ran whose scales dI used.
+    """
+
+    __slots__ = ("key", "options", "queued", "ref", "scales", "updates")
 
     def __init__(
         self, contract: Guards, key: TapeKey, ref: TapeRef, options: dict[str, Any]
     ) -> None:
         self.contract, self.key, self.ref, self.options = contract, key, ref, options
         self.queued: Iterable[str] = ()
+        self.updates: int | None = None
+        self.scales: int | None = None
 
     def check(self) -> Ticket:
         return self.contract.check_dgrad(self.key, self.ref, **self.options)
 
-    def evidence(self) -> Iterable[str]:
-        return self.queued
+    def commit(self) -> None:
+        self.contract.commit(self.ticket, self.queued, updates=self.updates, scales=self.scales)
 
 
 class Wgrad(_Guarded):
@@ -170,8 +205,8 @@ class Wgrad(_Guarded):
     def check(self) -> Ticket:
         return self.contract.check_wgrad(self.key, self.ref, **self.options)
 
-    def evidence(self) -> Iterable[str]:
-        return self.covered
+    def commit(self) -> None:
+        self.contract.commit(self.ticket, self.covered)
 
 
 def guarded(

@@ -156,6 +156,10 @@ def lay_out(
             "forward_rank": ranks["F"],
             "dgrad_rank": ranks["dI"],
             "wgrad_rank": ranks["dW"],
+            "reports_fills": by_stage({c.stage: int(c.reports_fills) for c in stages}),
+            "reports_updates": by_stage({c.stage: int(c.reports_updates) for c in stages}),
+            "live_scales": by_stage({c.stage: int(c.tape_scales == "live") for c in stages}),
+            "carried_scales": by_stage({c.stage: int(c.tape_scales == "carried") for c in stages}),
             "stage_at": [first for first, _ in bucket_stages.values()],
             "tied_at": [last for _, last in bucket_stages.values()],
             "reduce_at": _reduce_at(bucket_stages, reductions),
@@ -216,13 +220,16 @@ def _require_relations(
     declared: Mapping[Hashable, Sequence[tuple[str, Cell]]],
 ) -> None:
     """Refuse a configuration that a left-out relation would silently ignore."""
-    asked = {
-        "order": ("a declared order", bool(declared)),
-        "arena": ("destinations", any(config.destinations for config in stages)),
-        "capture": ("a shared pool", any(config.pool is not None for config in stages)),
-        "reduction": ("reduces=True", any(config.reduces for config in stages)),
-    }
-    for relation, (what, given) in asked.items():
+    asked = [
+        ("version", "reports_fills=True", any(config.reports_fills for config in stages)),
+        ("order", "a declared order", bool(declared)),
+        ("order", "reports_updates=True", any(config.reports_updates for config in stages)),
+        ("order", "tape_scales", any(config.tape_scales for config in stages)),
+        ("arena", "destinations", any(config.destinations for config in stages)),
+        ("capture", "a shared pool", any(config.pool is not None for config in stages)),
+        ("reduction", "reduces=True", any(config.reduces for config in stages)),
+    ]
+    for relation, what, given in asked:
         if given and relation not in functions.relations:
             raise ValueError(f"{what} is configured but the relation {relation!r} is left out")
 

@@ -4,11 +4,17 @@ Tickets: what a check reserved, until a commit or an abort redeems it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from attrs import define
 
 from .keys import TapeKey, TapeRef
 
-__all__ = ["ABORTS", "COMMITS", "Ticket", "issue"]
+__all__ = ["ABORTS", "COMMITS", "Fills", "Ticket", "issue"]
+
+#: What a refresh filled: the weight epoch that each matrix's cache was filled from, by matrix; or
+#: the same as pairs, which can say that one was filled twice.
+Fills = Mapping[str, int] | Iterable[tuple[str, int]]
 
 #: The transition that redeems an action's ticket after it succeeded, and after it failed.
 COMMITS = {

@@ -221,6 +221,22 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "dI of the stage that committed in this epoch",
         "commit_dgrad commit_epoch restore",
     ),
+    _state(
+        "order",
+        "scaled_at",
+        "slot -> int",
+        0,
+        "token at which the F of the latest tenant ran: whose scales its dI must use",
+        "commit_forward",
+    ),
+    _state(
+        "order",
+        "rolled_at",
+        "domain -> int",
+        0,
+        "token at which the domain's latest F ran: whose scales are live now",
+        "commit_forward",
+    ),
     # arena
     _state(
         "arena",
@@ -447,6 +463,24 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     ),
     _configured("dgrad_rank", "slot -> int", "the same of its dI graph"),
     _configured("wgrad_rank", "slot -> int", "the same of its dW graph"),
+    _configured(
+        "reports_fills",
+        "stage -> flag",
+        "1 where the backend reports what a refresh filled, and from which weights",
+    ),
+    _configured(
+        "reports_updates",
+        "stage -> flag",
+        "1 where the backend reports how often an F or dI updated scales",
+    ),
+    _configured(
+        "live_scales", "stage -> flag", "1 where dI reads the scales that its domain has by then"
+    ),
+    _configured(
+        "carried_scales",
+        "stage -> flag",
+        "1 where a tape carries the scales of its F, and dI reports which it used",
+    ),
     _configured(
         "stage_at",
         "bucket -> stage",

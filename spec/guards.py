@@ -42,7 +42,11 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "completion.wrong-stream",
         "completion.caller-to-graph",
     ),
-    "commit_refresh": ("version.unknown-ticket",),
+    "commit_refresh": (
+        "version.unknown-ticket",
+        "version.fill-missing",
+        "version.wrong-fill",
+    ),
     "abort_refresh": ("version.unknown-ticket",),
     "check_forward": (
         "ownership.pool-exhausted",
@@ -66,7 +70,13 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "completion.wrong-stream",
         "completion.caller-to-graph",
     ),
-    "commit_forward": ("ownership.unknown-ticket",),
+    "commit_forward": (
+        "ownership.unknown-ticket",
+        "version.fill-missing",
+        "version.wrong-fill",
+        "version.fill-unasked",
+        "order.scaling-updates",
+    ),
     "abort_forward": ("ownership.unknown-ticket",),
     "check_dgrad": (
         "ownership.foreign-incarnation",
@@ -82,6 +92,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "order.poisoned",
         "order.token",
         "order.reordered",
+        "order.scales-moved",
         "arena.unbound",
         "capture.out-of-order",
         "completion.wrong-stream",
@@ -91,6 +102,8 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
     "commit_dgrad": (
         "ownership.unknown-ticket",
         "ownership.work-not-queued",
+        "order.scaling-updates",
+        "order.wrong-scales",
     ),
     "abort_dgrad": ("ownership.unknown-ticket",),
     "check_wgrad": (

@@ -41,15 +41,18 @@ TRANSITIONS: tuple[Transition, ...] = (
         "check_refresh(stage, link)", "Before a stage's weights are quantized again.", "version"
     ),
     _transition(
-        "commit_refresh(stage, ticket)", "After: the cache has the weight epoch.", "version"
+        "commit_refresh(stage, ticket, filled, fill_epoch)",
+        "After: the cache has the weight epoch; `filled` is what was filled, of which weights.",
+        "version",
     ),
     _transition(
         "abort_refresh(stage, ticket)", "After it failed: the domain is poisoned.", "version"
     ),
     _transition("check_forward(key, slot, token, link, refresh)", "Before F: claim slot, domain."),
     _transition(
-        "commit_forward(slot, ticket)",
-        "After F: the tape is live, the token advances; a refreshing F makes the cache current.",
+        "commit_forward(slot, ticket, filled, fill_epoch, updates)",
+        "After F: the tape is live, the token advances; a refreshing F makes the cache current; "
+        "`updates` is how often scales were updated.",
     ),
     _transition(
         "abort_forward(slot, ticket)",
@@ -57,8 +60,9 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     _transition("check_dgrad(key, ref, token, link)", "Before dI: reserve tape and domain."),
     _transition(
-        "commit_dgrad(slot, ticket, queued)",
-        "After dI: the token advances, the tape waits for dW; `queued` is the deferred work.",
+        "commit_dgrad(slot, ticket, queued, updates, scales)",
+        "After dI: the token advances, the tape waits for dW; `queued` is the deferred work, "
+        "`scales` the token of the F whose scales dI used.",
     ),
     _transition(
         "abort_dgrad(slot, ticket)",

@@ -52,12 +52,26 @@ class Epochs:
         """
         index = self._index(transition, bucket)
         if link is None:
-            st = self._runner.memory
-            stage = st.stage_at[index]
-            named = st.named[stage] == st.weight_epoch[stage]
-            link = st.consumer[stage] if named else st.domain_at.index(st.domain_of[stage])
+            link = self.reader(index)
         self._runner.arguments.link(transition, link)
         self._runner.run(transition, index, link)
+
+    def default(self, bucket: int | str) -> tuple[int, int]:
+        """
+        Return a bucket's index and the link that its reduction names where none is given.
+
+        Raises:
+            ValueError: No bucket has that name.
+        """
+        index = self._index("start_reduction", bucket)
+        return index, self.reader(index)
+
+    def reader(self, index: int) -> int:
+        """Return the link of the stream that reads a bucket's gradients, or of the first caller."""
+        st = self._runner.memory
+        stage = st.stage_at[index]
+        named = st.named[stage] == st.weight_epoch[stage]
+        return int(st.consumer[stage] if named else st.domain_at.index(st.domain_of[stage]))
 
     def fail_reduction(self, bucket: int | str) -> None:
         """

@@ -15,7 +15,7 @@ import attrs
 
 from ..config import Bucket, StageConfig
 from ..destinations import Destination
-from ..relations.constants import GRAD_BIT, OUT_BIT
+from ..relations.constants import GRAD_BIT, NEVER, OUT_BIT
 from ..text import is_name, shown, within
 from .format import FIELDS, HEADER, MAGIC, VERSION, compact
 
@@ -45,6 +45,10 @@ def _integer(value: Any) -> bool:
 
 def _natural(value: Any) -> bool:
     return type(value) is int and value >= 0
+
+
+def _told(value: Any) -> bool:
+    return type(value) is int and value >= NEVER
 
 
 def _flag(value: Any) -> bool:
@@ -92,7 +96,7 @@ def _stage(value: Any) -> bool:
     return (
         type(value) is dict
         and tuple(value) == _STAGE
-        and all(type(value[n]) is bool for n in ("sends_output", "sends_gradient", "reduces"))
+        and all(type(value[n]) is bool for n in _STAGE_FLAGS)
         and all(map(_natural, (value[n] for n in _STAGE_COUNTS)))
         and type(value["destinations"]) is list
         and all(map(_described, value["destinations"]))
@@ -130,6 +134,13 @@ def _each(check: Check) -> Check:
 _DESTINATION: Final = tuple(a.name for a in attrs.fields(Destination))
 _STAGE: Final = tuple(a.name for a in attrs.fields(StageConfig))
 _BUCKET: Final = tuple(a.name for a in attrs.fields(Bucket))
+_STAGE_FLAGS: Final = (
+    "sends_output",
+    "sends_gradient",
+    "reduces",
+    "reports_fills",
+    "reports_updates",
+)
 _STAGE_COUNTS: Final = ("stage", "microbatches", "slots", "blocks", "invocations")
 
 #: What each field of an event must be, and how to say so.
@@ -147,6 +158,10 @@ _EVENT: Final[Mapping[str, tuple[Check, str]]] = {
     ),
     "destination": (_destination, "a buffer index or a list of destinations"),
     "queued": (_names, "a list of printable matrix names"),
+    "filled": (_names, "a list of printable matrix names"),
+    "fill_epoch": (_told, "a number, or -1 where none is reported"),
+    "updates": (_told, "a number, or -1 where none is reported"),
+    "scales": (_told, "a number, or -1 where none is reported"),
     "covered": (_names, "a list of printable matrix names"),
     "incarnation": (_hex, "16 hexadecimal digits"),
     "token": (_natural, "a number"),

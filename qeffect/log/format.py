@@ -16,23 +16,63 @@ from ..configuration import Configuration
 from ..contract import Contract
 from ..engine.memory import Snapshot
 from ..engine.stage import RELATIONS, TRANSITIONS
+from ..relations.constants import NEVER
 from .budget import require_affordable
 
 __all__ = [
+    "COLUMNS_OF_FIRST",
+    "COLUMNS_SINCE_FIRST",
     "DIGEST_BYTES",
     "FIELDS",
+    "FIRST",
     "HEADER",
     "MAGIC",
+    "OF_STAGE_IN_FIRST",
     "VERSION",
     "compact",
     "describe",
     "fingerprints",
     "header_of",
     "rebuild",
+    "upgraded",
+    "upgraded_header",
 ]
 
 MAGIC: Final = "event-log"
 VERSION: Final = 2
+#: The first version, which knew no evidence of fills, scaling updates and scales, and no stage that
+#: reports any: what a log of it lacks means what these say.
+FIRST: Final = 1
+SINCE_FIRST: Final[Mapping[str, Mapping[str, Any]]] = {
+    "commit_refresh": {"filled": [], "fill_epoch": NEVER},
+    "commit_forward": {"filled": [], "fill_epoch": NEVER, "updates": NEVER},
+    "commit_dgrad": {"updates": NEVER, "scales": NEVER},
+    "stage": {"reports_fills": False, "reports_updates": False, "tape_scales": None},
+}
+#: Columns that the first version's closing line lacks; in a log of it nothing is said of them.
+COLUMNS_SINCE_FIRST: Final = frozenset(
+    {
+        "reports_fills",
+        "reports_updates",
+        "live_scales",
+        "carried_scales",
+        "scaled_at",
+        "rolled_at",
+        "stage_at",
+        "tied_at",
+        "reduce_at",
+        "ordered",
+        "reducing",
+        "reduced",
+        "started",
+        "named",
+        "consumer",
+    }
+)
+#: Columns of the first version that are gone, or told of stages what is now told of buckets.
+COLUMNS_OF_FIRST: Final = frozenset({"reduces", "reducing", "unreduced"})
+#: Transitions that the first version told of a stage, and without a link.
+OF_STAGE_IN_FIRST: Final = frozenset({"start_reduction", "finish_reduction", "fail_reduction"})
 #: Bytes of a line's digest: enough to find damage; it is not a signature.
 DIGEST_BYTES: Final = 8
 
@@ -102,6 +142,43 @@ def describe(contract: Contract, rank: int | None = None) -> dict[str, Any]:
             "a restore included"
         )
     return header
+
+
+def upgraded(event: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return an event of the first version as this version writes it.
+
+    Raises:
+        ValueError: It is not one: a field that the first version lacks is there.
+    """
+    added = SINCE_FIRST.get(event.get("transition", ""), {})
+    if added.keys() & event.keys():
+        raise ValueError(f"the first version has no field {', '.join(added)}")
+    digest = {"digest": event["digest"]} if "digest" in event else {}
+    rest = {name: value for name, value in event.items() if name != "digest"}
+    return {**rest, **added, **digest}
+
+
+def upgraded_header(header: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Return a header of the first version as this version writes it.
+
+    Raises:
+        TypeError, ValueError: It is not one.
+    """
+    added = SINCE_FIRST["stage"]
+    stages = []
+    for stage in header["stages"]:
+        if added.keys() & stage.keys():
+            raise ValueError(f"the first version has no field {', '.join(added)}")
+        pool = {"pool": stage["pool"]}
+        rest = {name: value for name, value in stage.items() if name not in pool}
+        stages.append({**rest, **added, **pool, "buckets": []})
+    if "reductions" in header:
+        raise ValueError("the first version has no field reductions")
+    late = {"epoch": header["epoch"], "incarnation": header["incarnation"]}
+    early = {name: value for name, value in header.items() if name not in late}
+    return {**early, "version": VERSION, "stages": stages, "reductions": [], **late}
 
 
 def header_of(contract: Contract, rank: int | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, Final, NoReturn
 
@@ -20,7 +20,19 @@ from ..explain import explain
 from ..refusals import Refused
 from ..text import shown, within
 from .checker import LogError, check_closing, check_event, check_header, parse
-from .format import DIGEST_BYTES, compact, fingerprints, header_of, rebuild
+from .format import (
+    COLUMNS_OF_FIRST,
+    COLUMNS_SINCE_FIRST,
+    DIGEST_BYTES,
+    FIRST,
+    OF_STAGE_IN_FIRST,
+    compact,
+    fingerprints,
+    header_of,
+    rebuild,
+    upgraded,
+    upgraded_header,
+)
 from .reader import Converters
 
 __all__ = ["MAX_LINE", "Player", "Violation"]
@@ -82,6 +94,7 @@ class Player:
         self.events = 0
         self.rank: int | None = None
         self.contract: Contract | None = None
+        self.first = False
 
     @property
     def epoch(self) -> int:
@@ -121,6 +134,9 @@ class Player:
         chain.update(sealed)
         where = self._where(1)
         header = parse(body, where)
+        if header.get("version") == FIRST and type(header["version"]) is int:
+            header = self._upgraded(header, where, upgraded_header)
+            self.first = True
         check_header(header, where)
         self.rank = header["rank"]
         try:
@@ -154,6 +170,8 @@ class Player:
             if line[-_END:] != sealed:
                 self._broken(number, line, sealed)
             update(sealed)
+            if self.first:
+                body = self._as_now(number, body)
             try:
                 text = (body + b"}").decode()
                 event, _ = decode(text)
@@ -189,6 +207,39 @@ class Player:
             raise Violation(
                 "log.closing", number + 1, "events", "another line", "the end of the log"
             )
+
+    # A log of the first version
+
+    def _upgraded(
+        self,
+        line: dict[str, Any],
+        where: str,
+        upgrade: Callable[[dict[str, Any]], dict[str, Any]],
+    ) -> dict[str, Any]:
+        try:
+            return upgrade(line)
+        except _STUMBLES as error:
+            raise LogError(f"{where} is not of version {FIRST}: {error}") from None
+
+    def _as_now(self, number: int, body: bytes) -> bytes:
+        """Spell a line of the first version as this version does."""
+        where = self._where(number)
+        event = parse(body, where)
+        if "events" in event:
+            return body
+        if event.get("transition") in OF_STAGE_IN_FIRST:
+            event = self._upgraded(event, where, self._of_bucket)
+        return compact(self._upgraded(event, where, upgraded))[:-1].encode()
+
+    def _of_bucket(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Return a reduction of a stage as one of its bucket, on the stream that finalized it."""
+        assert self.contract is not None
+        early = {"seq": event["seq"], "transition": event["transition"]}
+        if event.keys() - early.keys() - {"digest"} != {"stage"}:
+            raise ValueError(f"its fields are {[*event]}")
+        bucket, link = self.contract.default_reader(event["stage"])
+        at = {} if event["transition"] == "fail_reduction" else {"link": link}
+        return {**early, "bucket": bucket, **at}
 
     # The long way: what is wrong with a line that could not pass
 
@@ -276,6 +327,11 @@ class Player:
 
     def _close(self, number: int, closing: Mapping[str, Any], contract: Contract) -> None:
         state = fingerprints(contract.snapshot())
+        if self.first:
+            state = {n: digest for n, digest in state.items() if n not in COLUMNS_SINCE_FIRST}
+            told = closing["state"].items()
+            old = {n: digest for n, digest in told if n not in COLUMNS_OF_FIRST}
+            closing = {**closing, "state": old}
         check_closing(closing, state, self._where(number))
         if closing["events"] != self.events:
             raise Violation(

@@ -51,6 +51,10 @@ _SPELLED: Final[Mapping[str, str]] = {
     "ref": rf'\[{_NUMBER},{_NUMBER},"[0-9a-f]{{16}}"\]',
     "slot": f"(?:-1|{_NUMBER})",
     "queued": _NAMES,
+    "filled": _NAMES,
+    "fill_epoch": f"(?:-1|{_NUMBER})",
+    "updates": f"(?:-1|{_NUMBER})",
+    "scales": f"(?:-1|{_NUMBER})",
     "covered": _NAMES,
     "incarnation": '"[0-9a-f]{16}"',
 }
@@ -113,6 +117,7 @@ class Converters:
             "ref": self.ref,
             "destination": self.destination,
             "queued": tuple,
+            "filled": tuple,
             "covered": tuple,
             "incarnation": self.incarnations.__getitem__,
         }
@@ -190,6 +195,7 @@ class Converters:
             "ref": lambda raw: TapeRef(raw[0], raw[1], int(raw[2], 16)),
             "destination": self.destination,
             "queued": tuple,
+            "filled": tuple,
             "covered": tuple,
             "incarnation": lambda spelled: int(spelled, 16),
         }

@@ -167,6 +167,7 @@ _TEXT: Final[Mapping[str, Callable[[Any], str]]] = {
     "key": _key,
     "ref": _ref,
     "queued": compact,
+    "filled": compact,
     "covered": compact,
     "incarnation": lambda number: f'"{number:016x}"',
 }

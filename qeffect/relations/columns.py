@@ -48,6 +48,10 @@ CONFIG = {
     "forward_rank": Column("slot", "int", None),
     "dgrad_rank": Column("slot", "int", None),
     "wgrad_rank": Column("slot", "int", None),
+    "reports_fills": Column("stage", "flag", None),  # 1: what a refresh filled is reported
+    "reports_updates": Column("stage", "flag", None),  # 1: so are the scaling updates of F and dI
+    "live_scales": Column("stage", "flag", None),  # 1: dI reads the domain's scales of now
+    "carried_scales": Column("stage", "flag", None),  # 1: dI reports whose F's scales it used
     "stage_at": Column("bucket", "stage", None),  # the stage whose gradients the bucket holds
     "tied_at": Column("bucket", "stage", None),  # the other stage that writes it, or the same
     "reduce_at": Column("bucket", "int", None),  # declared place of its reduction in the epoch

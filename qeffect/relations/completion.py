@@ -65,7 +65,7 @@ def check_refresh_guards(st: State, stage, link):
     require_join(st, d, link)
 
 
-def commit_refresh_writes(st: State, stage, ticket):
+def commit_refresh_writes(st: State, stage, ticket, filled, fill_epoch):
     d = st.domain_of[stage]
     replayed(st, d)
 
@@ -76,7 +76,7 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
     require_join(st, d, link)
 
 
-def commit_forward_writes(st: State, slot, ticket):
+def commit_forward_writes(st: State, slot, ticket, filled, fill_epoch, updates):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
     replay = st.replays[d] + 1
@@ -93,7 +93,7 @@ def check_dgrad_guards(st: State, key, ref, token, link):
         raise Refused("completion.graph-to-caller")
 
 
-def commit_dgrad_writes(st: State, slot, ticket, queued):
+def commit_dgrad_writes(st: State, slot, ticket, queued, updates, scales):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
     replay = st.replays[d] + 1

@@ -10,7 +10,8 @@ from .columns import Column
 from .constants import State
 
 #: ``busy`` is the serial of the F, dI or refresh in flight on a domain, or 0; ``position`` counts
-#: the updates of this epoch.
+#: the updates of this epoch. ``scaled_at`` is the token at which a tape's F ran, ``rolled_at`` the
+#: token at which the domain's latest F did.
 STATE = {
     "token": Column("domain"),
     "position": Column("domain"),
@@ -18,6 +19,8 @@ STATE = {
     "poisoned": Column("domain", "flag"),
     "forwards": Column("stage"),
     "dgrads": Column("stage"),
+    "scaled_at": Column("slot"),
+    "rolled_at": Column("domain"),
 }
 
 
@@ -35,7 +38,7 @@ def check_refresh_writes(st: State, stage, link):
     st.busy[d] = ticket
 
 
-def commit_refresh_writes(st: State, stage, ticket):
+def commit_refresh_writes(st: State, stage, ticket, filled, fill_epoch):
     d = st.domain_of[stage]
     st.busy[d] = 0
 
@@ -67,10 +70,18 @@ def check_forward_writes(st: State, key, slot, token, link, refresh):
     st.busy[d] = ticket
 
 
-def commit_forward_writes(st: State, slot, ticket):
+def commit_forward_guards(st: State, slot, ticket, filled, fill_epoch, updates):
+    s = st.slot_stage[slot]
+    if st.reports_updates[s] != 0 and updates != 1:
+        raise Refused("order.scaling-updates")
+
+
+def commit_forward_writes(st: State, slot, ticket, filled, fill_epoch, updates):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
     st.busy[d] = 0
+    st.scaled_at[slot] = st.token[d]
+    st.rolled_at[d] = st.token[d]
     st.token[d] = st.token[d] + 1
     st.position[d] = st.position[d] + 1
     st.forwards[s] = st.forwards[s] + 1
@@ -95,6 +106,8 @@ def check_dgrad_guards(st: State, key, ref, token, link):
         raise Refused("order.token")
     if st.declared[d] != 0 and st.dgrad_at[c] != st.position[d]:
         raise Refused("order.reordered")
+    if st.live_scales[s] != 0 and st.scaled_at[ref.slot] != st.rolled_at[d]:
+        raise Refused("order.scales-moved")
 
 
 def check_dgrad_writes(st: State, key, ref, token, link):
@@ -104,7 +117,15 @@ def check_dgrad_writes(st: State, key, ref, token, link):
     st.busy[d] = ticket
 
 
-def commit_dgrad_writes(st: State, slot, ticket, queued):
+def commit_dgrad_guards(st: State, slot, ticket, queued, updates, scales):
+    s = st.slot_stage[slot]
+    if st.reports_updates[s] != 0 and updates != 1:
+        raise Refused("order.scaling-updates")
+    if st.carried_scales[s] != 0 and scales != st.scaled_at[slot]:
+        raise Refused("order.wrong-scales")
+
+
+def commit_dgrad_writes(st: State, slot, ticket, queued, updates, scales):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
     st.busy[d] = 0

@@ -105,14 +105,14 @@ def check_forward_writes(st: State, key, slot, token, link, refresh):
     st.forwarded[c] = e
 
 
-def commit_forward_guards(st: State, slot, ticket):
+def commit_forward_guards(st: State, slot, ticket, filled, fill_epoch, updates):
     mask = st.consumers[slot]
     held = st.held[slot]
     if held == 0 or held != ticket or mask != RESERVED:
         raise Refused("ownership.unknown-ticket")
 
 
-def commit_forward_writes(st: State, slot, ticket):
+def commit_forward_writes(st: State, slot, ticket, filled, fill_epoch, updates):
     s = st.slot_stage[slot]
     st.consumers[slot] = st.owes[s]
     st.held[slot] = 0
@@ -146,7 +146,7 @@ def check_dgrad_writes(st: State, key, ref, token, link):
     st.held[slot] = ticket
 
 
-def commit_dgrad_guards(st: State, slot, ticket, queued):
+def commit_dgrad_guards(st: State, slot, ticket, queued, updates, scales):
     s = st.slot_stage[slot]
     mask = st.consumers[slot]
     held = st.held[slot]
@@ -156,7 +156,7 @@ def commit_dgrad_guards(st: State, slot, ticket, queued):
         raise Refused("ownership.work-not-queued")
 
 
-def commit_dgrad_writes(st: State, slot, ticket, queued):
+def commit_dgrad_writes(st: State, slot, ticket, queued, updates, scales):
     mask = st.consumers[slot]
     st.consumers[slot] = mask & ~DGRAD_BIT
     st.held[slot] = 0

@@ -49,12 +49,16 @@ def check_refresh_writes(st: State, stage, link):
     st.refreshing[stage] = ticket
 
 
-def commit_refresh_guards(st: State, stage, ticket):
+def commit_refresh_guards(st: State, stage, ticket, filled, fill_epoch):
     if st.refreshing[stage] == 0 or st.refreshing[stage] != ticket:
         raise Refused("version.unknown-ticket")
+    if st.reports_fills[stage] != 0 and filled != st.matrices[stage]:
+        raise Refused("version.fill-missing")
+    if st.reports_fills[stage] != 0 and fill_epoch != st.weight_epoch[stage]:
+        raise Refused("version.wrong-fill")
 
 
-def commit_refresh_writes(st: State, stage, ticket):
+def commit_refresh_writes(st: State, stage, ticket, filled, fill_epoch):
     d = st.domain_of[stage]
     st.refreshing[stage] = 0
     st.cache_epoch[stage] = st.weight_epoch[stage]
@@ -97,7 +101,18 @@ def check_forward_writes(st: State, key, slot, token, link, refresh):
         st.filling[s] = ticket
 
 
-def commit_forward_writes(st: State, slot, ticket):
+def commit_forward_guards(st: State, slot, ticket, filled, fill_epoch, updates):
+    s = st.slot_stage[slot]
+    reports = st.reports_fills[s]
+    if reports != 0 and st.filling[s] == ticket and filled != st.matrices[s]:
+        raise Refused("version.fill-missing")
+    if reports != 0 and st.filling[s] == ticket and fill_epoch != st.weight_epoch[s]:
+        raise Refused("version.wrong-fill")
+    if reports != 0 and st.filling[s] != ticket and fill_epoch != NEVER:
+        raise Refused("version.fill-unasked")
+
+
+def commit_forward_writes(st: State, slot, ticket, filled, fill_epoch, updates):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
     if st.filling[s] == ticket:

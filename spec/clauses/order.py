@@ -104,5 +104,48 @@ state of the last commit is restored. Abort never rewinds the token.""",
             "blocks or invocations than the schedule runs.",
             remedy="Run the missing F and dI, or correct the configuration.",
         ),
+        Clause(
+            id="order.scaling-updates",
+            number="3.6",
+            title="F and dI update scales once",
+            invariant="Where the backend reports scaling updates, an F and a dI commit only when "
+            "each updated its domain's scaling state exactly once.",
+            transitions=("commit_forward", "commit_dgrad"),
+            argument="updates",
+            unchanged="The token; the action has failed and is aborted, which poisons the domain.",
+            section="III-B",
+            cause="An autocast region was entered twice for one F, the update was skipped because "
+            "no module was registered, or a captured graph lacks it.",
+            remedy="Update scales where the outermost region of F, and of dI, ends; then restore "
+            "the last commit.",
+        ),
+        Clause(
+            id="order.scales-moved",
+            number="3.7",
+            title="Live scales are those of the tape's forward",
+            invariant="Where dI reads live scales, it runs before another F of its domain.",
+            transitions=("check_dgrad",),
+            argument="ref",
+            unchanged=_TOKEN,
+            section="III-B",
+            cause="The tape kept quantized data without the factor that turns it back into values, "
+            "and another microbatch's F has changed that factor since.",
+            remedy="Let tapes carry the scales of their forward, or give stages that interleave "
+            "domains of their own.",
+        ),
+        Clause(
+            id="order.wrong-scales",
+            number="3.8",
+            title="dI uses the scales of its own forward",
+            invariant="Where tapes carry scales, dI commits only when it used those of its own F, "
+            "named by the token at which that F ran.",
+            transitions=("commit_dgrad",),
+            argument="scales",
+            unchanged="The token; the action has failed and is aborted, which poisons the domain.",
+            section="III-B",
+            cause="The scales were read by reference instead of copied, or a tape was given those "
+            "of another microbatch.",
+            remedy="Copy the scales onto the tape in F; then restore the last commit.",
+        ),
     ),
 )

@@ -141,5 +141,52 @@ all its modules. A forward that finds the cache stale and does not refresh it is
             "refresh was forged.",
             remedy="Leave version in where weights are quantized once in an epoch.",
         ),
+        Clause(
+            id="version.fill-missing",
+            number="2.9",
+            title="A refresh fills every matrix's cache",
+            invariant="Where the backend reports fills, a refresh commits only when the cache of "
+            "every matrix of the stage was filled, each once.",
+            transitions=("commit_refresh", "commit_forward"),
+            argument="filled",
+            unchanged="The cache's epoch; the action has failed and is aborted, which poisons the "
+            "domain.",
+            section="III-C",
+            cause="The kernel that casts a weight was skipped, a cache that was allocated was "
+            "never filled, or one matrix was quantized twice.",
+            remedy="Quantize every weight of the stage, once; then restore the last commit.",
+        ),
+        Clause(
+            id="version.wrong-fill",
+            number="2.10",
+            title="A refresh quantizes the current weights",
+            invariant="Where the backend reports fills, what was filled is of the stage's weight "
+            "epoch.",
+            transitions=("commit_refresh", "commit_forward"),
+            argument="fill_epoch",
+            unchanged="The cache's epoch; the action has failed and is aborted, which poisons the "
+            "domain.",
+            section="III-C",
+            cause="The cache was filled from a copy of the weights that the optimizer no longer "
+            "updates, or before the update.",
+            remedy="Quantize the parameters that the optimizer updated; then restore the last "
+            "commit.",
+        ),
+        Clause(
+            id="version.fill-unasked",
+            number="2.11",
+            title="A forward that was not to refresh fills no cache",
+            invariant="Where the backend reports fills, an F that was checked without a refresh "
+            "fills no cache.",
+            transitions=("commit_forward",),
+            argument="fill_epoch",
+            unchanged="The cache's epoch; the action has failed and is aborted, which poisons the "
+            "domain.",
+            section="III-C",
+            cause="A later microbatch replayed a graph that was captured with "
+            "is_first_microbatch=True, or the flag that skips the cast was ignored.",
+            remedy="Check that F with `refresh=True`, or replay the graph that leaves the cache "
+            "alone.",
+        ),
     ),
 )

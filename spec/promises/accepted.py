@@ -150,6 +150,20 @@ def declared_dgrad(st: State, h: History, a: Args) -> Truth:
     return implies(st.declared[d] != 0, st.dgrad_at[a.key.cell] == h.updates_of_epoch[d])
 
 
+@STEPS("order.live-scales", "check_dgrad")
+def live_scales(st: State, h: History, a: Args) -> Truth:
+    """Where dI reads live scales, no forward has rolled them since the tape's own."""
+    d = st.domain_of[a.key.stage]
+    return implies(st.live_scales[a.key.stage] != 0, h.rolls_seen[a.ref.slot] == h.rolls[d])
+
+
+@STEPS("order.own-scales", "commit_dgrad")
+def own_scales(st: State, h: History, a: Args) -> Truth:
+    """Where tapes carry scales, a dI that succeeded used those of its tape's own forward."""
+    carried = st.carried_scales[st.slot_stage[a.slot]] != 0
+    return implies(carried, a.scales == h.scaled_by[a.slot])
+
+
 @STEPS("order.sound-state", "check_forward", "check_dgrad")
 def sound_state(st: State, h: History, a: Args) -> Truth:
     """F and dI find scaling state whole, and nobody else updating it."""

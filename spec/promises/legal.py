@@ -155,6 +155,13 @@ def dgrad_in_place(st: State, h: History, a: Args) -> Truth:
     return implies(st.declared[d] != 0, st.dgrad_at[a.key.cell] == h.updates_of_epoch[d])
 
 
+@LEGAL("order.scales-of-now", "check_dgrad")
+def scales_of_now(st: State, h: History, a: Args) -> Truth:
+    """Where dI reads live scales, they are those of the tape's own F."""
+    d = st.domain_of[a.key.stage]
+    return implies(st.live_scales[a.key.stage] != 0, h.rolls_seen[a.ref.slot] == h.rolls[d])
+
+
 # Destinations
 
 

@@ -141,7 +141,8 @@ class TestLines:
             ('{"seq":1,"transition":"restore","epoch":0,"incarnation":"0x1"', "incarnation"),
             ('{"seq":1,"transition":"restore","epoch":0,"incarnation":5', "incarnation"),
             (
-                '{"seq":1,"transition":"commit_dgrad","slot":0,"ticket":1,"queued":"w"',
+                '{"seq":1,"transition":"commit_dgrad","slot":0,"ticket":1,"queued":"w"'
+                ',"updates":-1,"scales":-1',
                 "field queued",
             ),
             ('{"events":0', "has the fields"),
@@ -164,7 +165,7 @@ class TestLines:
     @pytest.mark.parametrize(
         ("old", "new", "said"),
         [
-            ('"version":2', '"version":1', "field version: 1 is not 2"),
+            ('"version":2', '"version":3', "field version: 3 is not 2"),
             ('"rank":null', '"rank":-1', "field rank"),
             ('"tickets"', '"ticket"', "relations"),
             ('"ownership","version"', '"version","ownership"', "come in the order"),

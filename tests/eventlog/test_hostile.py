@@ -217,7 +217,8 @@ class TestText:
     @pytest.mark.parametrize(
         "body",
         [
-            '{"seq":1,"transition":"commit_dgrad","slot":0,"ticket":1,"queued":["?"]',
+            '{"seq":1,"transition":"commit_dgrad","slot":0,"ticket":1,"queued":["?"]'
+            ',"updates":-1,"scales":-1',
             '{"seq":1,"transition":"?"',
             '{"seq":1,"?":0',
             '{"events":0,"state":{"?":"0123456789abcdef"}',
@@ -236,7 +237,10 @@ class TestText:
 
     def test_evidence_that_is_not_printable_is_unusable(self) -> None:
         """Raw control characters are no JSON, and the others that move text are no names."""
-        event = '{"seq":1,"transition":"commit_dgrad","slot":0,"ticket":1,"queued":["w\u202e"]'
+        event = (
+            '{"seq":1,"transition":"commit_dgrad","slot":0,"ticket":1,"queued":["w\u202e"]'
+            ',"updates":-1,"scales":-1'
+        )
 
         assert "field queued" in complaint(sealed(header(), event))
 
@@ -272,7 +276,7 @@ class TestText:
         lines = bodies("readers")
         number = next(n for n, line in enumerate(lines) if '"commit_dgrad"' in line)
         at = lines[number].index('"queued":') + len('"queued":')
-        lines[number] = lines[number][:at] + names
+        lines[number] = f'{lines[number][:at]}{names},"updates":-1,"scales":-1'
         report = replay_lines(reseal(lines))
 
         assert report.clause == "ownership.work-not-queued"
@@ -397,8 +401,8 @@ class TestWithoutVersion:
         "event",
         [
             '"transition":"check_refresh","stage":0,"link":0,"result":2',
-            '"transition":"commit_refresh","stage":0,"ticket":0',
-            '"transition":"commit_refresh","stage":0,"ticket":1',
+            '"transition":"commit_refresh","stage":0,"ticket":0,"filled":[],"fill_epoch":-1',
+            '"transition":"commit_refresh","stage":0,"ticket":1,"filled":[],"fill_epoch":-1',
             '"transition":"abort_refresh","stage":0,"ticket":1',
             '"transition":"invalidate","stage":0',
         ],

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from qeffect import Contract, Refused, StageConfig, TapeKey, TapeRef, Ticket
+from qeffect.spec.constants import NEVER
 
 __all__ = ["MATRICES", "Rig", "refused", "refused_evidence", "stage"]
 
@@ -166,9 +167,10 @@ def refused_evidence(rig: Rig, clause: str, ticket: Ticket, evidence: tuple[str,
     contract = rig.contract
     name = {"dI": "commit_dgrad", "dW": "commit_wgrad"}[ticket.action]
     before = contract.snapshot()
+    unreported = {"dI": (NEVER, NEVER), "dW": ()}[ticket.action]
     with pytest.raises(Refused) as bare:
         contract.transitions.functions[name](
-            contract.memory, ticket.slot, ticket.serial, tuple(sorted(evidence))
+            contract.memory, ticket.slot, ticket.serial, tuple(sorted(evidence)), *unreported
         )
     assert bare.value.clause == clause
     assert contract.snapshot() == before

@@ -216,6 +216,9 @@ class TestProcess:
             ("capture", {"stages": [stage(pool="p")]}, "a shared pool"),
             ("reduction", {"stages": [stage(reduces=True)]}, "reduces=True"),
             ("order", {"declared": {0: []}}, "a declared order"),
+            ("order", {"stages": [stage(reports_updates=True)]}, "reports_updates=True"),
+            ("order", {"stages": [stage(tape_scales="live")]}, "tape_scales"),
+            ("version", {"stages": [stage(reports_fills=True)]}, "reports_fills=True"),
         ],
     )
     def test_nothing_is_ignored(self, relation: str, options: dict[str, Any], what: str) -> None:

@@ -241,12 +241,12 @@ class TestGuarded:
         raise AssertionError("the body of a coroutine ran")
 
     def _generator(self, *_: Any) -> Any:
+        yield self
         raise AssertionError("the body of a generator ran")
-        yield
 
     async def _both(self, *_: Any) -> Any:
+        yield self
         raise AssertionError("the body of an asynchronous generator ran")
-        yield
 
     @pytest.mark.parametrize("action", ["F", "dI", "dW"])
     @pytest.mark.parametrize("name", ["_coroutine", "_generator", "_both"])

@@ -34,16 +34,43 @@ def _rig() -> Rig:
     )
 
 
+def _microbatch(rig: Rig, m: int, s: int) -> Iterator[Callable[[], Any]]:
+    """A microbatch whose readers end before its dI and dW, or, if not the first, after them."""
+    c, key, link = rig.contract, rig.key(m, s), rig.link(s)
+
+    def on_tape(call: Callable[..., Any], **options: Any) -> Callable[[], Any]:
+        return lambda: call(key, c.live()[key], **options)
+
+    early, late = (on_tape(c.finish_read, gradient=g) for g in (False, True))
+    yield partial(rig.forward, m, s)
+    yield partial(c.wait, link)
+    yield on_tape(c.read, link=link)
+    if m == 0:
+        yield early
+    yield lambda: rig.dgrad(c.live()[key], m, s)
+    if m == 0:
+        yield late
+    yield lambda: rig.wgrad(c.live()[key], m, s)
+    if m != 0:
+        yield early
+        yield late
+
+
 def _everything(rig: Rig) -> Iterator[Callable[[], Any]]:
     """Every call that the observer hears of, each accepted in its turn."""
     c = rig.contract
     saved = c.checkpoint()
     yield lambda: c.submit("main")
-    yield lambda: [c.join(rig.link(s)) for s in (0, 1)]
+    yield lambda: c.join(rig.link(0))
+    yield lambda: c.join(rig.link(1))
     tickets: dict[str, Ticket] = {}
 
     def check(name: str, call: Callable[[], Ticket]) -> Callable[[], Any]:
         return lambda: tickets.update({name: call()})
+
+    def back() -> None:
+        c.drain()
+        c.restore(saved)
 
     # A refresh that fails, and each kind of action that fails, in epochs that are given up.
     yield check("refresh", lambda: c.check_refresh(0, rig.link(0)))
@@ -52,16 +79,16 @@ def _everything(rig: Rig) -> Iterator[Callable[[], Any]]:
     yield lambda: c.restore(saved)
     yield check("F", lambda: rig.check_forward(0))
     yield lambda: c.abort(tickets["F"])
-    yield lambda: (c.drain(), c.restore(saved))
+    yield back
     yield lambda: rig.forward(0)
     yield check("dI", lambda: rig.check_dgrad(c.live()[rig.key(0)], 0))
     yield lambda: c.abort(tickets["dI"])
-    yield lambda: (c.drain(), c.restore(saved))
+    yield back
     yield lambda: rig.forward(0)
     yield lambda: rig.dgrad(c.live()[rig.key(0)], 0)
     yield check("dW", lambda: rig.check_wgrad(c.live()[rig.key(0)], 0))
     yield lambda: c.abort(tickets["dW"])
-    yield lambda: (c.drain(), c.restore(saved))
+    yield back
     yield lambda: rig.forward(0)
     yield check("evidence", lambda: rig.check_dgrad(c.live()[rig.key(0)], 0))
 
@@ -70,39 +97,31 @@ def _everything(rig: Rig) -> Iterator[Callable[[], Any]]:
             c.commit(tickets["evidence"], MATRICES[:1])
 
     yield wrong
-    yield lambda: (c.drain(), c.restore(saved))
+    yield back
     # Reservations, a tape and a whole epoch that are given up.
     yield lambda: c.reserve(rig.key(1))
     yield lambda: c.drop(rig.key(1), c.live()[rig.key(1)])
-    yield lambda: (c.drain(), c.restore(saved))
+    yield back
     yield lambda: c.reserve(rig.key(0), 1)
     yield lambda: rig.forward(0)
     yield lambda: c.reserve(rig.key(1))
     yield lambda: c.purge(0)
-    yield lambda: (c.drain(), c.restore(saved))
+    yield back
     yield lambda: c.reserve(rig.key(0))
-    yield lambda: (c.drain(), c.restore(saved))
+    yield back
     # A whole epoch, with readers that end before the dW and after it.
     for s in (0, 1):
-        yield check("refresh", lambda s=s: c.check_refresh(s, rig.link(s)))  # type: ignore[misc]
+        yield check("refresh", partial(c.check_refresh, s, rig.link(s)))
         yield lambda: c.commit(tickets["refresh"])
         for m in (0, 1):
-            key = rig.key(m, s)
-            yield lambda m=m, s=s: rig.forward(m, s)
-            yield lambda key=key, s=s: (
-                c.wait(rig.link(s)),
-                c.read(key, c.live()[key], link=rig.link(s)),
-            )
-            yield lambda key=key, m=m: m or c.finish_read(key, c.live()[key])
-            yield lambda key=key, m=m, s=s: rig.dgrad(c.live()[key], m, s)
-            yield lambda key=key, m=m: m or c.finish_read(key, c.live()[key], gradient=True)
-            yield lambda key=key, m=m, s=s: rig.wgrad(c.live()[key], m, s)
-            yield lambda key=key, m=m: m and c.finish_read(key, c.live()[key])
-            yield lambda key=key, m=m: m and c.finish_read(key, c.live()[key], gradient=True)
-        yield lambda s=s: (c.wait(rig.link(s)), c.finalize(s, rig.link(s)))
+            yield from _microbatch(rig, m, s)
+        yield partial(c.wait, rig.link(s))
+        yield partial(c.finalize, s, rig.link(s))
     yield lambda: c.start_reduction(0)
     yield lambda: c.fail_reduction(0)
-    yield lambda: (c.drain(), c.restore(saved), [c.invalidate(s) for s in (0, 1)])
+    yield back
+    yield lambda: c.invalidate(0)
+    yield lambda: c.invalidate(1)
     yield lambda: rig.epoch()
     yield lambda: c.drain()
     yield lambda: c.checkpoint()

@@ -24,7 +24,7 @@ TRIALS = 300
 class _Open(Contract):
     """A contract without the look at who is inside."""
 
-    _entered = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
+    _entered = property(lambda self: False, lambda self, value: None)
 
 
 @pytest.fixture

@@ -72,9 +72,33 @@ def _another(rig: Rig) -> Callable[[], Any]:
     return lambda: rig.contract.restore(Rig(stage(slots=7)).contract.checkpoint())
 
 
+def _overtaken(rig: Rig) -> Callable[[], Any]:
+    """Another F after a tape's own, and its dI."""
+    ref = rig.forward(0)
+    rig.forward(1)
+    rig.contract.bind(rig.key(0))
+    rig.contract.wait()
+    return lambda: rig.contract.check_dgrad(rig.key(0), ref)
+
+
+def _live(rig: Rig) -> Callable[[], Any]:
+    """A live tape, and a checkpoint."""
+    rig.forward(0)
+    return rig.contract.checkpoint
+
+
+def _refreshed(rig: Rig) -> Callable[[], Any]:
+    """A refresh whose forward is to come, and a checkpoint."""
+    rig.contract.commit(rig.contract.check_refresh(0))
+    return rig.contract.checkpoint
+
+
 #: For each clause without a rejected log, how to come before a call that it refuses.
 SHOWN: dict[str, Callable[[Rig], Callable[[], Any]]] = {
     "epoch.not-final": lambda rig: rig.contract.commit_epoch,
+    "order.scales-moved": _overtaken,
+    "persistence.live-tape": _live,
+    "persistence.mid-epoch": _refreshed,
     "ownership.duplicate-dgrad": _after("dgrad", then="dgrad"),
     "ownership.duplicate-wgrad": _after("dgrad", "wgrad", then="wgrad"),
     "ownership.not-forwarded": _reserved,
@@ -89,7 +113,7 @@ SHOWN: dict[str, Callable[[Rig], Callable[[], Any]]] = {
 @pytest.mark.parametrize("clause", sorted(UNREACHED))
 def test_a_call_shows_it_instead(clause: str) -> None:
     """A call of the contract is refused by the clause, and changes nothing."""
-    rig = Rig(stage(sends_output=True, reduces=True))
+    rig = Rig(stage(sends_output=True, reduces=True, tape_scales="live"))
     call = SHOWN[clause](rig)
     with refused(rig, clause):
         call()

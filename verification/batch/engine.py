@@ -177,7 +177,9 @@ class Engine:
             move.arguments[a] for a in ("ref.slot", "slot", "stage") if a in move.arguments
         )
         arguments: dict[str, Value] = {f"arg.{TRANSITIONS[name][0]}": place, "arg.ticket": ticket}
-        arguments |= {f"arg.{a}": move.arguments[a] for a in TRANSITIONS[name] if a in EVIDENCE}
+        arguments |= {
+            f"arg.{a}": _now(draft, move.arguments[a]) for a in TRANSITIONS[name] if a in EVIDENCE
+        }
         evaluation = Evaluation(draft, arguments, {a: a for a in arguments}, {})
         for leaf, mask, number in leaves(self.trees[name], evaluation, True, count):
             rows = None if number == count else np.flatnonzero(mask)
@@ -240,6 +242,13 @@ class Engine:
                 origin = 0 if owed is True else int(owed.argmax())
                 told = f"{move.label} refused ({clause}) a ticket in flight"
                 tally.broken = (told, tally.sighting(chunk, origin, index), clause)
+
+
+def _now(draft: Draft, value: Any) -> Value:
+    """A value of the state after a check, which changes nothing that evidence is compared with."""
+    return (
+        draft.entry(value.column, value.index) + value.offset if isinstance(value, Rel) else value
+    )
 
 
 def _write(draft: Draft, leaf: Leaf, arguments: Mapping[str, Value]) -> Value:

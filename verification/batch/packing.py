@@ -57,6 +57,8 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
         "final": epoch,
         "token": (0, updates * scope.epochs),
         "position": (0, updates),
+        "scaled_at": (0, updates * scope.epochs),
+        "rolled_at": (0, updates * scope.epochs),
         "forwards": (0, most),
         "dgrads": (0, most),
         "bound": epoch,

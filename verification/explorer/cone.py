@@ -38,11 +38,18 @@ class Dependence:
 
 
 @cache
-def dependence(function: Callable[..., Any]) -> Dependence:
-    """Return what a composed function depends on, from its syntax tree."""
+def dependence(function: Callable[..., Any], off: frozenset[str] = frozenset()) -> Dependence:
+    """
+    Return what a composed function depends on, from its syntax tree.
+
+    Args:
+        function: The function.
+        off: Configured flags that are 0 everywhere: a guard that asks for one first never refuses,
+            whatever else it reads.
+    """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)
-    return _Reader(tree).result()
+    return _Reader(tree, off).result()
 
 
 def visible_columns(found: Iterable[Dependence]) -> frozenset[str]:
@@ -66,6 +73,8 @@ def visible_columns(found: Iterable[Dependence]) -> frozenset[str]:
 @frozen
 class _Reader:
     tree: ast.FunctionDef
+    off: frozenset[str] = frozenset()
+    idle: list[ast.AST] = field(factory=list)
     locals: dict[str, frozenset[str]] = field(factory=dict)
     guards: set[str] = field(factory=set)
     writes: dict[str, set[str]] = field(factory=dict)
@@ -82,7 +91,9 @@ class _Reader:
         )
 
     def statement(self, node: ast.stmt, under: frozenset[str]) -> None:
-        if isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
+        if isinstance(node, ast.If) and self.never(node.test):
+            self.idle.append(node)
+        elif isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
             self.guards.update(self.columns(node.test))
             self.clauses.update(
                 n.value
@@ -107,6 +118,12 @@ class _Reader:
             assert isinstance(filled, ast.Attribute)
             self.writes.setdefault(filled.attr, set()).update(under | self.columns(value))
 
+    def never(self, test: ast.expr) -> bool:
+        """Whether a test asks first that a flag is set which is off."""
+        first = test.values[0] if isinstance(test, ast.BoolOp) else test
+        asks = isinstance(first, ast.Compare) and isinstance(first.ops[0], ast.NotEq)
+        return asks and bool(self.columns(first) & self.off)
+
     def columns(self, node: ast.expr) -> frozenset[str]:
         found: set[str] = set()
         for inner in ast.walk(node):
@@ -119,7 +136,8 @@ class _Reader:
     def arguments(self) -> frozenset[str]:
         names = {a.arg for a in self.tree.args.args} - {"st"}
         found = set()
-        for node in ast.walk(self.tree):
+        idle = {inner for node in self.idle for inner in ast.walk(node)}
+        for node in (node for node in ast.walk(self.tree) if node not in idle):
             if isinstance(node, ast.Attribute) and _base(node) in names:
                 found.add(f"{_base(node)}.{node.attr}")
             elif isinstance(node, ast.Name) and node.id in names - {"key", "ref"}:

@@ -10,7 +10,15 @@ from itertools import product
 from attrs import evolve, field, frozen
 
 from qeffect.engine.stage import TRANSITIONS, Transitions
-from qeffect.relations.constants import DGRAD_BIT, GRAD_BIT, NO_SLOT, OUT_BIT, RESERVED, WGRAD_BIT
+from qeffect.relations.constants import (
+    DGRAD_BIT,
+    GRAD_BIT,
+    NEVER,
+    NO_SLOT,
+    OUT_BIT,
+    RESERVED,
+    WGRAD_BIT,
+)
 
 from .cone import Dependence, dependence, visible_columns
 from .moves import ACTIONS, EVIDENCE, Move, Rel, Value, Where
@@ -59,7 +67,7 @@ class Maker:
         self.n = sizes(scope)
         self.config = configuration(scope)
         self.depends: dict[str, Dependence] = {
-            name: dependence(transitions.functions[name]) for name in scope.transitions
+            name: dependence(transitions.functions[name], scope.off) for name in scope.transitions
         }
         self.visible = visible_columns(self.depends.values())
         self.versioned = "version" not in scope.omit
@@ -139,7 +147,9 @@ class Maker:
         elif "stage" in parameters:
             for stage in range(self.n["stage"]):
                 links = self.links(self.config["domain_of"][stage])
-                yield Frame({"stage": stage}, {"link": links} if "link" in parameters else {})
+                told, untold = self.evidence(parameters, stage)
+                choices = {"link": links} if "link" in parameters else {}
+                yield Frame({"stage": stage, **told}, choices, tuple(untold))
         elif "bucket" in parameters:
             for bucket in range(self.n["bucket"]):
                 links = self.links(self.config["domain_of"][self.config["stage_at"][bucket]])
@@ -184,16 +194,45 @@ class Maker:
         if "destination" in parameters:
             right["destination"] = self.config["destination_of"][cell]
             wrong.append(({"destination": _NOWHERE}, ()))
-        for name in EVIDENCE:
-            if name in parameters:
-                right[name] = _WHOLE
-                wrong.append(({name: _NOTHING}, ()))
-        return right, wrong
+        told, untold = self.evidence(parameters, self.config["stage_of"][cell])
+        return right | told, wrong + untold
+
+    def evidence(
+        self, parameters: set[str], stage: int, slot: int | None = None, fills: bool = True
+    ) -> tuple[dict[str, Value], list[Wrong]]:
+        """
+        Right and wrong values of what an action's end tells.
+
+        Args:
+            parameters: Parameters of the move.
+            stage: Stage of the action.
+            slot: Slot of the tape, where the action has one before its check.
+            fills: Whether the action was asked to fill the stage's cache.
+        """
+        fresh = Rel("weight_epoch", stage)
+        known: dict[str, tuple[Value, tuple[Value, ...]]] = {
+            "queued": (_WHOLE, (_NOTHING,)),
+            "covered": (_WHOLE, (_NOTHING,)),
+            "filled": (_WHOLE, (_NOTHING,)),
+            "fill_epoch": (
+                (fresh, (Rel("weight_epoch", stage, 1), NEVER)) if fills else (NEVER, (fresh,))
+            ),
+            "updates": (1, (0, 2)),
+            "scales": (NEVER, ()),
+        }
+        if slot is not None:
+            known["scales"] = (Rel("scaled_at", slot), (Rel("scaled_at", slot, 1), NEVER))
+        given = {name: known[name] for name in EVIDENCE if name in parameters}
+        wrong: list[Wrong] = [({n: v}, ()) for n, (_, others) in given.items() for v in others]
+        return {name: value for name, (value, _) in given.items()}, wrong
 
     def tape(self, parameters: set[str], slot: int, cell: int) -> Iterator[Frame]:
         """A reference to the slot's tape, with the cell of its key or of another."""
         domain = self.config["domain_of"][self.config["stage_of"][cell]]
         right, wrong = self.shared(parameters, cell)
+        told, untold = self.evidence(parameters, self.config["stage_of"][cell], slot)
+        right |= told
+        wrong += [one for one in untold if one not in wrong]
         right |= {
             "key.cell": cell,
             "key.epoch": Rel("epoch_at", slot),
@@ -237,9 +276,23 @@ class Maker:
 
     def place(self, parameters: set[str], cell: int, slot: int) -> Iterator[Frame]:
         """A key that asks for a slot: right if both are free, or if it reserved this one."""
+        if "fill_epoch" in parameters and "reports_fills" not in self.scope.off:
+            for fills in (False, True):
+                yield from self._place(parameters, cell, slot, fills)
+        else:
+            yield from self._place(parameters, cell, slot)
+
+    def _place(
+        self, parameters: set[str], cell: int, slot: int, fills: bool | None = None
+    ) -> Iterator[Frame]:
         stage = self.config["stage_of"][cell]
         right, wrong = self.shared(parameters, cell)
         choices = self.chosen(parameters, self.config["domain_of"][stage])
+        if fills is not None:  # what an F reports depends on what it was asked
+            told, untold = self.evidence(parameters, stage, fills=fills)
+            right |= told
+            wrong = [one for one in wrong if not set(EVIDENCE) & one[0].keys()] + untold
+            choices["refresh"] = (int(fills),)
         key = {**right, "key.cell": cell, "slot": slot}
         if slot == NO_SLOT or self.config["slot_stage"][slot] != stage:
             yield Frame({**key, "key.epoch": self.now(cell)}, choices, fits=False)
@@ -282,10 +335,10 @@ class Maker:
             if other != member:
                 flying = (Where(column, other, 0, equal=False),)
                 wrong.append(({"ticket": Rel(column, other)}, flying))
-        for name in EVIDENCE:
-            if name in parameters:
-                right[name] = _WHOLE
-                wrong.append(({name: _NOTHING}, ()))
+        stage = member if index == "stage" else self.config["slot_stage"][member]
+        told, untold = self.evidence(parameters, stage)
+        right |= told
+        wrong += untold
         in_flight = (Where(column, member, 0, equal=False),)
         yield Frame(right, {}, tuple(wrong), in_flight)
         idle = (Where(column, member, 0),)

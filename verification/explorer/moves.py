@@ -24,7 +24,14 @@ ACTIONS: Final[Mapping[str, tuple[str, str, str]]] = {
 }
 
 #: Arguments in which an action's success is told.
-EVIDENCE: Final = ("queued", "covered")
+EVIDENCE: Final = (
+    "queued",
+    "covered",
+    "filled",
+    "fill_epoch",
+    "updates",
+    "scales",
+)
 
 
 @frozen

@@ -101,6 +101,8 @@ class Scope:
         buckets: The two stages that write each bucket, the same twice where there is one; by
             default as ``reduces`` says.
         ordered: The order of reductions is declared: that of the buckets.
+        reports: Backends report fills and scaling updates; checks run with their commits.
+        tape_scales: What dI of every stage reads: ``carried``, ``live``, or nothing known.
         accumulate: One accumulating buffer for each stage, or else one buffer for each cell.
         shared_pool: The slots of a domain share one capture-memory pool.
         declared: F of every cell in order, then dI of every cell, is declared for each domain.
@@ -127,6 +129,8 @@ class Scope:
     reduces: bool = False
     buckets: tuple[tuple[int, int], ...] = ()
     ordered: bool = False
+    reports: bool = False
+    tape_scales: str = ""
     accumulate: bool = True
     shared_pool: bool = False
     declared: bool = False
@@ -149,6 +153,10 @@ class Scope:
             raise ValueError(f"scope {self.name}: a bucket is of stages from 0 to {stages - 1}")
         if self.readers & ~(OUT_BIT | GRAD_BIT):
             raise ValueError(f"scope {self.name}: readers are bits of OUT_BIT | GRAD_BIT")
+        if (self.reports or self.tape_scales) and self.tickets:
+            raise ValueError(f"scope {self.name}: evidence is explored with its check in one step")
+        if self.tape_scales not in ("", "carried", "live"):
+            raise ValueError(f"scope {self.name}: tape_scales is carried or live")
         if self.fresh_keys and ("version" not in self.omit or "finalize" in self.transitions):
             raise ValueError(f"scope {self.name}: fresh keys need the epoch to be out of play")
 
@@ -162,6 +170,17 @@ class Scope:
         """
         chosen = self.only or tuple(TRANSITIONS)
         return tuple(n for n in chosen if n not in _CACHE or "version" not in self.omit)
+
+    @property
+    def off(self) -> frozenset[str]:
+        """Configured flags of evidence that are set nowhere."""
+        flags = {
+            "reports_fills": self.reports,
+            "reports_updates": self.reports,
+            "live_scales": self.tape_scales == "live",
+            "carried_scales": self.tape_scales == "carried",
+        }
+        return frozenset(name for name, given in flags.items() if not given)
 
     @property
     def domain_of(self) -> tuple[int, ...]:
@@ -237,6 +256,10 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
         "forward_rank": ranks[0],
         "dgrad_rank": ranks[1],
         "wgrad_rank": ranks[2],
+        **{
+            name: [int(name not in scope.off)] * n["stage"]
+            for name in ("reports_fills", "reports_updates", "live_scales", "carried_scales")
+        },
         "stage_at": [first for first, _ in scope.stages_of],
         "tied_at": [last for _, last in scope.stages_of],
         "reduce_at": [b if scope.ordered else -1 for b in range(n["bucket"])],
@@ -362,6 +385,23 @@ def standard_scopes() -> Mapping[str, Scope]:
             generation_max=1,
             shared_pool=True,
             declared=True,
+        ),
+        Scope(
+            "stage-reports",
+            slots=(2,),
+            cells=(2,),
+            generation_max=1,
+            reports=True,
+            tape_scales="carried",
+            omit=("arena", "capture", "completion", "reduction"),
+        ),
+        Scope(
+            "stages-live",
+            slots=(1, 1),
+            cells=(1, 1),
+            generation_max=1,
+            tape_scales="live",
+            omit=("arena", "capture", "completion", "reduction"),
         ),
         Scope(
             "domains-two",

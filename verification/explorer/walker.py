@@ -70,7 +70,8 @@ class Step:
     def __str__(self) -> str:
         names = TRANSITIONS[self.move.steps[0]]
         told = [f"{n} {a}" for n, a in zip(names, self.arguments, strict=True)]
-        told += ["whole evidence" if e else "no evidence" for e in self.evidence]
+        names = [p for p in TRANSITIONS[self.move.steps[-1]] if p in EVIDENCE]
+        told += [f"{name} {value}" for name, value in zip(names, self.evidence, strict=False)]
         return f"{self.move.label}({', '.join(told)})"
 
 
@@ -114,7 +115,7 @@ class Walker:
         self.scope = scope
         self.transitions = transitions(scope.omit) if composed is None else composed
         self.moves = tuple(Maker(scope, self.transitions).all())
-        found = [dependence(self.transitions.functions[n]) for n in scope.transitions]
+        found = [dependence(self.transitions.functions[n], scope.off) for n in scope.transitions]
         asked = {column for move in self.moves for column, _ in move.reads}
         remembered = visible_columns(found).union(asked, also)
         self.kept = frozenset(remembered & STATE.keys())

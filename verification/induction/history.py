@@ -52,6 +52,8 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("slot", "queued", values="opaque", initial=None),
     **_each("slot", "filling", values="flag"),
     **_each("slot", "fill_read"),
+    # The scaling updates that its F had seen, and the forwards that had rolled scales with it.
+    **_each("slot", "scaled_by", "rolls_seen"),
     # How often each action of a cell succeeded since the weights last changed, where it was
     # bound, and what its dW covered.
     **_each("cell", "ran_forward", "ran_dgrad", "ran_wgrad", "binds"),
@@ -81,6 +83,8 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     # whether scaling state is broken, whether it was touched since the last commit and by whose F
     # or refresh; whether device work may be unfinished and on which slot or stage it began last.
     **_each("domain", "updates", "updates_of_epoch", "running"),
+    # Forwards that ever rolled the domain's scales.
+    **_each("domain", "rolls"),
     # What was enqueued on a domain's graph stream and succeeded, since the last restore.
     **_each("domain", "enqueued"),
     **_each("domain", "broken", "touched", "device", values="flag"),
@@ -236,15 +240,26 @@ def begin_update(h: History, d: Any) -> None:
     h.touched[d] = 1
 
 
-def end_update(h: History, d: Any) -> None:
+def end_update(h: History, d: Any, updates: Any) -> None:
+    """Scaling state was updated as often as the backend says; once, where it cannot say."""
     h.running[d] = h.running[d] - 1
-    h.updates[d] = h.updates[d] + 1
-    h.updates_of_epoch[d] = h.updates_of_epoch[d] + 1
+    h.updates[d] = h.updates[d] + updates
+    h.updates_of_epoch[d] = h.updates_of_epoch[d] + updates
 
 
 def break_update(h: History, d: Any) -> None:
     h.running[d] = h.running[d] - 1
     h.broken[d] = 1
+
+
+# What happens to a weight cache
+
+
+def content(st: State, h: History, stage: Any, filled: Any, fill_epoch: Any) -> Any:
+    """The weights that a fill left in the cache: those reported, if that was every matrix; where
+    the backend cannot say, the current ones."""
+    reported = choose(filled == st.matrices[stage], fill_epoch, NEVER)
+    return choose(st.reports_fills[stage] != 0, reported, h.weights[0])
 
 
 # What each accepted transition means
@@ -273,12 +288,14 @@ def check_refresh(st: State, h: History, stage: Any, link: Any, ticket: Any) -> 
     reserve_ticket(h, ticket, REFRESH, h.ticket_slot[0], stage)
 
 
-def commit_refresh(st: State, h: History, stage: Any, ticket: Any) -> None:
+def commit_refresh(
+    st: State, h: History, stage: Any, ticket: Any, filled: Any, fill_epoch: Any
+) -> None:
     d = st.domain_of[stage]
     h.running[d] = h.running[d] - 1
     h.device[d] = 1
     succeed(h, d)
-    h.cached[stage] = choose(h.lost[stage] == 0, h.weights[0], NEVER)
+    h.cached[stage] = choose(h.lost[stage] == 0, content(st, h, stage, filled, fill_epoch), NEVER)
     h.fills[stage] = h.fills[stage] + 1
     h.filled_after[stage] = h.updates[d]
     redeem(h, ticket)
@@ -322,17 +339,25 @@ def check_forward(
     reserve_ticket(h, ticket, FORWARD, slot, h.ticket_stage[0])
 
 
-def commit_forward(st: State, h: History, slot: Any, ticket: Any) -> None:
+def commit_forward(
+    st: State, h: History, slot: Any, ticket: Any, filled: Any, fill_epoch: Any, updates: Any
+) -> None:
     s = st.slot_stage[slot]
     cell = h.tenant[slot]
     end(st, h, slot)
     succeed(h, st.domain_of[s])
-    end_update(h, st.domain_of[s])
+    h.scaled_by[slot] = h.updates[st.domain_of[s]]
+    h.rolls[st.domain_of[s]] = h.rolls[st.domain_of[s]] + 1
+    h.rolls_seen[slot] = h.rolls[st.domain_of[s]]
+    end_update(h, st.domain_of[s], choose(st.reports_updates[s] != 0, updates, 1))
     trade(h.place, h.placed, s, cell, h.num_forwards[s])
     h.ran_forward[cell] = h.ran_forward[cell] + 1
     h.num_forwards[s] = h.num_forwards[s] + 1
-    filled = (h.filling[slot] != 0) & (h.lost[s] == 0)
-    h.cached[s] = choose(filled, h.weights[0], h.cached[s])
+    asked = h.filling[slot] != 0
+    now = choose(h.lost[s] == 0, content(st, h, s, filled, fill_epoch), NEVER)
+    h.cached[s] = choose(asked, now, h.cached[s])
+    unasked = (st.reports_fills[s] != 0) & (h.filling[slot] == 0) & (fill_epoch != NEVER)
+    h.fills[s] = choose(unasked, h.fills[s] + 1, h.fills[s])
     h.owing[slot] = st.owes[s]
     h.seen[0] = choose(slot == h.slot[0], 0, h.seen[0])
     issue(st, h, _key(h, slot), slot)
@@ -359,12 +384,14 @@ def check_dgrad(
     reserve_ticket(h, ticket, DGRAD, ref.slot, h.ticket_stage[0])
 
 
-def commit_dgrad(st: State, h: History, slot: Any, ticket: Any, queued: Any) -> None:
+def commit_dgrad(
+    st: State, h: History, slot: Any, ticket: Any, queued: Any, updates: Any, scales: Any
+) -> None:
     s = st.slot_stage[slot]
     cell = h.tenant[slot]
     end(st, h, slot)
     succeed(h, st.domain_of[s])
-    end_update(h, st.domain_of[s])
+    end_update(h, st.domain_of[s], choose(st.reports_updates[s] != 0, updates, 1))
     trade(h.place, h.placed, s, cell, h.num_dgrads[s])
     h.ran_dgrad[cell] = h.ran_dgrad[cell] + 1
     h.num_dgrads[s] = h.num_dgrads[s] + 1

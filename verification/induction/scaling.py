@@ -153,3 +153,19 @@ def tape_touches(st: State, h: History, s: Index) -> Truth:
     """A tape's forward, from its check on, touched its domain."""
     begun = retained(st, s) | in_flight(st, s)
     return implies(begun, h.touched[domain_of_slot(st, s)] != 0)
+
+
+@HISTORY("order.scaled-by", s="slot")
+def scaled_by(st: State, h: History, s: Index) -> Truth:
+    """A tape's position is that of its forward, which some update has come after."""
+    d = domain_of_slot(st, s)
+    before = (st.scaled_at[s] < st.token[d]) & (st.scaled_at[s] == h.scaled_by[s])
+    return implies(retained(st, s), before)
+
+
+@HISTORY("order.rolled", s="slot")
+def rolled(st: State, h: History, s: Index) -> Truth:
+    """A tape's scales are the live ones while its forward is the latest of its domain."""
+    d = domain_of_slot(st, s)
+    latest = (st.scaled_at[s] == st.rolled_at[d]) == (h.rolls_seen[s] == h.rolls[d])
+    return implies(retained(st, s), latest & (h.rolls_seen[s] <= h.rolls[d]))

@@ -292,6 +292,44 @@ def without_version_order_arena() -> list[str]:
     return d.log.close()
 
 
+def reported_evidence() -> list[str]:
+    """Backends that report fills and scaling updates: one's tapes carry scales, one reads live."""
+    d = Driver(
+        [
+            StageConfig(
+                s,
+                2,
+                2,
+                domain=scales,
+                matrices=MATRICES,
+                reports_fills=True,
+                reports_updates=True,
+                tape_scales=scales,
+            )
+            for s, scales in ((0, "carried"), (1, "live"))
+        ],
+        incarnation=0x5EED_0A00,
+    )
+    for _ in range(2):
+        d.refresh(0)
+        d.forward(0, 0)
+        d.forward(0, 1)
+        d.dgrad(0, 0)
+        d.dgrad(0, 1)
+        d.wgrad(0, 0)
+        d.wgrad(0, 1)
+        d.finalize(0)
+        d.forward(1, 0, refresh=True)
+        d.dgrad(1, 0)
+        d.forward(1, 1)
+        d.wgrad(1, 0)
+        d.dgrad(1, 1)
+        d.wgrad(1, 1)
+        d.finalize(1)
+        d.contract.commit_epoch()
+    return d.log.close()
+
+
 #: Every scenario by the name of its log.
 SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
     scenario.__name__.replace("_", "-"): scenario
@@ -305,5 +343,6 @@ SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
         last_generation,
         lost_cache,
         without_version_order_arena,
+        reported_evidence,
     )
 }

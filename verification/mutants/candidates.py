@@ -11,7 +11,7 @@ from attrs import evolve
 
 from qeffect.engine.stage import TRANSITIONS
 from qeffect.keys import TapeKey, TapeRef
-from qeffect.relations.constants import DGRAD_BIT, GRAD_BIT, NO_SLOT, OUT_BIT, WGRAD_BIT
+from qeffect.relations.constants import DGRAD_BIT, GRAD_BIT, NEVER, NO_SLOT, OUT_BIT, WGRAD_BIT
 from qeffect.verification.concrete import World
 from qeffect.verification.walks.rehearsal import Action
 
@@ -50,7 +50,7 @@ def _plausible(world: World) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "check_refresh", at
         yield "finalize", at
         ticket = {"stage": stage, "ticket": st.refreshing[stage]}
-        yield "commit_refresh", ticket
+        yield "commit_refresh", {**ticket, "filled": st.matrices[stage], "fill_epoch": epoch}
         yield "abort_refresh", ticket
         yield "invalidate", {"stage": stage}
         for slot in own:
@@ -76,9 +76,13 @@ def _of_slot(world: World, slot: int, link: int) -> Iterator[tuple[str, dict[str
     stage = st.slot_stage[slot]
     ticket = {"slot": slot, "ticket": st.held[slot]}
     matrices = st.matrices[stage]
-    for name in ("commit_forward", "abort_forward", "abort_dgrad", "abort_wgrad"):
+    for name in ("abort_forward", "abort_dgrad", "abort_wgrad"):
         yield name, ticket
-    yield "commit_dgrad", {**ticket, "queued": matrices}
+    fills = st.filling[stage] != 0 and st.filling[stage] == st.held[slot]
+    fill = {"filled": matrices, "fill_epoch": st.weight_epoch[stage] if fills else NEVER}
+    yield "commit_forward", {**ticket, **fill, "updates": 1}
+    scales = {"updates": 1, "scales": st.scaled_at[slot]}
+    yield "commit_dgrad", {**ticket, "queued": matrices, **scales}
     yield "commit_wgrad", {**ticket, "covered": matrices}
     cell = st.cell_at[slot]
     if cell is None:
@@ -139,8 +143,15 @@ def _others(world: World, base: Mapping[str, Any], name: str) -> Iterator[Any]:
             )
             if bit != value
         )
-    elif name in ("destination", "queued", "covered"):
+    elif name in ("destination", "queued", "covered", "filled"):
         yield (*value, "another")
+    elif name in ("updates", "scales"):
+        yield value + 1
+        yield NEVER
+    elif name == "fill_epoch":
+        yield value + 1
+        if value != NEVER:
+            yield NEVER
     elif name == "epoch":
         yield value + 1
         if value:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from qeffect.engine.memory import Memory
 from qeffect.engine.stage import TRANSITIONS, transitions
 from qeffect.keys import TapeKey
 from qeffect.refusals import Refused
+from qeffect.relations.constants import NEVER
 from qeffect.verification.concrete import Setup, World
 from qeffect.verification.walks.processes import Process
 from qeffect.verification.walks.rehearsal import Action, Rehearsal, Schedule
@@ -200,6 +201,20 @@ def corpus(omit: tuple[str, ...]) -> Corpus:
     return found
 
 
+def _evidence(world: World, transition: str, named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what the commit after a check tells of an action that did what was asked for."""
+    st = world.laid.memory
+    stage = named["stage"] if "stage" in named else named["key"].stage
+    whole, epoch = st.matrices[stage], st.weight_epoch[stage]
+    if transition == "check_refresh":
+        return whole, epoch
+    if transition == "check_forward":
+        return whole, epoch if named["refresh"] else NEVER, 1
+    if transition == "check_dgrad":
+        return whole, 1, st.scaled_at[named["ref"].slot]
+    return (whole,)
+
+
 def _is_harmless(site: Site) -> bool:
     full = corpus(())
     refuses = site.kind in ("guard", "operand") and full.renamed.get(site)
@@ -291,8 +306,7 @@ class _Scout:
             named = dict(zip(TRANSITIONS[transition], arguments, strict=True))
             slot = named.get("slot", getattr(named.get("ref"), "slot", None))
             place = named["stage"] if action == "refresh" else slot
-            matrices = world.laid.memory.matrices
-            evidence = (matrices[named["key"].stage],) if action in ("dgrad", "wgrad") else ()
+            evidence = _evidence(world, transition, named)
             then: Action = (f"commit_{action}", (place, ticket, *evidence))
             done.append(then)
             world.run(then[0], self.functions[then[0]], then[1])

@@ -4,7 +4,8 @@ The small processes that mutants run in.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from qeffect.config import Bucket, StageConfig
 from qeffect.destinations import Destination
@@ -20,6 +21,9 @@ def _placed(microbatches: int, base: int) -> tuple[Destination, ...]:
         for m in range(microbatches)
     )
 
+
+#: A backend that reports what it can.
+_REPORTS: Final[Mapping[str, Any]] = {"reports_fills": True, "reports_updates": True}
 
 #: One stage; two stages of one domain with readers and reductions; two domains with two callers,
 #: destinations for each microbatch; buckets in a declared order, one of two stages; a declared
@@ -37,8 +41,27 @@ SETUPS: Final = (
     Setup(
         "two domains",
         (
-            StageConfig(0, 2, 2, domain="a", matrices=("w",), destinations=_placed(2, base=0)),
-            StageConfig(1, 1, 2, domain="b", matrices=("u",), sends_output=True, reduces=True),
+            StageConfig(
+                0,
+                2,
+                2,
+                domain="a",
+                matrices=("w",),
+                destinations=_placed(2, base=0),
+                tape_scales="carried",
+                **_REPORTS,
+            ),
+            StageConfig(
+                1,
+                1,
+                2,
+                domain="b",
+                matrices=("u",),
+                sends_output=True,
+                reduces=True,
+                tape_scales="live",
+                **_REPORTS,
+            ),
         ),
         {"callers": ("main", "side")},
     ),

@@ -10,6 +10,7 @@ from typing import Any
 import z3
 
 from qeffect.engine.stage import STATE
+from qeffect.relations.constants import NEVER
 from qeffect.spec.world import DGRAD, FORWARD, REFRESH, WGRAD
 
 from ..induction.history import GHOSTS
@@ -28,9 +29,6 @@ __all__ = [
     "tickets",
     "widths",
 ]
-
-#: Evidence that is whole, by the transition that wants some.
-_EVIDENCE = {"commit_dgrad": "queued", "commit_wgrad": "covered"}
 
 _KINDS = {"forward": FORWARD, "dgrad": DGRAD, "wgrad": WGRAD, "refresh": REFRESH}
 
@@ -130,14 +128,34 @@ def tickets(composition: Composition) -> Iterator[Goal]:
             enc.const(f"arg.{place}", place) == getattr(h, f"ticket_{place}")[0].term,
             *words.assumed(transition),
         ]
-        if transition in _EVIDENCE:
-            st = words.state(words.before)
-            stage = st.slot_stage[enc.sym(enc.const("arg.slot", "slot"))]
-            given = enc.const(f"arg.{_EVIDENCE[transition]}", "opaque")
-            facts.append(given == st.matrices[stage].term)
+        facts += _whole(composition, transition)
         for path in paths:
             if path.clause is not None:
                 yield _never("a ticket is honoured", "commit", path, facts, {"version"})
+
+
+def _whole(composition: Composition, transition: str) -> list[Term]:
+    """Return that a commit's evidence is whole: what was asked for, and what was true."""
+    enc, words = composition.encoding, composition.vocabulary
+    st, h = words.state(words.before), words.history(words.before)
+    by_stage = transition.endswith("refresh")
+    at = enc.sym(enc.const(*(("arg.stage", "stage") if by_stage else ("arg.slot", "slot"))))
+    stage = at if by_stage else st.slot_stage[at]
+    filling = None if by_stage else h.filling[at].term != 0
+    fresh = h.weights[0].term
+    right = {
+        "queued": st.matrices[stage].term,
+        "covered": st.matrices[stage].term,
+        "filled": st.matrices[stage].term,
+        "fill_epoch": fresh if filling is None else z3.If(filling, fresh, NEVER),
+        "updates": z3.IntVal(1),
+        "scales": None if by_stage else h.scaled_by[at].term,
+    }
+    return [
+        enc.const(f"arg.{name}", sort) == right[name]
+        for name, sort in flat_arguments(transition).items()
+        if name in right and transition.startswith("commit_")
+    ]
 
 
 def capture_in_own_pool(composition: Composition) -> Iterator[Goal]:

@@ -22,6 +22,7 @@ from qeffect.verification.walks.proposals import (
     evidence,
     key_of,
     reader_of,
+    reports,
     shares_pool,
 )
 from qeffect.verification.walks.world import Call, World
@@ -238,25 +239,48 @@ def _ticketed(transition: str) -> Callable[[World, Pick], Call | None]:
                 wrong.append(evolve(ticket, slot=(ticket.slot + 1) % len(world.slots)))
         tickets = spent[-3:] + wrong
         mine = [t for t in flights if t.action == action]
-        if end == "commit" and action in ("dI", "dW") and mine and pick(2):
-            whole = evidence(world, mine[0])
-            partial = [
-                ("evidence", whole[1:]),
-                ("evidence", (*whole, "x")),
-                ("evidence", whole * 2),
-            ]
-            call = Call(transition, {"ticket": mine[0], "evidence": ("x",)})
-            return _twisted(call, partial, pick)
+        if end == "commit" and mine and pick(2):
+            whole, told = evidence(world, mine[0]), reports(world, mine[0])
+            wrong_told = _wrong_reports(world, mine[0], told)
+            right = Call(transition, {"ticket": mine[0], "evidence": whole, **told})
+            if wrong_told and (pick(2) or action not in ("dI", "dW")):
+                name, value = wrong_told[pick(len(wrong_told))]
+                return Call(transition, {**right.arguments, name: value})
+            if action in ("dI", "dW"):
+                partial = [
+                    ("evidence", whole[1:]),
+                    ("evidence", (*whole, "x")),
+                    ("evidence", whole * 2),
+                ]
+                call = Call(transition, {**right.arguments, "evidence": ("x",)})
+                return _twisted(call, partial, pick)
         if not tickets:
             return None
         ticket = tickets[pick(len(tickets))]
-        arguments = {"ticket": ticket}
-        return Call(
-            transition,
-            {**arguments, "evidence": evidence(world, ticket)} if end == "commit" else arguments,
-        )
+        if end == "abort":
+            return Call(transition, {"ticket": ticket})
+        return Call(transition, {"ticket": ticket, "evidence": evidence(world, ticket)})
 
     return propose
+
+
+def _wrong_reports(world: World, ticket: Ticket, told: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What an action in flight must not report, where its backend reports."""
+    flight = world.flights[ticket.serial]
+    config = world.configs[flight.stage]
+    now = dict.fromkeys(config.matrices, world.epoch)
+    wrong: list[tuple[str, Any]] = []
+    if config.reports_fills and flight.filling:
+        later = dict.fromkeys(now, world.epoch + 1)
+        wrong += [("filled", None), ("filled", {**now, "x": world.epoch}), ("filled", later)]
+        wrong.append(("filled", [*now.items(), *now.items()]))
+    elif config.reports_fills and ticket.action == "F":
+        wrong.append(("filled", now))
+    if "updates" in told:
+        wrong += [("updates", value) for value in (None, 0, 2)]
+    if "scales" in told:
+        wrong += [("scales", value) for value in (None, told["scales"] + 1)]
+    return wrong
 
 
 def _of_stage(transition: str) -> Callable[[World, Pick], Call]:

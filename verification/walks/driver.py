@@ -12,6 +12,7 @@ from attrs import define, field
 
 from qeffect import Contract, Refused, Ticket
 from qeffect.keys import TapeRef
+from qeffect.relations.constants import NEVER
 from qeffect.verification.induction import INVARIANTS
 from qeffect.verification.judging import failing, members_of, seen, speaks_of
 from qeffect.verification.targets import TARGETS, Target
@@ -199,7 +200,8 @@ class Driver(Walker):
     def _expect_refusal(self, call: Call, wrong: list[str]) -> None:
         before = self.contract.snapshot()
         guard = call.transition, wrong[0]
-        if call.transition in ("commit_dgrad", "commit_wgrad") and "unknown" not in wrong[0]:
+        redeems = call.transition.startswith("commit_") and call.transition != "commit_epoch"
+        if redeems and "unknown" not in wrong[0] and "left-out" not in wrong[0]:
             self._expect_wrong_evidence(call, wrong[0], before)
             return
         try:
@@ -223,10 +225,10 @@ class Driver(Walker):
     def _expect_wrong_evidence(self, call: Call, clause: str, before: Any) -> None:
         """The transition itself changes nothing; the public call then aborts the action."""
         ticket: Ticket = call.arguments["ticket"]
-        given = tuple(sorted(call.arguments["evidence"]))
+        given = self._told(call)
         transition = self.contract.transitions.functions[call.transition]
         attempts: tuple[Callable[[], Any], ...] = (
-            lambda: transition(self.contract.memory, ticket.slot, ticket.serial, given),
+            lambda: transition(self.contract.memory, ticket.slot, ticket.serial, *given),
             lambda: self._perform(call),
         )
         for attempted in attempts:
@@ -247,6 +249,24 @@ class Driver(Walker):
         del self.steps[-1]
         self._count(call, clause)
         self.world.happened(Call("abort_wgrad", {"ticket": ticket}), None)
+
+    def _told(self, call: Call) -> tuple[Any, ...]:
+        """Spell what a commit tells as the transition takes it."""
+        told = call.arguments
+        filled = told.get("filled")
+        pairs = list(filled.items() if isinstance(filled, dict) else filled or ())
+        flight = self.world.flights[told["ticket"].serial]
+        if not self.world.configs[flight.stage].reports_fills:
+            pairs = []
+        numbers = {n: NEVER if told.get(n) is None else told[n] for n in ("updates", "scales")}
+        fill = tuple(sorted(name for name, _ in pairs)), pairs[0][1] if pairs else NEVER
+        whole = tuple(sorted(told["evidence"]))
+        return {
+            "commit_refresh": fill,
+            "commit_forward": (*fill, numbers["updates"]),
+            "commit_dgrad": (whole, numbers["updates"], numbers["scales"]),
+            "commit_wgrad": (whole,),
+        }[call.transition]
 
     def _count(self, call: Call, clause: str) -> None:
         self.met.add((call.transition, clause))

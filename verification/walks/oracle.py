@@ -255,6 +255,9 @@ def _check_dgrad(
     if world.domain(key.stage).refreshed is not None:
         yield "version.refresh-interrupted"
     yield from _update(world, key.stage, token, ("dI", key.cell))
+    if world.configs[key.stage].tape_scales == "live":
+        if world.slots[ref.slot].scaled_at != world.domain(key.stage).rolled_at:
+            yield "order.scales-moved"
     if key.cell not in world.bound:
         yield "arena.unbound"
     yield from _in_order(world, ref.slot, "dI")
@@ -310,12 +313,37 @@ def _ticket(world: World, ticket: Ticket) -> Findings:
         yield f"{family}.unknown-ticket"
 
 
-def _commit(world: World, ticket: Ticket, evidence: Any = ()) -> Findings:
+def _commit(
+    world: World,
+    ticket: Ticket,
+    evidence: Any = (),
+    filled: Any = None,
+    updates: Any = None,
+    scales: Any = None,
+) -> Findings:
     yield from _ticket(world, ticket)
     if ticket.action in ("dI", "dW") and ticket.key is not None:
         if tuple(sorted(evidence)) != world.configs[ticket.key.stage].matrices:
             wrong = {"dI": "work-not-queued", "dW": "matrix-coverage"}
             yield f"ownership.{wrong[ticket.action]}"
+    flight = world.flights.get(ticket.serial)
+    if flight is None or flight.ticket.action != ticket.action:
+        return
+    config = world.configs[flight.stage]
+    if config.reports_fills and ticket.action in ("F", "refresh"):
+        pairs = list(filled.items() if isinstance(filled, dict) else filled or ())
+        if not flight.filling:
+            yield from ["version.fill-unasked"] * bool(pairs)
+        else:
+            if tuple(sorted(name for name, _ in pairs)) != config.matrices:
+                yield "version.fill-missing"
+            if not pairs or any(epoch != world.epoch for _, epoch in pairs):
+                yield "version.wrong-fill"
+    if config.reports_updates and ticket.action in ("F", "dI") and updates != 1:
+        yield "order.scaling-updates"
+    if config.tape_scales == "carried" and ticket.action == "dI" and flight.slot is not None:
+        if scales != world.slots[flight.slot].scaled_at:
+            yield "order.wrong-scales"
 
 
 def _read(world: World, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> Findings:

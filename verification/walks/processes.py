@@ -99,6 +99,7 @@ _WHOLE = tuple(
     Destination(name, None, (4, 4), "float32", "cuda:0", 4096 + 64 * at, 64)
     for at, name in enumerate(("w0", "w1"))
 )
+_REPORTS = {"reports_fills": True, "reports_updates": True}
 _SENDS = {"sends_output": True, "sends_gradient": True}
 
 #: Captured slot by slot: F, dI, dW of slot 0, then of slot 1; two live tapes then exclude others.
@@ -186,6 +187,17 @@ PROCESSES: tuple[Process, ...] = (
         "no matrices",
         [_stage(matrices=(), microbatches=2), _stage(1, domain=1, microbatches=1, reduces=True)],
         declared={1: (("F", (1, 0, 0, 0)), ("dI", (1, 0, 0, 0)))},
+    ),
+    Process(
+        "reports, carried scales",
+        [
+            _stage(microbatches=2, tape_scales="carried", **_REPORTS),
+            _stage(1, microbatches=1, slots=1, tape_scales="carried", **_REPORTS),
+        ],
+    ),
+    Process(
+        "reports, live scales",
+        [_stage(microbatches=2, slots=2, tape_scales="live", **_REPORTS)],
     ),
     Process("without version", [_stage(0), _stage(1, microbatches=2)], omit={"version"}),
     Process("without order", [_stage(0, pool="p"), _stage(1, reduces=True)], omit={"order"}),

@@ -27,6 +27,7 @@ __all__ = [
     "progress",
     "reader_of",
     "recover",
+    "reports",
     "shares_pool",
     "support",
 ]
@@ -87,6 +88,21 @@ def evidence(world: World, ticket: Ticket) -> tuple[str, ...]:
     return ()
 
 
+def reports(world: World, ticket: Ticket) -> dict[str, Any]:
+    """Return what an action that did what was asked for reports, where its backend does."""
+    flight = world.flights.get(ticket.serial)
+    if flight is None:
+        return {}
+    config, told = world.configs[flight.stage], {}
+    if config.reports_fills and flight.filling:
+        told["filled"] = dict.fromkeys(config.matrices, world.epoch)
+    if config.reports_updates and ticket.action in ("F", "dI"):
+        told["updates"] = 1
+    if config.tape_scales == "carried" and ticket.action == "dI" and flight.slot is not None:
+        told["scales"] = world.slots[flight.slot].scaled_at
+    return told
+
+
 #: What the transitions call each action.
 NAMES = {"F": "forward", "dI": "dgrad", "dW": "wgrad", "refresh": "refresh"}
 #: The action of each of those names.
@@ -95,7 +111,8 @@ ACTIONS = {name: action for action, name in NAMES.items()}
 
 def _commit(world: World, ticket: Ticket) -> Call:
     name = f"commit_{NAMES[ticket.action]}"
-    return Call(name, {"ticket": ticket, "evidence": evidence(world, ticket)})
+    whole = evidence(world, ticket)
+    return Call(name, {"ticket": ticket, "evidence": whole, **reports(world, ticket)})
 
 
 def _abort(ticket: Ticket) -> Call:

@@ -86,7 +86,8 @@ class Tape:
 
 @define
 class Slot:
-    """A place for one tape; ``wrote`` is when its output or input gradient was last replayed."""
+    """A place for one tape; ``wrote`` is when its output or input gradient was last replayed, and
+    ``scaled_at`` how many scaling updates its F had seen."""
 
     index: int
     stage: int
@@ -95,6 +96,7 @@ class Slot:
     tape: Tape | None = None
     flight: int | None = None
     wrote: int = 0
+    scaled_at: int = 0
 
 
 @define
@@ -128,6 +130,7 @@ class Domain:
 
     updates: int = 0
     of_epoch: int = 0
+    rolled_at: int = 0
     running: set[int] = field(factory=set)
     poisoned: bool = False
     refreshed: int | None = None
@@ -362,7 +365,7 @@ class World:
             self.writing.remove((self.buffer(slot.tape.key.cell), ticket.serial))
         return flight, stage, domain, slot
 
-    def _commit(self, ref: Any, ticket: Ticket, evidence: Any = ()) -> None:
+    def _commit(self, ref: Any, ticket: Ticket, evidence: Any = (), **reports: Any) -> None:
         flight, stage, domain, slot = self._land(ticket)
         if flight.filling:
             stage.cached = self.epoch
@@ -378,6 +381,7 @@ class World:
             waits.update({"grad"} if stage.config.sends_gradient else ())
             stage.forwards += 1
             domain.refreshed = None
+            slot.scaled_at = domain.rolled_at = domain.updates
         elif ticket.action == "dI":
             waits.remove("dI")
             stage.dgrads += 1

@@ -54,6 +54,8 @@ def check_dgrad(st, key, ref, token, link):
         raise Refused("order.token")
     if st.declared[d] != 0 and st.dgrad_at[c] != st.position[d]:
         raise Refused("order.reordered")
+    if st.live_scales[s] != 0 and st.scaled_at[ref.slot] != st.rolled_at[d]:
+        raise Refused("order.scales-moved")
     # arena.check_dgrad_guards
     if st.bound[c] != e:
         raise Refused("arena.unbound")
@@ -80,11 +82,12 @@ def check_dgrad(st, key, ref, token, link):
     return ticket
 
 
-def commit_dgrad(st, slot, ticket, queued):
+def commit_dgrad(st, slot, ticket, queued, updates, scales):
     """
-    After dI: the token advances, the tape waits for dW; `queued` is the deferred work.
+    After dI: the token advances, the tape waits for dW; `queued` is the deferred work, `scales` the
+    token of the F whose scales dI used.
 
-    Guards: ownership.
+    Guards: ownership, order.
     Writes: ownership, order, completion.
     """
     # ownership.commit_dgrad_guards
@@ -95,6 +98,11 @@ def commit_dgrad(st, slot, ticket, queued):
         raise Refused("ownership.unknown-ticket")
     if queued != st.matrices[s]:
         raise Refused("ownership.work-not-queued")
+    # order.commit_dgrad_guards
+    if st.reports_updates[s] != 0 and updates != 1:
+        raise Refused("order.scaling-updates")
+    if st.carried_scales[s] != 0 and scales != st.scaled_at[slot]:
+        raise Refused("order.wrong-scales")
     d = st.domain_of[s]
     replay = st.replays[d] + 1
     # ownership.commit_dgrad_writes

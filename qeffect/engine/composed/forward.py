@@ -7,7 +7,7 @@ Written by ``python -m qeffect.engine``; edit ``qeffect.relations`` and write it
 from __future__ import annotations
 
 from ...refusals import Refused
-from ...relations.constants import NO_SLOT, NO_STAGE, RESERVED
+from ...relations.constants import NEVER, NO_SLOT, NO_STAGE, RESERVED
 
 __all__ = ["abort_forward", "check_forward", "commit_forward"]
 
@@ -93,11 +93,12 @@ def check_forward(st, key, slot, token, link, refresh):
     return ticket
 
 
-def commit_forward(st, slot, ticket):
+def commit_forward(st, slot, ticket, filled, fill_epoch, updates):
     """
-    After F: the tape is live, the token advances; a refreshing F makes the cache current.
+    After F: the tape is live, the token advances; a refreshing F makes the cache current; `updates`
+    is how often scales were updated.
 
-    Guards: ownership.
+    Guards: ownership, version, order.
     Writes: ownership, version, order, completion.
     """
     # ownership.commit_forward_guards
@@ -105,7 +106,18 @@ def commit_forward(st, slot, ticket):
     held = st.held[slot]
     if held == 0 or held != ticket or mask != RESERVED:
         raise Refused("ownership.unknown-ticket")
+    # version.commit_forward_guards
     s = st.slot_stage[slot]
+    reports = st.reports_fills[s]
+    if reports != 0 and st.filling[s] == ticket and (filled != st.matrices[s]):
+        raise Refused("version.fill-missing")
+    if reports != 0 and st.filling[s] == ticket and (fill_epoch != st.weight_epoch[s]):
+        raise Refused("version.wrong-fill")
+    if reports != 0 and st.filling[s] != ticket and (fill_epoch != NEVER):
+        raise Refused("version.fill-unasked")
+    # order.commit_forward_guards
+    if st.reports_updates[s] != 0 and updates != 1:
+        raise Refused("order.scaling-updates")
     d = st.domain_of[s]
     replay = st.replays[d] + 1
     # ownership.commit_forward_writes
@@ -118,6 +130,8 @@ def commit_forward(st, slot, ticket):
     st.refreshed[d] = NO_STAGE
     # order.commit_forward_writes
     st.busy[d] = 0
+    st.scaled_at[slot] = st.token[d]
+    st.rolled_at[d] = st.token[d]
     st.token[d] = st.token[d] + 1
     st.position[d] = st.position[d] + 1
     st.forwards[s] = st.forwards[s] + 1

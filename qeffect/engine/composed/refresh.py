@@ -49,9 +49,9 @@ def check_refresh(st, stage, link):
     return ticket
 
 
-def commit_refresh(st, stage, ticket):
+def commit_refresh(st, stage, ticket, filled, fill_epoch):
     """
-    After: the cache has the weight epoch.
+    After: the cache has the weight epoch; `filled` is what was filled, of which weights.
 
     Guards: version.
     Writes: version, order, completion.
@@ -59,6 +59,10 @@ def commit_refresh(st, stage, ticket):
     # version.commit_refresh_guards
     if st.refreshing[stage] == 0 or st.refreshing[stage] != ticket:
         raise Refused("version.unknown-ticket")
+    if st.reports_fills[stage] != 0 and filled != st.matrices[stage]:
+        raise Refused("version.fill-missing")
+    if st.reports_fills[stage] != 0 and fill_epoch != st.weight_epoch[stage]:
+        raise Refused("version.wrong-fill")
     d = st.domain_of[stage]
     replay = st.replays[d] + 1
     # version.commit_refresh_writes
