@@ -16,6 +16,7 @@ from .columns import COLUMNS, CONFIGURED, SORTS, StateColumn
 from .guards import GUARDS
 from .predicates import Register
 from .promises import ASSUMED, CHANGES, CONFIGURATION, LEGAL, MEMORY, PAPER, STEPS, WORLD
+from .ranks import RANK_COLUMNS, RANK_PROMISES, RANK_STEPS
 from .transitions import TRANSITIONS
 from .world import WORDS
 
@@ -31,7 +32,10 @@ def contract() -> str:
     """Return the normative text: parts with their clauses, transitions, state, promises."""
     parts = (*PARTS, SCHEDULE)
     chapters = "\n".join(
-        [_transitions(), _state(), _paper(), _promises(), _text("differences"), _text("closing")]
+        [
+            *(_transitions(), _state(), _paper(), _promises(), _ranks()),
+            *(_text("differences"), _text("closing")),
+        ]
     )
     return "\n".join(
         [
@@ -250,6 +254,25 @@ def _promises() -> str:
     ]
     return "\n".join(
         [*lines, "### Words for the world", "", *_table(("word", "meaning"), words), ""]
+    )
+
+
+def _ranks() -> str:
+    columns = [
+        (f"`{name}`" if index == ("one",) else f"`{name}[{', '.join(index)}]`", meaning)
+        for name, (index, meaning) in RANK_COLUMNS.items()
+    ]
+    return "\n".join(
+        [
+            _text("ranks"),
+            *(f"- `{p.name}`: {p.text}" for p in RANK_PROMISES),
+            *(f"- `{p.name}`{_where(p.transitions)}: {p.text}" for p in RANK_STEPS),
+            "",
+            "What the promises are written in:",
+            "",
+            *_table(("column", "what an entry says"), columns),
+            "",
+        ]
     )
 
 

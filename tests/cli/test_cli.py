@@ -51,6 +51,7 @@ OPTIONS = {
     "failures": {"names"},
     "explore": {"--slots", "--keys", "--generations", "--scope", "--batch", "--symmetry"},
     "prove": {"--seeds", "--depth", "--cvc5", "--mutants", "--only", "--programs", "--out"},
+    "ranks": {"--mutants"},
     "runtime doctor": set(),
     "runtime demo": {"--steps"},
     "runtime compare": {"--sets", "--cases", "--steps", "--sides", "--device", *REPORT},

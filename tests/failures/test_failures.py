@@ -40,7 +40,7 @@ REFUSED = [f.name for f in FAILURES if f.verdict == "refused"]
 GUARDED = [n for n in REFUSED if not BY_NAME[n].clause.startswith("schedule.")]
 ACCEPTED = [f.name for f in FAILURES if f.verdict != "refused" and f.enact is not None]
 #: The counts that the README gives; a change of one is a change of what is claimed.
-COUNTS = {"failures": 80, "refused": 56, "not_caught": 21, "unexplained": 3}
+COUNTS = {"failures": 80, "refused": 62, "not_caught": 15, "unexplained": 3}
 REFERENCE = re.compile(r"[\w-]+/[\w.-]+(#\d+|!\d+|@[0-9a-f]{8})")
 
 

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis.errors import NoSuchExample
 
 from qeffect import Refused
+from qeffect.verification.walks.performing import perform
 from qeffect.verification.walks.strategies import (
     Illegal,
     Schedule,
@@ -151,7 +152,7 @@ class TestIllegal:
         contract = illegal.schedule.replay()
         before = contract.snapshot()
         with pytest.raises(Refused) as caught:
-            illegal.call.perform(contract, process.contract)
+            perform(illegal.call, contract, process.contract)
 
         assert illegal.clause == caught.value.clause
         assert "evidence" in illegal.call.arguments or before == contract.snapshot()

@@ -54,6 +54,7 @@ class History:
         self.unchanged: bool | None = None
         self.place = ""
         self.refs: dict[TapeKey, TapeRef] = {}
+        self.scaled: dict[TapeKey, int] = {}
 
     @property
     def legal(self) -> bool:
@@ -112,13 +113,21 @@ class History:
     # Actions
 
     def refresh(
-        self, stage: int = 0, *, caller: Hashable = "main", joined: bool | None = True
+        self,
+        stage: int = 0,
+        *,
+        filled: Iterable[str] | None = None,
+        weights_of: int | None = None,
+        caller: Hashable = "main",
+        joined: bool | None = True,
     ) -> None:
         """
         Refresh a stage's weight cache.
 
         Args:
             stage: The stage.
+            filled: Matrices whose caches the device reports as filled; by default all.
+            weights_of: The epoch of the weights that they were filled from; by default this one.
             caller: The stream that made the weights.
             joined: The graph stream waits for that stream; None when the history says so itself.
         """
@@ -129,7 +138,8 @@ class History:
             lambda: self.contract.check_refresh(stage, link),
             f"refresh {_not(joined)}".strip(),
         )
-        self._redeem(name, ticket)
+        fills = self._fills(stage, filled, asked=True, of=weights_of)
+        self._redeem(name, ticket, filled=fills)
 
     def invalidate(self, stage: int = 0) -> None:
         """Give a stage's weight cache up."""
@@ -143,6 +153,8 @@ class History:
         slot: int | None = None,
         invocation: int = 0,
         token: int | None = None,
+        refresh: bool = False,
+        filled: Iterable[str] | None = None,
         caller: Hashable = "main",
         joined: bool | None = True,
     ) -> None:
@@ -155,19 +167,31 @@ class History:
             slot: The slot at a fixed address; by default the contract chooses.
             invocation: Which call of the stage's block it is.
             token: The scaling updates that the device counts; by default what the contract does.
+            refresh: It also refreshes the weight cache.
+            filled: Matrices whose caches the device reports as filled; by default those that it
+                was asked to fill.
             caller: The stream that filled its inputs.
             joined: The graph stream waits for that stream; None when the history says so itself.
         """
         key = self.key(microbatch, stage, invocation)
         link = self._hand_over(stage, caller, joined)
-        details = (f"in slot {slot}" if slot is not None else "", _after(token), _not(joined))
+        details = (
+            "refreshes" if refresh else "",
+            f"in slot {slot}" if slot is not None else "",
+            _after(token),
+            _not(joined),
+        )
         name = self._action("F", key)
         ticket = self.step(
             name,
-            lambda: self.contract.check_forward(key, slot=slot, token=token, link=link),
+            lambda: self.contract.check_forward(
+                key, slot=slot, token=token, link=link, refresh=refresh
+            ),
             " ".join(filter(None, details)),
         )
-        self.refs[key] = self._redeem(name, ticket)
+        fills = self._fills(stage, filled, asked=refresh)
+        self.scaled[key] = self.contract.token(stage)
+        self.refs[key] = self._redeem(name, ticket, filled=fills, updates=1)
         self.contract.wait(link)
         self.contract.wait(self._link(stage, "main"))
 
@@ -180,6 +204,8 @@ class History:
         bound: tuple[Destination, ...] | None = None,
         invocation: int = 0,
         token: int | None = None,
+        updates: int = 1,
+        scales_of: int | None = None,
     ) -> None:
         """
         Bind the destinations and run dI.
@@ -191,6 +217,8 @@ class History:
             bound: Destinations that are bound; by default the configured ones.
             invocation: Which call of the stage's block it is.
             token: The scaling updates that the device counts; by default what the contract does.
+            updates: The scaling updates that the device made in it.
+            scales_of: The microbatch with whose scales it ran; by default its own.
         """
         key = self.key(microbatch, stage, invocation)
         name = self._action("I", key)
@@ -203,8 +231,14 @@ class History:
             _after(token),
         )
         given = self._matrices(stage) if queued is None else tuple(queued)
-        detail = "" if queued is None else f"queued {', '.join(given) or 'nothing'}"
-        self._redeem(name, ticket, given, detail)
+        scales = self.scaled[key if scales_of is None else self.key(scales_of, stage, invocation)]
+        details = (
+            "" if queued is None else f"queued {', '.join(given) or 'nothing'}",
+            "" if updates == 1 else f"made {updates} scaling updates",
+            "" if scales_of is None else f"with the scales of microbatch {scales_of}",
+        )
+        detail = " ".join(filter(None, details))
+        self._redeem(name, ticket, given, detail, updates=updates, scales=scales)
         self.contract.wait(link)
 
     def wgrad(
@@ -400,14 +434,19 @@ class History:
         return TapeKey(self.contract.epoch, stage, microbatch, invocation=invocation)
 
     def _redeem(
-        self, name: str, ticket: Any, evidence: Iterable[str] = (), detail: str = ""
+        self,
+        name: str,
+        ticket: Any,
+        evidence: Iterable[str] = (),
+        detail: str = "",
+        **reports: Any,
     ) -> Any:
         self.place = name
         if detail:
             self.steps.append(f"{name} {detail}")
         twin = deepcopy(self.contract.memory)
         try:
-            return self.contract.commit(ticket, evidence)
+            return self.contract.commit(ticket, evidence, **reports)
         except Refused:
             # The action has run, so the contract aborts it: that, and no more, is the change.
             aborted = self.contract.transitions.functions[ABORTS[ticket.action]]
@@ -427,6 +466,23 @@ class History:
     def _link(self, stage: int, caller: Hashable) -> int:
         domain = next(s.domain for s in self.contract.stages if s.stage == stage)
         return self.contract.link(caller, domain)
+
+    def _fills(
+        self,
+        stage: int,
+        filled: Iterable[str] | None,
+        *,
+        asked: bool,
+        of: int | None = None,
+    ) -> dict[str, int]:
+        """Return what the device reports as filled, and from which weights, and note it."""
+        default = self._matrices(stage) if asked else ()
+        given = default if filled is None else tuple(filled)
+        if filled is not None:
+            self.steps.append(f"s{stage} fills {', '.join(given) or 'nothing'}")
+        if of is not None:
+            self.steps.append(f"s{stage} fills from the weights of e{of}")
+        return dict.fromkeys(given, self.contract.epoch if of is None else of)
 
     def _matrices(self, stage: int) -> tuple[str, ...]:
         return next(s.matrices for s in self.contract.stages if s.stage == stage)
@@ -448,6 +504,8 @@ def stage(index: int, **options: Any) -> StageConfig:
 def _configured(config: StageConfig) -> str:
     given = f"s{config.stage} of {config.microbatches} microbatches, {config.slots} slots"
     given += f", matrices {' '.join(config.matrices)}, domain {config.domain}"
+    if config.tape_scales is not None:
+        given += f", scales of tapes {config.tape_scales}"
     if config.pool is not None:
         given += f", pool {config.pool}"
     return given

@@ -11,20 +11,8 @@ ROWS = Rows("order")
 
 #: What tells a scaling update that was skipped or doubled from one that was made.
 UPDATES = "the count of scaling updates that the device keeps"
-
-ROWS.untold(
-    "transformer-engine-657",
-    "NVIDIA/TransformerEngine#657",
-    "NVIDIA/TransformerEngine#659",
-    state="fixed 2024-02",
-    what="F and dI of a microbatch use different scales under a pipeline",
-    cause="dI reads the inverse scale of the module, which the forward of a later microbatch has "
-    "replaced.",
-    consequence="silent wrong numbers",
-    fix="the tape keeps a copy",
-    kind="evidence",
-    why="The order of calls is legal, and a tape's scales are not among what the contract follows.",
-)
+#: What tells a tape's own scales from those of another one.
+SCALES = "the forward whose scales dI ran with"
 
 
 @ROWS.enacted(
@@ -49,32 +37,6 @@ def a_recomputation_that_updates_again(h: History) -> None:
     h.forward(1)
     h.backward(1)
     h.end()
-
-
-ROWS.untold(
-    "transformer-engine-1723",
-    "NVIDIA/TransformerEngine#1723",
-    state="fixed 2025-04",
-    what="FP8 recomputation keeps references to scales",
-    cause="What recomputation stashes is the live tensors, so that it runs with newer scales.",
-    consequence="silent wrong numbers",
-    fix="stash copies",
-    kind="evidence",
-    why="The order of calls is legal, and a tape's scales are not among what the contract follows.",
-)
-ROWS.untold(
-    "transformer-engine-3284",
-    "NVIDIA/TransformerEngine#3284",
-    "NVIDIA/TransformerEngine#3394",
-    state="fixed 2026-08",
-    what="state for recomputation is lost for inner autocasts and modules in evaluation",
-    cause="Whether the state is stashed and whether it is restored are decided by different "
-    "conditions.",
-    consequence="silent wrong numbers, or a leak",
-    fix="one condition for both",
-    kind="evidence",
-    why="dI commits without saying which scales it ran with.",
-)
 
 
 @ROWS.enacted(
@@ -109,8 +71,8 @@ def gradients_of_other_parameters(h: History) -> None:
     "backward, and the amax of gradients is never reduced.",
     consequence="silent wrong numbers",
     fix="keep the flag of the first module in a queue",
-    clause="order.token",
-    at="check_forward 0F1",
+    clause="order.scaling-updates",
+    at="commit_dgrad 0I0",
     reports=UPDATES,
 )
 @ROWS.enacted(
@@ -123,8 +85,8 @@ def gradients_of_other_parameters(h: History) -> None:
     "skipped one.",
     consequence="silent wrong numbers",
     fix="a scope that updates once for each backward or schedule",
-    clause="order.token",
-    at="check_forward 0F1",
+    clause="order.scaling-updates",
+    at="commit_dgrad 0I0",
     reports=UPDATES,
 )
 @ROWS.enacted(
@@ -137,18 +99,16 @@ def gradients_of_other_parameters(h: History) -> None:
     guessed="that the backward through the region then makes no scaling update either",
     consequence="silent wrong numbers, or a crash",
     fix="enter the autocast that was recorded",
-    clause="order.token",
-    at="check_forward 0F1",
+    clause="order.scaling-updates",
+    at="commit_dgrad 0I0",
     reports=f"{UPDATES}, for each module apart",
 )
 def a_backward_that_never_updates(h: History) -> None:
-    h.process()
+    h.process(microbatches=1, reports_updates=True)
     h.refresh()
-    h.forward(0, token=0)
-    h.dgrad(0, token=1)
+    h.forward(0)
+    h.dgrad(0, updates=0 if h.faulty else 1)
     h.wgrad(0)
-    h.forward(1, token=1 if h.faulty else 2)
-    h.backward(1)
     h.end()
 
 
@@ -174,4 +134,66 @@ def the_history_of_an_idle_module_is_rolled(h: History) -> None:
     h.forward(0, stage=1, token=1 if h.faulty else 0)
     for index in (1, 0):
         h.backward(0, stage=index)
+    h.end()
+
+
+@ROWS.enacted(
+    "transformer-engine-657",
+    "NVIDIA/TransformerEngine#657",
+    "NVIDIA/TransformerEngine#659",
+    state="fixed 2024-02",
+    what="F and dI of a microbatch use different scales under a pipeline",
+    cause="dI reads the inverse scale of the module, which the forward of a later microbatch has "
+    "replaced.",
+    consequence="silent wrong numbers",
+    fix="the tape keeps a copy",
+    clause="order.scales-moved",
+    at="check_dgrad 0I0",
+    reports="in its configuration, that its tapes read live scales",
+)
+def a_later_forward_moves_the_scales(h: History) -> None:
+    h.process(tape_scales="live" if h.faulty else "carried")
+    h.refresh()
+    h.forward(0)
+    h.forward(1)
+    h.backward(0)
+    h.backward(1)
+    h.end()
+
+
+@ROWS.enacted(
+    "transformer-engine-1723",
+    "NVIDIA/TransformerEngine#1723",
+    state="fixed 2025-04",
+    what="FP8 recomputation keeps references to scales",
+    cause="What recomputation stashes is the live tensors, so that it runs with newer scales.",
+    consequence="silent wrong numbers",
+    fix="stash copies",
+    clause="order.wrong-scales",
+    at="commit_dgrad 0I0",
+    reports=SCALES,
+)
+@ROWS.enacted(
+    "transformer-engine-3284",
+    "NVIDIA/TransformerEngine#3284",
+    "NVIDIA/TransformerEngine#3394",
+    state="fixed 2026-08",
+    what="state for recomputation is lost for inner autocasts and modules in evaluation",
+    cause="Whether the state is stashed and whether it is restored are decided by different "
+    "conditions.",
+    guessed="that where the missing state does not raise, the latest forward's scales are used",
+    consequence="a missing key; silent wrong numbers, or a leak",
+    fix="one condition for both",
+    clause="order.wrong-scales",
+    at="commit_dgrad 0I0",
+    reports=SCALES,
+)
+def recomputed_with_the_latest_scales(h: History) -> None:
+    h.process(tape_scales="carried")
+    h.refresh()
+    h.forward(0)
+    h.forward(1)
+    h.dgrad(0, scales_of=1 if h.faulty else None)
+    h.wgrad(0)
+    h.backward(1)
     h.end()

@@ -9,20 +9,8 @@ from .model import Rows
 
 ROWS = Rows("version")
 
-ROWS.untold(
-    "transformer-engine-539",
-    "NVIDIA/TransformerEngine#539",
-    "NVIDIA/TransformerEngine#646",
-    "NVIDIA/Megatron-LM#607",
-    state="fixed 2024-02",
-    what="FP8 with a pipeline, recomputation and several microbatches",
-    cause="The warm-up forward of microbatch 0 runs without gradients and quantizes the weights "
-    "into a new tensor; microbatch 1 uses the cached placeholder that was never written.",
-    consequence="NaN",
-    fix="quantize in place, also in the first phase of recomputation",
-    kind="evidence",
-    why="A refresh commits on the caller's word.",
-)
+#: What tells a cache that was filled from one that was only meant to be.
+FILLS = "the caches that the device filled, and from which weights"
 
 
 @ROWS.enacted(
@@ -47,33 +35,6 @@ def no_microbatch_is_the_first(h: History) -> None:
         h.forward(microbatch)
         h.backward(microbatch)
     h.end()
-
-
-ROWS.untold(
-    "transformer-engine-3051",
-    "NVIDIA/TransformerEngine#3051",
-    "NVIDIA/TransformerEngine#3065",
-    state="fixed 2026-06",
-    what="a grouped layer drops the tensor that skips the weight update during capture",
-    cause="The tensor was replaced by a constant, so that whether weights are quantized was "
-    "decided at capture and replayed for every microbatch.",
-    consequence="silent wrong numbers: stale weights, or weights quantized again",
-    fix="pass the tensor on",
-    kind="evidence",
-    why="The host asks for a refresh and the graph does none; a refresh commits on the host's "
-    "word.",
-)
-ROWS.untold(
-    "transformer-engine-2119",
-    "NVIDIA/TransformerEngine#2119",
-    state="fixed 2025-09",
-    what="the FP8 weight cache under graphs",
-    cause="Kernels that quantize ignored the flag that should have made them do nothing.",
-    consequence="weights are quantized at every replay",
-    fix="the flag reaches every kernel",
-    kind="evidence",
-    why="Nobody reports that a kernel ran which should not have.",
-)
 
 
 @ROWS.enacted(
@@ -110,14 +71,14 @@ def a_workspace_of_another_layout(h: History) -> None:
     "that the cache was filled with what the buffer held before.",
     consequence="silent wrong numbers: the loss diverges",
     fix="stage the parameters once the graph exists",
-    clause="version.stale-cache",
-    at="check_forward 0F0 e1",
+    clause="version.wrong-fill",
+    at="commit_refresh s0 e1",
+    reports=FILLS,
 )
 def nothing_staged_for_the_first_graph_step(h: History) -> None:
-    h.process(microbatches=1)
+    h.process(microbatches=1, reports_fills=True)
     h.whole_step()
-    if h.legal:
-        h.refresh()
+    h.refresh(weights_of=0 if h.faulty else None)
     h.forward(0)
     h.backward(0)
     h.end()
@@ -165,5 +126,76 @@ def scales_of_cached_weights_move(h: History) -> None:
     if h.faulty:
         h.invalidate()
     h.forward(1)
+    h.backward(1)
+    h.end()
+
+
+@ROWS.enacted(
+    "transformer-engine-539",
+    "NVIDIA/TransformerEngine#539",
+    "NVIDIA/TransformerEngine#646",
+    "NVIDIA/Megatron-LM#607",
+    state="fixed 2024-02",
+    what="FP8 with a pipeline, recomputation and several microbatches",
+    cause="The warm-up forward of microbatch 0 runs without gradients and quantizes the weights "
+    "into a new tensor; microbatch 1 uses the cached placeholder that was never written.",
+    consequence="NaN",
+    fix="quantize in place, also in the first phase of recomputation",
+    clause="version.fill-missing",
+    at="commit_forward 0F0",
+    reports=FILLS,
+)
+def the_placeholder_is_never_written(h: History) -> None:
+    h.process(reports_fills=True)
+    h.forward(0, refresh=True, filled=() if h.faulty else None)
+    h.forward(1)
+    h.backward(0)
+    h.backward(1)
+    h.end()
+
+
+@ROWS.enacted(
+    "transformer-engine-3051",
+    "NVIDIA/TransformerEngine#3051",
+    "NVIDIA/TransformerEngine#3065",
+    state="fixed 2026-06",
+    what="a grouped layer drops the tensor that skips the weight update during capture",
+    cause="The tensor was replaced by a constant, so that whether weights are quantized was "
+    "decided at capture and replayed for every microbatch.",
+    guessed="which way it was decided: shown is a graph that never quantizes",
+    consequence="silent wrong numbers: stale weights, or weights quantized again",
+    fix="pass the tensor on",
+    clause="version.fill-missing",
+    at="commit_refresh s0 e1",
+    reports=FILLS,
+)
+def the_graph_never_quantizes(h: History) -> None:
+    h.process(reports_fills=True)
+    h.whole_step()
+    h.refresh(filled=() if h.faulty else None)
+    for microbatch in (0, 1):
+        h.forward(microbatch)
+        h.backward(microbatch)
+    h.end()
+
+
+@ROWS.enacted(
+    "transformer-engine-2119",
+    "NVIDIA/TransformerEngine#2119",
+    state="fixed 2025-09",
+    what="the FP8 weight cache under graphs",
+    cause="Kernels that quantize ignored the flag that should have made them do nothing.",
+    consequence="weights are quantized at every replay",
+    fix="the flag reaches every kernel",
+    clause="version.fill-unasked",
+    at="commit_forward 0F1",
+    reports=FILLS,
+)
+def every_replay_quantizes(h: History) -> None:
+    h.process(reports_fills=True)
+    h.refresh()
+    h.forward(0)
+    h.forward(1, filled=("fc1", "fc2") if h.faulty else None)
+    h.backward(0)
     h.backward(1)
     h.end()

@@ -18,6 +18,7 @@ from qeffect.verification.judging import failing, members_of, seen, speaks_of
 from qeffect.verification.targets import TARGETS, Target
 from qeffect.verification.walks.attempts import aimed, attempt
 from qeffect.verification.walks.oracle import violations
+from qeffect.verification.walks.performing import perform
 from qeffect.verification.walks.processes import Process
 from qeffect.verification.walks.proposals import Pick, chooser, support
 from qeffect.verification.walks.timeline import Step, schedule_text, timeline_text
@@ -274,8 +275,8 @@ class Driver(Walker):
         self.tally.targets[call.transition, clause] += 1
 
     def _perform(self, call: Call) -> Any:
-        self.contract, result = call.perform(
-            self.contract, lambda: self.make(observer=self._observe)
+        self.contract, result = perform(
+            call, self.contract, lambda: self.make(observer=self._observe)
         )
         return result
 

@@ -17,6 +17,7 @@ from qeffect import Checkpoint, Contract, TapeRef, Ticket
 from qeffect.configuration import Configuration
 from qeffect.engine.stage import RELATIONS
 from qeffect.verification.walks.oracle import seat
+from qeffect.verification.walks.performing import perform
 from qeffect.verification.walks.processes import Process
 from qeffect.verification.walks.proposals import ACTIONS
 from qeffect.verification.walks.timeline import Step, schedule_text, timeline_text
@@ -64,7 +65,7 @@ class Schedule:
         make = make or self.process.contract
         contract = make()
         for call in self.calls:
-            contract, _ = call.perform(contract, make)
+            contract, _ = perform(call, contract, make)
         return contract
 
     def lives(self) -> tuple[tuple[Action, ...], ...]:

@@ -8,12 +8,12 @@ enqueued. `qeffect.verification.walks.oracle` says from this history alone which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 from attrs import Factory, define, field, frozen
 
-from qeffect import Checkpoint, Contract, StageConfig, TapeKey, TapeRef, Ticket
+from qeffect import Checkpoint, StageConfig, TapeKey, TapeRef, Ticket
 from qeffect.keys import Cell
 from qeffect.verification.walks.processes import Process
 
@@ -32,27 +32,6 @@ class Call:
 
     transition: str
     arguments: dict[str, Any] = Factory(dict)
-
-    def perform(self, contract: Contract, make: Callable[[], Contract]) -> tuple[Contract, Any]:
-        """
-        Make the call.
-
-        Args:
-            contract: What it goes to, unless it restores in a new process.
-            make: What makes the contract of a new process.
-
-        Returns:
-            The contract that it went to, and what that returned.
-
-        Raises:
-            Refused: As the contract.
-        """
-        name, given = self.transition, dict(self.arguments)
-        if "ticket" in given:
-            name = name.partition("_")[0]
-        if given.pop("fresh", False):
-            contract = make()
-        return contract, getattr(contract, name)(**given)
 
     def __str__(self) -> str:
         given = (

@@ -1,0 +1,213 @@
+"""
+Ranks: the protocol is proved for any number of ranks, explored for a few, and needs all it asks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from attrs import evolve
+
+from qeffect.cli import main
+from qeffect.spec.ranks import RANK_COLUMNS, RANK_PROMISES, RANK_STEPS
+from qeffect.verification.ranks import command, kernel
+from qeffect.verification.ranks.explore import SCOPES, explore
+from qeffect.verification.ranks.kernel import KERNEL_SCOPES, match
+from qeffect.verification.ranks.lemmas import CONFIGURATION, LEMMAS
+from qeffect.verification.ranks.memory import State, broken
+from qeffect.verification.ranks.mutants import WRITES, Mutant, caught, mutants
+from qeffect.verification.ranks.protocol import TRANSITIONS
+from qeffect.verification.ranks.prove import INVARIANTS, prove
+
+#: States and steps of each scope, exactly.
+COUNTS = {
+    "two-ranks": (17_040, 46_005),
+    "three-ranks": (19_465, 50_467),
+    "messages": (689, 1_907),
+    "messages-and-faults": (10_058, 22_953),
+    "messages-both-ways": (737, 2_593),
+    "two-messages": (529, 1_649),
+    "two-steps": (29_517, 64_216),
+}
+QUICK = ("messages", "messages-both-ways", "two-messages")
+#: Progress alone suffers from these: no promise of safety rests on them.
+FOR_PROGRESS = {"post_send without planned-sends", "post_receive without planned-receives"}
+BY_NAME = {mutant.name: mutant for mutant in mutants()}
+
+
+class TestProofs:
+    def test_everything_is_proved(self) -> None:
+        """Every promise and lemma holds at first and is kept by every transition; none unknown."""
+        answers = list(prove())
+        verdicts = Counter(answer.verdict for answer in answers)
+
+        assert {"unsat", "kept"} == set(verdicts)
+        assert len(INVARIANTS) * (1 + len(TRANSITIONS)) + len(RANK_STEPS) == len(answers)
+        # Of what a transition does not write, nothing is asked.
+        assert verdicts["unsat"] > 150
+        assert {p.name for p in (*RANK_PROMISES, *RANK_STEPS)} <= {a.claim for a in answers}
+
+    def test_a_false_promise_is_not_proved(self) -> None:
+        """The instrument is not blind: a commit that asks nobody leaves promises open."""
+        left = {
+            answer.claim
+            for answer in prove(
+                transition="commit", without=frozenset({"consent-of-all"}), timeout=200
+            )
+            if not answer.proved
+        }
+
+        assert {"ranks.refusal-holds-all", "ranks.all-consented"} <= left
+
+
+class TestExplorer:
+    @pytest.mark.parametrize(
+        "name",
+        [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SCOPES],
+    )
+    def test_scope(self, name: str) -> None:
+        """No promise breaks, and from every state the protocol leads on to the end."""
+        found = explore(SCOPES[name], lemmas=name in QUICK)
+
+        assert ("", ()) == (found.violation, found.trace)
+        assert COUNTS[name] == (found.states, found.steps)
+
+    @pytest.mark.slow
+    def test_everything_happens(self) -> None:
+        """Every transition is taken and everything asked is refused somewhere: none is vacuous."""
+        found = [explore(scope, lemmas=False) for scope in SCOPES.values()]
+        taken = {name for one in found for name in one.taken}
+        refused = {name.removeprefix("ranks.") for one in found for name in one.refused}
+
+        assert set(TRANSITIONS) == taken
+        assert {m.without for m in mutants() if "=" not in m.without} == refused
+
+    def test_configurations_are_what_is_assumed(self) -> None:
+        """The explored configurations are ones that the proofs speak of."""
+        for scope in SCOPES.values():
+            state = State(scope.size)
+            state.members = {**state.members, "count": range(scope.size.steps + 2)}
+
+            assert [] == list(broken(CONFIGURATION, state))
+
+
+class TestMutants:
+    def test_everything_asked_is_left_out_in_turn(self) -> None:
+        """Each thing that a transition asks is a mutant, and so is each listed write."""
+        assert 17 + len(WRITES) == len(BY_NAME)
+        for name, column in WRITES:
+            assert name in TRANSITIONS
+            assert column in RANK_COLUMNS
+
+    @pytest.mark.parametrize(
+        ("name", "violation", "ends"),
+        [
+            pytest.param(
+                "commit without consent-of-all",
+                "ranks.all-consented",
+                ("consent(rank 0)", "commit(rank 0)"),
+                marks=pytest.mark.slow,
+            ),
+            (
+                "publish without part-of-this-epoch",
+                "ranks.checkpoint-of-one-epoch",
+                ("publish(rank 0)",),
+            ),
+            (
+                "publish without part-of-this-attempt",
+                "ranks.checkpoint-of-one-attempt",
+                ("start(rank 0)", "publish(rank 0)"),
+            ),
+            ("close without open =", "ranks.stop-wakes", ("say(rank 0)", "close(rank 0)")),
+            ("begin_attempt without fence", "ranks.one-attempt", ("start(rank 1)",)),
+            (
+                "release without release-after-send",
+                "ranks.sender-keeps-buffer",
+                ("post_send(rank 0, rank 1, slot 0)", "release(rank 0, slot 0)"),
+            ),
+        ],
+    )
+    def test_caught_with_a_trace(self, name: str, violation: str, ends: tuple[str, ...]) -> None:
+        """The worst ones: a proof no longer closes, and a shortest trace shows what goes wrong."""
+        found = caught(BY_NAME[name])
+
+        assert found.open
+        assert violation == found.violation
+        assert ends == found.trace[-len(ends) :]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("mutant", BY_NAME.values(), ids=BY_NAME)
+    def test_every_one_is_caught(self, mutant: Mutant) -> None:
+        """Whatever is left out, ranks break a promise or do not come to the end."""
+        found = caught(mutant)
+
+        assert found.killed
+        assert bool(found.open) is (mutant.name not in FOR_PROGRESS)
+
+
+class TestKernel:
+    @pytest.mark.parametrize(
+        "name", [*KERNEL_SCOPES, pytest.param("stages-two", marks=pytest.mark.slow)]
+    )
+    def test_a_contract_is_what_the_protocol_takes_it_for(self, name: str) -> None:
+        """Every move of the composed kernel does to the four numbers what the protocol says."""
+        found = match(name=name)
+
+        assert "" == found.difference
+        assert found.commits > 10
+
+    def test_without_reductions_it_would_not_be(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The instrument is not blind: a reduction that is due is part of what is live."""
+        monkeypatch.setattr(kernel, "_LIVE", ("consumers", "refreshing", "busy"))
+
+        assert "a commit is accepted if" in match(name="stage-readers").difference
+
+    def test_nor_if_all_were_whole(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nor would it be if what is not final were taken for whole."""
+        right = kernel.seen
+        monkeypatch.setattr(kernel, "seen", lambda st: evolve(right(st), whole=True))
+
+        assert "a commit is accepted if" in match(name="stage-epochs").difference
+
+
+@pytest.mark.slow
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`qeffect ranks` proves, explores, compares, and says how much it did."""
+    assert 0 == main(["ranks", "--json", "--quiet"])
+    record = json.loads(capsys.readouterr().out)
+
+    assert ("accepted", 0, []) == (record["verdict"], record["unknown"], record["open"])
+    assert list(SCOPES) == [scope["scope"] for scope in record["scopes"]]
+    assert list(KERNEL_SCOPES) == [scope["scope"] for scope in record["kernel"]]
+
+
+def test_a_mutant_prints_as_a_trace(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`qeffect ranks --mutants` prints what was left out, what breaks, and the way there."""
+    room = SimpleNamespace(
+        prove=lambda progress: iter(()),
+        SCOPES={},
+        explore=explore,
+        KERNEL_SCOPES=(),
+        match=match,
+        mutants=lambda: [BY_NAME["close without open ="]],
+        caught=caught,
+    )
+    monkeypatch.setattr(command, "_room", lambda: room)
+    assert 0 == main(["ranks", "--mutants", "--quiet"])
+    said = capsys.readouterr().out
+
+    assert "close without open =: a rank ends and wakes nobody" in said
+    assert "two-ranks: ranks.stop-wakes" in said
+    assert said.rstrip().endswith("close(rank 0)")
+
+
+def test_names_are_distinct() -> None:
+    """A promise, a step and a lemma each have a name of their own."""
+    names = [p.name for p in (*RANK_PROMISES, *RANK_STEPS, *LEMMAS, *CONFIGURATION)]
+
+    assert len(set(names)) == len(names)

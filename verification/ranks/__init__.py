@@ -1,0 +1,3 @@
+"""
+Ranks: several contracts that exchange messages, move their weights together and stop together.
+"""

@@ -1,0 +1,86 @@
+"""
+``qeffect ranks``: what is promised of several processes together, proved and explored.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from qeffect.cli.command import Outcome, Progress, needs
+
+__all__ = ["Ranks"]
+
+
+class Ranks:
+    """Prove and explore the protocol of N ranks."""
+
+    name = "ranks"
+    help = "prove and explore how ranks exchange messages, commit, checkpoint and stop together"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the options."""
+        parser.add_argument(
+            "--mutants",
+            action="store_true",
+            help="also leave out each thing that the protocol asks, and show a trace (minutes)",
+        )
+
+    def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
+        """Prove, explore and report."""
+        room = needs("verify", _room)
+        answers = list(room.prove(progress=progress))
+        open_ = [answer for answer in answers if not answer.proved]
+        asked = [answer for answer in answers if answer.verdict != "kept"]
+        scopes = []
+        for scope in room.SCOPES.values():
+            progress.note(f"Exploring. {scope.name}: {scope.says}")
+            scopes.append(room.explore(scope, lemmas=False))
+        kernels = [room.match(name=name) for name in room.KERNEL_SCOPES]
+        lines = [
+            f"any number of ranks: {len(asked) - len(open_)} of {len(asked)} obligations proved, "
+            f"{sum(a.verdict == 'unknown' for a in open_)} unknown; {len(answers) - len(asked)} "
+            "more speak of nothing that the transition writes",
+            *(f"  {a.verdict:8} {a.transition}: {a.claim}" for a in open_),
+        ]
+        for found in scopes:
+            said = found.violation or "no promise broken, and from every state a way to the end"
+            lines.append(
+                f"{found.scope:20} {found.states:>7,} states {found.steps:>8,} steps: {said}"
+            )
+            lines += [f"  {step}" for step in found.trace]
+        for kernel in kernels:
+            said = kernel.difference or "the kernel does what the protocol takes a contract to do"
+            lines.append(
+                f"{kernel.scope:20} {kernel.states:>7,} states {kernel.moves:>8,} moves: {said}"
+            )
+        good = not open_ and not any(f.violation for f in scopes)
+        good = good and not any(k.difference for k in kernels)
+        data: dict[str, Any] = {
+            "obligations": len(answers),
+            "asked": len(asked),
+            "unknown": sum(a.verdict == "unknown" for a in open_),
+            "open": [a.record() for a in open_],
+            "scopes": [f.record() for f in scopes],
+            "kernel": [k.record() for k in kernels],
+            "mutants": None,
+        }
+        if args.mutants:
+            found = [room.caught(mutant, progress) for mutant in room.mutants()]
+            data["mutants"] = [one.record() for one in found]
+            killed = [one for one in found if one.killed]
+            good = good and len(killed) == len(found)
+            lines.append(
+                f"{len(killed)} of {len(found)} protocols with one thing left out go wrong:"
+            )
+            for one in found:
+                lines.append(f"  {one.mutant.name}: {one.mutant.says}")
+                lines.append(f"    {one.scope}: {one.violation or 'nothing goes wrong'}")
+                lines += [f"      {step}" for step in one.trace]
+        return Outcome("accepted" if good else "refused", data, lines)
+
+
+def _room() -> Any:
+    from . import room
+
+    return room

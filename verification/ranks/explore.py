@@ -1,0 +1,344 @@
+"""
+Every state of a few ranks: promises in each, and from each a way to the end.
+
+The search is breadth first, so that what it finds is found by a shortest trace. Every rank may
+fail, refuse, give up or crash at any point, as often as the scope's budget of faults allows. Two
+things are asked of the whole graph: no state but the end is without a step that the protocol takes
+by itself, and from every state such steps lead to the end. In a finite graph that is progress under
+fair scheduling: a run that ends nowhere would pass some state for ever without taking the step that
+leads on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from itertools import product
+from typing import Any, Final
+
+from attrs import field, frozen
+
+from qeffect.refusals import Refused
+from qeffect.spec.predicates import Predicate
+from qeffect.spec.ranks import BETWEEN, RANK_PROMISES, RANK_STEPS, STEP
+
+from .lemmas import LEMMAS
+from .memory import Impossible, Size, State, broken
+from .protocol import TRANSITIONS, Transition
+
+__all__ = ["SCOPES", "Found", "Scope", "explore"]
+
+
+@frozen
+class Scope:
+    """
+    What is explored.
+
+    Args:
+        name: Its name.
+        size: Ranks, slots, messages.
+        goal: The epoch that all ranks are to reach.
+        faults: How many things may go wrong.
+        leave_out: Transitions that do not happen in it.
+        checkpoints: Whether ranks write checkpoints.
+        says: What it is for.
+    """
+
+    name: str
+    size: Size
+    goal: int
+    faults: int
+    leave_out: frozenset[str] = frozenset()
+    says: str = ""
+
+    @property
+    def transitions(self) -> list[Transition]:
+        """What happens in it."""
+        return [t for t in TRANSITIONS.values() if t.name not in self.leave_out]
+
+
+_MESSAGES: Final = frozenset({"post_send", "post_receive", "transfer", "release"})
+_ACTIONS: Final = frozenset({"act", "end_act", "fail"})
+_CHECKPOINTS: Final = frozenset({"write_shard", "publish"})
+
+#: Scopes by name.
+SCOPES: Final[Mapping[str, Scope]] = {
+    scope.name: scope
+    for scope in (
+        Scope(
+            "two-ranks",
+            Size(2, attempts=2, steps=1),
+            goal=1,
+            faults=1,
+            leave_out=_MESSAGES,
+            says="two ranks, one step, checkpoints, one fault anywhere",
+        ),
+        Scope(
+            "three-ranks",
+            Size(3, attempts=2, steps=1),
+            goal=1,
+            faults=1,
+            leave_out=_MESSAGES | _CHECKPOINTS | _ACTIONS,
+            says="three ranks, one step, one fault anywhere",
+        ),
+        Scope(
+            "messages",
+            Size(2, attempts=1, slots=1, messages={(0, 1): 1}, steps=2),
+            goal=2,
+            faults=0,
+            leave_out=_CHECKPOINTS | _ACTIONS,
+            says="two ranks, two steps, a message a step",
+        ),
+        Scope(
+            "messages-and-faults",
+            Size(2, attempts=2, slots=1, messages={(0, 1): 1}, steps=1),
+            goal=1,
+            faults=1,
+            leave_out=_CHECKPOINTS | _ACTIONS,
+            says="two ranks, one step, one message, one fault anywhere",
+        ),
+        Scope(
+            "messages-both-ways",
+            Size(2, attempts=1, slots=2, messages={(0, 1): 1, (1, 0): 1}, steps=1),
+            goal=1,
+            faults=0,
+            leave_out=_CHECKPOINTS | _ACTIONS | {"release"},
+            says="two ranks, one step, a message each way, two slots",
+        ),
+        Scope(
+            "two-messages",
+            Size(2, attempts=1, slots=2, messages={(0, 1): 2}, steps=1),
+            goal=1,
+            faults=0,
+            leave_out=_CHECKPOINTS | _ACTIONS | {"release"},
+            says="two ranks, one step, two messages in one channel, two slots",
+        ),
+        Scope(
+            "two-steps",
+            Size(2, attempts=2, steps=2),
+            goal=2,
+            faults=1,
+            leave_out=_MESSAGES | _ACTIONS,
+            says="two ranks, two steps, checkpoints, one fault anywhere",
+        ),
+    )
+}
+
+
+@frozen
+class Found:
+    """
+    What an exploration found.
+
+    Args:
+        scope: What was explored.
+        states: Reachable states.
+        steps: Transitions taken between them.
+        taken: How often each transition was taken.
+        refused: How often each thing that the protocol asks was refused.
+        violation: What broke, if something did: a promise's name, ``deadlock``, or ``no way on``.
+        trace: The transitions that lead there, from the first.
+    """
+
+    scope: str
+    states: int
+    steps: int
+    taken: Counter[str] = field(factory=Counter)
+    refused: Counter[str] = field(factory=Counter)
+    violation: str = ""
+    trace: tuple[str, ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """It as plain data."""
+        return {
+            "scope": self.scope,
+            "states": self.states,
+            "steps": self.steps,
+            "taken": dict(sorted(self.taken.items())),
+            "refused": dict(sorted(self.refused.items())),
+            "violation": self.violation or None,
+            "trace": list(self.trace),
+        }
+
+
+class _Search:
+    def __init__(
+        self, scope: Scope, transition: str, without: frozenset[str], lemmas: bool
+    ) -> None:
+        self.scope = scope
+        self.mutated = transition
+        self.without = without
+        self.state = State(scope.size)
+        self.promises: list[Predicate] = [*RANK_PROMISES, *(LEMMAS if lemmas else ())]
+        self.steps_of = {t: [p for p in RANK_STEPS if t in p.transitions] for t in TRANSITIONS}
+        members = scope.size.members
+        self.moves = [
+            (t, given)
+            for t in scope.transitions
+            for given in product(*(members[sort] for sort in t.arguments))
+        ]
+        start = (*self.state.buffer, 0)
+        self.number = {start: 0}
+        self.states = [start]
+        self.parents: list[tuple[int, int]] = [(-1, -1)]
+        self.onward: list[list[int]] = []
+        self.taken: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+
+    def run(self) -> Found:
+        """Search."""
+        violation = self._broken()
+        at = 0
+        while not violation and at < len(self.states):
+            violation = self._expand(at)
+            at += 1
+        if violation:
+            return self._found(violation, len(self.states) - 1)
+        stuck = self._stuck()
+        return self._found(*stuck) if stuck else self._found("", 0)
+
+    def _found(self, violation: str, last: int) -> Found:
+        trace = []
+        while last > 0:
+            last, move = self.parents[last]
+            transition, given = self.moves[move]
+            trace.append(f"{transition.name}({_told(transition, given)})")
+        return Found(
+            self.scope.name,
+            len(self.states),
+            sum(self.taken.values()),
+            self.taken,
+            self.refused,
+            violation,
+            tuple(reversed(trace)),
+        )
+
+    def _expand(self, at: int) -> str:
+        state, scope = self.state, self.scope
+        here = self.states[at]
+        faults = here[-1]
+        onward: list[int] = []
+        self.onward.append(onward)
+        buffer = state.buffer
+        for index, (transition, given) in enumerate(self.moves):
+            buffer[:] = here[:-1]
+            # That a contract refuses a spoiled epoch follows from the failure: no fault more.
+            follows = transition.name == "refuse" and state.spoiled[given[0]] == 1
+            fault = transition.fault and not follows
+            if fault and faults == scope.faults:
+                continue
+            if not self._wanted(transition.name, given, faults):
+                continue
+            mutated = transition.name == self.mutated
+            if mutated:
+                state.leave_out(self.without)
+            broken_step = ""
+            try:
+                steps = self.steps_of[transition.name]
+                failing = [p.name for p in steps if not p.function(state, *given)]
+                transition.run(state, *given)
+                broken_step = failing[0] if failing else ""
+            except Impossible:
+                continue
+            except Refused as refused:
+                self.refused[refused.clause] += 1
+                continue
+            finally:
+                if mutated:
+                    state.leave_out(frozenset())
+            self.taken[transition.name] += 1
+            after = (*buffer, faults + fault)
+            number = self.number.get(after)
+            new = number is None
+            if number is None:
+                number = self.number[after] = len(self.states)
+                self.states.append(after)
+                self.parents.append((at, index))
+            elif broken_step:
+                self.states.append(after)
+                self.parents.append((at, index))
+            if broken_step:
+                return broken_step
+            if new:
+                violation = self._broken()
+                if violation:
+                    return violation
+            if not fault and number != at:
+                onward.append(number)
+        return ""
+
+    def _wanted(self, name: str, given: tuple[int, ...], faults: int) -> bool:
+        """Whether a move stays within the scope."""
+        state, scope = self.state, self.scope
+        if name == "begin_attempt":
+            return bool(state.attempt[0] < min(faults + 1, scope.size.attempts))
+        if name in ("post_send", "post_receive"):
+            posted = state.sent if name == "post_send" else state.taken
+            return bool(posted[given[:2]] < len(state.members["place"]))
+        if name in ("begin_step", "act", "release"):
+            r = given[0]
+            if name == "begin_step":
+                return bool(state.epoch[r] < scope.goal and state.step[r] < scope.size.steps)
+            if name == "act":
+                return bool(state.live[r] == 0)
+            return bool(state.generation[r, given[1]] == 0 and state.phase[r] == STEP)
+        return True
+
+    def _broken(self) -> str:
+        for name, _ in broken(self.promises, self.state):
+            return name
+        return ""
+
+    def _ended(self, number: int) -> bool:
+        state = self.state
+        state.buffer[:] = self.states[number][:-1]
+        return all(
+            state.up[r] == 1
+            and state.epoch[r] >= self.scope.goal
+            and state.phase[r] == BETWEEN
+            and state.leaving[r] == 0
+            for r in range(self.scope.size.ranks)
+        )
+
+    def _stuck(self) -> tuple[str, int] | None:
+        """A state from which the protocol's own steps do not lead to the end."""
+        ended = [self._ended(n) for n in range(len(self.states))]
+        for number, onward in enumerate(self.onward):
+            if not onward and not ended[number]:
+                return "deadlock", number
+        back: list[list[int]] = [[] for _ in self.states]
+        for number, onward in enumerate(self.onward):
+            for after in onward:
+                back[after].append(number)
+        todo = deque(number for number, end in enumerate(ended) if end)
+        reaches = list(ended)
+        while todo:
+            for before in back[todo.popleft()]:
+                if not reaches[before]:
+                    reaches[before] = True
+                    todo.append(before)
+        left = [number for number, reached in enumerate(reaches) if not reached]
+        return ("no way on", left[0]) if left else None
+
+
+def _told(transition: Transition, given: tuple[int, ...]) -> str:
+    return ", ".join(f"{sort} {one}" for sort, one in zip(transition.arguments, given, strict=True))
+
+
+def explore(
+    scope: Scope,
+    *,
+    transition: str = "",
+    without: frozenset[str] = frozenset(),
+    lemmas: bool = True,
+) -> Found:
+    """
+    Walk every state of a scope, and stop at the first violation.
+
+    Args:
+        scope: The scope.
+        transition: A transition that is run without some of what it asks or writes.
+        without: Names of what it does not ask, ``COLUMN =`` for what it does not write.
+        lemmas: Also check what the proofs need besides the promises.
+    """
+    return _Search(scope, transition, without, lemmas).run()

@@ -1,0 +1,142 @@
+"""
+A rank's contract as the protocol sees it is how the composed kernel behaves.
+
+The protocol knows four numbers of a contract: its epoch, whether anything is live, whether its
+epoch is spoiled, and whether it is whole. Here they are read off the kernel's memory, and every
+move of every reachable state of a small scope, wrong moves included, must do to them what the
+protocol says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from attrs import frozen
+
+from qeffect.engine.stage import Transitions
+from qeffect.verification.explorer import standard_scopes
+from qeffect.verification.explorer.plain import explore
+from qeffect.verification.explorer.scopes import Scope
+from qeffect.verification.explorer.walker import Walker
+
+__all__ = ["KERNEL_SCOPES", "Matched", "Seen", "match", "seen"]
+
+#: Scopes in which epochs begin, are spoiled, reduced, committed and restored.
+KERNEL_SCOPES: Final = ("stage-epochs", "stage-readers")
+#: What counts as live: a tape, an action in flight, a reduction that runs or is due.
+_LIVE: Final = ("consumers", "refreshing", "busy", "reducing", "unreduced")
+
+
+@frozen
+class Seen:
+    """What the protocol knows of a contract."""
+
+    epoch: int
+    live: bool
+    spoiled: bool
+    whole: bool
+
+
+@frozen
+class Matched:
+    """
+    What a comparison found.
+
+    Args:
+        scope: The scope.
+        states: Reachable states of the kernel.
+        moves: Moves tried in them, accepted or refused.
+        commits: Commits accepted.
+        difference: The first move that the protocol does not allow; empty if there is none.
+    """
+
+    scope: str
+    states: int
+    moves: int
+    commits: int
+    difference: str = ""
+
+    def record(self) -> dict[str, Any]:
+        """It as plain data."""
+        return {
+            "scope": self.scope,
+            "states": self.states,
+            "moves": self.moves,
+            "commits": self.commits,
+            "difference": self.difference or None,
+        }
+
+
+def seen(st: Any) -> Seen:
+    """Return what the protocol knows of a kernel's memory."""
+    epochs = _entries(st.weight_epoch)
+    assert len(set(epochs)) == 1, "a commit is atomic over the stages of a process"
+    return Seen(
+        epoch=epochs[0],
+        live=any(any(_entries(getattr(st, name))) for name in _LIVE if hasattr(st, name)),
+        spoiled=any(s == e for s, e in zip(_entries(st.spoiled), epochs, strict=True)),
+        whole=all(f == e for f, e in zip(_entries(st.final), epochs, strict=True)),
+    )
+
+
+def _entries(column: Any) -> list[Any]:
+    """The entries of a column: by index in a list, by stage in a dictionary."""
+    return list(column.values() if isinstance(column, Mapping) else column)
+
+
+def match(
+    scope: Scope | None = None, name: str = "stage-epochs", composed: Transitions | None = None
+) -> Matched:
+    """
+    Compare every move of a scope with the protocol.
+
+    Args:
+        scope: The scope.
+        name: The name of a standard one, if none is given.
+        composed: Transitions to run; the scope's own by default. A test gives wrong ones.
+    """
+    scope = standard_scopes()[name] if scope is None else scope
+    walker = Walker(scope, composed, also=(*_LIVE, "spoiled", "final", "weight_epoch"))
+    states = explore(walker).parents
+    counts: Counter[str] = Counter()
+    for state in states:
+        walker.memory.thaw(state)
+        before = seen(walker.memory)
+        for index, clause, after_state in walker.edges(state):
+            move = walker.moves[index]
+            counts["moves"] += 1
+            walker.memory.thaw(after_state)
+            after = seen(walker.memory)
+            wrong = _wrong(move.steps, move.right, clause, before, after)
+            walker.memory.thaw(state)
+            if wrong:
+                told = f"{move.label} ({clause or 'accepted'}), {before} to {after}: {wrong}"
+                return Matched(scope.name, len(states), counts["moves"], counts["commits"], told)
+            counts["commits"] += clause is None and move.steps == ("commit_epoch",)
+    return Matched(scope.name, len(states), counts["moves"], counts["commits"])
+
+
+def _wrong(steps: Iterable[str], right: bool, clause: str | None, before: Seen, after: Seen) -> str:
+    """What the protocol does not allow of a move; nothing if it does."""
+    if after.whole and after.spoiled:
+        return "whole and spoiled"
+    if clause is not None and after != before:
+        return "a refusal changed it"
+    if tuple(steps) == ("commit_epoch",):
+        may = before.whole and not before.live
+        if right and may != (clause is None):
+            return "a commit is accepted if the epoch is whole and nothing is live, and only then"
+        if clause is None and after != Seen(before.epoch + 1, False, False, False):
+            return "a commit begins the next epoch, with nothing in it"
+    elif tuple(steps) == ("restore",):
+        if clause is None and (after.live or after.spoiled or after.whole):
+            return "a restore begins with nothing live, spoiled or whole"
+    elif after.epoch != before.epoch:
+        return "only a commit and a restore move the epoch"
+    elif before.spoiled and not after.spoiled:
+        return "a spoiled epoch stays so"
+    if tuple(steps) == ("checkpoint",) and clause is None and before.live:
+        return "a checkpoint with something live"
+    return ""

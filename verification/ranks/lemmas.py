@@ -1,0 +1,228 @@
+"""
+What the proofs of the ranks need besides the promises; nothing here is promised.
+
+Most speak of ranks of the newest attempt, ``now``: what a rank of an older one left behind is read
+by nobody but the launcher.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from qeffect.spec.predicates import Register, implies
+from qeffect.spec.ranks import AGREED, BETWEEN, NOBODY, STEP
+
+__all__ = ["CONFIGURATION", "LEMMAS"]
+
+#: Taken as given: what a configuration is.
+CONFIGURATION: Final = Register()
+#: Proved beside the promises.
+LEMMAS: Final = Register()
+
+
+def _now(st: Any, r: Any) -> Any:
+    return st.life[r] == st.attempt[0]
+
+
+@CONFIGURATION("ranks.some-messages", r="rank", q="rank")
+def some_messages(st: Any, r: Any, q: Any) -> Any:
+    """A step has some messages from a rank to another, and none to itself."""
+    return (st.messages[r, q] >= 0) & implies(r == q, st.messages[r, q] == 0)
+
+
+@CONFIGURATION("ranks.no-steps-no-messages", r="rank", q="rank")
+def no_steps_no_messages(st: Any, r: Any, q: Any) -> Any:
+    """No steps have no messages."""
+    return st.total[r, q, 0] == 0
+
+
+@CONFIGURATION("ranks.messages-add-up", r="rank", q="rank", k="count")
+def messages_add_up(st: Any, r: Any, q: Any, k: Any) -> Any:
+    """Each step adds its messages."""
+    return implies(k > 0, st.total[r, q, k] == st.total[r, q, k - 1] + st.messages[r, q])
+
+
+# Attempts
+
+
+@LEMMAS("ranks.lives", r="rank")
+def lives(st: Any, r: Any) -> Any:
+    """No rank is of an attempt to come, or of attempt zero."""
+    alive = (st.life[r] == NOBODY) | (st.life[r] > 0)
+    return (st.attempt[0] >= 0) & (st.life[r] <= st.attempt[0]) & alive
+
+
+@LEMMAS("ranks.up-now", r="rank")
+def up_now(st: Any, r: Any) -> Any:
+    """A rank that runs is of the newest attempt."""
+    return implies(st.up[r] == 1, _now(st, r))
+
+
+@LEMMAS("ranks.flags", r="rank")
+def flags(st: Any, r: Any) -> Any:
+    """A process runs or does not; a phase is one of three; nothing is counted below zero."""
+    return (
+        ((st.up[r] == 0) | (st.up[r] == 1))
+        & ((st.whole[r] == 0) | (st.whole[r] == 1))
+        & (st.phase[r] >= BETWEEN)
+        & (st.phase[r] <= AGREED)
+        & (st.step[r] >= 0)
+        & (st.live[r] >= 0)
+        & (st.epoch[r] >= 0)
+        & (st.kept[r] >= 0)
+        & (st.base[0] >= 0)
+    )
+
+
+@LEMMAS("ranks.nothing-published-before-all-started", r="rank")
+def nothing_published_before_all_started(st: Any, r: Any) -> Any:
+    """While a rank is yet to start, the checkpoint is still the one that the attempt began from."""
+    return implies(st.life[r] != st.attempt[0], st.saved[0] == st.base[0])
+
+
+@LEMMAS("ranks.shard-lives", r="rank")
+def shard_lives(st: Any, r: Any) -> Any:
+    """No part of a checkpoint was written in an attempt that its rank has not started in."""
+    return st.shard_life[r] <= st.life[r]
+
+
+# Steps and epochs
+
+
+@LEMMAS("ranks.epoch-of-step", r="rank")
+def epoch_of_step(st: Any, r: Any) -> Any:
+    """A rank is as many epochs past the attempt's checkpoint as it has ended steps."""
+    between = st.phase[r] == BETWEEN
+    return implies(
+        _now(st, r),
+        implies(between, st.epoch[r] == st.base[0] + st.step[r])
+        & (between | ((st.epoch[r] + 1 == st.base[0] + st.step[r]) & (st.step[r] > 0))),
+    )
+
+
+@LEMMAS("ranks.yes-is-next", r="rank")
+def yes_is_next(st: Any, r: Any) -> Any:
+    """A rank has consented to its own epoch, and to the next one when it has agreed."""
+    agreed = st.phase[r] == AGREED
+    return implies(
+        _now(st, r),
+        implies(agreed, st.yes[r] == st.epoch[r] + 1) & (agreed | (st.yes[r] == st.epoch[r])),
+    )
+
+
+@LEMMAS("ranks.moved-by-consent", r="rank", q="rank")
+def moved_by_consent(st: Any, r: Any, q: Any) -> Any:
+    """A rank is in no epoch that another one has not consented to."""
+    return implies(_now(st, r) & _now(st, q), st.epoch[r] <= st.yes[q])
+
+
+@LEMMAS("ranks.moved-by-all", r="rank", q="rank")
+def moved_by_all(st: Any, r: Any, q: Any) -> Any:
+    """Before all have started, nobody has moved."""
+    return implies(_now(st, r) & (st.life[q] != st.attempt[0]), st.epoch[r] == st.base[0])
+
+
+@LEMMAS("ranks.agreed-is-settled", r="rank")
+def agreed_is_settled(st: Any, r: Any) -> Any:
+    """A rank that has agreed has nothing live, and is whole."""
+    agreed = _now(st, r) & (st.phase[r] == AGREED)
+    return implies(agreed, (st.live[r] == 0) & (st.whole[r] == 1))
+
+
+@LEMMAS("ranks.whole-is-not-spoiled", r="rank")
+def whole_is_not_spoiled(st: Any, r: Any) -> Any:
+    """What is whole is not spoiled."""
+    return implies(st.whole[r] == 1, st.spoiled[r] == 0)
+
+
+@LEMMAS("ranks.refused-leaves", r="rank")
+def refused_leaves(st: Any, r: Any) -> Any:
+    """A rank whose contract refused is in that epoch, in its step, and leaves."""
+    said = _now(st, r) & (st.refused[r] != NOBODY)
+    here = (st.refused[r] == st.epoch[r]) & (st.phase[r] == STEP) & (st.leaving[r] == 1)
+    return implies(said, here)
+
+
+@LEMMAS("ranks.refusals-past", r="rank", q="rank")
+def refusals_past(st: Any, r: Any, q: Any) -> Any:
+    """A refusal of an older attempt holds for the ranks that are still of it."""
+    same = (st.life[r] == st.life[q]) & (st.refused[r] != NOBODY)
+    return implies(same, st.epoch[q] <= st.refused[r])
+
+
+# Channels
+
+
+@LEMMAS("ranks.channel-counts", r="rank", q="rank")
+def channel_counts(st: Any, r: Any, q: Any) -> Any:
+    """What has ended was posted; nothing is counted below zero."""
+    return (
+        (st.sent_done[r, q] >= 0)
+        & (st.sent_done[r, q] <= st.sent[r, q])
+        & (st.taken_done[r, q] >= 0)
+        & (st.taken_done[r, q] <= st.taken[r, q])
+    )
+
+
+@LEMMAS("ranks.ends-agree", r="rank", q="rank")
+def ends_agree(st: Any, r: Any, q: Any) -> Any:
+    """Both ends of a channel count the same messages as ended; none before both have started."""
+    both = _now(st, r) & _now(st, q)
+    return implies(both, st.sent_done[r, q] == st.taken_done[q, r]) & implies(
+        st.life[r] != st.life[q],
+        implies(_now(st, r), (st.sent_done[r, q] == 0) & (st.taken_done[r, q] == 0)),
+    )
+
+
+@LEMMAS("ranks.channel-settled", r="rank", q="rank")
+def channel_settled(st: Any, r: Any, q: Any) -> Any:
+    """Outside of its step a rank has no message under way."""
+    outside = _now(st, r) & (st.phase[r] != STEP)
+    ended = (st.sent_done[r, q] == st.sent[r, q]) & (st.taken_done[r, q] == st.taken[r, q])
+    return implies(outside, ended)
+
+
+@LEMMAS("ranks.channel-of-step", r="rank", q="rank")
+def channel_of_step(st: Any, r: Any, q: Any) -> Any:
+    """A rank has posted the messages of all its ended steps, and perhaps some of this one."""
+    n = st.step[r]
+    in_step = (st.sent_before[r, q] == st.total[r, q, n - 1]) & (
+        st.taken_before[r, q] == st.total[q, r, n - 1]
+    )
+    all_posted = (st.sent[r, q] == st.total[r, q, n]) & (st.taken[r, q] == st.total[q, r, n])
+    between = st.phase[r] == BETWEEN
+    return implies(
+        _now(st, r),
+        implies(st.phase[r] != STEP, all_posted) & (between | in_step),
+    )
+
+
+# Stopping
+
+
+@LEMMAS("ranks.halted-or-not", n="attempt")
+def halted_or_not(st: Any, n: Any) -> Any:
+    """An attempt has a cause to end, or has none."""
+    return (st.halted[n] == 0) | (st.halted[n] == 1)
+
+
+@LEMMAS("ranks.said-halts", r="rank")
+def said_halts(st: Any, r: Any) -> Any:
+    """A rank that has said why it leaves is of an attempt that has a cause."""
+    said = (st.life[r] != NOBODY) & (st.said[r] == 1)
+    return implies(said, st.halted[st.life[r]] == 1)
+
+
+@LEMMAS("ranks.closed-for-a-reason", r="rank")
+def closed_for_a_reason(st: Any, r: Any) -> Any:
+    """A started rank whose connections are closed crashed, or its attempt has a cause."""
+    n = st.life[r]
+    closed = (n != NOBODY) & (st.open[r] == 0)
+    return implies(closed, (st.halted[n] == 1) | (st.gone[n] == 1))
+
+
+@LEMMAS("ranks.lost-for-a-reason", r="rank")
+def lost_for_a_reason(st: Any, r: Any) -> Any:
+    """A rank that lost a connection lost it to a rank that crashed, or one that said why."""
+    n = st.life[r]
+    return implies(st.lost[r] == 1, (st.halted[n] == 1) | (st.gone[n] == 1))

@@ -1,0 +1,189 @@
+"""
+The state of a few ranks as one list of numbers, and the protocol's transitions over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from math import prod
+from typing import Any
+
+from attrs import frozen
+
+from qeffect.refusals import Refused
+from qeffect.spec.predicates import Predicate
+from qeffect.spec.ranks import NOBODY, RANK_COLUMNS
+
+__all__ = ["Impossible", "Size", "State", "broken"]
+
+#: Columns that begin with "none".
+_NEVER = frozenset({"life", "shard_life", "refused"})
+
+
+class Impossible(Exception):  # noqa: N818 - a word of the model, not an error of ours
+    """A transition is not possible here: nothing to refuse."""
+
+
+@frozen
+class Size:
+    """
+    How large a state is.
+
+    Args:
+        ranks: Ranks.
+        attempts: Attempts there may be.
+        slots: Slots of each rank.
+        messages: Messages of a step, by (sender, receiver).
+        steps: Steps that a rank may begin in an attempt.
+    """
+
+    ranks: int = 2
+    attempts: int = 2
+    slots: int = 1
+    messages: Mapping[tuple[int, int], int] = {}
+    steps: int = 2
+
+    @property
+    def members(self) -> Mapping[str, range]:
+        """The members of each sort; one more place than a protocol that keeps its plan needs."""
+        places = max(self.messages.values(), default=0) * self.steps
+        return {
+            "one": range(1),
+            "rank": range(self.ranks),
+            "attempt": range(self.attempts + 1),
+            "slot": range(self.slots),
+            "place": range(places + 1 if places else 0),
+        }
+
+
+class _Column:
+    """A column: a stretch of the state's list."""
+
+    __slots__ = ("buffer", "dropped", "end", "start", "strides")
+
+    def __init__(self, buffer: list[int], start: int, lengths: list[int]) -> None:
+        self.buffer = buffer
+        self.start = start
+        self.end = start + prod(lengths)
+        self.strides = [prod(lengths[i + 1 :]) for i in range(len(lengths))]
+        self.dropped = False
+
+    def _at(self, index: tuple[int, ...]) -> int:
+        return self.start + sum(i * n for i, n in zip(index, self.strides, strict=False))
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int):
+            if len(self.strides) == 1:
+                return self.buffer[self.start + index]
+            at = self.start + index * self.strides[0]
+            return self.buffer[at : at + self.strides[0]]
+        return self.buffer[self._at(index)]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if self.dropped:
+            return
+        if isinstance(value, _Column):
+            self.buffer[self.start : self.end] = value.buffer[value.start : value.end]
+        elif isinstance(value, list):
+            at = self.start + index * self.strides[0]
+            self.buffer[at : at + self.strides[0]] = value
+        elif isinstance(index, int):
+            self.buffer[self.start + index] = int(value)
+        else:
+            self.buffer[self._at(index)] = int(value)
+
+
+class State:
+    """
+    A state that transitions and predicates read, and transitions write.
+
+    Args:
+        size: How many members each sort has.
+    """
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+        self.members = size.members
+        self.buffer: list[int] = []
+        self.without: frozenset[str] = frozenset()
+        self._lengths = {}
+        self._spaces: dict[str, list[tuple[int, ...]]] = {}
+        for name, (indices, _) in RANK_COLUMNS.items():
+            if name == "total":
+                continue
+            lengths = [len(self.members[index]) for index in indices]
+            self._lengths[name] = lengths
+            setattr(self, name, _Column(self.buffer, len(self.buffer), lengths))
+            self.buffer += [NOBODY if name in _NEVER else 0] * prod(lengths)
+        self.total = _Total(size.messages)
+        for (r, q), count in size.messages.items():
+            self.messages[r, q] = count
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+    def leave_out(self, without: frozenset[str]) -> None:
+        """Do not ask what has one of these names, and leave out writes that are ``COLUMN =``."""
+        self.without = without
+        for name in self._lengths:
+            getattr(self, name).dropped = f"{name} =" in without
+
+    def when(self, condition: Any) -> None:
+        """
+        What makes a transition possible.
+
+        Raises:
+            Impossible: It is not.
+        """
+        if not condition:
+            raise Impossible
+
+    def need(self, name: str, condition: Any) -> None:
+        """
+        What the protocol asks first.
+
+        Raises:
+            Refused: It does not hold.
+        """
+        if not condition and name not in self.without:
+            raise Refused(f"ranks.{name}")
+
+    def every(self, sorts: str, holds: Callable[..., Any]) -> bool:
+        """Whether something holds of all members of some sorts."""
+        space = self._spaces.get(sorts)
+        if space is None:
+            space = list(product(*(self.members[sort] for sort in sorts.split())))
+            self._spaces[sorts] = space
+        return all(holds(*given) for given in space)
+
+    def zeros(self, column: str) -> list[int]:
+        """A row of a column, all zero."""
+        return [0] * prod(self._lengths[column][1:])
+
+
+class _Total:
+    """Messages of so many steps."""
+
+    def __init__(self, messages: Mapping[tuple[int, int], int]) -> None:
+        self.messages = messages
+
+    def __getitem__(self, index: tuple[int, int, int]) -> int:
+        r, q, steps = index
+        return self.messages.get((r, q), 0) * steps
+
+
+def broken(predicates: Any, state: State) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the predicates that do not hold, each with its first counterexample."""
+    for predicate in predicates:
+        given = _counterexample(predicate, state)
+        if given is not None:
+            yield predicate.name, given
+
+
+def _counterexample(predicate: Predicate, state: State) -> tuple[int, ...] | None:
+    function = predicate.function
+    for given in product(*(state.members[sort] for sort in predicate.variables.values())):
+        if not function(state, *given):
+            return given
+    return None

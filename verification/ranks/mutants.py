@@ -1,0 +1,118 @@
+"""
+The protocol with one thing left out, each caught twice: a proof no longer closes, and a shortest
+trace of a few ranks shows what goes wrong.
+
+Everything that a transition asks first (``st.need``) is left out in turn, and of its writes those
+that make others wait, know or stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from attrs import frozen
+
+from .explore import SCOPES, explore
+from .protocol import TRANSITIONS
+from .prove import prove
+from .symbolic import asked
+
+__all__ = ["WRITES", "Caught", "Mutant", "caught", "mutants"]
+
+#: Writes that are left out in turn, by transition, with what a runtime without it would do.
+WRITES: Final[Mapping[tuple[str, str], str]] = {
+    ("start", "epoch"): "a rank starts with the weights that it happens to have",
+    ("begin_step", "sent_before"): "a rank counts its messages on without beginning a step's anew",
+    ("consent", "phase"): "a rank consents and goes on with its step",
+    ("refuse", "leaving"): "a rank whose contract refused stays",
+    ("publish", "kept"): "a checkpoint gets its name without its parts",
+    ("say", "halted"): "the first cause does not stand: a later one replaces it",
+    ("close", "open"): "a rank ends and wakes nobody",
+    ("close", "told"): "a rank ends without reading the cause",
+}
+
+
+@frozen
+class Mutant:
+    """
+    A protocol with one thing left out.
+
+    Args:
+        transition: Where.
+        without: What it does not ask, or ``COLUMN =`` for what it does not write.
+        says: What that means.
+    """
+
+    transition: str
+    without: str
+    says: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return f"{self.transition} without {self.without}"
+
+
+@frozen
+class Caught:
+    """
+    How a mutant was caught.
+
+    Args:
+        mutant: The mutant.
+        open: What is no longer proved.
+        scope: The scope whose exploration broke; empty when none did.
+        violation: What broke there.
+        trace: The transitions that lead there.
+    """
+
+    mutant: Mutant
+    open: tuple[str, ...]
+    scope: str
+    violation: str
+    trace: tuple[str, ...]
+
+    @property
+    def killed(self) -> bool:
+        """Whether the ranks of some scope break a promise, or do not come to the end."""
+        return bool(self.violation)
+
+    def record(self) -> dict[str, Any]:
+        """It as plain data."""
+        return {
+            "mutant": self.mutant.name,
+            "says": self.mutant.says,
+            "not_proved": list(self.open),
+            "scope": self.scope or None,
+            "violation": self.violation or None,
+            "trace": list(self.trace),
+        }
+
+
+def mutants() -> Iterator[Mutant]:
+    """Yield every mutant."""
+    for transition in TRANSITIONS.values():
+        for name in asked(transition):
+            yield Mutant(transition.name, name, f"`{transition.name}` does not ask {name}")
+    for (transition_name, column), says in WRITES.items():
+        yield Mutant(transition_name, f"{column} =", says)
+
+
+def caught(mutant: Mutant, progress: Callable[[str], None] | None = None) -> Caught:
+    """Prove and explore a mutant."""
+    if progress is not None:
+        progress(f"Without. {mutant.name}")
+    without = frozenset({mutant.without})
+    left = tuple(
+        answer.claim
+        for answer in prove(transition=mutant.transition, without=without, timeout=1_000)
+        if not answer.proved
+    )
+    for scope in SCOPES.values():
+        if mutant.transition in scope.leave_out:
+            continue
+        found = explore(scope, transition=mutant.transition, without=without, lemmas=False)
+        if found.violation:
+            return Caught(mutant, left, scope.name, found.violation, found.trace)
+    return Caught(mutant, left, "", "", ())

@@ -1,0 +1,350 @@
+"""
+The protocol of N ranks, as transitions over columns; read over plain memory and by a solver.
+
+A rank's own contract appears as four numbers: its epoch, how much of it is live, whether its epoch
+is spoiled, and whether it is whole (final and reduced). That this is how the composed kernel
+behaves is checked apart (`qeffect.verification.ranks.kernel`).
+
+Each transition says three things in turn. ``st.when`` is what makes it possible at all: a process
+that does not run does nothing. ``st.need`` is what the protocol asks first; each has a name, and
+without any one of them a promise breaks. Then it writes. Transitions neither branch on the state
+nor loop over it, so that the same functions run over small memories and over Z3's arrays.
+
+An attempt is one run of all ranks from a checkpoint. The connections of an attempt are its own: a
+message posted in one is never received in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from attrs import frozen
+
+from qeffect.spec.predicates import choose, implies
+from qeffect.spec.ranks import AGREED, BETWEEN, NOBODY, STEP, receiving, sending
+
+__all__ = ["FAULTS", "TRANSITIONS", "Transition"]
+
+
+@frozen
+class Transition:
+    """
+    One transition of the protocol.
+
+    Args:
+        name: Its name.
+        run: The function, of the state and its arguments.
+        arguments: Sort of each argument.
+        fault: Whether it is something that went wrong, and not the protocol going on.
+    """
+
+    name: str
+    run: Callable[..., None]
+    arguments: tuple[str, ...] = ()
+    fault: bool = False
+
+    @property
+    def text(self) -> str:
+        """What happens, in a sentence."""
+        return " ".join((self.run.__doc__ or "").split())
+
+
+_FOUND: dict[str, Transition] = {}
+
+
+def _transition(*arguments: str, fault: bool = False) -> Callable[..., Any]:
+    def enter(function: Callable[..., None]) -> Callable[..., None]:
+        name = function.__name__
+        _FOUND[name] = Transition(name, function, arguments, fault)
+        return function
+
+    return enter
+
+
+def _goes_on(st: Any, r: Any, phase: int) -> None:
+    st.when(st.up[r] == 1)
+    st.when(st.leaving[r] == 0)
+    st.when(st.phase[r] == phase)
+
+
+# Attempts
+
+
+@_transition()
+def begin_attempt(st: Any) -> None:
+    """The launcher begins an attempt from the newest whole checkpoint, once no rank is left."""
+    st.need("fence", st.every("rank", lambda q: st.up[q] == 0))
+    st.attempt[0] = st.attempt[0] + 1
+    st.base[0] = st.saved[0]
+
+
+@_transition("rank")
+def start(st: Any, r: Any) -> None:
+    """A rank starts, once in an attempt, and loads its part of the checkpoint."""
+    st.when(st.up[r] == 0)
+    st.need("one-start", st.life[r] != st.attempt[0])
+    st.when(st.attempt[0] > 0)
+    st.life[r] = st.attempt[0]
+    st.up[r] = 1
+    st.open[r] = 1
+    st.phase[r] = BETWEEN
+    st.step[r] = 0
+    st.epoch[r] = st.kept[r]
+    st.yes[r] = st.kept[r]
+    st.refused[r] = NOBODY
+    for column in ("live", "spoiled", "whole", "leaving", "lost", "said", "ended"):
+        getattr(st, column)[r] = 0
+    for column in ("sent", "sent_before", "sent_done", "taken", "taken_before", "taken_done"):
+        getattr(st, column)[r] = st.zeros(column)
+
+
+# A step
+
+
+@_transition("rank")
+def begin_step(st: Any, r: Any) -> None:
+    """A rank begins its next step."""
+    _goes_on(st, r, BETWEEN)
+    st.phase[r] = STEP
+    st.step[r] = st.step[r] + 1
+    st.sent_before[r] = st.sent[r]
+    st.taken_before[r] = st.taken[r]
+
+
+@_transition("rank")
+def act(st: Any, r: Any) -> None:
+    """The rank's contract accepts an action: something is live."""
+    st.when(st.up[r] == 1)
+    st.when(st.phase[r] != BETWEEN)
+    st.when(st.leaving[r] == 0)
+    st.need("no-action-after-consent", st.phase[r] == STEP)
+    st.live[r] = st.live[r] + 1
+
+
+@_transition("rank")
+def end_act(st: Any, r: Any) -> None:
+    """What was live is released."""
+    _goes_on(st, r, STEP)
+    st.when(st.live[r] > 0)
+    st.live[r] = st.live[r] - 1
+
+
+@_transition("rank", fault=True)
+def fail(st: Any, r: Any) -> None:
+    """An action fails; its epoch is spoiled."""
+    _goes_on(st, r, STEP)
+    st.when(st.live[r] > 0)
+    st.live[r] = st.live[r] - 1
+    st.spoiled[r] = 1
+    st.whole[r] = 0
+
+
+@_transition("rank")
+def finish(st: Any, r: Any) -> None:
+    """The rank's stages are final and reduced."""
+    _goes_on(st, r, STEP)
+    st.when(st.spoiled[r] == 0)
+    st.whole[r] = 1
+
+
+# Messages
+
+
+@_transition("rank", "rank", "slot")
+def post_send(st: Any, r: Any, q: Any, s: Any) -> None:
+    """A rank posts the next send to another, out of a slot."""
+    _goes_on(st, r, STEP)
+    st.when(r != q)
+    st.need("planned-sends", st.sent[r, q] < st.sent_before[r, q] + st.messages[r, q])
+    st.need(
+        "send-after-receive",
+        st.every("rank place", lambda p, k: implies(receiving(st, r, p, k), st.into[r, p, k] != s)),
+    )
+    place = st.sent[r, q]
+    st.out[r, q, place] = s
+    st.out_generation[r, q, place] = st.generation[r, s]
+    st.sent[r, q] = place + 1
+
+
+@_transition("rank", "rank", "slot")
+def post_receive(st: Any, r: Any, q: Any, s: Any) -> None:
+    """A rank posts the next receive from another, into a slot."""
+    _goes_on(st, r, STEP)
+    st.when(r != q)
+    st.need("planned-receives", st.taken[r, q] < st.taken_before[r, q] + st.messages[q, r])
+    st.need(
+        "receive-after-receive",
+        st.every("rank place", lambda p, k: implies(receiving(st, r, p, k), st.into[r, p, k] != s)),
+    )
+    st.need(
+        "receive-after-send",
+        st.every("rank place", lambda p, k: implies(sending(st, r, p, k), st.out[r, p, k] != s)),
+    )
+    place = st.taken[r, q]
+    st.into[r, q, place] = s
+    st.into_generation[r, q, place] = st.generation[r, s]
+    st.taken[r, q] = place + 1
+
+
+@_transition("rank", "rank")
+def transfer(st: Any, r: Any, q: Any) -> None:
+    """The oldest send under way from a rank meets the oldest receive that waits for that rank."""
+    st.when((st.up[r] == 1) & (st.up[q] == 1))
+    st.when((st.open[r] == 1) & (st.open[q] == 1))
+    st.when(st.life[r] == st.life[q])
+    st.when(r != q)
+    st.when(st.sent_done[r, q] < st.sent[r, q])
+    st.when(st.taken_done[q, r] < st.taken[q, r])
+    st.sent_done[r, q] = st.sent_done[r, q] + 1
+    st.taken_done[q, r] = st.taken_done[q, r] + 1
+
+
+@_transition("rank", "slot")
+def release(st: Any, r: Any, s: Any) -> None:
+    """A rank releases a slot for its next tenant."""
+    st.when(st.up[r] == 1)
+    st.need(
+        "release-after-send",
+        st.every("rank place", lambda p, k: implies(sending(st, r, p, k), st.out[r, p, k] != s)),
+    )
+    st.need(
+        "release-after-receive",
+        st.every("rank place", lambda p, k: implies(receiving(st, r, p, k), st.into[r, p, k] != s)),
+    )
+    st.generation[r, s] = st.generation[r, s] + 1
+
+
+# Consent and commit
+
+
+@_transition("rank")
+def consent(st: Any, r: Any) -> None:
+    """A rank consents to the commit: its contract would accept it, and its messages have ended."""
+    _goes_on(st, r, STEP)
+    st.need("contract-accepts", (st.live[r] == 0) & (st.whole[r] == 1))
+    st.need(
+        "sends-ended",
+        st.every(
+            "rank",
+            lambda q: (
+                (st.sent[r, q] == st.sent_before[r, q] + st.messages[r, q])
+                & (st.sent_done[r, q] == st.sent[r, q])
+            ),
+        ),
+    )
+    st.need(
+        "receives-ended",
+        st.every(
+            "rank",
+            lambda q: (
+                (st.taken[r, q] == st.taken_before[r, q] + st.messages[q, r])
+                & (st.taken_done[r, q] == st.taken[r, q])
+            ),
+        ),
+    )
+    st.yes[r] = st.epoch[r] + 1
+    st.phase[r] = AGREED
+
+
+@_transition("rank", fault=True)
+def refuse(st: Any, r: Any) -> None:
+    """A rank's contract refuses the commit; the rank cannot go on."""
+    _goes_on(st, r, STEP)
+    st.when((st.live[r] != 0) | (st.whole[r] == 0))
+    st.refused[r] = st.epoch[r]
+    st.leaving[r] = 1
+
+
+@_transition("rank")
+def commit(st: Any, r: Any) -> None:
+    """A rank moves its weights: every rank of the attempt has consented to it."""
+    _goes_on(st, r, AGREED)
+    st.need(
+        "consent-of-all",
+        st.every("rank", lambda q: (st.life[q] == st.life[r]) & (st.yes[q] > st.epoch[r])),
+    )
+    st.epoch[r] = st.epoch[r] + 1
+    st.whole[r] = 0
+    st.phase[r] = BETWEEN
+
+
+# Checkpoints
+
+
+@_transition("rank")
+def write_shard(st: Any, r: Any) -> None:
+    """Between steps, a rank writes its part of a checkpoint."""
+    _goes_on(st, r, BETWEEN)
+    st.shard[r] = st.epoch[r]
+    st.shard_life[r] = st.life[r]
+
+
+@_transition("rank")
+def publish(st: Any, r: Any) -> None:
+    """A rank makes the parts that lie there the whole checkpoint: all are of its own epoch."""
+    _goes_on(st, r, BETWEEN)
+    st.need("part-of-this-epoch", st.every("rank", lambda q: st.shard[q] == st.epoch[r]))
+    st.need("part-of-this-attempt", st.every("rank", lambda q: st.shard_life[q] == st.life[r]))
+    st.saved[0] = st.epoch[r]
+    st.saved_life[0] = st.life[r]
+    st.kept[...] = st.shard
+    st.kept_life[...] = st.shard_life
+
+
+# Stopping
+
+
+@_transition("rank", fault=True)
+def give_up(st: Any, r: Any) -> None:
+    """A rank cannot go on for a reason of its own."""
+    st.when(st.up[r] == 1)
+    st.when(st.leaving[r] == 0)
+    st.leaving[r] = 1
+
+
+@_transition("rank", "rank")
+def wake(st: Any, r: Any, q: Any) -> None:
+    """A rank finds that a connection of another has closed, and cannot go on."""
+    st.when(st.up[r] == 1)
+    st.when(st.leaving[r] == 0)
+    st.when((st.life[q] == st.life[r]) & (st.open[q] == 0))
+    st.leaving[r] = 1
+    st.lost[r] = 1
+
+
+@_transition("rank")
+def say(st: Any, r: Any) -> None:
+    """A rank publishes why it cannot go on; the first one of an attempt is its cause."""
+    st.when((st.up[r] == 1) & (st.leaving[r] == 1) & (st.said[r] == 0))
+    n = st.life[r]
+    first = st.halted[n] == 0
+    st.cause[n] = choose(first, r, st.cause[n])
+    st.cause_lost[n] = choose(first, st.lost[r], st.cause_lost[n])
+    st.halted[n] = 1
+    st.said[r] = 1
+
+
+@_transition("rank")
+def close(st: Any, r: Any) -> None:
+    """A rank closes its connections and ends, naming the attempt's cause."""
+    st.when((st.up[r] == 1) & (st.leaving[r] == 1))
+    st.need("cause-first", st.said[r] == 1)
+    st.told[r] = st.cause[st.life[r]]
+    st.ended[r] = 1
+    st.open[r] = 0
+    st.up[r] = 0
+
+
+@_transition("rank", fault=True)
+def crash(st: Any, r: Any) -> None:
+    """A rank's process dies, at any moment; the system closes its connections."""
+    st.when(st.up[r] == 1)
+    st.gone[st.life[r]] = 1
+    st.open[r] = 0
+    st.up[r] = 0
+
+
+TRANSITIONS: Final[Mapping[str, Transition]] = dict(_FOUND)
+#: What went wrong, as against what the protocol does.
+FAULTS: Final = frozenset(t.name for t in TRANSITIONS.values() if t.fault)

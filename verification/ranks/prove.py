@@ -1,0 +1,208 @@
+"""
+Proofs for any number of ranks: every promise and lemma holds at first, and every transition keeps
+it.
+
+Ranks are members of a sort of which nothing is known, slots and places are integers. A goal is
+first asked over instances: the hypotheses of the very ranks and places that the goal names. What
+that does not settle is asked again with the hypotheses in full. Only ``unsat`` counts; an
+``unknown`` is a failure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from inspect import signature
+from itertools import product
+from typing import Any, Final
+
+import z3
+from attrs import asdict, frozen
+
+from qeffect.spec.predicates import Predicate
+from qeffect.spec.ranks import RANK_COLUMNS, RANK_PROMISES, RANK_STEPS
+from qeffect.verification.symbolic.terms import Sym
+
+from .lemmas import CONFIGURATION, LEMMAS
+from .protocol import TRANSITIONS, Transition
+from .symbolic import State, Symbols, closed, fresh, holds, initial, run, variables
+
+__all__ = ["INVARIANTS", "Answer", "prove"]
+
+#: What holds in every reachable state.
+INVARIANTS: Final = (*RANK_PROMISES, *LEMMAS)
+_CLAIMS: Final = {claim.name: claim for claim in (*CONFIGURATION, *INVARIANTS)}
+#: Variables of a claim of which not every instance is tried first.
+_MANY: Final = 3
+#: Milliseconds for one question.
+TIMEOUT: Final = 10_000
+
+
+@frozen
+class Answer:
+    """
+    The answer to one obligation.
+
+    Args:
+        transition: What is taken, or ``initially``.
+        claim: The promise or lemma that must hold after it, or when it is taken.
+        verdict: ``unsat`` when it is proved, ``kept`` when nothing that it speaks of is written;
+            else ``sat`` or ``unknown``.
+        seconds: How long it took.
+    """
+
+    transition: str
+    claim: str
+    verdict: str
+    seconds: float
+
+    @property
+    def proved(self) -> bool:
+        """Whether it is."""
+        return self.verdict in ("unsat", "kept")
+
+    def record(self) -> dict[str, Any]:
+        """It as plain data."""
+        return asdict(self)
+
+
+def prove(
+    *,
+    transition: str = "",
+    without: frozenset[str] = frozenset(),
+    seed: int = 0,
+    timeout: int = TIMEOUT,
+    progress: Callable[[str], None] | None = None,
+) -> Iterator[Answer]:
+    """
+    Prove everything, or of one transition everything that it must keep.
+
+    Args:
+        transition: The only transition to prove; all of them, and the beginning, when left out.
+        without: Names of what that transition does not ask, ``COLUMN =`` for what it does not
+            write.
+        seed: Seed of the solver's own choices.
+        timeout: Milliseconds for one question.
+        progress: Called with a line now and then.
+    """
+    if not transition:
+        yield from _initially((seed, timeout))
+    for taken in TRANSITIONS.values():
+        if transition in ("", taken.name):
+            if progress is not None:
+                progress(f"Proving. {taken.name}")
+            yield from _kept(taken, without, (seed, timeout))
+
+
+def _initially(how: tuple[int, int]) -> Iterator[Answer]:
+    state = initial()
+    given = [closed(claim, state) for claim in CONFIGURATION]
+    for claim in INVARIANTS:
+        began = time.perf_counter()
+        verdict = _ask([*given, z3.Not(holds(claim, state))], how)
+        yield Answer("initially", claim.name, verdict, time.perf_counter() - began)
+
+
+def _kept(
+    transition: Transition, without: frozenset[str], how: tuple[int, int]
+) -> Iterator[Answer]:
+    before = fresh()
+    conditions, after, arguments = run(transition, before, without)
+    written = {name for name in RANK_COLUMNS if not _same(name, before, after)}
+    for step in RANK_STEPS:
+        if transition.name in step.transitions:
+            names = list(signature(step.function).parameters)[1:]
+            given = dict(zip(names, arguments.values(), strict=True))
+            denied = z3.Not(holds(step, before, **given))
+            yield _answer(transition, step, before, arguments, conditions, denied, how)
+    for claim in INVARIANTS:
+        if not _reads(claim.name) & written:
+            yield Answer(transition.name, claim.name, "kept", 0.0)
+            continue
+        denied = z3.Not(holds(claim, after))
+        yield _answer(transition, claim, before, arguments, conditions, denied, how)
+
+
+def _answer(
+    transition: Transition,
+    claim: Predicate,
+    before: Symbols,
+    arguments: dict[str, Any],
+    conditions: list[Any],
+    denied: Any,
+    how: tuple[int, int],
+) -> Answer:
+    began = time.perf_counter()
+    sorts = dict(zip(arguments, transition.arguments, strict=True))
+    members = dict(arguments)
+    if not claim.transitions:
+        members |= variables(claim.variables)
+        sorts |= claim.variables
+    near = list(_instances(before, members, sorts))
+    verdict = _ask([*near, *conditions, denied], how)
+    if verdict != "unsat":
+        known = [closed(one, before) for one in (*CONFIGURATION, *INVARIANTS)]
+        verdict = _ask([*known, *near, *conditions, denied], how)
+    return Answer(transition.name, claim.name, verdict, time.perf_counter() - began)
+
+
+def _instances(before: Symbols, members: dict[str, Any], sorts: dict[str, str]) -> Iterator[Any]:
+    """The hypotheses, of the members that a goal names."""
+    state = State(before)
+    space: dict[str, list[Any]] = {
+        sort: [member for name, member in members.items() if sorts[name] == sort]
+        for sort in ("rank", "place", "attempt", "count")
+    }
+    for rank in space["rank"]:
+        space["attempt"].append(state.life[Sym(rank, {})].term)
+        step = state.step[Sym(rank, {})].term
+        space["count"] += [step, step + 1]
+    for claim in (*CONFIGURATION, *INVARIANTS):
+        if len(claim.variables) > _MANY:
+            # Of so many members only those of the goal itself, if it has as many.
+            if claim.variables.keys() <= members.keys():
+                yield _template(claim.name)
+            continue
+        bound = variables(claim.variables).values()
+        for values in product(*(space[sort] for sort in claim.variables.values())):
+            yield z3.substitute(_template(claim.name), *zip(bound, values, strict=True))
+
+
+@cache
+def _template(name: str) -> Any:
+    """A claim of the state before, of its variables' constants."""
+    return holds(_CLAIMS[name], fresh())
+
+
+def _ask(facts: list[Any], how: tuple[int, int]) -> str:
+    solver = z3.Solver()
+    seed, timeout = how
+    solver.set("timeout", timeout)
+    solver.set("random_seed", seed)
+    solver.add(facts)
+    return str(solver.check())
+
+
+def _same(name: str, before: Symbols, after: Symbols) -> bool:
+    one = RANK_COLUMNS[name][0] == ("one",)
+    old = z3.K(z3.IntSort(), z3.Select(before[name], 0)) if one else before[name]
+    return bool(after[name].eq(old))
+
+
+@cache
+def _reads(name: str) -> frozenset[str]:
+    """The columns that a claim speaks of."""
+    term = _template(name)
+    found: set[str] = set()
+    todo = [term]
+    seen = set()
+    while todo:
+        one = todo.pop()
+        if one.get_id() in seen:
+            continue
+        seen.add(one.get_id())
+        if z3.is_const(one) and one.decl().name() in RANK_COLUMNS:
+            found.add(one.decl().name())
+        todo += one.children()
+    return frozenset(found)

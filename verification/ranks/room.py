@@ -1,0 +1,12 @@
+"""
+What the command needs, imported together: it wants Z3.
+"""
+
+from __future__ import annotations
+
+from .explore import SCOPES, explore
+from .kernel import KERNEL_SCOPES, match
+from .mutants import caught, mutants
+from .prove import prove
+
+__all__ = ["KERNEL_SCOPES", "SCOPES", "caught", "explore", "match", "mutants", "prove"]

@@ -1,0 +1,204 @@
+"""
+The state of any number of ranks as Z3's arrays, and the protocol's transitions over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import z3
+
+from qeffect.spec.predicates import Predicate
+from qeffect.spec.ranks import NOBODY, RANK_COLUMNS
+from qeffect.verification.symbolic.terms import Array, Scalar, Sym, raw
+
+from .protocol import Transition
+
+__all__ = [
+    "CONFIGURED",
+    "State",
+    "Symbols",
+    "asked",
+    "closed",
+    "fresh",
+    "holds",
+    "initial",
+    "run",
+    "variables",
+]
+
+RANK: Final = z3.DeclareSort("Rank")
+#: Columns whose entries are ranks.
+_RANKED: Final = frozenset({"cause", "told"})
+#: Columns that nothing writes.
+CONFIGURED: Final = frozenset({"messages", "total"})
+
+Symbols = Mapping[str, Any]
+
+
+def _sort(sort: str) -> Any:
+    return RANK if sort == "rank" else z3.IntSort()
+
+
+def _column_sort(name: str) -> Any:
+    sort = RANK if name in _RANKED else z3.IntSort()
+    for index in reversed(RANK_COLUMNS[name][0]):
+        sort = z3.ArraySort(_sort(index), sort)
+    return sort
+
+
+def fresh(prefix: str = "") -> Symbols:
+    """Return an arbitrary state: a constant for each column."""
+    return {name: z3.Const(f"{prefix}{name}", _column_sort(name)) for name in RANK_COLUMNS}
+
+
+def initial() -> Symbols:
+    """Return the state before the first attempt: nothing has started, and all of it is zero."""
+    state = dict(fresh())
+    for name in RANK_COLUMNS:
+        if name not in CONFIGURED | _RANKED:
+            state[name] = _filled(_column_sort(name), NOBODY if name in _NEVER else 0)
+    return state
+
+
+#: Columns that begin with "none".
+_NEVER: Final = frozenset({"life", "shard_life", "refused"})
+
+
+def _filled(sort: Any, value: int) -> Any:
+    if not isinstance(sort, z3.ArraySortRef):
+        return z3.IntVal(value)
+    return z3.K(sort.domain(), _filled(sort.range(), value))
+
+
+class _Column(Array):
+    """A column, of which an ellipsis means all."""
+
+    __slots__ = ("dropped",)
+
+    def __init__(self, term: Any, dropped: bool = False) -> None:
+        super().__init__(term, {})
+        self.dropped = dropped
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if self.dropped:
+            return
+        if index is ...:
+            self.term = value.term
+        else:
+            super().__setitem__(index, value)
+
+
+class State:
+    """
+    A state that transitions and predicates read, and transitions write.
+
+    Args:
+        symbols: A term for each column.
+        without: Names of what the protocol asks that are not asked, and ``COLUMN`` of writes that
+            are left out.
+    """
+
+    def __init__(self, symbols: Symbols, without: frozenset[str] = frozenset()) -> None:
+        self.conditions: list[Any] = []
+        self.asked: list[str] = []
+        self._without = without
+        self._bound = 0
+        for name, term in symbols.items():
+            column: Any = _Column(term, f"{name} =" in without)
+            if RANK_COLUMNS[name][0] == ("one",):
+                column = _One(z3.Select(term, 0), f"{name} =" in without)
+            setattr(self, name, column)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+    def when(self, condition: Any) -> None:
+        """What makes a transition possible."""
+        self.conditions.append(raw(condition))
+
+    def need(self, name: str, condition: Any) -> None:
+        """What the protocol asks first."""
+        self.asked.append(name)
+        if name not in self._without:
+            self.conditions.append(raw(condition))
+
+    def every(self, sorts: str, holds: Callable[..., Any]) -> Sym:
+        """Whether something holds of all members of some sorts."""
+        self._bound += 1
+        bound = [
+            z3.Const(f"every!{self._bound}!{number}", _sort(sort))
+            for number, sort in enumerate(sorts.split())
+        ]
+        return Sym(z3.ForAll(bound, raw(holds(*(Sym(b, {}) for b in bound)))), {})
+
+    def zeros(self, column: str) -> Any:
+        """A row of a column, all zero."""
+        return _filled(_column_sort(column).range(), 0)
+
+    def symbols(self) -> Symbols:
+        """The terms of all columns."""
+        found = {}
+        for name in RANK_COLUMNS:
+            column = getattr(self, name)
+            one = isinstance(column, Scalar)
+            found[name] = z3.K(z3.IntSort(), column.term) if one else column.term
+        return found
+
+
+class _One(Scalar):
+    """A column of one entry."""
+
+    __slots__ = ("dropped",)
+
+    def __init__(self, term: Any, dropped: bool = False) -> None:
+        super().__init__(term, {})
+        self.dropped = dropped
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if not self.dropped:
+            super().__setitem__(index, value)
+
+
+def asked(transition: Transition) -> list[str]:
+    """Return the names of what a transition asks first."""
+    state = State(fresh())
+    transition.run(state, *(Sym(z3.Const(s, _sort(s)), {}) for s in transition.arguments))
+    return state.asked
+
+
+def variables(sorts: Mapping[str, str]) -> dict[str, Any]:
+    """Return a constant for each variable of a predicate."""
+    return {name: z3.Const(f"var.{name}", _sort(sort)) for name, sort in sorts.items()}
+
+
+def holds(predicate: Predicate, symbols: Symbols, **given: Any) -> Any:
+    """Return a predicate of a state, of the variables' constants, as a term."""
+    bound = {n: Sym(t, {}) for n, t in (given or variables(predicate.variables)).items()}
+    return raw(predicate.function(State(symbols), **bound))
+
+
+def closed(predicate: Predicate, symbols: Symbols) -> Any:
+    """Return a predicate of a state, of all values of its variables, as a term."""
+    bound = variables(predicate.variables)
+    return z3.ForAll(list(bound.values()), holds(predicate, symbols, **bound))
+
+
+def run(
+    transition: Transition, symbols: Symbols, without: frozenset[str] = frozenset()
+) -> tuple[list[Any], Symbols, dict[str, Any]]:
+    """
+    Run a transition from an arbitrary state.
+
+    Returns:
+        Its conditions, the state after it, and the constants that stand for its arguments.
+    """
+    state = State(symbols, without)
+    names = [f"arg.{number}" for number in range(len(transition.arguments))]
+    given = {
+        name: z3.Const(name, _sort(sort))
+        for name, sort in zip(names, transition.arguments, strict=True)
+    }
+    transition.run(state, *(Sym(term, {}) for term in given.values()))
+    return state.conditions, state.symbols(), given
