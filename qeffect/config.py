@@ -192,6 +192,21 @@ class StageConfig:
             for i in range(self.invocations)
         )
 
+    def on_trust(self) -> tuple[str, ...]:
+        """
+        What the stage's backend does not report, so that it is taken on trust; empty for nothing.
+
+        >>> told = {"reports_fills": True, "tape_scales": "live"}
+        >>> StageConfig(0, microbatches=1, slots=1, matrices=("w",), **told).on_trust()
+        ('F and dI update scales once each',)
+        """
+        claims = (
+            (self.reports_fills, "a refresh fills every cache from the current weights"),
+            (self.reports_updates, "F and dI update scales once each"),
+            (self.tape_scales is not None, "dI uses the scales of its own F"),
+        )
+        return tuple(claim for reported, claim in claims if not reported)
+
     def consumers(self) -> int:
         """Mask of the consumers that a fresh tape of this stage waits for."""
         return (

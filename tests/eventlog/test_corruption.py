@@ -38,6 +38,11 @@ CHAIN_ONLY = {
     "key": {"undone"},
     "link": {"same effect", "needless"},
     "token": {"unread"},
+    # Evidence of a stage whose backend does not report it, or of an F that fills no cache.
+    "filled": {"same effect", "unread"},
+    "fill_epoch": {"same effect", "unread"},
+    "updates": {"same effect", "unread"},
+    "scales": {"same effect", "unread"},
     "refresh": {"unread"},
     "first": {"unread"},
     "destination": {"same call", "unread"},

@@ -7,11 +7,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from attrs import evolve
 
 from qeffect.cli import main
+from qeffect.schedule.index import index_of
+from qeffect.schedule.infer import from_actions
+from qeffect.schedule.ranks import check_ranks
+from qeffect.schedule.rendezvous import rendezvous
+from qeffect.schedule.torch_tables import torch_schedule
+from qeffect.schedule.transport import QUEUES, RENDEZVOUS, Transport
 from qeffect.spec.ranks import RANK_COLUMNS, RANK_PROMISES, RANK_STEPS
 from qeffect.verification.ranks import command, kernel
 from qeffect.verification.ranks.explore import SCOPES, explore
@@ -21,6 +28,7 @@ from qeffect.verification.ranks.memory import State, broken
 from qeffect.verification.ranks.mutants import WRITES, Mutant, caught, mutants
 from qeffect.verification.ranks.protocol import TRANSITIONS
 from qeffect.verification.ranks.prove import INVARIANTS, prove
+from qeffect.verification.ranks.tables import walk
 
 #: States and steps of each scope, exactly.
 COUNTS = {
@@ -171,6 +179,54 @@ class TestKernel:
         monkeypatch.setattr(kernel, "seen", lambda st: evolve(right(st), whole=True))
 
         assert "a commit is accepted if" in match(name="stage-epochs").difference
+
+
+class TestTables:
+    """One run of a table, as `qeffect check` does it, tells what all of its interleavings do."""
+
+    @pytest.mark.parametrize(
+        ("cls", "options"),
+        [
+            ("1F1B", {}),
+            ("Interleaved1F1B", {"defer_receives": True}),
+            ("InterleavedZeroBubble", {"defer_receives": True}),
+            ("ZBVZeroBubble", {}),
+            ("ZBVZeroBubble", {"defer_receives": True}),
+        ],
+    )
+    def test_one_run_tells_all(self, cls: str, options: dict[str, Any]) -> None:
+        """
+        Every order of moves gets stuck in the one place where the dry run does, or none does.
+
+        And a table that is accepted ends in every order while sends are buffered.
+        """
+        schedule = torch_schedule(cls, pp=2, microbatches=2, comms=True, **options)
+        for queues in QUEUES:
+            for held in RENDEZVOUS:
+                transport = Transport(queues, rendezvous=held)
+                found = walk(schedule, transport)
+                stuck = bool(rendezvous(index_of(schedule, transport), transport))
+
+                assert int(stuck) == found.stuck
+                assert (found.states if stuck else 0) == found.lost
+            buffered = Transport(queues)
+            if not check_ranks(schedule, buffered):
+                found = walk(schedule, buffered)
+                assert (0, 0) == (found.stuck, found.lost)
+
+    def test_a_circle(self) -> None:
+        """Two ranks that each receive before they send get stuck however sends are carried."""
+        rows = [
+            ["0F0", "2RECV_F0", "0SEND_F0", "2F0", "2B0", "2SEND_B0", "0RECV_B0", "0B0"],
+            ["1RECV_F0", "1F0", "1SEND_F0", "1RECV_B0", "1B0", "1SEND_B0"],
+        ]
+        schedule = from_actions(rows)
+
+        assert 0 == walk(schedule, Transport()).stuck
+        rows[0].remove("0SEND_F0")
+        rows[0].insert(rows[0].index("2B0"), "0SEND_F0")
+
+        assert 1 == walk(from_actions(rows), Transport()).stuck
 
 
 @pytest.mark.slow

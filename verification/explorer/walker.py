@@ -70,8 +70,8 @@ class Step:
     def __str__(self) -> str:
         names = TRANSITIONS[self.move.steps[0]]
         told = [f"{n} {a}" for n, a in zip(names, self.arguments, strict=True)]
-        names = [p for p in TRANSITIONS[self.move.steps[-1]] if p in EVIDENCE]
-        told += [f"{name} {value}" for name, value in zip(names, self.evidence, strict=False)]
+        named = [p for p in TRANSITIONS[self.move.steps[-1]] if p in EVIDENCE]
+        told += [f"{name} {value}" for name, value in zip(named, self.evidence, strict=False)]
         return f"{self.move.label}({', '.join(told)})"
 
 

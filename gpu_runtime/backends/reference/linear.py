@@ -89,6 +89,7 @@ class ScaledLinear(torch.nn.Module):
         self.store: Store | None = None
         self.main_grad: Tensor | None = None
         self.overwrite = False
+        self.fills = 0
 
     @property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
@@ -106,6 +107,7 @@ class ScaledLinear(torch.nn.Module):
             fresh = self.scaling_forward.quantize(torch.cat(self.weights), self.index + 1)
             self.cache.data.copy_(fresh.data)
             self.cache.scale_inv.copy_(fresh.scale_inv)
+        self.fills += 1
 
     def forward(self, x: Tensor) -> Tensor:
         """F: flattens all leading dimensions into rows."""
@@ -137,6 +139,8 @@ class _Product(torch.autograd.Function):
         (gradient,) = output_gradients
         quantized, linear, store, overwrite = ctx.kept
         wanted = linear.quantize_gradient(gradient)
+        if linear.scaling_forward.live is not None:  # what dW retains is as it was read here
+            quantized = Quantized(quantized.data, quantized.scale_inv.clone())
         dx = product(wanted, linear.cache).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         db = gradient.float().sum(0).to(ctx.dtype)
         biases = tuple(db[m.start : m.stop] for m in linear.unit.matrices)

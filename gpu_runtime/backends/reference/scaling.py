@@ -42,11 +42,14 @@ class ScalingState:
         history: amax by age and tensor; row 0 is the interval that is open now.
         scale: The factor that each tensor's next quantization uses.
         dtype: The FP8 type of this direction (HYBRID: E4M3 forward, E5M2 backward).
+        live: The factor that turns each tensor's latest quantization back into values, where tapes
+            refer to it; None where they carry a copy.
     """
 
     history: Tensor
     scale: Tensor
     dtype: torch.dtype
+    live: Tensor | None = None
 
     @classmethod
     def empty(
@@ -65,7 +68,10 @@ class ScalingState:
         torch.maximum(seen, value.abs().amax().float(), out=seen)
         limit = torch.finfo(self.dtype).max
         scaled = (value.float() * self.scale[index]).clamp_(-limit, limit)
-        return Quantized(scaled.to(self.dtype), self.scale[index].reciprocal())
+        inverse = self.scale[index].reciprocal()
+        if self.live is not None:
+            inverse = self.live[index].copy_(inverse)
+        return Quantized(scaled.to(self.dtype), inverse)
 
     def roll(self, margin: int) -> None:
         """Close the interval: the largest amax of the window gives the next scale."""
@@ -87,11 +93,18 @@ class ReferenceDomain:
         history_length: Entries of each amax history.
         device: Where the stages run; `cuda` without an index is the current CUDA device.
         margin: Powers of two kept free below the largest FP8 value.
+        tape_scales: ``carried`` where a tape copies the scales of its F, ``live`` where it refers
+            to those of the latest F, as old libraries did; a contract is configured with it.
+
+    Attributes:
+        rolls: Scaling updates so far: one for each F and dI that ended well or not.
     """
 
     history_length: int = 4
     device: torch.device = attrs.field(factory=lambda: torch.device("cpu"), converter=placed)
     margin: int = 0
+    tape_scales: str = "carried"
+    rolls: int = attrs.field(default=0, init=False)
     frozen: bool = attrs.field(default=False, init=False)
     _stages: list[StageBackend] = attrs.field(factory=list, init=False)
     _forward: list[ScalingState] = attrs.field(factory=list, init=False)
@@ -127,6 +140,8 @@ class ReferenceDomain:
         state = ScalingState.empty(
             self.history_length, tensors, E4M3 if forward else E5M2, self.device
         )
+        if forward and self.tape_scales == "live":
+            state.live = torch.ones(tensors, device=self.device)
         held.append(state)
         return state
 
@@ -150,6 +165,7 @@ class ReferenceDomain:
 
     def roll(self, *, forward: bool) -> None:
         """Close the interval of every history of one direction, in every stage of the domain."""
+        self.rolls += 1
         with torch.no_grad():
             for state in self._forward if forward else self._backward:
                 state.roll(self.margin)

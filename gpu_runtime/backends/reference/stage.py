@@ -171,6 +171,22 @@ class ReferenceStage(torch.nn.Module):
             linear.refresh()
         self.cache_was_refreshed()
 
+    def filled(self) -> tuple[str, ...]:
+        """
+        The matrices whose cache was filled since the last call, each as often as it was.
+
+        The host counts the casts that it launched: a replayed graph's are not among them.
+        """
+        names = [
+            m.name
+            for linear in self.linears
+            for _ in range(linear.fills)
+            for m in linear.unit.matrices
+        ]
+        for linear in self.linears:
+            linear.fills = 0
+        return tuple(names)
+
     def cache_was_refreshed(self) -> None:
         """Remember the parameters' version counters."""
         self._refreshed_at = self._versions()
