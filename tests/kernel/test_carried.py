@@ -13,6 +13,7 @@ from qeffect import Contract, Refused, StageConfig, TapeKey
 from qeffect.destinations import Destination
 from qeffect.engine.memory import Memory
 from qeffect.keys import Cell, reference
+from qeffect.relations.constants import NEVER
 
 Order = list[tuple[str, Cell]]
 
@@ -86,9 +87,11 @@ def _can_be_run(contract: Contract, order: Order) -> bool:
         ref = reference(slot, st.generation[slot], st.incarnation[0])
         try:
             if kind == "F":
-                t.commit_forward(st, slot, t.check_forward(st, key, slot, st.token[0], 0, 0))
+                ticket = t.check_forward(st, key, slot, st.token[0], 0, 0)
+                t.commit_forward(st, slot, ticket, (), NEVER, NEVER)
             elif kind == "dI":
-                t.commit_dgrad(st, slot, t.check_dgrad(st, key, ref, st.token[0], 0), ("w",))
+                ticket = t.check_dgrad(st, key, ref, st.token[0], 0)
+                t.commit_dgrad(st, slot, ticket, ("w",), NEVER, NEVER)
             else:
                 first = int(st.opened[0] != 0) if "arena" in t.relations else 0
                 ticket = t.check_wgrad(st, key, ref, 0, whole, first)

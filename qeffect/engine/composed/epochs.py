@@ -100,11 +100,9 @@ def finish_reduction(st, bucket, link):
     d = st.domain_of[s]
     if st.domain_at[link] != d:
         raise Refused("completion.wrong-stream")
-    if (
-        st.named[s] == st.weight_epoch[s]
-        and st.consumer[s] != link
-        or (st.named[t] == st.weight_epoch[t] and st.consumer[t] != link)
-    ):
+    if st.named[s] == st.weight_epoch[s] and st.consumer[s] != link:
+        raise Refused("completion.wrong-consumer")
+    if st.named[t] == st.weight_epoch[t] and st.consumer[t] != link:
         raise Refused("completion.wrong-consumer")
     # completion.finish_reduction_writes
     st.named[s] = st.weight_epoch[s]
