@@ -18,12 +18,14 @@ import torch
 from qeffect.checkpoint import Checkpoint
 from qeffect.config import StageConfig
 from qeffect.contract import Contract
+from qeffect.counts import DeviceCounts
 from qeffect.engine.stage import OPTIONAL
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, StateDomain
 from qeffect.gpu_runtime.execute.actions import GuardedActions
 from qeffect.gpu_runtime.execute.eager import EagerExecutor, Executor, StageMemory
 from qeffect.gpu_runtime.execute.streams import Handoff, handoff_for
 from qeffect.gpu_runtime.memory.arena import Arena, Rule, by_matrix
+from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.memory.state import NumericalState, Snapshot, live_state, preserving
 from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
 from qeffect.gpu_runtime.plan.order import Kind, Order
@@ -49,6 +51,8 @@ class RuntimeConfig:
         feeds: Which local stage each local stage feeds, so that a slot is kept for its reader.
         declared: Refuse any other order of F and dI than the plan's.
         callers: Names of the streams that call.
+        device_counts: Let the device count what it runs, beside every action, and compare at the
+            commit (`qeffect.counts`). The host then waits at the commit for the step's last action.
         pool: Capture-memory pool that all slots share. Only the test that shows why that is wrong
             sets it; None gives every slot a pool of its own.
     """
@@ -61,6 +65,7 @@ class RuntimeConfig:
     feeds: Mapping[int, int] = attrs.field(factory=dict)
     declared: bool = True
     callers: tuple[Hashable, ...] = ("main",)
+    device_counts: bool = False
     pool: Hashable | None = None
 
 
@@ -117,7 +122,12 @@ class Runtime:
             omit=sorted(OPTIONAL - self.relations),
             callers=self.config.callers,
             declared=self._declared(),
+            counted=self.config.device_counts,
         )
+        self.counters: DeviceCounters | None = None
+        if self.config.device_counts:
+            places = [(i, slot.index) for i, m in self.memories.items() for slot in m.table]
+            self.counters = DeviceCounters(places, self.domain.device)
         for own in self.contract.stages:
             self.memories[own.stage].all_matrices = own.matrices
         self.recorder: Recorder | None = None
@@ -176,11 +186,16 @@ class Runtime:
 
     def _make_executor(self) -> Executor:
         if not self.config.captured:
-            return EagerExecutor()
+            return EagerExecutor(self.counters)
         from qeffect.gpu_runtime.execute.graphs import capture
 
         return capture(
-            self.domain, self.memories, self.plan, self.handoff, shared_pool=self.config.pool
+            self.domain,
+            self.memories,
+            self.plan,
+            self.handoff,
+            shared_pool=self.config.pool,
+            counters=self.counters,
         )
 
     def caller_scope(self) -> Any:
@@ -242,6 +257,8 @@ class Runtime:
         for index in self.memories:
             self.contract.finalize(index, link)
         with self.handoff.scope():
+            if self.counters is not None:
+                self.counters.read()  # first, so that the sums run while the host looks at it
             gradients = {index: self._gradients(memory) for index, memory in self.memories.items()}
             for index, named in gradients.items():
                 self._reduce(index, named)
@@ -282,10 +299,14 @@ class Runtime:
             The new epoch.
 
         Raises:
-            Refused: Work is live or a stage is not final; nothing was updated.
+            Refused: Work is live, a stage is not final, or the device ran something else than was
+                committed; nothing was updated.
         """
         link = self.actions._enter(caller)
-        epoch = self.contract.commit_epoch()
+        if self.counters is None:
+            epoch = self.contract.commit_epoch()
+        else:
+            epoch = self.contract.commit_epoch(counted=self.device_counts())
         try:
             with self.handoff.scope():
                 optimizer.step(gradients)
@@ -301,6 +322,16 @@ class Runtime:
         for memory in self.memories.values():
             memory.arena.start_epoch()
         return epoch
+
+    def device_counts(self) -> dict[Hashable, DeviceCounts] | None:
+        """
+        What the device had run at the last `finalize`, by state domain, for a commit of one's own.
+
+        None where `device_counts` is not configured. Waits for the device.
+        """
+        if self.counters is None:
+            return None
+        return {self.contract.stages[0].domain: self.counters.taken()}
 
     # Failure and restart
 
@@ -344,6 +375,12 @@ class Runtime:
             memory.arena.start_epoch()
         self.drain()
         self.contract.restore(Checkpoint(epoch, self.contract.configuration))
+        self._count_from_zero()
+
+    def _count_from_zero(self) -> None:
+        if self.counters is not None:
+            with self.handoff.scope():
+                self.counters.zero()
 
     def drain(self) -> None:
         """Wait for all device work, and tell the kernel."""
@@ -383,6 +420,7 @@ class Runtime:
         except BaseException:
             before.into(self.domain)
             raise
+        self._count_from_zero()
         for memory in self.memories.values():
             memory.table.rebuild()
             memory.arena.start_epoch()

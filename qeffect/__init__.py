@@ -5,6 +5,7 @@ State and resource contracts for low-precision pipeline training under captured 
 from .checkpoint import Checkpoint
 from .config import Bucket, StageConfig
 from .contract import Contract, Ticket
+from .counts import DeviceCounts
 from .destinations import Destination
 from .guarded import guarded
 from .keys import TapeKey, TapeRef
@@ -17,6 +18,7 @@ __all__ = [
     "ConcurrentCallError",
     "Contract",
     "Destination",
+    "DeviceCounts",
     "Refusal",
     "Refused",
     "StageConfig",

@@ -12,6 +12,7 @@ from .arguments import UNUSABLE, Arguments
 from .checkpoint import Checkpoint
 from .config import StageConfig
 from .configuration import Configuration
+from .counts import DeviceCounts
 from .destinations import Destination
 from .engine.memory import Memory, Snapshot
 from .engine.stage import Transitions, transitions
@@ -19,6 +20,7 @@ from .explain import explain
 from .guarded import Dgrad, Forward, Refresh, Wgrad
 from .keys import Cell, TapeKey, TapeRef, reference
 from .layout import lay_out
+from .ledgers.counted import Counted
 from .ledgers.epochs import Epochs
 from .ledgers.pool import Pool
 from .ledgers.restarts import Restarts
@@ -93,6 +95,7 @@ class Contract:
         generation_max: int = GENERATION_MAX,
         epoch: int = 0,
         observer: Observer | None = None,
+        counted: bool = False,
     ) -> None:
         if epoch.__class__ is not int or epoch < 0:
             raise ValueError(f"epoch must be a non-negative integer, got {epoch!r}")
@@ -118,6 +121,10 @@ class Contract:
         self._streams = Streams(self._runner, tuple(callers), laid.domains, laid.links)
         self._epochs = Epochs(self._runner, self.stages[0].stage, laid.buckets)
         self._restarts = Restarts(self._runner, self._pool, self._epochs)
+        self._counted: Counted | None = None
+        if counted:
+            own = {config.stage: config.domain for config in self.stages}
+            self._counted = Counted(own, laid.memory.slot_stage)
         self.memory.incarnation[0] = secrets.randbits(64)
         self.memory.fill(self.memory.weight_epoch, epoch)
         # What F, dI and dW reach for, bound once: each look-up costs a guard's time.
@@ -466,6 +473,8 @@ class Contract:
                 raise
             except UNUSABLE:
                 raise self._arguments.ticket("commit", ticket, self.incarnation) from None
+            if self._counted is not None:
+                self._counted.ran(action, slot)
             if self._observer is not None:
                 given = _redeemed(ticket, names, of, evidence, updates, scales)
                 self._observer(COMMITS[action], given, None)
@@ -745,7 +754,12 @@ class Contract:
         """Tell that a bucket's reduction failed; the epoch can no longer commit."""
         self._epochs.fail_reduction(bucket)
 
-    def check_commit(self, epoch: int | None = None) -> None:
+    def check_commit(
+        self,
+        epoch: int | None = None,
+        *,
+        counted: Mapping[Hashable, DeviceCounts] | None = None,
+    ) -> None:
         """
         Ask whether `commit_epoch` would be accepted now; nothing changes and nothing is logged.
 
@@ -762,21 +776,45 @@ class Contract:
         qeffect.refusals.Refused: epoch.not-final in commit_epoch: found ...
         """
         self._epochs.check_commit(epoch)
+        if (difference := self._difference(counted)) is not None:
+            raise difference
 
     @alone
-    def commit_epoch(self, epoch: int | None = None) -> int:
+    def commit_epoch(
+        self,
+        epoch: int | None = None,
+        *,
+        counted: Mapping[Hashable, DeviceCounts] | None = None,
+    ) -> int:
         """
         Advance every stage to the next weight epoch; call it with the optimizer's update.
 
         Across processes the caller makes it a barrier.
 
+        Args:
+            epoch: The epoch that ends; by default the current one.
+            counted: By state domain what its device counted; for a contract with ``counted=True``.
+
         Returns:
             The new epoch.
 
         Raises:
-            Refused: Work is live or in flight, or a stage is not final.
+            Refused: Work is live or in flight, a stage is not final, or the device did not run
+                exactly what was committed: ``epoch.uncounted``, ``epoch.device-count`` or
+                ``epoch.device-order``.
         """
+        if (difference := self._difference(counted)) is not None:
+            self._epochs.check_commit(epoch)  # what a guard refuses is named first
+            raise difference
         return self._epochs.commit(epoch)
+
+    def _difference(self, counted: Mapping[Hashable, DeviceCounts] | None) -> Refused | None:
+        """Return why these counts do not let an epoch commit; None where they do."""
+        if self._counted is not None:
+            return self._counted.difference(counted)
+        if counted is not None:
+            raise ValueError("counted: the contract was made without counted=True")
+        return None
 
     def check_checkpoint(self) -> None:
         """
@@ -818,6 +856,8 @@ class Contract:
             TypeError, ValueError: No checkpoint, or an incarnation outside 64 bits.
         """
         self._restarts.restore(self.configuration, checkpoint, incarnation=incarnation)
+        if self._counted is not None:
+            self._counted.reset()
 
 
 def _names(evidence: Iterable[str]) -> tuple[Any, ...]:

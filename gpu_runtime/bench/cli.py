@@ -22,6 +22,7 @@ from qeffect.gpu_runtime.bench.cells import (
     sweep_cell,
 )
 from qeffect.gpu_runtime.bench.columns import (
+    COUNTED,
     REFERENCE_SPECS,
     SPECS,
     SWEEP_SPECS,
@@ -142,13 +143,13 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def _step(args: argparse.Namespace) -> list[tuple[BenchCell, Sequence[ColumnSpec]]]:
     on_cpu = args.device == "cpu"
-    known = REFERENCE_SPECS if on_cpu else (*SPECS, UNGUARDED)
+    known = REFERENCE_SPECS if on_cpu else (*SPECS, UNGUARDED, COUNTED)
     cells = cells_named(args.cells or ["tiny"]) if on_cpu else cells_named(args.cells or "012")
     if args.columns is not None:
         return [(cell, specs_named(args.columns, known)) for cell in cells]
     if on_cpu:
         return [(cell, known) for cell in cells]
-    # Guards are a matter of the host, so they are measured where the host matters most.
+    # Guards and counts cost the most beside the least work, so they are measured there.
     return [(cell, known if cell == CELLS[0] else SPECS) for cell in cells]
 
 

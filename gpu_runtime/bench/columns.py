@@ -208,6 +208,15 @@ UNGUARDED = _ours(
 )
 """The same step without asking the kernel; it exists in this benchmark alone."""
 
+COUNTED = _ours(
+    "ours_device_counts",
+    "ours, captured, accumulate, counted by the device",
+    "accumulate",
+    "main_grad",
+    device_counts=True,
+)
+"""The same step with counters in device memory, compared at the commit."""
+
 SWEEP_SPECS: tuple[ColumnSpec, ...] = (
     _ours("live", "live slots, accumulate", "accumulate", "main_grad"),
     attrs.evolve(
@@ -230,7 +239,7 @@ REFERENCE_SPECS: tuple[ColumnSpec, ...] = (
     ),
     *(
         attrs.evolve(spec, title=spec.title.replace("captured", "eager"))
-        for spec in (*SPECS, UNGUARDED)
+        for spec in (*SPECS, UNGUARDED, COUNTED)
         if spec.family.startswith("ours")
     ),
 )

@@ -72,6 +72,7 @@ class Ours:
         provisioning: How slots are counted.
         captured: Replay graphs.
         guards: Ask the kernel; False exists for the benchmark alone.
+        device_counts: Let the device count what it runs, and compare at the commit.
         two_streams: Call from a stream of the caller's own, so that every action crosses to the
             graph stream and back by events, instead of from the graph stream itself.
     """
@@ -83,6 +84,7 @@ class Ours:
     captured: bool
     guards: bool = True
     two_streams: bool = False
+    device_counts: bool = False
     order: Order = attrs.field(init=False)
     stages: list[StageBackend] = attrs.field(factory=list, init=False)
     x: list[Tensor] = attrs.field(factory=list, init=False)
@@ -144,6 +146,7 @@ class Ours:
                 captured=self.captured,
                 readers=True,
                 feeds=self.after,
+                device_counts=self.device_counts,
             ),
         )
         self.actions = self.runtime.actions
@@ -250,6 +253,7 @@ def captured(
     provisioning: Provisioning,
     guards: bool = True,
     two_streams: bool = False,
+    device_counts: bool = False,
 ) -> Ours:
     """Captured; eager where there is no device to capture on."""
     return Ours(
@@ -260,6 +264,7 @@ def captured(
         captured=settings.device != "cpu",
         guards=guards,
         two_streams=two_streams,
+        device_counts=device_counts,
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import StageBackend, Wgrads, WgradUnit, matrices
 from qeffect.gpu_runtime.memory.arena import Arena
+from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.memory.slots import Slot, SlotTable
 from qeffect.gpu_runtime.plan.slots import SlotPlan, WgradVariant
 
@@ -137,19 +138,33 @@ class Executor(Protocol):
 
 
 class EagerExecutor:
-    """Calls the backend."""
+    """
+    Calls the backend.
+
+    Args:
+        counters: What the device counts beside every action; None counts nothing.
+    """
 
     marks_tail = False
+
+    def __init__(self, counters: DeviceCounters | None = None) -> None:
+        self.counters = counters
+
+    def _count(self, action: str, place: int) -> None:
+        if self.counters is not None:
+            self.counters.ran(action, place)
 
     def refresh(self, memory: StageMemory) -> None:
         """Refresh the cache, empty the sums."""
         memory.stage.refresh_cache()
         memory.open_epoch()
+        self._count("refresh", memory.stage.index)
 
     def forward(self, memory: StageMemory, slot: Slot) -> None:
         """F."""
         outputs = memory.stage.forward(slot.tape, slot.inputs)
         slot.outputs = tuple(output.detach() for output in outputs)
+        self._count("F", slot.index)
 
     def dgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
         """dI, with the destinations bound before it."""
@@ -159,11 +174,19 @@ class EagerExecutor:
         torch._foreach_add_(memory.sums, list(result.non_matrix))
         slot.dgrads = result.inputs
         slot.non_matrix = result.non_matrix
+        self._count("dI", slot.index)
         return memory.evidence_of(result.queued)
 
     def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
         """dW."""
-        result = self.run_work(memory, slot, variant, keep=False)
+        return self.wgrad_keeping(memory, slot, variant, keep=False)
+
+    def wgrad_keeping(
+        self, memory: StageMemory, slot: Slot, variant: WgradVariant, *, keep: bool
+    ) -> tuple[str, ...]:
+        """A dW, of which the deferred work may be kept for another variant's capture."""
+        result = self.run_work(memory, slot, variant, keep=keep)
+        self._count("dW", slot.index)
         return memory.evidence(result.covered)
 
     @staticmethod

@@ -25,6 +25,7 @@ import torch
 from qeffect.gpu_runtime.backends.protocol import BackendError, StateDomain
 from qeffect.gpu_runtime.execute.eager import EagerExecutor, StageMemory
 from qeffect.gpu_runtime.execute.streams import GraphStream, Handoff
+from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.memory.slots import Slot
 from qeffect.gpu_runtime.memory.state import preserving
 from qeffect.gpu_runtime.plan.slots import SlotPlan, WgradVariant
@@ -177,6 +178,7 @@ def capture(
     handoff: Handoff,
     *,
     shared_pool: Hashable | None = None,
+    counters: DeviceCounters | None = None,
 ) -> GraphExecutor:
     """
     Warm up, then capture every graph that the plan needs.
@@ -188,6 +190,7 @@ def capture(
         handoff: The graph stream.
         shared_pool: Not None lets all slots share one memory pool, captured as all F, all dI, all
             dW. Only the test that shows the corruption asks for it.
+        counters: What every graph counts beside its action; at zero afterwards.
 
     Raises:
         BackendError: Something cannot be captured; all reasons are listed.
@@ -206,23 +209,27 @@ def capture(
         started = time.perf_counter()
         for memory in memories.values():
             warm_up(memory, report)
+        if counters is not None:
+            counters.warm()
         with report.phase("warmup drain"):
             handoff.synchronize()
         report.warmup_seconds = time.perf_counter() - started
         started = time.perf_counter()
-        recorder, eager = _Recorder(handoff, report), EagerExecutor()
+        recorder, eager = _Recorder(handoff, report), EagerExecutor(counters)
         for memory in memories.values():
             executor.refreshes[memory.stage.index] = recorder.record(
                 "refresh", torch.cuda.graph_pool_handle(), partial(eager.refresh, memory)
             )
         build = _per_slot if shared_pool is None else _shared
-        executor.slots = build(recorder, memories, plan)
+        executor.slots = build(recorder, memories, plan, eager)
         handoff.synchronize()
         report.capture_seconds = time.perf_counter() - started
         for memory in memories.values():
             memory.arena.zero()
             memory.table.rebuild()
             executor.baked[memory.stage.index] = BakedAddresses(memory)
+        if counters is not None:
+            counters.zero()  # a stand-in for a graph runs what it captures
     handoff.synchronize()
     domain.check_membership()
     return executor
@@ -289,14 +296,19 @@ class _SlotCapture:
     """The three steps of capturing one slot, in the pools given for them."""
 
     def __init__(
-        self, recorder: _Recorder, memory: StageMemory, slot: Slot, plan: SlotPlan
+        self,
+        recorder: _Recorder,
+        memory: StageMemory,
+        slot: Slot,
+        plan: SlotPlan,
+        eager: EagerExecutor,
     ) -> None:
         self.recorder = recorder
         self.memory = memory
         self.slot = slot
         local = slot.index - memory.table.first_index
         self.variants = plan.variants(memory.stage.index, local, memory.arena.rule)
-        self.eager = EagerExecutor()
+        self.eager = eager
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self.queued: tuple[str, ...] = ()
         self.covered: dict[WgradVariant, tuple[str, ...]] = {}
@@ -324,8 +336,7 @@ class _SlotCapture:
             self.wgrad[variant] = self.recorder.record("dW", pool, act)
 
     def _wgrad(self, variant: WgradVariant, keep: bool) -> None:
-        result = self.eager.run_work(self.memory, self.slot, variant, keep=keep)
-        self.covered[variant] = self.memory.evidence(result.covered)
+        self.covered[variant] = self.eager.wgrad_keeping(self.memory, self.slot, variant, keep=keep)
         self.wgrads[variant] = dict(self.slot.wgrads)
 
     def finish(self) -> SlotGraphs:
@@ -343,20 +354,20 @@ class _SlotCapture:
 
 
 def _captures(
-    recorder: _Recorder, memories: Mapping[int, StageMemory], plan: SlotPlan
+    recorder: _Recorder, memories: Mapping[int, StageMemory], plan: SlotPlan, eager: EagerExecutor
 ) -> list[_SlotCapture]:
     return [
-        _SlotCapture(recorder, memory, slot, plan)
+        _SlotCapture(recorder, memory, slot, plan, eager)
         for memory in memories.values()
         for slot in memory.table
     ]
 
 
 def _per_slot(
-    recorder: _Recorder, memories: Mapping[int, StageMemory], plan: SlotPlan
+    recorder: _Recorder, memories: Mapping[int, StageMemory], plan: SlotPlan, eager: EagerExecutor
 ) -> dict[int, SlotGraphs]:
     finished = {}
-    for slot in _captures(recorder, memories, plan):
+    for slot in _captures(recorder, memories, plan, eager):
         pool = torch.cuda.graph_pool_handle()
         slot.capture_forward(pool)
         slot.capture_dgrad(pool)
@@ -366,9 +377,9 @@ def _per_slot(
 
 
 def _shared(
-    recorder: _Recorder, memories: Mapping[int, StageMemory], plan: SlotPlan
+    recorder: _Recorder, memories: Mapping[int, StageMemory], plan: SlotPlan, eager: EagerExecutor
 ) -> dict[int, SlotGraphs]:
-    captures = _captures(recorder, memories, plan)
+    captures = _captures(recorder, memories, plan, eager)
     pool = torch.cuda.graph_pool_handle()
     for slot in captures:
         slot.capture_forward(pool)

@@ -215,6 +215,14 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
         else None
     )
     found["guards"] = derive_guards(columns)
+    # Reports from before the device counted have no such column.
+    if {"ours_accumulate", "ours_device_counts"} <= columns.keys():
+        counted, plain = columns["ours_device_counts"], columns["ours_accumulate"]
+        found["device_counts"] = {
+            "step_on_over_off": paired(counted, plain),
+            "host_ms_on": spread(host_ms(counted)),
+            "host_ms_off": spread(host_ms(plain)),
+        }
     # Reports from before actions were timed one by one have no such numbers.
     if host := derive_host(columns):
         found["host"] = host

@@ -23,7 +23,16 @@ from . import (
 )
 from .model import Clause, Part
 
-__all__ = ["CLAUSES", "INTERFACE", "PARTS", "SCHEDULE", "SCHEDULE_CLAUSES", "Clause", "Part"]
+__all__ = [
+    "CLAUSES",
+    "DEVICE",
+    "INTERFACE",
+    "PARTS",
+    "SCHEDULE",
+    "SCHEDULE_CLAUSES",
+    "Clause",
+    "Part",
+]
 
 #: The parts in the normative order: guards of a transition run in this order, so that a refusal
 #: has one name. The last is of event logs.
@@ -59,7 +68,14 @@ INTERFACE: Final = frozenset(
     {
         "ownership.unknown-key",
         "ownership.unknown-slot",
+        "epoch.device-count",
+        "epoch.device-order",
+        "epoch.uncounted",
         "persistence.configuration",
         "version.left-out",
     }
 )
+
+#: Those of them that compare what a device counted, for contracts that are made to: a ledger beside
+#: the transitions raises them, and no event log has what they compare.
+DEVICE: Final = frozenset({"epoch.uncounted", "epoch.device-count", "epoch.device-order"})

@@ -7,6 +7,7 @@ from __future__ import annotations
 from .model import Clause, Part
 
 _STAGE = "The stage's ledger, and the weight epoch."
+_COUNTED = "The weights, and the weight epoch; only a restore makes the counts agree again."
 
 PART = Part(
     name="epoch",
@@ -18,7 +19,12 @@ PART = Part(
 An epoch is one optimizer step. A stage is finalized when all its work is done, and the commit is
 atomic over all stages of the process: it advances every weight epoch or none. Across processes the
 caller makes it a barrier. Any failed or aborted action of a stage spoils its epoch: it can no
-longer be finalized, and only a restore begins it again.""",
+longer be finalized, and only a restore begins it again.
+
+A contract that is made with `counted=True` also wants to know what the device ran: beside every
+action the device itself counts, by stage and kind, and folds what it ran into a digest that depends
+on the order. A commit brings the numbers and is refused where they are not those of the committed
+actions. These three clauses are held by a ledger beside the transitions: tested, not proved.""",
     clauses=(
         Clause(
             id="epoch.spoiled",
@@ -84,6 +90,47 @@ longer be finalized, and only a restore begins it again.""",
             cause="The step counter runs apart from the contract's epoch: a step was committed "
             "twice, or one was skipped.",
             remedy="Commit `contract.epoch`, once, where the optimizer updates the parameters.",
+        ),
+        Clause(
+            id="epoch.uncounted",
+            number="8.6",
+            title="A commit brings what the device counted",
+            invariant="Where the device counts its replays, a commit brings the counts of every "
+            "state domain.",
+            transitions=("commit_epoch",),
+            argument="",
+            unchanged=_COUNTED,
+            section="design",
+            cause="The counters were not read back, or not handed to the commit.",
+            remedy="Read them after the step's last dW, and pass them as `counted`.",
+        ),
+        Clause(
+            id="epoch.device-count",
+            number="8.7",
+            title="The device ran what was committed, each as often",
+            invariant="Of every stage, the device ran as many refreshes, F, dI and dW as were "
+            "committed since the incarnation began.",
+            transitions=("commit_epoch",),
+            argument="",
+            unchanged=_COUNTED,
+            section="design",
+            cause="A graph was replayed without asking the contract, was replayed twice, or was "
+            "not replayed although its action was committed.",
+            remedy="Find who replays beside the guarded actions; restore the last commit.",
+        ),
+        Clause(
+            id="epoch.device-order",
+            number="8.8",
+            title="The device ran what was committed, in that order",
+            invariant="The device ran the actions of a state domain, each in its own slot, in the "
+            "order in which they were committed.",
+            transitions=("commit_epoch",),
+            argument="",
+            unchanged=_COUNTED,
+            section="design",
+            cause="Two graphs were exchanged: another slot's, or another stage's; or actions were "
+            "committed in another order than they were launched in.",
+            remedy="Launch the graph of the slot that the ticket names; commit in launch order.",
         ),
     ),
 )

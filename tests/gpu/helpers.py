@@ -43,11 +43,21 @@ def given(cells: str, **changes: Any) -> Case:
 
 
 def guarded_run(
-    case: Case = SMALL, *, captured: bool = True, reducer: Reducer | None = None
+    case: Case = SMALL,
+    *,
+    captured: bool = True,
+    reducer: Reducer | None = None,
+    device_counts: bool = False,
 ) -> GuardedRun:
     """A fresh guarded runtime over the library, the only one that is live in this process."""
     stages = fresh_stages(case, TE, fuse=fuse_for(case.rule))
-    config = RuntimeConfig(rule=case.rule, dtype=case.torch_dtype, captured=captured, readers=True)
+    config = RuntimeConfig(
+        rule=case.rule,
+        dtype=case.torch_dtype,
+        captured=captured,
+        readers=True,
+        device_counts=device_counts,
+    )
     runtime = Runtime(stages, case.order(), config, reducer=reducer)
     return GuardedRun(runtime, Workload(), optimizer_of(case, stages))
 
@@ -78,8 +88,8 @@ def native_final() -> Recording:
 class CapturedInjection(Injection):
     """The CPU's injections, into a runtime whose graphs are live."""
 
-    def __init__(self, *, reducer: Reducer | None = None) -> None:
-        self.run = guarded_run(reducer=reducer)
+    def __init__(self, *, reducer: Reducer | None = None, device_counts: bool = False) -> None:
+        self.run = guarded_run(reducer=reducer, device_counts=device_counts)
         self.actions = self.run.runtime.actions
         self.contract = self.run.runtime.contract
         self.done = []

@@ -102,6 +102,7 @@ def guarded_run(
     captured: bool = False,
     event_log: bool = False,
     reducer: Reducer | None = None,
+    device_counts: bool = False,
 ) -> GuardedRun:
     """A fresh guarded runtime over reference stages, with data and an optimizer."""
     stages = reference_stages(order, history, config, num_layers=num_layers)
@@ -109,7 +110,12 @@ def guarded_run(
         stages,
         order,
         RuntimeConfig(
-            rule=rule, dtype=dtype, provisioning=provisioning, readers=readers, captured=captured
+            rule=rule,
+            dtype=dtype,
+            provisioning=provisioning,
+            readers=readers,
+            captured=captured,
+            device_counts=device_counts,
         ),
         event_log=event_log,
         reducer=reducer,

@@ -305,6 +305,15 @@ class TestDerived:
         third = samples.bench_report()["derived"]["cells"][2]
         assert third["columns"]["ours_copied"]["matrix_copies"]["ambiguous"]
 
+    def test_device_counts_cost_the_ratio_of_the_same_step(self) -> None:
+        """The step that the device counts, over the one that it does not, in one run."""
+        report = samples.bench_report()
+        counts = report["derived"]["cells"][0]["device_counts"]
+
+        assert pytest.approx(4.141 / 4.1, abs=1e-4) == counts["step_on_over_off"]["median"]
+        (goal,) = (t for t in report["derived"]["targets"] if "counted" in t["goal"])
+        assert (True, 1.015) == (goal["met"], goal["value"])
+
     def test_guards_cost_the_difference_of_the_same_step(self) -> None:
         """Host time comes from single steps on an idle device, divided by the actions."""
         guards = samples.bench_report()["derived"]["cells"][0]["guards"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from qeffect import DeviceCounts
 from qeffect.spec.clauses import CLAUSES
 from qeffect.spec.document import contract
 from qeffect.verification.logs.examples import UNREACHED
@@ -72,6 +73,23 @@ def _another(rig: Rig) -> Callable[[], Any]:
     return lambda: rig.contract.restore(Rig(stage(slots=7)).contract.checkpoint())
 
 
+def _counting(digest: int, forwards: int | None) -> Callable[[Rig], Callable[[], Any]]:
+    """A whole epoch, and a commit with other counts than its own, or with none."""
+
+    def prepare(rig: Rig) -> Callable[[], Any]:
+        rig.contract = Rig(stage(), counted=True).contract
+        for microbatch in (0, 1):
+            rig.microbatch(microbatch)
+        rig.contract.wait()
+        rig.contract.finalize(0)
+        if forwards is None:
+            return rig.contract.commit_epoch
+        counts = DeviceCounts(digest, {0: (0, forwards, 2, 2)})
+        return lambda: rig.contract.commit_epoch(counted={0: counts})
+
+    return prepare
+
+
 def _overtaken(rig: Rig) -> Callable[[], Any]:
     """Another F after a tape's own, and its dI."""
     ref = rig.forward(0)
@@ -95,6 +113,9 @@ def _refreshed(rig: Rig) -> Callable[[], Any]:
 
 #: For each clause without a rejected log, how to come before a call that it refuses.
 SHOWN: dict[str, Callable[[Rig], Callable[[], Any]]] = {
+    "epoch.device-count": _counting(0, 3),
+    "epoch.device-order": _counting(0, 2),
+    "epoch.uncounted": _counting(0, None),
     "epoch.not-final": lambda rig: rig.contract.commit_epoch,
     "order.scales-moved": _overtaken,
     "persistence.live-tape": _live,

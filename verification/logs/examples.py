@@ -35,6 +35,9 @@ UNREACHED: Final = frozenset(
         "persistence.mid-epoch",
         "epoch.not-final",
         "version.left-out",
+        "epoch.uncounted",
+        "epoch.device-count",
+        "epoch.device-order",
         "order.scales-moved",
     }
 )

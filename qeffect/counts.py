@@ -1,0 +1,87 @@
+"""
+What a device counts of the work that it really ran, to be compared at the commit.
+
+Beside every F, dI, dW and refresh, in the same captured graph, the device adds one to a counter of
+the stage and the kind of action, and folds the action's mark into a digest of its state domain. The
+counters say what was skipped or ran twice; the digest, which depends on the order, says that two
+actions were exchanged. The contract keeps the same numbers of the actions that were committed, and
+a commit is refused where the two differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from attrs import Attribute, field, frozen
+
+__all__ = ["COUNTED", "MULTIPLIER", "DeviceCounts", "fold", "mark"]
+
+#: Kinds of action, in the order of a stage's counters.
+COUNTED: Final = ("refresh", "F", "dI", "dW")
+
+#: What a digest is multiplied by before the next mark is added; odd, so that nothing is lost.
+MULTIPLIER: Final = 6364136223846793005
+
+_HALF: Final = 1 << 63
+_MASK: Final = (1 << 64) - 1
+
+
+def mark(action: str, place: int) -> int:
+    """
+    Return the number of an action at a place; no two have the same.
+
+    Args:
+        action: One of `COUNTED`.
+        place: The slot of an F, dI or dW; the stage of a refresh.
+
+    >>> mark("refresh", 0), mark("dW", 0), mark("F", 1)
+    (1, 4, 6)
+    """
+    return 1 + len(COUNTED) * place + COUNTED.index(action)
+
+
+def fold(digest: int, number: int) -> int:
+    """
+    Return ``digest * MULTIPLIER + number`` as a signed 64-bit integer that wraps around.
+
+    >>> fold(0, 5), fold(fold(0, 1), 2) == fold(fold(0, 2), 1)
+    (5, False)
+    """
+    return ((digest * MULTIPLIER + number + _HALF) & _MASK) - _HALF
+
+
+def _whole(counts: Any, attribute: Attribute[Any], value: Any) -> None:
+    """Require plain integers: a number that only equals one is no count."""
+    numbers = (value,) if attribute.name == "digest" else tuple(value)
+    if any(number.__class__ is not int for number in numbers):
+        raise TypeError(f"{attribute.name} must be plain integers, got {value!r}")
+
+
+def _stages(counts: Any, attribute: Attribute[Any], value: Any) -> None:
+    for stage, numbers in value.items():
+        if len(numbers) != len(COUNTED):
+            raise ValueError(
+                f"stage {stage} has {len(numbers)} counters; expected {', '.join(COUNTED)}"
+            )
+        _whole(counts, attribute, (stage, *numbers))
+
+
+@frozen
+class DeviceCounts:
+    """
+    What the device of one state domain has counted since the contract's incarnation began.
+
+    Args:
+        digest: All marks, folded in the order in which the actions ran.
+        stages: For each stage of the domain its counters, in the order of `COUNTED`.
+
+    Raises:
+        TypeError, ValueError: A number is no plain integer, or a stage lacks a counter.
+
+    >>> DeviceCounts(digest=fold(0, mark("F", 0)), stages={0: (0, 1, 0, 0)}).stages[0]
+    (0, 1, 0, 0)
+    """
+
+    digest: int = field(validator=_whole)
+    stages: Mapping[int, tuple[int, ...]] = field(validator=_stages)

@@ -1,0 +1,18 @@
+"""Device counts over real graphs: the graphs themselves tell what ran."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..runtime.device_counts import DeviceCountsCases
+from ..runtime.injection import Injection
+from .helpers import CapturedInjection
+
+
+class TestCaptured(DeviceCountsCases):
+    """Every fault that no guard sees, while graphs are live."""
+
+    @pytest.fixture
+    def injected(self) -> Injection:
+        """A captured run before its second epoch."""
+        return CapturedInjection(device_counts=True)

@@ -1,0 +1,290 @@
+"""
+Device counts: what ran on the device is what was committed, each as often and in that order.
+
+The device here is a list of counters beside the calls, so that a test can run what it likes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from qeffect import Contract, DeviceCounts, StageConfig, TapeKey
+from qeffect.counts import COUNTED, fold, mark
+
+from .helpers import MATRICES, refused, stage
+
+
+class Device:
+    """
+    What a device of one domain would count.
+
+    Args:
+        stages: Its stages.
+    """
+
+    def __init__(self, stages: tuple[int, ...]) -> None:
+        self.digest = 0
+        self.numbers = {stage: [0] * len(COUNTED) for stage in stages}
+
+    def run(self, action: str, stage: int, place: int) -> None:
+        """Replay a graph."""
+        self.digest = fold(self.digest, mark(action, place))
+        self.numbers[stage][COUNTED.index(action)] += 1
+
+    def counts(self) -> DeviceCounts:
+        """What is read back."""
+        return DeviceCounts(self.digest, {s: tuple(n) for s, n in self.numbers.items()})
+
+
+class Step:
+    """
+    One optimizer step of two stages of two microbatches each in one domain.
+
+    Args:
+        skip: Committed actions, counted from 0, that the device does not run.
+        twice: Those that it runs twice.
+        instead: For some, the one whose graph it runs instead.
+        counted: Whether the contract wants counts.
+    """
+
+    def __init__(
+        self,
+        *,
+        skip: tuple[int, ...] = (),
+        twice: tuple[int, ...] = (),
+        instead: dict[int, int] | None = None,
+        counted: bool = True,
+    ) -> None:
+        self.contract = Contract([stage(0), stage(1)], counted=counted)
+        self.device = Device((0, 1))
+        self.ran: list[tuple[str, int, int]] = []
+        self.skip, self.twice, self.instead = skip, twice, instead or {}
+
+    def act(self, *action: Any) -> None:
+        """Note what is committed; the device runs it later."""
+        self.ran.append(action)
+
+    def run(self) -> None:
+        """Commit every action of an epoch, let the device run them, finalize."""
+        contract, epoch = self.contract, self.contract.epoch
+        began = len(self.ran)
+        for s in (0, 1):
+            contract.commit(contract.check_refresh(s))
+            self.act("refresh", s, s)
+            refs = {}
+            for m in (0, 1):
+                key = TapeKey(epoch, s, m)
+                ref = refs[key] = contract.commit(contract.check_forward(key))
+                assert ref is not None
+                self.act("F", s, ref.slot)
+            contract.wait()
+            for key, ref in refs.items():
+                assert ref is not None
+                contract.bind(key)
+                contract.commit(contract.check_dgrad(key, ref), MATRICES)
+                self.act("dI", s, ref.slot)
+                contract.commit(contract.check_wgrad(key, ref), MATRICES)
+                self.act("dW", s, ref.slot)
+            contract.wait()
+            contract.finalize(s)
+        for n in range(began, len(self.ran)):
+            if n not in self.skip:
+                for _ in range(1 + (n in self.twice)):
+                    self.device.run(*self.ran[self.instead.get(n, n)])
+
+    def commit(self) -> int:
+        """Commit with what the device counted."""
+        return self.contract.commit_epoch(counted={0: self.device.counts()})
+
+
+#: In the order of `Step`: refresh, two F, dI, dW, dI, dW of stage 0, then the same of stage 1.
+REFRESH, F0, F1, DGRAD, WGRAD = range(5)
+OTHER_STAGE = 7
+
+
+class TestCommit:
+    def test_what_was_committed_is_what_ran(self) -> None:
+        """An honest device's counts are accepted, epoch after epoch."""
+        step = Step()
+        for epoch in (1, 2, 3):
+            step.run()
+            step.contract.check_commit(counted={0: step.device.counts()})
+
+            assert epoch == step.commit()
+
+    @pytest.mark.parametrize("action", range(14))
+    def test_a_skipped_replay(self, action: int) -> None:
+        """Whatever was committed and did not run is named by stage and kind."""
+        step = Step(skip=(action,))
+        step.run()
+        own = step.ran[action][1]
+
+        with refused(step.contract, "epoch.device-count", f"stage {own}", "as were committed"):
+            step.commit()
+        assert 0 == step.contract.epoch
+
+    @pytest.mark.parametrize("action", range(14))
+    def test_a_replay_that_ran_twice(self, action: int) -> None:
+        """So is whatever ran once too often."""
+        step = Step(twice=(action,))
+        step.run()
+
+        with refused(step.contract, "epoch.device-count", f"{step.ran[action][0]}"):
+            step.commit()
+
+    def test_a_replay_behind_the_guards(self) -> None:
+        """A graph that nobody was asked for counts, whenever in the step it ran."""
+        step = Step()
+        step.device.run("dW", 1, 2)
+        step.run()
+
+        with refused(step.contract, "epoch.device-count", "stage 1: the device ran 3 dW", "2"):
+            step.commit()
+
+    @pytest.mark.parametrize(
+        "exchanged",
+        [
+            pytest.param((F0, F1), id="microbatches"),
+            pytest.param((F0, F0 + OTHER_STAGE), id="stages"),
+            pytest.param((DGRAD, DGRAD + 2), id="dI"),
+            pytest.param((WGRAD, WGRAD + 2), id="dW"),
+            pytest.param((REFRESH, REFRESH + OTHER_STAGE), id="refreshes"),
+        ],
+    )
+    def test_two_exchanged(self, exchanged: tuple[int, int]) -> None:
+        """Two graphs in each other's place run as often as they should; the order tells."""
+        a, b = exchanged
+        step = Step(instead={a: b, b: a})
+        step.run()
+
+        with refused(step.contract, "epoch.device-order", "of the order that ran"):
+            step.commit()
+
+    def test_no_counts(self) -> None:
+        """A commit without counts is refused where the device counts; check_commit as well."""
+        step = Step()
+        step.run()
+        for call in (step.contract.commit_epoch, step.contract.check_commit):
+            with refused(step.contract, "epoch.uncounted", "no counts", "every state domain"):
+                call()
+
+        assert 1 == step.commit()
+
+    def test_a_guard_is_named_first(self) -> None:
+        """What a guard of the commit refuses is named before what the device counted."""
+        step = Step(skip=(F0,))
+
+        with refused(step.contract, "epoch.not-final"):
+            step.commit()
+
+    def test_only_the_comparison_refuses(self) -> None:
+        """Without it the same skipped replay commits: nothing else in the contract sees it."""
+        step = Step(skip=(F0,), counted=False)
+        step.run()
+
+        assert 1 == step.contract.commit_epoch()
+
+    def test_a_restore_begins_at_zero(self) -> None:
+        """After a mismatch only a restore helps; the device's counters are then zero too."""
+        checkpoint = Step().contract.checkpoint()
+        step = Step(skip=(F0,))
+        step.run()
+        with refused(step.contract, "epoch.device-count"):
+            step.commit()
+        step.contract.drain()
+        step.contract.restore(checkpoint)
+        step.device, step.skip = Device((0, 1)), ()
+        step.run()
+
+        assert 1 == step.commit()
+
+    def test_an_aborted_action_is_not_counted(self) -> None:
+        """Of what a failed action ran nothing is known; its epoch cannot commit anyway."""
+        contract = Contract([stage(0)], omit=("version",), counted=True)
+        contract.abort(contract.check_forward(TapeKey(0, 0, 0)))
+        assert contract._counted is not None
+
+        assert {0: DeviceCounts(0, {0: (0, 0, 0, 0)})} == contract._counted.own()
+
+    def test_domains_are_counted_apart(self) -> None:
+        """Each state domain has a digest of its own, since nothing orders the two."""
+        contract = Contract(
+            [stage(0, domain="a"), stage(1, domain="b")], omit=("version",), counted=True
+        )
+        ref = contract.commit(contract.check_forward(TapeKey(0, 1, 0), link=1))
+        assert contract._counted is not None
+        assert ref is not None
+
+        own = contract._counted.own()
+
+        assert DeviceCounts(0, {0: (0, 0, 0, 0)}) == own["a"]
+        assert DeviceCounts(mark("F", ref.slot), {1: (0, 1, 0, 0)}) == own["b"]
+
+
+class TestBadCounts:
+    def test_a_contract_that_does_not_count(self) -> None:
+        """Counts that nobody compares would be a false comfort."""
+        with pytest.raises(ValueError, match="without counted=True"):
+            Step(counted=False).commit()
+
+    @pytest.mark.parametrize(
+        ("counted", "error", "message"),
+        [
+            ({}, ValueError, "domains"),
+            ({1: DeviceCounts(0, {})}, ValueError, "domains"),
+            ({0: DeviceCounts(0, {0: (0, 0, 0, 0)})}, ValueError, "stages"),
+            ({0: (0, 0)}, TypeError, "DeviceCounts"),
+        ],
+    )
+    def test_counts_of_something_else(
+        self, counted: Any, error: type[Exception], message: str
+    ) -> None:
+        """Domains and stages are those of the contract."""
+        step = Step()
+        step.run()
+        before = step.contract.snapshot()
+
+        with pytest.raises(error, match=message):
+            step.contract.commit_epoch(counted=counted)
+        assert before == step.contract.snapshot()
+
+    @pytest.mark.parametrize("digest", [True, 1.0, "1", None])
+    def test_no_number(self, digest: Any) -> None:
+        """What only equals an integer is no count."""
+        with pytest.raises(TypeError, match="plain integers"):
+            DeviceCounts(digest, {})
+        with pytest.raises(TypeError, match="plain integers"):
+            DeviceCounts(0, {0: (0, digest, 0, 0)})
+
+    def test_too_few_counters(self) -> None:
+        """Every kind of action has one."""
+        with pytest.raises(ValueError, match="refresh, F, dI, dW"):
+            DeviceCounts(0, {0: (1, 2)})
+
+
+class TestDigest:
+    def test_marks_differ(self) -> None:
+        """No two actions at two places have one mark, and none is zero."""
+        marks = [mark(action, place) for place in range(9) for action in COUNTED]
+
+        assert sorted(marks) == [*range(1, len(marks) + 1)]
+
+    def test_it_wraps_as_the_device_s_integers_do(self) -> None:
+        """A digest stays a signed 64-bit integer, and folds as exact arithmetic modulo 2**64."""
+        digest, exact = 0, 0
+        for number in range(1, 200):
+            digest = fold(digest, number)
+            exact = exact * 6364136223846793005 + number
+
+            assert -(2**63) <= digest < 2**63
+            assert 0 == (digest - exact) % 2**64
+
+
+def test_a_stage_config_is_unchanged() -> None:
+    """Counting is no part of what a checkpoint must agree with."""
+    configs = [StageConfig(0, microbatches=1, slots=1)]
+    checkpoint = Contract(configs, counted=True).checkpoint()
+
+    Contract(configs).restore(checkpoint)

@@ -1,0 +1,195 @@
+"""
+What the device counted, as tests of a live runtime whatever its device is: a replay behind the
+guards' back, a skipped one, one that ran twice and two exchanged are refused at the commit of their
+step. Then the step is run again, and training ends with the bits of an undisturbed native run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from qeffect.gpu_runtime.evidence.comparison import Recording
+from qeffect.gpu_runtime.execute.graphs import GraphExecutor
+from qeffect.gpu_runtime.memory.state import same_bits
+from qeffect.refusals import Refused
+
+from .injection import Injection, parameters_of
+
+Replay = Callable[[], object]
+
+
+class Replays:
+    """
+    Every graph of an executor, replayed as a test wants it.
+
+    Args:
+        executor: The executor; its graphs are replaced by ones that look here first.
+
+    Attributes:
+        ran: Kind, place and replay of every graph that was asked for, in order.
+        instead: What to replay for some of them, by their place in `ran`.
+    """
+
+    def __init__(self, executor: GraphExecutor) -> None:
+        self.ran: list[tuple[str, int, Replay]] = []
+        self.instead: dict[int, list[Replay]] = {}
+        for index, slot in executor.slots.items():
+            slot.forward = self._of("F", index, slot.forward)
+            slot.dgrad = self._of("dI", index, slot.dgrad)
+            slot.wgrad = {v: self._of("dW", index, graph) for v, graph in slot.wgrad.items()}
+        for stage, graph in executor.refreshes.items():
+            executor.refreshes[stage] = self._of("refresh", stage, graph)
+
+    def _of(self, kind: str, place: int, graph: object) -> SimpleNamespace:  # stands for a graph
+        replay: Replay = graph.replay  # type: ignore[attr-defined]
+
+        def replayed() -> None:
+            number = len(self.ran)
+            self.ran.append((kind, place, replay))
+            for each in self.instead.get(number, [replay]):
+                each()
+
+        return SimpleNamespace(replay=replayed)
+
+    def places(self, kind: str) -> list[int]:
+        """Where in `ran` the graphs of a kind are."""
+        return [n for n, (own, _, _) in enumerate(self.ran) if own == kind]
+
+
+class DeviceCountsCases:
+    """Faults that no guard sees, over the `injected` of a subclass."""
+
+    @pytest.fixture
+    def replays(self, injected: Injection) -> Replays:
+        """The graphs of a run before its third epoch; the second one's are noted."""
+        executor = injected.run.runtime.executor
+        assert isinstance(executor, GraphExecutor)
+        made = Replays(executor)
+        injected.run.step()
+        return made
+
+    def skipped(self, injected: Injection, kind: str, place: int, replay: Replay) -> list[Replay]:
+        """What to replay so that a graph was not; on a device nothing."""
+        return []
+
+    def repeated(self, injected: Injection, kind: str, place: int, replay: Replay) -> list[Replay]:
+        """What to replay so that a graph ran twice; on a device the graph, twice."""
+        return [replay, replay]
+
+    def replaced(
+        self, injected: Injection, own: tuple[str, int, Replay], other: tuple[str, int, Replay]
+    ) -> list[Replay]:
+        """What to replay so that another graph ran in its place; on a device that graph."""
+        return [other[2]]
+
+    def refused(
+        self, clause: str, injected: Injection, replays: Replays, undisturbed: Recording
+    ) -> str:
+        """The commit of the disturbed step is refused, and no weight has moved."""
+        run, runtime = injected.run, injected.run.runtime
+        weights = {
+            n: [p.detach().clone() for p in parameters_of(s)] for n, s in runtime.stages.items()
+        }
+        epoch = runtime.epoch
+        run.actions()
+        with pytest.raises(Refused) as caught:
+            run.finish()
+
+        assert (clause, "commit_epoch") == (caught.value.clause, caught.value.transition)
+        assert epoch == runtime.epoch
+        for n, stage in runtime.stages.items():
+            for before, now in zip(weights[n], parameters_of(stage), strict=True):
+                assert same_bits(before, now.detach())
+        replays.instead.clear()
+        injected.start_over(undisturbed)
+        return str(caught.value.found)
+
+    def shifted(self, replays: Replays, *places: int) -> list[int]:
+        """The same places in the epoch that comes."""
+        return [len(replays.ran) + place for place in places]
+
+    def test_nothing_disturbed(
+        self, injected: Injection, replays: Replays, undisturbed: Recording
+    ) -> None:
+        """Counting changes no bit and refuses nothing."""
+        while injected.run.runtime.epoch < 3:
+            injected.run.step()
+
+        injected.assert_final(undisturbed)
+        counts = injected.run.runtime.device_counts()
+        assert counts is not None
+        (own,) = counts.values()
+        runtime = injected.run.runtime
+        microbatches = runtime.order.num_microbatches
+        assert {s: (3, *[3 * microbatches] * 3) for s in runtime.stages} == own.stages
+
+    @pytest.mark.parametrize("kind", ["refresh", "F", "dI", "dW"])
+    def test_a_skipped_replay(
+        self, kind: str, injected: Injection, replays: Replays, undisturbed: Recording
+    ) -> None:
+        """A graph that was not launched although its action was committed."""
+        place = replays.places(kind)[-1]
+        (at,) = self.shifted(replays, place)
+        replays.instead[at] = self.skipped(injected, *replays.ran[place])
+
+        found = self.refused("epoch.device-count", injected, replays, undisturbed)
+        assert f" {kind}" in found
+
+    @pytest.mark.parametrize("kind", ["refresh", "F", "dI", "dW"])
+    def test_a_replay_that_ran_twice(
+        self, kind: str, injected: Injection, replays: Replays, undisturbed: Recording
+    ) -> None:
+        """A graph that was launched twice for one action."""
+        place = replays.places(kind)[0]
+        (at,) = self.shifted(replays, place)
+        replays.instead[at] = self.repeated(injected, *replays.ran[place])
+
+        found = self.refused("epoch.device-count", injected, replays, undisturbed)
+        assert f" {kind}" in found
+
+    def test_a_replay_behind_the_guards(
+        self, injected: Injection, replays: Replays, undisturbed: Recording
+    ) -> None:
+        """A refresh that nobody asked for, before the step: all of its effects are in bounds."""
+        with injected.run.runtime.caller_scope():
+            replays.ran[replays.places("refresh")[0]][2]()
+
+        found = self.refused("epoch.device-count", injected, replays, undisturbed)
+        assert "refresh" in found
+
+    def test_two_microbatches_exchanged(
+        self, injected: Injection, replays: Replays, undisturbed: Recording
+    ) -> None:
+        """F of two microbatches of one stage, each in the other's slot."""
+        self._exchanged(injected, replays, undisturbed, same_stage=True)
+
+    def test_two_stages_exchanged(
+        self, injected: Injection, replays: Replays, undisturbed: Recording
+    ) -> None:
+        """F of two stages of one domain, each in the other's place."""
+        self._exchanged(injected, replays, undisturbed, same_stage=False)
+
+    def _exchanged(
+        self, injected: Injection, replays: Replays, undisturbed: Recording, *, same_stage: bool
+    ) -> None:
+        owner = {s.index: n for n, m in injected.run.runtime.memories.items() for s in m.table}
+        later = min(replays.places("dI"))
+        forwards = [n for n in replays.places("F") if n < later]
+        a, b = next(
+            (a, b)
+            for a in forwards
+            for b in forwards
+            if a < b
+            and replays.ran[a][1] != replays.ran[b][1]
+            and (owner[replays.ran[a][1]] == owner[replays.ran[b][1]]) is same_stage
+        )
+        first, second = self.shifted(replays, a, b)
+        one, two = replays.ran[a], replays.ran[b]
+        replays.instead[first] = self.replaced(injected, one, two)
+        replays.instead[second] = self.replaced(injected, two, one)
+
+        found = self.refused("epoch.device-order", injected, replays, undisturbed)
+        assert "order that ran" in found

@@ -1,0 +1,132 @@
+"""
+Device counts over the reference backend: stand-in graphs count as captured ones do, and eager
+actions count as well.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qeffect.counts import COUNTED, fold, mark
+from qeffect.gpu_runtime.evidence.comparison import Recording
+from qeffect.gpu_runtime.memory.counters import DeviceCounters
+from qeffect.refusals import Refused
+
+from .device_counts import DeviceCountsCases, Replay
+from .injection import Injection
+from .stand_ins import install
+
+
+class TestStandIns(DeviceCountsCases):
+    """
+    Every fault that no guard sees.
+
+    A stand-in that does not run leaves no tape behind, where a graph that is not replayed leaves
+    its memory as it was; one that runs twice finds its tape gone, and autograd notices a buffer
+    that is filled after its F. So a skipped one runs uncounted here, a repeated one runs once and
+    is counted twice, and of two exchanged ones each is counted as the other.
+    """
+
+    @pytest.fixture
+    def injected(self, monkeypatch: pytest.MonkeyPatch) -> Injection:
+        """A captured run before its second epoch."""
+        install(monkeypatch)
+        return Injection(captured=True, device_counts=True)
+
+    def skipped(self, injected: Injection, kind: str, place: int, replay: Replay) -> list[Replay]:
+        """The action, uncounted."""
+        counters = injected.run.runtime.counters
+        assert counters is not None
+
+        def uncounted() -> None:
+            before = counters.values.clone()
+            replay()
+            counters.values.copy_(before)
+
+        return [uncounted]
+
+    def replaced(
+        self, injected: Injection, own: tuple[str, int, Replay], other: tuple[str, int, Replay]
+    ) -> list[Replay]:
+        """The action itself, counted as the other one."""
+        counters = injected.run.runtime.counters
+        assert counters is not None
+        return [*self.skipped(injected, *own), lambda: counters.ran(*other[:2])]
+
+    def repeated(self, injected: Injection, kind: str, place: int, replay: Replay) -> list[Replay]:
+        """The action, and its count once more."""
+        counters = injected.run.runtime.counters
+        assert counters is not None
+        return [replay, lambda: counters.ran(kind, place)]
+
+
+class TestEager:
+    def test_nothing_disturbed(self, undisturbed: Recording) -> None:
+        """Counting changes no bit and refuses nothing, also across a failure and a rebuild."""
+        injected = Injection(device_counts=True)
+        injected.until("1W1")
+
+        injected.start_over(undisturbed)
+
+    def test_an_action_behind_the_guards(self, undisturbed: Recording) -> None:
+        """A refresh by the executor itself is seen at the commit."""
+        injected = Injection(device_counts=True)
+        runtime = injected.run.runtime
+        runtime.executor.refresh(runtime.memories[1])
+
+        injected.run.actions()
+        with pytest.raises(Refused, match=r"epoch\.device-count") as caught:
+            injected.run.finish()
+
+        assert "stage 1: the device ran 3 refresh" == caught.value.found
+        injected.start_over(undisturbed)
+
+    def test_off_by_default(self) -> None:
+        """Without the configuration nothing counts, and the same fault goes unseen."""
+        injected = Injection()
+        runtime = injected.run.runtime
+        runtime.executor.refresh(runtime.memories[1])
+        injected.run.step()
+
+        assert 2 == runtime.epoch
+        assert runtime.counters is None
+        assert runtime.device_counts() is None
+
+    def test_a_restored_checkpoint_counts_from_zero(self) -> None:
+        """Both sides begin again with the new incarnation."""
+        injected = Injection(device_counts=True)
+        runtime = injected.run.runtime
+        runtime.restore(*runtime.checkpoint())
+        injected.run.step()
+
+        counts = runtime.device_counts()
+        assert counts is not None
+        (own,) = counts.values()
+        assert {1} == {numbers[0] for numbers in own.stages.values()}
+
+
+class TestCounters:
+    def test_as_the_contract_folds(self) -> None:
+        """The device's integers wrap around as the contract's arithmetic does."""
+        counters = DeviceCounters([(3, 0), (3, 1), (5, 2)], torch.device("cpu"))
+        digest = 0
+        for n in range(100):
+            action, place = (("F", 0), ("dW", 2), ("refresh", 5), ("dI", 1))[n % 4]
+            counters.ran(action, place)
+            digest = fold(digest, mark(action, place))
+        counters.read()
+
+        found = counters.taken()
+
+        assert digest == found.digest
+        assert {3: (0, 25, 25, 0), 5: (25, 0, 0, 25)} == found.stages
+        assert ("refresh", "F", "dI", "dW") == COUNTED
+
+    def test_warming_leaves_nothing(self) -> None:
+        """What loads the kernel before a capture is not counted."""
+        counters = DeviceCounters([(0, 0)], torch.device("cpu"))
+        counters.warm()
+        counters.read()
+
+        assert (0, {0: (0, 0, 0, 0)}) == (counters.taken().digest, counters.taken().stages)
