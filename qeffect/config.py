@@ -12,7 +12,7 @@ from attrs.validators import in_, optional
 
 from .destinations import Destination
 from .keys import Cell, cell_of
-from .relations.constants import DGRAD_BIT, GRAD_BIT, OUT_BIT, WGRAD_BIT
+from .relations.constants import BACK_BIT, DGRAD_BIT, GRAD_BIT, IN_BIT, OUT_BIT, WGRAD_BIT
 
 __all__ = ["Bucket", "StageConfig"]
 
@@ -110,6 +110,9 @@ class StageConfig:
         sends_output: The forward's output has a reader (a send, or the next local stage) that
             must finish before the slot is free.
         sends_gradient: Likewise the input gradient.
+        receives_input: A message brings the forward's input into the slot; F runs only after it
+            was posted and has arrived.
+        receives_gradient: Likewise the output's gradient, before dI.
         reduces: The stage's gradients are reduced over data-parallel ranks before the commit.
         reports_fills: The backend reports, at the commit of a refresh and of F, which matrices'
             caches were filled and from which weight epoch. Where it does not, that a refresh
@@ -151,6 +154,8 @@ class StageConfig:
     reports_updates: bool = False
     tape_scales: str | None = field(default=None, validator=optional(in_(("carried", "live"))))
     pool: Hashable | None = field(default=None, validator=_hashable)
+    receives_input: bool = False
+    receives_gradient: bool = False
     buckets: tuple[Bucket, ...] = field(default=(), converter=_buckets)
 
     def __attrs_post_init__(self) -> None:
@@ -215,3 +220,7 @@ class StageConfig:
             | (OUT_BIT if self.sends_output else 0)
             | (GRAD_BIT if self.sends_gradient else 0)
         )
+
+    def messages(self) -> int:
+        """Mask of the messages that F and dI of a tape of this stage wait for."""
+        return (IN_BIT if self.receives_input else 0) | (BACK_BIT if self.receives_gradient else 0)

@@ -179,6 +179,18 @@ class Contract:
         """Every live tape: its key and the reference that names it."""
         return self._tapes.live()
 
+    def reference(self, key: TapeKey) -> TapeRef | None:
+        """
+        The reference that names a key's live tape; None where the key owns no slot.
+
+        >>> contract = Contract([StageConfig(0, microbatches=2, slots=1)])
+        >>> contract.reserve(TapeKey(epoch=0, stage=0, microbatch=0)).slot
+        0
+        >>> contract.reference(TapeKey(epoch=0, stage=0, microbatch=1)) is None
+        True
+        """
+        return self._tapes.reference(key)
+
     def outstanding(self) -> tuple[Ticket, ...]:
         """
         Every ticket that is out, oldest first: issued by a check, not committed, not aborted.
@@ -548,14 +560,20 @@ class Contract:
     # Slots, destinations and readers
 
     @alone
-    def reserve(self, key: TapeKey, slot: int | None = None) -> TapeRef:
+    def reserve(self, key: TapeKey, slot: int | None = None, *, link: int = 0) -> TapeRef:
         """
-        Claim a slot for a key before its forward, so that a receive can fill its input buffer.
+        Claim a slot for a key before its forward, so that its input buffer can be filled.
+
+        Args:
+            key: Key of the execution.
+            slot: Slot to use; by default a free one.
+            link: Link of the stream that will fill the buffer; it has waited for the slot's last
+                tenant.
 
         Raises:
-            Refused: A clause of ownership, version or order.
+            Refused: A clause of ownership, version or completion.
         """
-        return self._tapes.reserve(key, slot)
+        return self._tapes.reserve(key, slot, link)
 
     def bind(self, key: TapeKey, destination: tuple[Destination, ...] | None = None) -> None:
         """
@@ -573,9 +591,50 @@ class Contract:
         finally:
             self._entered = False
 
+    @alone
+    def post_receive(
+        self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0
+    ) -> None:
+        """
+        Check that a stream may now receive a tape's input (or its output's gradient).
+
+        The slot is kept for the message until `finish_receive`, also when its tape is aborted.
+
+        Args:
+            key: Key of the execution; for an input it has reserved the slot.
+            ref: What `reserve` returned, or the forward's commit.
+            gradient: The message is the gradient of the output.
+            link: Link of the stream that receives.
+
+        Raises:
+            Refused: A clause of ownership or completion.
+        """
+        self._tapes.post_receive(key, ref, gradient, link)
+
+    @alone
+    def finish_receive(
+        self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0
+    ) -> None:
+        """
+        Tell that a message has arrived, or can no longer arrive.
+
+        Args:
+            key: Key of the execution.
+            ref: The reference that the receive was posted with.
+            gradient: The message was the gradient of the output.
+            link: Link of a stream that has waited for the message; this counts as work that the
+                replay which uses the message must see.
+
+        Raises:
+            Refused: A clause of ownership or completion.
+        """
+        self._tapes.finish_receive(key, ref, gradient, link)
+
     def read(self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0) -> None:
         """
-        Check that a stream may now read a tape's output (or input gradient).
+        Check that a stream may now read a tape's output (or input gradient), which it begins.
+
+        The slot is kept for the reader until `finish_read`, also when its tape is aborted.
 
         Raises:
             Refused: A clause of ownership, or ``completion.graph-to-caller``.
@@ -588,18 +647,27 @@ class Contract:
         finally:
             self._entered = False
 
-    def finish_read(self, key: TapeKey, ref: TapeRef, *, gradient: bool = False) -> None:
+    def finish_read(
+        self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0
+    ) -> None:
         """
         Tell that the reader of a tape's output (or input gradient) is done with it.
 
+        Args:
+            key: Key of the execution.
+            ref: The reference that was read with.
+            gradient: The reader was of the input gradient.
+            link: Link of a stream that has waited for the reader's end; this counts as work that
+                the slot's next forward must see.
+
         Raises:
-            Refused: A clause of ownership.
+            Refused: A clause of ownership or completion.
         """
         if self._entered:
             raise ConcurrentCallError("finish_read")
         self._entered = True
         try:
-            self._tapes.finish_read(key, ref, gradient)
+            self._tapes.finish_read(key, ref, gradient, link)
         finally:
             self._entered = False
 

@@ -11,8 +11,10 @@ from .engine.stage import TRANSITIONS
 from .keys import spell
 from .refusals import Refused
 from .relations.constants import (
+    BACK_BIT,
     DGRAD_BIT,
     GRAD_BIT,
+    IN_BIT,
     NEVER,
     NO_STAGE,
     OUT_BIT,
@@ -41,6 +43,31 @@ def mask_text(mask: int) -> str:
     if mask == RESERVED:
         return "its forward"
     return " and ".join(name for bit, name in names.items() if mask & bit) or "nobody"
+
+
+def _transfers(mask: int) -> str:
+    """Spell a mask of transfers."""
+    names = {
+        IN_BIT: "receive of the input",
+        BACK_BIT: "receive of the output's gradient",
+        OUT_BIT: "read of the output",
+        GRAD_BIT: "read of the input gradient",
+    }
+    return " and ".join(name for bit, name in names.items() if mask & bit) or "nothing"
+
+
+def _message(a: Arguments) -> int:
+    """The message that a receive brings, or that an action waits for."""
+    if "message" in a:
+        return int(a["message"])
+    return BACK_BIT if a["transition"] == "check_dgrad" else IN_BIT
+
+
+def _end(st: Any, a: Arguments) -> tuple[int, int, int]:
+    """Link of a slot's latest end of a transfer, which piece of work it was, what was joined."""
+    slot = _slot(a)
+    on = st.ended_on[slot]
+    return on, st.ended_at[slot], st.joined[on]
 
 
 def _stage(st: Any, a: Arguments) -> int:
@@ -154,6 +181,33 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     "ownership.no-such-reader": lambda st, a: (
         f"{mask_text(a['bit'])} of {a['key']}",
         _tape(st, a["ref"].slot),
+    ),
+    "ownership.read-not-begun": lambda st, a: (
+        f"the end of a {_transfers(a['bit'])} of {a['key']}",
+        f"a read that has begun; under way in slot {_slot(a)}: {_transfers(st.moving[_slot(a)])}",
+    ),
+    "ownership.no-such-receive": lambda st, a: (
+        f"a {_transfers(a['message'])} by stage {_stage(st, a)}",
+        f"a message that the stage is configured to receive: "
+        f"{_transfers(st.receives[_stage(st, a)])}",
+    ),
+    "ownership.receive-duplicate": lambda st, a: (
+        f"another {_transfers(a['message'])} of {a['key']}",
+        f"one in all; under way {_transfers(st.moving[_slot(a)])}, arrived "
+        f"{_transfers(st.arrived[_slot(a)])}",
+    ),
+    "ownership.receive-not-posted": lambda st, a: (
+        f"the end of a {_transfers(a['message'])} of {a['key']}",
+        f"a receive that was posted; under way in slot {_slot(a)}: "
+        f"{_transfers(st.moving[_slot(a)])}",
+    ),
+    "ownership.receive-missing": lambda st, a: (
+        f"{_what(a)} with no {_transfers(_message(a))} posted",
+        "a message that was posted and has arrived",
+    ),
+    "ownership.transfer-in-flight": lambda st, a: (
+        f"{_what(a)} in slot {_slot(a)} during a {_transfers(st.moving[_slot(a)])}",
+        "every transfer out of the slot and into it finished",
     ),
     "ownership.in-flight": lambda st, a: (
         f"{a['key']} in slot {_slot(a)}" if "key" in a else "a restore",
@@ -311,6 +365,20 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     "completion.graph-to-caller": lambda st, a: (
         f"a consumer whose stream waited up to replay {st.waited[a['link']]}",
         f"a wait at or after replay {_replay(st, a)}",
+    ),
+    "completion.transfer-to-graph": lambda st, a: (
+        f"a replay on slot {_slot(a)}, whose last transfer ended on link {_end(st, a)[0]} as piece "
+        f"{_end(st, a)[1]} of its caller's work",
+        f"a join of that link since; the graph stream has waited for {_end(st, a)[2]}",
+    ),
+    "completion.two-ends": lambda st, a: (
+        f"an end told on link {a['link']} after one on link {_end(st, a)[0]}",
+        f"a join of link {_end(st, a)[0]} before: the graph stream has waited for "
+        f"{_end(st, a)[2]} of its caller's {_end(st, a)[1]} pieces of work",
+    ),
+    "completion.slot-not-awaited": lambda st, a: (
+        f"a caller that waited up to replay {st.waited[a['link']]}",
+        f"a wait at or after replay {st.vacated[_slot(a)]}, the last of slot {_slot(a)}'s tenant",
     ),
     "completion.wrong-consumer": lambda st, a: (
         f"link {a['link']}",

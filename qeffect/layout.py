@@ -145,6 +145,7 @@ def lay_out(
             "domain_of": by_stage({c.stage: domains[c.domain] for c in stages}),
             "domain_at": [domains[name] for _, name in links],
             "owes": by_stage({c.stage: c.consumers() for c in stages}),
+            "receives": by_stage({c.stage: c.messages() for c in stages}),
             "matrices": by_stage({c.stage: c.matrices for c in stages}),
             "cells": by_stage({c.stage: len(c.cells()) for c in stages}),
             "declared": has_order,

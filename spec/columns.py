@@ -90,6 +90,25 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
     ),
     _state(
         "ownership",
+        "moving",
+        "slot -> mask",
+        0,
+        "transfers under way: 1 a receive of the input, 2 a receive of the output's gradient, 4 a "
+        "read of the output, 8 a read of the input gradient; those of an aborted tape keep its "
+        "slot",
+        "post_receive finish_receive read finish_read restore",
+    ),
+    _state(
+        "ownership",
+        "arrived",
+        "slot -> mask",
+        0,
+        "messages that a live tape has received: 1 the input, 2 the output's gradient",
+        "abort_forward abort_dgrad commit_wgrad abort_wgrad finish_receive finish_read drop "
+        "restore",
+    ),
+    _state(
+        "ownership",
         "generation",
         "slot -> generation",
         0,
@@ -285,8 +304,9 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "submitted",
         "link -> int",
         0,
-        "pieces of work that the caller enqueued and replays must see",
-        "submit restore",
+        "pieces of work that the caller enqueued, or transfers that it was told the end of; "
+        "replays must see them",
+        "finish_receive finish_read submit restore",
     ),
     _state(
         "completion",
@@ -309,8 +329,10 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "replays",
         "domain -> int",
         0,
-        "replays that were enqueued on the domain's graph stream and succeeded",
-        "commit_refresh commit_forward commit_dgrad commit_wgrad restore",
+        "F, dI, dW and refreshes that were enqueued on the domain's graph stream; of refreshes "
+        "only those that succeeded",
+        "commit_refresh commit_forward abort_forward commit_dgrad abort_dgrad commit_wgrad "
+        "abort_wgrad restore",
     ),
     _state(
         "completion",
@@ -319,7 +341,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         0,
         "1 while the host has not seen the domain's device work finish",
         "commit_refresh abort_refresh commit_forward abort_forward commit_dgrad abort_dgrad "
-        "commit_wgrad abort_wgrad drain start_reduction",
+        "commit_wgrad abort_wgrad post_receive read drain start_reduction",
     ),
     _state(
         "completion",
@@ -336,6 +358,30 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         0,
         "the replay, counted in its domain, of the stage's latest dW",
         "commit_wgrad restore",
+    ),
+    _state(
+        "completion",
+        "vacated",
+        "slot -> int",
+        0,
+        "the replay, counted in its domain, after which the slot's last tenant is done",
+        "abort_forward abort_dgrad commit_wgrad abort_wgrad drop restore",
+    ),
+    _state(
+        "completion",
+        "ended_on",
+        "slot -> link",
+        None,
+        "link whose caller was told the end of the slot's latest transfer; before the first, any",
+        "finish_receive finish_read",
+    ),
+    _state(
+        "completion",
+        "ended_at",
+        "slot -> int",
+        0,
+        "which piece of that caller's work the end was",
+        "finish_receive finish_read restore",
     ),
     _state(
         "completion",
@@ -444,6 +490,7 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
         "domain_at", "link -> domain", "state domain whose graph stream the link joins to a caller"
     ),
     _configured("owes", "stage -> mask", "consumers of a fresh tape"),
+    _configured("receives", "stage -> mask", "messages that F and dI of a tape wait for"),
     _configured("matrices", "stage -> opaque", "matrices that a dW must cover, each once"),
     _configured("cells", "stage -> int", "cells of the stage: the tapes of one epoch"),
     _configured(

@@ -9,12 +9,15 @@ from __future__ import annotations
 from typing import Final
 
 __all__ = [
+    "BACK_BIT",
     "DGRAD_BIT",
     "GRAD_BIT",
+    "IN_BIT",
     "NEVER",
     "NO_SLOT",
     "NO_STAGE",
     "OUT_BIT",
+    "READ_BITS",
     "RESERVED",
     "WGRAD_BIT",
 ]
@@ -33,3 +36,9 @@ OUT_BIT: Final = 4  # a reader of the forward's output: a send, or the next loca
 GRAD_BIT: Final = 8  # a reader of the input gradient
 #: Mask of a slot that a key has claimed before its forward ran; no consumer may visit it.
 RESERVED: Final = 16
+
+#: Transfer bits: what a message is bringing into a slot, beside ``OUT_BIT`` and ``GRAD_BIT`` for
+#: what a reader is reading out of it.
+IN_BIT: Final = 1  # a receive of the forward's input
+BACK_BIT: Final = 2  # a receive of the output's gradient
+READ_BITS: Final = 12  # every read: ``OUT_BIT`` and ``GRAD_BIT``

@@ -35,7 +35,7 @@ def _transition(signature: str, when: str, relation: str = "") -> Transition:
 
 #: Every transition, in the order of an optimizer step.
 TRANSITIONS: tuple[Transition, ...] = (
-    _transition("reserve(key, slot)", "Before a receive: claim a slot for a key's forward."),
+    _transition("reserve(key, slot, link)", "Before a receive: claim a slot for a key's forward."),
     _transition("bind(key, destination)", "Before dI: bind the destinations of its gradients."),
     _transition(
         "check_refresh(stage, link)", "Before a stage's weights are quantized again.", "version"
@@ -80,8 +80,19 @@ TRANSITIONS: tuple[Transition, ...] = (
         "abort_wgrad(slot, ticket)",
         "After dW failed: tape released, the stage's epoch spoiled.",
     ),
+    _transition(
+        "post_receive(key, ref, message, link)",
+        "Before a stream receives into a tape's slot: its input, or its output's gradient.",
+    ),
+    _transition(
+        "finish_receive(key, ref, message, link)",
+        "After: it has arrived, and the link's caller has waited for it.",
+    ),
     _transition("read(key, ref, bit, link)", "Before a stream reads an output or input gradient."),
-    _transition("finish_read(key, ref, bit)", "After: the reader is done; the last one releases."),
+    _transition(
+        "finish_read(key, ref, bit, link)",
+        "After: the reader is done, and the link's caller knows; the last one releases.",
+    ),
     _transition("drop(key, ref)", "Abort one tape; purge drops every tape of an epoch."),
     _transition("invalidate(stage)", "The weight cache was lost; it is stale.", "version"),
     _transition("submit(link)", "The caller enqueued work that later replays must see."),

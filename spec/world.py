@@ -74,6 +74,10 @@ WORDS: Final[Mapping[str, Word]] = {
         rolls_seen="the forwards that had rolled the domain's scales when the tenant's F had",
         last_rank="the capture rank of the slot's graph that was replayed last",
         in_pool="1 while the slot keeps memory in its capture pool",
+        moving="the transfers under way through the slot, as a mask",
+        last_end_on="the link on which the slot's latest transfer ended,",
+        last_end="and as which of the ends that were told on it; 0 for none",
+        arrived="the messages that the slot's work has received, as a mask",
     ),
     **_words(
         "cell",
@@ -124,7 +128,11 @@ WORDS: Final[Mapping[str, Word]] = {
         tapes="how many slots keep memory in the pool",
         last_replayed="the slot whose graph the pool replayed last",
     ),
-    **_words("link", behind="1 while the graph stream has yet to wait for work of the caller"),
+    **_words(
+        "link",
+        behind="1 while the graph stream has yet to wait for work of the caller",
+        heard="how many of the ends of transfers told there the graph stream has waited for",
+    ),
     **_words(
         "one",
         weights="the optimizer updates of the weights",
@@ -145,6 +153,8 @@ WORDS: Final[Mapping[str, Word]] = {
         stage="an arbitrary stage",
         clobbered="1 when an earlier graph overwrote what the arbitrary slot keeps in its pool",
         seen="1 when the arbitrary link waited for the replay that wrote that slot's output",
+        clear="1 when the arbitrary link waited for every replay of that slot's former work",
+        trailing="1 when a transfer of that slot ended on that link, unseen by the graph stream",
         seen_gradients="1 when it waited for the replay that wrote the arbitrary stage's gradients",
     ),
 }

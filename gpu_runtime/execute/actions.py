@@ -27,6 +27,7 @@ from qeffect.gpu_runtime.memory.slots import Slot, fill
 from qeffect.gpu_runtime.plan.slots import WgradVariant
 from qeffect.keys import Cell, TapeKey, TapeRef
 from qeffect.refusals import Refused
+from qeffect.relations.constants import RESERVED
 
 
 @attrs.frozen(eq=False)
@@ -108,22 +109,32 @@ class GuardedActions:
             handoff.cross_back(back)
         contract.wait(link)
 
-    def reserve(self, key: TapeKey) -> TapeRef:
+    def reserve(self, key: TapeKey, *, caller: Hashable = "main") -> TapeRef:
         """
-        Claim a key's slot before its F, so that a receive can fill `input_buffers`.
+        Claim a key's slot before its F, so that `caller` can fill `input_buffers`.
 
         Raises:
-            Refused: A clause of ownership, version or order.
+            Refused: A clause of ownership, version or completion.
         """
-        return self.contract.reserve(key, self._place(key).index)
+        return self.contract.reserve(key, self._place(key).index, link=self.links[caller])
 
     def input_buffers(self, key: TapeKey) -> tuple[Tensor, ...]:
-        """The buffers that F of a reserved key reads, to be filled in place."""
-        return self._slot(key).input_views
+        """
+        The buffers that F of a reserved key reads, to be filled in place.
+
+        Raises:
+            BackendError: The key has reserved no slot, or its F has run.
+        """
+        return self._owned(key, reserved=True).input_views
 
     def gradient_buffers(self, key: TapeKey) -> tuple[Tensor, ...]:
-        """The buffers that dI of a live key reads, to be filled in place."""
-        return self._slot(key).output_gradients
+        """
+        The buffers that dI of a forwarded key reads, to be filled in place.
+
+        Raises:
+            BackendError: The key has no tape, or its F has not run.
+        """
+        return self._owned(key, reserved=False).output_gradients
 
     def forward(
         self,
@@ -294,18 +305,25 @@ class GuardedActions:
         self.contract.read(key, ref, link=self.links[caller])
         return self._left(ref).outputs
 
-    def finish_outputs(self, key: TapeKey, ref: TapeRef) -> None:
-        """Say that the reader of the outputs is done: its work has been submitted or awaited."""
-        self.contract.finish_read(key, ref)
+    def finish_outputs(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> None:
+        """
+        Say that the reader of the outputs is done.
+
+        Its work has been submitted to the caller's stream, or that stream has waited for it.
+
+        Raises:
+            Refused: A clause of ownership or completion.
+        """
+        self.contract.finish_read(key, ref, link=self.links[caller])
 
     def dgrads(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> Sequence[Tensor]:
         """What dI left, for a stage with a gradient reader; call `finish_dgrads` after."""
         self.contract.read(key, ref, gradient=True, link=self.links[caller])
         return self._left(ref).dgrads
 
-    def finish_dgrads(self, key: TapeKey, ref: TapeRef) -> None:
-        """Say that the reader of the input gradients is done."""
-        self.contract.finish_read(key, ref, gradient=True)
+    def finish_dgrads(self, key: TapeKey, ref: TapeRef, *, caller: Hashable = "main") -> None:
+        """Say that the reader of the input gradients is done; otherwise as `finish_outputs`."""
+        self.contract.finish_read(key, ref, gradient=True, link=self.links[caller])
 
     # Inside
 
@@ -343,10 +361,17 @@ class GuardedActions:
             raise BackendError(self.broken)
         return self._slots[ref.slot]
 
-    def _slot(self, key: TapeKey) -> Slot:
-        index = self._known(key).index
-        assert index is not None
-        return self._slots[index]
+    def _owned(self, key: TapeKey, *, reserved: bool) -> Slot:
+        """The slot that a key owns, before or after its F."""
+        self._known(key)
+        ref = self.contract.reference(key)
+        if ref is None:
+            raise BackendError(f"{key} owns no slot, so it has no buffers; reserve or forward it")
+        waits = self.contract.memory.consumers[ref.slot] == RESERVED
+        if waits != reserved:
+            wrong = "its forward has run" if reserved else "its forward has not run"
+            raise BackendError(f"{key} has no such buffers in slot {ref.slot}: {wrong}")
+        return self._slots[ref.slot]
 
     def _enter(self, caller: Hashable) -> int:
         link = self.links[caller]

@@ -22,7 +22,8 @@ PAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "forward": ("check_forward", "commit_forward", "abort_forward"),
     "dgrad": ("check_dgrad", "commit_dgrad", "abort_dgrad"),
     "wgrad": ("check_wgrad", "commit_wgrad", "abort_wgrad"),
-    "tapes": ("reserve", "bind", "read", "finish_read", "drop", "invalidate"),
+    "tapes": ("reserve", "bind", "drop", "invalidate"),
+    "transfers": ("post_receive", "finish_receive", "read", "finish_read"),
     "streams": ("submit", "join", "wait", "drain"),
     "epochs": (
         "finalize",
@@ -104,7 +105,11 @@ def _page(joined: Mapping[str, Joined]) -> str:
     constants = sorted(name for name, value in names.items() if isinstance(value, int))
     imports = "from ...refusals import Refused\n" if "Refused" in names else ""
     if constants:
-        imports += f"from ...relations.constants import {', '.join(constants)}\n"
+        line = f"from ...relations.constants import {', '.join(constants)}\n"
+        if len(line) > 101:  # as the formatter would
+            each = "".join(f"    {name},\n" for name in constants)
+            line = f"from ...relations.constants import (\n{each})\n"
+        imports += line
     if imports:
         imports += "\n"
     functions = "".join(f"\n\n{one.text}" for one in joined.values())

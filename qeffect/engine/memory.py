@@ -41,7 +41,8 @@ class Memory:
             if column.initial is None and name in CONFIG:
                 setattr(self, name, config[name])
             elif isinstance(members, int):
-                setattr(self, name, [column.initial] * members)
+                any_link = column.initial is None and column.values == "link"
+                setattr(self, name, [0 if any_link else column.initial] * members)
             else:
                 setattr(self, name, dict.fromkeys(members, column.initial))
 

@@ -51,9 +51,9 @@ class Pool:
         self.reserved[key.cell] = slot
 
     def reclaim(self, slot: int) -> None:
-        """Put a slot back if nothing waits for it any more."""
+        """Put a slot back if nothing waits for it, and nothing moves through it, any more."""
         st = self._memory
-        if st.consumers[slot] == 0:
+        if st.consumers[slot] == 0 and st.moving[slot] == 0:
             free = self.free[st.slot_stage[slot]]
             if st.generation[slot] == st.generation_max[0]:
                 free.retire(slot)

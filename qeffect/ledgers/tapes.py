@@ -8,7 +8,7 @@ from ..destinations import Destination
 from ..explain import explain
 from ..keys import TapeKey, TapeRef, reference
 from ..refusals import Refused
-from ..relations.constants import DGRAD_BIT, GRAD_BIT, OUT_BIT, RESERVED
+from ..relations.constants import BACK_BIT, DGRAD_BIT, GRAD_BIT, IN_BIT, OUT_BIT, RESERVED
 from ..tickets import Ticket
 from .pool import Pool
 from .runner import FAILURES, Runner
@@ -31,10 +31,12 @@ class Tapes:
         "_consumers",
         "_destination_of",
         "_finish_read",
+        "_finish_receive",
         "_memory",
         "_num_links",
         "_num_slots",
         "_pool",
+        "_post_receive",
         "_read",
         "_runner",
     )
@@ -50,6 +52,8 @@ class Tapes:
         transitions = runner.transitions
         self._bind, self._read = transitions.bind, transitions.read
         self._finish_read = transitions.finish_read
+        self._post_receive = transitions.post_receive
+        self._finish_receive = transitions.finish_receive
 
     def live(self) -> dict[TapeKey, TapeRef]:
         """Every live tape: its key and the reference that names it."""
@@ -77,17 +81,26 @@ class Tapes:
         ref = None if forward else self._reference(slot)
         return Ticket(action, key, slot, st.held[slot], st.incarnation[0], ref)
 
-    def reserve(self, key: TapeKey, slot: int | None) -> TapeRef:
+    def reference(self, key: TapeKey) -> TapeRef | None:
+        """Return the reference of a key's live tape, or None."""
+        st = self._runner.memory
+        slot = st.slot_of.get(key.cell, -1)
+        if slot < 0 or st.epoch_at[slot] != key.epoch:
+            return None
+        return self._reference(slot)
+
+    def reserve(self, key: TapeKey, slot: int | None, link: int) -> TapeRef:
         """Claim a slot for a key before its forward."""
         arguments = self._runner.arguments
         arguments.key("reserve", key)
+        arguments.link("reserve", link)
         if slot is None:
             slot = self._pool.next_slot(key)
         else:
             arguments.slot("reserve", key, slot)
-        self._runner.apply("reserve", key, slot)
+        self._runner.apply("reserve", key, slot, link)
         self._pool.reserve(key, slot)
-        self._runner.tell("reserve", (key, slot), None)
+        self._runner.tell("reserve", (key, slot, link), None)
         return self._reference(slot)
 
     def bind(self, key: TapeKey, destination: tuple[Destination, ...] | None) -> None:
@@ -105,14 +118,7 @@ class Tapes:
 
     def read(self, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> None:
         """Check that a stream may read a tape's output, or its input gradient."""
-        if link.__class__ is not int or not 0 <= link < self._num_links:
-            self._arguments.link("read", link)
-        if (
-            key.__class__ is not TapeKey
-            or ref.__class__ is not TapeRef
-            or not 0 <= ref.slot < self._num_slots
-        ):
-            self._arguments.tape("read", key, ref)
+        self._check(key, ref, link, "read")
         bit = GRAD_BIT if gradient else OUT_BIT
         try:
             self._read(self._memory, key, ref, bit, link)
@@ -121,23 +127,53 @@ class Tapes:
         if self._runner.observer is not None:
             self._runner.observer("read", (key, ref, bit, link), None)
 
-    def finish_read(self, key: TapeKey, ref: TapeRef, gradient: bool) -> None:
+    def finish_read(self, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> None:
         """Tell that a reader is done; the last consumer frees the slot."""
+        self._check(key, ref, link, "finish_read")
+        bit = GRAD_BIT if gradient else OUT_BIT
+        try:
+            self._finish_read(self._memory, key, ref, bit, link)
+        except FAILURES as error:
+            raise self._runner.failure(error, "finish_read", (key, ref, bit, link)) from None
+        if self._consumers[ref.slot] == 0:
+            self._pool.reclaim(ref.slot)
+        if self._runner.observer is not None:
+            self._runner.observer("finish_read", (key, ref, bit, link), None)
+
+    def post_receive(self, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> None:
+        """Check that a stream may receive into a tape's slot."""
+        self._check(key, ref, link, "post_receive")
+        message = BACK_BIT if gradient else IN_BIT
+        try:
+            self._post_receive(self._memory, key, ref, message, link)
+        except FAILURES as error:
+            raise self._runner.failure(error, "post_receive", (key, ref, message, link)) from None
+        if self._runner.observer is not None:
+            self._runner.observer("post_receive", (key, ref, message, link), None)
+
+    def finish_receive(self, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> None:
+        """Tell that a message has arrived; the slot of an aborted tape may then be free."""
+        self._check(key, ref, link, "finish_receive")
+        message = BACK_BIT if gradient else IN_BIT
+        try:
+            self._finish_receive(self._memory, key, ref, message, link)
+        except FAILURES as error:
+            raise self._runner.failure(error, "finish_receive", (key, ref, message, link)) from None
+        if self._consumers[ref.slot] == 0:
+            self._pool.reclaim(ref.slot)
+        if self._runner.observer is not None:
+            self._runner.observer("finish_receive", (key, ref, message, link), None)
+
+    def _check(self, key: TapeKey, ref: TapeRef, link: int, transition: str) -> None:
+        """Require a configured link, a key and a reference into the pool."""
+        if link.__class__ is not int or not 0 <= link < self._num_links:
+            self._arguments.link(transition, link)
         if (
             key.__class__ is not TapeKey
             or ref.__class__ is not TapeRef
             or not 0 <= ref.slot < self._num_slots
         ):
-            self._arguments.tape("finish_read", key, ref)
-        bit = GRAD_BIT if gradient else OUT_BIT
-        try:
-            self._finish_read(self._memory, key, ref, bit)
-        except FAILURES as error:
-            raise self._runner.failure(error, "finish_read", (key, ref, bit)) from None
-        if self._consumers[ref.slot] == 0:
-            self._pool.reclaim(ref.slot)
-        if self._runner.observer is not None:
-            self._runner.observer("finish_read", (key, ref, bit), None)
+            self._arguments.tape(transition, key, ref)
 
     def drop(self, key: TapeKey, ref: TapeRef) -> None:
         """Abort one tape that has no action in flight."""

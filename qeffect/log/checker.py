@@ -15,7 +15,7 @@ import attrs
 
 from ..config import Bucket, StageConfig
 from ..destinations import Destination
-from ..relations.constants import GRAD_BIT, NEVER, OUT_BIT
+from ..relations.constants import BACK_BIT, GRAD_BIT, IN_BIT, NEVER, OUT_BIT
 from ..text import is_name, shown, within
 from .format import FIELDS, HEADER, MAGIC, VERSION, compact
 
@@ -138,6 +138,8 @@ _STAGE_FLAGS: Final = (
     "sends_output",
     "sends_gradient",
     "reduces",
+    "receives_input",
+    "receives_gradient",
     "reports_fills",
     "reports_updates",
 )
@@ -155,6 +157,10 @@ _EVENT: Final[Mapping[str, tuple[Check, str]]] = {
     "bit": (
         lambda value: _integer(value) and value in (OUT_BIT, GRAD_BIT),
         f"{OUT_BIT} or {GRAD_BIT}",
+    ),
+    "message": (
+        lambda value: _integer(value) and value in (IN_BIT, BACK_BIT),
+        f"{IN_BIT} or {BACK_BIT}",
     ),
     "destination": (_destination, "a buffer index or a list of destinations"),
     "queued": (_names, "a list of printable matrix names"),

@@ -47,11 +47,25 @@ SINCE_FIRST: Final[Mapping[str, Mapping[str, Any]]] = {
     "commit_refresh": {"filled": [], "fill_epoch": NEVER},
     "commit_forward": {"filled": [], "fill_epoch": NEVER, "updates": NEVER},
     "commit_dgrad": {"updates": NEVER, "scales": NEVER},
-    "stage": {"reports_fills": False, "reports_updates": False, "tape_scales": None},
+    "reserve": {"link": 0},
+    "finish_read": {"link": 0},
+    "stage": {
+        "reports_fills": False,
+        "reports_updates": False,
+        "tape_scales": None,
+        "receives_input": False,
+        "receives_gradient": False,
+    },
 }
 #: Columns that the first version's closing line lacks; in a log of it nothing is said of them.
 COLUMNS_SINCE_FIRST: Final = frozenset(
     {
+        "arrived",
+        "ended_at",
+        "ended_on",
+        "moving",
+        "receives",
+        "vacated",
         "reports_fills",
         "reports_updates",
         "live_scales",
@@ -171,9 +185,11 @@ def upgraded_header(header: Mapping[str, Any]) -> dict[str, Any]:
     for stage in header["stages"]:
         if added.keys() & stage.keys():
             raise ValueError(f"the first version has no field {', '.join(added)}")
+        last = {name: added[name] for name in added if name.startswith("receives")}
         pool = {"pool": stage["pool"]}
         rest = {name: value for name, value in stage.items() if name not in pool}
-        stages.append({**rest, **added, **pool, "buckets": []})
+        middle = {name: value for name, value in added.items() if name not in last}
+        stages.append({**rest, **middle, **pool, **last, "buckets": []})
     if "reductions" in header:
         raise ValueError("the first version has no field reductions")
     late = {"epoch": header["epoch"], "incarnation": header["incarnation"]}

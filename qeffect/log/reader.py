@@ -13,7 +13,7 @@ from ..destinations import Destination
 from ..engine.stage import TRANSITIONS
 from ..keys import Cell, TapeKey, TapeRef
 from ..refusals import Refused
-from ..relations.constants import GRAD_BIT, NO_SLOT, OUT_BIT
+from ..relations.constants import BACK_BIT, GRAD_BIT, IN_BIT, NO_SLOT, OUT_BIT
 from .format import FIELDS
 
 __all__ = ["Converters", "Plan", "spelling"]
@@ -108,6 +108,7 @@ class Converters:
             "refresh": frozenset((0, 1)),
             "first": frozenset((0, 1)),
             "bit": frozenset((OUT_BIT, GRAD_BIT)),
+            "message": frozenset((IN_BIT, BACK_BIT)),
         }
 
     def plans(self) -> dict[str, Plan]:

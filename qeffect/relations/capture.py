@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from ..refusals import Refused
 from .columns import Column
-from .constants import RESERVED, WGRAD_BIT, State
+from .constants import READ_BITS, RESERVED, WGRAD_BIT, State
 
-#: ``cursor`` is the capture rank of the pool's latest replay, ``tenants`` how many live tapes
-#: keep memory in the pool, from the check of their forward on. Configured: ``pool_of`` a slot,
-#: and the capture ranks of its three graphs within that pool. A pool serves the slots of one
-#: state domain.
+#: ``cursor`` is the capture rank of the pool's latest replay, ``tenants`` how many tapes keep
+#: memory in the pool: live ones from the check of their forward on, aborted ones while they are
+#: read. Configured: ``pool_of`` a slot, and the capture ranks of its three graphs within that pool.
+#: A pool serves the slots of one state domain.
 STATE = {"cursor": Column("pool"), "tenants": Column("pool")}
 
 
@@ -48,7 +48,9 @@ def check_dgrad_writes(st: State, key, ref, token, link):
 
 def abort_dgrad_writes(st: State, slot, ticket):
     p = st.pool_of[slot]
-    st.tenants[p] = st.tenants[p] - 1
+    moving = st.moving[slot]
+    if moving & READ_BITS == 0:
+        st.tenants[p] = st.tenants[p] - 1
 
 
 def check_wgrad_guards(st: State, key, ref, link, destination, first):
@@ -74,23 +76,27 @@ def commit_wgrad_writes(st: State, slot, ticket, covered):
 
 def abort_wgrad_writes(st: State, slot, ticket):
     p = st.pool_of[slot]
-    st.tenants[p] = st.tenants[p] - 1
+    moving = st.moving[slot]
+    if moving & READ_BITS == 0:
+        st.tenants[p] = st.tenants[p] - 1
 
 
-def finish_read_writes(st: State, key, ref, bit):
+def finish_read_writes(st: State, key, ref, bit, link):
     slot = ref.slot
     mask = st.consumers[slot]
+    moving = st.moving[slot]
     p = st.pool_of[slot]
     left = mask & ~bit
-    if left == 0:
+    if left == 0 and moving & ~bit & READ_BITS == 0:
         st.tenants[p] = st.tenants[p] - 1
 
 
 def drop_writes(st: State, key, ref):
     slot = ref.slot
     mask = st.consumers[slot]
+    moving = st.moving[slot]
     p = st.pool_of[slot]
-    if mask != RESERVED:
+    if mask != RESERVED and moving & READ_BITS == 0:
         st.tenants[p] = st.tenants[p] - 1
 
 

@@ -22,12 +22,20 @@ class Column:
         values: Sort of the values: an index sort, or ``int`` (a count or an epoch mark),
             ``flag`` (0 or 1), ``mask`` (consumer bits), ``generation``, ``ticket`` (a serial, or
             0 for none), ``opaque`` (compared for equality only).
-        initial: The value every entry starts with; None where a configuration must give it.
+        initial: The value every entry starts with; None where a configuration must give it, or
+            where any will do before the first write.
     """
 
     index: str
     values: str = "int"
     initial: int | None = 0
+
+    @property
+    def number(self) -> int:
+        """What an entry holds before its first write: the first of its links, or no member."""
+        if self.initial is not None:
+            return self.initial
+        return 0 if self.values == "link" else -1
 
 
 #: Configured columns: no transition writes them.
@@ -37,6 +45,7 @@ CONFIG = {
     "domain_of": Column("stage", "domain", None),
     "domain_at": Column("link", "domain", None),
     "owes": Column("stage", "mask", None),  # consumers of a fresh tape
+    "receives": Column("stage", "mask", None),  # messages that F and dI of a tape wait for
     "matrices": Column("stage", "opaque", None),  # the matrices a dW must cover
     "cells": Column("stage", "int", None),  # tapes of one epoch
     "declared": Column("domain", "flag", None),  # 1: the order of F and dI is declared

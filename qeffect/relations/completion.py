@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from ..refusals import Refused
 from .columns import Column
-from .constants import NEVER, State
+from .constants import BACK_BIT, NEVER, State
 
 #: A link is one pair of a caller stream and a domain's graph stream. ``submitted`` counts the
-#: caller's work, ``joined`` how much of it the graph stream has waited for; ``replays`` counts
-#: the graph stream's work, ``waited`` how much of it the caller has waited for, ``undrained``
-#: whether the host has yet to see it finish; a failed action may have enqueued some. ``produced``
-#: and ``landed`` say which replay wrote a slot and a stage's gradients. ``consumer`` is the link
-#: of the stream that reads a stage's gradients, ``named`` the epoch in which it was first named.
+#: caller's work, ``joined`` how much of it the graph stream has waited for; ``replays`` counts the
+#: graph stream's work, ``waited`` how much of it the caller has waited for, ``undrained`` whether
+#: the host has yet to see it finish; a failed action may have enqueued some, and counts.
+#: ``produced`` and ``landed`` say which replay wrote a slot and a stage's gradients, ``vacated``
+#: after which one the slot's last tenant is done. ``ended_on`` and ``ended_at`` say on which link,
+#: and as which piece of its caller's work, the slot's latest transfer ended. ``consumer`` is the
+#: link of the stream that reads a stage's gradients, ``named`` the epoch in which it was first
+#: named.
 STATE = {
     "submitted": Column("link"),
     "joined": Column("link"),
@@ -23,6 +26,9 @@ STATE = {
     "undrained": Column("domain", "flag"),
     "produced": Column("slot"),
     "landed": Column("stage"),
+    "vacated": Column("slot"),
+    "ended_on": Column("slot", "link", None),
+    "ended_at": Column("slot"),
     "named": Column("stage", initial=NEVER),
     "consumer": Column("stage", "link", None),
 }
@@ -60,6 +66,36 @@ def replayed(st: State, d):
     st.undrained[d] = 1
 
 
+def require_vacated(st: State, slot, d, link):
+    """The caller's stream has waited for the work of the slot's last tenant."""
+    if st.domain_at[link] != d:
+        raise Refused("completion.wrong-stream")
+    if st.waited[link] < st.vacated[slot]:
+        raise Refused("completion.slot-not-awaited")
+
+
+def require_one_end(st: State, slot, d, link):
+    """The graph stream can be told of one end at a time."""
+    if st.domain_at[link] != d:
+        raise Refused("completion.wrong-stream")
+    if st.ended_on[slot] != link and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
+        raise Refused("completion.two-ends")
+
+
+def transferred(st: State, slot, link):
+    """A transfer ended on the caller's stream: work that later replays must see."""
+    end = st.submitted[link] + 1
+    st.submitted[link] = end
+    st.ended_on[slot] = link
+    st.ended_at[slot] = end
+
+
+def reserve_guards(st: State, key, slot, link):
+    s = key.stage
+    d = st.domain_of[s]
+    require_vacated(st, slot, d, link)
+
+
 def check_refresh_guards(st: State, stage, link):
     d = st.domain_of[stage]
     require_join(st, d, link)
@@ -74,6 +110,8 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
     s = key.stage
     d = st.domain_of[s]
     require_join(st, d, link)
+    if st.joined[st.ended_on[slot]] < st.ended_at[slot]:
+        raise Refused("completion.transfer-to-graph")
 
 
 def commit_forward_writes(st: State, slot, ticket, filled, fill_epoch, updates):
@@ -91,6 +129,8 @@ def check_dgrad_guards(st: State, key, ref, token, link):
     require_join(st, d, link)
     if st.waited[link] < st.produced[slot]:
         raise Refused("completion.graph-to-caller")
+    if st.receives[s] & BACK_BIT != 0 and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
+        raise Refused("completion.transfer-to-graph")
 
 
 def commit_dgrad_writes(st: State, slot, ticket, queued, updates, scales):
@@ -112,6 +152,7 @@ def commit_wgrad_writes(st: State, slot, ticket, covered):
     d = st.domain_of[s]
     replay = st.replays[d] + 1
     st.landed[s] = replay
+    st.vacated[slot] = replay
     replayed(st, d)
 
 
@@ -123,19 +164,25 @@ def abort_refresh_writes(st: State, stage, ticket):
 def abort_forward_writes(st: State, slot, ticket):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
-    st.undrained[d] = 1
+    replay = st.replays[d] + 1
+    st.vacated[slot] = replay
+    replayed(st, d)
 
 
 def abort_dgrad_writes(st: State, slot, ticket):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
-    st.undrained[d] = 1
+    replay = st.replays[d] + 1
+    st.vacated[slot] = replay
+    replayed(st, d)
 
 
 def abort_wgrad_writes(st: State, slot, ticket):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
-    st.undrained[d] = 1
+    replay = st.replays[d] + 1
+    st.vacated[slot] = replay
+    replayed(st, d)
 
 
 def read_guards(st: State, key, ref, bit, link):
@@ -146,6 +193,56 @@ def read_guards(st: State, key, ref, bit, link):
         raise Refused("completion.wrong-stream")
     if st.waited[link] < st.produced[slot]:
         raise Refused("completion.graph-to-caller")
+
+
+def read_writes(st: State, key, ref, bit, link):
+    s = key.stage
+    d = st.domain_of[s]
+    st.undrained[d] = 1
+
+
+def finish_read_guards(st: State, key, ref, bit, link):
+    slot = ref.slot
+    s = key.stage
+    d = st.domain_of[s]
+    require_one_end(st, slot, d, link)
+
+
+def finish_read_writes(st: State, key, ref, bit, link):
+    slot = ref.slot
+    transferred(st, slot, link)
+
+
+def post_receive_guards(st: State, key, ref, message, link):
+    slot = ref.slot
+    s = key.stage
+    d = st.domain_of[s]
+    require_vacated(st, slot, d, link)
+
+
+def post_receive_writes(st: State, key, ref, message, link):
+    s = key.stage
+    d = st.domain_of[s]
+    st.undrained[d] = 1
+
+
+def finish_receive_guards(st: State, key, ref, message, link):
+    slot = ref.slot
+    s = key.stage
+    d = st.domain_of[s]
+    require_one_end(st, slot, d, link)
+
+
+def finish_receive_writes(st: State, key, ref, message, link):
+    slot = ref.slot
+    transferred(st, slot, link)
+
+
+def drop_writes(st: State, key, ref):
+    slot = ref.slot
+    s = key.stage
+    d = st.domain_of[s]
+    st.vacated[slot] = st.replays[d]
 
 
 def finalize_guards(st: State, stage, link):
@@ -207,4 +304,6 @@ def restore_writes(st: State, epoch, incarnation):
     st.fill(st.replays, 0)
     st.fill(st.produced, 0)
     st.fill(st.landed, 0)
+    st.fill(st.vacated, 0)
+    st.fill(st.ended_at, 0)
     st.fill(st.named, NEVER)

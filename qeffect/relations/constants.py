@@ -7,24 +7,30 @@ from __future__ import annotations
 from typing import Any, Final
 
 from qeffect.spec.constants import (
+    BACK_BIT,
     DGRAD_BIT,
     GRAD_BIT,
+    IN_BIT,
     NEVER,
     NO_SLOT,
     NO_STAGE,
     OUT_BIT,
+    READ_BITS,
     RESERVED,
     WGRAD_BIT,
 )
 
 __all__ = [
+    "BACK_BIT",
     "DGRAD_BIT",
     "GENERATION_MAX",
     "GRAD_BIT",
+    "IN_BIT",
     "NEVER",
     "NO_SLOT",
     "NO_STAGE",
     "OUT_BIT",
+    "READ_BITS",
     "RESERVED",
     "WGRAD_BIT",
     "State",

@@ -6,16 +6,31 @@ from __future__ import annotations
 
 from ..refusals import Refused
 from .columns import Column
-from .constants import DGRAD_BIT, GRAD_BIT, NEVER, NO_SLOT, OUT_BIT, RESERVED, WGRAD_BIT, State
+from .constants import (
+    BACK_BIT,
+    DGRAD_BIT,
+    GRAD_BIT,
+    IN_BIT,
+    NEVER,
+    NO_SLOT,
+    OUT_BIT,
+    RESERVED,
+    WGRAD_BIT,
+    State,
+)
 
 #: ``cell_at`` and ``epoch_at`` are the tape's key; ``held`` is the ticket in flight on a slot;
-#: ``forwarded`` marks the epoch of a cell's last forward.
+#: ``forwarded`` marks the epoch of a cell's last forward. ``moving`` are the transfers under way
+#: out of a slot and into it, which outlive a tape that is aborted; ``arrived`` is what a live tape
+#: has received.
 STATE = {
     "consumers": Column("slot", "mask"),
     "generation": Column("slot", "generation"),
     "cell_at": Column("slot", "cell", None),
     "epoch_at": Column("slot", initial=NEVER),
     "held": Column("slot", "ticket"),
+    "moving": Column("slot", "mask"),
+    "arrived": Column("slot", "mask"),
     "slot_of": Column("cell", "slot", NO_SLOT),
     "forwarded": Column("cell", initial=NEVER),
 }
@@ -25,6 +40,7 @@ def release(st: State, slot):
     """Free a slot for its next tenant; every outstanding reference to it dies here."""
     st.slot_of[st.cell_at[slot]] = NO_SLOT
     st.consumers[slot] = 0
+    st.arrived[slot] = 0
     st.generation[slot] = st.generation[slot] + 1
 
 
@@ -44,7 +60,25 @@ def require_reference(st: State, key, ref):
         raise Refused("ownership.in-flight")
 
 
-def reserve_guards(st: State, key, slot):
+def require_transfer(st: State, key, ref, bit):
+    """The reference names the tape of a transfer under way; an aborted tape keeps its slot."""
+    slot = ref.slot
+    e = key.epoch
+    c = key.cell
+    mask = st.consumers[slot]
+    moving = st.moving[slot]
+    if ref.incarnation != st.incarnation[0]:
+        raise Refused("ownership.foreign-incarnation")
+    since = st.generation[slot] - ref.generation
+    if (mask == 0 or since != 0) and (mask != 0 or moving & bit == 0 or since != 1):
+        raise Refused("ownership.stale-reference")
+    if st.cell_at[slot] != c or st.epoch_at[slot] != e:
+        raise Refused("ownership.wrong-key")
+    if st.held[slot] != 0:
+        raise Refused("ownership.in-flight")
+
+
+def reserve_guards(st: State, key, slot, link):
     s = key.stage
     e = key.epoch
     c = key.cell
@@ -61,9 +95,11 @@ def reserve_guards(st: State, key, slot):
         raise Refused("ownership.repeated-forward")
     if st.generation[slot] == st.generation_max[0]:
         raise Refused("ownership.generation-exhausted")
+    if st.moving[slot] != 0:
+        raise Refused("ownership.transfer-in-flight")
 
 
-def reserve_writes(st: State, key, slot):
+def reserve_writes(st: State, key, slot, link):
     e = key.epoch
     c = key.cell
     st.slot_of[c] = slot
@@ -91,6 +127,10 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
         raise Refused("ownership.repeated-forward")
     if st.generation[slot] == st.generation_max[0]:
         raise Refused("ownership.generation-exhausted")
+    if st.moving[slot] != 0:
+        raise Refused("ownership.transfer-in-flight")
+    if st.receives[s] & IN_BIT != 0 and st.arrived[slot] & IN_BIT == 0:
+        raise Refused("ownership.receive-missing")
 
 
 def check_forward_writes(st: State, key, slot, token, link, refresh):
@@ -132,12 +172,17 @@ def abort_forward_writes(st: State, slot, ticket):
 
 def check_dgrad_guards(st: State, key, ref, token, link):
     slot = ref.slot
+    s = key.stage
     mask = st.consumers[slot]
     require_reference(st, key, ref)
     if mask == RESERVED:
         raise Refused("ownership.not-forwarded")
     if mask & DGRAD_BIT == 0:
         raise Refused("ownership.duplicate-dgrad")
+    if st.moving[slot] & BACK_BIT != 0:
+        raise Refused("ownership.transfer-in-flight")
+    if st.receives[s] & BACK_BIT != 0 and st.arrived[slot] & BACK_BIT == 0:
+        raise Refused("ownership.receive-missing")
 
 
 def check_dgrad_writes(st: State, key, ref, token, link):
@@ -234,24 +279,72 @@ def read_guards(st: State, key, ref, bit, link):
         raise Refused("ownership.read-before-dgrad")
 
 
-def finish_read_guards(st: State, key, ref, bit):
+def read_writes(st: State, key, ref, bit, link):
+    slot = ref.slot
+    moving = st.moving[slot]
+    st.moving[slot] = moving | bit
+
+
+def finish_read_guards(st: State, key, ref, bit, link):
     slot = ref.slot
     mask = st.consumers[slot]
-    require_reference(st, key, ref)
-    if (bit != OUT_BIT and bit != GRAD_BIT) or mask & bit == 0:
+    moving = st.moving[slot]
+    require_transfer(st, key, ref, bit)
+    if (bit != OUT_BIT and bit != GRAD_BIT) or (mask | moving) & bit == 0:
         raise Refused("ownership.no-such-reader")
-    if bit == GRAD_BIT and mask & DGRAD_BIT != 0:
-        raise Refused("ownership.read-before-dgrad")
+    if moving & bit == 0:
+        raise Refused("ownership.read-not-begun")
 
 
-def finish_read_writes(st: State, key, ref, bit):
+def finish_read_writes(st: State, key, ref, bit, link):
     slot = ref.slot
     mask = st.consumers[slot]
+    moving = st.moving[slot]
     left = mask & ~bit
-    if left == 0:
+    st.moving[slot] = moving & ~bit
+    if mask != 0 and left == 0:
         release(st, slot)
     else:
         st.consumers[slot] = left
+
+
+def post_receive_guards(st: State, key, ref, message, link):
+    slot = ref.slot
+    s = key.stage
+    mask = st.consumers[slot]
+    moving = st.moving[slot]
+    require_reference(st, key, ref)
+    if (message != IN_BIT and message != BACK_BIT) or st.receives[s] & message == 0:
+        raise Refused("ownership.no-such-receive")
+    if message == BACK_BIT and mask == RESERVED:
+        raise Refused("ownership.not-forwarded")
+    if (moving | st.arrived[slot]) & message != 0:
+        raise Refused("ownership.receive-duplicate")
+
+
+def post_receive_writes(st: State, key, ref, message, link):
+    slot = ref.slot
+    moving = st.moving[slot]
+    st.moving[slot] = moving | message
+
+
+def finish_receive_guards(st: State, key, ref, message, link):
+    slot = ref.slot
+    bit = message
+    moving = st.moving[slot]
+    require_transfer(st, key, ref, bit)
+    if (bit != IN_BIT and bit != BACK_BIT) or moving & bit == 0:
+        raise Refused("ownership.receive-not-posted")
+
+
+def finish_receive_writes(st: State, key, ref, message, link):
+    slot = ref.slot
+    bit = message
+    mask = st.consumers[slot]
+    moving = st.moving[slot]
+    st.moving[slot] = moving & ~bit
+    if mask != 0:
+        st.arrived[slot] = st.arrived[slot] | bit
 
 
 def drop_guards(st: State, key, ref):
@@ -275,6 +368,8 @@ def restore_guards(st: State, epoch, incarnation):
 
 def restore_writes(st: State, epoch, incarnation):
     st.fill(st.consumers, 0)
+    st.fill(st.moving, 0)
+    st.fill(st.arrived, 0)
     st.fill(st.generation, 0)
     st.fill(st.slot_of, NO_SLOT)
     st.fill(st.forwarded, NEVER)

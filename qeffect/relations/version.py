@@ -25,7 +25,7 @@ def left_out(st: State):
     raise Refused("version.left-out")
 
 
-def reserve_guards(st: State, key, slot):
+def reserve_guards(st: State, key, slot, link):
     s = key.stage
     e = key.epoch
     if e != st.weight_epoch[s]:

@@ -2,13 +2,14 @@
 The verdict on a schedule: what can be read off the table, then every action through the contract.
 
 Each rank becomes one process with one `Contract`: its stages share a state domain, as Transformer
-Engine's modules do, and each stage has as many slots as the plan says it needs. The rank's row is
-then run as a runtime would run it: refresh before a stage's first forward, both halves of the
-stream handshake around every replay, destinations bound before dI, sends as readers of what they
-send, finalize and reduce where the table says so or at the row's end, then commit, drain and
-checkpoint. A send or reduction ends where the table awaits it; in a table that awaits none, sends
-end at once and reductions at the row's end. The row is run for two optimizer steps, since a table
-is run again and again and must leave the contract as it found it.
+Engine's modules do, and each stage has as many slots as the plan says it needs, or more where an
+input is received long before its forward. The rank's row is then run as a runtime would run it:
+refresh before a stage's first forward, both halves of the stream handshake around every replay,
+destinations bound before dI, receives posted into slots and finished where their computation
+begins, sends as readers of what they send, finalize and reduce where the table says so or at the
+row's end, then commit, drain and checkpoint. A send or reduction ends where the table awaits it; in
+a table that awaits none, sends end at once and reductions at the row's end. The row is run for two
+optimizer steps, since a table is run again and again and must leave the contract as it found it.
 
 Under another pairing than `contract`, dW presents the reference that the discipline would pick,
 and it is the contract that refuses it.
@@ -25,7 +26,15 @@ from qeffect.config import StageConfig
 from qeffect.contract import Contract
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused
-from qeffect.schedule.actions import SEND_WAITS, SENDS, Atom, Kind, Schedule, ScheduleError
+from qeffect.schedule.actions import (
+    RECEIVES,
+    SEND_WAITS,
+    SENDS,
+    Atom,
+    Kind,
+    Schedule,
+    ScheduleError,
+)
 from qeffect.schedule.channels import Channel, channels
 from qeffect.schedule.findings import Finding, Place, place
 from qeffect.schedule.pairing import Discipline, Work, discipline
@@ -192,27 +201,51 @@ class _Process:
         self.counts: Counter[str] = Counter()
         self.at: Atom | None = None
         self.picked: Work | None = None
+        self.posted: set[tuple[Work, bool]] = set()
         self.refs: dict[Work, TapeRef] = {}
+        receives = {(atom.kind, atom.stage) for atom in self.atoms if atom.kind in RECEIVES}
         sends = {(atom.kind, atom.stage) for atom in self.atoms if atom.kind in SENDS}
         self.ended = {atom.stage for atom in self.atoms if atom.kind is Kind.WAIT_REDUCE_GRAD}
         self.reduced = {atom.stage for atom in self.atoms if atom.kind is Kind.REDUCE_GRAD}
         self.stages = schedule.stages_of(rank)
+        computed = self._peaks(frozenset({Kind.FORWARD}))
+        received = self._peaks(frozenset({Kind.FORWARD, Kind.RECV_F}))
         self.contract = Contract(
             [
                 StageConfig(
                     stage,
                     microbatches=schedule.num_microbatches,
-                    slots=needs.slots[stage],
+                    slots=needs.slots[stage] + received[stage] - computed[stage],
                     matrices=MATRICES,
                     sends_output=(Kind.SEND_F, stage) in sends,
                     sends_gradient=(Kind.SEND_B, stage) in sends,
                     reduces=stage in self.reduced,
+                    receives_input=(Kind.RECV_F, stage) in receives,
+                    receives_gradient=(Kind.RECV_B, stage) in receives,
                     pool="rank" if shared_pool else None,
                 )
                 for stage in self.stages
             ]
         )
         self.evidence = self.contract.stages[0].matrices
+
+    def _peaks(self, begins: frozenset[Kind]) -> dict[int, int]:
+        """Count the most tapes of each stage that are live at once, from an action of theirs on."""
+        ends = {Kind.WGRAD, *(SEND_WAITS if self.schedule.awaits_sends else SENDS)}
+        left = Counter((atom.stage, atom.microbatch) for atom in self.atoms if atom.kind in ends)
+        live: set[Work] = set()
+        peaks = dict.fromkeys(self.stages, 0)
+        for atom in self.atoms:
+            work = (atom.stage, atom.microbatch)
+            if atom.kind in begins:
+                live.add(work)
+                now = sum(stage == atom.stage for stage, _ in live)
+                peaks[atom.stage] = max(peaks[atom.stage], now)
+            elif atom.kind in ends:
+                left[work] -= 1
+                if not left[work]:
+                    live.discard(work)
+        return peaks
 
     def run_step(self) -> None:
         """
@@ -236,6 +269,8 @@ class _Process:
                 self._dgrad(TapeKey(epoch, stage, atom.microbatch))
             elif kind is Kind.WGRAD:
                 self._wgrad(TapeKey(epoch, stage, atom.microbatch))
+            elif kind in RECEIVES:
+                self._receive(TapeKey(epoch, stage, atom.microbatch), kind is Kind.RECV_B)
             elif kind in SENDS:
                 self._send(TapeKey(epoch, stage, atom.microbatch), kind is Kind.SEND_B)
             elif kind in SEND_WAITS:
@@ -274,6 +309,7 @@ class _Process:
         self.counts["refresh"] += 1
 
     def _forward(self, key: TapeKey) -> None:
+        self._received(key, False)
         self._hand_over()
         ref = self.contract.commit(self.contract.check_forward(key))
         assert ref is not None
@@ -283,6 +319,7 @@ class _Process:
 
     def _dgrad(self, key: TapeKey) -> None:
         work = (key.stage, key.microbatch)
+        self._received(key, True)
         self.contract.bind(key)
         self._hand_over()
         self.contract.commit(self.contract.check_dgrad(key, self.refs[work]), self.evidence)
@@ -299,6 +336,21 @@ class _Process:
         self.contract.commit(ticket, self.evidence)
         self.contract.wait()
         self.counts["dW"] += 1
+
+    def _receive(self, key: TapeKey, gradient: bool) -> None:
+        """Post a receive where the table has it; it ends before its computation, as tables say."""
+        work = (key.stage, key.microbatch)
+        if not gradient:
+            self.refs[work] = self.contract.reserve(key)
+        self.contract.post_receive(key, self.refs[work], gradient=gradient)
+        self.posted.add((work, gradient))
+        self.counts["receive"] += 1
+
+    def _received(self, key: TapeKey, gradient: bool) -> None:
+        work = (key.stage, key.microbatch)
+        if (work, gradient) in self.posted:
+            self.posted.discard((work, gradient))
+            self.contract.finish_receive(key, self.refs[work], gradient=gradient)
 
     def _send(self, key: TapeKey, gradient: bool) -> None:
         ref = self.refs[key.stage, key.microbatch]

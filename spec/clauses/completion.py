@@ -20,7 +20,9 @@ make them right: the graph stream waits for the caller's work before the replay,
 waits for the graph's tail before it consumes. The contract counts: per *link* (one caller stream
 and one domain's graph stream) the work that the caller submitted and how much of it the graph
 stream has waited for; per graph stream its replays, and per link how many of them the caller has
-waited for. A missing half is refused on its own side.
+waited for. A missing half is refused on its own side. Who fills a slot waits for its last tenant's
+replays, and the end of a transfer is work of the caller that was told of it, so that a replay
+neither reads what has not arrived nor writes what is still read.
 
 The host's order of calls stands for the order of enqueueing. That the waits really are on the
 streams is the runtime's duty.""",
@@ -35,7 +37,11 @@ streams is the runtime's duty.""",
                 "check_forward",
                 "check_dgrad",
                 "check_wgrad",
+                "reserve",
+                "post_receive",
+                "finish_receive",
                 "read",
+                "finish_read",
                 "finalize",
                 "start_reduction",
                 "finish_reduction",
@@ -79,8 +85,52 @@ streams is the runtime's duty.""",
             "tell it with `wait`.",
         ),
         Clause(
-            id="completion.wrong-consumer",
+            id="completion.slot-not-awaited",
             number="6.4",
+            title="A slot is filled after its last tenant's work",
+            invariant="A stream that fills or receives into a slot has waited for every replay of "
+            "the slot's last tenant.",
+            transitions=("reserve", "post_receive"),
+            argument="link",
+            unchanged=_STREAMS,
+            section="design",
+            cause="The slot was freed by a dW that is enqueued and may still read its input, and "
+            "the receive was posted on a stream that waits for nothing.",
+            remedy="Let the receiving stream wait for the graph stream after that dW, and tell it "
+            "with `wait` on the link that is given.",
+        ),
+        Clause(
+            id="completion.transfer-to-graph",
+            number="6.5",
+            title="A replay waits for the slot's transfers",
+            invariant="Before F the graph stream has waited for the end of the slot's latest "
+            "transfer, on whichever stream it was told; likewise before dI of a stage that "
+            "receives its output's gradient.",
+            transitions=("check_forward", "check_dgrad"),
+            argument="link",
+            unchanged=_STREAMS,
+            section="design",
+            cause="A send of the slot's last tenant, or the receive of this one, ended on another "
+            "caller's stream, and only this caller was joined.",
+            remedy="Join the link on which the end was told, or tell it on the link that calls F.",
+        ),
+        Clause(
+            id="completion.two-ends",
+            number="6.6",
+            title="Ends of transfers are joined, or told on one stream",
+            invariant="The end of a slot's transfer is told on the link of the one before, or once "
+            "the graph stream has waited for that one.",
+            transitions=("finish_receive", "finish_read"),
+            argument="link",
+            unchanged=_STREAMS,
+            section="design",
+            cause="Two sends from one slot ended on two streams, and no replay waited for the "
+            "first; the contract remembers one end a slot.",
+            remedy="Tell both ends on one link, or join the first link in between.",
+        ),
+        Clause(
+            id="completion.wrong-consumer",
+            number="6.7",
             title="One stream reads a stage's gradients",
             invariant="The stream that waited for the last dW of a stage, told at finalize, is the "
             "one that waited for each reduction of the stage's gradients, told at its finish.",

@@ -9,7 +9,7 @@ accepted once.
 
 from __future__ import annotations
 
-from ..constants import GRAD_BIT, NEVER, NO_SLOT, OUT_BIT, RESERVED
+from ..constants import BACK_BIT, GRAD_BIT, IN_BIT, NEVER, NO_SLOT, OUT_BIT, RESERVED
 from ..predicates import Register, implies
 from ..world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, WGRAD
 from .words import Args, History, Index, State, Truth
@@ -23,7 +23,7 @@ STEPS = Register()
 # An action on a tape: the right work, weights, scaling state and destination
 
 
-@STEPS("ownership.right-reference", "check_dgrad", "check_wgrad", "read", "finish_read", "drop")
+@STEPS("ownership.right-reference", "check_dgrad", "check_wgrad", "post_receive", "read", "drop")
 def right_reference(st: State, h: History, a: Args) -> Truth:
     """A reference is accepted only if it was handed out for that key and its work is not gone."""
     mine = (
@@ -35,7 +35,7 @@ def right_reference(st: State, h: History, a: Args) -> Truth:
     return implies(mine, (h.issued[0] == 1) & (h.dead[0] == 0) & named)
 
 
-@STEPS("ownership.right-work", "check_dgrad", "check_wgrad", "read", "finish_read", "drop")
+@STEPS("ownership.right-work", "check_dgrad", "check_wgrad", "post_receive", "read", "drop")
 def right_work(st: State, h: History, a: Args) -> Truth:
     """An action finds its own key's work in the slot, and nobody else acting there."""
     s = a.ref.slot
@@ -43,7 +43,75 @@ def right_work(st: State, h: History, a: Args) -> Truth:
     return mine & (h.owing[s] != 0) & (h.acting[s] == 0)
 
 
-@STEPS("ownership.right-consumer", "read", "finish_read")
+@STEPS("ownership.reference-of-transfer", "finish_receive", "finish_read")
+def reference_of_transfer(st: State, h: History, a: Args) -> Truth:
+    """A transfer ends with a reference that was handed out for that key, though it may be dead."""
+    mine = (
+        (a.ref.slot == h.ref_slot[0])
+        & (a.ref.generation == h.ref_generation[0])
+        & (a.ref.incarnation == h.ref_incarnation[0])
+    )
+    named = (a.key.cell == h.ref_cell[0]) & (a.key.epoch == h.ref_epoch[0])
+    return implies(mine, (h.issued[0] == 1) & named)
+
+
+@STEPS("ownership.end-of-read", "finish_read")
+def end_of_read(st: State, h: History, a: Args) -> Truth:
+    """Only a read of that key's work that began and has not ended ends."""
+    s = a.ref.slot
+    mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
+    one = (a.bit == OUT_BIT) | (a.bit == GRAD_BIT)
+    return mine & one & ((h.moving[s] & a.bit) != 0) & (h.acting[s] == 0)
+
+
+@STEPS("ownership.end-of-receive", "finish_receive")
+def end_of_receive(st: State, h: History, a: Args) -> Truth:
+    """Only a receive for that key that was posted and has not ended ends."""
+    s = a.ref.slot
+    mine = (h.tenant[s] == a.key.cell) & (h.tenant_epoch[s] == a.key.epoch)
+    one = (a.message == IN_BIT) | (a.message == BACK_BIT)
+    return mine & one & ((h.moving[s] & a.message) != 0) & (h.acting[s] == 0)
+
+
+@STEPS("ownership.receive-once", "post_receive")
+def receive_once(st: State, h: History, a: Args) -> Truth:
+    """A message is received where one is awaited, once, and before F or dI uses it."""
+    s, c = a.ref.slot, a.key.cell
+    new = ((h.moving[s] & a.message) == 0) & ((h.arrived[s] & a.message) == 0)
+    early = implies(a.message == IN_BIT, h.ran_forward[c] == 0)
+    between = (h.ran_forward[c] == 1) & (h.ran_dgrad[c] == 0)
+    wanted = (st.receives[a.key.stage] & a.message) != 0
+    return new & early & wanted & implies(a.message == BACK_BIT, between)
+
+
+@STEPS("ownership.input-arrived", "check_forward")
+def input_arrived(st: State, h: History, a: Args) -> Truth:
+    """F of a stage that receives finds its own key's input there, whole."""
+    claimed = (h.tenant[a.slot] == a.key.cell) & (h.tenant_epoch[a.slot] == a.key.epoch)
+    there = ((h.arrived[a.slot] & IN_BIT) != 0) & claimed & (h.owing[a.slot] != 0)
+    return implies((st.receives[a.key.stage] & IN_BIT) != 0, there)
+
+
+@STEPS("ownership.gradient-arrived", "check_dgrad")
+def gradient_arrived(st: State, h: History, a: Args) -> Truth:
+    """dI of a stage that receives finds its output's gradient there, whole."""
+    there = (h.arrived[a.ref.slot] & BACK_BIT) != 0
+    return implies((st.receives[a.key.stage] & BACK_BIT) != 0, there)
+
+
+@STEPS("ownership.nothing-moves", "reserve", "check_forward")
+def nothing_moves(st: State, h: History, a: Args) -> Truth:
+    """No forward overwrites what an unfinished reader reads, or what is still being received."""
+    return h.moving[a.slot] == 0
+
+
+@STEPS("ownership.no-gradient-moves", "check_dgrad")
+def no_gradient_moves(st: State, h: History, a: Args) -> Truth:
+    """No dI reads a gradient that is being received, or writes one that is being read."""
+    return (h.moving[a.ref.slot] & (BACK_BIT | GRAD_BIT)) == 0
+
+
+@STEPS("ownership.right-consumer", "read")
 def right_consumer(st: State, h: History, a: Args) -> Truth:
     """One reader reads, only where one is awaited, and a gradient only after dI."""
     s = a.ref.slot
@@ -254,6 +322,35 @@ def refresh_after_caller(st: State, h: History, a: Args) -> Truth:
     """A refresh comes after all work of its caller, which waited for this graph stream."""
     here = st.domain_at[a.link] == st.domain_of[a.stage]
     return here & (h.behind[a.link] == 0)
+
+
+@STEPS("completion.filled-after-former-work", "reserve")
+def filled_after_former_work(st: State, h: History, a: Args) -> Truth:
+    """Who fills a slot waited for every replay of the work that was there before."""
+    mine = (a.link == h.link[0]) & (a.slot == h.slot[0])
+    here = st.domain_at[a.link] == st.domain_of[a.key.stage]
+    return here & implies(mine, h.clear[0] == 1)
+
+
+@STEPS("completion.received-after-former-work", "post_receive")
+def received_after_former_work(st: State, h: History, a: Args) -> Truth:
+    """Who receives into a slot waited for every replay of the work that was there before."""
+    mine = (a.link == h.link[0]) & (a.ref.slot == h.slot[0])
+    here = st.domain_at[a.link] == st.domain_of[a.key.stage]
+    return here & implies(mine, h.clear[0] == 1)
+
+
+@STEPS("completion.forward-after-transfers", "check_forward")
+def forward_after_transfers(st: State, h: History, a: Args) -> Truth:
+    """F comes after the end of every transfer through its slot, on whichever stream it ended."""
+    return implies(a.slot == h.slot[0], h.trailing[0] == 0)
+
+
+@STEPS("completion.dgrad-after-transfers", "check_dgrad")
+def dgrad_after_transfers(st: State, h: History, a: Args) -> Truth:
+    """dI that uses a message comes after the end of every transfer through its slot."""
+    mine = (a.ref.slot == h.slot[0]) & ((st.receives[a.key.stage] & BACK_BIT) != 0)
+    return implies(mine, h.trailing[0] == 0)
 
 
 @STEPS("completion.consumer-after-replay", "check_dgrad", "read")

@@ -18,9 +18,10 @@ WORLD = Register()
 
 @WORLD("ownership.tenant", s="slot")
 def tenant(st: State, h: History, s: Index) -> Truth:
-    """A live slot holds the work of the key that was put there."""
+    """A live slot, and one with a transfer under way, is of the key that was put there."""
     return implies(
-        live(st, s), (h.tenant[s] == st.cell_at[s]) & (h.tenant_epoch[s] == st.epoch_at[s])
+        live(st, s) | (st.moving[s] != 0),
+        (h.tenant[s] == st.cell_at[s]) & (h.tenant_epoch[s] == st.epoch_at[s]),
     )
 
 
@@ -28,6 +29,12 @@ def tenant(st: State, h: History, s: Index) -> Truth:
 def owing(st: State, h: History, s: Index) -> Truth:
     """A slot waits for exactly the consumers that have yet to visit its work."""
     return st.consumers[s] == h.owing[s]
+
+
+@WORLD("ownership.moving", s="slot")
+def moving(st: State, h: History, s: Index) -> Truth:
+    """The contract knows every transfer under way, and what each tape has received."""
+    return (st.moving[s] == h.moving[s]) & (st.arrived[s] == h.arrived[s])
 
 
 @WORLD("ownership.once", c="cell")

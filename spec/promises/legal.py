@@ -10,7 +10,7 @@ that asks for more than the world needs is found by the proof, and not only by a
 
 from __future__ import annotations
 
-from ..constants import NEVER, NO_SLOT, RESERVED
+from ..constants import BACK_BIT, IN_BIT, NEVER, NO_SLOT, RESERVED
 from ..predicates import Register, implies
 from .words import Args, History, Index, State, Truth
 
@@ -72,6 +72,22 @@ def forward_next(st: State, h: History, a: Args) -> Truth:
 def generation_left(st: State, h: History, a: Args) -> Truth:
     """The slot has not reached its last generation."""
     return st.generation[a.slot] != st.generation_max[0]
+
+
+@LEGAL("ownership.input-there", "check_forward")
+def input_there(st: State, h: History, a: Args) -> Truth:
+    """Nothing moves through the slot, and an input that is to be received has arrived in it."""
+    arrived = (h.arrived[a.slot] & IN_BIT) != 0
+    wanted = (st.receives[a.key.stage] & IN_BIT) != 0
+    return (h.moving[a.slot] == 0) & implies(wanted, arrived)
+
+
+@LEGAL("ownership.gradient-there", "check_dgrad")
+def gradient_there(st: State, h: History, a: Args) -> Truth:
+    """A gradient that is to be received has arrived, and none is under way."""
+    s = a.ref.slot
+    wanted = (st.receives[a.key.stage] & BACK_BIT) != 0
+    return ((h.moving[s] & BACK_BIT) == 0) & implies(wanted, (h.arrived[s] & BACK_BIT) != 0)
 
 
 # The weights and their caches
@@ -222,6 +238,20 @@ def caller_awaited(st: State, h: History, a: Args) -> Truth:
 def caller_awaited_for_refresh(st: State, h: History, a: Args) -> Truth:
     """The graph stream is the domain's, and waited for all work of the caller."""
     return (st.domain_at[a.link] == st.domain_of[a.stage]) & (h.behind[a.link] == 0)
+
+
+@LEGAL("completion.transfers-awaited", "check_forward")
+def transfers_awaited(st: State, h: History, a: Args) -> Truth:
+    """The graph stream waited for the end of the slot's latest transfer."""
+    return h.last_end[a.slot] <= h.heard[h.last_end_on[a.slot]]
+
+
+@LEGAL("completion.message-awaited", "check_dgrad")
+def message_awaited(st: State, h: History, a: Args) -> Truth:
+    """Where dI uses a message, the graph stream waited for the slot's latest transfer."""
+    s = a.ref.slot
+    wanted = (st.receives[a.key.stage] & BACK_BIT) != 0
+    return implies(wanted, h.last_end[s] <= h.heard[h.last_end_on[s]])
 
 
 @LEGAL("completion.forward-awaited", "check_dgrad")

@@ -139,7 +139,7 @@ class TestHeader:
                 {
                     "capture_order": [
                         (s, i, kind)
-                        for kind in ("dI", "F", "dW")
+                        for kind in ("F", "dI", "dW")
                         for s, i in ((1, 0), (0, 1), (0, 0))
                     ],
                     "declared": {0: [(kind, (s, 0, 0, 0)) for kind in ("F", "dI") for s in (1, 0)]},

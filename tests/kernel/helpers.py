@@ -92,15 +92,42 @@ class Rig:
         self.contract.commit(ticket, self.matrices(stage))
 
     def microbatch(self, microbatch: int = 0, stage: int = 0) -> TapeRef:
-        """Run F, dI and dW of one microbatch, and end its readers."""
+        """Run F, dI and dW of one microbatch, its receives before and its readers after."""
+        (config,) = (c for c in self.contract.stages if c.stage == stage)
+        if config.receives_input:
+            link = self.link(stage)
+            self.contract.wait(link)
+            claimed = self.contract.reserve(self.key(microbatch, stage), link=link)
+            self.receive(claimed, microbatch, stage)
         ref = self.forward(microbatch, stage)
+        if config.receives_gradient:
+            self.receive(ref, microbatch, stage, gradient=True)
         self.dgrad(ref, microbatch, stage)
         self.wgrad(ref, microbatch, stage)
-        (config,) = (c for c in self.contract.stages if c.stage == stage)
         for gradient, sends in ((False, config.sends_output), (True, config.sends_gradient)):
             if sends:
-                self.contract.finish_read(self.key(microbatch, stage), ref, gradient=gradient)
+                self.send(ref, microbatch, stage, gradient=gradient)
         return ref
+
+    def send(
+        self, ref: TapeRef, microbatch: int = 0, stage: int = 0, *, gradient: bool = False
+    ) -> None:
+        """Run a whole send, from the wait for what it reads to the join of its end."""
+        key, link = self.key(microbatch, stage), self.link(stage)
+        self.contract.wait(link)
+        self.contract.read(key, ref, gradient=gradient, link=link)
+        self.contract.finish_read(key, ref, gradient=gradient, link=link)
+        self.contract.join(link)
+
+    def receive(
+        self, ref: TapeRef, microbatch: int = 0, stage: int = 0, *, gradient: bool = False
+    ) -> None:
+        """Run a whole receive, from the wait for the slot to the join of its end."""
+        key, link = self.key(microbatch, stage), self.link(stage)
+        self.contract.wait(link)
+        self.contract.post_receive(key, ref, gradient=gradient, link=link)
+        self.contract.finish_receive(key, ref, gradient=gradient, link=link)
+        self.contract.join(link)
 
     def finish(self, stage: int = 0) -> None:
         """Finalize a stage and reduce it where it owes a reduction."""

@@ -123,6 +123,25 @@ class TestSharedPool:
         rig.wgrad(ref, 0)
         assert rig.contract.memory.tenants == [1]
 
+        rig.send(ref)
+        assert rig.contract.memory.tenants == [0]
+
+    @pytest.mark.parametrize("how", ["drop", "abort dI", "abort dW"])
+    def test_a_reader_of_an_aborted_tape_keeps_the_pool(self, how: str) -> None:
+        """What a send still reads is not scratch of another slot's graphs."""
+        rig = Rig(stage(pool="p", sends_output=True), capture_order=BY_SLOT)
+        ref = rig.forward(0, slot=0)
+        rig.contract.wait()
+        rig.contract.read(rig.key(0), ref)
+        if how == "abort dW":
+            rig.dgrad(ref, 0)
+            rig.contract.abort(rig.check_wgrad(ref, 0))
+        elif how == "abort dI":
+            rig.contract.abort(rig.check_dgrad(ref, 0))
+        else:
+            rig.contract.drop(rig.key(0), ref)
+        assert rig.contract.memory.tenants == [1]
+
         rig.contract.finish_read(rig.key(0), ref)
         assert rig.contract.memory.tenants == [0]
 

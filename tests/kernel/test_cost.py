@@ -138,8 +138,10 @@ def _touches(slots: int) -> Counter[str]:
     measure("commit_dgrad", lambda: contract.commit(dgrad, MATRICES))
     wgrad = measure("check_wgrad", lambda: contract.check_wgrad(key, ref))
     measure("commit_wgrad", lambda: contract.commit(wgrad, MATRICES))
+    contract.join()
     measure("finish_read", lambda: contract.finish_read(key, ref))
     measure("refusal", lambda: _refusal(contract, key, ref))
+    contract.join()
     third = contract.commit(contract.check_forward(second.key(1)))
     measure("drop", lambda: contract.drop(second.key(1), third))
     return touched

@@ -29,7 +29,7 @@ def _rig() -> Rig:
     """Two stages of two domains, called from two streams."""
     return Rig(
         stage(0, domain="a", **_OPTIONS),
-        stage(1, domain="b", **_OPTIONS),
+        stage(1, domain="b", receives_gradient=True, **_OPTIONS),
         callers=("main", "side"),
     )
 
@@ -41,19 +41,28 @@ def _microbatch(rig: Rig, m: int, s: int) -> Iterator[Callable[[], Any]]:
     def on_tape(call: Callable[..., Any], **options: Any) -> Callable[[], Any]:
         return lambda: call(key, c.live()[key], **options)
 
-    early, late = (on_tape(c.finish_read, gradient=g) for g in (False, True))
+    early, late = (on_tape(c.finish_read, gradient=g, link=link) for g in (False, True))
     yield partial(rig.forward, m, s)
     yield partial(c.wait, link)
     yield on_tape(c.read, link=link)
     if m == 0:
         yield early
+        yield partial(c.join, link)
+    if s:
+        yield on_tape(c.post_receive, gradient=True, link=link)
+        yield on_tape(c.finish_receive, gradient=True, link=link)
+        yield partial(c.join, link)
     yield lambda: rig.dgrad(c.live()[key], m, s)
+    yield partial(c.wait, link)
+    yield on_tape(c.read, gradient=True, link=link)
     if m == 0:
         yield late
+        yield partial(c.join, link)
     yield lambda: rig.wgrad(c.live()[key], m, s)
     if m != 0:
         yield early
         yield late
+        yield partial(c.join, link)
 
 
 def _everything(rig: Rig) -> Iterator[Callable[[], Any]]:
@@ -170,7 +179,11 @@ def _require_agreement(contract: Contract) -> None:
     st = contract.memory
     slots = range(len(st.consumers))
     for number, own in contract._free.items():
-        vacant = [s for s in slots if st.slot_stage[s] == number and st.consumers[s] == 0]
+        vacant = [
+            s
+            for s in slots
+            if st.slot_stage[s] == number and st.consumers[s] == 0 and st.moving[s] == 0
+        ]
         assert sorted(own) == vacant
     claimed = {st.cell_at[s]: s for s in slots if st.consumers[s] == RESERVED and not st.held[s]}
     assert contract._reserved == claimed

@@ -77,12 +77,14 @@ def _stage_of_its_own(rig: Rig, number: int, turn: _Turns) -> None:
     for microbatch in (0, 1):
         key = TapeKey(0, number, microbatch)
         if microbatch:
-            turn(c.reserve, key)
+            turn(c.wait, link)
+            turn(c.reserve, key, link=link)
         ref = turn(c.commit, turn(c.check_forward, key, link=link))
         turn(c.bind, key)
         turn(c.wait, link)
         turn(c.read, key, ref, link=link)
-        turn(c.finish_read, key, ref)
+        turn(c.finish_read, key, ref, link=link)
+        turn(c.join, link)
         turn(c.commit, turn(c.check_dgrad, key, ref, link=link), MATRICES)
         turn(c.commit, turn(c.check_wgrad, key, ref, link=link), MATRICES)
     turn(c.wait, link)
@@ -188,6 +190,8 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "bind": (None,),
     "read": (None, None),
     "finish_read": (None, None),
+    "post_receive": (None, None),
+    "finish_receive": (None, None),
     "drop": (None, None),
     "purge": (0,),
     "invalidate": (0,),
@@ -242,6 +246,7 @@ def test_every_transition_is_made_by_a_call_that_looks() -> None:
     reads = {
         "live",
         "outstanding",
+        "reference",
         "snapshot",
         "token",
         "link",

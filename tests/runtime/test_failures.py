@@ -367,6 +367,7 @@ class TestOrderAndTime:
         injected.refused("completion.graph-to-caller", lambda: injected.actions.outputs(key, ref))
 
         injected.contract.wait()
+        injected.actions.outputs(key, ref)
         injected.actions.finish_outputs(key, ref)
         injected.run._refs[key] = ref
         injected.done.append(Step(Kind.FORWARD, 1, 1))

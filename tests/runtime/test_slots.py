@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qeffect.gpu_runtime.backends.protocol import TensorSpec, parameters
+from qeffect.gpu_runtime.backends.protocol import BackendError, TensorSpec, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 from qeffect.gpu_runtime.evidence.comparison import Recording
 from qeffect.gpu_runtime.evidence.driver import GuardedRun
@@ -117,6 +117,28 @@ class TestReceiveInPlace:
 
         assert reserved == ref
 
+    def test_buffers_of_a_key_that_owns_nothing(self) -> None:
+        """Nobody is given the buffers of a slot that is another key's, or of an action that ran."""
+        run = guarded_run(table_order("ScheduleZBVZeroBubble", 1))
+        actions, key = run.runtime.actions, run.runtime.key(1, 0)
+        with pytest.raises(BackendError, match="owns no slot"):
+            actions.input_buffers(key)
+        with pytest.raises(BackendError, match="owns no slot"):
+            actions.gradient_buffers(key)
+        actions.reserve(key)
+        with pytest.raises(BackendError, match="its forward has not run"):
+            actions.gradient_buffers(key)
+        with pytest.raises(BackendError, match="owns no slot"):
+            actions.input_buffers(TapeKey(key.epoch + 1, 1, 0))
+        for buffer in actions.input_buffers(key):
+            buffer.zero_()
+        actions.refresh(1)
+        actions.forward(key)
+        with pytest.raises(BackendError, match="its forward has run"):
+            actions.input_buffers(key)
+
+        assert actions.gradient_buffers(key)
+
 
 class TestSend:
     def test_slot_waits_for_its_reader(self) -> None:
@@ -130,6 +152,7 @@ class TestSend:
         expected = sent.clone()
         actions.bind(key)
         actions.dgrad(key, ref, run.workload.output_gradients(run.runtime.stages[0], 0, 0))
+        actions.dgrads(key, ref)
         actions.finish_dgrads(key, ref)
         actions.wgrad(key, ref)
         late = run.runtime.key(0, 1)

@@ -208,7 +208,7 @@ class TestDeadlock:
 
 class TestOwnership:
     def test_a_slot_is_free_at_the_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The contract frees a tape when its send is awaited: with fewer slots, F is refused."""
+        """A tape is free when its send is awaited: with fewer slots, a receive is refused."""
         # 3SEND_B is awaited at the end of the row, so that stage 3 needs a slot a microbatch.
         schedule = read_table(LATEST / TABLE)
         planned = plan(schedule)
@@ -229,7 +229,7 @@ class TestOwnership:
         monkeypatch.setattr(module, "plan", lambda schedule: Computing)
         verdict = check(schedule)
 
-        assert ("ownership.pool-exhausted", 0, "3F1") == (
+        assert ("ownership.pool-exhausted", 0, "3RECV_F1") == (
             verdict.clause,
             verdict.rank,
             verdict.action,

@@ -90,7 +90,7 @@ def test_the_instrument_sees_every_kind_of_write() -> None:
     ownership = RELATIONS["ownership"]
 
     assert {"held"} == written(ownership, ownership.check_dgrad_writes)
-    assert {"held", "consumers", "slot_of", "generation"} == written(
+    assert {"held", "consumers", "arrived", "slot_of", "generation"} == written(
         ownership, ownership.abort_dgrad_writes
     )
     assert {"bound", "opened"} == written(RELATIONS["arena"], RELATIONS["arena"].restore_writes)

@@ -99,7 +99,7 @@ def test_nothing_is_vacuous(report: prove.ProofReport) -> None:
 
     assert all(witness.proved for witness in report.witnesses)
     assert len(COVERED) == len(report.witnesses) - len(taken)
-    assert (374, 9) == (len(report.witnesses), len(COVERED))
+    assert (409, 9) == (len(report.witnesses), len(COVERED))
     assert {entry.condition for entry in COVERED} == set(CONDITIONS)
     assert {(entry.transition, entry.clause) for entry in COVERED} == {
         (witness.transition, witness.path.partition("#")[0])

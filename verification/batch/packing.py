@@ -37,7 +37,7 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
     n, config = sizes(scope), configuration(scope)
     epoch = (-1, 0) if scope.fresh_keys else (-1, scope.epochs - 1)
     now = (-1, scope.epochs)
-    marks = n["slot"] + n["stage"]
+    marks = 2 * n["slot"] + n["stage"]
     updates = 2 * sum(scope.cells)
     tapes = sum(scope.slots) * scope.generation_max
     most = max(scope.cells) if "order" not in scope.omit else tapes
@@ -69,6 +69,11 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
         "submitted": (0, 1),
         "waited": (0, marks),
         "replays": (0, marks),
+        "vacated": (0, marks),
+        "ended_on": (0, n["link"] - 1),
+        "ended_at": (0, 1 if scope.readers or scope.receives else 0),
+        "moving": (0, scope.readers | scope.receives),
+        "arrived": (0, scope.receives),
         "produced": (0, marks),
         "landed": (0, marks),
         "named": now,
@@ -126,14 +131,13 @@ class Packing:
         self._config = configuration(scope)
         for name, column in STATE.items():
             if name not in self.layout:  # read by predicates where no transition writes it
-                initial = -1 if column.initial is None else column.initial
-                self._config[name] = [initial] * n[column.index]
+                self._config[name] = [column.number] * n[column.index]
         bounds = ranges(scope)
         masks = max(self._config["owes"])
         word, weight = 0, 1
         for name in self.layout:
             low, high = bounds[name]
-            gap = RESERVED - masks - 1 if STATE[name].values == "mask" else 0
+            gap = RESERVED - masks - 1 if name == "consumers" else 0
             size = high - low + 1 - gap
             for index in range(len(self.layout[name])):
                 if weight * size > _LIMIT:

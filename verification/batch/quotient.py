@@ -13,6 +13,7 @@ import numpy as np
 from qeffect.engine.stage import STATE
 from qeffect.relations.constants import NEVER, RESERVED
 from qeffect.verification.explorer.flat import TICKETS
+from qeffect.verification.explorer.quotient import VACATES
 from qeffect.verification.explorer.scopes import Scope, configuration, sizes
 
 from .drafts import Draft
@@ -65,10 +66,17 @@ class Quotient:
         ]
         at = config["domain_of"]
         self.marked = {
-            d: [("produced", s) for s, g in enumerate(config["slot_stage"]) if at[g] == d]
-            + [("landed", g) for g, dd in enumerate(at) if dd == d]
+            d: [
+                (column, s)
+                for column in ("produced", "vacated")
+                if column in kept
+                for s, g in enumerate(config["slot_stage"])
+                if at[g] == d
+            ]
+            + [("landed", g) for g, dd in enumerate(at) if dd == d and "landed" in kept]
             for d in range(self.n["domain"])
         }
+        self.receives = [config["receives"][stage] for stage in config["slot_stage"]]
         self.counted = {
             d: [("waited", k) for k, dd in enumerate(config["domain_at"]) if dd == d]
             + [("replays", d)]
@@ -79,14 +87,16 @@ class Quotient:
         """Bring a draft into normal form, in place."""
         changed = draft.changed
         touched = {column for column, _ in changed}
-        if touched & {"consumers", "produced"}:
+        if touched & {"consumers", "produced", "moving", "vacated"}:
             self._free_slots(draft)
             touched = {column for column, _ in changed}
         if "serial" in touched or touched & set(TICKETS):
             self._tickets(draft)
+        if touched & {"ended_at", "ended_on", "joined", "submitted"} and "ended_at" in self.kept:
+            self._ends(draft)
         if touched & {"submitted", "joined"}:
             self._joins(draft)
-        if touched & {"produced", "landed", "waited", "replays"}:
+        if touched & {"produced", "landed", "vacated", "waited", "replays"}:
             self._ranks(draft)
         if touched & {"named", "consumer", "weight_epoch"} and "named" in self.kept:
             self._consumers(draft)
@@ -102,9 +112,17 @@ class Quotient:
         for slot in range(self.n["slot"]):
             mask = draft.entry("consumers", slot)
             free = mask == 0
-            if ("consumers", slot) in changed:
-                changed["cell_at", slot] = select(free, -1, draft.entry("cell_at", slot))
-                changed["epoch_at", slot] = select(free, NEVER, draft.entry("epoch_at", slot))
+            if ("consumers", slot) in changed or ("moving", slot) in changed:
+                empty = free & (draft.entry("moving", slot) == 0)
+                changed["cell_at", slot] = select(empty, -1, draft.entry("cell_at", slot))
+                changed["epoch_at", slot] = select(empty, NEVER, draft.entry("epoch_at", slot))
+            if (
+                "vacated" in self.kept
+                and not self.receives[slot]
+                and (("consumers", slot) in changed or ("vacated", slot) in changed)
+            ):
+                anew = (mask & VACATES) != 0
+                changed["vacated", slot] = select(anew, 0, draft.entry("vacated", slot))
             if "produced" in self.kept and (
                 ("consumers", slot) in changed or ("produced", slot) in changed
             ):
@@ -121,6 +139,15 @@ class Quotient:
             if not (isinstance(ticket, int) and ticket == 0):
                 draft.changed[key] = select(ticket == 0, 0, _rank(flying, ticket))
         draft.changed["serial", 0] = _count(flying)
+
+    def _ends(self, draft: Draft) -> None:
+        for slot in range(self.n["slot"]):
+            at, on = draft.entry("ended_at", slot), draft.entry("ended_on", slot)
+            waits: Value = False
+            for link in range(self.n["link"]):
+                waits = waits | ((on == link) & (draft.entry("joined", link) < at))
+            draft.changed["ended_at", slot] = select(waits, 1, 0)
+            draft.changed["ended_on", slot] = select(waits, on, 0)
 
     def _joins(self, draft: Draft) -> None:
         for link in range(self.n["link"]):

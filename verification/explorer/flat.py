@@ -59,7 +59,7 @@ class FlatMemory:
         for name, values in configuration(scope).items():
             setattr(self, name, values)
         for name, column in STATE.items():
-            initial = -1 if column.initial is None else column.initial
+            initial = column.number
             if name in self.layout:
                 where = self.layout[name]
                 view = whole[where.start : where.stop]

@@ -11,8 +11,10 @@ from attrs import evolve, field, frozen
 
 from qeffect.engine.stage import TRANSITIONS, Transitions
 from qeffect.relations.constants import (
+    BACK_BIT,
     DGRAD_BIT,
     GRAD_BIT,
+    IN_BIT,
     NEVER,
     NO_SLOT,
     OUT_BIT,
@@ -180,6 +182,7 @@ class Maker:
             "refresh": (0, 1),
             "first": (0, 1),
             "bit": (OUT_BIT, GRAD_BIT, DGRAD_BIT, WGRAD_BIT),
+            "message": (IN_BIT, BACK_BIT, OUT_BIT),
         }
         return {name: v for name, v in values.items() if name in parameters}
 
@@ -303,7 +306,7 @@ class Maker:
         own = Where("cell_at", slot, cell)
         fitting: list[tuple[Where, ...]] = [(free, idle)]
         unfit: list[tuple[Where, ...]] = [(free, evolve(idle, equal=False))]
-        if "link" in parameters:  # a forward may take the slot that its key reserved
+        if "token" in parameters:  # a forward may take the slot that its key reserved
             fitting.append((reserved, own))
             unfit.append((busy, evolve(reserved, equal=False)))
             unfit.append((reserved, evolve(own, equal=False)))

@@ -13,12 +13,16 @@ from typing import Any
 
 from attrs import frozen
 
-from qeffect.relations.constants import NEVER, RESERVED
+from qeffect.relations.constants import DGRAD_BIT, NEVER, RESERVED, WGRAD_BIT
 
 from .flat import TICKETS, FlatMemory
 from .scopes import Scope, configuration, sizes
 
-__all__ = ["Rule", "normal_form"]
+__all__ = ["VACATES", "Rule", "normal_form"]
+
+
+#: A tape with one of these still to come has a replay, or a drop, before its slot is free.
+VACATES = RESERVED | DGRAD_BIT | WGRAD_BIT
 
 
 @frozen
@@ -45,11 +49,20 @@ def normal_form(scope: Scope, memory: FlatMemory) -> tuple[Rule, ...]:
     """
     n = sizes(scope)
     found: list[tuple[tuple[str, ...], str, Callable[[], Callable[[], None]]]] = [
-        (("consumers", "produced"), "consumers", lambda: _free_slots(scope, memory)),
+        (
+            ("consumers", "produced", "moving", "vacated"),
+            "consumers",
+            lambda: _free_slots(scope, memory),
+        ),
         ((*TICKETS, "serial"), "serial", lambda: _tickets(memory)),
+        (
+            ("ended_at", "ended_on", "submitted", "joined"),
+            "ended_at",
+            lambda: _ends(memory, n["slot"]),
+        ),
         (("submitted", "joined"), "submitted", lambda: _joins(memory, n["link"])),
         (
-            ("consumers", "produced", "landed", "waited", "replays"),
+            ("consumers", "produced", "landed", "vacated", "waited", "replays"),
             "replays",
             lambda: _ranks(scope, memory),
         ),
@@ -69,16 +82,23 @@ def normal_form(scope: Scope, memory: FlatMemory) -> tuple[Rule, ...]:
 
 
 def _free_slots(scope: Scope, st: Any) -> Callable[[], None]:
-    """A free slot's last tenant is never asked for, nor is its output before its forward ran."""
+    """
+    A free slot's last tenant is never asked for, nor is its output before its forward ran, nor who
+    left a slot that receives nothing while its tape has a replay to come.
+    """
     members = range(sizes(scope)["slot"])
     consumers, cell_at, epoch_at = st.consumers, st.cell_at, st.epoch_at
     produced = st.produced if "produced" in st.layout else None
+    moving = st.moving
+    vacated = st.vacated if "vacated" in st.layout else None
+    config = configuration(scope)
+    receives = [config["receives"][stage] for stage in config["slot_stage"]]
     forwarded, slot_of = st.forwarded if scope.fresh_keys else None, st.slot_of
 
     def rule() -> None:
         for slot in members:
             mask = consumers[slot]
-            if mask == 0:
+            if mask == 0 and moving[slot] == 0:
                 cell = cell_at[slot]
                 if cell != -1:
                     cell_at[slot] = -1
@@ -89,6 +109,8 @@ def _free_slots(scope: Scope, st: Any) -> Callable[[], None]:
                         produced[slot] = 0
             elif mask == RESERVED and produced is not None:
                 produced[slot] = 0
+            if vacated is not None and mask & VACATES and not receives[slot]:
+                vacated[slot] = 0
 
     return rule
 
@@ -119,6 +141,21 @@ def _tickets(st: Any) -> Callable[[], None]:
     return rule
 
 
+def _ends(st: Any, slots: int) -> Callable[[], None]:
+    """The graph stream has waited for a slot's latest end, or has not; then it is of a link."""
+    members = range(slots)
+    joined, ended_on, ended_at = st.joined, st.ended_on, st.ended_at
+
+    def rule() -> None:
+        for slot in members:
+            waits = joined[ended_on[slot]] < ended_at[slot]
+            ended_at[slot] = 1 if waits else 0
+            if not waits:
+                ended_on[slot] = 0
+
+    return rule
+
+
 def _joins(st: Any, links: int) -> Callable[[], None]:
     """The graph stream has waited for all of a caller's work, or it has not."""
     members = range(links)
@@ -137,8 +174,8 @@ def _joins(st: Any, links: int) -> Callable[[], None]:
 def _ranks(scope: Scope, st: Any) -> Callable[[], None]:
     """
     Stream work is compared only as "waited for": per domain, number the replays that wrote a
-    live tape or a stage's gradients from 1, in their order, and count waits by how many of those
-    they cover.
+    live tape or a stage's gradients, or vacated a slot, from 1, in their order, and count waits by
+    how many of those they cover.
     """
     config = configuration(scope)
     at = config["domain_of"]
@@ -151,18 +188,22 @@ def _ranks(scope: Scope, st: Any) -> Callable[[], None]:
         )
         for domain in range(sizes(scope)["domain"])
     ]
-    waited, replays, produced, landed = st.waited, st.replays, st.produced, st.landed
+    waited, replays, produced = st.waited, st.replays, st.produced
+    # What no guard of the scope's transitions asks for is no mark, and no part of a state.
+    landed = st.landed if "landed" in st.layout else [0] * len(st.landed)
+    vacated = st.vacated if "vacated" in st.layout else [0] * len(produced)
 
     def rule() -> None:
         for domain, slots, stages, links in domains:
             marks = 0
             for slot in slots:
-                marks |= 1 << produced[slot]
+                marks |= 1 << produced[slot] | 1 << vacated[slot]
             for stage in stages:
                 marks |= 1 << landed[stage]
             marks &= ~1
             for slot in slots:
                 produced[slot] = (marks & ((2 << produced[slot]) - 1)).bit_count()
+                vacated[slot] = (marks & ((2 << vacated[slot]) - 1)).bit_count()
             for stage in stages:
                 landed[stage] = (marks & ((2 << landed[stage]) - 1)).bit_count()
             for link in links:

@@ -11,7 +11,7 @@ from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, instance_of
 
 from qeffect.engine.stage import OPTIONAL, TRANSITIONS
-from qeffect.relations.constants import DGRAD_BIT, GRAD_BIT, OUT_BIT, WGRAD_BIT
+from qeffect.relations.constants import BACK_BIT, DGRAD_BIT, GRAD_BIT, IN_BIT, OUT_BIT, WGRAD_BIT
 
 __all__ = [
     "Scope",
@@ -56,6 +56,28 @@ _READ: Final = (
     "wait",
 )
 
+#: The transitions that move through a slot what is received and sent.
+_MESSAGES: Final = (
+    "reserve",
+    "check_forward",
+    "commit_forward",
+    "check_dgrad",
+    "commit_dgrad",
+    "check_wgrad",
+    "commit_wgrad",
+    "abort_wgrad",
+    "abort_dgrad",
+    "abort_forward",
+    "post_receive",
+    "finish_receive",
+    "read",
+    "finish_read",
+    "drop",
+    "submit",
+    "join",
+    "wait",
+)
+
 #: The transitions from an F to the commit of reduced gradients.
 _REDUCE: Final = (
     "check_forward",
@@ -75,6 +97,10 @@ _REDUCE: Final = (
     "commit_epoch",
 )
 
+#: All transitions but those of a reduction that does not fail.
+_NO_REDUCTION: Final = tuple(
+    name for name in TRANSITIONS if name not in ("start_reduction", "finish_reduction")
+)
 #: Transitions of the quantized weight cache.
 _CACHE: Final = frozenset({"check_refresh", "commit_refresh", "abort_refresh", "invalidate"})
 
@@ -97,6 +123,7 @@ class Scope:
         tickets: Explore checks, commits and aborts one by one, with several tickets outstanding.
             Otherwise a check runs in one step with its commit, or with its abort.
         readers: Output and gradient readers of every tape: bits of OUT_BIT | GRAD_BIT.
+        receives: Messages that every tape waits for: bits of IN_BIT | BACK_BIT.
         reduces: Stages reduce their gradients, each in one bucket.
         buckets: The two stages that write each bucket, the same twice where there is one; by
             default as ``reduces`` says.
@@ -126,6 +153,7 @@ class Scope:
     only: tuple[str, ...] = ()
     tickets: bool = False
     readers: int = 0
+    receives: int = 0
     reduces: bool = False
     buckets: tuple[tuple[int, int], ...] = ()
     ordered: bool = False
@@ -153,6 +181,8 @@ class Scope:
             raise ValueError(f"scope {self.name}: a bucket is of stages from 0 to {stages - 1}")
         if self.readers & ~(OUT_BIT | GRAD_BIT):
             raise ValueError(f"scope {self.name}: readers are bits of OUT_BIT | GRAD_BIT")
+        if self.receives & ~(IN_BIT | BACK_BIT):
+            raise ValueError(f"scope {self.name}: receives are bits of IN_BIT | BACK_BIT")
         if (self.reports or self.tape_scales) and self.tickets:
             raise ValueError(f"scope {self.name}: evidence is explored with its check in one step")
         if self.tape_scales not in ("", "carried", "live"):
@@ -243,6 +273,7 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
         "domain_of": list(scope.domain_of),
         "domain_at": [link % n["domain"] for link in range(n["link"])],
         "owes": [DGRAD_BIT | WGRAD_BIT | scope.readers] * n["stage"],
+        "receives": [scope.receives] * n["stage"],
         "matrices": [1] * n["stage"],
         "cells": list(scope.cells),
         "declared": [int(scope.declared)] * n["domain"],
@@ -330,6 +361,40 @@ def standard_scopes() -> Mapping[str, Scope]:
             omit=("arena", "capture", "order", "reduction"),
         ),
         Scope(
+            "stage-messages",
+            slots=(1,),
+            cells=(1,),
+            generation_max=2,
+            readers=OUT_BIT | GRAD_BIT,
+            receives=IN_BIT | BACK_BIT,
+            only=_MESSAGES,
+            omit=("arena", "capture", "completion", "order", "reduction", "version"),
+            fresh_keys=True,
+        ),
+        Scope(
+            "domains-messages",
+            slots=(1, 1),
+            cells=(1, 1),
+            domains=(0, 1),
+            generation_max=1,
+            receives=IN_BIT | BACK_BIT,
+            only=tuple(n for n in _MESSAGES if "read" not in n and "abort" not in n),
+            omit=("arena", "capture", "order", "reduction", "version"),
+        ),
+        Scope(
+            "callers-messages",
+            slots=(1,),
+            cells=(1,),
+            callers=2,
+            generation_max=2,
+            readers=OUT_BIT | GRAD_BIT,
+            receives=BACK_BIT,
+            only=_MESSAGES,
+            omit=("arena", "capture", "order", "reduction", "version"),
+            wrong_arguments=False,
+            fresh_keys=True,
+        ),
+        Scope(
             "stage-buckets",
             slots=(1,),
             cells=(1,),
@@ -391,6 +456,7 @@ def standard_scopes() -> Mapping[str, Scope]:
             slots=(2,),
             cells=(2,),
             generation_max=1,
+            reduces=True,
             reports=True,
             tape_scales="carried",
             omit=("arena", "capture", "completion", "reduction"),
@@ -400,6 +466,7 @@ def standard_scopes() -> Mapping[str, Scope]:
             slots=(1, 1),
             cells=(1, 1),
             generation_max=1,
+            reduces=True,
             tape_scales="live",
             omit=("arena", "capture", "completion", "reduction"),
         ),
@@ -409,6 +476,8 @@ def standard_scopes() -> Mapping[str, Scope]:
             cells=(1, 1),
             domains=(0, 1),
             generation_max=1,
+            reduces=True,
+            only=_NO_REDUCTION,
             omit=("arena", "capture", "order", "reduction", "version"),
         ),
     )

@@ -93,3 +93,19 @@ def seen_is_counted(st: State, h: History) -> Truth:
     l, s = h.link[0], h.slot[0]  # noqa: E741 - a link
     there = retained(st, s) & (st.domain_at[l] == domain_of_slot(st, s))
     return implies(there & (h.seen[0] == 1), st.produced[s] <= st.waited[l])
+
+
+@HISTORY("completion.heard-was-told", l="link")
+def heard_was_told(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
+    """A graph stream has waited for no end that was not told."""
+    return (0 <= h.heard[l]) & (h.heard[l] <= h.told[l]) & (0 <= st.joined[l])
+
+
+@HISTORY("completion.latest-end", s="slot")
+def latest_end(st: State, h: History, s: Index) -> Truth:
+    """The end that a slot remembers is its latest, and is joined once it was waited for."""
+    l = h.last_end_on[s]  # noqa: E741 - a link
+    none = (st.ended_at[s] == 0) & (h.last_end[s] == 0)
+    waited = implies(h.last_end[s] <= h.heard[l], st.ended_at[s] <= st.joined[l])
+    known = (st.ended_at[s] <= st.submitted[l]) & (h.last_end[s] <= h.told[l])
+    return none | ((st.ended_on[s] == l) & waited & known)

@@ -8,7 +8,7 @@ A bucket's reduction is where the contract says, and of gradients that are whole
 
 from __future__ import annotations
 
-from qeffect.spec.constants import DGRAD_BIT, NO_SLOT, NO_STAGE, RESERVED, WGRAD_BIT
+from qeffect.spec.constants import DGRAD_BIT, NO_SLOT, NO_STAGE, READ_BITS, RESERVED, WGRAD_BIT
 from qeffect.spec.predicates import Register, implies
 from qeffect.spec.world import DONE, NONE, RUNNING
 
@@ -37,11 +37,11 @@ HISTORY = Register()
 
 @HISTORY("capture.in-pool", s="slot")
 def in_pool(st: State, h: History, s: Index) -> Truth:
-    """A slot keeps memory in its pool from the check of its forward on."""
-    kept = retained(st, s) | (live(st, s) & in_flight(st, s))
-    return (kept & (h.in_pool[s] == 1)) | (
-        (h.in_pool[s] == 0) & (free(st, s) | ((st.consumers[s] == RESERVED) & (st.held[s] == 0)))
-    )
+    """A slot keeps memory in its pool from the check of its forward on until nobody reads it."""
+    unread = (st.moving[s] & READ_BITS) == 0
+    kept = retained(st, s) | (live(st, s) & in_flight(st, s)) | (free(st, s) & ~unread)
+    claimed = (st.consumers[s] == RESERVED) & (st.held[s] == 0)
+    return (kept & (h.in_pool[s] == 1)) | ((h.in_pool[s] == 0) & ((free(st, s) & unread) | claimed))
 
 
 @HISTORY("capture.tenants", p="pool")
@@ -108,6 +108,33 @@ def seen(st: State, h: History) -> Truth:
     l, s = h.link[0], h.slot[0]  # noqa: E741 - a link
     there = st.domain_at[l] == domain_of_slot(st, s)
     return implies(retained(st, s) & there & (st.produced[s] <= st.waited[l]), h.seen[0] == 1)
+
+
+@HISTORY("completion.saw-all")
+def saw_all(st: State, h: History) -> Truth:
+    """A caller that waited past all replays, or past a tape's dW, saw all that was on the slot."""
+    l, s = h.link[0], h.slot[0]  # noqa: E741 - a link
+    d = domain_of_slot(st, s)
+    there = st.domain_at[l] == d
+    done = retained(st, s) & (st.consumers[s] & (DGRAD_BIT | WGRAD_BIT) == 0)
+    past = (st.replays[d] <= st.waited[l]) | (done & (st.vacated[s] <= st.waited[l]))
+    return implies(there & past, h.saw[0] == 1)
+
+
+@HISTORY("completion.former-work")
+def former_work(st: State, h: History) -> Truth:
+    """A caller that waited past where a slot was vacated waited for all of its former work."""
+    l, s = h.link[0], h.slot[0]  # noqa: E741 - a link
+    there = st.domain_at[l] == domain_of_slot(st, s)
+    return implies(there & (st.vacated[s] <= st.waited[l]), h.clear[0] == 1)
+
+
+@HISTORY("completion.trailing")
+def trailing(st: State, h: History) -> Truth:
+    """An end that the graph stream has not waited for is the one that the slot remembers."""
+    l, s = h.link[0], h.slot[0]  # noqa: E741 - a link
+    told = (st.ended_on[s] == l) & (st.joined[l] < st.ended_at[s])
+    return implies(h.trailing[0] == 1, told) & implies(h.trailing[0] != 0, h.trailing[0] == 1)
 
 
 @HISTORY("completion.seen-gradients")

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from qeffect.spec.constants import DGRAD_BIT, NEVER, RESERVED, WGRAD_BIT
+from qeffect.spec.constants import DGRAD_BIT, NEVER, READ_BITS, RESERVED, WGRAD_BIT
 from qeffect.spec.predicates import choose
 from qeffect.spec.promises.words import domain_of_slot
 from qeffect.spec.world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, WGRAD
@@ -43,11 +43,12 @@ def _each(index: str, *names: str, **options: Any) -> dict[str, Ghost]:
 #: The history's columns. An initial value of None is arbitrary.
 GHOSTS: Final[Mapping[str, Ghost]] = {
     # The work that was last put into a slot, its key, the consumers that still have to visit it,
-    # actions in flight on it, what its dI left queued, whether its F fills the cache, and the fill
+    # transfers under way through it and the messages that the work has received, actions in flight
+    # on it, what its dI left queued, whether its F fills the cache, and the fill
     # that its F read.
     **_each("slot", "tenant", values="cell", initial=None),
     **_each("slot", "tenant_epoch", initial=NEVER),
-    **_each("slot", "owing", values="mask"),
+    **_each("slot", "owing", "moving", "arrived", values="mask"),
     **_each("slot", "acting"),
     **_each("slot", "queued", values="opaque", initial=None),
     **_each("slot", "filling", values="flag"),
@@ -85,7 +86,7 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("domain", "updates", "updates_of_epoch", "running"),
     # Forwards that ever rolled the domain's scales.
     **_each("domain", "rolls"),
-    # What was enqueued on a domain's graph stream and succeeded, since the last restore.
+    # What was enqueued on a domain's graph stream since the last restore.
     **_each("domain", "enqueued"),
     **_each("domain", "broken", "touched", "device", values="flag"),
     **_each("domain", "toucher", "refresher", values="stage", initial=None),
@@ -105,6 +106,11 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("pool", "last_replayed", values="slot", initial=None),
     # Whether the graph stream has yet to wait for work of a caller.
     **_each("link", "behind", values="flag"),
+    # The ends of transfers told on a link, and those that the graph stream has waited for; and the
+    # latest end of a slot: on which link, and which of those.
+    **_each("link", "told", "heard"),
+    **_each("slot", "last_end_on", values="link", initial=None),
+    **_each("slot", "last_end"),
     # Arbitrary ones.
     **_each("one", "slot", values="slot", initial=None),
     **_each("one", "link", values="link", initial=None),
@@ -112,6 +118,10 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     # The slot's retained memory was overwritten by an earlier graph; the link waited for the
     # replay that wrote the slot's output; and for the one that wrote the stage's gradients.
     **_each("one", "clobbered", "seen", values="flag"),
+    # The link waited for every replay on the slot; for every one of the slot's former work; and a
+    # transfer of the slot ended on the link and the graph stream has not waited for it.
+    **_each("one", "saw", "clear", values="flag", initial=1),
+    **_each("one", "trailing", values="flag"),
     **_each("one", "seen_gradients", values="flag", initial=1),
     # An arbitrary reference: was it issued, for what, and is the work it named gone.
     **_each("one", "ref_slot", values="slot", initial=None),
@@ -198,18 +208,40 @@ def leave_pool(st: State, h: History, slot: Any, leaves: Any) -> None:
 
 
 def vacate(st: State, h: History, slot: Any) -> None:
-    """The work in a slot is lost."""
-    leave_pool(st, h, slot, h.in_pool[slot] == 1)
+    """The work in a slot is lost; what is still read of it stays, and what arrives is nobody's."""
+    unread = (h.moving[slot] & READ_BITS) == 0
+    leave_pool(st, h, slot, (h.in_pool[slot] == 1) & unread)
     h.owing[slot] = 0
+    h.arrived[slot] = 0
+    h.clear[0] = choose(slot == h.slot[0], h.saw[0], h.clear[0])
     bury(h, slot)
 
 
 def visit(st: State, h: History, slot: Any, bit: Any) -> None:
     """A consumer is done with the work in a slot; the last one frees it."""
     left = h.owing[slot] & ~bit
-    leave_pool(st, h, slot, left == 0)
-    h.dead[0] = choose((slot == h.ref_slot[0]) & (h.issued[0] == 1) & (left == 0), 1, h.dead[0])
+    gone = (left == 0) & (h.owing[slot] != 0)
+    unread = (h.moving[slot] & READ_BITS) == 0
+    leave_pool(st, h, slot, (left == 0) & unread & (h.in_pool[slot] == 1))
+    h.dead[0] = choose((slot == h.ref_slot[0]) & (h.issued[0] == 1) & gone, 1, h.dead[0])
+    h.arrived[slot] = choose(left == 0, 0, h.arrived[slot])
+    h.clear[0] = choose((slot == h.slot[0]) & gone, h.saw[0], h.clear[0])
     h.owing[slot] = left
+
+
+def replayed_on(h: History, slot: Any) -> None:
+    """A replay may touch a slot; who fills the slot next has to wait for it."""
+    h.saw[0] = choose(slot == h.slot[0], 0, h.saw[0])
+
+
+def transferred(h: History, slot: Any, link: Any) -> None:
+    """A transfer through a slot ended on a caller's stream."""
+    mine = (slot == h.slot[0]) & (link == h.link[0])
+    h.trailing[0] = choose(mine, 1, h.trailing[0])
+    h.behind[link] = 1
+    h.told[link] = h.told[link] + 1
+    h.last_end_on[slot] = link
+    h.last_end[slot] = h.told[link]
 
 
 # What happens between a check and its commit
@@ -228,7 +260,8 @@ def end(st: State, h: History, slot: Any) -> None:
     h.device[domain_of_slot(st, slot)] = 1
 
 
-def succeed(h: History, d: Any) -> None:
+def enqueue(h: History, d: Any) -> None:
+    """A replay was enqueued; one that failed may have been in part."""
     h.enqueued[d] = h.enqueued[d] + 1
 
 
@@ -265,7 +298,7 @@ def content(st: State, h: History, stage: Any, filled: Any, fill_epoch: Any) -> 
 # What each accepted transition means
 
 
-def reserve(st: State, h: History, key: Any, slot: Any) -> None:
+def reserve(st: State, h: History, key: Any, slot: Any, link: Any) -> None:
     h.tenant[slot] = key.cell
     h.tenant_epoch[slot] = key.epoch
     h.owing[slot] = RESERVED
@@ -294,7 +327,7 @@ def commit_refresh(
     d = st.domain_of[stage]
     h.running[d] = h.running[d] - 1
     h.device[d] = 1
-    succeed(h, d)
+    enqueue(h, d)
     h.cached[stage] = choose(h.lost[stage] == 0, content(st, h, stage, filled, fill_epoch), NEVER)
     h.fills[stage] = h.fills[stage] + 1
     h.filled_after[stage] = h.updates[d]
@@ -345,7 +378,8 @@ def commit_forward(
     s = st.slot_stage[slot]
     cell = h.tenant[slot]
     end(st, h, slot)
-    succeed(h, st.domain_of[s])
+    enqueue(h, st.domain_of[s])
+    replayed_on(h, slot)
     h.scaled_by[slot] = h.updates[st.domain_of[s]]
     h.rolls[st.domain_of[s]] = h.rolls[st.domain_of[s]] + 1
     h.rolls_seen[slot] = h.rolls[st.domain_of[s]]
@@ -367,6 +401,8 @@ def commit_forward(
 def abort_forward(st: State, h: History, slot: Any, ticket: Any) -> None:
     s = st.slot_stage[slot]
     end(st, h, slot)
+    enqueue(h, st.domain_of[s])
+    replayed_on(h, slot)
     break_update(h, st.domain_of[s])
     h.spoiled[s] = h.tenant_epoch[slot]
     vacate(st, h, slot)
@@ -390,7 +426,8 @@ def commit_dgrad(
     s = st.slot_stage[slot]
     cell = h.tenant[slot]
     end(st, h, slot)
-    succeed(h, st.domain_of[s])
+    enqueue(h, st.domain_of[s])
+    replayed_on(h, slot)
     end_update(h, st.domain_of[s], choose(st.reports_updates[s] != 0, updates, 1))
     trade(h.place, h.placed, s, cell, h.num_dgrads[s])
     h.ran_dgrad[cell] = h.ran_dgrad[cell] + 1
@@ -428,7 +465,8 @@ def commit_wgrad(st: State, h: History, slot: Any, ticket: Any, covered: Any) ->
     cell = h.tenant[slot]
     buffer = st.buffer_of[cell]
     end(st, h, slot)
-    succeed(h, st.domain_of[s])
+    enqueue(h, st.domain_of[s])
+    replayed_on(h, slot)
     h.writers[buffer] = h.writers[buffer] - 1
     h.content[buffer] = h.tenant_epoch[slot]
     h.covered[cell] = covered
@@ -444,6 +482,8 @@ def abort_wgrad(st: State, h: History, slot: Any, ticket: Any) -> None:
     s = st.slot_stage[slot]
     buffer = st.buffer_of[h.tenant[slot]]
     end(st, h, slot)
+    enqueue(h, st.domain_of[s])
+    replayed_on(h, slot)
     h.writers[buffer] = h.writers[buffer] - 1
     h.half_written[s] = h.tenant_epoch[slot]
     h.spoiled[s] = h.tenant_epoch[slot]
@@ -451,8 +491,28 @@ def abort_wgrad(st: State, h: History, slot: Any, ticket: Any) -> None:
     redeem(h, ticket)
 
 
-def finish_read(st: State, h: History, key: Any, ref: Any, bit: Any) -> None:
+def post_receive(st: State, h: History, key: Any, ref: Any, message: Any, link: Any) -> None:
+    h.moving[ref.slot] = h.moving[ref.slot] | message
+    h.device[st.domain_of[key.stage]] = 1
+
+
+def finish_receive(st: State, h: History, key: Any, ref: Any, message: Any, link: Any) -> None:
+    """What arrives for work that is lost is nobody's."""
+    h.moving[ref.slot] = h.moving[ref.slot] & ~message
+    lost = h.owing[ref.slot] == 0
+    h.arrived[ref.slot] = choose(lost, h.arrived[ref.slot], h.arrived[ref.slot] | message)
+    transferred(h, ref.slot, link)
+
+
+def read(st: State, h: History, key: Any, ref: Any, bit: Any, link: Any) -> None:
+    h.moving[ref.slot] = h.moving[ref.slot] | bit
+    h.device[st.domain_of[key.stage]] = 1
+
+
+def finish_read(st: State, h: History, key: Any, ref: Any, bit: Any, link: Any) -> None:
+    h.moving[ref.slot] = h.moving[ref.slot] & ~bit
     visit(st, h, ref.slot, bit)
+    transferred(h, ref.slot, link)
 
 
 def drop(st: State, h: History, key: Any, ref: Any) -> None:
@@ -471,6 +531,8 @@ def submit(st: State, h: History, link: Any) -> None:
 
 def join(st: State, h: History, link: Any) -> None:
     h.behind[link] = 0
+    h.heard[link] = h.told[link]
+    h.trailing[0] = choose(link == h.link[0], 0, h.trailing[0])
 
 
 def wait(st: State, h: History, link: Any) -> None:
@@ -478,6 +540,8 @@ def wait(st: State, h: History, link: Any) -> None:
     d = st.domain_at[link]
     mine = link == h.link[0]
     h.seen[0] = choose(mine & (domain_of_slot(st, h.slot[0]) == d), 1, h.seen[0])
+    h.saw[0] = choose(mine & (domain_of_slot(st, h.slot[0]) == d), 1, h.saw[0])
+    h.clear[0] = choose(mine & (domain_of_slot(st, h.slot[0]) == d), 1, h.clear[0])
     stage_there = st.domain_of[h.stage[0]] == d
     h.seen_gradients[0] = choose(mine & stage_there, 1, h.seen_gradients[0])
 
@@ -540,10 +604,18 @@ def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
     st.fill(h.enqueued, 0)
     st.fill(h.broken, 0)
     st.fill(h.owing, 0)
+    st.fill(h.moving, 0)
+    st.fill(h.arrived, 0)
     st.fill(h.in_pool, 0)
     st.fill(h.tapes, 0)
     st.fill(h.behind, 0)
     h.seen_gradients[0] = 1
+    st.fill(h.told, 0)
+    st.fill(h.heard, 0)
+    st.fill(h.last_end, 0)
+    h.saw[0] = 1
+    h.clear[0] = 1
+    h.trailing[0] = 0
     h.dead[0] = choose(h.issued[0] == 1, 1, h.dead[0])
 
 
@@ -575,6 +647,9 @@ ADVANCE: Final[Mapping[str, Callable[..., None]]] = {
         commit_wgrad,
         abort_wgrad,
         finish_read,
+        post_receive,
+        finish_receive,
+        read,
         drop,
         invalidate,
         submit,

@@ -7,7 +7,17 @@ may keep others.
 
 from __future__ import annotations
 
-from qeffect.spec.constants import DGRAD_BIT, GRAD_BIT, NEVER, NO_STAGE, RESERVED, WGRAD_BIT
+from qeffect.spec.constants import (
+    BACK_BIT,
+    DGRAD_BIT,
+    GRAD_BIT,
+    IN_BIT,
+    NEVER,
+    NO_STAGE,
+    READ_BITS,
+    RESERVED,
+    WGRAD_BIT,
+)
 from qeffect.spec.predicates import Register, implies
 
 from .words import Index, State, Truth, awaits, domain_of_slot, live, retained
@@ -51,6 +61,46 @@ def forwarded_marks(st: State, s: Index) -> Truth:
     here = st.forwarded[st.cell_at[s]] == st.weight_epoch[st.slot_stage[s]]
     begun = retained(st, s) | (st.held[s] != 0)
     return implies(live(st, s), here == begun)
+
+
+@MEMORY("ownership.reads-of-readers", s="slot")
+def reads_of_readers(st: State, s: Index) -> Truth:
+    """A live tape is read by readers that it waits for, and its input gradient after dI."""
+    moving, mask = st.moving[s], st.consumers[s]
+    reading = moving & READ_BITS
+    known = (moving & ~(IN_BIT | BACK_BIT | READ_BITS)) == 0
+    after_dgrad = implies((moving & GRAD_BIT) != 0, (mask & DGRAD_BIT) == 0)
+    retained_or_not = implies(retained(st, s), ((reading & ~mask) == 0) & after_dgrad)
+    return known & retained_or_not & implies(mask == RESERVED, reading == 0)
+
+
+@MEMORY("ownership.receives-under-way", s="slot")
+def receives_under_way(st: State, s: Index) -> Truth:
+    """A live tape receives what it is configured to: its input before F, a gradient before dI."""
+    moving, mask = st.moving[s], st.consumers[s]
+    receives = st.receives[st.slot_stage[s]]
+    wanted = ((moving & (IN_BIT | BACK_BIT)) & ~receives) == 0
+    claimed = (mask == RESERVED) & (st.held[s] == 0)
+    forwarded = retained(st, s) & awaits(st, s, DGRAD_BIT) & (st.held[s] == 0)
+    given = implies((moving & IN_BIT) != 0, claimed) & implies((moving & BACK_BIT) != 0, forwarded)
+    return implies(live(st, s), wanted & given & ((moving & st.arrived[s]) == 0))
+
+
+@MEMORY("ownership.received-before-use", s="slot")
+def received_before_use(st: State, s: Index) -> Truth:
+    """What a tape received came before its use, and what was used had come."""
+    arrived, receives = st.arrived[s], st.receives[st.slot_stage[s]]
+    claimed = (st.consumers[s] == RESERVED) & (st.held[s] == 0)
+    run = live(st, s) & ((st.consumers[s] != RESERVED) | (st.held[s] != 0))
+    after_dgrad = retained(st, s) & ((st.held[s] != 0) | ~awaits(st, s, DGRAD_BIT))
+    return (
+        ((arrived & ~receives) == 0)
+        & ((arrived & ~(IN_BIT | BACK_BIT)) == 0)
+        & implies(st.consumers[s] == 0, arrived == 0)
+        & implies(claimed, (arrived & BACK_BIT) == 0)
+        & implies(run, (receives & ~arrived & IN_BIT) == 0)
+        & implies(after_dgrad, (receives & ~arrived & BACK_BIT) == 0)
+    )
 
 
 # Marks of an epoch are never ahead of it, so that the next epoch begins with none
@@ -154,6 +204,12 @@ def writing_with_wgrad(st: State, s: Index) -> Truth:
 
 
 # Completion
+
+
+@MEMORY("completion.joins-behind-work", l="link")
+def joins_behind_work(st: State, l: Index) -> Truth:  # noqa: E741 - a link
+    """No graph stream has waited for more than its caller submitted."""
+    return st.joined[l] <= st.submitted[l]
 
 
 @MEMORY("completion.waits-behind-work", l="link")

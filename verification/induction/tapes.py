@@ -67,11 +67,16 @@ def reference(st: State, h: History, s: Index) -> Truth:
         & (st.epoch_at[s] == h.ref_epoch[0])
         & (h.dead[0] == 0)
     )
+    # An aborted tape's transfers are told with a reference of the generation before.
+    last = mine & (st.generation[s] == h.ref_generation[0] + 1)
+    moves = last & (st.consumers[s] == 0) & (st.moving[s] != 0)
+    named = (st.cell_at[s] == h.ref_cell[0]) & (st.epoch_at[s] == h.ref_epoch[0])
     usable = mine & matches & live(st, s) & (retained(st, s) | (st.held[s] == 0))
     return (
         implies(issued, h.ref_generation[0] <= st.generation[s])
         & implies(issued & matches, ours)
         & implies(usable, h.issued[0] == 1)
+        & implies(moves, (h.issued[0] == 1) & named)
     )
 
 

@@ -24,7 +24,6 @@ __all__ = ["UNREACHED", "Rejected", "apart", "files", "outcomes", "rejected", "v
 #: Clauses that no change of one place in a valid log breaks; part 15 of the contract says why.
 UNREACHED: Final = frozenset(
     {
-        "ownership.not-forwarded",
         "ownership.duplicate-dgrad",
         "ownership.wgrad-before-dgrad",
         "ownership.duplicate-wgrad",

@@ -187,12 +187,13 @@ def readers() -> list[str]:
     for microbatch in (0, 1):
         key, ref = d.key(0, microbatch), d.ref(0, microbatch)
         d.contract.read(key, ref, link=send)
-        d.contract.finish_read(key, ref)
+        d.contract.finish_read(key, ref, link=send)
         d.dgrad(0, microbatch)
         d.contract.wait(send)
         d.contract.read(key, ref, gradient=True, link=send)
         d.wgrad(0, microbatch)
-        d.contract.finish_read(key, ref, gradient=True)
+        d.contract.finish_read(key, ref, gradient=True, link=send)
+    d.contract.join(send)
     d.finalize(0)
     d.refresh(1)
     d.forward(1, 0)
@@ -200,6 +201,63 @@ def readers() -> list[str]:
     d.contract.bind(d.key(1, 1))
     d.contract.drop(d.key(1, 0), d.ref(1, 0))
     d.contract.purge(0)
+    return d.log.close()
+
+
+def messages() -> list[str]:
+    """Receives and sends through one slot on their own stream; a tape lost while it is read."""
+    d = Driver(
+        [
+            StageConfig(
+                0,
+                3,
+                2,
+                matrices=MATRICES,
+                sends_output=True,
+                sends_gradient=True,
+                receives_input=True,
+                receives_gradient=True,
+            )
+        ],
+        incarnation=0x5EED_0A00,
+        callers=("main", "wire"),
+    )
+    wire = d.link(0, "wire")
+    start = d.contract.checkpoint()
+    d.refresh(0)
+    key = d.key(0, 0)
+    ref = d.contract.reserve(key, link=wire)
+    d.contract.post_receive(key, ref, link=wire)
+    d.contract.finish_receive(key, ref, link=wire)
+    d.contract.join(wire)
+    d.forward(0, 0)
+    d.contract.wait(wire)
+    d.contract.read(key, ref, link=wire)
+    d.contract.post_receive(key, ref, gradient=True, link=wire)
+    d.contract.finish_receive(key, ref, gradient=True, link=wire)
+    d.contract.join(wire)
+    d.dgrad(0, 0)
+    d.contract.wait(wire)
+    d.contract.read(key, ref, gradient=True, link=wire)
+    d.wgrad(0, 0)
+    d.contract.finish_read(key, ref, gradient=True, link=wire)
+    d.contract.finish_read(key, ref, link=wire)
+    d.contract.join(wire)
+    d.contract.wait(wire)
+    key = d.key(0, 1)
+    ref = d.contract.reserve(key, link=wire)
+    d.contract.post_receive(key, ref, link=wire)
+    d.contract.finish_receive(key, ref, link=wire)
+    d.contract.join(wire)
+    d.forward(0, 1)
+    d.contract.wait(wire)
+    d.contract.read(key, ref, link=wire)
+    d.contract.drop(key, ref)
+    d.contract.reserve(d.key(0, 2), link=wire)
+    d.contract.finish_read(key, ref, link=wire)
+    d.begin_again(start, 0x5EED_0A01)
+    ref = d.contract.reserve(key, link=wire)
+    d.contract.post_receive(key, ref, link=wire)
     return d.log.close()
 
 
@@ -339,6 +397,7 @@ SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
         reductions_and_checkpoint,
         buckets,
         readers,
+        messages,
         shared_pool_in_declared_order,
         last_generation,
         lost_cache,

@@ -11,7 +11,16 @@ from attrs import evolve
 
 from qeffect.engine.stage import TRANSITIONS
 from qeffect.keys import TapeKey, TapeRef
-from qeffect.relations.constants import DGRAD_BIT, GRAD_BIT, NEVER, NO_SLOT, OUT_BIT, WGRAD_BIT
+from qeffect.relations.constants import (
+    BACK_BIT,
+    DGRAD_BIT,
+    GRAD_BIT,
+    IN_BIT,
+    NEVER,
+    NO_SLOT,
+    OUT_BIT,
+    WGRAD_BIT,
+)
 from qeffect.verification.concrete import World
 from qeffect.verification.walks.rehearsal import Action
 
@@ -98,6 +107,15 @@ def _of_slot(world: World, slot: int, link: int) -> Iterator[tuple[str, dict[str
     for bit in (OUT_BIT, GRAD_BIT):
         yield "read", {**named, "bit": bit}
         yield "finish_read", {**named, "bit": bit}
+    for message in (IN_BIT, BACK_BIT):
+        yield "post_receive", {**named, "message": message}
+        yield "finish_receive", {**named, "message": message}
+    if st.consumers[slot] == 0 and st.moving[slot] != 0:  # of an aborted tape
+        ended = {**named, "ref": evolve(ref, generation=ref.generation - 1)}
+        for bit in (OUT_BIT, GRAD_BIT):
+            yield "finish_read", {**ended, "bit": bit}
+        for message in (IN_BIT, BACK_BIT):
+            yield "finish_receive", {**ended, "message": message}
 
 
 def _others(world: World, base: Mapping[str, Any], name: str) -> Iterator[Any]:
@@ -143,6 +161,8 @@ def _others(world: World, base: Mapping[str, Any], name: str) -> Iterator[Any]:
             )
             if bit != value
         )
+    elif name == "message":
+        yield from (one for one in (IN_BIT, BACK_BIT, OUT_BIT, IN_BIT | BACK_BIT) if one != value)
     elif name in ("destination", "queued", "covered", "filled"):
         yield (*value, "another")
     elif name in ("updates", "scales"):

@@ -113,5 +113,22 @@ SETUPS: Final = (
         (StageConfig(0, 2, 2, matrices=("w",), pool="p"),),
         {"capture_order": tuple((0, s, kind) for s in (0, 1) for kind in ("F", "dI", "dW"))},
     ),
+    Setup(
+        "messages",
+        (
+            StageConfig(
+                0,
+                2,
+                1,
+                matrices=("w",),
+                sends_output=True,
+                sends_gradient=True,
+                receives_input=True,
+                receives_gradient=True,
+            ),
+            StageConfig(1, 2, 1, domain=1, matrices=("w",), receives_gradient=True, pool="q"),
+        ),
+        {"callers": ("main", "wire")},
+    ),
     Setup("generations run out", (StageConfig(0, 1, 1, matrices=("w",)),), {"generation_max": 2}),
 )

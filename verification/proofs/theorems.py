@@ -5,7 +5,7 @@ What is proved beyond the induction: beginnings, refusals, tickets, capture, res
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import z3
 
@@ -220,7 +220,14 @@ def restored(composition: Composition) -> Iterator[Goal]:
                     )
                 ]
                 given = [*facts, *offered, dead]
+                if transition in _ENDS:  # it tells the end of a transfer, and nothing of a tape
+                    slot = enc.sym(enc.const("arg.ref.slot", "slot"))
+                    given.append((h.owing[slot] != 0).term)
                 yield _never("an ended reference is refused", "restore", path, given, set())
+
+
+#: What an ended reference is still good for: the ends of transfers that outlive their tape.
+_ENDS: Final = frozenset({"finish_receive", "finish_read"})
 
 
 def widths(composition: Composition, like: Composition) -> Iterator[Goal]:

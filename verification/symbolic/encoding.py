@@ -35,6 +35,7 @@ ARGUMENTS: Mapping[str, str] = {
     "refresh": "flag",
     "first": "flag",
     "bit": "mask",
+    "message": "mask",
     "destination": "opaque",
     "queued": "opaque",
     "covered": "opaque",

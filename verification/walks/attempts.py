@@ -33,6 +33,7 @@ __all__ = ["aimed", "attempt"]
 _TRIALS = 32
 _AT_ONCE = 6
 _STRIDE = 0x9E3779B97F4A7C15
+_TRANSFERS = ("post_receive", "finish_receive", "read", "finish_read")
 _STRANGER = Destination("stranger", None, (1,), "bfloat16", "cuda:1", 64, 2)
 
 
@@ -127,8 +128,9 @@ def _links(world: World) -> list[tuple[str, Any]]:
 
 def _reserve(world: World, pick: Pick) -> Call:
     key = _any_key(world, pick)
-    call = Call("reserve", {"key": key, "slot": None})
-    return _twisted(call, [*_wrong_keys(world, key), *_slots(world)], pick)
+    link = a_link(world, key.stage, pick)
+    call = Call("reserve", {"key": key, "slot": None, "link": link})
+    return _twisted(call, [*_wrong_keys(world, key), *_slots(world), *_links(world)], pick)
 
 
 def _bind(world: World, pick: Pick) -> Call:
@@ -200,7 +202,7 @@ def _visit(transition: str) -> Callable[[World, Pick], Call | None]:
         key, ref = tape
         arguments: dict[str, Any] = {"key": key, "ref": ref}
         twists = _wrong_refs(world, key, ref)
-        if transition in ("read", "finish_read"):
+        if transition in _TRANSFERS:
             arguments["gradient"] = bool(pick(2))
         if transition == "check_dgrad":
             arguments["token"] = None
@@ -210,7 +212,7 @@ def _visit(transition: str) -> Callable[[World, Pick], Call | None]:
             arguments |= {"destination": None, "first": None}
             twists += [("destination", (_STRANGER,)), ("first", True), ("first", False)]
             twists.append(("key", lambda: evolve(key, microbatch=99)))
-        if transition in ("check_dgrad", "check_wgrad", "read"):
+        if transition in ("check_dgrad", "check_wgrad", *_TRANSFERS):
             arguments["link"] = a_link(world, key.stage, pick)
             twists += _links(world)
         return _twisted(Call(transition, arguments), twists, pick)

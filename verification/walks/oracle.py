@@ -53,6 +53,11 @@ def _known(world: World, key: TapeKey) -> bool:
     return key.cell in world.cells
 
 
+def _empty(slot: Slot) -> bool:
+    """No tape is in the slot and nothing moves through it."""
+    return slot.tape is None and not slot.moving
+
+
 def seat(world: World, key: TapeKey, slot: int | None) -> tuple[Slot | None, list[str]]:
     """Return the slot that a forward or a reservation takes, and what is wrong with it."""
     own = world.slot_of(key.cell)
@@ -64,7 +69,7 @@ def seat(world: World, key: TapeKey, slot: int | None) -> tuple[Slot | None, lis
         elif free:
             place = free[0]
         else:
-            used_up = [s for s in world.slots if s.stage == key.stage and s.tape is None]
+            used_up = [s for s in world.slots if s.stage == key.stage and _empty(s)]
             if not used_up and own is None:
                 return None, ["ownership.pool-exhausted"]
             place = used_up[0] if used_up else own  # type: ignore[assignment]
@@ -89,6 +94,11 @@ def _taken(world: World, key: TapeKey, place: Slot, reserved_is_fine: bool) -> F
         yield "ownership.repeated-forward"
     if place.releases == world.process.generation_max:
         yield "ownership.generation-exhausted"
+    if place.moving:
+        yield "ownership.transfer-in-flight"
+    if reserved_is_fine and world.configs[key.stage].receives_input:
+        if not mine or tape is None or "in" not in tape.arrived:
+            yield "ownership.receive-missing"
 
 
 def _reference(world: World, key: TapeKey, ref: TapeRef) -> Findings:
@@ -102,6 +112,42 @@ def _reference(world: World, key: TapeKey, ref: TapeRef) -> Findings:
         yield "ownership.wrong-key"
     if slot.flight is not None:
         yield "ownership.in-flight"
+
+
+def _transfer(world: World, key: TapeKey, ref: TapeRef, what: str) -> Findings:
+    """What is wrong with a key and a reference at the end of a transfer."""
+    slot = world.slots[ref.slot]
+    lost = slot.tape is None and what in slot.moving and slot.mover is not None
+    if not lost or slot.mover is None or slot.mover[1] != ref.generation:
+        yield from _reference(world, key, ref)
+        return
+    if ref.incarnation != world.incarnation:
+        yield "ownership.foreign-incarnation"
+    if slot.mover[0] != key:
+        yield "ownership.wrong-key"
+
+
+def _end(world: World, key: TapeKey, ref: TapeRef, link: int) -> Findings:
+    """What is wrong with the link on which an end is told."""
+    on, at = world.slots[ref.slot].ended
+    if _known(world, key) and world.links[link].domain != world.domain_of(key.stage):
+        yield "completion.wrong-stream"
+    if on != link and world.links[on].joined < at:
+        yield "completion.two-ends"
+
+
+def _filled(world: World, stage: int, slot: Slot | None, link: int) -> Findings:
+    """What is wrong with a stream that fills a slot."""
+    if world.links[link].domain != world.domain_of(stage):
+        yield "completion.wrong-stream"
+    if slot is not None and world.links[link].waited < slot.vacated:
+        yield "completion.slot-not-awaited"
+
+
+def _seen(world: World, slot: Slot | None) -> Findings:
+    """Whether the graph stream has waited for the slot's latest transfer."""
+    if slot is not None and world.links[slot.ended[0]].joined < slot.ended[1]:
+        yield "completion.transfer-to-graph"
 
 
 def _update(
@@ -143,7 +189,7 @@ def _waits(world: World, ref: TapeRef) -> set[str]:
 # One rule for each transition
 
 
-def _reserve(world: World, key: TapeKey, slot: int | None) -> Findings:
+def _reserve(world: World, key: TapeKey, slot: int | None, link: int) -> Findings:
     if not _known(world, key):
         yield "ownership.unknown-key"
         return
@@ -156,13 +202,14 @@ def _reserve(world: World, key: TapeKey, slot: int | None) -> Findings:
         yield from _taken(world, key, place, False)
     if key.epoch != world.epoch:
         yield "version.wrong-epoch"
+    yield from _filled(world, key.stage, place, link)
 
 
 def _place_to_reserve(
     world: World, key: TapeKey, slot: int | None
 ) -> tuple[Slot | None, list[str]]:
     own = world.slot_of(key.cell)
-    free = [s for s in world.slots if s.stage == key.stage and s.tape is None]
+    free = [s for s in world.slots if s.stage == key.stage and _empty(s)]
     if slot is None and own is not None and free:
         return (world.free(key.stage) or free)[0], []
     return seat(world, key, slot)
@@ -232,6 +279,7 @@ def _check_forward(
     if place is not None:
         yield from _in_order(world, place.index, "F")
     yield from _replay(world, key.stage, link)
+    yield from _seen(world, place)
 
 
 def _check_dgrad(
@@ -248,6 +296,12 @@ def _check_dgrad(
         yield "ownership.duplicate-dgrad"
     if not _known(world, key):
         return
+    receives = world.configs[key.stage].receives_gradient
+    tape = world.slots[ref.slot].tape
+    if "back" in world.slots[ref.slot].moving:
+        yield "ownership.transfer-in-flight"
+    if receives and (tape is None or "back" not in tape.arrived):
+        yield "ownership.receive-missing"
     if key.epoch != world.epoch:
         yield "version.wrong-epoch"
     if world.stages[key.stage].cached != key.epoch:
@@ -264,6 +318,8 @@ def _check_dgrad(
     yield from _replay(world, key.stage, link)
     if world.links[link].waited < world.slots[ref.slot].wrote:
         yield "completion.graph-to-caller"
+    if receives:
+        yield from _seen(world, world.slots[ref.slot])
 
 
 def _check_wgrad(
@@ -347,16 +403,6 @@ def _commit(
 
 
 def _read(world: World, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> Findings:
-    yield from _finish_read(world, key, ref, gradient)
-    if not 0 <= ref.slot < len(world.slots):
-        return
-    if _known(world, key) and world.links[link].domain != world.domain_of(key.stage):
-        yield "completion.wrong-stream"
-    if world.links[link].waited < world.slots[ref.slot].wrote:
-        yield "completion.graph-to-caller"
-
-
-def _finish_read(world: World, key: TapeKey, ref: TapeRef, gradient: bool) -> Findings:
     if not 0 <= ref.slot < len(world.slots):
         yield "ownership.unknown-slot"
         return
@@ -366,6 +412,55 @@ def _finish_read(world: World, key: TapeKey, ref: TapeRef, gradient: bool) -> Fi
         yield "ownership.no-such-reader"
     if gradient and "dI" in waits:
         yield "ownership.read-before-dgrad"
+    if _known(world, key) and world.links[link].domain != world.domain_of(key.stage):
+        yield "completion.wrong-stream"
+    if world.links[link].waited < world.slots[ref.slot].wrote:
+        yield "completion.graph-to-caller"
+
+
+def _finish_read(world: World, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> Findings:
+    if not 0 <= ref.slot < len(world.slots):
+        yield "ownership.unknown-slot"
+        return
+    what = "grad" if gradient else "out"
+    yield from _transfer(world, key, ref, what)
+    begun = what in world.slots[ref.slot].moving
+    if what not in _waits(world, ref) and not begun:
+        yield "ownership.no-such-reader"
+    if not begun:
+        yield "ownership.read-not-begun"
+    yield from _end(world, key, ref, link)
+
+
+def _post_receive(world: World, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> Findings:
+    if not 0 <= ref.slot < len(world.slots):
+        yield "ownership.unknown-slot"
+        return
+    yield from _reference(world, key, ref)
+    slot = world.slots[ref.slot]
+    if not _known(world, key) or slot.tape is None:
+        return
+    config = world.configs[key.stage]
+    if not (config.receives_gradient if gradient else config.receives_input):
+        yield "ownership.no-such-receive"
+    if gradient and slot.tape.claimed:
+        yield "ownership.not-forwarded"
+    if ("back" if gradient else "in") in slot.moving | slot.tape.arrived:
+        yield "ownership.receive-duplicate"
+    yield from _filled(world, key.stage, slot, link)
+
+
+def _finish_receive(
+    world: World, key: TapeKey, ref: TapeRef, gradient: bool, link: int
+) -> Findings:
+    if not 0 <= ref.slot < len(world.slots):
+        yield "ownership.unknown-slot"
+        return
+    what = "back" if gradient else "in"
+    yield from _transfer(world, key, ref, what)
+    if what not in world.slots[ref.slot].moving:
+        yield "ownership.receive-not-posted"
+    yield from _end(world, key, ref, link)
 
 
 def _drop(world: World, key: TapeKey, ref: TapeRef) -> Findings:
@@ -517,6 +612,8 @@ _RULES: Mapping[str, Callable[..., Findings]] = {
     "check_wgrad": _check_wgrad,
     "read": _read,
     "finish_read": _finish_read,
+    "post_receive": _post_receive,
+    "finish_receive": _finish_receive,
     "drop": _drop,
     "purge": _purge,
     "invalidate": _invalidate,

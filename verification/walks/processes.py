@@ -129,6 +129,21 @@ PROCESSES: tuple[Process, ...] = (
         generation_max=3,
     ),
     Process(
+        "messages, two callers",
+        [
+            _stage(
+                0, microbatches=2, slots=1, receives_input=True, receives_gradient=True, **_SENDS
+            ),
+            _stage(1, domain=1, microbatches=2, receives_gradient=True, sends_output=True),
+        ],
+        callers=("main", "wire"),
+    ),
+    Process(
+        "messages in a shared pool",
+        [_stage(microbatches=2, pool="p", receives_gradient=True, **_SENDS)],
+        capture_order=_BY_SLOT,
+    ),
+    Process(
         "readers and reductions",
         [_stage(reduces=True, **_SENDS), _stage(1, domain=1, microbatches=1, reduces=True)],
     ),

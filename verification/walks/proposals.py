@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
+from attrs import evolve
+
 from qeffect import Checkpoint, TapeKey, Ticket
-from qeffect.verification.walks.oracle import broken, violations
+from qeffect.verification.walks.oracle import broken, seat, violations
 from qeffect.verification.walks.world import Call, Slot, World
 
 __all__ = [
@@ -38,11 +40,31 @@ Pick = Callable[[int], int]
 Plan = Generator[Call, Any, None]
 
 #: What a caller can put right just before a call, by the clause that would refuse it.
-_REMEDIES: dict[str, Callable[[Call], Call]] = {
-    "completion.caller-to-graph": lambda call: Call("join", {"link": call.arguments["link"]}),
-    "completion.graph-to-caller": lambda call: Call("wait", {"link": call.arguments["link"]}),
-    "arena.unbound": lambda call: Call("bind", {"key": call.arguments["key"], "destination": None}),
+_REMEDIES: dict[str, Callable[[World, Call], Call]] = {
+    "completion.caller-to-graph": lambda world, call: Call("join", {"link": _link(call)}),
+    "completion.graph-to-caller": lambda world, call: Call("wait", {"link": _link(call)}),
+    "completion.slot-not-awaited": lambda world, call: Call("wait", {"link": _link(call)}),
+    "completion.transfer-to-graph": lambda world, call: _join_end(world, call),
+    "completion.two-ends": lambda world, call: _join_end(world, call),
+    "arena.unbound": lambda world, call: Call(
+        "bind", {"key": call.arguments["key"], "destination": None}
+    ),
 }
+
+
+def _link(call: Call) -> Any:
+    return call.arguments["link"]
+
+
+def _join_end(world: World, call: Call) -> Call:
+    """Let the graph stream wait for the latest end of the slot that a call is about."""
+    given = call.arguments
+    if "ref" in given:
+        place: Slot | None = world.slots[given["ref"].slot]
+    else:
+        place, _ = seat(world, given["key"], given["slot"])
+    assert place is not None
+    return Call("join", {"link": place.ended[0]})
 
 
 def chooser(number: int) -> Pick:
@@ -93,7 +115,8 @@ def reports(world: World, ticket: Ticket) -> dict[str, Any]:
     flight = world.flights.get(ticket.serial)
     if flight is None:
         return {}
-    config, told = world.configs[flight.stage], {}
+    config = world.configs[flight.stage]
+    told: dict[str, Any] = {}
     if config.reports_fills and flight.filling:
         told["filled"] = dict.fromkeys(config.matrices, world.epoch)
     if config.reports_updates and ticket.action in ("F", "dI"):
@@ -141,6 +164,9 @@ def _forwards(world: World) -> Iterator[Call]:
             if world.forwarded.get(cell) != world.epoch
         ]
         for key in keys[:2]:
+            if it.config.receives_input and world.slot_of(key.cell) is None:
+                link = a_link(world, stage)
+                yield Call("reserve", {"key": key, "slot": None, "link": link})
             apart = world.slot_of(key.cell) is not None or not shares_pool(world, stage)
             for slot in [None] if apart else [free.index for free in world.free(stage)]:
                 yield Call(
@@ -163,7 +189,19 @@ def _visits(world: World) -> Iterator[Call]:
         yield Call("check_dgrad", {**tape, "token": None, "link": link})
         yield Call("check_wgrad", {**tape, "destination": None, "first": None, "link": link})
         for gradient in (False, True):
-            yield Call("finish_read", {**tape, "gradient": gradient})
+            for name in ("read", "finish_read", "post_receive", "finish_receive"):
+                if name == "read" and ("grad" if gradient else "out") in slot.moving:
+                    continue  # it has begun
+                yield Call(name, {**tape, "gradient": gradient, "link": link})
+    for slot in world.slots:
+        if slot.tape is None and slot.moving and slot.mover is not None:
+            key, generation = slot.mover
+            ref = evolve(world.ref(slot), generation=generation)
+            link = a_link(world, key.stage)
+            for what in sorted(slot.moving):
+                name = "finish_receive" if what in ("in", "back") else "finish_read"
+                gradient = what in ("back", "grad")
+                yield Call(name, {"key": key, "ref": ref, "gradient": gradient, "link": link})
 
 
 def _closings(world: World) -> Iterator[Call]:
@@ -185,7 +223,7 @@ def _possible(world: World, call: Call) -> bool:
         remedy = _REMEDIES.get(clause)
         if remedy is None:
             return False
-        if clause == "arena.unbound" and violations(world, remedy(call)):
+        if clause == "arena.unbound" and violations(world, remedy(world, call)):
             return False
     return True
 
@@ -266,7 +304,7 @@ def _carry_out(world: World, call: Call, pick: Pick) -> Plan:
 
 def _prepared(world: World, call: Call) -> Plan:
     while wrong := [clause for clause in violations(world, call) if clause in _REMEDIES]:
-        yield _REMEDIES[wrong[0]](call)
+        yield _REMEDIES[wrong[0]](world, call)
 
 
 # Support: what a caller does beside the actions, always legal
@@ -295,7 +333,8 @@ def _reservations(world: World) -> Iterator[Call]:
     for it in world.stages.values():
         for cell in it.config.cells():
             if world.forwarded.get(cell) != world.epoch:
-                yield Call("reserve", {"key": TapeKey(world.epoch, *cell), "slot": None})
+                key, link = TapeKey(world.epoch, *cell), a_link(world, cell[0])
+                yield Call("reserve", {"key": key, "slot": None, "link": link})
                 break
 
 

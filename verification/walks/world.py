@@ -14,6 +14,7 @@ from typing import Any
 from attrs import Factory, define, field, frozen
 
 from qeffect import Checkpoint, StageConfig, TapeKey, TapeRef, Ticket
+from qeffect.engine.freelist import FreeSlots
 from qeffect.keys import Cell
 from qeffect.verification.walks.processes import Process
 
@@ -52,10 +53,11 @@ def _text(value: Any) -> str:
 
 @define
 class Tape:
-    """Retained work: its key, and the consumers that still have to visit it."""
+    """Retained work: its key, who still has to visit it, and the messages that came for it."""
 
     key: TapeKey
     waits: set[str]
+    arrived: set[str] = field(factory=set)
 
     @property
     def claimed(self) -> bool:
@@ -65,8 +67,14 @@ class Tape:
 
 @define
 class Slot:
-    """A place for one tape; ``wrote`` is when its output or input gradient was last replayed, and
-    ``scaled_at`` how many scaling updates its F had seen."""
+    """
+    A place for one tape.
+
+    ``wrote`` is when its output or input gradient was last replayed, ``vacated`` the last replay of
+    its former tapes, ``moving`` the transfers under way and ``mover`` whose they are, ``ended`` on
+    which link and when the latest of them ended, and ``scaled_at`` how many scaling updates its F
+    had seen.
+    """
 
     index: int
     stage: int
@@ -75,6 +83,10 @@ class Slot:
     tape: Tape | None = None
     flight: int | None = None
     wrote: int = 0
+    vacated: int = 0
+    moving: set[str] = field(factory=set)
+    mover: tuple[TapeKey, int] | None = None
+    ended: tuple[int, int] = (0, 0)
     scaled_at: int = 0
 
 
@@ -114,6 +126,7 @@ class Domain:
     poisoned: bool = False
     refreshed: int | None = None
     device: bool = False
+    replayed: int = 0
 
 
 @define
@@ -182,6 +195,11 @@ class World:
                 c.stage for c in self.process.stages for _ in range(c.slots)
             )
         ]
+        # Free slots are taken in this order, so that a call that names none is known to mean one.
+        self.stacks = {
+            stage: FreeSlots(slot.index for slot in self.slots if slot.stage == stage)
+            for stage in self.stages
+        }
         self.reductions: dict[int | str, Reduction] = {}
         for config in self.process.stages:
             for bucket in config.reductions():
@@ -248,14 +266,9 @@ class World:
         return TapeRef(slot.index, slot.releases, self.incarnation)
 
     def free(self, stage: int) -> list[Slot]:
-        """Free slots of a stage that can still take a tape."""
-        return [
-            slot
-            for slot in self.slots
-            if slot.stage == stage
-            and slot.tape is None
-            and slot.releases < self.process.generation_max
-        ]
+        """Free slots of a stage that can still take a tape, the next one to use first."""
+        free = [self.slots[index] for index in reversed(self.stacks[stage])]
+        return [slot for slot in free if slot.releases < self.process.generation_max]
 
     # What happened
 
@@ -266,14 +279,25 @@ class World:
 
     def _claim(self, key: TapeKey, slot: Slot) -> None:
         slot.tape = Tape(key, {"F"})
+        self.stacks[slot.stage].take(slot.index)
         self.old_refs.append((key, self.ref(slot)))
         del self.old_refs[:-16]
 
     def _release(self, slot: Slot) -> None:
         slot.tape = None
         slot.releases += 1
+        self._vacant(slot)
 
-    def _reserve(self, ref: TapeRef, key: TapeKey, slot: int | None) -> None:
+    def _vacant(self, slot: Slot) -> None:
+        """A slot without a tape is free once nothing moves through it any more."""
+        if slot.tape is None and not slot.moving:
+            stack = self.stacks[slot.stage]
+            if slot.releases == self.process.generation_max:
+                stack.retire(slot.index)
+            else:
+                stack.put(slot.index)
+
+    def _reserve(self, ref: TapeRef, key: TapeKey, slot: int | None, link: int) -> None:
         self._claim(key, self.slots[ref.slot])
 
     def _bind(self, _: Any, key: TapeKey, destination: Any) -> None:
@@ -346,6 +370,7 @@ class World:
 
     def _commit(self, ref: Any, ticket: Ticket, evidence: Any = (), **reports: Any) -> None:
         flight, stage, domain, slot = self._land(ticket)
+        domain.replayed = self.clock
         if flight.filling:
             stage.cached = self.epoch
         if slot is None:
@@ -366,7 +391,7 @@ class World:
             stage.dgrads += 1
         else:
             stage.wgrads += 1
-            stage.wrote = self.clock
+            stage.wrote = slot.vacated = self.clock
             self.written.add(self.buffer(slot.tape.key.cell))
             self._visit(slot, "dW")
         if ticket.action != "dW":
@@ -382,8 +407,8 @@ class World:
             domain.poisoned = True
         if slot is not None:
             stage.spoiled = True
-            self.pools[slot.pool].tapes -= 1
-            self._release(slot)
+            slot.vacated = domain.replayed = self.clock
+            self._lose(slot)
 
     _abort_refresh = _abort_forward = _abort_dgrad = _abort_wgrad = _abort
 
@@ -394,18 +419,59 @@ class World:
             self.pools[slot.pool].tapes -= 1
             self._release(slot)
 
-    def _read(self, _: Any, **arguments: Any) -> None:
-        pass
+    def _lose(self, slot: Slot) -> None:
+        """A tape is lost; what a reader still reads of it keeps its capture memory."""
+        assert slot.tape is not None
+        if not slot.moving & {"out", "grad"}:
+            self.pools[slot.pool].tapes -= 1
+        self._release(slot)
 
-    def _finish_read(self, _: Any, key: TapeKey, ref: TapeRef, gradient: bool) -> None:
-        self._visit(self.slots[ref.slot], "grad" if gradient else "out")
+    def _begin(self, key: TapeKey, ref: TapeRef, what: str) -> None:
+        slot = self.slots[ref.slot]
+        slot.moving.add(what)
+        slot.mover = (key, ref.generation)
+        self.domain(key.stage).device = True
+
+    def _end(self, ref: TapeRef, what: str, link: int) -> Slot:
+        slot = self.slots[ref.slot]
+        slot.moving.remove(what)
+        slot.ended = (link, self.clock)
+        self.links[link].submitted = self.clock
+        return slot
+
+    def _post_receive(self, _: Any, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> None:
+        self._begin(key, ref, "back" if gradient else "in")
+
+    def _finish_receive(
+        self, _: Any, key: TapeKey, ref: TapeRef, gradient: bool, link: int
+    ) -> None:
+        what = "back" if gradient else "in"
+        slot = self._end(ref, what, link)
+        if slot.tape is not None:
+            slot.tape.arrived.add(what)
+        self._vacant(slot)
+
+    def _read(self, _: Any, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> None:
+        self._begin(key, ref, "grad" if gradient else "out")
+
+    def _finish_read(self, _: Any, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> None:
+        what = "grad" if gradient else "out"
+        slot = self._end(ref, what, link)
+        if slot.tape is not None:
+            self._visit(slot, what)
+        else:
+            if not slot.moving & {"out", "grad"}:
+                self.pools[slot.pool].tapes -= 1
+            self._vacant(slot)
 
     def _drop(self, _: Any, key: TapeKey, ref: TapeRef) -> None:
         slot = self.slots[ref.slot]
         assert slot.tape is not None
-        if not slot.tape.claimed:
-            self.pools[slot.pool].tapes -= 1
-        self._release(slot)
+        slot.vacated = self.domain(key.stage).replayed
+        if slot.tape.claimed:
+            self._release(slot)
+        else:
+            self._lose(slot)
         stage = self.stages[key.stage]
         stage.spoiled, stage.final = True, False
 

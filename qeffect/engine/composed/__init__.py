@@ -17,7 +17,8 @@ from .forward import abort_forward, check_forward, commit_forward
 from .refresh import abort_refresh, check_refresh, commit_refresh
 from .restarts import checkpoint, restore
 from .streams import drain, join, submit, wait
-from .tapes import bind, drop, finish_read, invalidate, read, reserve
+from .tapes import bind, drop, invalidate, reserve
+from .transfers import finish_read, finish_receive, post_receive, read
 from .wgrad import abort_wgrad, check_wgrad, commit_wgrad
 
 __all__ = [
@@ -41,9 +42,11 @@ __all__ = [
     "fail_reduction",
     "finalize",
     "finish_read",
+    "finish_receive",
     "finish_reduction",
     "invalidate",
     "join",
+    "post_receive",
     "read",
     "reserve",
     "restore",

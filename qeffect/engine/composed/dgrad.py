@@ -7,7 +7,7 @@ Written by ``python -m qeffect.engine``; edit ``qeffect.relations`` and write it
 from __future__ import annotations
 
 from ...refusals import Refused
-from ...relations.constants import DGRAD_BIT, NO_SLOT, NO_STAGE, RESERVED
+from ...relations.constants import BACK_BIT, DGRAD_BIT, NO_SLOT, NO_STAGE, READ_BITS, RESERVED
 
 __all__ = ["abort_dgrad", "check_dgrad", "commit_dgrad"]
 
@@ -21,6 +21,7 @@ def check_dgrad(st, key, ref, token, link):
     """
     # ownership.check_dgrad_guards
     slot = ref.slot
+    s = key.stage
     mask = st.consumers[slot]
     e = key.epoch
     c = key.cell
@@ -36,8 +37,11 @@ def check_dgrad(st, key, ref, token, link):
         raise Refused("ownership.not-forwarded")
     if mask & DGRAD_BIT == 0:
         raise Refused("ownership.duplicate-dgrad")
+    if st.moving[slot] & BACK_BIT != 0:
+        raise Refused("ownership.transfer-in-flight")
+    if st.receives[s] & BACK_BIT != 0 and st.arrived[slot] & BACK_BIT == 0:
+        raise Refused("ownership.receive-missing")
     # version.check_dgrad_guards
-    s = key.stage
     d = st.domain_of[s]
     if e != st.weight_epoch[s]:
         raise Refused("version.wrong-epoch")
@@ -70,6 +74,8 @@ def check_dgrad(st, key, ref, token, link):
         raise Refused("completion.caller-to-graph")
     if st.waited[link] < st.produced[slot]:
         raise Refused("completion.graph-to-caller")
+    if st.receives[s] & BACK_BIT != 0 and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
+        raise Refused("completion.transfer-to-graph")
     ticket = st.serial[0] + 1
     # ownership.check_dgrad_writes
     st.held[slot] = ticket
@@ -134,17 +140,23 @@ def abort_dgrad(st, slot, ticket):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
     p = st.pool_of[slot]
+    moving = st.moving[slot]
+    replay = st.replays[d] + 1
     # ownership.abort_dgrad_writes
     st.held[slot] = 0
     st.slot_of[st.cell_at[slot]] = NO_SLOT
     st.consumers[slot] = 0
+    st.arrived[slot] = 0
     st.generation[slot] = st.generation[slot] + 1
     # order.abort_dgrad_writes
     st.busy[d] = 0
     st.poisoned[d] = 1
     # capture.abort_dgrad_writes
-    st.tenants[p] = st.tenants[p] - 1
+    if moving & READ_BITS == 0:
+        st.tenants[p] = st.tenants[p] - 1
     # completion.abort_dgrad_writes
+    st.vacated[slot] = replay
+    st.replays[d] = replay
     st.undrained[d] = 1
     # epoch.abort_dgrad_writes
     st.spoiled[s] = st.epoch_at[slot]

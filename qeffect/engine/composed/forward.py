@@ -7,7 +7,7 @@ Written by ``python -m qeffect.engine``; edit ``qeffect.relations`` and write it
 from __future__ import annotations
 
 from ...refusals import Refused
-from ...relations.constants import NEVER, NO_SLOT, NO_STAGE, RESERVED
+from ...relations.constants import IN_BIT, NEVER, NO_SLOT, NO_STAGE, RESERVED
 
 __all__ = ["abort_forward", "check_forward", "commit_forward"]
 
@@ -38,6 +38,10 @@ def check_forward(st, key, slot, token, link, refresh):
         raise Refused("ownership.repeated-forward")
     if st.generation[slot] == st.generation_max[0]:
         raise Refused("ownership.generation-exhausted")
+    if st.moving[slot] != 0:
+        raise Refused("ownership.transfer-in-flight")
+    if st.receives[s] & IN_BIT != 0 and st.arrived[slot] & IN_BIT == 0:
+        raise Refused("ownership.receive-missing")
     # version.check_forward_guards
     d = st.domain_of[s]
     cached = st.cache_epoch[s]
@@ -72,6 +76,8 @@ def check_forward(st, key, slot, token, link, refresh):
         raise Refused("completion.wrong-stream")
     if st.joined[link] != st.submitted[link]:
         raise Refused("completion.caller-to-graph")
+    if st.joined[st.ended_on[slot]] < st.ended_at[slot]:
+        raise Refused("completion.transfer-to-graph")
     ticket = st.serial[0] + 1
     # ownership.check_forward_writes
     st.slot_of[c] = slot
@@ -156,10 +162,12 @@ def abort_forward(st, slot, ticket):
     s = st.slot_stage[slot]
     d = st.domain_of[s]
     p = st.pool_of[slot]
+    replay = st.replays[d] + 1
     # ownership.abort_forward_writes
     st.held[slot] = 0
     st.slot_of[st.cell_at[slot]] = NO_SLOT
     st.consumers[slot] = 0
+    st.arrived[slot] = 0
     st.generation[slot] = st.generation[slot] + 1
     # version.abort_forward_writes
     if st.filling[s] == ticket:
@@ -170,6 +178,8 @@ def abort_forward(st, slot, ticket):
     # capture.abort_forward_writes
     st.tenants[p] = st.tenants[p] - 1
     # completion.abort_forward_writes
+    st.vacated[slot] = replay
+    st.replays[d] = replay
     st.undrained[d] = 1
     # epoch.abort_forward_writes
     st.spoiled[s] = st.epoch_at[slot]

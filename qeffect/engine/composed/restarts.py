@@ -67,6 +67,8 @@ def restore(st, epoch, incarnation):
         raise Refused("persistence.same-incarnation")
     # ownership.restore_writes
     st.fill(st.consumers, 0)
+    st.fill(st.moving, 0)
+    st.fill(st.arrived, 0)
     st.fill(st.generation, 0)
     st.fill(st.slot_of, NO_SLOT)
     st.fill(st.forwarded, NEVER)
@@ -91,6 +93,8 @@ def restore(st, epoch, incarnation):
     st.fill(st.replays, 0)
     st.fill(st.produced, 0)
     st.fill(st.landed, 0)
+    st.fill(st.vacated, 0)
+    st.fill(st.ended_at, 0)
     st.fill(st.named, NEVER)
     # reduction.restore_writes
     st.fill(st.reduced, NEVER)

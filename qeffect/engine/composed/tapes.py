@@ -1,5 +1,5 @@
 """
-The composed transitions reserve, bind, read, finish_read, drop and invalidate.
+The composed transitions reserve, bind, drop and invalidate.
 
 Written by ``python -m qeffect.engine``; edit ``qeffect.relations`` and write it again.
 """
@@ -7,16 +7,16 @@ Written by ``python -m qeffect.engine``; edit ``qeffect.relations`` and write it
 from __future__ import annotations
 
 from ...refusals import Refused
-from ...relations.constants import DGRAD_BIT, GRAD_BIT, NEVER, NO_SLOT, OUT_BIT, RESERVED
+from ...relations.constants import NEVER, NO_SLOT, READ_BITS, RESERVED
 
-__all__ = ["bind", "drop", "finish_read", "invalidate", "read", "reserve"]
+__all__ = ["bind", "drop", "invalidate", "reserve"]
 
 
-def reserve(st, key, slot):
+def reserve(st, key, slot, link):
     """
     Before a receive: claim a slot for a key's forward.
 
-    Guards: ownership, version.
+    Guards: ownership, version, completion.
     Writes: ownership.
     """
     # ownership.reserve_guards
@@ -36,9 +36,17 @@ def reserve(st, key, slot):
         raise Refused("ownership.repeated-forward")
     if st.generation[slot] == st.generation_max[0]:
         raise Refused("ownership.generation-exhausted")
+    if st.moving[slot] != 0:
+        raise Refused("ownership.transfer-in-flight")
     # version.reserve_guards
     if e != st.weight_epoch[s]:
         raise Refused("version.wrong-epoch")
+    # completion.reserve_guards
+    d = st.domain_of[s]
+    if st.domain_at[link] != d:
+        raise Refused("completion.wrong-stream")
+    if st.waited[link] < st.vacated[slot]:
+        raise Refused("completion.slot-not-awaited")
     # ownership.reserve_writes
     st.slot_of[c] = slot
     st.cell_at[slot] = c
@@ -70,83 +78,12 @@ def bind(st, key, destination):
     st.bound[c] = e
 
 
-def read(st, key, ref, bit, link):
-    """
-    Before a stream reads an output or input gradient.
-
-    Guards: ownership, completion.
-    Writes: none.
-    """
-    # ownership.read_guards
-    slot = ref.slot
-    mask = st.consumers[slot]
-    e = key.epoch
-    c = key.cell
-    if ref.incarnation != st.incarnation[0]:
-        raise Refused("ownership.foreign-incarnation")
-    if mask == 0 or st.generation[slot] != ref.generation:
-        raise Refused("ownership.stale-reference")
-    if st.cell_at[slot] != c or st.epoch_at[slot] != e:
-        raise Refused("ownership.wrong-key")
-    if st.held[slot] != 0:
-        raise Refused("ownership.in-flight")
-    if bit != OUT_BIT and bit != GRAD_BIT or mask & bit == 0:
-        raise Refused("ownership.no-such-reader")
-    if bit == GRAD_BIT and mask & DGRAD_BIT != 0:
-        raise Refused("ownership.read-before-dgrad")
-    # completion.read_guards
-    s = key.stage
-    d = st.domain_of[s]
-    if st.domain_at[link] != d:
-        raise Refused("completion.wrong-stream")
-    if st.waited[link] < st.produced[slot]:
-        raise Refused("completion.graph-to-caller")
-
-
-def finish_read(st, key, ref, bit):
-    """
-    After: the reader is done; the last one releases.
-
-    Guards: ownership.
-    Writes: ownership, capture.
-    """
-    # ownership.finish_read_guards
-    slot = ref.slot
-    mask = st.consumers[slot]
-    e = key.epoch
-    c = key.cell
-    if ref.incarnation != st.incarnation[0]:
-        raise Refused("ownership.foreign-incarnation")
-    if mask == 0 or st.generation[slot] != ref.generation:
-        raise Refused("ownership.stale-reference")
-    if st.cell_at[slot] != c or st.epoch_at[slot] != e:
-        raise Refused("ownership.wrong-key")
-    if st.held[slot] != 0:
-        raise Refused("ownership.in-flight")
-    if bit != OUT_BIT and bit != GRAD_BIT or mask & bit == 0:
-        raise Refused("ownership.no-such-reader")
-    if bit == GRAD_BIT and mask & DGRAD_BIT != 0:
-        raise Refused("ownership.read-before-dgrad")
-    left = mask & ~bit
-    p = st.pool_of[slot]
-    # ownership.finish_read_writes
-    if left == 0:
-        st.slot_of[st.cell_at[slot]] = NO_SLOT
-        st.consumers[slot] = 0
-        st.generation[slot] = st.generation[slot] + 1
-    else:
-        st.consumers[slot] = left
-    # capture.finish_read_writes
-    if left == 0:
-        st.tenants[p] = st.tenants[p] - 1
-
-
 def drop(st, key, ref):
     """
     Abort one tape; purge drops every tape of an epoch.
 
     Guards: ownership.
-    Writes: ownership, capture, epoch.
+    Writes: ownership, capture, completion, epoch.
     """
     # ownership.drop_guards
     slot = ref.slot
@@ -161,15 +98,20 @@ def drop(st, key, ref):
         raise Refused("ownership.wrong-key")
     if st.held[slot] != 0:
         raise Refused("ownership.in-flight")
+    moving = st.moving[slot]
     p = st.pool_of[slot]
     s = key.stage
+    d = st.domain_of[s]
     # ownership.drop_writes
     st.slot_of[st.cell_at[slot]] = NO_SLOT
     st.consumers[slot] = 0
+    st.arrived[slot] = 0
     st.generation[slot] = st.generation[slot] + 1
     # capture.drop_writes
-    if mask != RESERVED:
+    if mask != RESERVED and moving & READ_BITS == 0:
         st.tenants[p] = st.tenants[p] - 1
+    # completion.drop_writes
+    st.vacated[slot] = st.replays[d]
     # epoch.drop_writes
     st.spoiled[s] = e
     st.final[s] = NEVER

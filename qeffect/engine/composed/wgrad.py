@@ -7,7 +7,7 @@ Written by ``python -m qeffect.engine``; edit ``qeffect.relations`` and write it
 from __future__ import annotations
 
 from ...refusals import Refused
-from ...relations.constants import DGRAD_BIT, NO_SLOT, RESERVED, WGRAD_BIT
+from ...relations.constants import DGRAD_BIT, NO_SLOT, READ_BITS, RESERVED, WGRAD_BIT
 
 __all__ = ["abort_wgrad", "check_wgrad", "commit_wgrad"]
 
@@ -101,6 +101,7 @@ def commit_wgrad(st, slot, ticket, covered):
     if left == 0:
         st.slot_of[st.cell_at[slot]] = NO_SLOT
         st.consumers[slot] = 0
+        st.arrived[slot] = 0
         st.generation[slot] = st.generation[slot] + 1
     else:
         st.consumers[slot] = left
@@ -112,6 +113,7 @@ def commit_wgrad(st, slot, ticket, covered):
         st.tenants[p] = st.tenants[p] - 1
     # completion.commit_wgrad_writes
     st.landed[s] = replay
+    st.vacated[slot] = replay
     st.replays[d] = replay
     st.undrained[d] = 1
     # epoch.commit_wgrad_writes
@@ -132,18 +134,24 @@ def abort_wgrad(st, slot, ticket):
         raise Refused("ownership.unknown-ticket")
     b = st.buffer_of[st.cell_at[slot]]
     p = st.pool_of[slot]
+    moving = st.moving[slot]
     s = st.slot_stage[slot]
     d = st.domain_of[s]
+    replay = st.replays[d] + 1
     # ownership.abort_wgrad_writes
     st.held[slot] = 0
     st.slot_of[st.cell_at[slot]] = NO_SLOT
     st.consumers[slot] = 0
+    st.arrived[slot] = 0
     st.generation[slot] = st.generation[slot] + 1
     # arena.abort_wgrad_writes
     st.writing[b] = 0
     # capture.abort_wgrad_writes
-    st.tenants[p] = st.tenants[p] - 1
+    if moving & READ_BITS == 0:
+        st.tenants[p] = st.tenants[p] - 1
     # completion.abort_wgrad_writes
+    st.vacated[slot] = replay
+    st.replays[d] = replay
     st.undrained[d] = 1
     # epoch.abort_wgrad_writes
     st.spoiled[s] = st.epoch_at[slot]
