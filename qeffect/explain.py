@@ -476,7 +476,7 @@ def _replay(st: Any, a: Arguments) -> int:
     """Return the replay that a consumer has to wait for."""
     if "ref" in a:
         return int(st.produced[a["ref"].slot])
-    return max(st.landed[s] for s in _stages(st, a))
+    return int(max(st.landed[s] for s in _stages(st, a)))
 
 
 def _values(column: Any) -> Any:
