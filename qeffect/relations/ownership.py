@@ -69,8 +69,9 @@ def require_transfer(st: State, key, ref, bit):
     moving = st.moving[slot]
     if ref.incarnation != st.incarnation[0]:
         raise Refused("ownership.foreign-incarnation")
-    since = st.generation[slot] - ref.generation
-    if (mask == 0 or since != 0) and (mask != 0 or moving & bit == 0 or since != 1):
+    now = st.generation[slot]
+    then = ref.generation
+    if (mask == 0 or now != then) and (mask != 0 or moving & bit == 0 or now != then + 1):
         raise Refused("ownership.stale-reference")
     if st.cell_at[slot] != c or st.epoch_at[slot] != e:
         raise Refused("ownership.wrong-key")

@@ -105,9 +105,7 @@ def _free_slots(scope: Scope, st: Any) -> Callable[[], None]:
                     epoch_at[slot] = NEVER
                     if forwarded is not None and slot_of[cell] == -1:
                         forwarded[cell] = NEVER  # the cell's next key is fresh
-                    if produced is not None:
-                        produced[slot] = 0
-            elif mask == RESERVED and produced is not None:
+            if produced is not None and mask in (0, RESERVED):
                 produced[slot] = 0
             if vacated is not None and mask & VACATES and not receives[slot]:
                 vacated[slot] = 0

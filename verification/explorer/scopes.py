@@ -363,13 +363,12 @@ def standard_scopes() -> Mapping[str, Scope]:
         Scope(
             "stage-messages",
             slots=(1,),
-            cells=(1,),
+            cells=(2,),
             generation_max=2,
             readers=OUT_BIT | GRAD_BIT,
             receives=IN_BIT | BACK_BIT,
             only=_MESSAGES,
             omit=("arena", "capture", "completion", "order", "reduction", "version"),
-            fresh_keys=True,
         ),
         Scope(
             "domains-messages",
@@ -384,7 +383,7 @@ def standard_scopes() -> Mapping[str, Scope]:
         Scope(
             "callers-messages",
             slots=(1,),
-            cells=(1,),
+            cells=(2,),
             callers=2,
             generation_max=2,
             readers=OUT_BIT | GRAD_BIT,
@@ -392,7 +391,6 @@ def standard_scopes() -> Mapping[str, Scope]:
             only=_MESSAGES,
             omit=("arena", "capture", "order", "reduction", "version"),
             wrong_arguments=False,
-            fresh_keys=True,
         ),
         Scope(
             "stage-buckets",

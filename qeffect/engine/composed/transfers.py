@@ -77,8 +77,9 @@ def finish_receive(st, key, ref, message, link):
     mask = st.consumers[slot]
     if ref.incarnation != st.incarnation[0]:
         raise Refused("ownership.foreign-incarnation")
-    since = st.generation[slot] - ref.generation
-    if (mask == 0 or since != 0) and (mask != 0 or moving & bit == 0 or since != 1):
+    now = st.generation[slot]
+    then = ref.generation
+    if (mask == 0 or now != then) and (mask != 0 or moving & bit == 0 or now != then + 1):
         raise Refused("ownership.stale-reference")
     if st.cell_at[slot] != c or st.epoch_at[slot] != e:
         raise Refused("ownership.wrong-key")
@@ -157,8 +158,9 @@ def finish_read(st, key, ref, bit, link):
     c = key.cell
     if ref.incarnation != st.incarnation[0]:
         raise Refused("ownership.foreign-incarnation")
-    since = st.generation[slot] - ref.generation
-    if (mask == 0 or since != 0) and (mask != 0 or moving & bit == 0 or since != 1):
+    now = st.generation[slot]
+    then = ref.generation
+    if (mask == 0 or now != then) and (mask != 0 or moving & bit == 0 or now != then + 1):
         raise Refused("ownership.stale-reference")
     if st.cell_at[slot] != c or st.epoch_at[slot] != e:
         raise Refused("ownership.wrong-key")
