@@ -3,7 +3,7 @@ State and resource contracts for low-precision pipeline training under captured 
 """
 
 from .checkpoint import Checkpoint
-from .config import StageConfig
+from .config import Bucket, StageConfig
 from .contract import Contract, Ticket
 from .counts import DeviceCounts
 from .destinations import Destination
@@ -13,6 +13,7 @@ from .refusals import Refusal, Refused
 from .threads import ConcurrentCallError
 
 __all__ = [
+    "Bucket",
     "Checkpoint",
     "ConcurrentCallError",
     "Contract",

@@ -14,7 +14,7 @@ from .destinations import Destination
 from .keys import Cell, cell_of
 from .relations.constants import BACK_BIT, DGRAD_BIT, GRAD_BIT, IN_BIT, OUT_BIT, WGRAD_BIT
 
-__all__ = ["StageConfig"]
+__all__ = ["Bucket", "StageConfig"]
 
 
 def _at_least(least: int) -> Callable[[Any, Attribute[int], Any], None]:
@@ -52,6 +52,45 @@ def _destinations(destinations: Iterable[Destination]) -> tuple[Destination, ...
     return given
 
 
+def _bucket_name(bucket: Any, attribute: Attribute[Any], value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(f"a bucket's name must be a string or an integer, got {value!r}")
+
+
+@frozen
+class Bucket:
+    """
+    Gradients that are reduced together.
+
+    Two stages of one process that name the same bucket share it: a destination that both write,
+    as tied embeddings do, is reduced once, after the last dW of both.
+
+    Args:
+        name: Its name, different from every other bucket of the process.
+        matrices: The stage's matrices whose gradients it holds; none for a bucket of gradients
+            that are no matrix, which are whole when the stage's are.
+
+    Raises:
+        TypeError, ValueError: A name cannot be one, or a matrix is named twice.
+
+    >>> Bucket("attention", ("qkv", "proj")).matrices
+    ('proj', 'qkv')
+    """
+
+    name: int | str = field(validator=_bucket_name)
+    matrices: tuple[str, ...] = field(default=(), converter=_names)
+
+
+def _buckets(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    given = tuple(buckets) if isinstance(buckets, Iterable) else (buckets,)
+    if not all(isinstance(bucket, Bucket) for bucket in given):
+        raise TypeError(f"buckets must be Bucket objects, got {given!r}")
+    names = [bucket.name for bucket in given]
+    if len(set(names)) != len(names):
+        raise ValueError(f"buckets must be named once each, got {names!r}")
+    return given
+
+
 @frozen
 class StageConfig:
     """
@@ -85,10 +124,12 @@ class StageConfig:
             by then; None where the backend cannot say, and it is taken on trust.
         pool: Name of the capture-memory pool that the stage's slots share; None gives every
             slot a pool of its own.
+        buckets: The gradients that are reduced together, each matrix in one bucket; only where
+            the stage reduces. By default all of the stage, in a bucket named as its index.
 
     Raises:
-        TypeError, ValueError: A count is not a positive integer, a matrix is named twice, or a
-            name cannot be one.
+        TypeError, ValueError: A count is not a positive integer, a matrix is named twice, a
+            name cannot be one, or buckets do not hold every matrix once.
 
     >>> StageConfig(0, microbatches=2, slots=1, matrices=("qkv", "fc1")).matrices
     ('fc1', 'qkv')
@@ -115,10 +156,32 @@ class StageConfig:
     pool: Hashable | None = field(default=None, validator=_hashable)
     receives_input: bool = False
     receives_gradient: bool = False
+    buckets: tuple[Bucket, ...] = field(default=(), converter=_buckets)
 
     def __attrs_post_init__(self) -> None:
         if self.reports_fills and not self.matrices:
             raise ValueError(f"stage {self.stage} has no matrices, so it has no fills to report")
+        if not self.buckets:
+            return
+        if not self.reduces:
+            raise ValueError(f"stage {self.stage} has buckets; they need reduces=True")
+        held = sorted(name for bucket in self.buckets for name in bucket.matrices)
+        if held != list(self.matrices):
+            raise ValueError(
+                f"the buckets of stage {self.stage} must hold each of its matrices once: expected "
+                f"{list(self.matrices)}, got {held}"
+            )
+
+    def reductions(self) -> tuple[Bucket, ...]:
+        """
+        Buckets of the stage that are reduced.
+
+        >>> StageConfig(3, microbatches=1, slots=1, matrices=("w",), reduces=True).reductions()
+        (Bucket(name=3, matrices=('w',)),)
+        """
+        if self.buckets or not self.reduces:
+            return self.buckets
+        return (Bucket(self.stage, self.matrices),)
 
     def cells(self) -> tuple[Cell, ...]:
         """

@@ -12,10 +12,10 @@ from typing import Any
 import attrs
 from attrs import evolve, fields, frozen
 
-from .config import StageConfig
+from .config import Bucket, StageConfig
 from .destinations import Destination
 from .keys import Cell, cell_of
-from .layout import GRAPHS
+from .layout import GRAPHS, share_buckets
 from .relations.constants import GENERATION_MAX
 from .text import is_name
 
@@ -40,6 +40,7 @@ class Configuration:
             then all dI, then all dW, stage by stage and slot by slot.
         declared: The declared order of each domain that declares one.
         generation_max: The last generation that a slot may reach.
+        reductions: The declared order of all buckets; empty where none is.
 
     >>> from qeffect import Contract, StageConfig
     >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], callers=("a", "b"))
@@ -53,6 +54,7 @@ class Configuration:
     capture_order: tuple[Graph, ...] = ()
     declared: tuple[Positions, ...] = ()
     generation_max: int = GENERATION_MAX
+    reductions: tuple[int | str, ...] = ()
 
     @classmethod
     def of(
@@ -83,6 +85,7 @@ class Configuration:
             () if order == default_capture_order(stages) else order,
             tuple((name, _positions(st, d)) for d, name in enumerate(domains) if st.declared[d]),
             st.generation_max[0],
+            _reductions(stages, st),
         )
 
     def without_places(self) -> Configuration:
@@ -143,6 +146,7 @@ class Configuration:
                 for domain, sequence in self.declared
             ],
             "generation_max": self.generation_max,
+            "reductions": [_name(bucket, "bucket") for bucket in self.reductions],
         }
 
     @classmethod
@@ -165,6 +169,7 @@ class Configuration:
                 for domain, sequence in plain["declared"]
             ),
             plain["generation_max"],
+            tuple(_name(bucket, "bucket") for bucket in plain["reductions"]),
         )
 
 
@@ -206,6 +211,14 @@ def _positions(st: Any, domain: int) -> tuple[tuple[str, Cell], ...]:
     return tuple((kind, cell) for _, kind, cell in sorted(placed))
 
 
+def _reductions(stages: Sequence[StageConfig], st: Any) -> tuple[int | str, ...]:
+    """Return the names of all buckets in their declared order; none where none is."""
+    if not st.ordered[0]:
+        return ()
+    placed = zip(st.reduce_at, share_buckets(stages), strict=True)
+    return tuple(name for _, name in sorted(placed, key=lambda one: int(one[0])))
+
+
 def _first_difference(part: str, ours: Any, theirs: Any) -> tuple[str, str]:
     """Spell what differs, narrowed down to the first entry of a sequence of equal length."""
     if isinstance(ours, tuple) and isinstance(theirs, tuple):
@@ -240,6 +253,9 @@ def _write_stage(config: StageConfig) -> dict[str, Any]:
     plain["matrices"] = [_printable(name, "matrix") for name in config.matrices]
     plain["pool"] = None if config.pool is None else _name(config.pool, "pool")
     plain["destinations"] = write_destinations(config.destinations)
+    plain["buckets"] = [
+        {"name": _name(b.name, "bucket"), "matrices": list(b.matrices)} for b in config.buckets
+    ]
     return plain
 
 
@@ -250,6 +266,7 @@ def _read_stage(plain: Mapping[str, Any]) -> StageConfig:
             "domain": _name(plain["domain"], "domain"),
             "matrices": tuple(plain["matrices"]),
             "destinations": tuple(Destination(**d) for d in plain["destinations"]),
+            "buckets": tuple(Bucket(**bucket) for bucket in plain["buckets"]),
         }
     )
 

@@ -59,6 +59,8 @@ class Contract:
         callers: Names of the streams that call into the graph streams.
         capture_order: Order of capture of graphs that share a pool; see ``layout.lay_out``.
         declared: Declared order of F and dI per domain; see ``layout.lay_out``.
+        reductions: Declared order of the reductions of all buckets, the same for all replicas;
+            see ``layout.lay_out``.
         generation_max: The last generation that a slot may reach.
         epoch: Weight epoch to begin in.
         observer: Called after every accepted transition; None costs nothing. What it raises
@@ -94,6 +96,7 @@ class Contract:
         callers: Sequence[Hashable] = ("main",),
         capture_order: Iterable[tuple[int, int, str]] = (),
         declared: Mapping[Hashable, Sequence[tuple[str, Cell]]] | None = None,
+        reductions: Sequence[int | str] = (),
         generation_max: int = GENERATION_MAX,
         epoch: int = 0,
         observer: Observer | None = None,
@@ -109,6 +112,7 @@ class Contract:
             callers=callers,
             capture_order=capture_order,
             declared=declared,
+            reductions=reductions,
             generation_max=generation_max,
         )
         self.memory: Memory = laid.memory
@@ -124,7 +128,7 @@ class Contract:
         self._pool = Pool(laid.memory, laid.slots)
         self._tapes = Tapes(self._runner, self._pool)
         self._streams = Streams(self._runner, tuple(callers), laid.domains, laid.links)
-        self._epochs = Epochs(self._runner, self.stages[0].stage)
+        self._epochs = Epochs(self._runner, self.stages[0].stage, laid.buckets)
         self._restarts = Restarts(self._runner, self._pool, self._epochs)
         self.memory.incarnation[0] = secrets.randbits(64)
         self.memory.fill(self.memory.weight_epoch, epoch)
@@ -695,7 +699,7 @@ class Contract:
         Abort one tape that has no action in flight; its epoch can no longer commit.
 
         Raises:
-            Refused: A clause of ownership, or ``reduction.in-flight``.
+            Refused: A clause of ownership.
         """
         self._tapes.drop(key, ref)
 
@@ -705,8 +709,7 @@ class Contract:
         Abort every live tape of an epoch; return how many there were.
 
         Raises:
-            Refused: ``ownership.in-flight`` or ``reduction.in-flight`` for one of them; then none
-                is aborted.
+            Refused: ``ownership.in-flight`` for one of them; then none is aborted.
         """
         return self._tapes.purge(epoch)
 
@@ -789,20 +792,57 @@ class Contract:
         """
         self._epochs.finalize(stage, link)
 
-    @alone
-    def start_reduction(self, stage: int) -> None:
-        """Tell that the data-parallel reduction of a finalized stage starts."""
-        self._epochs.reduction("start_reduction", stage)
+    def default_reader(self, bucket: int | str) -> tuple[int, int]:
+        """
+        Return a bucket's index, and the link that its reduction names where none is given.
+
+        Raises:
+            ValueError: No bucket has that name.
+        """
+        return self._epochs.default(bucket)
 
     @alone
-    def finish_reduction(self, stage: int) -> None:
-        """Tell that a reduction finished."""
-        self._epochs.reduction("finish_reduction", stage)
+    def start_reduction(self, bucket: int | str, link: int | None = None) -> None:
+        """
+        Tell that the data-parallel reduction of a bucket is enqueued, behind its last dW.
+
+        Args:
+            bucket: Name of the bucket; the index of the stage where that configures none.
+            link: Link of the communication stream, which has waited for the bucket's replays. By
+                default that of the stream that finalized the stage, or of the first caller.
+
+        Raises:
+            Refused: A clause of reduction or completion.
+            ValueError: No bucket has that name.
+
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1, reduces=True)])
+        >>> contract.start_reduction(0)
+        Traceback (most recent call last):
+        ...
+        qeffect.refusals.Refused: reduction.incomplete in start_reduction: found ...
+        """
+        self._epochs.reduction("start_reduction", bucket, link)
 
     @alone
-    def fail_reduction(self, stage: int) -> None:
-        """Tell that a reduction failed; the epoch can no longer commit."""
-        self._epochs.reduction("fail_reduction", stage)
+    def finish_reduction(self, bucket: int | str, link: int | None = None) -> None:
+        """
+        Tell that the stream which will read the gradients waits for a bucket's reduction.
+
+        Args:
+            bucket: Name of the bucket.
+            link: Link of that stream, the optimizer's; it is the stream that finalizes the
+                stage. By default as in ``start_reduction``.
+
+        Raises:
+            Refused: ``reduction.not-started`` or a clause of completion.
+            ValueError: No bucket has that name.
+        """
+        self._epochs.reduction("finish_reduction", bucket, link)
+
+    @alone
+    def fail_reduction(self, bucket: int | str) -> None:
+        """Tell that a bucket's reduction failed; the epoch can no longer commit."""
+        self._epochs.fail_reduction(bucket)
 
     def check_commit(
         self,

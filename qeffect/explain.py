@@ -73,6 +73,8 @@ def _end(st: Any, a: Arguments) -> tuple[int, int, int]:
 def _stage(st: Any, a: Arguments) -> int:
     if "stage" in a:
         return int(a["stage"])
+    if "bucket" in a:
+        return int(st.stage_at[a["bucket"]])
     if "key" in a:
         return int(a["key"].stage)
     return int(st.slot_stage[a["slot"]])
@@ -362,8 +364,7 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     ),
     "completion.graph-to-caller": lambda st, a: (
         f"a consumer whose stream waited up to replay {st.waited[a['link']]}",
-        f"a wait at or after replay "
-        f"{st.produced[a['ref'].slot] if 'ref' in a else st.landed[a['stage']]}",
+        f"a wait at or after replay {_replay(st, a)}",
     ),
     "completion.transfer-to-graph": lambda st, a: (
         f"a replay on slot {_slot(a)}, whose last transfer ended on link {_end(st, a)[0]} as piece "
@@ -379,21 +380,39 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"a caller that waited up to replay {st.waited[a['link']]}",
         f"a wait at or after replay {st.vacated[_slot(a)]}, the last of slot {_slot(a)}'s tenant",
     ),
-    "reduction.before-final": lambda st, a: (
-        f"a reduction of stage {a['stage']}",
-        "a finalized stage",
+    "completion.wrong-consumer": lambda st, a: (
+        f"link {a['link']}",
+        "the link that reads the gradients in this epoch: "
+        + ", ".join(
+            f"{st.consumer[s]} of stage {s}"
+            for s in _stages(st, a)
+            if st.named[s] == st.weight_epoch[s]
+        ),
+    ),
+    "reduction.incomplete": lambda st, a: (
+        ", ".join(f"{st.wgrads[s]} weight gradients of stage {s}" for s in _stages(st, a)),
+        ", ".join(f"{st.cells[s]}" for s in _stages(st, a)),
+    ),
+    "reduction.spoiled": lambda st, a: (
+        ", ".join(f"stage {s}, spoiled in epoch {st.spoiled[s]}" for s in _stages(st, a)),
+        "an epoch in which no action failed",
     ),
     "reduction.in-flight": lambda st, a: (
-        f"stages with a reduction in flight: {_indices(st.reducing)}",
+        f"buckets with a reduction in flight: {_indices(st.reducing)}",
         "none in flight",
     ),
     "reduction.duplicate": lambda st, a: (
-        f"another reduction of stage {a['stage']}",
-        "one reduction of a stage in an epoch, where configured",
+        f"another reduction of {_bucket(st, a)}",
+        "one reduction of a bucket in an epoch",
     ),
-    "reduction.not-started": lambda st, a: (f"stage {a['stage']}", "a reduction in flight"),
+    "reduction.out-of-order": lambda st, a: (
+        f"{_bucket(st, a)}, the one at place {st.reduce_at[a['bucket']]} of the declared order",
+        f"the bucket at place {st.started[0]}",
+    ),
+    "reduction.not-started": lambda st, a: (_bucket(st, a), "a reduction in flight"),
     "reduction.missing": lambda st, a: (
-        f"stages not yet reduced: {_indices(st.unreduced)}",
+        "buckets not yet reduced: "
+        + ", ".join(str(b) for b, epoch in enumerate(st.reduced) if epoch != a["epoch"]),
         "every configured reduction finished",
     ),
     "epoch.spoiled": lambda st, a: (
@@ -431,7 +450,7 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         "all drained",
     ),
     "persistence.reduction-in-flight": lambda st, a: (
-        f"stages with a reduction in flight: {_indices(st.reducing)}",
+        f"buckets with a reduction in flight: {_indices(st.reducing)}",
         "none in flight",
     ),
     "persistence.same-incarnation": lambda st, a: (
@@ -439,6 +458,25 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         "a fresh random one",
     ),
 }
+
+
+def _stages(st: Any, a: Arguments) -> list[int]:
+    """Return the stages that an action at the end of an epoch is about."""
+    if "bucket" not in a:
+        return [a["stage"]]
+    return list(dict.fromkeys((st.stage_at[a["bucket"]], st.tied_at[a["bucket"]])))
+
+
+def _bucket(st: Any, a: Arguments) -> str:
+    """Say which bucket a reduction is of."""
+    return f"bucket {a['bucket']} of stage {' and '.join(map(str, _stages(st, a)))}"
+
+
+def _replay(st: Any, a: Arguments) -> int:
+    """Return the replay that a consumer has to wait for."""
+    if "ref" in a:
+        return int(st.produced[a["ref"].slot])
+    return int(max(st.landed[s] for s in _stages(st, a)))
 
 
 def _values(column: Any) -> Any:

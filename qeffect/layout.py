@@ -19,7 +19,7 @@ from .keys import Cell
 from .refusals import refused
 from .relations.constants import GENERATION_MAX
 
-__all__ = ["GRAPHS", "Layout", "lay_out"]
+__all__ = ["GRAPHS", "Layout", "lay_out", "share_buckets"]
 
 
 @frozen
@@ -33,6 +33,7 @@ class Layout:
         domains: Domain index by name.
         links: Link index by (caller, domain name).
         cells: Every configured cell, in the order of the stages.
+        buckets: Bucket index by name, in the order of the stages.
     """
 
     memory: Memory
@@ -40,6 +41,7 @@ class Layout:
     domains: Mapping[Hashable, int]
     links: Mapping[tuple[Hashable, Hashable], int]
     cells: Collection[Cell]
+    buckets: Mapping[int | str, int]
 
 
 #: Kinds of captured graph, in the order in which a slot's are replayed.
@@ -53,6 +55,7 @@ def lay_out(
     callers: Sequence[Hashable] = ("main",),
     capture_order: Iterable[tuple[int, int, str]] = (),
     declared: Mapping[Hashable, Sequence[tuple[str, Cell]]] | None = None,
+    reductions: Sequence[int | str] = (),
     generation_max: int = GENERATION_MAX,
 ) -> Layout:
     """
@@ -67,6 +70,8 @@ def lay_out(
             dW, stage by stage and slot by slot.
         declared: For a domain, the order of its F and dI within an epoch as
             ("F" | "dI", cell) pairs. Where given, another order is refused.
+        reductions: Names of all buckets in the order in which every replica starts their
+            reductions. Where given, another order is refused.
         generation_max: The last generation that a slot may reach.
 
     Raises:
@@ -110,6 +115,8 @@ def lay_out(
         name: [cell for c in stages if c.domain == name for cell in c.cells()] for name in domains
     }
     forward_at, dgrad_at, has_order = _positions(cells, domains, members, declared or {})
+    bucket_stages = share_buckets(stages)
+    buckets_of = {name: b for b, name in enumerate(bucket_stages)}
     for name, order in (declared or {}).items():
         alone = "capture" not in functions.relations
         places = Places(slots, range(len(pools)) if alone else pools, _ranks(ranks, alone))
@@ -130,6 +137,7 @@ def lay_out(
             "link": len(links),
             "pool": max(pools) + 1,
             "buffer": buffers,
+            "bucket": len(bucket_stages),
         },
         {
             "generation_max": [generation_max],
@@ -153,10 +161,58 @@ def lay_out(
             "reports_updates": by_stage({c.stage: int(c.reports_updates) for c in stages}),
             "live_scales": by_stage({c.stage: int(c.tape_scales == "live") for c in stages}),
             "carried_scales": by_stage({c.stage: int(c.tape_scales == "carried") for c in stages}),
-            "reduces": by_stage({c.stage: int(c.reduces) for c in stages}),
+            "stage_at": [first for first, _ in bucket_stages.values()],
+            "tied_at": [last for _, last in bucket_stages.values()],
+            "reduce_at": _reduce_at(bucket_stages, reductions),
+            "ordered": [int(bool(reductions))],
         },
     )
-    return Layout(memory, slots, domains, links, memory.buffer_of.keys())
+    return Layout(memory, slots, domains, links, memory.buffer_of.keys(), buckets_of)
+
+
+def share_buckets(stages: Sequence[StageConfig]) -> dict[int | str, tuple[int, int]]:
+    """
+    Return the two stages that write each bucket, by its name; the same twice where there is one.
+
+    Raises:
+        ValueError: More than two stages share a bucket, or two of different domains, or one that
+            is not named by both.
+
+    >>> share_buckets([StageConfig(4, microbatches=1, slots=1, reduces=True)])
+    {4: (4, 4)}
+    """
+    found: dict[int | str, list[StageConfig]] = {}
+    for config in stages:
+        for bucket in config.reductions():
+            found.setdefault(bucket.name, []).append(config)
+    for name, sharing in found.items():
+        indices = [config.stage for config in sharing]
+        if len(sharing) > 2:
+            raise ValueError(f"bucket {name!r} is shared by the stages {indices}; two may share")
+        if len({config.domain for config in sharing}) > 1:
+            raise ValueError(
+                f"bucket {name!r} is shared by the stages {indices}, whose state domains differ: "
+                f"one stream cannot wait for both with one link"
+            )
+        if len(sharing) > 1 and not all(config.buckets for config in sharing):
+            raise ValueError(
+                f"bucket {name!r} is named by one of the stages {indices} and the default of the "
+                f"other; name the buckets of both to share one"
+            )
+    return {name: (group[0].stage, group[-1].stage) for name, group in found.items()}
+
+
+def _reduce_at(
+    buckets: Mapping[int | str, tuple[int, int]], reductions: Sequence[int | str]
+) -> list[int]:
+    """Return the declared place of each bucket's reduction; -1 where no order is declared."""
+    at = {name: place for place, name in enumerate(reductions)}
+    if reductions and (len(at) != len(reductions) or at.keys() != buckets.keys()):
+        raise ValueError(
+            f"the declared order of reductions must name every bucket once: expected some order "
+            f"of {[*buckets]}, got {[*reductions]}"
+        )
+    return [at.get(name, -1) for name in buckets]
 
 
 def _require_relations(

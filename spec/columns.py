@@ -27,6 +27,7 @@ SORTS: Final = {
     "link": "a pair of a caller's stream and a domain's graph stream",
     "pool": "a capture memory pool",
     "buffer": "a gradient buffer",
+    "bucket": "gradients that are reduced together",
     "int": "a count, or an epoch",
     "flag": "0 or 1",
     "mask": "consumer bits",
@@ -340,7 +341,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         0,
         "1 while the host has not seen the domain's device work finish",
         "commit_refresh abort_refresh commit_forward abort_forward commit_dgrad abort_dgrad "
-        "commit_wgrad abort_wgrad post_receive read drain",
+        "commit_wgrad abort_wgrad post_receive read drain start_reduction",
     ),
     _state(
         "completion",
@@ -382,22 +383,46 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "which piece of that caller's work the end was",
         "finish_receive finish_read restore",
     ),
-    # reduction
     _state(
-        "reduction",
-        "unreduced",
-        "stage -> flag",
-        0,
-        "1 while the finalized stage owes a reduction",
+        "completion",
+        "named",
+        "stage -> int",
+        NEVER,
+        "last epoch in which a stream was named that reads the stage's gradients; -1 for none",
         "finalize finish_reduction restore",
     ),
     _state(
+        "completion",
+        "consumer",
+        "stage -> link",
+        None,
+        "the link of that stream",
+        "finalize finish_reduction",
+    ),
+    # reduction
+    _state(
         "reduction",
         "reducing",
-        "stage -> flag",
+        "bucket -> flag",
         0,
-        "1 while the stage's reduction is in flight",
+        "1 while the bucket's reduction is in flight",
         "start_reduction finish_reduction fail_reduction",
+    ),
+    _state(
+        "reduction",
+        "reduced",
+        "bucket -> int",
+        NEVER,
+        "last epoch in which the bucket's reduction finished; -1 for none",
+        "finish_reduction restore",
+    ),
+    _state(
+        "reduction",
+        "started",
+        "one -> int",
+        0,
+        "reductions that started in this epoch",
+        "start_reduction commit_epoch restore",
     ),
     # epoch
     _state(
@@ -504,8 +529,15 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
         "1 where a tape carries the scales of its F, and dI reports which it used",
     ),
     _configured(
-        "reduces",
-        "stage -> flag",
-        "1 where the stage's gradients are reduced over data-parallel replicas",
+        "stage_at",
+        "bucket -> stage",
+        "stage whose gradients the bucket holds; only those that are reduced have one",
     ),
+    _configured(
+        "tied_at", "bucket -> stage", "the other stage that writes the bucket, or the same"
+    ),
+    _configured(
+        "reduce_at", "bucket -> int", "declared place of its reduction among those of the epoch"
+    ),
+    _configured("ordered", "one -> flag", "1 where the order of reductions is declared"),
 )

@@ -100,9 +100,15 @@ TRANSITIONS: tuple[Transition, ...] = (
     _transition("wait(link)", "The caller waits for all that was replayed."),
     _transition("drain(domain)", "The host has seen the domain's device work finish."),
     _transition("finalize(stage, link)", "After a stage's last dW: its gradients are whole."),
-    _transition("start_reduction(stage)", "The stage's data-parallel reduction starts."),
-    _transition("finish_reduction(stage)", "It finished."),
-    _transition("fail_reduction(stage)", "It failed: the epoch is spoiled."),
+    _transition(
+        "start_reduction(bucket, link)",
+        "After the last dW of its stages: a bucket's reduction is enqueued behind a caller's work.",
+    ),
+    _transition(
+        "finish_reduction(bucket, link)",
+        "The stream that will read the gradients, the caller's, waits for the reduction.",
+    ),
+    _transition("fail_reduction(bucket)", "It failed: the epoch of its stages is spoiled."),
     _transition("commit_epoch(epoch)", "With the optimizer's update: every stage's next epoch."),
     _transition("checkpoint()", "Before anything is saved."),
     _transition(

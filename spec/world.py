@@ -100,7 +100,8 @@ WORDS: Final[Mapping[str, Word]] = {
         filled_after="the scaling updates that the latest refresh had seen",
         spoiled="the last epoch whose gradients a failure spoiled; -1 for none",
         half_written="the last epoch that a failed dW left half written; -1 for none",
-        reduction="its reduction of this epoch: 0 none, 1 running, 2 done",
+        finals="how often it was finalized since the weights last changed",
+        finalized_by="the link of the stream that finalized it last",
     ),
     **_words(
         "domain",
@@ -118,6 +119,11 @@ WORDS: Final[Mapping[str, Word]] = {
         writers="how many dW are writing it",
     ),
     **_words(
+        "bucket",
+        reduction="its reduction of this epoch: 0 none, 1 running, 2 done",
+        awaited_by="the link of the stream that waited for its latest reduction",
+    ),
+    **_words(
         "pool",
         tapes="how many slots keep memory in the pool",
         last_replayed="the slot whose graph the pool replayed last",
@@ -130,6 +136,7 @@ WORDS: Final[Mapping[str, Word]] = {
     **_words(
         "one",
         weights="the optimizer updates of the weights",
+        begun="how many reductions were started since the weights last changed",
         ref_slot="an arbitrary reference: its slot,",
         ref_generation="its generation,",
         ref_incarnation="and its incarnation",

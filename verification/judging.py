@@ -65,6 +65,7 @@ def members_of(memory: Memory, stages: Sequence[StageConfig]) -> dict[str, Seque
         "link": range(len(memory.submitted)),
         "pool": range(len(memory.cursor)),
         "buffer": range(len(memory.opened)),
+        "bucket": range(len(memory.stage_at)),
         "place": range(max(len(slots), len(cells))),
     }
 

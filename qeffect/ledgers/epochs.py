@@ -4,6 +4,8 @@ The end of an epoch: finalized gradients, their reductions, and the commit.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from .runner import FAILURES, Runner
 
 __all__ = ["Epochs"]
@@ -16,13 +18,15 @@ class Epochs:
     Args:
         runner: Runs the transitions.
         stage: A stage of the process; all have one weight epoch, since commit is atomic.
+        buckets: Bucket index by name.
     """
 
-    __slots__ = ("_runner", "_stage")
+    __slots__ = ("_buckets", "_runner", "_stage")
 
-    def __init__(self, runner: Runner, stage: int) -> None:
+    def __init__(self, runner: Runner, stage: int, buckets: Mapping[int | str, int]) -> None:
         self._runner = runner
         self._stage = stage
+        self._buckets = buckets
 
     @property
     def current(self) -> int:
@@ -35,10 +39,59 @@ class Epochs:
         self._runner.arguments.link("finalize", link)
         self._runner.run("finalize", stage, link)
 
-    def reduction(self, transition: str, stage: int) -> None:
-        """Tell what became of a stage's reduction: it starts, finished or failed."""
-        self._runner.arguments.stage(transition, stage)
-        self._runner.run(transition, stage)
+    def reduction(self, transition: str, bucket: int | str, link: int | None) -> None:
+        """
+        Tell that a bucket's reduction starts or finished, on a caller's stream.
+
+        By default the stream is the one that reads the gradients of the bucket's stage in this
+        epoch, where finalize or another finish named one, and else the first caller.
+
+        Raises:
+            ValueError: No bucket has that name, or no link that index.
+            Refused: A clause of reduction or completion.
+        """
+        index = self._index(transition, bucket)
+        if link is None:
+            link = self.reader(index)
+        self._runner.arguments.link(transition, link)
+        self._runner.run(transition, index, link)
+
+    def default(self, bucket: int | str) -> tuple[int, int]:
+        """
+        Return a bucket's index and the link that its reduction names where none is given.
+
+        Raises:
+            ValueError: No bucket has that name.
+        """
+        index = self._index("start_reduction", bucket)
+        return index, self.reader(index)
+
+    def reader(self, index: int) -> int:
+        """Return the link of the stream that reads a bucket's gradients, or of the first caller."""
+        st = self._runner.memory
+        stage = st.stage_at[index]
+        named = st.named[stage] == st.weight_epoch[stage]
+        return int(st.consumer[stage] if named else st.domain_at.index(st.domain_of[stage]))
+
+    def fail_reduction(self, bucket: int | str) -> None:
+        """
+        Tell that a bucket's reduction failed.
+
+        Raises:
+            ValueError: No bucket has that name.
+            Refused: ``reduction.not-started``.
+        """
+        self._runner.run("fail_reduction", self._index("fail_reduction", bucket))
+
+    def _index(self, transition: str, bucket: int | str) -> int:
+        try:
+            if type(bucket) in (int, str):
+                return self._buckets[bucket]
+        except KeyError:
+            pass
+        raise ValueError(
+            f"{transition}: no bucket {bucket!r} is reduced; there are {[*self._buckets]}"
+        )
 
     def check_commit(self, epoch: int | None) -> None:
         """Run every guard of a commit, over a copy of the memory that is then dropped."""

@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 
 import attrs
 
-from ..config import StageConfig
+from ..config import Bucket, StageConfig
 from ..destinations import Destination
 from ..relations.constants import BACK_BIT, GRAD_BIT, IN_BIT, NEVER, OUT_BIT
 from ..text import is_name, shown, within
@@ -101,6 +101,17 @@ def _stage(value: Any) -> bool:
         and type(value["destinations"]) is list
         and all(map(_described, value["destinations"]))
         and _names(value["matrices"])
+        and type(value["buckets"]) is list
+        and all(map(_bucket, value["buckets"]))
+    )
+
+
+def _bucket(value: Any) -> bool:
+    return (
+        type(value) is dict
+        and tuple(value) == _BUCKET
+        and (_integer(value["name"]) or is_name(value["name"]))
+        and _names(value["matrices"])
     )
 
 
@@ -122,6 +133,7 @@ def _each(check: Check) -> Check:
 
 _DESTINATION: Final = tuple(a.name for a in attrs.fields(Destination))
 _STAGE: Final = tuple(a.name for a in attrs.fields(StageConfig))
+_BUCKET: Final = tuple(a.name for a in attrs.fields(Bucket))
 _STAGE_FLAGS: Final = (
     "sends_output",
     "sends_gradient",
@@ -163,6 +175,7 @@ _EVENT: Final[Mapping[str, tuple[Check, str]]] = {
     "ticket": (_natural, "a number"),
     "stage": (_natural, "a number"),
     "domain": (_natural, "a number"),
+    "bucket": (_natural, "a number"),
     "epoch": (_natural, "a number"),
     "result": (_natural, "a number"),
 }
@@ -177,6 +190,7 @@ _HEADER: Final[Mapping[str, tuple[Check, str]]] = {
     "capture_order": (_each(_graph), "a list of [stage, slot, action]"),
     "declared": (_each(_declared), "a list of [domain, [[action, cell], ...]]"),
     "generation_max": (_natural, "a number"),
+    "reductions": (lambda value: type(value) is list, "a list of names"),
     "epoch": (_natural, "a number"),
     "incarnation": (_hex, "16 hexadecimal digits"),
 }

@@ -20,12 +20,14 @@ from ..relations.constants import NEVER
 from .budget import require_affordable
 
 __all__ = [
+    "COLUMNS_OF_FIRST",
     "COLUMNS_SINCE_FIRST",
     "DIGEST_BYTES",
     "FIELDS",
     "FIRST",
     "HEADER",
     "MAGIC",
+    "OF_STAGE_IN_FIRST",
     "VERSION",
     "compact",
     "describe",
@@ -70,8 +72,21 @@ COLUMNS_SINCE_FIRST: Final = frozenset(
         "carried_scales",
         "scaled_at",
         "rolled_at",
+        "stage_at",
+        "tied_at",
+        "reduce_at",
+        "ordered",
+        "reducing",
+        "reduced",
+        "started",
+        "named",
+        "consumer",
     }
 )
+#: Columns of the first version that are gone, or told of stages what is now told of buckets.
+COLUMNS_OF_FIRST: Final = frozenset({"reduces", "reducing", "unreduced"})
+#: Transitions that the first version told of a stage, and without a link.
+OF_STAGE_IN_FIRST: Final = frozenset({"start_reduction", "finish_reduction", "fail_reduction"})
 #: Bytes of a line's digest: enough to find damage; it is not a signature.
 DIGEST_BYTES: Final = 8
 
@@ -98,6 +113,7 @@ HEADER: Final = (
     "capture_order",
     "declared",
     "generation_max",
+    "reductions",
     "epoch",
     "incarnation",
 )
@@ -173,8 +189,12 @@ def upgraded_header(header: Mapping[str, Any]) -> dict[str, Any]:
         pool = {"pool": stage["pool"]}
         rest = {name: value for name, value in stage.items() if name not in pool}
         middle = {name: value for name, value in added.items() if name not in last}
-        stages.append({**rest, **middle, **pool, **last})
-    return {**header, "version": VERSION, "stages": stages}
+        stages.append({**rest, **middle, **pool, **last, "buckets": []})
+    if "reductions" in header:
+        raise ValueError("the first version has no field reductions")
+    late = {"epoch": header["epoch"], "incarnation": header["incarnation"]}
+    early = {name: value for name, value in header.items() if name not in late}
+    return {**early, "version": VERSION, "stages": stages, "reductions": [], **late}
 
 
 def header_of(contract: Contract, rank: int | None) -> dict[str, Any]:
@@ -209,6 +229,7 @@ def rebuild(header: Mapping[str, Any]) -> Contract:
         capture_order=described.capture_order,
         declared=dict(described.declared),
         generation_max=described.generation_max,
+        reductions=described.reductions,
         epoch=header["epoch"],
     )
     if list(contract.transitions.relations) != header["relations"]:

@@ -21,9 +21,11 @@ from ..refusals import Refused
 from ..text import shown, within
 from .checker import LogError, check_closing, check_event, check_header, parse
 from .format import (
+    COLUMNS_OF_FIRST,
     COLUMNS_SINCE_FIRST,
     DIGEST_BYTES,
     FIRST,
+    OF_STAGE_IN_FIRST,
     compact,
     fingerprints,
     header_of,
@@ -225,7 +227,19 @@ class Player:
         event = parse(body, where)
         if "events" in event:
             return body
+        if event.get("transition") in OF_STAGE_IN_FIRST:
+            event = self._upgraded(event, where, self._of_bucket)
         return compact(self._upgraded(event, where, upgraded))[:-1].encode()
+
+    def _of_bucket(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Return a reduction of a stage as one of its bucket, on the stream that finalized it."""
+        assert self.contract is not None
+        early = {"seq": event["seq"], "transition": event["transition"]}
+        if event.keys() - early.keys() - {"digest"} != {"stage"}:
+            raise ValueError(f"its fields are {[*event]}")
+        bucket, link = self.contract.default_reader(event["stage"])
+        at = {} if event["transition"] == "fail_reduction" else {"link": link}
+        return {**early, "bucket": bucket, **at}
 
     # The long way: what is wrong with a line that could not pass
 
@@ -315,6 +329,9 @@ class Player:
         state = fingerprints(contract.snapshot())
         if self.first:
             state = {n: digest for n, digest in state.items() if n not in COLUMNS_SINCE_FIRST}
+            told = closing["state"].items()
+            old = {n: digest for n, digest in told if n not in COLUMNS_OF_FIRST}
+            closing = {**closing, "state": old}
         check_closing(closing, state, self._where(number))
         if closing["events"] != self.events:
             raise Violation(

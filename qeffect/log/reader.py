@@ -103,6 +103,7 @@ class Converters:
             "slot": frozenset(range(len(st.consumers))),
             "link": frozenset(range(len(st.domain_at))),
             "domain": frozenset(range(len(st.token))),
+            "bucket": frozenset(range(len(st.stage_at))),
             "stage": frozenset(config.stage for config in contract.stages),
             "refresh": frozenset((0, 1)),
             "first": frozenset((0, 1)),

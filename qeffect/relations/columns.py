@@ -17,7 +17,8 @@ class Column:
     One column of the contract's memory.
 
     Args:
-        index: Sort of the index: one of ``one, slot, cell, stage, domain, link, pool, buffer``.
+        index: Sort of the index: one of ``one, slot, cell, stage, domain, link, pool, buffer,
+            bucket``.
         values: Sort of the values: an index sort, or ``int`` (a count or an epoch mark),
             ``flag`` (0 or 1), ``mask`` (consumer bits), ``generation``, ``ticket`` (a serial, or
             0 for none), ``opaque`` (compared for equality only).
@@ -60,5 +61,8 @@ CONFIG = {
     "reports_updates": Column("stage", "flag", None),  # 1: so are the scaling updates of F and dI
     "live_scales": Column("stage", "flag", None),  # 1: dI reads the domain's scales of now
     "carried_scales": Column("stage", "flag", None),  # 1: dI reports whose F's scales it used
-    "reduces": Column("stage", "flag", None),  # 1: the stage's gradients are reduced
+    "stage_at": Column("bucket", "stage", None),  # the stage whose gradients the bucket holds
+    "tied_at": Column("bucket", "stage", None),  # the other stage that writes it, or the same
+    "reduce_at": Column("bucket", "int", None),  # declared place of its reduction in the epoch
+    "ordered": Column("one", "flag", None),  # 1: the order of reductions is declared
 }

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from ..refusals import Refused
 from .columns import Column
-from .constants import BACK_BIT, State
+from .constants import BACK_BIT, NEVER, State
 
 #: A link is one pair of a caller stream and a domain's graph stream. ``submitted`` counts the
-#: caller's work, ``joined`` how much of it the graph stream has waited for; ``replays`` counts
-#: the graph stream's work, ``waited`` how much of it the caller has waited for, ``undrained``
-#: whether the host has yet to see it finish; a failed action may have enqueued some, and counts.
+#: caller's work, ``joined`` how much of it the graph stream has waited for; ``replays`` counts the
+#: graph stream's work, ``waited`` how much of it the caller has waited for, ``undrained`` whether
+#: the host has yet to see it finish; a failed action may have enqueued some, and counts.
 #: ``produced`` and ``landed`` say which replay wrote a slot and a stage's gradients, ``vacated``
 #: after which one the slot's last tenant is done. ``ended_on`` and ``ended_at`` say on which link,
-#: and as which piece of its caller's work, the slot's latest transfer ended.
+#: and as which piece of its caller's work, the slot's latest transfer ended. ``consumer`` is the
+#: link of the stream that reads a stage's gradients, ``named`` the epoch in which it was first
+#: named.
 STATE = {
     "submitted": Column("link"),
     "joined": Column("link"),
@@ -27,6 +29,8 @@ STATE = {
     "vacated": Column("slot"),
     "ended_on": Column("slot", "link", None),
     "ended_at": Column("slot"),
+    "named": Column("stage", initial=NEVER),
+    "consumer": Column("stage", "link", None),
 }
 
 
@@ -247,6 +251,50 @@ def finalize_guards(st: State, stage, link):
         raise Refused("completion.wrong-stream")
     if st.waited[link] < st.landed[stage]:
         raise Refused("completion.graph-to-caller")
+    if st.named[stage] == st.weight_epoch[stage] and st.consumer[stage] != link:
+        raise Refused("completion.wrong-consumer")
+
+
+def finalize_writes(st: State, stage, link):
+    st.named[stage] = st.weight_epoch[stage]
+    st.consumer[stage] = link
+
+
+def start_reduction_guards(st: State, bucket, link):
+    s = st.stage_at[bucket]
+    t = st.tied_at[bucket]
+    d = st.domain_of[s]
+    if st.domain_at[link] != d:
+        raise Refused("completion.wrong-stream")
+    if st.waited[link] < st.landed[s] or st.waited[link] < st.landed[t]:
+        raise Refused("completion.graph-to-caller")
+
+
+def start_reduction_writes(st: State, bucket, link):
+    s = st.stage_at[bucket]
+    d = st.domain_of[s]
+    st.undrained[d] = 1
+
+
+def finish_reduction_guards(st: State, bucket, link):
+    s = st.stage_at[bucket]
+    t = st.tied_at[bucket]
+    d = st.domain_of[s]
+    if st.domain_at[link] != d:
+        raise Refused("completion.wrong-stream")
+    if st.named[s] == st.weight_epoch[s] and st.consumer[s] != link:
+        raise Refused("completion.wrong-consumer")
+    if st.named[t] == st.weight_epoch[t] and st.consumer[t] != link:
+        raise Refused("completion.wrong-consumer")
+
+
+def finish_reduction_writes(st: State, bucket, link):
+    s = st.stage_at[bucket]
+    t = st.tied_at[bucket]
+    st.named[s] = st.weight_epoch[s]
+    st.named[t] = st.weight_epoch[t]
+    st.consumer[s] = link
+    st.consumer[t] = link
 
 
 def restore_writes(st: State, epoch, incarnation):
@@ -258,3 +306,4 @@ def restore_writes(st: State, epoch, incarnation):
     st.fill(st.landed, 0)
     st.fill(st.vacated, 0)
     st.fill(st.ended_at, 0)
+    st.fill(st.named, NEVER)

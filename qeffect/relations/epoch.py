@@ -58,9 +58,13 @@ def finalize_writes(st: State, stage, link):
     st.final[stage] = st.weight_epoch[stage]
 
 
-def fail_reduction_writes(st: State, stage):
-    st.spoiled[stage] = st.weight_epoch[stage]
-    st.final[stage] = NEVER
+def fail_reduction_writes(st: State, bucket):
+    s = st.stage_at[bucket]
+    t = st.tied_at[bucket]
+    st.spoiled[s] = st.weight_epoch[s]
+    st.spoiled[t] = st.weight_epoch[t]
+    st.final[s] = NEVER
+    st.final[t] = NEVER
 
 
 def commit_epoch_guards(st: State, epoch):

@@ -1,66 +1,73 @@
 """
-Reduction: a stage's gradients are reduced once, after they are whole and before the commit
-(paper, IV-E).
+Reduction: each bucket of gradients is reduced once, after its last dW and before the commit, in the
+order that all replicas declare (paper, IV-E).
 """
 
 from __future__ import annotations
 
 from ..refusals import Refused
 from .columns import Column
-from .constants import State
+from .constants import NEVER, State
 
-#: ``unreduced`` is 1 while a finalized stage still owes its reduction, ``reducing`` 1 while one
-#: is in flight.
-STATE = {"unreduced": Column("stage", "flag"), "reducing": Column("stage", "flag")}
+#: A bucket holds gradients of one stage, or of the two stages that share a tied destination.
+#: ``reducing`` is 1 while its reduction is in flight, ``reduced`` the epoch of the last one that
+#: finished; ``started`` counts the reductions that started in this epoch.
+STATE = {
+    "reducing": Column("bucket", "flag"),
+    "reduced": Column("bucket", initial=NEVER),
+    "started": Column("one"),
+}
 
 
-def drop_guards(st: State, key, ref):
-    s = key.stage
-    if st.reducing[s] != 0:
+def start_reduction_before_completion_guards(st: State, bucket, link):
+    s = st.stage_at[bucket]
+    t = st.tied_at[bucket]
+    if st.spoiled[s] == st.weight_epoch[s] or st.spoiled[t] == st.weight_epoch[t]:
+        raise Refused("reduction.spoiled")
+    if st.wgrads[s] != st.cells[s] or st.wgrads[t] != st.cells[t]:
+        raise Refused("reduction.incomplete")
+    if st.reducing[bucket] != 0:
         raise Refused("reduction.in-flight")
-
-
-def finalize_writes(st: State, stage, link):
-    st.unreduced[stage] = st.reduces[stage]
-
-
-def start_reduction_guards(st: State, stage):
-    if st.final[stage] != st.weight_epoch[stage]:
-        raise Refused("reduction.before-final")
-    if st.reducing[stage] != 0:
-        raise Refused("reduction.in-flight")
-    if st.unreduced[stage] == 0:
+    if st.reduced[bucket] == st.weight_epoch[s]:
         raise Refused("reduction.duplicate")
+    if st.ordered[0] != 0 and st.reduce_at[bucket] != st.started[0]:
+        raise Refused("reduction.out-of-order")
 
 
-def start_reduction_writes(st: State, stage):
-    st.reducing[stage] = 1
+def start_reduction_writes(st: State, bucket, link):
+    st.reducing[bucket] = 1
+    st.started[0] = st.started[0] + 1
 
 
-def finish_reduction_guards(st: State, stage):
-    if st.reducing[stage] == 0:
+def finish_reduction_before_completion_guards(st: State, bucket, link):
+    if st.reducing[bucket] == 0:
         raise Refused("reduction.not-started")
 
 
-def finish_reduction_writes(st: State, stage):
-    st.reducing[stage] = 0
-    st.unreduced[stage] = 0
+def finish_reduction_writes(st: State, bucket, link):
+    s = st.stage_at[bucket]
+    st.reducing[bucket] = 0
+    st.reduced[bucket] = st.weight_epoch[s]
 
 
-def fail_reduction_guards(st: State, stage):
-    if st.reducing[stage] == 0:
+def fail_reduction_guards(st: State, bucket):
+    if st.reducing[bucket] == 0:
         raise Refused("reduction.not-started")
 
 
-def fail_reduction_writes(st: State, stage):
-    st.reducing[stage] = 0
+def fail_reduction_writes(st: State, bucket):
+    st.reducing[bucket] = 0
 
 
-def commit_epoch_guards(st: State, epoch):
+def commit_epoch_before_persistence_guards(st: State, epoch):
     if not st.every(st.reducing, 0):
         raise Refused("reduction.in-flight")
-    if not st.every(st.unreduced, 0):
+    if not st.every(st.reduced, epoch):
         raise Refused("reduction.missing")
+
+
+def commit_epoch_writes(st: State, epoch):
+    st.started[0] = 0
 
 
 def restore_guards(st: State, epoch, incarnation):
@@ -69,4 +76,5 @@ def restore_guards(st: State, epoch, incarnation):
 
 
 def restore_writes(st: State, epoch, incarnation):
-    st.fill(st.unreduced, 0)
+    st.fill(st.reduced, NEVER)
+    st.started[0] = 0

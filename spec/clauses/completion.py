@@ -43,6 +43,8 @@ streams is the runtime's duty.""",
                 "read",
                 "finish_read",
                 "finalize",
+                "start_reduction",
+                "finish_reduction",
             ),
             argument="link",
             unchanged=_STREAMS,
@@ -71,12 +73,14 @@ streams is the runtime's duty.""",
             title="A consumer waits for the replay",
             invariant="A consumer's stream has waited for the replay that produced what it "
             "consumes.",
-            transitions=("check_dgrad", "read", "finalize"),
+            transitions=("check_dgrad", "read", "finalize", "start_reduction"),
             argument="link",
             unchanged=_STREAMS,
             section="II-C",
-            cause="An output was sent or used, a gradient was computed from it, or the optimizer "
-            "started, before the caller's stream waited for the graph's tail event.",
+            cause="An output was sent or used, a gradient was computed from it, a reduction was "
+            "enqueued, or the optimizer started, before the caller's stream waited for the graph's "
+            "tail event. A communication stream that waits for the default stream has not waited "
+            "for the one that ran the replay.",
             remedy="Make the caller's stream wait for the event recorded at the graph's tail, and "
             "tell it with `wait`.",
         ),
@@ -123,6 +127,21 @@ streams is the runtime's duty.""",
             cause="Two sends from one slot ended on two streams, and no replay waited for the "
             "first; the contract remembers one end a slot.",
             remedy="Tell both ends on one link, or join the first link in between.",
+        ),
+        Clause(
+            id="completion.wrong-consumer",
+            number="6.7",
+            title="One stream reads a stage's gradients",
+            invariant="The stream that waited for the last dW of a stage, told at finalize, is the "
+            "one that waited for each reduction of the stage's gradients, told at its finish.",
+            transitions=("finalize", "finish_reduction"),
+            argument="link",
+            unchanged=_STREAMS,
+            section="II-C",
+            cause="The default stream, or the communication stream itself, waited for the "
+            "reduction, and the optimizer runs on another.",
+            remedy="Let the optimizer's stream wait for the reduction's handle, and name its link "
+            "in `finish_reduction` as in `finalize`.",
         ),
     ),
 )

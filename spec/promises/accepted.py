@@ -301,10 +301,10 @@ def not_spoiled(st: State, h: History, a: Args) -> Truth:
     return (h.spoiled[a.stage] != h.weights[0]) & (h.half_written[a.stage] != h.weights[0])
 
 
-@STEPS("reduction.final-once", "finalize")
+@STEPS("epoch.final-once", "finalize")
 def final_once(st: State, h: History, a: Args) -> Truth:
-    """A stage is not final again once its reduction began."""
-    return h.reduction[a.stage] == NONE
+    """A stage is finalized once for the same weights."""
+    return h.finals[a.stage] == 0
 
 
 # The graph stream and the streams that wait for it
@@ -367,27 +367,87 @@ def gradients_after_replay(st: State, h: History, a: Args) -> Truth:
     return implies(mine, h.seen_gradients[0] == 1)
 
 
+@STEPS("completion.reduction-after-replay", "start_reduction", needs="reduction")
+def reduction_after_replay(st: State, h: History, a: Args) -> Truth:
+    """The stream that a reduction is enqueued on waited for the latest dW of each of its stages."""
+    mine = (a.link == h.link[0]) & _writes(st, a.bucket, h.stage[0])
+    return implies(mine, h.seen_gradients[0] == 1)
+
+
+@STEPS("completion.consumer-after-reduction", "commit_epoch", needs="reduction", b="bucket")
+def consumer_after_reduction(st: State, h: History, a: Args, b: Index) -> Truth:
+    """Whoever finalized a stage, and so reads its gradients, waited for each reduction of them."""
+    first = h.finalized_by[st.stage_at[b]] == h.awaited_by[b]
+    return first & (h.finalized_by[st.tied_at[b]] == h.awaited_by[b])
+
+
 # A reduction
 
 
-@STEPS("reduction.of-whole-gradients", "start_reduction")
-def of_whole_gradients(st: State, h: History, a: Args) -> Truth:
-    """A reduction starts on whole gradients that owe one and were not reduced."""
-    g = a.stage
-    complete = (h.num_wgrads[g] == st.cells[g]) & (h.spoiled[g] != h.weights[0])
-    return complete & (h.reduction[g] == NONE) & (st.reduces[g] != 0)
+def _writes(st: State, bucket: Index, stage: Index) -> Truth:
+    """Whether a bucket holds gradients of a stage."""
+    return (st.stage_at[bucket] == stage) | (st.tied_at[bucket] == stage)
+
+
+@STEPS("reduction.of-whole-gradients", "start_reduction", c="cell")
+def of_whole_gradients(st: State, h: History, a: Args, c: Index) -> Truth:
+    """A reduction starts after the only dW of every cell that writes the bucket, over every
+    matrix."""
+    ours = _writes(st, a.bucket, st.stage_of[c])
+    once = (h.ran_wgrad[c] == 1) & (h.covered[c] == st.matrices[st.stage_of[c]])
+    return implies(ours, once)
+
+
+@STEPS("reduction.of-written-buffers", "start_reduction", needs="arena", c="cell")
+def of_written_buffers(st: State, h: History, a: Args, c: Index) -> Truth:
+    """A reduction finds gradients of this epoch in every buffer, and no placeholder."""
+    ours = _writes(st, a.bucket, st.stage_of[c])
+    return implies(ours, h.content[st.buffer_of[c]] == h.weights[0])
+
+
+@STEPS("reduction.alone", "start_reduction", s="slot")
+def alone(st: State, h: History, a: Args, s: Index) -> Truth:
+    """When a reduction starts, no action of its stages is in flight."""
+    return implies(_writes(st, a.bucket, st.slot_stage[s]), h.acting[s] == 0)
+
+
+@STEPS("reduction.once", "start_reduction")
+def reduced_once(st: State, h: History, a: Args) -> Truth:
+    """A bucket's reduction starts once for the same weights, where no failure spoiled it."""
+    s, t = st.stage_at[a.bucket], st.tied_at[a.bucket]
+    sound = (h.spoiled[s] != h.weights[0]) & (h.spoiled[t] != h.weights[0])
+    return (h.reduction[a.bucket] == NONE) & sound
+
+
+@STEPS("reduction.declared-order", "start_reduction")
+def declared_order(st: State, h: History, a: Args) -> Truth:
+    """Where an order of reductions is declared, each starts at its place."""
+    return implies(st.ordered[0] != 0, st.reduce_at[a.bucket] == h.begun[0])
 
 
 @STEPS("reduction.running", "finish_reduction", "fail_reduction")
 def reduction_running(st: State, h: History, a: Args) -> Truth:
     """Only a running reduction ends."""
-    return h.reduction[a.stage] == RUNNING
+    return h.reduction[a.bucket] == RUNNING
 
 
-@STEPS("reduction.undisturbed", "check_wgrad", "drop")
-def undisturbed(st: State, h: History, a: Args) -> Truth:
-    """No gradient is written, and none given up, under a running reduction."""
-    return h.reduction[a.key.stage] != RUNNING
+@STEPS("reduction.never-rewritten", "check_wgrad", b="bucket")
+def never_rewritten(st: State, h: History, a: Args, b: Index) -> Truth:
+    """No gradient is written once a reduction of it began."""
+    return implies(_writes(st, b, a.key.stage), h.reduction[b] == NONE)
+
+
+@STEPS("reduction.never-rebound", "bind", needs="arena", b="bucket")
+def never_rebound(st: State, h: History, a: Args, b: Index) -> Truth:
+    """No destination is bound once a reduction of it began."""
+    return implies(_writes(st, b, a.key.stage), h.reduction[b] == NONE)
+
+
+@STEPS("reduction.undisturbed", "drop", b="bucket")
+def undisturbed(st: State, h: History, a: Args, b: Index) -> Truth:
+    """A tape that is given up once a reduction of its stage began has written all that it will."""
+    begun = _writes(st, b, a.key.stage) & (h.reduction[b] != NONE)
+    return implies(begun, h.ran_wgrad[a.key.cell] == 1)
 
 
 # The weights change
@@ -407,11 +467,10 @@ def commit_in_order(st: State, h: History, a: Args, d: Index) -> Truth:
     return h.running[d] == 0
 
 
-@STEPS("reduction.commit", "commit_epoch", g="stage")
-def commit_reduced(st: State, h: History, a: Args, g: Index) -> Truth:
-    """Every reduction that is owed is done when the weights change."""
-    done = implies(st.reduces[g] != 0, h.reduction[g] == DONE)
-    return done & (h.reduction[g] != RUNNING)
+@STEPS("reduction.commit", "commit_epoch", b="bucket")
+def commit_reduced(st: State, h: History, a: Args, b: Index) -> Truth:
+    """The reduction of every bucket is done when the weights change."""
+    return h.reduction[b] == DONE
 
 
 # A checkpoint and a restore
@@ -435,10 +494,10 @@ def quiescent_device(st: State, h: History, a: Args, d: Index) -> Truth:
     return h.device[d] == 0
 
 
-@STEPS("reduction.quiescent", "checkpoint", "restore", g="stage")
-def quiescent_reduction(st: State, h: History, a: Args, g: Index) -> Truth:
+@STEPS("reduction.quiescent", "checkpoint", "restore", b="bucket")
+def quiescent_reduction(st: State, h: History, a: Args, b: Index) -> Truth:
     """No reduction is in flight when state is saved or replaced."""
-    return h.reduction[g] != RUNNING
+    return h.reduction[b] != RUNNING
 
 
 @STEPS("persistence.restore-between-actions", "restore", s="slot")

@@ -67,6 +67,13 @@ def pools_apart(st: State, a: Index, b: Index) -> Truth:
     return implies(st.pool_of[a] == st.pool_of[b], domain_of_slot(st, a) == domain_of_slot(st, b))
 
 
+@CONFIGURATION("reduction.one-domain", b="bucket")
+def one_domain(st: State, b: Index) -> Truth:
+    """Stages that share a bucket share a state domain."""
+    there = st.domain_of[st.stage_at[b]] == st.domain_of[st.tied_at[b]]
+    return (st.stage_at[b] != NO_STAGE) & (st.tied_at[b] != NO_STAGE) & there
+
+
 # The caller's arguments
 
 

@@ -33,6 +33,7 @@ CHAIN_ONLY = {
     "callers": {"name"},
     "domain": {"name"},
     "pool": {"name"},
+    "name": {"name"},
     "transition": {"needless", "undone"},
     "key": {"undone"},
     "link": {"same effect", "needless", "undone"},
@@ -56,7 +57,7 @@ CHAIN_ONLY = {
 #: changes the header's, in a log that restores an older one before anything runs, changes it.
 OPEN = {("aborts-and-restores", 1, "epoch")}
 #: The edits of these fields that are left, counted; each is one of the proved ones.
-LEFT = {"key": 1, "link": 23, "token": 7}
+LEFT = {"key": 1, "link": 35, "token": 7}
 
 
 def accepted(log: str) -> Iterator[Edit]:

@@ -133,7 +133,8 @@ class Rig:
         """Finalize a stage and reduce it where it owes a reduction."""
         self.contract.wait(self.link(stage))
         self.contract.finalize(stage, self.link(stage))
-        if self.contract.memory.unreduced[stage]:
+        (config,) = (c for c in self.contract.stages if c.stage == stage)
+        if config.reduces:
             self.contract.start_reduction(stage)
             self.contract.finish_reduction(stage)
 

@@ -23,9 +23,6 @@ OF_STAGE: dict[str, Call] = {
     "check_refresh": lambda c, s: c.check_refresh(s),
     "invalidate": lambda c, s: c.invalidate(s),
     "finalize": lambda c, s: c.finalize(s),
-    "start_reduction": lambda c, s: c.start_reduction(s),
-    "finish_reduction": lambda c, s: c.finish_reduction(s),
-    "fail_reduction": lambda c, s: c.fail_reduction(s),
 }
 OF_LINK: dict[str, Call] = {
     "join": lambda c, link: c.join(link),

@@ -151,7 +151,6 @@ class TestNumbers:
             ("check_refresh", "stage"),
             ("invalidate", "stage"),
             ("finalize", "stage"),
-            ("start_reduction", "stage"),
             ("purge", "epoch"),
             ("commit_epoch", "epoch"),
         ],

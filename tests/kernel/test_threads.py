@@ -251,6 +251,7 @@ def test_every_transition_is_made_by_a_call_that_looks() -> None:
         "token",
         "link",
         "first_writer",
+        "default_reader",
         "check_commit",
         "check_checkpoint",
         "refresh",

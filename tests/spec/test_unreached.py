@@ -127,6 +127,7 @@ SHOWN: dict[str, Callable[[Rig], Callable[[], Any]]] = {
     "persistence.action-in-flight": _refreshing,
     "persistence.configuration": _another,
     "persistence.reduction-in-flight": _reducing,
+    "version.left-out": lambda rig: lambda: Rig(omit={"version"}).contract.invalidate(0),
 }
 
 

@@ -33,7 +33,7 @@ from .explorations import real_memory
 
 COLUMNS = {**CONFIG, **STATE}
 SCOPES = {
-    "whole": Scope("whole", slots=(2,), cells=(2,), generation_max=1, tickets=True),
+    "whole": Scope("whole", slots=(2,), cells=(2,), generation_max=1, tickets=True, reduces=True),
     "readers": Scope(
         "readers",
         slots=(1,),
@@ -50,6 +50,7 @@ SCOPES = {
         cells=(1, 1),
         generation_max=1,
         tickets=True,
+        reduces=True,
         omit=tuple(sorted(OPTIONAL - {"completion"})),
     ),
 }
@@ -264,7 +265,8 @@ def test_the_finite_encoding_predicts_each_run(name: str) -> None:
     @given(st.data())
     def agree(data: st.DataObject) -> None:
         transition, columns, arguments = _example(data, name)
-        columns["cell_at"] = [max(cell, 0) for cell in columns["cell_at"]]  # no sentinel there
+        for unset in ("cell_at", "consumer"):  # no sentinel there
+            columns[unset] = [max(entry, 0) for entry in columns[unset]]
         clause, returned, memory = _run(name, transition, columns, arguments)
         known = [
             (encoding.column(c, column), _array(encoding, column, columns[c]))

@@ -51,7 +51,7 @@ SAMPLE = [
     ("check_dgrad", "order.token"),
     ("check_wgrad", "arena.in-flight"),
     ("check_wgrad", "completion.caller-to-graph"),
-    ("start_reduction", "reduction.before-final"),
+    ("start_reduction", "reduction.incomplete"),
     ("commit_epoch", "epoch.not-final"),
     ("checkpoint", "persistence.live-tape"),
     ("abort_wgrad", "ownership.unknown-ticket"),

@@ -153,23 +153,23 @@ class TestRules:
         assert (
             _rules(
                 '''
-def free(st, stage):
+def free(st, bucket):
     """Helper."""
-    st.mine[stage] = 0
+    st.mine[bucket] = 0
 
 
-def start_reduction_guards(st, stage):
-    d = st.domain_of[stage]
-    if st.busy[d] != 0 or not (st.mine[stage] & 1 == 0):
+def start_reduction_guards(st, bucket, link):
+    d = st.domain_of[bucket]
+    if st.busy[d] != 0 or not (st.mine[bucket] & 1 == 0):
         raise Refused("order.in-flight")
 
 
-def start_reduction_writes(st, stage):
-    left = st.mine[stage] & ~1
+def start_reduction_writes(st, bucket, link):
+    left = st.mine[bucket] & ~1
     if left == 0:
-        free(st, stage)
+        free(st, bucket)
     else:
-        st.mine[stage] = left
+        st.mine[bucket] = left
 
 
 def checkpoint_guards(st):

@@ -218,9 +218,9 @@ class TestFaults:
             ),
             (
                 "reduction",
-                "commit_epoch_guards",
-                "reduction.missing",
-                "reduction.missing",
+                "start_reduction_before_completion_guards",
+                "reduction.duplicate",
+                "reduction.duplicate",
                 60,
             ),
         ],

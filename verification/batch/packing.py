@@ -76,6 +76,10 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
         "arrived": (0, scope.receives),
         "produced": (0, marks),
         "landed": (0, marks),
+        "named": now,
+        "consumer": (-1, n["link"] - 1),
+        "reduced": epoch,
+        "started": (0, n["bucket"]),
         "serial": ticket,
         "incarnation": (0, 0),
     }

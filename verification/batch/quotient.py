@@ -98,6 +98,8 @@ class Quotient:
             self._joins(draft)
         if touched & {"produced", "landed", "vacated", "waited", "replays"}:
             self._ranks(draft)
+        if touched & {"named", "consumer", "weight_epoch"} and "named" in self.kept:
+            self._consumers(draft)
         if touched & {"cursor", "tenants"} and "cursor" in self.kept:
             self._empty_pools(draft)
         if "incarnation" in touched:
@@ -166,6 +168,15 @@ class Quotient:
             marks = marks & ~1
             for key in keys:
                 draft.changed[key] = _rank(marks, draft.entry(*key))
+
+    def _consumers(self, draft: Draft) -> None:
+        for stage in range(self.n["stage"]):
+            keys = [(name, stage) for name in ("named", "consumer", "weight_epoch")]
+            if any(key in draft.changed for key in keys):
+                named = draft.entry("named", stage)
+                past = named != draft.entry("weight_epoch", stage)
+                draft.changed["named", stage] = select(past, NEVER, named)
+                draft.changed["consumer", stage] = select(past, -1, draft.entry("consumer", stage))
 
     def _empty_pools(self, draft: Draft) -> None:
         for pool in range(self.n["pool"]):

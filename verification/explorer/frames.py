@@ -152,6 +152,10 @@ class Maker:
                 told, untold = self.evidence(parameters, stage)
                 choices = {"link": links} if "link" in parameters else {}
                 yield Frame({"stage": stage, **told}, choices, tuple(untold))
+        elif "bucket" in parameters:
+            for bucket in range(self.n["bucket"]):
+                links = self.links(self.config["domain_of"][self.config["stage_at"][bucket]])
+                yield Frame({"bucket": bucket}, {"link": links} if "link" in parameters else {})
         elif "link" in parameters:
             yield from (Frame({"link": link}) for link in range(self.n["link"]))
         elif "domain" in parameters:

@@ -35,13 +35,16 @@ def claimed(walker: Walker, predicates: Iterable[Predicate]) -> tuple[Predicate,
     """
     Return the predicates that speak only of what a scope has and remembers.
 
-    A column that no transition of the scope writes is remembered although no state holds it.
+    A column that no transition of the scope writes is remembered although no state holds it. Of a
+    sort without members, as buckets are where nothing is reduced, there is nothing to say.
     """
     relations = frozenset(walker.transitions.relations)
     written = walker.written
+    members = members_in(walker.scope)
     chosen = []
     for predicate in predicates:
-        if speaks_of(predicate, relations):
+        empty = any(len(members[sort]) == 0 for sort in predicate.variables.values())
+        if speaks_of(predicate, relations) and not empty:
             asked = _columns(predicate, walker.memory) & STATE.keys()
             if asked <= walker.kept | (STATE.keys() - written):
                 chosen.append(predicate)

@@ -66,6 +66,11 @@ def normal_form(scope: Scope, memory: FlatMemory) -> tuple[Rule, ...]:
             "replays",
             lambda: _ranks(scope, memory),
         ),
+        (
+            ("named", "consumer", "weight_epoch"),
+            "named",
+            lambda: _consumers(memory, n["stage"]),
+        ),
         (("cursor", "tenants"), "cursor", lambda: _empty_pools(memory, n["pool"])),
         (("incarnation",), "incarnation", lambda: _incarnation(memory)),
     ]
@@ -202,6 +207,20 @@ def _ranks(scope: Scope, st: Any) -> Callable[[], None]:
             for link in links:
                 waited[link] = (marks & ((2 << waited[link]) - 1)).bit_count()
             replays[domain] = (marks & ((2 << replays[domain]) - 1)).bit_count()
+
+    return rule
+
+
+def _consumers(st: Any, stages: int) -> Callable[[], None]:
+    """Who reads a stage's gradients is asked of the epoch in which it was named alone."""
+    named, consumer, weight_epoch = st.named, st.consumer, st.weight_epoch
+    members = range(stages)
+
+    def rule() -> None:
+        for stage in members:
+            if named[stage] != weight_epoch[stage]:
+                named[stage] = NEVER
+                consumer[stage] = -1
 
     return rule
 

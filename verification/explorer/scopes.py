@@ -78,6 +78,29 @@ _MESSAGES: Final = (
     "wait",
 )
 
+#: The transitions from an F to the commit of reduced gradients.
+_REDUCE: Final = (
+    "check_forward",
+    "commit_forward",
+    "abort_forward",
+    "check_dgrad",
+    "commit_dgrad",
+    "abort_dgrad",
+    "check_wgrad",
+    "commit_wgrad",
+    "abort_wgrad",
+    "wait",
+    "finalize",
+    "start_reduction",
+    "finish_reduction",
+    "fail_reduction",
+    "commit_epoch",
+)
+
+#: All transitions but those of a reduction that does not fail.
+_NO_REDUCTION: Final = tuple(
+    name for name in TRANSITIONS if name not in ("start_reduction", "finish_reduction")
+)
 #: Transitions of the quantized weight cache.
 _CACHE: Final = frozenset({"check_refresh", "commit_refresh", "abort_refresh", "invalidate"})
 
@@ -101,7 +124,10 @@ class Scope:
             Otherwise a check runs in one step with its commit, or with its abort.
         readers: Output and gradient readers of every tape: bits of OUT_BIT | GRAD_BIT.
         receives: Messages that every tape waits for: bits of IN_BIT | BACK_BIT.
-        reduces: Stages reduce their gradients.
+        reduces: Stages reduce their gradients, each in one bucket.
+        buckets: The two stages that write each bucket, the same twice where there is one; by
+            default as ``reduces`` says.
+        ordered: The order of reductions is declared: that of the buckets.
         reports: Backends report fills and scaling updates; checks run with their commits.
         tape_scales: What dI of every stage reads: ``carried``, ``live``, or nothing known.
         accumulate: One accumulating buffer for each stage, or else one buffer for each cell.
@@ -129,6 +155,8 @@ class Scope:
     readers: int = 0
     receives: int = 0
     reduces: bool = False
+    buckets: tuple[tuple[int, int], ...] = ()
+    ordered: bool = False
     reports: bool = False
     tape_scales: str = ""
     accumulate: bool = True
@@ -149,6 +177,8 @@ class Scope:
             unknown = sorted(set(given) - set(known))
             if unknown:
                 raise ValueError(f"scope {self.name}: unknown {', '.join(unknown)}")
+        if any(not 0 <= stage < stages for bucket in self.buckets for stage in bucket):
+            raise ValueError(f"scope {self.name}: a bucket is of stages from 0 to {stages - 1}")
         if self.readers & ~(OUT_BIT | GRAD_BIT):
             raise ValueError(f"scope {self.name}: readers are bits of OUT_BIT | GRAD_BIT")
         if self.receives & ~(IN_BIT | BACK_BIT):
@@ -187,6 +217,11 @@ class Scope:
         """State domain of each stage."""
         return self.domains or (0,) * len(self.slots)
 
+    @property
+    def stages_of(self) -> tuple[tuple[int, int], ...]:
+        """The two stages that write each bucket."""
+        return self.buckets or tuple((s, s) for s in range(len(self.slots)) if self.reduces)
+
 
 def sizes(scope: Scope) -> dict[str, int]:
     """Return how many members each index sort has."""
@@ -200,6 +235,7 @@ def sizes(scope: Scope) -> dict[str, int]:
         "link": scope.callers * domains,
         "pool": domains if scope.shared_pool else slots,
         "buffer": len(scope.slots) if scope.accumulate else cells,
+        "bucket": len(scope.stages_of),
     }
 
 
@@ -255,7 +291,10 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
             name: [int(name not in scope.off)] * n["stage"]
             for name in ("reports_fills", "reports_updates", "live_scales", "carried_scales")
         },
-        "reduces": [int(scope.reduces)] * n["stage"],
+        "stage_at": [first for first, _ in scope.stages_of],
+        "tied_at": [last for _, last in scope.stages_of],
+        "reduce_at": [b if scope.ordered else -1 for b in range(n["bucket"])],
+        "ordered": [int(scope.ordered)],
     }
 
 
@@ -353,6 +392,38 @@ def standard_scopes() -> Mapping[str, Scope]:
             omit=("arena", "capture", "order", "reduction", "version"),
             wrong_arguments=False,
         ),
+        Scope(
+            "stage-buckets",
+            slots=(1,),
+            cells=(1,),
+            callers=2,
+            generation_max=1,
+            epochs=2,
+            buckets=((0, 0), (0, 0)),
+            ordered=True,
+            only=_REDUCE,
+            omit=("arena", "capture", "order", "version"),
+        ),
+        Scope(
+            "stages-tied",
+            slots=(1, 1),
+            cells=(1, 1),
+            callers=2,
+            generation_max=1,
+            buckets=((0, 1), (1, 1)),
+            only=_REDUCE,
+            omit=("arena", "capture", "order", "version"),
+        ),
+        Scope(
+            "domains-buckets",
+            slots=(1, 1),
+            cells=(1, 1),
+            domains=(0, 1),
+            generation_max=1,
+            reduces=True,
+            only=_REDUCE,
+            omit=("arena", "capture", "order", "version"),
+        ),
         Scope("stage-shared-pool", slots=(2,), cells=(2,), generation_max=1, shared_pool=True),
         Scope(
             "stage-declared",
@@ -383,6 +454,7 @@ def standard_scopes() -> Mapping[str, Scope]:
             slots=(2,),
             cells=(2,),
             generation_max=1,
+            reduces=True,
             reports=True,
             tape_scales="carried",
             omit=("arena", "capture", "completion", "reduction"),
@@ -392,6 +464,7 @@ def standard_scopes() -> Mapping[str, Scope]:
             slots=(1, 1),
             cells=(1, 1),
             generation_max=1,
+            reduces=True,
             tape_scales="live",
             omit=("arena", "capture", "completion", "reduction"),
         ),
@@ -401,6 +474,8 @@ def standard_scopes() -> Mapping[str, Scope]:
             cells=(1, 1),
             domains=(0, 1),
             generation_max=1,
+            reduces=True,
+            only=_NO_REDUCTION,
             omit=("arena", "capture", "order", "reduction", "version"),
         ),
     )

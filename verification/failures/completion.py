@@ -150,7 +150,7 @@ def gradients_read_under_their_reduction(h: History) -> None:
     h.update()
 
 
-ROWS.untold(
+@ROWS.enacted(
     "megatron-lm-3693",
     "NVIDIA/Megatron-LM#3693",
     state="fixed 2026-03",
@@ -159,10 +159,24 @@ ROWS.untold(
     "the gradients.",
     consequence="silent wrong numbers",
     fix="wait for the current stream",
-    kind="evidence",
-    why="A reduction has no link: no guard asks which stream it waited for.",
+    clause="completion.graph-to-caller",
+    at="start_reduction s0",
+    reports="the stream on which a reduction is enqueued",
 )
-ROWS.untold(
+def the_communication_stream_waited_for_another(h: History) -> None:
+    h.process(microbatches=1, reduces=True, callers=("main", "communication"))
+    h.refresh()
+    h.forward(0)
+    h.backward(0)
+    if h.legal:
+        h.await_replays("communication")
+    h.reduce(caller="communication")
+    h.finalize()
+    h.reduced(caller="main")
+    h.update()
+
+
+@ROWS.enacted(
     "deepspeed-7898",
     "deepspeedai/DeepSpeed#7898",
     state="fixed 2026-03",
@@ -170,9 +184,25 @@ ROWS.untold(
     cause="The reduction's stream waited for the default stream while autograd used another.",
     consequence="NaN in a random layer and rank",
     fix="wait for the current stream",
-    kind="evidence",
-    why="A reduction has no link: no guard asks which stream it waited for.",
+    clause="completion.graph-to-caller",
+    at="start_reduction s0",
+    reports="the stream on which a reduction is enqueued",
 )
+def the_reductions_stream_waited_before_the_last_wgrad(h: History) -> None:
+    # What the default stream had seen when the reduction's stream waited for it: one dW too few.
+    h.process(reduces=True, callers=("main", "reduction"))
+    h.refresh()
+    h.forward(0)
+    h.backward(0)
+    h.await_replays("reduction")
+    h.forward(1)
+    h.backward(1)
+    if h.legal:
+        h.await_replays("reduction")
+    h.reduce(caller="reduction")
+    h.finalize()
+    h.reduced(caller="main")
+    h.update()
 
 
 @ROWS.enacted(

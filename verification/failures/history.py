@@ -99,7 +99,9 @@ class History:
             callers: Names of the calling streams.
             options: For ``Contract`` where it has such an option, else for the one stage.
         """
-        of_contract = {k: options.pop(k) for k in ("capture_order", "declared") if k in options}
+        of_contract = {
+            k: options.pop(k) for k in ("capture_order", "declared", "reductions") if k in options
+        }
         if not stages:
             stages = (stage(0, **options),)
         self.steps.append(
@@ -331,13 +333,36 @@ class History:
         link = self._link(stage, "main")
         self.step(f"s{stage}", lambda: self.contract.finalize(stage, link), "finalize")
 
-    def reduce(self, stage: int = 0) -> None:
-        """Start the data-parallel reduction of a stage."""
-        self.step(f"s{stage}", lambda: self.contract.start_reduction(stage), "reduce")
+    def await_replays(self, caller: Hashable, stage: int = 0) -> None:
+        """A stream waits for all that was replayed on the stage's graph stream."""
+        link = self._link(stage, caller)
+        self.step(f"{caller} waits", lambda: self.contract.wait(link), f"for s{stage}")
 
-    def reduced(self, stage: int = 0) -> None:
-        """Await that reduction."""
-        self.step(f"s{stage}", lambda: self.contract.finish_reduction(stage), "await the reduction")
+    def reduce(self, bucket: int | str = 0, *, caller: Hashable | None = None) -> None:
+        """
+        Start the data-parallel reduction of a bucket.
+
+        Args:
+            bucket: The bucket; a stage's index where it has only one.
+            caller: The stream that it is enqueued on; by default the one that reads the gradients.
+        """
+        link = None if caller is None else self._link(0, caller)
+        detail = "" if caller is None else f"on {caller}"
+        self.step(
+            _of(bucket),
+            lambda: self.contract.start_reduction(bucket, link),
+            f"reduce {detail}".strip(),
+        )
+
+    def reduced(self, bucket: int | str = 0, *, caller: Hashable | None = None) -> None:
+        """A stream waits for that reduction; by default the one that reads the gradients."""
+        link = None if caller is None else self._link(0, caller)
+        detail = "" if caller is None else f"by {caller}"
+        self.step(
+            _of(bucket),
+            lambda: self.contract.finish_reduction(bucket, link),
+            f"await the reduction {detail}".strip(),
+        )
 
     def update(self) -> None:
         """Run the optimizer: commit the epoch."""
@@ -492,6 +517,11 @@ def _where(destinations: tuple[Destination, ...]) -> str:
 
 def _after(token: int | None) -> str:
     return "" if token is None else f"after {token} scaling updates"
+
+
+def _of(bucket: int | str) -> str:
+    """Name a bucket as a place; one with a number is a stage's only one."""
+    return f"s{bucket}" if isinstance(bucket, int) else f"bucket {bucket}"
 
 
 def _not(joined: bool | None) -> str:

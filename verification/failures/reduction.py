@@ -4,6 +4,8 @@ Failures of reductions: too early, never, twice, or in another order on another 
 
 from __future__ import annotations
 
+from qeffect import Bucket
+
 from .history import History
 from .model import Rows
 
@@ -20,7 +22,7 @@ ROWS = Rows("reduction")
     "made the gradient.",
     consequence="silent wrong numbers: old gradients are reduced",
     fix="fire the hooks when the deferred wgrad runs",
-    clause="reduction.before-final",
+    clause="reduction.incomplete",
     at="start_reduction s0",
 )
 def reduced_before_the_deferred_wgrad(h: History) -> None:
@@ -60,17 +62,35 @@ def never_reduced_under_graphs(h: History) -> None:
     h.update()
 
 
-ROWS.untold(
+@ROWS.enacted(
     "megatron-lm-5273",
     "NVIDIA/Megatron-LM#5273",
     state="fixed 2026-06",
     what="hooks of fused attention weights with delayed wgrad",
     cause="The hooks of the fused weights were not run, so that these alone were not reduced.",
+    guessed="that the fused weights are a bucket of their own",
     consequence="silent wrong numbers",
     fix="run them",
-    kind="evidence",
-    why="Some parameters of a stage; reductions are of whole stages.",
+    clause="reduction.missing",
+    at="commit_epoch e0",
 )
+def fused_weights_never_reduced(h: History) -> None:
+    h.process(
+        microbatches=1,
+        matrices=("plain", "fused"),
+        reduces=True,
+        buckets=(Bucket("plain", ("plain",)), Bucket("fused", ("fused",))),
+    )
+    h.refresh()
+    h.forward(0)
+    h.backward(0)
+    h.finalize()
+    h.reduce("plain")
+    h.reduced("plain")
+    if h.legal:
+        h.reduce("fused")
+        h.reduced("fused")
+    h.update()
 
 
 @ROWS.enacted(
@@ -109,7 +129,7 @@ def hooks_that_a_split_backward_never_runs(h: History) -> None:
     "number of microbatches; a split backward makes two calls for each.",
     consequence="gradients synchronised at the wrong backward",
     fix="count both halves",
-    clause="reduction.before-final",
+    clause="reduction.incomplete",
     at="start_reduction s0",
 )
 def a_half_taken_for_the_last_backward(h: History) -> None:
@@ -174,18 +194,38 @@ def one_gradient_added_twice(h: History) -> None:
     h.end()
 
 
-ROWS.untold(
+@ROWS.enacted(
     "megatron-lm-4500",
     "NVIDIA/Megatron-LM#4500",
     state="fixed 2026-05",
     what="partial graphs with an expert router",
     cause="The router's weight lost its edge in autograd, so that its reduction hook never ran.",
+    guessed="that the router's weight is a bucket of its own",
     consequence="silent wrong numbers",
     fix="bind the live output again",
-    kind="evidence",
-    why="One parameter of a stage; reductions are of whole stages.",
+    clause="reduction.missing",
+    at="commit_epoch e0",
 )
-ROWS.untold(
+def one_weight_whose_hook_never_ran(h: History) -> None:
+    h.process(
+        microbatches=1,
+        matrices=("experts", "router"),
+        reduces=True,
+        buckets=(Bucket("experts", ("experts",)), Bucket("router", ("router",))),
+    )
+    h.refresh()
+    h.forward(0)
+    h.backward(0)
+    h.finalize()
+    h.reduce("experts")
+    h.reduced("experts")
+    if h.legal:
+        h.reduce("router")
+        h.reduced("router")
+    h.update()
+
+
+@ROWS.enacted(
     "megatron-lm-2218",
     "NVIDIA/Megatron-LM#2218",
     state="fixed 2025-11",
@@ -193,6 +233,24 @@ ROWS.untold(
     cause="Ranks of one group issue the collectives of their buckets in different orders.",
     consequence="a hang",
     fix="sort them by bucket",
-    kind="evidence",
-    why="No order of reductions is declared that a rank could be held to.",
+    clause="reduction.out-of-order",
+    at="start_reduction bucket second",
 )
+def buckets_reduced_as_they_come(h: History) -> None:
+    # One rank of the group; the order that the others keep is the declared one.
+    h.process(
+        microbatches=1,
+        matrices=("v", "w"),
+        reduces=True,
+        buckets=(Bucket("first", ("v",)), Bucket("second", ("w",))),
+        reductions=("first", "second"),
+    )
+    h.refresh()
+    h.forward(0)
+    h.backward(0)
+    h.finalize()
+    for bucket in ("first", "second") if h.legal else ("second", "first"):
+        h.reduce(bucket)
+    for bucket in ("first", "second"):
+        h.reduced(bucket)
+    h.update()

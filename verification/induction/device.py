@@ -3,7 +3,7 @@ What is always true of the device: of graph memory, of enqueued replays, and of 
 
 No replay overwrites what a live tape keeps in its pool. A caller that waited past a replay sees
 what it wrote, and device work that may be unfinished is undrained or its action still in flight.
-A stage's reduction is where the contract says, and of gradients that were final.
+A bucket's reduction is where the contract says, and of gradients that are whole.
 """
 
 from __future__ import annotations
@@ -157,17 +157,37 @@ def device(st: State, h: History, d: Index) -> Truth:
 # Reduction
 
 
-@HISTORY("reduction.stations", g="stage")
-def stations(st: State, h: History, g: Index) -> Truth:
-    """Each stage's reduction is where the contract says, and of gradients that were final."""
-    none, running, done = (h.reduction[g] == k for k in (NONE, RUNNING, DONE))
-    final, spoiled = st.final[g] == now(st, g), st.spoiled[g] == now(st, g)
+@HISTORY("reduction.stations", b="bucket")
+def stations(st: State, h: History, b: Index) -> Truth:
+    """Each bucket's reduction is where the contract says, and of gradients that are whole."""
+    none, running, done = (h.reduction[b] == k for k in (NONE, RUNNING, DONE))
+    s, t = st.stage_at[b], st.tied_at[b]
+    whole = (st.wgrads[s] == st.cells[s]) & (st.wgrads[t] == st.cells[t])
     return (
         (none | running | done)
-        & (running == (st.reducing[g] != 0))
-        & implies(none & final, st.unreduced[g] == st.reduces[g])
-        & implies(running, st.reduces[g] != 0)
-        & implies(done, st.unreduced[g] == 0)
-        & implies(done, st.reduces[g] != 0)
-        & (none | final | spoiled)
+        & (running == (st.reducing[b] != 0))
+        & (done == (st.reduced[b] == now(st, s)))
+        & (none | whole)
     )
+
+
+@HISTORY("reduction.counted")
+def counted(st: State, h: History) -> Truth:
+    """The reductions counted are those that were started."""
+    return st.started[0] == h.begun[0]
+
+
+@HISTORY("completion.one-consumer", g="stage")
+def one_consumer(st: State, h: History, g: Index) -> Truth:
+    """Whoever finalized a stage in this epoch is the consumer of its gradients."""
+    named = (st.named[g] == now(st, g)) & (st.consumer[g] == h.finalized_by[g])
+    return implies(st.final[g] == now(st, g), named)
+
+
+@HISTORY("completion.awaited-by-consumer", needs="reduction", b="bucket")
+def awaited_by_consumer(st: State, h: History, b: Index) -> Truth:
+    """Whoever waited for a bucket's reduction is the consumer of its stages' gradients."""
+    s, t, waiter = st.stage_at[b], st.tied_at[b], h.awaited_by[b]
+    named = (st.named[s] == now(st, s)) & (st.named[t] == now(st, t))
+    ours = named & (st.consumer[s] == waiter) & (st.consumer[t] == waiter)
+    return implies(h.reduction[b] == DONE, ours)

@@ -69,7 +69,19 @@ def final_is_whole(st: State, h: History, g: Index) -> Truth:
     return implies(st.final[g] == now(st, g), whole)
 
 
+@HISTORY("epoch.final-or-spoiled", g="stage")
+def final_or_spoiled(st: State, h: History, g: Index) -> Truth:
+    """A stage that was finalized is final, or was spoiled since."""
+    return (h.finals[g] == 0) | (st.final[g] == now(st, g)) | (st.spoiled[g] == now(st, g))
+
+
 # Arena
+
+
+@HISTORY("arena.written-is-held", c="cell")
+def written_is_held(st: State, h: History, c: Index) -> Truth:
+    """Where a cell's dW ran, its buffer holds gradients of the current epoch."""
+    return implies(h.ran_wgrad[c] != 0, h.content[st.buffer_of[c]] == h.weights[0])
 
 
 @HISTORY("arena.content", b="buffer")

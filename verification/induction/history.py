@@ -73,7 +73,13 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("stage", "lost", values="flag"),
     # The last epoch whose gradients a failure spoiled, or left half written.
     **_each("stage", "spoiled", "half_written", initial=NEVER),
-    **_each("stage", "reduction"),
+    # How often a stage was finalized since the weights last changed, and on which caller's link;
+    # a bucket's reduction of the epoch, on whose link it was awaited, and how many were started.
+    **_each("stage", "finals"),
+    **_each("stage", "finalized_by", values="link", initial=None),
+    **_each("bucket", "reduction"),
+    **_each("bucket", "awaited_by", values="link", initial=None),
+    **_each("one", "begun"),
     # Scaling updates since the last restore, and of this epoch; F, dI and refreshes in flight;
     # whether scaling state is broken, whether it was touched since the last commit and by whose F
     # or refresh; whether device work may be unfinished and on which slot or stage it began last.
@@ -544,25 +550,37 @@ def drain(st: State, h: History, domain: Any) -> None:
     h.device[domain] = 0
 
 
-def start_reduction(st: State, h: History, stage: Any) -> None:
-    h.reduction[stage] = RUNNING
+def finalize(st: State, h: History, stage: Any, link: Any) -> None:
+    h.finals[stage] = h.finals[stage] + 1
+    h.finalized_by[stage] = link
 
 
-def finish_reduction(st: State, h: History, stage: Any) -> None:
-    h.reduction[stage] = DONE
+def start_reduction(st: State, h: History, bucket: Any, link: Any) -> None:
+    """The caller's stream enqueues device work."""
+    h.reduction[bucket] = RUNNING
+    h.begun[0] = h.begun[0] + 1
+    h.device[st.domain_of[st.stage_at[bucket]]] = 1
 
 
-def fail_reduction(st: State, h: History, stage: Any) -> None:
-    h.reduction[stage] = NONE
-    h.spoiled[stage] = h.weights[0]
+def finish_reduction(st: State, h: History, bucket: Any, link: Any) -> None:
+    """The caller's stream waits for it."""
+    h.reduction[bucket] = DONE
+    h.awaited_by[bucket] = link
+
+
+def fail_reduction(st: State, h: History, bucket: Any) -> None:
+    h.reduction[bucket] = NONE
+    h.spoiled[st.stage_at[bucket]] = h.weights[0]
+    h.spoiled[st.tied_at[bucket]] = h.weights[0]
 
 
 def forget_epoch(st: State, h: History) -> None:
     """The weights are others now; what ran, ran for the old ones."""
     for count in (h.ran_forward, h.ran_dgrad, h.ran_wgrad, h.binds):
         st.fill(count, 0)
-    for count in (h.num_forwards, h.num_dgrads, h.num_wgrads, h.reduction):
+    for count in (h.num_forwards, h.num_dgrads, h.num_wgrads, h.finals, h.reduction):
         st.fill(count, 0)
+    h.begun[0] = 0
     st.fill(h.fill_of_epoch, NEVER)
     st.fill(h.updates_of_epoch, 0)
     st.fill(h.touched, 0)
@@ -638,6 +656,7 @@ ADVANCE: Final[Mapping[str, Callable[..., None]]] = {
         join,
         wait,
         drain,
+        finalize,
         start_reduction,
         finish_reduction,
         fail_reduction,

@@ -48,6 +48,13 @@ def held_is_live(st: State, s: Index) -> Truth:
     return implies(st.held[s] != 0, live(st, s))
 
 
+@MEMORY("ownership.held-by-consumer", s="slot")
+def held_by_consumer(st: State, s: Index) -> Truth:
+    """What is in flight on a retained tape is a consumer that it waits for."""
+    waits = awaits(st, s, DGRAD_BIT) | awaits(st, s, WGRAD_BIT)
+    return implies((st.held[s] != 0) & retained(st, s), waits)
+
+
 @MEMORY("ownership.forwarded-marks", s="slot")
 def forwarded_marks(st: State, s: Index) -> Truth:
     """A cell is marked as forwarded once its forward has been checked, not before."""
@@ -226,15 +233,8 @@ def gradients_behind_work(st: State, g: Index) -> Truth:
 # Reduction
 
 
-@MEMORY("reduction.of-final-gradients", g="stage")
-def of_final_gradients(st: State, g: Index) -> Truth:
-    """Only a finalized stage reduces, and only one that owes a reduction."""
-    final = st.final[g] == st.weight_epoch[g]
-    return implies(st.reducing[g] != 0, final & (st.unreduced[g] != 0))
-
-
-@MEMORY("reduction.owed-by-final", g="stage")
-def owed_by_final(st: State, g: Index) -> Truth:
-    """Only a stage that was finalized in this epoch owes a reduction."""
-    now = st.weight_epoch[g]
-    return implies(st.unreduced[g] != 0, (st.final[g] == now) | (st.spoiled[g] == now))
+@MEMORY("reduction.reduced-by-now", b="bucket")
+def reduced_by_now(st: State, b: Index) -> Truth:
+    """No bucket was reduced in an epoch to come, and none under way was in this one."""
+    now = st.weight_epoch[st.stage_at[b]]
+    return (st.reduced[b] <= now) & implies(st.reducing[b] != 0, st.reduced[b] != now)

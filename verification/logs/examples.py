@@ -33,6 +33,7 @@ UNREACHED: Final = frozenset(
         "persistence.live-tape",
         "persistence.mid-epoch",
         "epoch.not-final",
+        "version.left-out",
         "epoch.uncounted",
         "epoch.device-count",
         "epoch.device-order",

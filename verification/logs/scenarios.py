@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from qeffect import StageConfig
+from qeffect import Bucket, StageConfig
 from qeffect.schedule.tables import read_fixture
 
 from .driver import MATRICES, Driver, placed
@@ -81,8 +81,16 @@ def reductions_and_checkpoint() -> list[str]:
     """Two domains with data-parallel reductions: one fails and the epoch is rebuilt."""
     d = Driver(
         [
-            StageConfig(s, 1, 1, matrices=MATRICES, domain=name, reduces=True)
-            for s, name in enumerate(("a", "b"))
+            StageConfig(
+                0,
+                1,
+                1,
+                matrices=MATRICES,
+                domain="a",
+                reduces=True,
+                buckets=(Bucket(0, ("fc1",)), Bucket("later", ("fc2",))),
+            ),
+            StageConfig(1, 1, 1, matrices=MATRICES, domain="b", reduces=True),
         ],
         incarnation=0x5EED_0200,
     )
@@ -91,8 +99,9 @@ def reductions_and_checkpoint() -> list[str]:
         d.refresh(stage)
         d.whole(stage, 0)
         d.finalize(stage)
-        d.contract.start_reduction(stage)
-    d.contract.finish_reduction(0)
+    d.contract.start_reduction(0)
+    d.contract.fail_reduction(0)
+    d.contract.start_reduction(1)
     d.contract.fail_reduction(1)
     d.begin_again(start, 0x5EED_0201)
     tickets = [d.contract.check_refresh(stage, d.link(stage)) for stage in (0, 1)]
@@ -101,8 +110,9 @@ def reductions_and_checkpoint() -> list[str]:
     for stage in (0, 1):
         d.whole(stage, 0)
     d.finalize(0)
-    d.contract.start_reduction(0)
-    d.contract.finish_reduction(0)
+    for bucket in (0, "later"):
+        d.contract.start_reduction(bucket)
+        d.contract.finish_reduction(bucket)
     d.finalize(1)
     d.contract.start_reduction(1)
     d.contract.finish_reduction(1)
@@ -114,6 +124,45 @@ def reductions_and_checkpoint() -> list[str]:
     d.refresh(1)
     d.forward(1, 0)
     d.contract.drop(d.key(1, 0), d.ref(1, 0))
+    return d.log.close()
+
+
+def buckets() -> list[str]:
+    """Two stages that share a bucket, each with one of its own, reduced on another stream."""
+    stages = [
+        StageConfig(
+            stage,
+            1,
+            1,
+            matrices=MATRICES,
+            reduces=True,
+            buckets=(Bucket("tied", ("fc1",)), Bucket(name, ("fc2",))),
+        )
+        for stage, name in enumerate(("first", "last"))
+    ]
+    d = Driver(
+        stages,
+        incarnation=0x5EED_0A00,
+        callers=("main", "communication"),
+        reductions=("last", "tied", "first"),
+    )
+    main, communication = d.link(0), d.link(0, "communication")
+    for _ in range(2):
+        for stage, ready in ((1, ("last",)), (0, ("tied", "first"))):
+            d.refresh(stage)
+            d.whole(stage, 0)
+            d.contract.wait(communication)
+            for bucket in ready:
+                d.contract.start_reduction(bucket, communication)
+        d.contract.finish_reduction("last", main)
+        d.contract.wait(main)
+        for stage in (1, 0):
+            d.contract.finalize(stage, main)
+        for bucket in ("tied", "first"):
+            d.contract.finish_reduction(bucket, main)
+        d.contract.commit_epoch()
+    d.contract.drain()
+    d.contract.checkpoint()
     return d.log.close()
 
 
@@ -346,6 +395,7 @@ SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
         zbv_rank,
         aborts_and_restores,
         reductions_and_checkpoint,
+        buckets,
         readers,
         messages,
         shared_pool_in_declared_order,

@@ -61,8 +61,7 @@ def _plausible(world: World) -> Iterator[tuple[str, dict[str, Any]]]:
         ticket = {"stage": stage, "ticket": st.refreshing[stage]}
         yield "commit_refresh", {**ticket, "filled": st.matrices[stage], "fill_epoch": epoch}
         yield "abort_refresh", ticket
-        for name in ("invalidate", "start_reduction", "finish_reduction", "fail_reduction"):
-            yield name, {"stage": stage}
+        yield "invalidate", {"stage": stage}
         for slot in own:
             yield from _of_slot(world, slot, link)
     yield "commit_epoch", {"epoch": st.weight_epoch[world.setup.stages[0].stage]}
@@ -72,6 +71,11 @@ def _plausible(world: World) -> Iterator[tuple[str, dict[str, Any]]]:
     for link in range(len(st.submitted)):
         for name in ("submit", "join", "wait"):
             yield name, {"link": link}
+    for bucket, stage in enumerate(st.stage_at):
+        named = st.named[stage] == st.weight_epoch[stage]
+        link = st.consumer[stage] if named else list(st.domain_at).index(st.domain_of[stage])
+        for name in ("start_reduction", "finish_reduction", "fail_reduction"):
+            yield name, {"bucket": bucket, "link": link}
     for domain in range(len(st.token)):
         yield "drain", {"domain": domain}
 
@@ -138,6 +142,8 @@ def _others(world: World, base: Mapping[str, Any], name: str) -> Iterator[Any]:
         yield value - 1
     elif name == "ticket":
         yield from {0, st.serial[0], st.serial[0] + 1, *st.held, *st.refreshing} - {value}
+    elif name == "bucket":
+        yield from (bucket for bucket in range(len(st.stage_at)) if bucket != value)
     elif name == "link":
         yield from (link for link in range(len(st.submitted)) if link != value)
     elif name in ("refresh", "first"):

@@ -162,12 +162,12 @@ def _walk(process: Process, seed: int) -> Schedule:
     for _ in range(LENGTH):
         rehearsal.step(dice.getrandbits(64))
     if seed % 2 and any(config.reduces for config in process.stages):
-        stage = None
-        while stage is None:  # a reduction runs in each epoch that comes to its end
+        bucket = None
+        while bucket is None:  # a reduction runs in each epoch that comes to its end
             rehearsal.step(dice.getrandbits(64))
-            stages = rehearsal.world.stages.items()
-            stage = next((stage for stage, it in stages if it.reducing), None)
-        rehearsal.call(Call("fail_reduction", {"stage": stage}))
+            reductions = rehearsal.world.reductions.items()
+            bucket = next((bucket for bucket, it in reductions if it.running), None)
+        rehearsal.call(Call("fail_reduction", {"bucket": bucket}))
         rehearsal.step(dice.getrandbits(64))
     return rehearsal.schedule
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from qeffect.config import StageConfig
+from qeffect.config import Bucket, StageConfig
 from qeffect.destinations import Destination
 from qeffect.verification.concrete import Setup
 
@@ -26,8 +26,8 @@ def _placed(microbatches: int, base: int) -> tuple[Destination, ...]:
 _REPORTS: Final[Mapping[str, Any]] = {"reports_fills": True, "reports_updates": True}
 
 #: One stage; two stages of one domain with readers and reductions; two domains with two callers,
-#: destinations for each microbatch and a declared order; slots that share capture memory; a
-#: counter of generations that runs out.
+#: destinations for each microbatch; buckets in a declared order, one of two stages; a declared
+#: order; slots that share capture memory; a counter of generations that runs out.
 SETUPS: Final = (
     Setup("one stage", (StageConfig(0, 2, 2, matrices=("w",)),)),
     Setup(
@@ -64,6 +64,21 @@ SETUPS: Final = (
             ),
         ),
         {"callers": ("main", "side")},
+    ),
+    Setup(
+        "buckets",
+        (
+            StageConfig(
+                0,
+                1,
+                1,
+                matrices=("w", "v"),
+                reduces=True,
+                buckets=(Bucket("tied", ("w",)), Bucket("own", ("v",))),
+            ),
+            StageConfig(1, 1, 1, matrices=("w",), reduces=True, buckets=(Bucket("tied", ("w",)),)),
+        ),
+        {"callers": ("main", "side"), "reductions": ("own", "tied")},
     ),
     Setup(
         "declared order",

@@ -28,6 +28,7 @@ SCOPE: Mapping[str, int] = {
     "link": 1,
     "pool": 1,
     "buffer": 1,
+    "bucket": 1,
     "opaque": 2,
 }
 #: Transitions in a row.

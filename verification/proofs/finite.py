@@ -22,6 +22,7 @@ SCOPE: Final[Mapping[str, int]] = {
     "link": 2,
     "pool": 2,
     "buffer": 2,
+    "bucket": 2,
     "opaque": 2,
 }
 

@@ -31,7 +31,7 @@ ENDED: Final[Mapping[str, tuple[str, str]]] = {
     "abort_dgrad": ("held", "slot"),
     "abort_wgrad": ("held", "slot"),
     "abort_refresh": ("refreshing", "stage"),
-    "fail_reduction": ("reducing", "stage"),
+    "fail_reduction": ("reducing", "bucket"),
     "drain": ("undrained", "domain"),
 }
 

@@ -25,8 +25,10 @@ __all__ = ["KERNEL_SCOPES", "Matched", "Seen", "match", "seen"]
 
 #: Scopes in which epochs begin, are spoiled, reduced, committed and restored.
 KERNEL_SCOPES: Final = ("stage-epochs", "stage-readers")
-#: What counts as live: a tape, an action in flight, a reduction that runs or is due.
-_LIVE: Final = ("consumers", "refreshing", "busy", "reducing", "unreduced")
+#: What counts as live: a tape, an action in flight, a reduction that runs.
+_LIVE: Final = ("consumers", "refreshing", "busy", "reducing")
+#: The epochs in which stages were finalized and buckets reduced.
+_WHOLE: Final = ("final", "reduced")
 
 
 @frozen
@@ -77,7 +79,12 @@ def seen(st: Any) -> Seen:
         epoch=epochs[0],
         live=any(any(_entries(getattr(st, name))) for name in _LIVE if hasattr(st, name)),
         spoiled=any(s == e for s, e in zip(_entries(st.spoiled), epochs, strict=True)),
-        whole=all(f == e for f, e in zip(_entries(st.final), epochs, strict=True)),
+        whole=all(
+            epoch == epochs[0]
+            for name in _WHOLE
+            if hasattr(st, name)
+            for epoch in _entries(getattr(st, name))
+        ),
     )
 
 
@@ -98,7 +105,7 @@ def match(
         composed: Transitions to run; the scope's own by default. A test gives wrong ones.
     """
     scope = standard_scopes()[name] if scope is None else scope
-    walker = Walker(scope, composed, also=(*_LIVE, "spoiled", "final", "weight_epoch"))
+    walker = Walker(scope, composed, also=(*_LIVE, *_WHOLE, "spoiled", "weight_epoch"))
     states = explore(walker).parents
     counts: Counter[str] = Counter()
     for state in states:

@@ -26,6 +26,7 @@ ARGUMENTS: Mapping[str, str] = {
     "slot": "slot",
     "stage": "stage",
     "domain": "domain",
+    "bucket": "bucket",
     "link": "link",
     "token": "int",
     "ticket": "int",
@@ -52,7 +53,7 @@ ARGUMENTS: Mapping[str, str] = {
 #: The stage of every cell: what ``key.stage`` reads. Configured, and known to no transition.
 STAGE_OF = "stage_of"
 
-_INDEX_SORTS = ("slot", "cell", "stage", "domain", "link", "pool", "buffer", "opaque")
+_INDEX_SORTS = ("slot", "cell", "stage", "domain", "link", "pool", "buffer", "bucket", "opaque")
 _NULL = ("slot", "stage")  # sorts with a sentinel, written -1: NO_SLOT and NO_STAGE
 _MASK_BITS = 5
 
@@ -76,7 +77,8 @@ def flat_arguments(transition: str) -> dict[str, str]:
 @define(eq=False)
 class Encoding:
     """
-    One choice of Z3 sorts for slots, cells, stages, domains, links, pools, buffers and values.
+    One choice of Z3 sorts for slots, cells, stages, domains, links, pools, buffers, buckets and
+    values.
 
     ``Encoding.sorted()`` is unbounded: every index sort is uninterpreted, so that a proof holds
     for any number of its members. ``Encoding.finite(scope)`` gives each a few members and

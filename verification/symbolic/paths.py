@@ -178,7 +178,7 @@ def path_table(transitions: Transitions, encoding: Encoding | None = None) -> Pa
         encoding: What the sorts are; unbounded by default.
 
     >>> from qeffect.engine.stage import transitions
-    >>> [path.clause for path in path_table(transitions())["finish_reduction"]]
+    >>> [path.clause for path in path_table(transitions())["fail_reduction"]]
     ['reduction.not-started', None]
     """
     chosen = Encoding.sorted() if encoding is None else encoding

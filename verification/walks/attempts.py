@@ -21,6 +21,7 @@ from qeffect.verification.walks.proposals import (
     chooser,
     evidence,
     key_of,
+    reader_of,
     reports,
     shares_pool,
 )
@@ -284,11 +285,25 @@ def _wrong_reports(world: World, ticket: Ticket, told: dict[str, Any]) -> list[t
     return wrong
 
 
-def _of_stage(transition: str) -> Callable[[World, Pick], Call | None]:
-    def propose(world: World, pick: Pick) -> Call | None:
-        if transition.endswith("_reduction") and not world.uses("reduction"):
-            return None
+def _of_stage(transition: str) -> Callable[[World, Pick], Call]:
+    def propose(world: World, pick: Pick) -> Call:
         return Call(transition, {"stage": _any_stage(world, pick)})
+
+    return propose
+
+
+def _of_bucket(transition: str) -> Callable[[World, Pick], Call | None]:
+    def propose(world: World, pick: Pick) -> Call | None:
+        buckets = [*world.reductions]
+        if not buckets:
+            return None
+        bucket = buckets[pick(len(buckets))]
+        if "link" not in TRANSITIONS[transition]:
+            return Call(transition, {"bucket": bucket})
+        link = a_link(world, world.reductions[bucket].stages[0], pick)
+        if transition == "finish_reduction" and pick(2):
+            link = reader_of(world, bucket)
+        return _twisted(Call(transition, {"bucket": bucket, "link": link}), _links(world), pick)
 
     return propose
 
@@ -333,4 +348,5 @@ _ATTEMPTS: dict[str, Callable[[World, Pick], Call | None]] = {
     **{name: _visit(name) for name in TRANSITIONS if TRANSITIONS[name][:2] == ("key", "ref")},
     **{name: _ticketed(name) for name in TRANSITIONS if "ticket" in TRANSITIONS[name]},
     **{name: _of_stage(name) for name in TRANSITIONS if TRANSITIONS[name] == ("stage",)},
+    **{name: _of_bucket(name) for name in TRANSITIONS if TRANSITIONS[name][:1] == ("bucket",)},
 }

@@ -468,8 +468,6 @@ def _drop(world: World, key: TapeKey, ref: TapeRef) -> Findings:
         yield "ownership.unknown-slot"
         return
     yield from _reference(world, key, ref)
-    if _known(world, key) and world.stages[key.stage].reducing:
-        yield "reduction.in-flight"
 
 
 def _purge(world: World, epoch: int) -> Findings:
@@ -505,6 +503,8 @@ def _finalize(world: World, stage: int, link: int) -> Findings:
         yield "completion.wrong-stream"
     if world.links[link].waited < it.wrote:
         yield "completion.graph-to-caller"
+    if it.consumer not in (None, link):
+        yield "completion.wrong-consumer"
     if it.spoiled:
         yield "epoch.spoiled"
     if it.wgrads < whole:
@@ -513,18 +513,35 @@ def _finalize(world: World, stage: int, link: int) -> Findings:
         yield "epoch.already-final"
 
 
-def _start_reduction(world: World, stage: int) -> Findings:
-    it = world.stages[stage]
-    if not it.final:
-        yield "reduction.before-final"
-    if it.reducing:
+def _start_reduction(world: World, bucket: int | str, link: int) -> Findings:
+    it, stages = world.reductions[bucket], world.writers(bucket)
+    declared = world.process.reductions
+    if any(stage.spoiled for stage in stages):
+        yield "reduction.spoiled"
+    if any(stage.wgrads < len(stage.config.cells()) for stage in stages):
+        yield "reduction.incomplete"
+    if it.running:
         yield "reduction.in-flight"
-    if not it.owes_reduction:
+    if it.done:
         yield "reduction.duplicate"
+    if declared and declared[len(world.begun) :][:1] != (bucket,):
+        yield "reduction.out-of-order"
+    if world.links[link].domain != world.domain_of(it.stages[0]):
+        yield "completion.wrong-stream"
+    if any(world.links[link].waited < stage.wrote for stage in stages):
+        yield "completion.graph-to-caller"
 
 
-def _end_reduction(world: World, stage: int) -> Findings:
-    if not world.stages[stage].reducing:
+def _finish_reduction(world: World, bucket: int | str, link: int) -> Findings:
+    yield from _fail_reduction(world, bucket)
+    if world.links[link].domain != world.domain_of(world.reductions[bucket].stages[0]):
+        yield "completion.wrong-stream"
+    if any(stage.consumer not in (None, link) for stage in world.writers(bucket)):
+        yield "completion.wrong-consumer"
+
+
+def _fail_reduction(world: World, bucket: int | str) -> Findings:
+    if not world.reductions[bucket].running:
         yield "reduction.not-started"
 
 
@@ -536,14 +553,14 @@ def _commit_epoch(world: World, epoch: int) -> Findings:
         yield "version.in-flight"
     if any(domain.running for domain in world.domains):
         yield "order.in-flight"
-    if any(stage.reducing for stage in stages):
-        yield "reduction.in-flight"
-    if any(stage.owes_reduction for stage in stages):
-        yield "reduction.missing"
     if epoch != world.epoch:
         yield "epoch.wrong-epoch"
     if epoch != world.epoch or not all(stage.final for stage in stages):
         yield "epoch.not-final"
+    if any(reduction.running for reduction in world.reductions.values()):
+        yield "reduction.in-flight"
+    if not all(reduction.done for reduction in world.reductions.values()):
+        yield "reduction.missing"
 
 
 def _checkpoint(world: World) -> Findings:
@@ -562,7 +579,7 @@ def _checkpoint(world: World) -> Findings:
             yield "order.poisoned"
     if any(domain.device for domain in world.domains):
         yield "persistence.device-work"
-    if any(stage.reducing for stage in stages):
+    if any(reduction.running for reduction in world.reductions.values()):
         yield "persistence.reduction-in-flight"
     if any(stage.wgrads or (stage.forwards and world.uses("order")) for stage in stages):
         yield "persistence.mid-epoch"
@@ -580,7 +597,7 @@ def _restore(world: World, checkpoint: Any, incarnation: int, fresh: bool) -> Fi
             yield "order.in-flight"
         if any(domain.device for domain in world.domains):
             yield "persistence.device-work"
-        if any(stage.reducing for stage in world.stages.values()):
+        if any(reduction.running for reduction in world.reductions.values()):
             yield "reduction.in-flight"
         if incarnation == world.incarnation:
             yield "persistence.same-incarnation"
@@ -606,8 +623,8 @@ _RULES: Mapping[str, Callable[..., Findings]] = {
     "drain": _always,
     "finalize": _finalize,
     "start_reduction": _start_reduction,
-    "finish_reduction": _end_reduction,
-    "fail_reduction": _end_reduction,
+    "finish_reduction": _finish_reduction,
+    "fail_reduction": _fail_reduction,
     "commit_epoch": _commit_epoch,
     "checkpoint": _checkpoint,
     "restore": _restore,

@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import define, field
 
-from qeffect import Contract, Destination, StageConfig
+from qeffect import Bucket, Contract, Destination, StageConfig
 from qeffect.contract import Observer
 from qeffect.keys import Cell
 from qeffect.relations.constants import GENERATION_MAX
@@ -44,6 +44,7 @@ class Process:
     capture_order: tuple[Graph, ...] = ()
     declared: Mapping[Hashable, tuple[tuple[str, Cell], ...]] = field(factory=dict)
     generation_max: int = GENERATION_MAX
+    reductions: tuple[int | str, ...] = ()
 
     def contract(self, observer: Observer | None = None, **changes: Any) -> Contract:
         """Return a fresh contract of the process."""
@@ -54,6 +55,7 @@ class Process:
             "capture_order": self.capture_order,
             "declared": self.declared,
             "generation_max": self.generation_max,
+            "reductions": self.reductions,
         }
         return Contract(**{**arguments, **changes}, observer=observer)
 
@@ -175,6 +177,26 @@ PROCESSES: tuple[Process, ...] = (
         generation_max=1,
     ),
     Process("stages 3 and 7", [_stage(7, microbatches=2), _stage(3, blocks=2, slots=3, domain=1)]),
+    Process(
+        "buckets in a declared order",
+        [
+            _stage(
+                0,
+                microbatches=1,
+                reduces=True,
+                buckets=(Bucket("tied", ("w0",)), Bucket("first", ("w1",))),
+            ),
+            _stage(
+                1,
+                microbatches=1,
+                slots=1,
+                reduces=True,
+                buckets=(Bucket("tied", ("w1",)), Bucket("last", ("w0",))),
+            ),
+        ],
+        callers=("main", "communication"),
+        reductions=("last", "tied", "first"),
+    ),
     Process("two invocations", [_stage(microbatches=2, invocations=2, slots=4, reduces=True)]),
     Process(
         "no matrices",

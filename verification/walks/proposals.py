@@ -27,6 +27,7 @@ __all__ = [
     "evidence",
     "key_of",
     "progress",
+    "reader_of",
     "recover",
     "reports",
     "shares_pool",
@@ -93,6 +94,13 @@ def a_link(world: World, stage: int, pick: Pick = _first) -> int:
     domain = world.domain_of(stage)
     own = [index for index, link in enumerate(world.links) if link.domain == domain]
     return own[pick(len(own))]
+
+
+def reader_of(world: World, bucket: int | str) -> int:
+    """Return the link of the stream that reads a bucket's gradients, or may be named as it."""
+    stages = world.reductions[bucket].stages
+    named = [world.stages[stage].consumer for stage in stages]
+    return next((link for link in named if link is not None), a_link(world, stages[0]))
 
 
 def evidence(world: World, ticket: Ticket) -> tuple[str, ...]:
@@ -198,11 +206,14 @@ def _visits(world: World) -> Iterator[Call]:
 
 def _closings(world: World) -> Iterator[Call]:
     for stage in world.stages:
-        yield Call("finalize", {"stage": stage, "link": a_link(world, stage)})
-        if world.stages[stage].owes_reduction:
-            yield Call("start_reduction", {"stage": stage})
-        if world.stages[stage].reducing:
-            yield Call("finish_reduction", {"stage": stage})
+        consumer = world.stages[stage].consumer
+        link = a_link(world, stage) if consumer is None else consumer
+        yield Call("finalize", {"stage": stage, "link": link})
+    for bucket, it in world.reductions.items():
+        link = a_link(world, it.stages[0])
+        if not it.done:
+            yield Call("start_reduction", {"bucket": bucket, "link": link})
+        yield Call("finish_reduction", {"bucket": bucket, "link": reader_of(world, bucket)})
     yield Call("commit_epoch", {"epoch": world.epoch})
 
 
@@ -240,8 +251,7 @@ def _spelled_out(world: World, call: Call, pick: Pick) -> Call:
     """The same call, said in another of the ways in which it can be."""
     given = dict(call.arguments)
     if "link" in given:
-        stage = given["key"].stage if "key" in given else given["stage"]
-        given["link"] = a_link(world, stage, pick)
+        given["link"] = _another_link(world, call, pick)
     if "token" in given and pick(2):
         given["token"] = world.domain(given["key"].stage).updates
     if call.transition == "check_forward" and given["slot"] is None and pick(4) == 3:
@@ -252,6 +262,21 @@ def _spelled_out(world: World, call: Call, pick: Pick) -> Call:
     if "first" in given and pick(4) == 3:
         given["first"] = world.buffer(given["key"].cell) not in world.written
     return Call(call.transition, given)
+
+
+def _another_link(world: World, call: Call, pick: Pick) -> int:
+    """Return a link that the call may name: that of the gradients' reader, where it is known."""
+    given = call.arguments
+    if "bucket" in given:
+        stages = world.reductions[given["bucket"]].stages
+    else:
+        stages = (given["key"].stage if "key" in given else given["stage"],)
+    if call.transition in ("finalize", "finish_reduction"):
+        named = [world.stages[stage].consumer for stage in stages]
+        for link in named:
+            if link is not None:
+                return link
+    return a_link(world, stages[0], pick)
 
 
 def _carry_out(world: World, call: Call, pick: Pick) -> Plan:
@@ -348,7 +373,7 @@ def damage(world: World, pick: Pick) -> Plan | None:
     calls = [
         *(_abort(flight.ticket) for flight in world.flights.values()),
         *(Call("drop", {"key": key_of(slot), "ref": world.ref(slot)}) for slot in world.live()),
-        *(Call("fail_reduction", {"stage": stage}) for stage in world.stages),
+        *(Call("fail_reduction", {"bucket": bucket}) for bucket in world.reductions),
         Call("purge", {"epoch": world.epoch}),
         *(Call("invalidate", {"stage": stage}) for stage in world.stages),
     ]
@@ -363,8 +388,8 @@ def recover(world: World, pick: Pick, checkpoints: Sequence[Checkpoint], incarna
     if not fresh:
         for flight in list(world.flights.values()):
             yield _abort(flight.ticket) if pick(2) else _commit(world, flight.ticket)
-        for stage, it in world.stages.items():
-            if it.reducing:
-                yield Call("finish_reduction", {"stage": stage})
+        for bucket, it in world.reductions.items():
+            if it.running:
+                yield Call("fail_reduction", {"bucket": bucket})
         yield Call("drain")
     yield Call("restore", {"checkpoint": checkpoint, "incarnation": incarnation, "fresh": fresh})

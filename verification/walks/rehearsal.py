@@ -162,6 +162,7 @@ class Rehearsal(Walker):
                 process.capture_order,
                 tuple(process.declared.items()),
                 process.generation_max,
+                process.reductions,
             )
             return Checkpoint(world.epoch, configuration)
         if call.transition == "restore" and given["fresh"]:

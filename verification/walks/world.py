@@ -102,9 +102,17 @@ class Stage:
     wgrads: int = 0
     spoiled: bool = False
     final: bool = False
-    owes_reduction: bool = False
-    reducing: bool = False
+    consumer: int | None = None
     wrote: int = 0
+
+
+@define
+class Reduction:
+    """What became of a bucket since the weights were last updated."""
+
+    stages: tuple[int, ...]
+    running: bool = False
+    done: bool = False
 
 
 @define
@@ -192,6 +200,13 @@ class World:
             stage: FreeSlots(slot.index for slot in self.slots if slot.stage == stage)
             for stage in self.stages
         }
+        self.reductions: dict[int | str, Reduction] = {}
+        for config in self.process.stages:
+            for bucket in config.reductions():
+                known = self.reductions.get(bucket.name, Reduction(())).stages
+                self.reductions[bucket.name] = Reduction((*known, config.stage))
+        #: Buckets whose reduction started since the weights were last updated, in order.
+        self.begun: list[int | str] = []
         self.domains = [Domain() for _ in self.domain_names]
         self.pools = [Pool() for _ in range(max(self.pool_of) + 1)]
         self.links = [
@@ -213,7 +228,8 @@ class World:
         return not (
             self.flights
             or any(domain.poisoned or domain.refreshed is not None for domain in self.domains)
-            or any(stage.reducing or stage.spoiled for stage in self.stages.values())
+            or any(reduction.running for reduction in self.reductions.values())
+            or any(stage.spoiled for stage in self.stages.values())
         )
 
     def uses(self, relation: str) -> bool:
@@ -485,23 +501,36 @@ class World:
 
     def _finalize(self, _: Any, stage: int, link: int) -> None:
         self.stages[stage].final = True
-        self.stages[stage].owes_reduction = self.configs[stage].reduces
+        self.stages[stage].consumer = link
 
-    def _start_reduction(self, _: Any, stage: int) -> None:
-        self.stages[stage].reducing = True
+    def writers(self, bucket: int | str) -> list[Stage]:
+        """The stages that write a bucket."""
+        return [self.stages[stage] for stage in self.reductions[bucket].stages]
 
-    def _finish_reduction(self, _: Any, stage: int) -> None:
-        self.stages[stage].reducing = self.stages[stage].owes_reduction = False
+    def _start_reduction(self, _: Any, bucket: int | str, link: int) -> None:
+        self.reductions[bucket].running = True
+        self.begun.append(bucket)
+        self.domain(self.reductions[bucket].stages[0]).device = True
 
-    def _fail_reduction(self, _: Any, stage: int) -> None:
-        it = self.stages[stage]
-        it.reducing, it.final, it.spoiled = False, False, True
+    def _finish_reduction(self, _: Any, bucket: int | str, link: int) -> None:
+        it = self.reductions[bucket]
+        it.running, it.done = False, True
+        for stage in self.writers(bucket):
+            stage.consumer = link
+
+    def _fail_reduction(self, _: Any, bucket: int | str) -> None:
+        self.reductions[bucket].running = False
+        for stage in self.writers(bucket):
+            stage.final, stage.spoiled = False, True
 
     def _commit_epoch(self, _: Any, epoch: int) -> None:
         self.epoch += 1
         for stage in self.stages.values():
             stage.forwards = stage.dgrads = stage.wgrads = 0
-            stage.final = False
+            stage.final, stage.consumer = False, None
+        for reduction in self.reductions.values():
+            reduction.done = False
+        self.begun.clear()
         for domain in self.domains:
             domain.of_epoch = 0
         self.bound.clear()

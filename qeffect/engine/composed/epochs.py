@@ -17,7 +17,7 @@ def finalize(st, stage, link):
     After a stage's last dW: its gradients are whole.
 
     Guards: order, arena, completion, epoch.
-    Writes: reduction, epoch.
+    Writes: completion, epoch.
     """
     # order.finalize_guards
     d = st.domain_of[stage]
@@ -35,6 +35,8 @@ def finalize(st, stage, link):
         raise Refused("completion.wrong-stream")
     if st.waited[link] < st.landed[stage]:
         raise Refused("completion.graph-to-caller")
+    if st.named[stage] == st.weight_epoch[stage] and st.consumer[stage] != link:
+        raise Refused("completion.wrong-consumer")
     # epoch.finalize_guards
     if st.spoiled[stage] == st.weight_epoch[stage]:
         raise Refused("epoch.spoiled")
@@ -42,68 +44,103 @@ def finalize(st, stage, link):
         raise Refused("epoch.incomplete")
     if st.final[stage] == st.weight_epoch[stage]:
         raise Refused("epoch.already-final")
-    # reduction.finalize_writes
-    st.unreduced[stage] = st.reduces[stage]
+    # completion.finalize_writes
+    st.named[stage] = st.weight_epoch[stage]
+    st.consumer[stage] = link
     # epoch.finalize_writes
     st.final[stage] = st.weight_epoch[stage]
 
 
-def start_reduction(st, stage):
+def start_reduction(st, bucket, link):
     """
-    The stage's data-parallel reduction starts.
+    After the last dW of its stages: a bucket's reduction is enqueued behind a caller's work.
 
-    Guards: reduction.
-    Writes: reduction.
+    Guards: reduction, completion.
+    Writes: completion, reduction.
     """
-    # reduction.start_reduction_guards
-    if st.final[stage] != st.weight_epoch[stage]:
-        raise Refused("reduction.before-final")
-    if st.reducing[stage] != 0:
+    # reduction.start_reduction_before_completion_guards
+    s = st.stage_at[bucket]
+    t = st.tied_at[bucket]
+    if st.spoiled[s] == st.weight_epoch[s] or st.spoiled[t] == st.weight_epoch[t]:
+        raise Refused("reduction.spoiled")
+    if st.wgrads[s] != st.cells[s] or st.wgrads[t] != st.cells[t]:
+        raise Refused("reduction.incomplete")
+    if st.reducing[bucket] != 0:
         raise Refused("reduction.in-flight")
-    if st.unreduced[stage] == 0:
+    if st.reduced[bucket] == st.weight_epoch[s]:
         raise Refused("reduction.duplicate")
+    if st.ordered[0] != 0 and st.reduce_at[bucket] != st.started[0]:
+        raise Refused("reduction.out-of-order")
+    # completion.start_reduction_guards
+    d = st.domain_of[s]
+    if st.domain_at[link] != d:
+        raise Refused("completion.wrong-stream")
+    if st.waited[link] < st.landed[s] or st.waited[link] < st.landed[t]:
+        raise Refused("completion.graph-to-caller")
+    # completion.start_reduction_writes
+    st.undrained[d] = 1
     # reduction.start_reduction_writes
-    st.reducing[stage] = 1
+    st.reducing[bucket] = 1
+    st.started[0] = st.started[0] + 1
 
 
-def finish_reduction(st, stage):
+def finish_reduction(st, bucket, link):
     """
-    It finished.
+    The stream that will read the gradients, the caller's, waits for the reduction.
 
-    Guards: reduction.
-    Writes: reduction.
+    Guards: reduction, completion.
+    Writes: completion, reduction.
     """
-    # reduction.finish_reduction_guards
-    if st.reducing[stage] == 0:
+    # reduction.finish_reduction_before_completion_guards
+    if st.reducing[bucket] == 0:
         raise Refused("reduction.not-started")
+    # completion.finish_reduction_guards
+    s = st.stage_at[bucket]
+    t = st.tied_at[bucket]
+    d = st.domain_of[s]
+    if st.domain_at[link] != d:
+        raise Refused("completion.wrong-stream")
+    if st.named[s] == st.weight_epoch[s] and st.consumer[s] != link:
+        raise Refused("completion.wrong-consumer")
+    if st.named[t] == st.weight_epoch[t] and st.consumer[t] != link:
+        raise Refused("completion.wrong-consumer")
+    # completion.finish_reduction_writes
+    st.named[s] = st.weight_epoch[s]
+    st.named[t] = st.weight_epoch[t]
+    st.consumer[s] = link
+    st.consumer[t] = link
     # reduction.finish_reduction_writes
-    st.reducing[stage] = 0
-    st.unreduced[stage] = 0
+    st.reducing[bucket] = 0
+    st.reduced[bucket] = st.weight_epoch[s]
 
 
-def fail_reduction(st, stage):
+def fail_reduction(st, bucket):
     """
-    It failed: the epoch is spoiled.
+    It failed: the epoch of its stages is spoiled.
 
     Guards: reduction.
     Writes: reduction, epoch.
     """
     # reduction.fail_reduction_guards
-    if st.reducing[stage] == 0:
+    if st.reducing[bucket] == 0:
         raise Refused("reduction.not-started")
+    s = st.stage_at[bucket]
+    t = st.tied_at[bucket]
     # reduction.fail_reduction_writes
-    st.reducing[stage] = 0
+    st.reducing[bucket] = 0
     # epoch.fail_reduction_writes
-    st.spoiled[stage] = st.weight_epoch[stage]
-    st.final[stage] = NEVER
+    st.spoiled[s] = st.weight_epoch[s]
+    st.spoiled[t] = st.weight_epoch[t]
+    st.final[s] = NEVER
+    st.final[t] = NEVER
 
 
 def commit_epoch(st, epoch):
     """
     With the optimizer's update: every stage's next epoch.
 
-    Guards: ownership, version, order, reduction, epoch.
-    Writes: order, epoch.
+    Guards: ownership, version, order, epoch, reduction.
+    Writes: order, reduction, epoch.
     """
     # ownership.commit_epoch_guards
     if not st.every(st.consumers, 0):
@@ -114,20 +151,22 @@ def commit_epoch(st, epoch):
     # order.commit_epoch_guards
     if not st.every(st.busy, 0):
         raise Refused("order.in-flight")
-    # reduction.commit_epoch_guards
-    if not st.every(st.reducing, 0):
-        raise Refused("reduction.in-flight")
-    if not st.every(st.unreduced, 0):
-        raise Refused("reduction.missing")
     # epoch.commit_epoch_guards
     if not st.every(st.weight_epoch, epoch):
         raise Refused("epoch.wrong-epoch")
     if not st.every(st.final, epoch):
         raise Refused("epoch.not-final")
+    # reduction.commit_epoch_before_persistence_guards
+    if not st.every(st.reducing, 0):
+        raise Refused("reduction.in-flight")
+    if not st.every(st.reduced, epoch):
+        raise Refused("reduction.missing")
     # order.commit_epoch_writes
     st.fill(st.position, 0)
     st.fill(st.forwards, 0)
     st.fill(st.dgrads, 0)
+    # reduction.commit_epoch_writes
+    st.started[0] = 0
     # epoch.commit_epoch_writes
     st.fill(st.weight_epoch, epoch + 1)
     st.fill(st.wgrads, 0)

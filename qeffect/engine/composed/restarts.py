@@ -95,8 +95,10 @@ def restore(st, epoch, incarnation):
     st.fill(st.landed, 0)
     st.fill(st.vacated, 0)
     st.fill(st.ended_at, 0)
+    st.fill(st.named, NEVER)
     # reduction.restore_writes
-    st.fill(st.unreduced, 0)
+    st.fill(st.reduced, NEVER)
+    st.started[0] = 0
     # epoch.restore_writes
     st.fill(st.weight_epoch, epoch)
     st.fill(st.wgrads, 0)

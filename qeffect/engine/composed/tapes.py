@@ -82,7 +82,7 @@ def drop(st, key, ref):
     """
     Abort one tape; purge drops every tape of an epoch.
 
-    Guards: ownership, reduction.
+    Guards: ownership.
     Writes: ownership, capture, completion, epoch.
     """
     # ownership.drop_guards
@@ -98,12 +98,9 @@ def drop(st, key, ref):
         raise Refused("ownership.wrong-key")
     if st.held[slot] != 0:
         raise Refused("ownership.in-flight")
-    # reduction.drop_guards
-    s = key.stage
-    if st.reducing[s] != 0:
-        raise Refused("reduction.in-flight")
     moving = st.moving[slot]
     p = st.pool_of[slot]
+    s = key.stage
     d = st.domain_of[s]
     # ownership.drop_writes
     st.slot_of[st.cell_at[slot]] = NO_SLOT
