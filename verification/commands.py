@@ -34,6 +34,8 @@ SCOPES = (
     "stage-tickets",
     "stage-readers",
     "domains-readers",
+    "stage-messages",
+    "domains-messages",
     "stage-shared-pool",
     "stage-declared",
     "stages-two",
