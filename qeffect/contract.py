@@ -34,6 +34,11 @@ from .tickets import ABORTS, COMMITS, Fills, Ticket, issue
 
 __all__ = ["Contract", "Observer", "Ticket"]
 
+#: The link that an action calls on unless told otherwise; whatever else it is given is looked at.
+_FIRST: Final = 0
+
+_new = object.__new__
+
 
 class Contract:
     """
@@ -110,16 +115,16 @@ class Contract:
         self._runner = Runner(
             laid.memory, self.transitions, Arguments(laid.cells, laid.slots, len(laid.links))
         )
+        self._counted: Counted | None = None
+        if counted:
+            own = {config.stage: config.domain for config in self.stages}
+            self._counted = Counted(own, laid.memory.slot_stage)
         self.observer = observer
         self._entered = False  # while a call is under way
         self._pool = Pool(laid.memory, laid.slots)
         self._tapes = Tapes(self._runner, self._pool)
         self._streams = Streams(self._runner, tuple(callers), laid.domains, laid.links)
         self._epochs = Epochs(self._runner, self.stages[0].stage)
-        self._counted: Counted | None = None
-        if counted:
-            own = {config.stage: config.domain for config in self.stages}
-            self._counted = Counted(own, laid.memory.slot_stage)
         self._restarts = Restarts(self._runner, self._pool, self._epochs, self._counted)
         self.memory.incarnation[0] = secrets.randbits(64)
         self.memory.fill(self.memory.weight_epoch, epoch)
@@ -128,7 +133,6 @@ class Contract:
         self._enter = self._streams.enter
         self._arguments = self._runner.arguments
         self._free, self._reserved = self._pool.free, self._pool.reserved
-        self._num_slots = len(self.memory.consumers)
         t = self.transitions
         self._check_forward, self._commit_forward = t.check_forward, t.commit_forward
         self._check_dgrad, self._commit_dgrad = t.check_dgrad, t.commit_dgrad
@@ -145,6 +149,7 @@ class Contract:
     @observer.setter
     def observer(self, observer: Observer | None) -> None:
         self._observer = self._runner.observer = observer
+        self._heard = observer is not None or self._counted is not None
 
     @property
     def configuration(self) -> Configuration:
@@ -292,7 +297,9 @@ class Contract:
             taken = None
             try:
                 refreshes = 1 if refresh else 0
-                if key.__class__ is not TapeKey or link.__class__ is not int or link < 0:
+                if type(key) is not TapeKey:
+                    raise IndexError(key)
+                if link is not _FIRST and (type(link) is not int or link < 0):
                     raise IndexError(link)
                 if slot is None:
                     free = self._free[key.stage]
@@ -302,11 +309,11 @@ class Contract:
                         slot = taken = free.popitem()[0]
                     else:
                         slot = st.slot_of[key.cell]
-                elif slot.__class__ is not int or slot < 0 or key.cell not in st.slot_of:
+                elif type(slot) is not int or slot < 0 or key.cell not in st.slot_of:
                     raise IndexError(slot)
                 if token is None:
                     token = st.token[st.domain_of[key.stage]]
-                elif token.__class__ is not int:
+                elif type(token) is not int:
                     raise IndexError(token)
                 serial = self._check_forward(st, key, slot, token, link, refreshes)
             except FAILURES as error:
@@ -318,7 +325,14 @@ class Contract:
                 self._reserved.pop(key.cell, None)
             if self._observer is not None:
                 self._observer("check_forward", (key, slot, token, link, refreshes), serial)
-            return issue("F", key, slot, serial, st.incarnation[0], None)
+            ticket = _new(Ticket)  # as `issue` does, without its call
+            ticket.action = "F"
+            ticket.key = key
+            ticket.slot = slot
+            ticket.serial = serial
+            ticket.incarnation = st.incarnation[0]
+            ticket.ref = None
+            return ticket
         finally:
             self._entered = False
 
@@ -339,22 +353,25 @@ class Contract:
             try:
                 if token is None:
                     token = st.token[st.domain_of[key.stage]]
-                elif token.__class__ is not int:
+                elif type(token) is not int:
                     raise IndexError(token)
-                if (
-                    key.__class__ is not TapeKey
-                    or ref.__class__ is not TapeRef
-                    or link.__class__ is not int
-                    or link < 0
-                    or not 0 <= ref.slot < self._num_slots
-                ):
-                    raise IndexError(ref)
+                if type(key) is not TapeKey or type(ref) is not TapeRef or ref.slot < 0:
+                    raise IndexError(ref)  # a slot beyond the last is no index of a column
+                if link is not _FIRST and (type(link) is not int or link < 0):
+                    raise IndexError(link)
                 serial = self._check_dgrad(st, key, ref, token, link)
             except FAILURES as error:
                 raise self._runner.failure(error, "check_dgrad", (key, ref, token, link)) from None
             if self._observer is not None:
                 self._observer("check_dgrad", (key, ref, token, link), serial)
-            return issue("dI", key, ref.slot, serial, ref.incarnation, ref)
+            ticket = _new(Ticket)
+            ticket.action = "dI"
+            ticket.key = key
+            ticket.slot = ref.slot
+            ticket.serial = serial
+            ticket.incarnation = ref.incarnation
+            ticket.ref = ref
+            return ticket
         finally:
             self._entered = False
 
@@ -386,14 +403,10 @@ class Contract:
         try:
             st = self.memory
             try:
-                if (
-                    key.__class__ is not TapeKey
-                    or ref.__class__ is not TapeRef
-                    or link.__class__ is not int
-                    or link < 0
-                    or not 0 <= ref.slot < self._num_slots
-                ):
-                    raise IndexError(ref)
+                if type(key) is not TapeKey or type(ref) is not TapeRef or ref.slot < 0:
+                    raise IndexError(ref)  # a slot beyond the last is no index of a column
+                if link is not _FIRST and (type(link) is not int or link < 0):
+                    raise IndexError(link)
                 if destination is None:
                     destination = st.destination_of[key.cell]
                 if first is None:
@@ -405,7 +418,14 @@ class Contract:
                 raise self._runner.failure(error, "check_wgrad", given) from None
             if self._observer is not None:
                 self._observer("check_wgrad", (key, ref, link, destination, overwrites), serial)
-            return issue("dW", key, ref.slot, serial, ref.incarnation, ref)
+            ticket = _new(Ticket)
+            ticket.action = "dW"
+            ticket.key = key
+            ticket.slot = ref.slot
+            ticket.serial = serial
+            ticket.incarnation = ref.incarnation
+            ticket.ref = ref
+            return ticket
         finally:
             self._entered = False
 
@@ -460,15 +480,14 @@ class Contract:
             ref = None
             try:
                 slot, serial, action = ticket.slot, ticket.serial, ticket.action
-                if slot < 0 or ticket.incarnation != st.incarnation[0]:
+                own = st.incarnation[0]
+                if slot < 0 or (ticket.incarnation is not own and ticket.incarnation != own):
                     raise IndexError(slot)
-                if updates.__class__ is not int or updates < 0:
-                    updates = NEVER
-                if scales.__class__ is not int or scales < 0:
-                    scales = NEVER
                 names, of = _NO_FILL
                 if filled is not None and self._reports_fills(action, slot):
                     names, of = _fills(filled, self._epochs.current)
+                if updates is None or type(updates) is not int or updates < 0:
+                    updates = NEVER
                 if action == "F":
                     self._commit_forward(st, slot, serial, names, of, updates)
                     ticket.ref = ref = reference(slot, st.generation[slot], ticket.incarnation)
@@ -479,6 +498,8 @@ class Contract:
                     if evidence is not st.matrices[stage]:
                         evidence = _names(evidence)
                     if action == "dI":
+                        if scales is None or type(scales) is not int or scales < 0:
+                            scales = NEVER
                         self._commit_dgrad(st, slot, serial, evidence, updates, scales)
                     elif action != "dW":
                         raise IndexError(action)
@@ -500,11 +521,12 @@ class Contract:
                 raise
             except UNUSABLE:
                 raise self._arguments.ticket("commit", ticket, self.incarnation) from None
-            if self._counted is not None:
-                self._counted.ran(action, slot)
-            if self._observer is not None:
-                given = _redeemed(ticket, names, of, evidence, updates, scales)
-                self._observer(COMMITS[action], given, None)
+            if self._heard:
+                if self._counted is not None:
+                    self._counted.ran(action, slot)
+                if self._observer is not None:
+                    given = _redeemed(ticket, names, of, evidence, updates, scales)
+                    self._observer(COMMITS[action], given, None)
             return ref
         finally:
             self._entered = False

@@ -68,20 +68,18 @@ class TestContextManagers:
         rig = Rig()
         contract = rig.contract
 
-        def elsewhere(*_: Any) -> None:
-            with (
-                pytest.raises(MemoryError, match="^mine$"),
-                block,
-            ):
-                raise MemoryError("mine")
-
         block = contract.forward(rig.key(0), refresh=True)
-        block.ticket = contract.check_forward(rig.key(0), refresh=True)
-        block.check = lambda: block.ticket  # type: ignore[method-assign]
+        block.__enter__()
+        error, left = MemoryError("mine"), []
+
+        def elsewhere(*_: Any) -> None:
+            left.append(block.__exit__(MemoryError, error, None))
+
         contract.observer = elsewhere
         contract.submit()
         contract.observer = None
 
+        assert left == [False]
         (ticket,) = contract.outstanding()
         contract.abort(ticket)
         assert contract.live() == {}

@@ -113,7 +113,7 @@ class TestCheckpoint:
     @pytest.mark.parametrize("wrong", [None, 3, ()])
     def test_of_no_configuration(self, wrong: Any) -> None:
         """What is no configuration is said to be none."""
-        with pytest.raises(TypeError, match="^the configuration of a checkpoint must be a Config"):
+        with pytest.raises(TypeError, match=r"^the configuration of a checkpoint must be a Config"):
             Checkpoint(0, wrong)
 
 
