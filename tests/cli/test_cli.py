@@ -201,7 +201,7 @@ class TestCheck:
         assert data["uncovered"]
         assert not data["failure"]
         assert first.startswith(f"too few schedules: never exercised: {data['uncovered'][0]}")
-        assert first.endswith("use --random 300 or more")
+        assert first.endswith("use --random 600 or more")
         assert "of what was exercised" in second
 
     def test_wrong_random_schedules(
