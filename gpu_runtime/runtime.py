@@ -23,6 +23,7 @@ from qeffect.engine.stage import OPTIONAL
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, StateDomain
 from qeffect.gpu_runtime.execute.actions import GuardedActions
 from qeffect.gpu_runtime.execute.eager import EagerExecutor, Executor, StageMemory
+from qeffect.gpu_runtime.execute.reports import StageReports
 from qeffect.gpu_runtime.execute.streams import Handoff, handoff_for
 from qeffect.gpu_runtime.memory.arena import Arena, Rule, by_matrix
 from qeffect.gpu_runtime.memory.counters import DeviceCounters
@@ -141,6 +142,7 @@ class Runtime:
             self.handoff,
             {caller: self.contract.link(caller) for caller in self.config.callers},
         )
+        self._restart_reports()
         self.handoff.synchronize()
         self._committed = Snapshot(tuple(live_state(self.domain).values()))
 
@@ -154,12 +156,14 @@ class Runtime:
             arena = Arena.for_stage(
                 stage, self.config.rule, self.order.num_microbatches, self.config.dtype
             )
-            memories[index] = StageMemory.allocate(stage, self.plan, arena, first)
+            reports = StageReports.of(stage, self.relations, captured=self.config.captured)
+            memories[index] = StageMemory.allocate(stage, self.plan, arena, first, reports)
             first += self.plan.num_slots[index]
         return memories
 
     def _stage_config(self, memory: StageMemory) -> StageConfig:
         stage = memory.stage
+        reports = memory.reports.source
         return StageConfig(
             stage=stage.index,
             microbatches=self.order.num_microbatches,
@@ -169,8 +173,20 @@ class Runtime:
             sends_output=self.config.readers,
             sends_gradient=self.config.readers and any(s.differentiable for s in stage.inputs),
             reduces=self.reducer is not None and "reduction" in self.relations,
+            reports_fills=reports.filled is not None,
+            reports_updates=reports.updates is not None,
+            tape_scales=reports.tape_scales,
             pool=self.config.pool,
         )
+
+    def on_trust(self) -> dict[int, tuple[str, ...]]:
+        """
+        What each stage's backend does not report here, so that it is taken on trust.
+
+        Where graphs are replayed, that each did what its capture recorded, once, is taken on trust
+        as well unless `RuntimeConfig.device_counts` is set.
+        """
+        return {own.stage: own.on_trust() for own in self.contract.stages}
 
     def _declared(self) -> Mapping[Hashable, Sequence[tuple[str, Any]]] | None:
         if not self.config.declared or "order" not in self.relations:
@@ -377,7 +393,12 @@ class Runtime:
         self.contract.restore(Checkpoint(epoch, self.contract.configuration))
         self._count_from_zero()
 
+    def _restart_reports(self) -> None:
+        for memory in self.memories.values():
+            memory.reports.restart()
+
     def _count_from_zero(self) -> None:
+        self._restart_reports()
         if self.counters is not None:
             with self.handoff.scope():
                 self.counters.zero()

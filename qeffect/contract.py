@@ -34,6 +34,11 @@ from .tickets import ABORTS, COMMITS, Fills, Ticket, issue
 
 __all__ = ["Contract", "Observer", "Ticket"]
 
+#: The link that an action calls on unless told otherwise; whatever else it is given is looked at.
+_FIRST: Final = 0
+
+_new = object.__new__
+
 
 class Contract:
     """
@@ -110,17 +115,17 @@ class Contract:
         self._runner = Runner(
             laid.memory, self.transitions, Arguments(laid.cells, laid.slots, len(laid.links))
         )
+        self._counted: Counted | None = None
+        if counted:
+            own = {config.stage: config.domain for config in self.stages}
+            self._counted = Counted(own, laid.memory.slot_stage)
         self.observer = observer
         self._entered = False  # while a call is under way
         self._pool = Pool(laid.memory, laid.slots)
         self._tapes = Tapes(self._runner, self._pool)
         self._streams = Streams(self._runner, tuple(callers), laid.domains, laid.links)
         self._epochs = Epochs(self._runner, self.stages[0].stage)
-        self._restarts = Restarts(self._runner, self._pool, self._epochs)
-        self._counted: Counted | None = None
-        if counted:
-            own = {config.stage: config.domain for config in self.stages}
-            self._counted = Counted(own, laid.memory.slot_stage)
+        self._restarts = Restarts(self._runner, self._pool, self._epochs, self._counted)
         self.memory.incarnation[0] = secrets.randbits(64)
         self.memory.fill(self.memory.weight_epoch, epoch)
         # What F, dI and dW reach for, bound once: each look-up costs a guard's time.
@@ -128,7 +133,6 @@ class Contract:
         self._enter = self._streams.enter
         self._arguments = self._runner.arguments
         self._free, self._reserved = self._pool.free, self._pool.reserved
-        self._num_slots = len(self.memory.consumers)
         t = self.transitions
         self._check_forward, self._commit_forward = t.check_forward, t.commit_forward
         self._check_dgrad, self._commit_dgrad = t.check_dgrad, t.commit_dgrad
@@ -145,6 +149,7 @@ class Contract:
     @observer.setter
     def observer(self, observer: Observer | None) -> None:
         self._observer = self._runner.observer = observer
+        self._heard = observer is not None or self._counted is not None
 
     @property
     def configuration(self) -> Configuration:
@@ -164,7 +169,13 @@ class Contract:
         return int(self.memory.incarnation[0])
 
     def token(self, stage: int) -> int:
-        """The effect token of the stage's domain: F and dI committed in this incarnation."""
+        """
+        The effect token of the stage's domain: F and dI committed in this incarnation.
+
+        Raises:
+            TypeError, ValueError: No stage of this process.
+        """
+        self._arguments.stage("token", stage)
         return int(self.memory.token[self.memory.domain_of[stage]])
 
     def link(self, caller: Hashable = "main", domain: Hashable | None = None) -> int:
@@ -179,12 +190,16 @@ class Contract:
         """
         The reference that names a key's live tape; None where the key owns no slot.
 
+        Raises:
+            TypeError: What was given is no key.
+
         >>> contract = Contract([StageConfig(0, microbatches=2, slots=1)])
         >>> contract.reserve(TapeKey(epoch=0, stage=0, microbatch=0)).slot
         0
         >>> contract.reference(TapeKey(epoch=0, stage=0, microbatch=1)) is None
         True
         """
+        self._arguments.tape_key("reference", key)
         return self._tapes.reference(key)
 
     def outstanding(self) -> tuple[Ticket, ...]:
@@ -205,7 +220,13 @@ class Contract:
         return self._tapes.outstanding()
 
     def first_writer(self, key: TapeKey) -> bool:
-        """Whether the key's dW would be the first write of its buffer in this epoch."""
+        """
+        Whether the key's dW would be the first write of its buffer in this epoch.
+
+        Raises:
+            TypeError, ValueError: What was given is no key, or none of this process.
+        """
+        self._arguments.of_process("first_writer", key)
         st = self.memory
         return bool(st.opened[st.buffer_of[key.cell]] != key.epoch)
 
@@ -276,7 +297,9 @@ class Contract:
             taken = None
             try:
                 refreshes = 1 if refresh else 0
-                if key.__class__ is not TapeKey or link.__class__ is not int or link < 0:
+                if type(key) is not TapeKey:
+                    raise IndexError(key)
+                if link is not _FIRST and (type(link) is not int or link < 0):
                     raise IndexError(link)
                 if slot is None:
                     free = self._free[key.stage]
@@ -286,11 +309,11 @@ class Contract:
                         slot = taken = free.popitem()[0]
                     else:
                         slot = st.slot_of[key.cell]
-                elif slot.__class__ is not int or slot < 0 or key.cell not in st.slot_of:
+                elif type(slot) is not int or slot < 0 or key.cell not in st.slot_of:
                     raise IndexError(slot)
                 if token is None:
                     token = st.token[st.domain_of[key.stage]]
-                elif token.__class__ is not int:
+                elif type(token) is not int:
                     raise IndexError(token)
                 serial = self._check_forward(st, key, slot, token, link, refreshes)
             except FAILURES as error:
@@ -302,7 +325,14 @@ class Contract:
                 self._reserved.pop(key.cell, None)
             if self._observer is not None:
                 self._observer("check_forward", (key, slot, token, link, refreshes), serial)
-            return issue("F", key, slot, serial, st.incarnation[0], None)
+            ticket = _new(Ticket)  # as `issue` does, without its call
+            ticket.action = "F"
+            ticket.key = key
+            ticket.slot = slot
+            ticket.serial = serial
+            ticket.incarnation = st.incarnation[0]
+            ticket.ref = None
+            return ticket
         finally:
             self._entered = False
 
@@ -323,22 +353,25 @@ class Contract:
             try:
                 if token is None:
                     token = st.token[st.domain_of[key.stage]]
-                elif token.__class__ is not int:
+                elif type(token) is not int:
                     raise IndexError(token)
-                if (
-                    key.__class__ is not TapeKey
-                    or ref.__class__ is not TapeRef
-                    or link.__class__ is not int
-                    or link < 0
-                    or not 0 <= ref.slot < self._num_slots
-                ):
-                    raise IndexError(ref)
+                if type(key) is not TapeKey or type(ref) is not TapeRef or ref.slot < 0:
+                    raise IndexError(ref)  # a slot beyond the last is no index of a column
+                if link is not _FIRST and (type(link) is not int or link < 0):
+                    raise IndexError(link)
                 serial = self._check_dgrad(st, key, ref, token, link)
             except FAILURES as error:
                 raise self._runner.failure(error, "check_dgrad", (key, ref, token, link)) from None
             if self._observer is not None:
                 self._observer("check_dgrad", (key, ref, token, link), serial)
-            return issue("dI", key, ref.slot, serial, ref.incarnation, ref)
+            ticket = _new(Ticket)
+            ticket.action = "dI"
+            ticket.key = key
+            ticket.slot = ref.slot
+            ticket.serial = serial
+            ticket.incarnation = ref.incarnation
+            ticket.ref = ref
+            return ticket
         finally:
             self._entered = False
 
@@ -370,14 +403,10 @@ class Contract:
         try:
             st = self.memory
             try:
-                if (
-                    key.__class__ is not TapeKey
-                    or ref.__class__ is not TapeRef
-                    or link.__class__ is not int
-                    or link < 0
-                    or not 0 <= ref.slot < self._num_slots
-                ):
-                    raise IndexError(ref)
+                if type(key) is not TapeKey or type(ref) is not TapeRef or ref.slot < 0:
+                    raise IndexError(ref)  # a slot beyond the last is no index of a column
+                if link is not _FIRST and (type(link) is not int or link < 0):
+                    raise IndexError(link)
                 if destination is None:
                     destination = st.destination_of[key.cell]
                 if first is None:
@@ -389,7 +418,14 @@ class Contract:
                 raise self._runner.failure(error, "check_wgrad", given) from None
             if self._observer is not None:
                 self._observer("check_wgrad", (key, ref, link, destination, overwrites), serial)
-            return issue("dW", key, ref.slot, serial, ref.incarnation, ref)
+            ticket = _new(Ticket)
+            ticket.action = "dW"
+            ticket.key = key
+            ticket.slot = ref.slot
+            ticket.serial = serial
+            ticket.incarnation = ref.incarnation
+            ticket.ref = ref
+            return ticket
         finally:
             self._entered = False
 
@@ -444,15 +480,14 @@ class Contract:
             ref = None
             try:
                 slot, serial, action = ticket.slot, ticket.serial, ticket.action
-                if slot < 0 or ticket.incarnation != st.incarnation[0]:
+                own = st.incarnation[0]
+                if slot < 0 or (ticket.incarnation is not own and ticket.incarnation != own):
                     raise IndexError(slot)
-                if updates.__class__ is not int or updates < 0:
-                    updates = NEVER
-                if scales.__class__ is not int or scales < 0:
-                    scales = NEVER
                 names, of = _NO_FILL
                 if filled is not None and self._reports_fills(action, slot):
                     names, of = _fills(filled, self._epochs.current)
+                if updates is None or type(updates) is not int or updates < 0:
+                    updates = NEVER
                 if action == "F":
                     self._commit_forward(st, slot, serial, names, of, updates)
                     ticket.ref = ref = reference(slot, st.generation[slot], ticket.incarnation)
@@ -463,6 +498,8 @@ class Contract:
                     if evidence is not st.matrices[stage]:
                         evidence = _names(evidence)
                     if action == "dI":
+                        if scales is None or type(scales) is not int or scales < 0:
+                            scales = NEVER
                         self._commit_dgrad(st, slot, serial, evidence, updates, scales)
                     elif action != "dW":
                         raise IndexError(action)
@@ -477,15 +514,19 @@ class Contract:
                 given = _redeemed(ticket, names, of, evidence, updates, scales)
                 explain(refused, COMMITS[action], st, given)
                 if not refused.clause.endswith("unknown-ticket"):
-                    self._abort(ticket)
+                    try:
+                        self._abort(ticket)
+                    except Exception as unheard:  # the observer's: the abort has happened
+                        raise refused from unheard
                 raise
             except UNUSABLE:
                 raise self._arguments.ticket("commit", ticket, self.incarnation) from None
-            if self._counted is not None:
-                self._counted.ran(action, slot)
-            if self._observer is not None:
-                given = _redeemed(ticket, names, of, evidence, updates, scales)
-                self._observer(COMMITS[action], given, None)
+            if self._heard:
+                if self._counted is not None:
+                    self._counted.ran(action, slot)
+                if self._observer is not None:
+                    given = _redeemed(ticket, names, of, evidence, updates, scales)
+                    self._observer(COMMITS[action], given, None)
             return ref
         finally:
             self._entered = False
@@ -788,6 +829,7 @@ class Contract:
         """Tell that a reduction failed; the epoch can no longer commit."""
         self._epochs.reduction("fail_reduction", stage)
 
+    @alone
     def check_commit(
         self,
         epoch: int | None = None,
@@ -801,7 +843,7 @@ class Contract:
         of them moves its weights.
 
         Raises:
-            Refused: What `commit_epoch` would raise, with the same explanation.
+            Refused, TypeError, ValueError: What `commit_epoch` would raise, in the same words.
 
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
         >>> contract.check_commit()
@@ -810,8 +852,7 @@ class Contract:
         qeffect.refusals.Refused: epoch.not-final in commit_epoch: found ...
         """
         self._epochs.check_commit(epoch)
-        if (difference := self._difference(counted)) is not None:
-            raise difference
+        self._require_counts(counted)
 
     @alone
     def commit_epoch(
@@ -835,21 +876,24 @@ class Contract:
         Raises:
             Refused: Work is live or in flight, a stage is not final, or the device did not run
                 exactly what was committed: ``epoch.uncounted``, ``epoch.device-count`` or
-                ``epoch.device-order``.
+                ``epoch.device-order``. What a guard refuses is named first.
+            TypeError, ValueError: The epoch is no ``int``, or the counts are none of the
+                contract's domains and stages.
         """
-        if (difference := self._difference(counted)) is not None:
-            self._epochs.check_commit(epoch)  # what a guard refuses is named first
-            raise difference
+        if self._counted is not None or counted is not None:
+            self._epochs.check_commit(epoch)
+            self._require_counts(counted)
         return self._epochs.commit(epoch)
 
-    def _difference(self, counted: Mapping[Hashable, DeviceCounts] | None) -> Refused | None:
-        """Return why these counts do not let an epoch commit; None where they do."""
+    def _require_counts(self, counted: Mapping[Hashable, DeviceCounts] | None) -> None:
+        """Require that these counts let an epoch commit."""
         if self._counted is not None:
-            return self._counted.difference(counted)
-        if counted is not None:
+            if (difference := self._counted.difference(counted)) is not None:
+                raise difference
+        elif counted is not None:
             raise ValueError("counted: the contract was made without counted=True")
-        return None
 
+    @alone
     def check_checkpoint(self) -> None:
         """
         Ask whether `checkpoint` would be accepted now; nothing changes and nothing is logged.
@@ -890,8 +934,6 @@ class Contract:
             TypeError, ValueError: No checkpoint, or an incarnation outside 64 bits.
         """
         self._restarts.restore(self.configuration, checkpoint, incarnation=incarnation)
-        if self._counted is not None:
-            self._counted.reset()
 
 
 def _names(evidence: Iterable[str]) -> tuple[Any, ...]:
@@ -915,21 +957,26 @@ def _names(evidence: Iterable[str]) -> tuple[Any, ...]:
 #: The evidence of an action that filled no cache, or whose backend cannot say.
 _NO_FILL: Final = ((), NEVER)
 
+#: Stands for what was filled from no epoch that can be read; neither `NEVER` nor any epoch.
+_UNREADABLE: Final = NEVER - 1
+
 
 def _fills(filled: Fills, epoch: int) -> tuple[tuple[Any, ...], int]:
     """
     Return the matrices that were filled, sorted, and the weight epoch that they were filled from.
 
-    Where not all are from the given epoch, the first other one stands for all. Anything but
-    epochs of matrices is evidence of nothing.
+    Where not all are from the given epoch, the first other one stands for all. A report that
+    cannot be read is of an epoch that is none: something was filled, and nobody knows from what.
     """
     try:
         pairs = list(filled.items() if isinstance(filled, Mapping) else filled)
+        if not pairs:
+            return _NO_FILL
         of = next((e for _, e in pairs if e.__class__ is not int or e != epoch), epoch)
-        known = pairs and of.__class__ is int and of >= 0
-        return _names([name for name, _ in pairs]), of if known else NEVER
+        known = of.__class__ is int and of >= 0
+        return _names([name for name, _ in pairs]), of if known else _UNREADABLE
     except Exception:  # the caller's iterable may raise anything; the action has failed
-        return _NO_FILL
+        return (), _UNREADABLE
 
 
 def _redeemed(

@@ -35,6 +35,10 @@ RELATIONS = (
 """The kernel's relations by name; a backend lists those that it uses."""
 
 
+TAPE_SCALES = ("carried", "live")
+"""What dI can dequantize its tape with; see `Reports.tape_scales`."""
+
+
 class BackendError(RuntimeError):
     """A backend cannot do what was asked; the message says what is missing and what to do."""
 
@@ -162,6 +166,51 @@ class Tape:
         self.bound = None
 
 
+@attrs.frozen(eq=False, kw_only=True)
+class Reports:
+    """
+    What a stage's backend can say of its own effects, from the host alone: no device read.
+
+    What is left out is taken on trust (`qeffect.StageConfig.on_trust`).
+
+    Args:
+        filled: Names of the matrices whose cache, the one that F reads now, was filled since the
+            last call, each as often as it was.
+        updates: How often the domain's scaling state was updated so far, by any stage.
+        tape_scales: ``carried`` where a tape keeps the scales of its F and dI says in
+            `Dgrads.scales` which it used; ``live`` where dI reads what the domain has by then.
+        recorded: Whether what `filled` and `updates` say while an action is captured is true of
+            each replay of its graph. False where the device decides, by a flag in its memory for
+            one, whether a captured kernel does anything.
+
+    Raises:
+        ValueError: ``carried`` without `updates`, in which positions are counted.
+    """
+
+    filled: Callable[[], Sequence[str]] | None = None
+    updates: Callable[[], int] | None = None
+    tape_scales: str | None = attrs.field(
+        default=None, validator=attrs.validators.optional(attrs.validators.in_(TAPE_SCALES))
+    )
+    recorded: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        if self.tape_scales == "carried" and self.updates is None:
+            raise ValueError("tape_scales='carried' needs updates: positions are counted in them")
+
+    def captured(self) -> Reports:
+        """
+        What is left of it where graphs are replayed.
+
+        The host sees a capture and no replay. So what was recorded is reported where it holds for
+        every replay, and the position of a tape's scales never is.
+        """
+        live = "live" if self.tape_scales == "live" else None
+        if not self.recorded:
+            return Reports(tape_scales=live)
+        return Reports(filled=self.filled, updates=self.updates, tape_scales=live, recorded=True)
+
+
 @attrs.frozen(eq=False)
 class Dgrads:
     """
@@ -171,11 +220,14 @@ class Dgrads:
         inputs: One gradient for each differentiable input, in order; empty on a first stage.
         non_matrix: One for each of the stage's `non_matrix` parameters, in order.
         queued: The units whose work is now deferred.
+        scales: What `Reports.updates` said when the F ran whose scales dI used; None where the
+            backend does not report it, or used those of more than one.
     """
 
     inputs: tuple[Tensor, ...]
     non_matrix: tuple[Tensor, ...]
     queued: tuple[str, ...]
+    scales: int | None = None
 
 
 @attrs.frozen(eq=False)
@@ -274,6 +326,10 @@ class StageBackend(Protocol):
     @property
     def relations(self) -> frozenset[str]:
         """The kernel's relations that this backend uses; the others are left out."""
+
+    @property
+    def reports(self) -> Reports:
+        """What the stage says of its effects; `Reports()` for nothing, which is then trusted."""
 
     @property
     def survives_restart(self) -> frozenset[str]:

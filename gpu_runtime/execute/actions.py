@@ -22,6 +22,7 @@ from torch import Tensor
 from qeffect.contract import Contract, Ticket
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.execute.eager import Executor, StageMemory
+from qeffect.gpu_runtime.execute.reports import UNREPORTED, Effects
 from qeffect.gpu_runtime.execute.streams import Handoff
 from qeffect.gpu_runtime.memory.slots import Slot, fill
 from qeffect.gpu_runtime.plan.slots import WgradVariant
@@ -86,7 +87,8 @@ class GuardedActions:
         epoch, and the kernel is not asked.
 
         Raises:
-            Refused: A clause of version, order or completion.
+            Refused: A clause of version, order or completion; `version.fill-missing` when the
+                backend reports that not every cache was filled.
         """
         memory = self._memory(stage)
         contract, handoff, executor = self.contract, self.handoff, self.executor
@@ -96,7 +98,7 @@ class GuardedActions:
             contract.enter(link)
             ticket = contract.check_refresh(stage, link) if self._versioned else None
             try:
-                executor.refresh(memory)
+                effects = executor.refresh(memory)
                 if not executor.marks_tail:
                     handoff.record_tail()
             except BaseException:
@@ -104,7 +106,7 @@ class GuardedActions:
                     self._abort(ticket, None)
                 raise
             if ticket is not None:
-                contract.commit(ticket)
+                self._commit(ticket, None, (), effects)
         finally:
             handoff.cross_back(back)
         contract.wait(link)
@@ -157,7 +159,9 @@ class GuardedActions:
             The reference that dI, dW and readers must present with the key.
 
         Raises:
-            Refused: A clause of ownership, version, order, capture or completion.
+            Refused: A clause of ownership, version, order, capture or completion; at the end
+                `order.scaling-updates` or `version.fill-unasked` when the backend reports that F
+                updated scales not once, or filled caches.
             BackendError: The inputs are not what the stage takes; nothing was touched.
         """
         place = self._places.get(key.cell)
@@ -176,13 +180,13 @@ class GuardedActions:
             try:
                 if inputs is not None:
                     fill(slot.input_views, inputs)
-                executor.forward(memory, slot)
+                effects = executor.forward(memory, slot)
                 if not executor.marks_tail:
                     handoff.record_tail()
             except BaseException:
                 self._abort(ticket, slot)
                 raise
-            ref = contract.commit(ticket)
+            ref = self._commit(ticket, slot, (), effects)
         finally:
             handoff.cross_back(back)
         contract.wait(link)
@@ -210,7 +214,9 @@ class GuardedActions:
 
         Raises:
             Refused: A clause of ownership, version, order, arena, capture or completion, or
-                `ownership.work-not-queued` when the library deferred less than every matrix.
+                `ownership.work-not-queued` when the library deferred less than every matrix;
+                `order.scaling-updates` or `order.wrong-scales` when the backend reports that dI
+                updated scales not once, or used those of another F.
             BackendError: The gradients are not what the stage takes; nothing was touched.
         """
         place = self._places.get(key.cell)
@@ -229,13 +235,13 @@ class GuardedActions:
             try:
                 if output_gradients is not None:
                     fill(slot.output_gradients, output_gradients)
-                queued = executor.dgrad(memory, slot, memory.variants[key.microbatch])
+                queued, effects = executor.dgrad(memory, slot, memory.variants[key.microbatch])
                 if not executor.marks_tail:
                     handoff.record_tail()
             except BaseException:
                 self._abort(ticket, slot)
                 raise
-            self._commit(ticket, slot, queued)
+            self._commit(ticket, slot, queued, effects)
         finally:
             handoff.cross_back(back)
         contract.wait(link)
@@ -383,13 +389,26 @@ class GuardedActions:
         self.handoff.caller_waits()
         self.contract.wait(link)
 
-    def _commit(self, ticket: Ticket, slot: Slot, evidence: tuple[str, ...]) -> None:
-        """Tell the kernel what a dI or dW did; evidence that falls short fails the step."""
+    def _commit(
+        self,
+        ticket: Ticket,
+        slot: Slot | None,
+        evidence: tuple[str, ...],
+        effects: Effects = UNREPORTED,
+    ) -> TapeRef | None:
+        """Tell the kernel what an action did; evidence that falls short fails the step."""
+        names, updates, scales = effects
+        filled = None
+        if names:  # a cast reads the weights there and then: those of the current epoch
+            filled = [(name, self.contract.epoch) for name in names]
         try:
-            self.contract.commit(ticket, evidence)
+            return self.contract.commit(
+                ticket, evidence, filled=filled, updates=updates, scales=scales
+            )
         except BaseException:
             # The kernel aborts a ticket whose own evidence fails.
-            self._discard(ticket.key, slot)
+            if slot is not None:
+                self._discard(ticket.key, slot)
             self.abort_outstanding()
             raise
 

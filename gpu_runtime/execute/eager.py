@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import StageBackend, Wgrads, WgradUnit, matrices
+from qeffect.gpu_runtime.execute.reports import Effects, StageReports
 from qeffect.gpu_runtime.memory.arena import Arena
 from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.memory.slots import Slot, SlotTable
@@ -35,6 +36,7 @@ class StageMemory:
         arena: Its matrix-gradient destinations.
         slot_of: Index in the process's pool of the slot that each microbatch uses.
         variants: What the dW of each microbatch does.
+        reports: What its backend reports of its actions.
         sums: Sums of its non-matrix gradients over the microbatches, in dI order.
         all_units: Names of its units, in the order in which dI queues them.
         all_matrices: Names of its matrices, sorted; the kernel's own tuple once it has one.
@@ -45,6 +47,7 @@ class StageMemory:
     arena: Arena
     slot_of: Sequence[int]
     variants: Sequence[WgradVariant]
+    reports: StageReports = attrs.field(factory=StageReports)
     sums: list[Tensor] = attrs.field(init=False)
     all_units: tuple[str, ...] = attrs.field(init=False)
     all_matrices: tuple[str, ...] = attrs.field(init=False)
@@ -86,7 +89,14 @@ class StageMemory:
             total.fill_(-0.0)
 
     @classmethod
-    def allocate(cls, stage: StageBackend, plan: SlotPlan, arena: Arena, first: int) -> StageMemory:
+    def allocate(
+        cls,
+        stage: StageBackend,
+        plan: SlotPlan,
+        arena: Arena,
+        first: int,
+        reports: StageReports | None = None,
+    ) -> StageMemory:
         """
         Make a stage's slots as a plan has them.
 
@@ -95,6 +105,7 @@ class StageMemory:
             plan: The slot plan.
             arena: The stage's destinations.
             first: Index of its first slot in the process's pool.
+            reports: What its backend reports; None for nothing.
         """
         microbatches = range(plan.order.num_microbatches)
         return cls(
@@ -103,6 +114,7 @@ class StageMemory:
             arena,
             tuple(first + plan.slot_of[stage.index, m] for m in microbatches),
             tuple(plan.variant(stage.index, m, arena.rule) for m in microbatches),
+            reports or StageReports(),
         )
 
     def evidence(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -124,14 +136,16 @@ class Executor(Protocol):
     marks_tail: bool
     """Whether what it performs ends with the handoff's tail mark, as a captured graph does."""
 
-    def refresh(self, memory: StageMemory) -> None:
+    def refresh(self, memory: StageMemory) -> Effects:
         """Quantize the stage's weights into their caches and open its epoch."""
 
-    def forward(self, memory: StageMemory, slot: Slot) -> None:
+    def forward(self, memory: StageMemory, slot: Slot) -> Effects:
         """F from the slot's input buffers; leaves its outputs."""
 
-    def dgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
-        """dI from the slot's gradient buffers; returns the matrices whose work is queued."""
+    def dgrad(
+        self, memory: StageMemory, slot: Slot, variant: WgradVariant
+    ) -> tuple[tuple[str, ...], Effects]:
+        """dI from the slot's gradient buffers; also returns the matrices whose work is queued."""
 
     def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
         """dW into the variant's destination; returns the matrices it covered."""
@@ -154,20 +168,28 @@ class EagerExecutor:
         if self.counters is not None:
             self.counters.ran(action, place)
 
-    def refresh(self, memory: StageMemory) -> None:
+    def refresh(self, memory: StageMemory) -> Effects:
         """Refresh the cache, empty the sums."""
         memory.stage.refresh_cache()
         memory.open_epoch()
         self._count("refresh", memory.stage.index)
+        return Effects(memory.reports.take_filled())
 
-    def forward(self, memory: StageMemory, slot: Slot) -> None:
+    def forward(self, memory: StageMemory, slot: Slot) -> Effects:
         """F."""
+        reports = memory.reports
+        before = reports.updates()
         outputs = memory.stage.forward(slot.tape, slot.inputs)
         slot.outputs = tuple(output.detach() for output in outputs)
         self._count("F", slot.index)
+        return Effects(reports.take_filled(), reports.since(before))
 
-    def dgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
+    def dgrad(
+        self, memory: StageMemory, slot: Slot, variant: WgradVariant
+    ) -> tuple[tuple[str, ...], Effects]:
         """dI, with the destinations bound before it."""
+        reports = memory.reports
+        before = reports.updates()
         bound = memory.arena.buffers(variant.destination)
         memory.stage.bind(slot.tape, bound)
         result = memory.stage.dgrad(slot.tape, slot.output_gradients)
@@ -175,7 +197,8 @@ class EagerExecutor:
         slot.dgrads = result.inputs
         slot.non_matrix = result.non_matrix
         self._count("dI", slot.index)
-        return memory.evidence_of(result.queued)
+        effects = Effects(None, reports.since(before), reports.token(result.scales))
+        return memory.evidence_of(result.queued), effects
 
     def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
         """dW."""

@@ -24,6 +24,7 @@ import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StateDomain
 from qeffect.gpu_runtime.execute.eager import EagerExecutor, StageMemory
+from qeffect.gpu_runtime.execute.reports import UNREPORTED, Effects
 from qeffect.gpu_runtime.execute.streams import GraphStream, Handoff
 from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.memory.slots import Slot
@@ -38,7 +39,8 @@ class SlotGraphs:
     forward: torch.cuda.CUDAGraph
     dgrad: torch.cuda.CUDAGraph
     wgrad: dict[WgradVariant, torch.cuda.CUDAGraph]
-    queued: tuple[str, ...]
+    ran: Effects
+    queued: tuple[tuple[str, ...], Effects]
     covered: dict[WgradVariant, tuple[str, ...]]
     static: Slot
     wgrads: dict[WgradVariant, Mapping[str, torch.Tensor]]
@@ -112,7 +114,11 @@ class BakedAddresses:
 
 
 class GraphExecutor:
-    """Replays what was captured."""
+    """
+    Replays what was captured, and reports what each capture recorded.
+
+    That a graph was replayed, and once, is not in a report: the device's counters say that.
+    """
 
     marks_tail = True
 
@@ -122,9 +128,10 @@ class GraphExecutor:
         self.num_replays = 0
         self.slots: dict[int, SlotGraphs] = {}
         self.refreshes: dict[int, torch.cuda.CUDAGraph] = {}
+        self.refreshed: dict[int, Effects] = {}
         self.baked: dict[int, BakedAddresses] = {}
 
-    def refresh(self, memory: StageMemory) -> None:
+    def refresh(self, memory: StageMemory) -> Effects:
         """
         Look whether every captured address still holds, then refresh.
 
@@ -135,15 +142,19 @@ class GraphExecutor:
         self.num_replays += 1
         self.refreshes[memory.stage.index].replay()
         memory.stage.cache_was_refreshed()
+        return self.refreshed[memory.stage.index]
 
-    def forward(self, memory: StageMemory, slot: Slot) -> None:
+    def forward(self, memory: StageMemory, slot: Slot) -> Effects:
         """Replay F."""
         graphs = self.slots[slot.index]
         self.num_replays += 1
         graphs.forward.replay()
         slot.outputs = graphs.static.outputs
+        return graphs.ran
 
-    def dgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
+    def dgrad(
+        self, memory: StageMemory, slot: Slot, variant: WgradVariant
+    ) -> tuple[tuple[str, ...], Effects]:
         """Replay dI; what it queues was seen at capture and is the same each time."""
         graphs = self.slots[slot.index]
         self.num_replays += 1
@@ -218,7 +229,9 @@ def capture(
         recorder, eager = _Recorder(handoff, report), EagerExecutor(counters)
         for memory in memories.values():
             executor.refreshes[memory.stage.index] = recorder.record(
-                "refresh", torch.cuda.graph_pool_handle(), partial(eager.refresh, memory)
+                "refresh",
+                torch.cuda.graph_pool_handle(),
+                partial(_refresh, eager, memory, executor.refreshed),
             )
         build = _per_slot if shared_pool is None else _shared
         executor.slots = build(recorder, memories, plan, eager)
@@ -233,6 +246,10 @@ def capture(
     handoff.synchronize()
     domain.check_membership()
     return executor
+
+
+def _refresh(eager: EagerExecutor, memory: StageMemory, seen: dict[int, Effects]) -> None:
+    seen.setdefault(memory.stage.index, eager.refresh(memory))  # the capture's, not a stand-in's
 
 
 @contextmanager
@@ -310,7 +327,8 @@ class _SlotCapture:
         self.variants = plan.variants(memory.stage.index, local, memory.arena.rule)
         self.eager = eager
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
-        self.queued: tuple[str, ...] = ()
+        self.ran = UNREPORTED
+        self.queued: tuple[tuple[str, ...], Effects] = ((), UNREPORTED)
         self.covered: dict[WgradVariant, tuple[str, ...]] = {}
         self.wgrads: dict[WgradVariant, Mapping[str, torch.Tensor]] = {}
         self.wgrad: dict[WgradVariant, torch.cuda.CUDAGraph] = {}
@@ -318,9 +336,10 @@ class _SlotCapture:
         self.outputs: tuple[torch.Tensor, ...] = ()
 
     def capture_forward(self, pool: Any) -> None:
-        self.graphs["F"] = self.recorder.record(
-            "F", pool, lambda: self.eager.forward(self.memory, self.slot)
-        )
+        def act() -> None:
+            self.ran = self.eager.forward(self.memory, self.slot)
+
+        self.graphs["F"] = self.recorder.record("F", pool, act)
         self.outputs = self.slot.outputs
 
     def capture_dgrad(self, pool: Any) -> None:
@@ -346,6 +365,7 @@ class _SlotCapture:
             self.graphs["F"],
             self.graphs["dI"],
             self.wgrad,
+            self.ran,
             self.queued,
             self.covered,
             static,

@@ -38,9 +38,9 @@ def final_of(stages: list[Any], optimizer: Any) -> Recording:
     return recording
 
 
-def native_final() -> Recording:
+def native_final(history: int = 4) -> Recording:
     """The oracle: native full backward, never disturbed."""
-    stages = reference_stages(ORDER, 4, TINY)
+    stages = reference_stages(ORDER, history, TINY)
     optimizer = optimizer_for(stages, torch.bfloat16)
     rule = rule_for(ORDER, "accumulate")
     NativeRun(stages, ORDER, Workload(), rule, torch.bfloat16, optimizer).run(NUM_STEPS)

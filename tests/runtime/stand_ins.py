@@ -18,6 +18,7 @@ from torch import Tensor
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain
 from qeffect.gpu_runtime.execute import graphs as capture
 from qeffect.gpu_runtime.execute.eager import EagerExecutor, StageMemory
+from qeffect.gpu_runtime.execute.reports import Effects
 from qeffect.gpu_runtime.execute.streams import HostHandoff
 from qeffect.gpu_runtime.memory.slots import Slot
 
@@ -51,9 +52,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[StandInGraph]:
     place = InPlace()
     forward, dgrad = EagerExecutor.forward, EagerExecutor.dgrad
 
-    def static_forward(self: EagerExecutor, memory: StageMemory, slot: Slot) -> None:
-        forward(self, memory, slot)
+    def static_forward(self: EagerExecutor, memory: StageMemory, slot: Slot) -> Effects:
+        effects = forward(self, memory, slot)
         slot.outputs = place.keep(slot, "outputs", slot.outputs)
+        return effects
 
     def static_dgrad(self: EagerExecutor, memory: StageMemory, slot: Slot, variant: Any) -> Any:
         queued = dgrad(self, memory, slot, variant)

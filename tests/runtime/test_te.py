@@ -112,6 +112,7 @@ def guarded_te(config: LayerConfig, rule: Rule, dtype: torch.dtype, **options: A
     """A guarded runtime over the backend."""
     stages = stages_of(config, **options)
     runtime = Runtime(stages, ORDER, RuntimeConfig(rule=rule, dtype=dtype, readers=True))
+    assert {3} == set(map(len, runtime.on_trust().values()))  # the library reports nothing
     return GuardedRun(runtime, Workload(), optimizer_of(stages, dtype), Recording("guarded"))
 
 

@@ -9,6 +9,11 @@ from .model import Rows
 
 ROWS = Rows("arena")
 
+#: What tells a product that replaces a gradient from one that is added to it.
+OVERWRITES = "whether dW overwrites"
+#: How a ring of gradient buffers becomes something that the contract counts.
+AS_SLOTS = "its gradient buffers as the slots of its tapes"
+
 
 @ROWS.enacted(
     "transformer-engine-2715",
@@ -21,6 +26,7 @@ ROWS = Rows("arena")
     fix="capture the accumulating form",
     clause="arena.overwrite",
     at="check_wgrad 0W1",
+    reports=OVERWRITES,
 )
 def every_microbatch_is_the_first(h: History) -> None:
     h.process()
@@ -65,6 +71,7 @@ def wgrad_into_a_fresh_tensor(h: History) -> None:
     fix="leave them",
     clause="arena.mismatch",
     at="bind 0I0",
+    reports="the addresses that dI binds for dW",
 )
 def graphs_write_another_buffer(h: History) -> None:
     read, written = addresses("fc1", "fc2"), addresses("fc1", "fc2", first=65536)
@@ -86,6 +93,7 @@ def graphs_write_another_buffer(h: History) -> None:
     fix="none at the time; here the second one adds",
     clause="arena.overwrite",
     at="check_wgrad 0W0.1",
+    reports=OVERWRITES,
 )
 def the_second_use_of_a_tied_weight_assigns(h: History) -> None:
     h.process(microbatches=1, invocations=2, matrices=("tied",))
@@ -149,6 +157,7 @@ ROWS.untold(
     fix="zero it after use",
     clause="arena.stale-accumulation",
     at="check_wgrad 0W0",
+    reports=f"{OVERWRITES}, or what it is added to was zeroed after its last use",
 )
 def added_to_received_parameters(h: History) -> None:
     h.process(microbatches=1)
@@ -174,6 +183,7 @@ def added_to_received_parameters(h: History) -> None:
     fix="stage, gather and zero in one defined order",
     clause="arena.stale-accumulation",
     at="check_wgrad 0W0 e1",
+    reports=f"{OVERWRITES}, or what it is added to was zeroed after its last use",
 )
 def added_to_staged_parameters(h: History) -> None:
     h.process(microbatches=1)
@@ -192,10 +202,13 @@ def added_to_staged_parameters(h: History) -> None:
     what="a reduce-scatter of weight gradients that overlaps the next graph",
     cause="The next graph overwrote the slot of the ring of gradients that was still being "
     "reduced.",
+    guessed="that a buffer is taken and given back with the slot of its tape; so it is refused at "
+    "the forward of the next tape and not where the gradient is written",
     consequence="silent wrong numbers",
     fix="a ring with an event for each slot",
     clause="ownership.slot-busy",
     at="check_forward 0F1",
+    reports=f"{AS_SLOTS}, and the reduction of one as a read of it",
 )
 def ring_slot_overwritten_under_its_reduction(h: History) -> None:
     # The reduction is the reader of what a slot of the ring holds.
@@ -221,10 +234,13 @@ def ring_slot_overwritten_under_its_reduction(h: History) -> None:
     what="double buffers of sharded data parallelism",
     cause="More units were in flight than there are buffers, and wgrad was written into one that "
     "was being reduced.",
+    guessed="that a buffer is taken and given back with the slot of its tape; so it is refused at "
+    "the forward of the next tape and not where the gradient is written",
     consequence="silent wrong numbers",
     fix="hold to the limit where main_grad is fetched",
     clause="ownership.pool-exhausted",
     at="check_forward 0F2",
+    reports=AS_SLOTS,
 )
 def more_units_than_buffers(h: History) -> None:
     h.process(microbatches=3, slots=2)
@@ -252,6 +268,7 @@ def more_units_than_buffers(h: History) -> None:
     fix="one origin of the counter",
     clause="arena.overwrite",
     at="check_wgrad 0W1 e1",
+    reports=OVERWRITES,
 )
 def a_counter_with_two_origins(h: History) -> None:
     h.process()
@@ -273,10 +290,13 @@ def a_counter_with_two_origins(h: History) -> None:
     what="the index of two buffers in turn is reset",
     cause="Clearing a bucket reset the index of the two buffers that take turns, so that the "
     "bucket in flight was filled again.",
+    guessed="that a buffer is taken and given back with the slot of its tape; so it is refused at "
+    "the forward of the next tape and not where the gradient is written",
     consequence="silent wrong numbers",
     fix="leave the index",
     clause="ownership.slot-busy",
     at="check_forward 0F1",
+    reports=f"{AS_SLOTS}, and the reduction of one as a read of it",
 )
 def the_bucket_in_flight_is_filled(h: History) -> None:
     # The reduction is the reader of what one of the two buffers holds.

@@ -9,6 +9,9 @@ from .model import Rows
 
 ROWS = Rows("capture")
 
+#: What tells a product that replaces a gradient from one that is added to it.
+OVERWRITES = "whether dW overwrites"
+
 ROWS.untold(
     "megatron-lm-5975",
     "NVIDIA/Megatron-LM#5975",
@@ -60,6 +63,7 @@ def wgrad_captured_after_its_dgrad(h: History) -> None:
     fix="copy on return",
     clause="arena.overwrite",
     at="check_wgrad 0W1",
+    reports=OVERWRITES,
 )
 def gradients_in_a_graphs_own_buffer(h: History) -> None:
     h.process()
@@ -133,6 +137,7 @@ ROWS.untold(
     fix="a clearer message",
     clause="arena.overwrite",
     at="check_wgrad 0W1",
+    reports=OVERWRITES,
 )
 def gradients_of_the_previous_generation(h: History) -> None:
     h.process(slots=1)

@@ -182,10 +182,13 @@ ROWS.untold(
     what="overlapped communication of ZeRO-1 and ZeRO-2",
     cause="The reduction waits for the default stream, and the default stream for no reduction: "
     "where communication takes longer, the bucket is filled again while it is sent.",
+    guessed="that a bucket is taken and given back with the slot of its tape; so it is refused at "
+    "the forward of the next tape and not where the gradient is written",
     consequence="silent wrong numbers",
     fix="wait both ways",
     clause="ownership.slot-busy",
     at="check_forward 0F1",
+    reports="its buckets as the slots of its tapes, and the reduction of one as a read of it",
 )
 def the_bucket_is_filled_before_its_reduction_ended(h: History) -> None:
     # The reduction is the reader of what the one bucket holds.

@@ -21,6 +21,7 @@ ROWS = Rows("epoch")
     fix="scale the loss",
     clause="epoch.already-final",
     at="finalize s0",
+    reports="the scaling of gradients, as the end of a stage's accumulation",
 )
 def gradients_scaled_by_every_run(h: History) -> None:
     h.process()

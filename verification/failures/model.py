@@ -49,7 +49,9 @@ class Failure:
         fix: How it was mended.
         clause: The clause that refuses it; empty where none does.
         at: The transition and action at which it is refused.
-        reports: What the runtime has to report for that, beyond the calls of any runtime.
+        reports: What the runtime has to report for that, beyond the calls of any runtime: an
+            argument that a call has a default for, evidence of the device, or a resource of its
+            own under the name of one that the contract counts.
         kind: Why it is not caught, of `KINDS`; empty where it is.
         why: Why it is not caught, in a sentence.
         guessed: A detail of the cause that no report states; empty where nothing was guessed.

@@ -24,18 +24,17 @@ SCALES = "the forward whose scales dI ran with"
     "recomputed in another order; several modules then update for one forward.",
     consequence="silent wrong numbers",
     fix="each checkpoint frame owns its flag",
-    clause="ownership.key-live",
-    at="check_forward 0F0",
+    clause="order.scaling-updates",
+    at="commit_dgrad 0I0",
+    reports=UPDATES,
 )
 def a_recomputation_that_updates_again(h: History) -> None:
-    h.process()
+    # The recomputation is a part of dI, which makes one update of its own.
+    h.process(microbatches=1, reports_updates=True)
     h.refresh()
     h.forward(0)
-    if h.faulty:
-        h.forward(0)
-    h.backward(0)
-    h.forward(1)
-    h.backward(1)
+    h.dgrad(0, updates=2 if h.faulty else 1)
+    h.wgrad(0)
     h.end()
 
 

@@ -4,7 +4,7 @@ Failures of reductions: too early, never, twice, or in another order on another 
 
 from __future__ import annotations
 
-from .history import History, stage
+from .history import History
 from .model import Rows
 
 ROWS = Rows("reduction")
@@ -60,7 +60,7 @@ def never_reduced_under_graphs(h: History) -> None:
     h.update()
 
 
-@ROWS.enacted(
+ROWS.untold(
     "megatron-lm-5273",
     "NVIDIA/Megatron-LM#5273",
     state="fixed 2026-06",
@@ -68,24 +68,9 @@ def never_reduced_under_graphs(h: History) -> None:
     cause="The hooks of the fused weights were not run, so that these alone were not reduced.",
     consequence="silent wrong numbers",
     fix="run them",
-    clause="reduction.missing",
-    at="commit_epoch e0",
+    kind="evidence",
+    why="Some parameters of a stage; reductions are of whole stages.",
 )
-def fused_weights_never_reduced(h: History) -> None:
-    # The fused weights are a part of their own, as the ledger of reductions is one for each.
-    plain = stage(0, microbatches=1, reduces=True)
-    fused = stage(1, microbatches=1, reduces=True, matrices=("fused",))
-    h.process(plain, fused)
-    for index in (0, 1):
-        h.refresh(index)
-        h.forward(0, stage=index)
-    for index in (1, 0):
-        h.backward(0, stage=index)
-        h.finalize(index)
-        if h.legal or index == 0:
-            h.reduce(index)
-            h.reduced(index)
-    h.update()
 
 
 @ROWS.enacted(
@@ -184,7 +169,7 @@ def one_gradient_added_twice(h: History) -> None:
     h.send(0, gradient=True)
     h.wgrad(0)
     if h.faulty:
-        h.wgrad(0, overwrites=False)
+        h.wgrad(0)
     h.sent(0, gradient=True)
     h.end()
 

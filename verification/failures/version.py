@@ -47,15 +47,15 @@ def no_microbatch_is_the_first(h: History) -> None:
     guessed="that the other layout came with a change of use between two steps",
     consequence="a crash, or the wrong layout",
     fix="give the cache up where its uses have changed",
-    clause="version.stale-cache",
-    at="check_forward 0F0 e1",
+    kind="evidence",
+    why="A cache is of some weights, and nothing says in which layout it holds them.",
 )
 def a_workspace_of_another_layout(h: History) -> None:
     h.process(microbatches=1)
     h.whole_step()
     h.refresh()
-    h.invalidate()
     if h.legal:
+        h.invalidate()
         h.refresh()
     h.forward(0)
     h.backward(0)
@@ -95,6 +95,7 @@ def nothing_staged_for_the_first_graph_step(h: History) -> None:
     fix="publish them before the replay",
     clause="completion.caller-to-graph",
     at="check_forward 0F0",
+    reports="the stream that gathered the parameters, as the one that fills a forward's inputs",
 )
 def parameters_not_there_before_the_replay(h: History) -> None:
     h.process(microbatches=1, callers=("main", "gather"))

@@ -142,6 +142,8 @@ class Grounding:
             return sum(parts[1:], parts[0])
         if kind == z3.Z3_OP_SUB:
             return parts[0] - parts[1]
+        if kind == z3.Z3_OP_MUL:  # by a constant: a solver's normal form of a difference
+            return parts[0] * parts[1]
         return term.decl()(*parts)  # an operation on consumer masks
 
     def _select(self, array: Value, index: Term) -> Value:

@@ -89,7 +89,8 @@ class ScaledLinear(torch.nn.Module):
         self.store: Store | None = None
         self.main_grad: Tensor | None = None
         self.overwrite = False
-        self.fills = 0
+        self.quantized_at = 0
+        self._filled = (self.cache, 0)
 
     @property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
@@ -107,7 +108,14 @@ class ScaledLinear(torch.nn.Module):
             fresh = self.scaling_forward.quantize(torch.cat(self.weights), self.index + 1)
             self.cache.data.copy_(fresh.data)
             self.cache.scale_inv.copy_(fresh.scale_inv)
-        self.fills += 1
+        cache, fills = self._filled
+        self._filled = (self.cache, fills + 1 if cache is self.cache else 1)
+
+    def take_fills(self) -> int:
+        """How often the cache that F reads now was filled since the last call, by the host."""
+        cache, fills = self._filled
+        self._filled = (self.cache, 0)
+        return fills if cache is self.cache else 0
 
     def forward(self, x: Tensor) -> Tensor:
         """F: flattens all leading dimensions into rows."""
@@ -128,6 +136,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, linear: ScaledLinear, *parameters: torch.nn.Parameter
     ) -> Tensor:
         quantized = linear.scaling_forward.quantize(x, linear.index)
+        ctx.at = linear.quantized_at = linear.domain.rolls
         bias = torch.cat(parameters[len(parameters) // 2 :])
         ctx.kept = (quantized, linear, linear.store, linear.overwrite)
         ctx.rolls = linear.domain.claim_first()
@@ -139,7 +148,9 @@ class _Product(torch.autograd.Function):
         (gradient,) = output_gradients
         quantized, linear, store, overwrite = ctx.kept
         wanted = linear.quantize_gradient(gradient)
-        if linear.scaling_forward.live is not None:  # what dW retains is as it was read here
+        live = linear.scaling_forward.live is not None
+        linear.domain.use_scales(linear.quantized_at if live else ctx.at)
+        if live:  # what dW retains is as it was read here
             quantized = Quantized(quantized.data, quantized.scale_inv.clone())
         dx = product(wanted, linear.cache).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         db = gradient.float().sum(0).to(ctx.dtype)

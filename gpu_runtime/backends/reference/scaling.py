@@ -97,7 +97,8 @@ class ReferenceDomain:
             to those of the latest F, as old libraries did; a contract is configured with it.
 
     Attributes:
-        rolls: Scaling updates so far: one for each F and dI that ended well or not.
+        rolls: Scaling updates so far, as the host saw them: one for each F and dI that ended well
+            or not. Never set back: who compares it remembers where it began.
     """
 
     history_length: int = 4
@@ -111,6 +112,7 @@ class ReferenceDomain:
     _backward: list[ScalingState] = attrs.field(factory=list, init=False)
     _depth: int = attrs.field(default=0, init=False)
     _first_unclaimed: bool = attrs.field(default=False, init=False)
+    _used: set[int] = attrs.field(factory=set, init=False)
 
     name = "reference"
 
@@ -162,6 +164,16 @@ class ReferenceDomain:
         """Whether the caller is the first FP8 module of this F: its backward rolls the rest."""
         claimed, self._first_unclaimed = self._first_unclaimed, False
         return claimed
+
+    def use_scales(self, at: int) -> None:
+        """Note that dI dequantized with scales of the F before which `rolls` was `at`."""
+        if len(self._used) < 2:  # two are as wrong as more
+            self._used.add(at)
+
+    def take_used(self) -> int | None:
+        """Where the F ran whose scales dI used since the last call; None for none or several."""
+        used, self._used = self._used, set()
+        return used.pop() if len(used) == 1 else None
 
     def roll(self, *, forward: bool) -> None:
         """Close the interval of every history of one direction, in every stage of the domain."""

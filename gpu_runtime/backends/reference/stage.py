@@ -20,6 +20,7 @@ from qeffect.gpu_runtime.backends.protocol import (
     DeferredWork,
     Dgrads,
     NonMatrix,
+    Reports,
     Tape,
     TensorSpec,
     Wgrads,
@@ -102,6 +103,21 @@ class ReferenceStage(torch.nn.Module):
         """Every product of the stage, in the order of F."""
         return tuple(linear for layer in self._layers for linear in layer.linears)
 
+    @property
+    def reports(self) -> Reports:
+        """
+        Casts, scaling updates, and which scales dI used.
+
+        A captured cast or update has no condition on the device, so each replay does what its
+        capture recorded.
+        """
+        return Reports(
+            filled=self.filled,
+            updates=lambda: self.domain.rolls,
+            tape_scales=self.domain.tape_scales,
+            recorded=True,
+        )
+
     def _versions(self) -> list[int]:
         """Autograd's version counters of the matrices: they move with every in-place update."""
         return [parameter._version for parameter in self._matrices]
@@ -138,6 +154,7 @@ class ReferenceStage(torch.nn.Module):
         if not tape.outputs:
             raise BackendError(f"slot {tape.slot} of stage {self.index} holds no forward work")
         wanted = [x for x in tape.inputs if x.requires_grad]
+        self.domain.take_used()
         gradients = torch.autograd.grad(
             tape.outputs, [*wanted, *self._direct], list(output_gradients)
         )
@@ -147,7 +164,12 @@ class ReferenceStage(torch.nn.Module):
             for store in tape.stores
             for linear, operands in _drain(store)
         ]
-        return Dgrads(gradients[: len(wanted)], gradients[len(wanted) :], tuple(tape.queued))
+        return Dgrads(
+            gradients[: len(wanted)],
+            gradients[len(wanted) :],
+            tuple(tape.queued),
+            self.domain.take_used(),
+        )
 
     def wgrad(self, tape: Tape, *, accumulate: bool, keep: bool = False) -> Wgrads:
         """dW: each retained product once, into its destination or into fresh memory."""
@@ -175,17 +197,15 @@ class ReferenceStage(torch.nn.Module):
         """
         The matrices whose cache was filled since the last call, each as often as it was.
 
-        The host counts the casts that it launched: a replayed graph's are not among them.
+        The host counts the casts that it launched, into the cache that F reads now: one that was
+        replaced since counts for nothing, and a replayed graph's casts are not seen.
         """
-        names = [
+        return tuple(
             m.name
             for linear in self.linears
-            for _ in range(linear.fills)
+            for _ in range(linear.take_fills())
             for m in linear.unit.matrices
-        ]
-        for linear in self.linears:
-            linear.fills = 0
-        return tuple(names)
+        )
 
     def cache_was_refreshed(self) -> None:
         """Remember the parameters' version counters."""

@@ -22,6 +22,7 @@ from qeffect.gpu_runtime.backends.protocol import (
     Dgrads,
     Matrix,
     NonMatrix,
+    Reports,
     Tape,
     TensorSpec,
     Wgrads,
@@ -139,6 +140,14 @@ class TransformerEngineStage:
         """All of them under delayed scaling; no order of state without state."""
         unused = set() if self.domain.scaling == "delayed" else {"order"}
         return frozenset(RELATIONS) - unused
+
+    @property
+    def reports(self) -> Reports:
+        """
+        Nothing: the library decides in its own modules whether it casts or updates scales, and
+        tells nobody.
+        """
+        return Reports()
 
     def fp8_modules(self) -> Iterator[tuple[str, Any]]:
         """Modules that hold FP8 state, once they are warm."""
