@@ -653,7 +653,12 @@ class Contract:
         self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0
     ) -> None:
         """
-        Tell that a message has arrived, or can no longer arrive.
+        Tell that a message has arrived whole.
+
+        This makes F (or dI) of the tape legal on what the buffer now holds. A message that can no
+        longer arrive is never just told finished: first the tape is dropped (`drop`), so that
+        nothing runs on it and its epoch cannot commit; then the end of the receive is told, which
+        frees the slot.
 
         Args:
             key: Key of the execution.
@@ -671,7 +676,8 @@ class Contract:
         """
         Check that a stream may now read a tape's output (or input gradient), which it begins.
 
-        The slot is kept for the reader until `finish_read`, also when its tape is aborted.
+        The slot is kept for the reader until `finish_read`, also when its tape is aborted. Where
+        several streams read one buffer, one read is told: before the first of them begins.
 
         Raises:
             Refused: A clause of ownership, or ``completion.graph-to-caller``.

@@ -47,6 +47,7 @@ UNREACHED = {
 #: One guard of each relation, and one whose clause other transitions keep.
 SAMPLE = [
     ("check_dgrad", "ownership.stale-reference"),
+    ("read", "ownership.read-duplicate"),
     ("check_forward", "version.stale-cache"),
     ("check_dgrad", "order.token"),
     ("check_wgrad", "arena.in-flight"),
