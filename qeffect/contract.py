@@ -799,7 +799,11 @@ class Contract:
 
     @alone
     def drain(self) -> None:
-        """Tell that the host has seen all device work of every domain finish."""
+        """
+        Tell that the host has seen all device work of every domain finish.
+
+        Before a `restore` that includes every transfer: one still under way is forgotten there.
+        """
         self._streams.drain()
 
     # The end of an epoch
