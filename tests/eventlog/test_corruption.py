@@ -263,12 +263,12 @@ class TestProofs:
 
 
 def test_most_edits_are_refused_by_a_rule() -> None:
-    """Under two per cent of all one-field edits are left to the digests."""
+    """Under three per cent of all one-field edits are left to the digests."""
     verdicts = [outcome for log in LOGS for _, outcome in outcomes(log)]
     accepted = [v for v in verdicts if isinstance(v, ReplayReport) and v.clause is None]
 
     assert len(verdicts) > 5000
-    assert len(accepted) < 0.02 * len(verdicts)
+    assert len(accepted) < 0.03 * len(verdicts)
 
 
 def test_scenarios_are_recorded_the_same_twice() -> None:

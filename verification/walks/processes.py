@@ -139,6 +139,7 @@ PROCESSES: tuple[Process, ...] = (
     Process(
         "messages in a shared pool",
         [_stage(microbatches=2, pool="p", receives_gradient=True, **_SENDS)],
+        callers=("main", "wire"),
         capture_order=_BY_SLOT,
     ),
     Process(
