@@ -58,7 +58,7 @@ MOST_SEEDS = 10_000
 #: Transitions in a row of the bounded proof; more take minutes each.
 DEPTH = 8
 #: Random schedules that met everything with every seed that was tried.
-_ENOUGH = 2000
+_ENOUGH = 500
 _NAMED = 5
 
 

@@ -27,7 +27,7 @@ from qeffect.verification.targets import CLAUSE_IDS, COVERED, TARGETS, TRANSITIO
 from qeffect.verification.walks import driver, machine, oracle, world
 from qeffect.verification.walks.processes import PROCESSES, Process
 
-#: Enough for every transition and clause but the rarest, which take `make check`'s two thousand.
+#: Enough for every transition and clause but the rarest, which take five hundred.
 SCHEDULES = 300
 RARE = {
     "clause completion.transfer-to-graph in check_dgrad",
@@ -51,7 +51,7 @@ class TestRun:
     def test_every_transition_is_accepted_and_every_clause_refused(
         self, report: machine.RandomReport
     ) -> None:
-        """Every transition was accepted and every clause refused, where it is, but for the rarest."""
+        """Every transition was accepted and every clause refused, but for the rarest."""
         assert {*report.uncovered} <= RARE
         assert set(TRANSITIONS) == set(report.accepted)
         assert set(CLAUSE_IDS) - {name.split()[1] for name in RARE} <= set(report.refused)
