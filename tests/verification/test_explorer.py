@@ -115,9 +115,9 @@ def test_report_is_plain_data() -> None:
         "forward(key e0.s0.c0, slot 0, token 0, link 0, refresh 0, filled 0, fill_epoch 0, "
         "updates 0)",
         "dgrad(key e0.s0.c0, ref slot 0 generation 0 incarnation 0, token 0, link 0, "
-        "whole evidence)",
+        "queued 1, updates 0, scales 0)",
         "dgrad(key e0.s0.c0, ref slot 0 generation 0 incarnation 0, token 0, link 0, "
-        "whole evidence)",
+        "queued 1, updates 0, scales 0)",
     ]
 
 
