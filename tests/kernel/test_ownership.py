@@ -421,7 +421,7 @@ class TestReaders:
 
         rig.forward(1)
 
-    def test_an_output_and_an_input_gradient_are_read_at_once(self) -> None:
+    def test_an_output_and_a_dgrad_are_read_at_once(self) -> None:
         """Two readers of two buffers are each waited for, so both may be under way."""
         rig = Rig(stage(sends_output=True, sends_gradient=True))
         ref = rig.forward(0)
