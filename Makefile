@@ -11,6 +11,7 @@ check: $(VENV)/.verify
 	$(BIN)/qeffect check --random 2000 --seed 0
 	$(BIN)/qeffect explore
 	$(BIN)/qeffect prove
+	$(BIN)/qeffect ranks
 	$(BIN)/qeffect faults
 	$(BIN)/qeffect failures
 

@@ -117,6 +117,26 @@ class Arguments:
         if key.cell not in self.cells:
             raise self._refused("ownership.unknown-key", transition, key, None)
 
+    def tape_key(self, call: str, key: Any) -> None:
+        """
+        Require a key, of this process or not.
+
+        Raises:
+            TypeError: It is not a key.
+        """
+        self._class(call, "key", key)
+
+    def of_process(self, call: str, key: Any) -> None:
+        """
+        Require a configured key in a call that only reads, and so refuses nothing.
+
+        Raises:
+            TypeError, ValueError: It is not one.
+        """
+        self._class(call, "key", key)
+        if key.cell not in self.cells:
+            raise ValueError(f"{call}: no {key}; expected a key of {self._configured(key)}")
+
     def ticket(self, transition: str, ticket: Any, incarnation: int) -> Exception:
         """
         Return what to raise for a ticket that this contract cannot have issued.
@@ -131,9 +151,10 @@ class Arguments:
             return TypeError(f"{transition}: expected a Ticket, got {ticket!r}")
         refused = Refused("ownership.unknown-ticket")
         refused.transition = transition
+        of = ticket.incarnation
         refused.found = (
             f"ticket {ticket.serial} of {ticket.action} in slot {ticket.slot}, issued by "
-            f"incarnation {ticket.incarnation:016x}"
+            f"incarnation {format(of, '016x') if of.__class__ is int else repr(of)}"
         )
         refused.expected = f"a ticket of F, dI, dW or refresh issued by {incarnation:016x}"
         return refused

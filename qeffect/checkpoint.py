@@ -35,6 +35,10 @@ def _weight_epoch(checkpoint: Any, attribute: Attribute[Any], value: Any) -> Non
 
 
 def _without_places(configuration: Configuration) -> Configuration:
+    if not isinstance(configuration, Configuration):
+        raise TypeError(
+            f"the configuration of a checkpoint must be a Configuration, got {configuration!r}"
+        )
     return configuration.without_places()
 
 
@@ -56,7 +60,8 @@ class Checkpoint:
             configuration says.
 
     Raises:
-        ValueError: The epoch is not a non-negative integer.
+        TypeError, ValueError: The epoch is not a non-negative integer, or the configuration is
+            none.
 
     >>> from qeffect import Contract, StageConfig
     >>> saved = Contract([StageConfig(0, microbatches=1, slots=1)]).checkpoint(state="step-0.pt")

@@ -27,6 +27,11 @@ def _at_least(least: int) -> Callable[[Any, Attribute[int], Any], None]:
     return validate
 
 
+def _flag(config: Any, attribute: Attribute[bool], value: Any) -> None:
+    if value.__class__ is not bool:
+        raise TypeError(f"{attribute.name} must be a bool, got {value!r}")
+
+
 def _hashable(config: Any, attribute: Attribute[Any], value: Any) -> None:
     try:
         hash(value)
@@ -128,8 +133,8 @@ class StageConfig:
             the stage reduces. By default all of the stage, in a bucket named as its index.
 
     Raises:
-        TypeError, ValueError: A count is not a positive integer, a matrix is named twice, a
-            name cannot be one, or buckets do not hold every matrix once.
+        TypeError, ValueError: A count is not a positive integer, a flag is no ``bool``, a matrix
+            is named twice, a name cannot be one, or buckets do not hold every matrix once.
 
     >>> StageConfig(0, microbatches=2, slots=1, matrices=("qkv", "fc1")).matrices
     ('fc1', 'qkv')
@@ -147,15 +152,15 @@ class StageConfig:
     invocations: int = field(default=1, validator=_at_least(1))
     matrices: tuple[str, ...] = field(default=(), converter=_names)
     destinations: tuple[Destination, ...] = field(default=(), converter=_destinations)
-    sends_output: bool = False
-    sends_gradient: bool = False
-    reduces: bool = False
-    reports_fills: bool = False
-    reports_updates: bool = False
+    sends_output: bool = field(default=False, validator=_flag)
+    sends_gradient: bool = field(default=False, validator=_flag)
+    reduces: bool = field(default=False, validator=_flag)
+    reports_fills: bool = field(default=False, validator=_flag)
+    reports_updates: bool = field(default=False, validator=_flag)
     tape_scales: str | None = field(default=None, validator=optional(in_(("carried", "live"))))
     pool: Hashable | None = field(default=None, validator=_hashable)
-    receives_input: bool = False
-    receives_gradient: bool = False
+    receives_input: bool = field(default=False, validator=_flag)
+    receives_gradient: bool = field(default=False, validator=_flag)
     buckets: tuple[Bucket, ...] = field(default=(), converter=_buckets)
 
     def __attrs_post_init__(self) -> None:

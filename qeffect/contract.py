@@ -129,7 +129,7 @@ class Contract:
         self._tapes = Tapes(self._runner, self._pool)
         self._streams = Streams(self._runner, tuple(callers), laid.domains, laid.links)
         self._epochs = Epochs(self._runner, self.stages[0].stage, laid.buckets)
-        self._restarts = Restarts(self._runner, self._pool, self._epochs)
+        self._restarts = Restarts(self._runner, self._pool, self._epochs, self._counted)
         self.memory.incarnation[0] = secrets.randbits(64)
         self.memory.fill(self.memory.weight_epoch, epoch)
         # What F, dI and dW reach for, bound once: each look-up costs a guard's time.
@@ -173,7 +173,13 @@ class Contract:
         return int(self.memory.incarnation[0])
 
     def token(self, stage: int) -> int:
-        """The effect token of the stage's domain: F and dI committed in this incarnation."""
+        """
+        The effect token of the stage's domain: F and dI committed in this incarnation.
+
+        Raises:
+            TypeError, ValueError: No stage of this process.
+        """
+        self._arguments.stage("token", stage)
         return int(self.memory.token[self.memory.domain_of[stage]])
 
     def link(self, caller: Hashable = "main", domain: Hashable | None = None) -> int:
@@ -188,12 +194,16 @@ class Contract:
         """
         The reference that names a key's live tape; None where the key owns no slot.
 
+        Raises:
+            TypeError: What was given is no key.
+
         >>> contract = Contract([StageConfig(0, microbatches=2, slots=1)])
         >>> contract.reserve(TapeKey(epoch=0, stage=0, microbatch=0)).slot
         0
         >>> contract.reference(TapeKey(epoch=0, stage=0, microbatch=1)) is None
         True
         """
+        self._arguments.tape_key("reference", key)
         return self._tapes.reference(key)
 
     def outstanding(self) -> tuple[Ticket, ...]:
@@ -214,7 +224,13 @@ class Contract:
         return self._tapes.outstanding()
 
     def first_writer(self, key: TapeKey) -> bool:
-        """Whether the key's dW would be the first write of its buffer in this epoch."""
+        """
+        Whether the key's dW would be the first write of its buffer in this epoch.
+
+        Raises:
+            TypeError, ValueError: What was given is no key, or none of this process.
+        """
+        self._arguments.of_process("first_writer", key)
         st = self.memory
         return bool(st.opened[st.buffer_of[key.cell]] != key.epoch)
 
@@ -502,7 +518,10 @@ class Contract:
                 given = _redeemed(ticket, names, of, evidence, updates, scales)
                 explain(refused, COMMITS[action], st, given)
                 if not refused.clause.endswith("unknown-ticket"):
-                    self._abort(ticket)
+                    try:
+                        self._abort(ticket)
+                    except Exception as unheard:  # the observer's: the abort has happened
+                        raise refused from unheard
                 raise
             except UNUSABLE:
                 raise self._arguments.ticket("commit", ticket, self.incarnation) from None
@@ -638,7 +657,12 @@ class Contract:
         self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0
     ) -> None:
         """
-        Tell that a message has arrived, or can no longer arrive.
+        Tell that a message has arrived whole.
+
+        This makes F (or dI) of the tape legal on what the buffer now holds. A message that can no
+        longer arrive is never just told finished: first the tape is dropped (`drop`), so that
+        nothing runs on it and its epoch cannot commit; then the end of the receive is told, which
+        frees the slot.
 
         Args:
             key: Key of the execution.
@@ -656,7 +680,8 @@ class Contract:
         """
         Check that a stream may now read a tape's output (or input gradient), which it begins.
 
-        The slot is kept for the reader until `finish_read`, also when its tape is aborted.
+        The slot is kept for the reader until `finish_read`, also when its tape is aborted. Where
+        several streams read one buffer, one read is told: before the first of them begins.
 
         Raises:
             Refused: A clause of ownership, or ``completion.graph-to-caller``.
@@ -777,7 +802,11 @@ class Contract:
 
     @alone
     def drain(self) -> None:
-        """Tell that the host has seen all device work of every domain finish."""
+        """
+        Tell that the host has seen all device work of every domain finish.
+
+        Before a `restore` that includes every transfer: one still under way is forgotten there.
+        """
         self._streams.drain()
 
     # The end of an epoch
@@ -844,6 +873,7 @@ class Contract:
         """Tell that a bucket's reduction failed; the epoch can no longer commit."""
         self._epochs.fail_reduction(bucket)
 
+    @alone
     def check_commit(
         self,
         epoch: int | None = None,
@@ -857,7 +887,7 @@ class Contract:
         of them moves its weights.
 
         Raises:
-            Refused: What `commit_epoch` would raise, with the same explanation.
+            Refused, TypeError, ValueError: What `commit_epoch` would raise, in the same words.
 
         >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
         >>> contract.check_commit()
@@ -866,8 +896,7 @@ class Contract:
         qeffect.refusals.Refused: epoch.not-final in commit_epoch: found ...
         """
         self._epochs.check_commit(epoch)
-        if (difference := self._difference(counted)) is not None:
-            raise difference
+        self._require_counts(counted)
 
     @alone
     def commit_epoch(
@@ -891,21 +920,24 @@ class Contract:
         Raises:
             Refused: Work is live or in flight, a stage is not final, or the device did not run
                 exactly what was committed: ``epoch.uncounted``, ``epoch.device-count`` or
-                ``epoch.device-order``.
+                ``epoch.device-order``. What a guard refuses is named first.
+            TypeError, ValueError: The epoch is no ``int``, or the counts are none of the
+                contract's domains and stages.
         """
-        if (difference := self._difference(counted)) is not None:
-            self._epochs.check_commit(epoch)  # what a guard refuses is named first
-            raise difference
+        if self._counted is not None or counted is not None:
+            self._epochs.check_commit(epoch)
+            self._require_counts(counted)
         return self._epochs.commit(epoch)
 
-    def _difference(self, counted: Mapping[Hashable, DeviceCounts] | None) -> Refused | None:
-        """Return why these counts do not let an epoch commit; None where they do."""
+    def _require_counts(self, counted: Mapping[Hashable, DeviceCounts] | None) -> None:
+        """Require that these counts let an epoch commit."""
         if self._counted is not None:
-            return self._counted.difference(counted)
-        if counted is not None:
+            if (difference := self._counted.difference(counted)) is not None:
+                raise difference
+        elif counted is not None:
             raise ValueError("counted: the contract was made without counted=True")
-        return None
 
+    @alone
     def check_checkpoint(self) -> None:
         """
         Ask whether `checkpoint` would be accepted now; nothing changes and nothing is logged.
@@ -946,8 +978,6 @@ class Contract:
             TypeError, ValueError: No checkpoint, or an incarnation outside 64 bits.
         """
         self._restarts.restore(self.configuration, checkpoint, incarnation=incarnation)
-        if self._counted is not None:
-            self._counted.reset()
 
 
 def _names(evidence: Iterable[str]) -> tuple[Any, ...]:
@@ -971,21 +1001,26 @@ def _names(evidence: Iterable[str]) -> tuple[Any, ...]:
 #: The evidence of an action that filled no cache, or whose backend cannot say.
 _NO_FILL: Final = ((), NEVER)
 
+#: Stands for what was filled from no epoch that can be read; neither `NEVER` nor any epoch.
+_UNREADABLE: Final = NEVER - 1
+
 
 def _fills(filled: Fills, epoch: int) -> tuple[tuple[Any, ...], int]:
     """
     Return the matrices that were filled, sorted, and the weight epoch that they were filled from.
 
-    Where not all are from the given epoch, the first other one stands for all. Anything but
-    epochs of matrices is evidence of nothing.
+    Where not all are from the given epoch, the first other one stands for all. A report that
+    cannot be read is of an epoch that is none: something was filled, and nobody knows from what.
     """
     try:
         pairs = list(filled.items() if isinstance(filled, Mapping) else filled)
+        if not pairs:
+            return _NO_FILL
         of = next((e for _, e in pairs if e.__class__ is not int or e != epoch), epoch)
-        known = pairs and of.__class__ is int and of >= 0
-        return _names([name for name, _ in pairs]), of if known else NEVER
+        known = of.__class__ is int and of >= 0
+        return _names([name for name, _ in pairs]), of if known else _UNREADABLE
     except Exception:  # the caller's iterable may raise anything; the action has failed
-        return _NO_FILL
+        return (), _UNREADABLE
 
 
 def _redeemed(

@@ -10,7 +10,7 @@ a commit is refused where the two differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from attrs import Attribute, field, frozen
@@ -59,7 +59,11 @@ def _whole(counts: Any, attribute: Attribute[Any], value: Any) -> None:
 
 
 def _stages(counts: Any, attribute: Attribute[Any], value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{attribute.name} must be counters by stage, got {value!r}")
     for stage, numbers in value.items():
+        if not isinstance(numbers, Sequence):
+            raise TypeError(f"stage {stage} must have a sequence of counters, got {numbers!r}")
         if len(numbers) != len(COUNTED):
             raise ValueError(
                 f"stage {stage} has {len(numbers)} counters; expected {', '.join(COUNTED)}"

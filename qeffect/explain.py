@@ -178,6 +178,10 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     "ownership.wgrad-before-dgrad": _ref,
     "ownership.duplicate-wgrad": _ref,
     "ownership.read-before-dgrad": _ref,
+    "ownership.read-duplicate": lambda st, a: (
+        f"another {_transfers(a['bit'])} of {a['key']}",
+        f"one at a time; under way in slot {_slot(a)}: {_transfers(st.moving[_slot(a)])}",
+    ),
     "ownership.no-such-reader": lambda st, a: (
         f"{mask_text(a['bit'])} of {a['key']}",
         _tape(st, a["ref"].slot),

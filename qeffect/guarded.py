@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 
 from .keys import TapeKey, TapeRef
 from .refusals import Refused
+from .threads import ConcurrentCallError
 from .tickets import Fills, Ticket
 
 __all__ = ["Actions", "Dgrad", "Forward", "Guards", "Refresh", "Wgrad", "guarded"]
@@ -73,7 +74,13 @@ class Actions(Protocol):
 
 
 class _Guarded:
-    """One guarded action; a ticket exists between entry and exit."""
+    """
+    One guarded action; a ticket exists between entry and exit.
+
+    A block that is left while another thread's call is under way can redeem nothing: its ticket
+    is then in ``outstanding()``. Where the block ended well its exit raises the
+    `ConcurrentCallError`, else what the block raised goes on.
+    """
 
     __slots__ = ("contract", "ticket")
 
@@ -101,8 +108,8 @@ class _Guarded:
             self.commit()
         else:
             # Where the block redeemed the ticket itself nothing is left to abort, and what it
-            # raised matters more than that.
-            with suppress(Refused):
+            # raised matters more than that, and than another call that is under way.
+            with suppress(Refused, ConcurrentCallError):
                 self.contract.abort(self.ticket)
         return False
 

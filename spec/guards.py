@@ -165,6 +165,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "ownership.in-flight",
         "ownership.no-such-reader",
         "ownership.read-before-dgrad",
+        "ownership.read-duplicate",
         "completion.wrong-stream",
         "completion.graph-to-caller",
     ),

@@ -34,10 +34,15 @@ SCOPES = (
     "stage-tickets",
     "stage-readers",
     "domains-readers",
+    "stage-messages",
+    "domains-messages",
+    "callers-messages",
     "stage-shared-pool",
     "stage-declared",
     "stages-two",
     "stages-declared",
+    "stage-reports",
+    "stages-live",
     "domains-two",
     "pool-4-4-2-right",
     "pool-4-4-3-right",
@@ -53,7 +58,7 @@ MOST_SEEDS = 10_000
 #: Transitions in a row of the bounded proof; more take minutes each.
 DEPTH = 8
 #: Random schedules that met everything with every seed that was tried.
-_ENOUGH = 300
+_ENOUGH = 500
 _NAMED = 5
 
 
@@ -213,10 +218,11 @@ class Prove:
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Prove and report."""
         if args.only is not None:
-            mutants_alone = "--only runs mutants and proves nothing"
-            refuse_unused(args, ("--seeds", "--depth", "--cvc5", "--out"), mutants_alone)
+            why = "--only runs mutants and proves nothing"
+            refuse_unused(args, ("--seeds", "--depth", "--cvc5", "--out"), why)
         elif not args.mutants:
-            refuse_unused(args, ("--programs",), "only mutants make programs; add --mutants")
+            why = "only mutants make programs"
+            refuse_unused(args, ("--programs",), why, wants="--mutants")
         args.seeds = 1 if args.seeds is None else args.seeds
         args.depth = DEPTH if args.depth is None else args.depth
         if args.programs is not None and args.programs.exists() and not args.programs.is_dir():

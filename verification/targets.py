@@ -23,8 +23,10 @@ __all__ = [
     "GUARDS",
     "TARGETS",
     "TRANSITION_NAMES",
+    "UNTAKEN",
     "Covered",
     "Target",
+    "Untaken",
     "refusal_name",
 ]
 
@@ -79,6 +81,39 @@ COVERED: Final[tuple[Covered, ...]] = (
         "dW that ran had its F; needed where order, which counts those, is left out",
     ),
     Covered("restore", "order.in-flight", "", _BUSY),
+)
+
+
+@frozen
+class Untaken:
+    """
+    A way through a transition that no state takes, whatever it ends in.
+
+    Args:
+        transition: The transition.
+        condition: What its own tests ask for, by a name in `CONDITIONS` of the witnesses.
+        why: Why there is no such state.
+    """
+
+    transition: str
+    condition: str
+    why: str
+
+
+_FREE = "an action in flight keeps its tape"
+_TWICE = "two tests of one guard contradict each other on the way"
+
+#: Ways through the transitions of the full composition that no state takes.
+UNTAKEN: Final[tuple[Untaken, ...]] = (
+    Untaken("check_forward", "received in a free slot", "a message arrives in a reserved slot"),
+    Untaken("finish_read", "free slot in flight", _FREE),
+    Untaken("finish_receive", "free slot in flight", _FREE),
+    Untaken(
+        "finish_read",
+        "last reader of others",
+        "a message that is still under way belongs to a consumer that is still to come",
+    ),
+    Untaken("finish_read", "contradiction", _TWICE),
 )
 
 #: The transitions by name, in the order of an optimizer step.

@@ -208,6 +208,8 @@ def _run(
             dtype=case.torch_dtype,
             captured=device != "cpu",
             readers=True,
+            # Declared, an order that a shared pool cannot carry is refused before any action is.
+            declared=discipline != "shared",
             pool="shared" if discipline == "shared" else None,
         ),
     )

@@ -6,12 +6,14 @@ that other layers register, alone or as a group such as ``qeffect runtime``.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -116,8 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser().parse_args(given)
         outcome = args.run(args, Progress(enabled=not args.quiet))
-        _print(outcome, as_json)
-        sys.stdout.flush()
+        unprinted = _print(_text(outcome, as_json))
     except UnusableError as error:
         return _unusable(brief(str(error), given), as_json)
     except Refused as refused:  # a configuration that the contract refuses
@@ -126,9 +127,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _unusable("interrupted", as_json)
     except (MemoryError, RecursionError, UnicodeError) as error:  # what input may ask for
         return _unusable(brief(f"unusable input: {_said(error)}", given), as_json)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(Exit.UNUSABLE)
     except Exception as error:  # a fault of ours; Python's own exit code would say violation
         if sys.flags.dev_mode:
             traceback.print_exception(error)
@@ -138,25 +136,50 @@ def main(argv: Sequence[str] | None = None) -> int:
             brief(f"internal error at {place}: {_said(error)}; python -X dev shows more", given),
             as_json,
         )
-    return int(outcome.exit)
+    if unprinted is None:
+        return int(outcome.exit)
+    # A reader that has gone away, such as ``head``, has what it wanted: nothing is said then.
+    if not isinstance(unprinted, BrokenPipeError):
+        _complain(f"standard output cannot be written: {unprinted.strerror or unprinted}")
+    return int(Exit.UNUSABLE)
 
 
 def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
-def _print(outcome: Outcome, as_json: bool) -> None:
+def _text(outcome: Outcome, as_json: bool) -> str:
     if as_json:
-        print(json.dumps(outcome.record()))
-    else:
-        # A name in the input may hold what moves a cursor, or what the terminal cannot spell.
-        text = "\n".join(escaped(line) for lines in outcome.text for line in lines.split("\n"))
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        print(text.encode(encoding, "backslashreplace").decode(encoding))
+        return json.dumps(outcome.record())
+    # A name in the input may hold what moves a cursor, or what the terminal cannot spell.
+    text = "\n".join(escaped(line) for lines in outcome.text for line in lines.split("\n"))
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _print(text: str) -> OSError | None:
+    """Print to standard output, all of it; return why it was not taken, None where it was."""
+    try:
+        if sys.stdout is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        print(text, flush=True)
+    except OSError as error:
+        # What is left in the buffer goes nowhere: the interpreter flushes it at its end.
+        with suppress(AttributeError, OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
+
+
+def _complain(line: str) -> None:
+    """Print one line to standard error, where there is one."""
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(f"qeffect: {line}", file=sys.stderr, flush=True)
 
 
 def _unusable(line: str, as_json: bool) -> int:
     if as_json:
-        print(json.dumps({"verdict": "unusable", "error": line}))
-    print(f"qeffect: {line}", file=sys.stderr)
+        _print(json.dumps({"verdict": "unusable", "error": line}))
+    _complain(line)
     return int(Exit.UNUSABLE)

@@ -59,6 +59,8 @@ class Check:
         refuse_unused(args, ("--seed",), "only --random N uses it")
         if args.fixtures:
             return _fixtures(args, progress)
+        if args.svg is not None and args.trace is not None:
+            _refuse_one_file(args.svg, args.trace)
         schedule = read_source(args)
         verdict = check(
             schedule,
@@ -71,6 +73,14 @@ class Check:
         if args.trace is not None:
             write_text(args.trace, trace_json(schedule, verdict.finding))
         return Outcome(verdict.verdict, verdict.record(), _lines(schedule, verdict))
+
+
+def _refuse_one_file(svg: Path, trace: Path) -> None:
+    """Refuse to write two pictures to one file, however its name is spelled."""
+    if svg.resolve() == trace.resolve() or (
+        svg.exists() and trace.exists() and svg.samefile(trace)
+    ):
+        raise UnusableError(f"--svg and --trace both name {trace}; give each a file of its own")
 
 
 def _pairing(args: argparse.Namespace) -> str:

@@ -130,7 +130,9 @@ class Progress:
             print(line, file=self.stream, flush=True)
 
 
-def refuse_unused(args: argparse.Namespace, options: Iterable[str], why: str) -> None:
+def refuse_unused(
+    args: argparse.Namespace, options: Iterable[str], why: str, *, wants: str | None = None
+) -> None:
     """
     Refuse options that were given and that the rest of the command line makes meaningless.
 
@@ -138,19 +140,18 @@ def refuse_unused(args: argparse.Namespace, options: Iterable[str], why: str) ->
         args: The parsed arguments; an option that was not given is None or False.
         options: As they are typed.
         why: Why they do not apply.
+        wants: What to add so that they do, if anything.
 
     Raises:
-        UnusableError: One of them was given; the message says to leave it out.
+        UnusableError: One of them was given; the message says to leave it out, or what to add.
     """
     values = {option: getattr(args, option.lstrip("-").replace("-", "_")) for option in options}
     given = {o: value for o, value in values.items() if value is not None and value is not False}
     if given:
         typed = (o if value is True else f"{o} {brief(str(value))}" for o, value in given.items())
-        raise UnusableError(
-            f"{' and '.join(typed)} given, but {why} (or leave out {' and '.join(given)})"
-            if "; add " in why
-            else f"{' and '.join(typed)} given, but {why}; leave out {' and '.join(given)}"
-        )
+        leave = f"leave out {' and '.join(given)}"
+        remedy = leave if wants is None else f"add {wants} (or {leave})"
+        raise UnusableError(f"{' and '.join(typed)} given, but {why}; {remedy}")
 
 
 def brief(message: str, values: Iterable[str] = ()) -> str:

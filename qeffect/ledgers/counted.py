@@ -73,6 +73,8 @@ class Counted:
         own = self.own()
         if counted is None:
             return _refused("epoch.uncounted", "no counts", "those of every state domain")
+        if not isinstance(counted, Mapping):
+            raise TypeError(f"counted: expected DeviceCounts by state domain, got {counted!r}")
         if set(counted) != set(own):
             raise ValueError(f"counted: domains {[*counted]}; the contract has {[*own]}")
         for domain, expected in own.items():

@@ -10,6 +10,7 @@ from typing import Any
 from ..checkpoint import Checkpoint, require_same
 from ..configuration import Configuration
 from ..refusals import refused
+from .counted import Counted
 from .epochs import Epochs
 from .pool import Pool
 from .runner import FAILURES, Runner
@@ -25,14 +26,19 @@ class Restarts:
         runner: Runs the transitions.
         pool: The free slots; all are free after a restore.
         epochs: Knows the current epoch.
+        counted: What the device is held to have counted, from zero after a restore; None where
+            nothing is counted.
     """
 
-    __slots__ = ("_begun", "_epochs", "_pool", "_runner")
+    __slots__ = ("_begun", "_counted", "_epochs", "_pool", "_runner")
 
-    def __init__(self, runner: Runner, pool: Pool, epochs: Epochs) -> None:
+    def __init__(
+        self, runner: Runner, pool: Pool, epochs: Epochs, counted: Counted | None = None
+    ) -> None:
         self._runner = runner
         self._pool = pool
         self._epochs = epochs
+        self._counted = counted
         self._begun: set[int] = set()
 
     def check_checkpoint(self) -> None:
@@ -69,4 +75,6 @@ class Restarts:
         self._runner.apply("restore", checkpoint.epoch, fresh)
         self._begun.add(leaving)
         self._pool.reset()
+        if self._counted is not None:
+            self._counted.reset()
         self._runner.tell("restore", (checkpoint.epoch, fresh), None)

@@ -4,6 +4,8 @@ The tapes of a contract: reservations, destinations, readers, and tapes that are
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..destinations import Destination
 from ..explain import explain
 from ..keys import TapeKey, TapeRef, reference
@@ -15,6 +17,9 @@ from .runner import FAILURES, Runner
 
 __all__ = ["Tapes"]
 
+#: One end of a transfer: key, reference, whether a gradient moves, and the link.
+Transfer = Callable[[TapeKey, TapeRef, bool, int], None]
+
 
 class Tapes:
     """
@@ -23,37 +28,44 @@ class Tapes:
     Args:
         runner: Runs the transitions.
         pool: The free slots, into which a released one goes back.
+
+    Attributes:
+        read: Check that a stream may read a tape's output, or its input gradient.
+        finish_read: Tell that a reader is done; the last consumer frees the slot.
+        post_receive: Check that a stream may receive into a tape's slot.
+        finish_receive: Tell that a message has arrived; the slot of an aborted tape may then be
+            free.
     """
 
     __slots__ = (
         "_arguments",
         "_bind",
-        "_consumers",
         "_destination_of",
-        "_finish_read",
-        "_finish_receive",
         "_memory",
-        "_num_links",
-        "_num_slots",
         "_pool",
-        "_post_receive",
-        "_read",
         "_runner",
+        "finish_read",
+        "finish_receive",
+        "post_receive",
+        "read",
     )
+
+    read: Transfer
+    finish_read: Transfer
+    post_receive: Transfer
+    finish_receive: Transfer
 
     def __init__(self, runner: Runner, pool: Pool) -> None:
         self._runner = runner
         self._pool = pool
-        # What a bind and a reader reach for, bound once: there are several for each F and dI.
+        # What a bind reaches for, bound once: there is one for each dI.
         self._memory, self._arguments = runner.memory, runner.arguments
-        self._num_slots, self._num_links = runner.arguments.num_slots, runner.arguments.num_links
-        self._consumers = runner.memory.consumers
         self._destination_of = runner.memory.destination_of
-        transitions = runner.transitions
-        self._bind, self._read = transitions.bind, transitions.read
-        self._finish_read = transitions.finish_read
-        self._post_receive = transitions.post_receive
-        self._finish_receive = transitions.finish_receive
+        self._bind = runner.transitions.bind
+        self.read = self._moving("read", (OUT_BIT, GRAD_BIT))
+        self.finish_read = self._moving("finish_read", (OUT_BIT, GRAD_BIT), ends=True)
+        self.post_receive = self._moving("post_receive", (IN_BIT, BACK_BIT))
+        self.finish_receive = self._moving("finish_receive", (IN_BIT, BACK_BIT), ends=True)
 
     def live(self) -> dict[TapeKey, TapeRef]:
         """Every live tape: its key and the reference that names it."""
@@ -116,64 +128,42 @@ class Tapes:
         if self._runner.observer is not None:
             self._runner.observer("bind", (key, destination), None)
 
-    def read(self, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> None:
-        """Check that a stream may read a tape's output, or its input gradient."""
-        self._check(key, ref, link, "read")
-        bit = GRAD_BIT if gradient else OUT_BIT
-        try:
-            self._read(self._memory, key, ref, bit, link)
-        except FAILURES as error:
-            raise self._runner.failure(error, "read", (key, ref, bit, link)) from None
-        if self._runner.observer is not None:
-            self._runner.observer("read", (key, ref, bit, link), None)
+    def _moving(self, transition: str, bits: tuple[int, int], *, ends: bool = False) -> Transfer:
+        """
+        Return one end of a transfer as a call, with all that it reaches for bound.
 
-    def finish_read(self, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> None:
-        """Tell that a reader is done; the last consumer frees the slot."""
-        self._check(key, ref, link, "finish_read")
-        bit = GRAD_BIT if gradient else OUT_BIT
-        try:
-            self._finish_read(self._memory, key, ref, bit, link)
-        except FAILURES as error:
-            raise self._runner.failure(error, "finish_read", (key, ref, bit, link)) from None
-        if self._consumers[ref.slot] == 0:
-            self._pool.reclaim(ref.slot)
-        if self._runner.observer is not None:
-            self._runner.observer("finish_read", (key, ref, bit, link), None)
+        There are several for each F and dI, so that each look-up would show.
 
-    def post_receive(self, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> None:
-        """Check that a stream may receive into a tape's slot."""
-        self._check(key, ref, link, "post_receive")
-        message = BACK_BIT if gradient else IN_BIT
-        try:
-            self._post_receive(self._memory, key, ref, message, link)
-        except FAILURES as error:
-            raise self._runner.failure(error, "post_receive", (key, ref, message, link)) from None
-        if self._runner.observer is not None:
-            self._runner.observer("post_receive", (key, ref, message, link), None)
+        Args:
+            transition: The transition.
+            bits: What moves on the way forward, and on the way back.
+            ends: Whether the slot may be free afterwards.
+        """
+        runner, memory, reclaim = self._runner, self._memory, self._pool.reclaim
+        arguments, function = runner.arguments, runner.transitions.functions[transition]
+        num_slots, num_links, consumers = arguments.num_slots, arguments.num_links, memory.consumers
+        forward, back = bits
 
-    def finish_receive(self, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> None:
-        """Tell that a message has arrived; the slot of an aborted tape may then be free."""
-        self._check(key, ref, link, "finish_receive")
-        message = BACK_BIT if gradient else IN_BIT
-        try:
-            self._finish_receive(self._memory, key, ref, message, link)
-        except FAILURES as error:
-            raise self._runner.failure(error, "finish_receive", (key, ref, message, link)) from None
-        if self._consumers[ref.slot] == 0:
-            self._pool.reclaim(ref.slot)
-        if self._runner.observer is not None:
-            self._runner.observer("finish_receive", (key, ref, message, link), None)
+        def run(key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> None:
+            if link.__class__ is not int or not 0 <= link < num_links:
+                arguments.link(transition, link)
+            if (
+                key.__class__ is not TapeKey
+                or ref.__class__ is not TapeRef
+                or not 0 <= ref.slot < num_slots
+            ):
+                arguments.tape(transition, key, ref)
+            bit = back if gradient else forward
+            try:
+                function(memory, key, ref, bit, link)
+            except FAILURES as error:
+                raise runner.failure(error, transition, (key, ref, bit, link)) from None
+            if ends and consumers[ref.slot] == 0:
+                reclaim(ref.slot)
+            if runner.observer is not None:
+                runner.observer(transition, (key, ref, bit, link), None)
 
-    def _check(self, key: TapeKey, ref: TapeRef, link: int, transition: str) -> None:
-        """Require a configured link, a key and a reference into the pool."""
-        if link.__class__ is not int or not 0 <= link < self._num_links:
-            self._arguments.link(transition, link)
-        if (
-            key.__class__ is not TapeKey
-            or ref.__class__ is not TapeRef
-            or not 0 <= ref.slot < self._num_slots
-        ):
-            self._arguments.tape(transition, key, ref)
+        return run
 
     def drop(self, key: TapeKey, ref: TapeRef) -> None:
         """Abort one tape that has no action in flight."""

@@ -273,11 +273,14 @@ def abort_wgrad_writes(st: State, slot, ticket):
 def read_guards(st: State, key, ref, bit, link):
     slot = ref.slot
     mask = st.consumers[slot]
+    moving = st.moving[slot]
     require_reference(st, key, ref)
     if (bit != OUT_BIT and bit != GRAD_BIT) or mask & bit == 0:
         raise Refused("ownership.no-such-reader")
     if bit == GRAD_BIT and mask & DGRAD_BIT != 0:
         raise Refused("ownership.read-before-dgrad")
+    if moving & bit != 0:
+        raise Refused("ownership.read-duplicate")
 
 
 def read_writes(st: State, key, ref, bit, link):

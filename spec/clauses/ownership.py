@@ -33,7 +33,10 @@ consumer presents the key *and* the reference, and both must name the same live 
 A *transfer* moves through a slot from `post_receive` to `finish_receive`, or from `read` to
 `finish_read`. F and dI of a stage that receives run on messages that arrived for their key. When a
 tape is aborted its transfers go on, and the slot takes no tenant before they have ended; their ends
-are told with the key and the reference that they began with.
+are told with the key and the reference that they began with. `finish_receive` on a live tape says
+that the message is there, whole. For a message that can no longer arrive the tape is dropped first,
+so that nothing runs on it, and the receive's end is told afterwards, which frees the slot. At most
+one read of an output, and one of an input gradient, is under way at a time.
 
 A check reserves the slot under a *ticket*, the next of a series of serial numbers; while a ticket
 is out on a slot, every other action on it is refused. A commit or an abort redeems the ticket,
@@ -325,8 +328,24 @@ once.""",
             remedy="Post the send after dI's commit.",
         ),
         Clause(
-            id="ownership.transfer-in-flight",
+            id="ownership.read-duplicate",
             number="1.19",
+            title="A reader reads once at a time",
+            invariant="A read of a tape's output, or of its input gradient, begins only when none "
+            "of the same is under way: the slot waits for one end, so it would be given away under "
+            "a second reader.",
+            transitions=("read",),
+            argument="bit",
+            unchanged=_TENANT + " The read under way.",
+            section="design",
+            cause="The send was posted twice, or two streams read one buffer and each told its "
+            "read; the end of the first would free the slot for both.",
+            remedy="Post one send. Where several streams read, tell one read before the first of "
+            "them begins and its end after the last of them, on a stream that waited for all.",
+        ),
+        Clause(
+            id="ownership.transfer-in-flight",
+            number="1.20",
             title="A transfer keeps its slot",
             invariant="A slot is claimed only when no transfer moves through it; F and dI run only "
             "when what they use has arrived whole. A transfer outlives a tape that is aborted.",
@@ -340,7 +359,7 @@ once.""",
         ),
         Clause(
             id="ownership.receive-missing",
-            number="1.20",
+            number="1.21",
             title="F and dI use a message that was received",
             invariant="F of a stage that receives its input runs on an input that was posted and "
             "arrived for this key; likewise dI and the output's gradient.",
@@ -355,7 +374,7 @@ once.""",
         ),
         Clause(
             id="ownership.no-such-receive",
-            number="1.21",
+            number="1.22",
             title="Receives are configured",
             invariant="A message is received only where the stage is configured to receive it.",
             transitions=("post_receive",),
@@ -368,7 +387,7 @@ once.""",
         ),
         Clause(
             id="ownership.receive-duplicate",
-            number="1.22",
+            number="1.23",
             title="A message is received once",
             invariant="A tape's input, and its output's gradient, is received once.",
             transitions=("post_receive",),
@@ -381,7 +400,7 @@ once.""",
         ),
         Clause(
             id="ownership.receive-not-posted",
-            number="1.23",
+            number="1.24",
             title="Only a receive that was posted finishes",
             invariant="The end of a receive is accepted once, after it was posted.",
             transitions=("finish_receive",),
@@ -394,7 +413,7 @@ once.""",
         ),
         Clause(
             id="ownership.read-not-begun",
-            number="1.24",
+            number="1.25",
             title="Only a read that began finishes",
             invariant="The end of a read is accepted after the read began.",
             transitions=("finish_read",),
@@ -407,7 +426,7 @@ once.""",
         ),
         Clause(
             id="ownership.unknown-ticket",
-            number="1.25",
+            number="1.26",
             title="A ticket is redeemed once, by its own kind",
             invariant="Commit and abort are accepted only with the ticket that is out on the slot, "
             "for the action that it was issued for.",
@@ -428,7 +447,7 @@ once.""",
         ),
         Clause(
             id="ownership.live-tape",
-            number="1.26",
+            number="1.27",
             title="A commit finds no live tape",
             invariant="The optimizer's commit happens when every slot of every stage of the "
             "process is free.",
@@ -441,7 +460,7 @@ once.""",
         ),
         Clause(
             id="ownership.unknown-key",
-            number="1.27",
+            number="1.28",
             title="Keys are configured",
             invariant="A key names a stage, microbatch, block and invocation of this process.",
             transitions=("reserve", "bind", "check_forward", "check_wgrad"),
@@ -454,7 +473,7 @@ once.""",
         ),
         Clause(
             id="ownership.unknown-slot",
-            number="1.28",
+            number="1.29",
             title="Slots are configured",
             invariant="A slot index lies within the process's pool.",
             transitions=(

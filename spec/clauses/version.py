@@ -71,7 +71,8 @@ all its modules. A forward that finds the cache stale and does not refresh it is
             id="version.late-refresh",
             number="2.4",
             title="A refresh precedes the stage's forwards",
-            invariant="A refresh happens before the stage's first committed forward of the epoch.",
+            invariant="A refresh happens before the stage's first committed forward of the epoch. "
+            "Order counts forwards: without it this is not seen.",
             transitions=("check_refresh", "check_forward"),
             argument="refresh",
             unchanged=_CACHE,

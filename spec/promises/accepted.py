@@ -113,9 +113,9 @@ def no_gradient_moves(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("ownership.right-consumer", "read")
 def right_consumer(st: State, h: History, a: Args) -> Truth:
-    """One reader reads, only where one is awaited, and a gradient only after dI."""
+    """One reader reads at a time, only where one is awaited, and a gradient only after dI."""
     s = a.ref.slot
-    one = (a.bit == OUT_BIT) | (a.bit == GRAD_BIT)
+    one = ((a.bit == OUT_BIT) | (a.bit == GRAD_BIT)) & ((h.moving[s] & a.bit) == 0)
     there = implies(a.bit == GRAD_BIT, h.ran_dgrad[a.key.cell] == 1)
     return one & ((h.owing[s] & a.bit) != 0) & (h.ran_forward[a.key.cell] == 1) & there
 

@@ -95,7 +95,11 @@ def _compared(derived: Mapping[str, Any], version: str) -> str:
 
 def _correctness() -> list[str]:
     lines = [
-        _compared(report["derived"], package(report["environment"], "transformer-engine"))
+        _compared(
+            report["derived"],
+            f"{package(report['environment'], 'transformer-engine')}, commit "
+            f"`{report['environment']['commit'][:12]}`",
+        )
         for report in reports("compare")
     ]
     for report in reports("streams"):
@@ -134,8 +138,26 @@ def _probed(derived: Mapping[str, Any]) -> str:
 
 
 def _cells() -> Iterator[Mapping[str, Any]]:
+    """Yield each cell once, from the report with most of its columns."""
+    found: dict[str, Mapping[str, Any]] = {}
     for report in reports("bench"):
-        yield from report["derived"]["cells"]
+        for cell in report["derived"]["cells"]:
+            known = found.get(cell["cell"])
+            if known is None or len(known["columns"]) < len(cell["columns"]):
+                found[cell["cell"]] = cell
+    yield from found.values()
+
+
+def _latest() -> Iterator[Mapping[str, Any]]:
+    """Yield each cell once, from the last report that measured its guards."""
+    dated = sorted(reports("bench"), key=lambda report: str(report["environment"]["date"]))
+    found = {
+        cell["cell"]: cell
+        for report in dated
+        for cell in report["derived"]["cells"]
+        if cell["guards"] is not None
+    }
+    yield from found.values()
 
 
 def _speed() -> list[str]:
@@ -179,7 +201,7 @@ def _speed() -> list[str]:
 def _host() -> list[str]:
     """What a guarded action costs the host, beside what the kernel alone costs."""
     rows = []
-    for cell in _cells():
+    for cell in _latest():
         guards = cell["guards"]
         if guards is not None:
             each = guards["host_us_of_a_guard"]
@@ -200,11 +222,14 @@ def _host() -> list[str]:
             "difference each",
         )  # fmt: skip
         lines += [
-            "What guarding costs the host, `ours_accumulate` with guards and without; of an action "
-            f"the kernel's own part is {min(kernel.values()):.1f} to {max(kernel.values()):.1f} µs "
+            "What guarding costs the host, `ours_accumulate` with guards and without, in the last "
+            "report of each cell (a median difference within its range is noise); of an action the "
+            f"kernel's own part is {min(kernel.values()):.1f} to {max(kernel.values()):.1f} µs "
             "(on the machine of the kernel's figures), the rest is the runtime around it:",
             markdown(header, rows),
         ]
+    for cell in _latest():
+        lines += [*_parts(cell), *_counted(cell)]
     for report in reports("host"):
         each = report["derived"]["host_us_of_a_guard"]
         lines.append(
@@ -212,6 +237,30 @@ def _host() -> list[str]:
             f"of host time a guarded action ({each['min']:.1f} to {each['max']:.1f})."
         )
     return lines
+
+
+def _parts(cell: Mapping[str, Any]) -> Iterator[str]:
+    """Say where the host's time over the bare replays of an action goes."""
+    host = cell.get("host", {}).get("ours_accumulate", {})
+    if "parts_us" in host:
+        parts = sorted(host["parts_us"].items(), key=lambda part: -part[1])
+        said = ", ".join(f"{name} {us:.1f}" for name, us in parts)
+        whole = host["of_an_action_us"]
+        yield (
+            f"A guarded action of {cell['cell']} takes the host {whole['median']:.1f} µs more than "
+            f"its bare replay (goal {whole['goal']:.0f}; timed part by part: {said})."
+        )
+
+
+def _counted(cell: Mapping[str, Any]) -> Iterator[str]:
+    """Say what counting on the device costs a step."""
+    counts = cell.get("device_counts")
+    if counts is not None:
+        over = counts["step_on_over_off"]
+        yield (
+            f"With `device_counts=True` a step of {cell['cell']} takes {over['median']:.3f} of "
+            f"what it takes without ({over['min']:.3f} to {over['max']:.3f}; goal 1.015)."
+        )
 
 
 def _behind() -> list[str]:
@@ -248,12 +297,17 @@ def _behind() -> list[str]:
 
 
 def _goals() -> list[str]:
-    goals = [
-        goal
-        for kind in ("bench", "sweep")
-        for report in reports(kind)
+    # A goal that two reports measured counts once, as the later one found it.
+    found = sorted(
+        (report for kind in ("bench", "sweep") for report in reports(kind)),
+        key=lambda report: str(report["environment"]["date"]),
+    )
+    latest = {
+        (goal["goal"], goal["cell"], goal["column"]): goal
+        for report in found
         for goal in report["derived"]["targets"]
-    ]
+    }
+    goals = [*latest.values()]
     missed = [goal for goal in goals if not goal["met"]]
     rows = [
         (

@@ -190,6 +190,34 @@ class TestKeys:
             OF_KEY[call](Rig().contract, wrong)
 
 
+class TestReads:
+    def test_the_token_of_an_unknown_stage(self) -> None:
+        """A stage that is not here is named with those that are."""
+        contract = Rig(stage(3)).contract
+        assert contract.token(3) == 0
+
+        with pytest.raises(ValueError, match=r"^token: no stage 9; there are \[3\]$"):
+            contract.token(9)
+        with pytest.raises(TypeError, match=r"^token: stage must be an int, got True \(bool\)$"):
+            contract.token(True)
+
+    def test_the_first_writer_of_an_unknown_key(self) -> None:
+        """A key that is not here is named with those that are."""
+        contract = Rig().contract
+
+        with pytest.raises(
+            ValueError, match=r"^first_writer: no microbatch 9 of stage 0 .* stage 0: 2 microbatch"
+        ):
+            contract.first_writer(TapeKey(0, 0, 9))
+
+    @pytest.mark.parametrize("call", ["first_writer", "reference"])
+    @pytest.mark.parametrize("wrong", [None, 1, (0, 0, 0, 0)])
+    def test_of_no_key(self, call: str, wrong: Any) -> None:
+        """What is no key is said not to be one."""
+        with pytest.raises(TypeError, match=f"^{call}: key must be a TapeKey, got "):
+            getattr(Rig().contract, call)(wrong)
+
+
 class TestSlots:
     @pytest.mark.parametrize("wrong", [2, 99, -1, -2])
     def test_unknown_of_a_forward(self, wrong: int) -> None:

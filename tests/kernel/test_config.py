@@ -169,6 +169,24 @@ class TestStageConfig:
         with pytest.raises(TypeError, match=rf"^{name} must be a hashable name, got \[\]$"):
             stage(**{name: []})
 
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "sends_output",
+            "sends_gradient",
+            "receives_input",
+            "receives_gradient",
+            "reduces",
+            "reports_fills",
+            "reports_updates",
+        ],
+    )
+    @pytest.mark.parametrize("wrong", ["false", "", 0, 1, None])
+    def test_flags_are_bools(self, name: str, wrong: Any) -> None:
+        """A flag is True or False: a word would be true, whatever it says."""
+        with pytest.raises(TypeError, match=f"^{name} must be a bool, got {wrong!r}$"):
+            stage(**{name: wrong})
+
     @pytest.mark.parametrize("wrong", [3, ["w0"], "w0"])
     def test_destinations_are_destination_objects(self, wrong: Any) -> None:
         """Destinations are Destination objects."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from qeffect import Contract, DeviceCounts, StageConfig, TapeKey
+from qeffect import Contract, DeviceCounts, Refused, StageConfig, TapeKey
 from qeffect.counts import COUNTED, fold, mark
 
 from .helpers import MATRICES, refused, stage
@@ -226,8 +226,11 @@ class TestCommit:
 class TestBadCounts:
     def test_a_contract_that_does_not_count(self) -> None:
         """Counts that nobody compares would be a false comfort."""
+        step = Step(counted=False)
+        step.run()
+
         with pytest.raises(ValueError, match="without counted=True"):
-            Step(counted=False).commit()
+            step.commit()
 
     @pytest.mark.parametrize(
         ("counted", "error", "message"),
@@ -263,6 +266,38 @@ class TestBadCounts:
         with pytest.raises(ValueError, match="refresh, F, dI, dW"):
             DeviceCounts(0, {0: (1, 2)})
 
+    @pytest.mark.parametrize("stages", [None, 3, [0], {0: None}, {0: 4}])
+    def test_no_counters(self, stages: Any) -> None:
+        """What is no mapping of sequences is said to be none."""
+        with pytest.raises(TypeError, match=r"counters( by stage)?, got"):
+            DeviceCounts(0, stages)
+
+    @pytest.mark.parametrize("counted", [3, "0", [0]])
+    def test_no_mapping(self, counted: Any) -> None:
+        """So is what is no mapping of counts, at a commit and when a commit is asked for."""
+        step = Step()
+        step.run()
+        for ask in (step.contract.check_commit, step.contract.commit_epoch):
+            with pytest.raises(TypeError, match=r"^counted: expected DeviceCounts by state domain"):
+                ask(counted=counted)
+
+        assert 0 == step.contract.epoch
+
+    @pytest.mark.parametrize("counts", [True, False], ids=["counting", "not-counting"])
+    @pytest.mark.parametrize("counted", [3, {}, {1: None}, None])
+    def test_guards_are_asked_first(self, counted: Any, counts: bool) -> None:
+        """Whatever the counts are: a commit and the question refuse in the same words."""
+        contract = Contract([stage(0)], counted=counts)
+        said = []
+        for ask in (contract.check_commit, contract.commit_epoch):
+            with pytest.raises(Refused, match=r"^epoch\.not-final in commit_epoch") as caught:
+                ask(counted=counted)
+            said.append(str(caught.value))
+            with pytest.raises(TypeError, match=r"^commit_epoch: epoch must be an int"):
+                ask(True, counted=counted)
+
+        assert said[0] == said[1]
+
 
 class TestDigest:
     def test_marks_differ(self) -> None:
@@ -280,6 +315,26 @@ class TestDigest:
 
             assert -(2**63) <= digest < 2**63
             assert 0 == (digest - exact) % 2**64
+
+
+def test_a_restore_begins_at_zero_whoever_was_told() -> None:
+    """An observer that raises at the restore leaves no count of the incarnation before."""
+    step = Step()
+    saved = step.contract.checkpoint()
+    step.run()
+    step.contract.drain()
+
+    def full(*_: Any) -> None:
+        raise OSError("full")
+
+    step.contract.observer = full
+    with pytest.raises(OSError, match=r"^full$"):
+        step.contract.restore(saved)
+    step.contract.observer = None
+    step.device = Device((0, 1))
+    step.run()
+
+    assert 1 == step.commit()
 
 
 def test_a_stage_config_is_unchanged() -> None:

@@ -63,6 +63,27 @@ class TestContextManagers:
         with refused(rig, "order.poisoned"):
             rig.check_forward(1)
 
+    def test_left_while_another_call_is_under_way(self) -> None:
+        """What the block raised goes on, and its ticket can still be had."""
+        rig = Rig()
+        contract = rig.contract
+
+        block = contract.forward(rig.key(0), refresh=True)
+        block.__enter__()
+        error, left = MemoryError("mine"), []
+
+        def elsewhere(*_: Any) -> None:
+            left.append(block.__exit__(MemoryError, error, None))
+
+        contract.observer = elsewhere
+        contract.submit()
+        contract.observer = None
+
+        assert left == [False]
+        (ticket,) = contract.outstanding()
+        contract.abort(ticket)
+        assert contract.live() == {}
+
     @pytest.mark.parametrize("kind", ["refresh", "dgrad", "wgrad"])
     def test_the_others_abort_too(self, kind: str) -> None:
         """A failed refresh and dI poison the domain, a failed dW spoils the epoch only."""

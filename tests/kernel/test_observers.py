@@ -102,8 +102,10 @@ def _everything(rig: Rig) -> Iterator[Callable[[], Any]]:
     yield check("evidence", lambda: rig.check_dgrad(c.live()[rig.key(0)], 0))
 
     def wrong() -> None:
-        with pytest.raises(Refused, match="work-not-queued"):
+        with pytest.raises(Refused, match="work-not-queued") as caught:
             c.commit(tickets["evidence"], MATRICES[:1])
+        if caught.value.__cause__ is not None:
+            raise caught.value.__cause__
 
     yield wrong
     yield back
@@ -274,6 +276,24 @@ def test_work_is_submitted_on_every_link_whoever_was_told() -> None:
     links = [rig.link(s) for s in (0, 1)]
 
     assert [rig.contract.memory.submitted[link] for link in links] == [1, 1]
+
+
+def test_a_refusal_of_evidence_is_not_lost() -> None:
+    """Where the observer raises at the abort, the refusal is raised, from the observer's error."""
+    rig = Rig()
+    ticket = rig.check_dgrad(rig.forward(0), 0)
+
+    def full(*_: Any) -> None:
+        raise _FullError
+
+    rig.contract.observer = full
+    with pytest.raises(Refused, match=r"ownership\.work-not-queued.*queued for") as caught:
+        rig.contract.commit(ticket, MATRICES[:1])
+
+    assert isinstance(caught.value.__cause__, _FullError)
+    assert rig.contract.outstanding() == ()
+    assert rig.contract.live() == {}
+    _require_agreement(rig.contract)
 
 
 class TestTickets:

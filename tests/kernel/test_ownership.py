@@ -386,11 +386,55 @@ class TestReaders:
         ):
             rig.contract.finish_read(rig.key(0), ref)
         rig.contract.read(rig.key(0), ref)
-        rig.contract.read(rig.key(0), ref)  # asking again begins nothing anew
 
         rig.contract.finish_read(rig.key(0), ref)
         with refused(rig, "ownership.no-such-reader"):
             rig.contract.finish_read(rig.key(0), ref)
+
+    @pytest.mark.parametrize("gradient", [False, True])
+    def test_a_second_read_of_the_same_is_refused_while_the_first_is_under_way(
+        self, gradient: bool
+    ) -> None:
+        """The first reader's end would give the slot away under the second reader."""
+        rig = Rig(
+            stage(slots=1, sends_output=not gradient, sends_gradient=gradient),
+            callers=("main", "wire"),
+        )
+        wire = rig.link(caller="wire")
+        key, ref = rig.key(0), rig.forward(0)
+        rig.dgrad(ref)
+        for link in (0, wire):
+            rig.contract.wait(link)
+        rig.contract.read(key, ref, gradient=gradient)
+        what = "input gradient" if gradient else "output"
+        for link in (0, wire):
+            with refused(
+                rig,
+                "ownership.read-duplicate",
+                f"another read of the {what} of microbatch 0 of stage 0 in epoch 0",
+                f"under way in slot 0: read of the {what}",
+            ):
+                rig.contract.read(key, ref, gradient=gradient, link=link)
+        rig.wgrad(ref)
+        rig.contract.finish_read(key, ref, gradient=gradient)
+        rig.contract.join()
+
+        rig.forward(1)
+
+    def test_an_output_and_a_dgrad_are_read_at_once(self) -> None:
+        """Two readers of two buffers are each waited for, so both may be under way."""
+        rig = Rig(stage(sends_output=True, sends_gradient=True))
+        ref = rig.forward(0)
+        rig.dgrad(ref)
+        rig.contract.wait()
+        rig.contract.read(rig.key(0), ref)
+        rig.contract.read(rig.key(0), ref, gradient=True)
+        rig.wgrad(ref)
+        rig.contract.finish_read(rig.key(0), ref)
+        assert rig.contract.live() != {}
+
+        rig.contract.finish_read(rig.key(0), ref, gradient=True)
+        assert rig.contract.live() == {}
 
 
 class TestInFlight:

@@ -110,6 +110,12 @@ class TestCheckpoint:
         assert checkpoint == pickle.loads(pickle.dumps(checkpoint)) == copy.deepcopy(checkpoint)
         assert checkpoint.summary().startswith("stages 0 (M=2, 2 slots), 1 (M=2, 2 slots) under")
 
+    @pytest.mark.parametrize("wrong", [None, 3, ()])
+    def test_of_no_configuration(self, wrong: Any) -> None:
+        """What is no configuration is said to be none."""
+        with pytest.raises(TypeError, match=r"^the configuration of a checkpoint must be a Config"):
+            Checkpoint(0, wrong)
+
 
 class TestRestore:
     def test_in_the_same_process(self) -> None:

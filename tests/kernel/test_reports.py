@@ -66,6 +66,22 @@ def failed(of: Contract, commit: Any, clause: str, found: str, expected: str) ->
         commit()
 
 
+#: Reports of a fill that name no epoch of a matrix.
+UNREADABLE = [
+    {"w0": None},
+    {"w0": -1},
+    {"w0": -2},
+    {"w0": 0.0, "w1": 0.0},
+    {"w0": True},
+    {"w0": "0"},
+    ["w0"],
+    [("w0",)],
+    "w0",
+    3,
+    0,
+]
+
+
 class TestFills:
     @pytest.mark.parametrize(("filled", "clause", "found"), WRONG_FILLS)
     def test_a_refresh_that_did_not_fill_every_cache(
@@ -107,6 +123,40 @@ class TestFills:
             "weights of epoch 0",
             "no fill",
         )
+
+    @pytest.mark.parametrize("filled", UNREADABLE)
+    def test_a_report_that_cannot_be_read_is_no_report_of_nothing(self, filled: Any) -> None:
+        """Whatever was filled, and from whatever: an F that nobody asked for it failed."""
+        of = reporting()
+        forward(of, 0, NOW)
+        ticket = of.check_forward(key(1))
+
+        failed(
+            of,
+            lambda: of.commit(ticket, filled=filled, updates=1),
+            "version.fill-unasked",
+            "weights of no known epoch",
+            "no fill",
+        )
+
+    @pytest.mark.parametrize("filled", UNREADABLE)
+    def test_nor_is_it_one_of_a_whole_fill(self, filled: Any) -> None:
+        """Where a fill was asked for, a report that cannot be read is refused as well."""
+        of = reporting()
+        ticket = of.check_refresh(0)
+
+        with pytest.raises(Refused, match=r"^version\.(fill-missing|wrong-fill)"):
+            of.commit(ticket, filled=filled)
+        assert [-1] == of.memory.cache_epoch
+
+    @pytest.mark.parametrize("filled", [None, {}, [], ()])
+    def test_a_report_of_nothing(self, filled: Any) -> None:
+        """An F that was not asked and that reports no fill is accepted."""
+        of = reporting()
+        forward(of, 0, NOW)
+
+        ref = of.commit(of.check_forward(key(1)), filled=filled, updates=1)
+        assert of.live()[key(1)] == ref
 
     @pytest.mark.parametrize("filled", [NOW, list(NOW.items()), [("w1", 0), ("w0", 0)]])
     def test_a_whole_fill_in_any_order(self, filled: Any) -> None:

@@ -135,6 +135,16 @@ class TestForged:
         ):
             getattr(rig.contract, end)(foreign)
 
+    @pytest.mark.parametrize("wrong", ["zz", None, 1.5])
+    @pytest.mark.parametrize("end", ["commit", "abort"])
+    def test_of_no_incarnation_at_all(self, end: str, wrong: Any) -> None:
+        """An incarnation that is no number is said as it was given."""
+        rig = Rig()
+        forged = evolve(_in_flight("F", rig), incarnation=wrong)
+
+        with refused(rig, "ownership.unknown-ticket", f"issued by incarnation {wrong!r}"):
+            getattr(rig.contract, end)(forged)
+
     @pytest.mark.parametrize("wrong", [None, 1, "ticket", ("F", 0, 1)])
     @pytest.mark.parametrize("end", ["commit", "abort"])
     def test_anything_but_a_ticket_is_named(self, end: str, wrong: Any) -> None:

@@ -41,12 +41,13 @@ from qeffect.gpu_runtime.evidence.cases import (
 )
 from qeffect.gpu_runtime.evidence.comparison import CATEGORIES, REQUIRED, Recording, compare
 from qeffect.gpu_runtime.evidence.pools import record_of
-from qeffect.gpu_runtime.evidence.sides import record
+from qeffect.gpu_runtime.evidence.sides import fresh_stages, record
 from qeffect.gpu_runtime.evidence.trials import DISCIPLINES, ORDERS, trial
 from qeffect.gpu_runtime.measure.derive import DERIVE
 from qeffect.gpu_runtime.measure.report import Report
 from qeffect.gpu_runtime.memory.arena import RULES
 from qeffect.gpu_runtime.plan.order import Order
+from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.refusals import Refused
 
 from .helpers import guarded_run
@@ -361,6 +362,14 @@ class TestPools:
         refused = {"clause": "capture.out-of-order", "action": action, "position": position}
         assert refused == found["refused"]
         assert found["error"] is None
+
+    def test_a_declared_order_in_a_shared_pool_is_refused_before_it_runs(self) -> None:
+        """The runtime is not even made, and the message says what to give each slot."""
+        stages = fresh_stages(small(ORDERS[0]), "reference", device="cpu")
+        config = RuntimeConfig(readers=True, pool="shared")
+
+        with pytest.raises(ValueError, match=r"cannot be carried: .* each slot a pool of its own"):
+            Runtime(stages, ORDERS[0].order(), config)
 
     @pytest.mark.parametrize("case", ORDERS, ids=lambda c: c.name)
     def test_every_discipline_computes_the_same(self, case: Case) -> None:

@@ -177,7 +177,7 @@ class TestLayers:
         [
             ({"hidden": 0, "ffn": 1}, "hidden must be at least 1, not 0"),
             ({"hidden": 1, "ffn": -1}, "ffn must be at least 1"),
-            ({"hidden": 1, "ffn": 1, "per_stage": 0}, "per_stage must be at least 1"),
+            ({"hidden": 1, "ffn": 1, "per_stage": 0}, "layers in a stage must be at least 1"),
             ({"hidden": 1, "ffn": 1, "dtype": "int3"}, "'int3'; expected one of bf16"),
         ],
     )

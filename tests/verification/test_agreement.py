@@ -52,6 +52,7 @@ def of_dgrad(composition: Composition) -> list[Goal]:
     return [goal for goal in prove._goals(composition) if goal.transition == "check_dgrad"]
 
 
+@pytest.mark.slow
 def test_other_seeds_agree() -> None:
     """Two more seeds prove every goal of the full composition."""
     answers = list(prove.again([1, 2]))
@@ -62,6 +63,7 @@ def test_other_seeds_agree() -> None:
         assert answer.goals == answer.unsat > 1000
 
 
+@pytest.mark.slow
 def test_a_second_solver_proves_every_kind_of_obligation(encoding: Encoding) -> None:
     """A second solver proves what it is asked of every kind, from scripts of its own."""
     composition = Composition.of((), encoding)
@@ -77,6 +79,7 @@ def test_a_second_solver_proves_every_kind_of_obligation(encoding: Encoding) -> 
     assert answer.goals == answer.unsat > 100
 
 
+@pytest.mark.slow
 def test_again_asks_cvc5_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sweep itself hands cvc5 the goals, after the seeds, and nobody when nobody is named."""
     whole = prove._goals
@@ -89,6 +92,7 @@ def test_again_asks_cvc5_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(answer.goals == answer.unsat > 5 for answer in answers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOLVERS)
 def test_the_sweep_leaves_the_goals_of_a_broken_kernel_open(
     name: str, encoding: Encoding, broken: Composition

@@ -116,11 +116,12 @@ def test_report_is_plain_data() -> None:
     assert row["cpu_rate"] > 0
     assert row["violation"] is None
     assert row["witnesses"]["check_dgrad: ownership.duplicate-dgrad"] == [
-        "forward(key e0.s0.c0, slot 0, token 0, link 0, refresh 0)",
+        "forward(key e0.s0.c0, slot 0, token 0, link 0, refresh 0, filled 0, fill_epoch 0, "
+        "updates 0)",
         "dgrad(key e0.s0.c0, ref slot 0 generation 0 incarnation 0, token 0, link 0, "
-        "whole evidence)",
+        "queued 1, updates 0, scales 0)",
         "dgrad(key e0.s0.c0, ref slot 0 generation 0 incarnation 0, token 0, link 0, "
-        "whole evidence)",
+        "queued 1, updates 0, scales 0)",
     ]
 
 
@@ -196,7 +197,7 @@ def _without(function: str, marker: str) -> dict[str, ast.FunctionDef]:
             "ownership.check_forward_guards",
             "key-live",
             pool_scope(2, 2, 2),
-            "ownership.slot-names-its-cell, by reserve(key e0.s0.c0, slot 0); forward(",
+            "ownership.slot-names-its-cell, by reserve(key e0.s0.c0, slot 0, link 0); forward(",
         ),
         (
             "ownership.check_forward_guards",

@@ -28,7 +28,7 @@ from qeffect.verification.walks import driver, machine, oracle, world
 from qeffect.verification.walks.processes import PROCESSES, Process
 
 #: Enough for every transition and clause, with a margin.
-SCHEDULES = 300
+SCHEDULES = 500
 
 
 @pytest.fixture(scope="module")

@@ -146,6 +146,7 @@ NEEDED = [
     ("check_wgrad", "arena.in-flight", "arena.right-destination"),
     ("check_wgrad", "completion.caller-to-graph", "completion.replay-after-caller"),
     ("commit_epoch", "epoch.not-final", "epoch.commit"),
+    ("read", "ownership.read-duplicate", "ownership.right-consumer"),
     ("finish_reduction", "reduction.not-started", "reduction.running"),
     ("commit_dgrad", "ownership.unknown-ticket", "tickets.dgrad-redeems-its-own"),
 ]

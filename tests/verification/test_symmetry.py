@@ -26,10 +26,10 @@ SCOPES = {
 #: States, and orbits.
 COUNTS = {
     "pool-3-3-2": (3_753, 165),
-    "stage-small": (6_524, 1_988),
-    "stage-tickets": (10_904, 3_128),
-    "stage-declared": (2_732, 2_732),
-    "buffers": (6_588, 1_988),
+    "stage-small": (12_776, 3_796),
+    "stage-tickets": (18_736, 5_376),
+    "stage-declared": (4_596, 4_596),
+    "buffers": (13_000, 3_796),
 }
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from qeffect.engine.memory import Memory
 from qeffect.engine.stage import TRANSITIONS, transitions
@@ -144,15 +144,20 @@ def legal_schedules(
         omit: Relations left out. What is legal with a relation is legal without it, but for a
             refresh where no version says what is fresh.
     """
-    left_out = {"version"} & {*omit}
     return tuple(
         (setup, life)
         for setup in SETUPS
+        for process in [_process(setup, without_version="version" in omit)]
         for seed in range(SEEDS)
-        for life in _walk(
-            Process(setup.name, setup.stages, left_out, **setup.options), seed
-        ).lives()
+        for life in _walk(process, seed).lives()
     )
+
+
+def _process(setup: Setup, *, without_version: bool) -> Process:
+    if not without_version:
+        return Process(setup.name, setup.stages, **setup.options)
+    stages = [evolve(config, reports_fills=False) for config in setup.stages]
+    return Process(setup.name, stages, {"version"}, **setup.options)
 
 
 def _walk(process: Process, seed: int) -> Schedule:

@@ -12,11 +12,11 @@ from typing import Any, Final
 
 import z3
 
-from qeffect.relations.constants import RESERVED
+from qeffect.relations.constants import IN_BIT, RESERVED
 
 from ..symbolic import Path
 from ..symbolic.terms import Term, raw
-from ..targets import COVERED
+from ..targets import COVERED, UNTAKEN
 from .finite import solver_of
 from .obligations import Composition, Obligation
 
@@ -27,6 +27,20 @@ CONDITIONS: Final[Mapping[str, Callable[[Any, Callable[[str, str], Any]], Any]]]
     "": lambda st, argument: True,
     "reserved": lambda st, argument: st.consumers[argument("slot", "slot")] == RESERVED,
     "busy domain": lambda st, argument: ~st.every(st.busy, 0),
+    "received in a free slot": lambda st, argument: (
+        (st.consumers[argument("slot", "slot")] == 0)
+        & (st.arrived[argument("slot", "slot")] & IN_BIT != 0)
+    ),
+    "free slot in flight": lambda st, argument: (
+        (st.consumers[argument("ref.slot", "slot")] == 0)
+        & (st.held[argument("ref.slot", "slot")] != 0)
+    ),
+    "last reader of others": lambda st, argument: (
+        (st.consumers[argument("ref.slot", "slot")] != 0)
+        & (st.consumers[argument("ref.slot", "slot")] & ~argument("bit", "mask") == 0)
+        & (st.moving[argument("ref.slot", "slot")] & ~argument("bit", "mask") != 0)
+    ),
+    "contradiction": lambda st, argument: False,
     "dW without F": lambda st, argument: st.every(st.forwards, 0) & ~st.every(st.wgrads, 0),
 }
 
@@ -37,8 +51,8 @@ def witnesses(composition: Composition) -> Iterator[Obligation]:
 
     The state satisfies every invariant, and the arguments what is assumed of them. What is
     expected of a covered path, in the full composition, is that no state takes it. A path is
-    covered if it refuses by the clause of an entry of `COVERED` and its own tests imply the
-    entry's condition.
+    covered if it refuses by the clause of an entry of `COVERED`, or ends anyhow and is of an entry
+    of `UNTAKEN`, and its own tests imply the entry's condition.
 
     Args:
         composition: One in a finite encoding.
@@ -68,11 +82,15 @@ def witnesses(composition: Composition) -> Iterator[Obligation]:
 
 
 def _is_covered(composition: Composition, path: Path) -> bool:
-    return any(
-        (entry.transition, entry.clause) == (path.transition, path.clause)
-        and _implies(path, _condition(composition, entry.condition))
-        for entry in COVERED
-    )
+    names = [
+        *(
+            entry.condition
+            for entry in COVERED
+            if (entry.transition, entry.clause) == (path.transition, path.clause)
+        ),
+        *(entry.condition for entry in UNTAKEN if entry.transition == path.transition),
+    ]
+    return any(_implies(path, _condition(composition, name)) for name in names)
 
 
 def _condition(composition: Composition, name: str) -> Term:
@@ -80,7 +98,7 @@ def _condition(composition: Composition, name: str) -> Term:
     found = CONDITIONS[name](
         words.state(words.before), lambda flat, sort: enc.sym(enc.const(f"arg.{flat}", sort))
     )
-    return z3.BoolVal(True) if found is True else raw(found)
+    return z3.BoolVal(found) if isinstance(found, bool) else raw(found)
 
 
 def _implies(path: Path, condition: Term) -> bool:

@@ -118,8 +118,8 @@ def run(
     rare: list[Target] = []
 
     def walk(process: Process, steps: list[int]) -> None:
-        if not any(steps):
-            return  # the plainest example, which Hypothesis always draws first
+        if not any(steps) or report.schedules == wanted:
+            return  # the plainest example, which Hypothesis draws first and may draw again
         made = None if make is None else make(process)
         driver = Driver(process, tally, made, rare=rare)
         for number in steps:
@@ -131,14 +131,16 @@ def run(
 
     begun = time.perf_counter()
     found = None
+    wanted = 0
     last = schedules // _LAST
     for share_of, start in ((schedules - last, seed), (last, seed + len(PROCESSES))):
         for number, process in enumerate(PROCESSES):
             # One process after another: drawn with the steps, some would hardly ever be met.
             share = (share_of + number) // len(PROCESSES)
             if share and found is None:
-                one = st.just(process)
-                found = _found(walk, one, share + 1, start + number, (Phase.generate,))
+                one, spare = st.just(process), 2 + share // 10
+                wanted = report.schedules + share
+                found = _found(walk, one, share + spare, start + number, (Phase.generate,))
         rare = [target for target in TARGETS if not tally.targets[target]]
     report.seconds = time.perf_counter() - begun
     if found is not None:

@@ -408,10 +408,13 @@ def _read(world: World, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -
         return
     yield from _reference(world, key, ref)
     waits = _waits(world, ref)
-    if ("grad" if gradient else "out") not in waits:
+    what = "grad" if gradient else "out"
+    if what not in waits:
         yield "ownership.no-such-reader"
     if gradient and "dI" in waits:
         yield "ownership.read-before-dgrad"
+    if what in world.slots[ref.slot].moving:
+        yield "ownership.read-duplicate"
     if _known(world, key) and world.links[link].domain != world.domain_of(key.stage):
         yield "completion.wrong-stream"
     if world.links[link].waited < world.slots[ref.slot].wrote:

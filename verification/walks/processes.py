@@ -139,6 +139,11 @@ PROCESSES: tuple[Process, ...] = (
         callers=("main", "wire"),
     ),
     Process(
+        "a gradient over the wire",
+        [_stage(microbatches=2, slots=2, receives_gradient=True)],
+        callers=("main", "wire"),
+    ),
+    Process(
         "messages in a shared pool",
         [_stage(microbatches=2, pool="p", receives_gradient=True, **_SENDS)],
         capture_order=_BY_SLOT,

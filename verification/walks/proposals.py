@@ -190,8 +190,6 @@ def _visits(world: World) -> Iterator[Call]:
         yield Call("check_wgrad", {**tape, "destination": None, "first": None, "link": link})
         for gradient in (False, True):
             for name in ("read", "finish_read", "post_receive", "finish_receive"):
-                if name == "read" and ("grad" if gradient else "out") in slot.moving:
-                    continue  # it has begun
                 yield Call(name, {**tape, "gradient": gradient, "link": link})
     for slot in world.slots:
         if slot.tape is None and slot.moving and slot.mover is not None:

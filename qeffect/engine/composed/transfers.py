@@ -115,6 +115,7 @@ def read(st, key, ref, bit, link):
     # ownership.read_guards
     slot = ref.slot
     mask = st.consumers[slot]
+    moving = st.moving[slot]
     e = key.epoch
     c = key.cell
     if ref.incarnation != st.incarnation[0]:
@@ -129,6 +130,8 @@ def read(st, key, ref, bit, link):
         raise Refused("ownership.no-such-reader")
     if bit == GRAD_BIT and mask & DGRAD_BIT != 0:
         raise Refused("ownership.read-before-dgrad")
+    if moving & bit != 0:
+        raise Refused("ownership.read-duplicate")
     # completion.read_guards
     s = key.stage
     d = st.domain_of[s]
@@ -136,7 +139,6 @@ def read(st, key, ref, bit, link):
         raise Refused("completion.wrong-stream")
     if st.waited[link] < st.produced[slot]:
         raise Refused("completion.graph-to-caller")
-    moving = st.moving[slot]
     # ownership.read_writes
     st.moving[slot] = moving | bit
     # completion.read_writes
