@@ -44,6 +44,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "order.poisoned",
         "completion.wrong-stream",
         "completion.caller-to-graph",
+        "completion.update-to-graph",
     ),
     "commit_refresh": (
         "version.unknown-ticket",
@@ -74,6 +75,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "capture.out-of-order",
         "completion.wrong-stream",
         "completion.caller-to-graph",
+        "completion.update-to-graph",
         "completion.transfer-to-graph",
     ),
     "commit_forward": (
@@ -224,6 +226,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "order.in-flight",
         "epoch.wrong-epoch",
         "epoch.not-final",
+        "completion.update-stream",
         "reduction.in-flight",
         "reduction.missing",
     ),

@@ -109,7 +109,10 @@ TRANSITIONS: tuple[Transition, ...] = (
         "The stream that will read the gradients, the caller's, waits for the reduction.",
     ),
     _transition("fail_reduction(bucket)", "It failed: the epoch of its stages is spoiled."),
-    _transition("commit_epoch(epoch)", "With the optimizer's update: every stage's next epoch."),
+    _transition(
+        "commit_epoch(epoch, caller)",
+        "With the optimizer's update, which the caller's stream runs: every stage's next epoch.",
+    ),
     _transition("checkpoint()", "Before anything is saved."),
     _transition(
         "restore(epoch, incarnation)",

@@ -112,6 +112,7 @@ WORDS: Final[Mapping[str, Word]] = {
         broken="1 when an F, dI or refresh raised since the last restore",
         touched="1 when scaling state was touched since the weights last changed",
         device="1 while device work may be unfinished",
+        updating="1 while the optimizer's update may run beside what the graph stream is given",
     ),
     **_words(
         "buffer",

@@ -81,6 +81,9 @@ COLUMNS_SINCE_FIRST: Final = frozenset(
         "started",
         "named",
         "consumer",
+        "caller_at",
+        "updater",
+        "unawaited",
     }
 )
 #: Columns of the first version that are gone, or told of stages what is now told of buckets.

@@ -67,14 +67,14 @@ def fail_reduction_writes(st: State, bucket):
     st.final[t] = NEVER
 
 
-def commit_epoch_guards(st: State, epoch):
+def commit_epoch_guards(st: State, epoch, caller):
     if not st.every(st.weight_epoch, epoch):
         raise Refused("epoch.wrong-epoch")
     if not st.every(st.final, epoch):
         raise Refused("epoch.not-final")
 
 
-def commit_epoch_writes(st: State, epoch):
+def commit_epoch_writes(st: State, epoch, caller):
     st.fill(st.weight_epoch, epoch + 1)
     st.fill(st.wgrads, 0)
 

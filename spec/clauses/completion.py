@@ -24,6 +24,10 @@ waited for. A missing half is refused on its own side. Who fills a slot waits fo
 replays, and the end of a transfer is work of the caller that was told of it, so that a replay
 neither reads what has not arrived nor writes what is still read.
 
+The optimizer's update is device work too. It runs on the stream of the caller that `commit_epoch`
+names, which is the one that waited for every gradient; no graph stream reads the new weights before
+it has waited for that stream, and no checkpoint is taken before the host has seen the update finish.
+
 The host's order of calls stands for the order of enqueueing. That the waits really are on the
 streams is the runtime's duty.""",
     clauses=(
@@ -142,6 +146,37 @@ streams is the runtime's duty.""",
             "reduction, and the optimizer runs on another.",
             remedy="Let the optimizer's stream wait for the reduction's handle, and name its link "
             "in `finish_reduction` as in `finalize`.",
+        ),
+        Clause(
+            id="completion.update-stream",
+            number="6.8",
+            title="The optimizer's update runs where the gradients were awaited",
+            invariant="The stream that the update runs on, told at the commit, is the one that "
+            "waited for every stage's last dW, told at its finalize.",
+            transitions=("commit_epoch",),
+            argument="caller",
+            unchanged="The weight epoch.",
+            section="II-C",
+            cause="One stream waited for the gradients and was told at `finalize`, and the "
+            "optimizer runs on another, which waits for nothing; it may read gradients that are "
+            "still being written, and overwrite weights that are still being read.",
+            remedy="Let the optimizer's own stream wait for the graph streams, finalize every "
+            "stage on its links, and name it in `commit_epoch(caller=...)`.",
+        ),
+        Clause(
+            id="completion.update-to-graph",
+            number="6.9",
+            title="Weights are read after the optimizer's update",
+            invariant="Before a refresh or an F the graph stream has waited for the optimizer's "
+            "latest update, on whichever stream it ran, or the host has seen it finish.",
+            transitions=("check_refresh", "check_forward"),
+            argument="link",
+            unchanged=_STREAMS,
+            section="IV-D",
+            cause="The epoch was committed and nobody let the graph stream wait: the weights were "
+            "quantized, or used, while the optimizer still wrote them.",
+            remedy="After the commit make each graph stream wait for the optimizer's stream, and "
+            "tell it with `join` on that caller's link of the domain.",
         ),
     ),
 )

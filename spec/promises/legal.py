@@ -240,6 +240,18 @@ def caller_awaited_for_refresh(st: State, h: History, a: Args) -> Truth:
     return (st.domain_at[a.link] == st.domain_of[a.stage]) & (h.behind[a.link] == 0)
 
 
+@LEGAL("completion.update-awaited", "check_forward")
+def update_awaited(st: State, h: History, a: Args) -> Truth:
+    """The graph stream waited for the optimizer's update, or the host saw it finish."""
+    return h.updating[st.domain_of[a.key.stage]] == 0
+
+
+@LEGAL("completion.update-awaited-for-refresh", "check_refresh")
+def update_awaited_for_refresh(st: State, h: History, a: Args) -> Truth:
+    """The graph stream waited for the optimizer's update, or the host saw it finish."""
+    return h.updating[st.domain_of[a.stage]] == 0
+
+
 @LEGAL("completion.transfers-awaited", "check_forward")
 def transfers_awaited(st: State, h: History, a: Args) -> Truth:
     """The graph stream waited for the end of the slot's latest transfer."""

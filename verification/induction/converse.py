@@ -87,6 +87,12 @@ def behind_has_a_reason(st: State, h: History, l: Index) -> Truth:  # noqa: E741
     return implies(h.behind[l] == 0, st.joined[l] == st.submitted[l])
 
 
+@HISTORY("completion.unawaited-has-a-reason", d="domain")
+def unawaited_has_a_reason(st: State, h: History, d: Index) -> Truth:
+    """An update is called unawaited only while it may run beside the graph stream."""
+    return implies(h.updating[d] == 0, st.unawaited[d] == 0)
+
+
 @HISTORY("completion.seen-is-counted")
 def seen_is_counted(st: State, h: History) -> Truth:
     """A caller that waited for the replay that wrote a tape's output has that counted."""

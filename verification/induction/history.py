@@ -104,6 +104,10 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("pool place", "seated", values="slot", initial=None),
     **_each("slot", "last_rank"),
     **_each("pool", "last_replayed", values="slot", initial=None),
+    # The caller's stream that the latest optimizer update was enqueued on, and whether it may run
+    # beside what a domain's graph stream is given.
+    **_each("one", "updated_on", values="caller", initial=None),
+    **_each("domain", "updating", values="flag"),
     # Whether the graph stream has yet to wait for work of a caller.
     **_each("link", "behind", values="flag"),
     # The ends of transfers told on a link, and those that the graph stream has waited for; and the
@@ -530,6 +534,9 @@ def submit(st: State, h: History, link: Any) -> None:
 
 
 def join(st: State, h: History, link: Any) -> None:
+    d = st.domain_at[link]
+    ours = st.caller_at[link] == h.updated_on[0]
+    h.updating[d] = choose(ours, 0, h.updating[d])
     h.behind[link] = 0
     h.heard[link] = h.told[link]
     h.trailing[0] = choose(link == h.link[0], 0, h.trailing[0])
@@ -548,6 +555,7 @@ def wait(st: State, h: History, link: Any) -> None:
 
 def drain(st: State, h: History, domain: Any) -> None:
     h.device[domain] = 0
+    h.updating[domain] = 0
 
 
 def finalize(st: State, h: History, stage: Any, link: Any) -> None:
@@ -586,9 +594,12 @@ def forget_epoch(st: State, h: History) -> None:
     st.fill(h.touched, 0)
 
 
-def commit_epoch(st: State, h: History, epoch: Any) -> None:
-    """The optimizer updates the weights of every stage of the process, once."""
+def commit_epoch(st: State, h: History, epoch: Any, caller: Any) -> None:
+    """The optimizer updates the weights of every stage of the process, once, on one stream."""
     h.weights[0] = h.weights[0] + 1
+    h.updated_on[0] = caller
+    st.fill(h.updating, 1)
+    st.fill(h.device, 1)
     forget_epoch(st, h)
 
 
@@ -609,6 +620,7 @@ def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
     st.fill(h.in_pool, 0)
     st.fill(h.tapes, 0)
     st.fill(h.behind, 0)
+    st.fill(h.updating, 0)
     h.seen_gradients[0] = 1
     st.fill(h.told, 0)
     st.fill(h.heard, 0)
