@@ -386,17 +386,11 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     ),
     "completion.wrong-consumer": lambda st, a: (
         f"link {a['link']}, of caller {st.caller_at[a['link']]}",
-        "the caller that reads the gradients in this epoch: "
-        + ", ".join(
-            f"{st.consumer[s]} those of stage {s}"
-            for s in _stages(st, a)
-            if st.named[s] == st.weight_epoch[s]
-        ),
+        f"a link of caller {st.consumer[0]}, which reads the gradients of this epoch",
     ),
     "completion.update-stream": lambda st, a: (
         f"an update on the stream of caller {a['caller']}",
-        "an update on the stream that was told at finalize: "
-        + ", ".join(f"caller {caller} for stage {stage}" for stage, caller in _items(st.consumer)),
+        f"one on that of caller {st.consumer[0]}, which waited for the gradients",
     ),
     "completion.update-to-graph": lambda st, a: (
         f"{_what(a)} before the graph stream of domain {_domain(st, a)} waited for the "
@@ -497,10 +491,6 @@ def _updaters_link(st: Any, domain: int) -> int:
     """Return the link of the optimizer's stream and a domain's graph stream."""
     pairs = zip(st.caller_at, st.domain_at, strict=True)
     return next(link for link, pair in enumerate(pairs) if pair == (st.updater[0], domain))
-
-
-def _items(column: Any) -> Any:
-    return column.items() if isinstance(column, dict) else enumerate(column)
 
 
 def _values(column: Any) -> Any:

@@ -387,15 +387,15 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
     _state(
         "completion",
         "named",
-        "stage -> int",
+        "one -> int",
         NEVER,
-        "last epoch in which a stream was named that reads the stage's gradients; -1 for none",
+        "last epoch in which a stream was named that reads the gradients; -1 for none",
         "finalize finish_reduction restore",
     ),
     _state(
         "completion",
         "consumer",
-        "stage -> caller",
+        "one -> caller",
         None,
         "that stream",
         "finalize finish_reduction",
@@ -415,7 +415,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         0,
         "1 while the graph stream has yet to wait for that update, and the host has not seen it "
         "finish",
-        "join drain commit_epoch restore",
+        "join drain commit_epoch",
     ),
     # reduction
     _state(

@@ -217,7 +217,6 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "reduction.not-started",
         "completion.wrong-stream",
         "completion.wrong-consumer",
-        "completion.wrong-consumer",
     ),
     "fail_reduction": ("reduction.not-started",),
     "commit_epoch": (

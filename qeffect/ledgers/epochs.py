@@ -70,8 +70,8 @@ class Epochs:
         """Return the link of the stream that reads a bucket's gradients, or of the first caller."""
         st = self._runner.memory
         stage = st.stage_at[index]
-        named = st.named[stage] == st.weight_epoch[stage]
-        wanted = (st.consumer[stage] if named else 0, st.domain_of[stage])
+        named = st.named[0] == st.weight_epoch[stage]
+        wanted = (st.consumer[0] if named else 0, st.domain_of[stage])
         return [*zip(st.caller_at, st.domain_at, strict=True)].index(wanted)
 
     def fail_reduction(self, bucket: int | str) -> None:

@@ -248,9 +248,7 @@ class Player:
         assert self.contract is not None
         if [*event] != ["seq", "transition", "epoch"]:
             raise ValueError(f"its fields are {[*event]}")
-        named = self.contract.memory.consumer
-        told = named[self.contract.stages[0].stage]
-        return {**event, "caller": told or 0}
+        return {**event, "caller": self.contract.memory.consumer[0]}
 
     # The long way: what is wrong with a line that could not pass
 

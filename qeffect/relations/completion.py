@@ -16,7 +16,7 @@ from .constants import BACK_BIT, NEVER, State
 #: ``produced`` and ``landed`` say which replay wrote a slot and a stage's gradients, ``vacated``
 #: after which one the slot's last tenant is done. ``ended_on`` and ``ended_at`` say on which link,
 #: and as which piece of its caller's work, the slot's latest transfer ended. ``consumer`` is the
-#: caller whose stream reads a stage's gradients, ``named`` the epoch in which it was first named;
+#: caller whose stream reads the gradients, ``named`` the last epoch in which it was named;
 #: ``updater`` the caller whose stream the latest optimizer update ran on, ``unawaited`` whether a
 #: graph stream has yet to wait for it.
 STATE = {
@@ -30,8 +30,8 @@ STATE = {
     "vacated": Column("slot"),
     "ended_on": Column("slot", "link", None),
     "ended_at": Column("slot"),
-    "named": Column("stage", initial=NEVER),
-    "consumer": Column("stage", "caller", None),
+    "named": Column("one", initial=NEVER),
+    "consumer": Column("one", "caller", None),
     "updater": Column("one", "caller", None),
     "unawaited": Column("domain", "flag"),
 }
@@ -265,15 +265,13 @@ def finalize_guards(st: State, stage, link):
         raise Refused("completion.wrong-stream")
     if st.waited[link] < st.landed[stage]:
         raise Refused("completion.graph-to-caller")
-    c = st.caller_at[link]
-    if st.named[stage] == st.weight_epoch[stage] and st.consumer[stage] != c:
+    if st.named[0] == st.weight_epoch[stage] and st.consumer[0] != st.caller_at[link]:
         raise Refused("completion.wrong-consumer")
 
 
 def finalize_writes(st: State, stage, link):
-    c = st.caller_at[link]
-    st.named[stage] = st.weight_epoch[stage]
-    st.consumer[stage] = c
+    st.named[0] = st.weight_epoch[stage]
+    st.consumer[0] = st.caller_at[link]
 
 
 def start_reduction_guards(st: State, bucket, link):
@@ -294,29 +292,21 @@ def start_reduction_writes(st: State, bucket, link):
 
 def finish_reduction_guards(st: State, bucket, link):
     s = st.stage_at[bucket]
-    t = st.tied_at[bucket]
     d = st.domain_of[s]
     if st.domain_at[link] != d:
         raise Refused("completion.wrong-stream")
-    c = st.caller_at[link]
-    if st.named[s] == st.weight_epoch[s] and st.consumer[s] != c:
-        raise Refused("completion.wrong-consumer")
-    if st.named[t] == st.weight_epoch[t] and st.consumer[t] != c:
+    if st.named[0] == st.weight_epoch[s] and st.consumer[0] != st.caller_at[link]:
         raise Refused("completion.wrong-consumer")
 
 
 def finish_reduction_writes(st: State, bucket, link):
     s = st.stage_at[bucket]
-    t = st.tied_at[bucket]
-    c = st.caller_at[link]
-    st.named[s] = st.weight_epoch[s]
-    st.named[t] = st.weight_epoch[t]
-    st.consumer[s] = c
-    st.consumer[t] = c
+    st.named[0] = st.weight_epoch[s]
+    st.consumer[0] = st.caller_at[link]
 
 
 def commit_epoch_before_persistence_guards(st: State, epoch, caller):
-    if not st.every(st.consumer, caller):
+    if st.consumer[0] != caller:
         raise Refused("completion.update-stream")
 
 
@@ -335,5 +325,4 @@ def restore_writes(st: State, epoch, incarnation):
     st.fill(st.landed, 0)
     st.fill(st.vacated, 0)
     st.fill(st.ended_at, 0)
-    st.fill(st.named, NEVER)
-    st.fill(st.unawaited, 0)
+    st.named[0] = NEVER

@@ -135,24 +135,25 @@ streams is the runtime's duty.""",
         Clause(
             id="completion.wrong-consumer",
             number="6.7",
-            title="One stream reads a stage's gradients",
-            invariant="The stream that waited for the last dW of a stage, told at finalize, is the "
-            "one that waited for each reduction of the stage's gradients, told at its finish.",
+            title="One stream reads the gradients",
+            invariant="In an epoch one stream waits for the last dW of every stage, told at "
+            "finalize, and for each reduction, told at its finish: the one that the optimizer "
+            "runs on.",
             transitions=("finalize", "finish_reduction"),
             argument="link",
             unchanged=_STREAMS,
             section="II-C",
             cause="The default stream, or the communication stream itself, waited for the "
             "reduction, and the optimizer runs on another.",
-            remedy="Let the optimizer's stream wait for the reduction's handle, and name its link "
-            "in `finish_reduction` as in `finalize`.",
+            remedy="Let the optimizer's stream wait for every graph stream and for each "
+            "reduction's handle, and name its links in `finalize` and in `finish_reduction`.",
         ),
         Clause(
             id="completion.update-stream",
             number="6.8",
             title="The optimizer's update runs where the gradients were awaited",
             invariant="The stream that the update runs on, told at the commit, is the one that "
-            "waited for every stage's last dW, told at its finalize.",
+            "waited for every gradient, told at finalize.",
             transitions=("commit_epoch",),
             argument="caller",
             unchanged="The weight epoch.",
@@ -160,8 +161,8 @@ streams is the runtime's duty.""",
             cause="One stream waited for the gradients and was told at `finalize`, and the "
             "optimizer runs on another, which waits for nothing; it may read gradients that are "
             "still being written, and overwrite weights that are still being read.",
-            remedy="Let the optimizer's own stream wait for the graph streams, finalize every "
-            "stage on its links, and name it in `commit_epoch(caller=...)`.",
+            remedy="Name the stream of the finalized links in `commit_epoch(caller=...)`, and run "
+            "the optimizer on it.",
         ),
         Clause(
             id="completion.update-to-graph",

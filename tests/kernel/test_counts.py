@@ -96,7 +96,9 @@ class Step:
 
     def commit(self) -> int:
         """Commit with what the device counted."""
-        return self.contract.commit_epoch(counted={0: self.device.counts()})
+        epoch = self.contract.commit_epoch(counted={0: self.device.counts()})
+        self.contract.join()
+        return epoch
 
 
 #: In the order of `Step`: refresh, two F, dI, dW, dI, dW of stage 0, then the same of stage 1.

@@ -179,8 +179,8 @@ def counted(st: State, h: History) -> Truth:
 
 @HISTORY("completion.one-consumer", g="stage")
 def one_consumer(st: State, h: History, g: Index) -> Truth:
-    """Whoever finalized a stage in this epoch is the consumer of its gradients."""
-    named = (st.named[g] == now(st, g)) & (st.consumer[g] == st.caller_at[h.finalized_by[g]])
+    """Whoever finalized a stage in this epoch is the consumer of the gradients."""
+    named = (st.named[0] == now(st, g)) & (st.consumer[0] == st.caller_at[h.finalized_by[g]])
     return implies(st.final[g] == now(st, g), named)
 
 
@@ -201,8 +201,7 @@ def update_runs(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("completion.awaited-by-consumer", needs="reduction", b="bucket")
 def awaited_by_consumer(st: State, h: History, b: Index) -> Truth:
-    """Whoever waited for a bucket's reduction is the consumer of its stages' gradients."""
-    s, t, waiter = st.stage_at[b], st.tied_at[b], st.caller_at[h.awaited_by[b]]
-    named = (st.named[s] == now(st, s)) & (st.named[t] == now(st, t))
-    ours = named & (st.consumer[s] == waiter) & (st.consumer[t] == waiter)
-    return implies(h.reduction[b] == DONE, ours)
+    """Whoever waited for a bucket's reduction is the consumer of the gradients."""
+    named = st.named[0] == now(st, st.stage_at[b])
+    ours = st.consumer[0] == st.caller_at[h.awaited_by[b]]
+    return implies(h.reduction[b] == DONE, named & ours)

@@ -620,7 +620,6 @@ def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
     st.fill(h.in_pool, 0)
     st.fill(h.tapes, 0)
     st.fill(h.behind, 0)
-    st.fill(h.updating, 0)
     h.seen_gradients[0] = 1
     st.fill(h.told, 0)
     st.fill(h.heard, 0)

@@ -35,8 +35,7 @@ def finalize(st, stage, link):
         raise Refused("completion.wrong-stream")
     if st.waited[link] < st.landed[stage]:
         raise Refused("completion.graph-to-caller")
-    c = st.caller_at[link]
-    if st.named[stage] == st.weight_epoch[stage] and st.consumer[stage] != c:
+    if st.named[0] == st.weight_epoch[stage] and st.consumer[0] != st.caller_at[link]:
         raise Refused("completion.wrong-consumer")
     # epoch.finalize_guards
     if st.spoiled[stage] == st.weight_epoch[stage]:
@@ -46,8 +45,8 @@ def finalize(st, stage, link):
     if st.final[stage] == st.weight_epoch[stage]:
         raise Refused("epoch.already-final")
     # completion.finalize_writes
-    st.named[stage] = st.weight_epoch[stage]
-    st.consumer[stage] = c
+    st.named[0] = st.weight_epoch[stage]
+    st.consumer[0] = st.caller_at[link]
     # epoch.finalize_writes
     st.final[stage] = st.weight_epoch[stage]
 
@@ -97,20 +96,14 @@ def finish_reduction(st, bucket, link):
         raise Refused("reduction.not-started")
     # completion.finish_reduction_guards
     s = st.stage_at[bucket]
-    t = st.tied_at[bucket]
     d = st.domain_of[s]
     if st.domain_at[link] != d:
         raise Refused("completion.wrong-stream")
-    c = st.caller_at[link]
-    if st.named[s] == st.weight_epoch[s] and st.consumer[s] != c:
-        raise Refused("completion.wrong-consumer")
-    if st.named[t] == st.weight_epoch[t] and st.consumer[t] != c:
+    if st.named[0] == st.weight_epoch[s] and st.consumer[0] != st.caller_at[link]:
         raise Refused("completion.wrong-consumer")
     # completion.finish_reduction_writes
-    st.named[s] = st.weight_epoch[s]
-    st.named[t] = st.weight_epoch[t]
-    st.consumer[s] = c
-    st.consumer[t] = c
+    st.named[0] = st.weight_epoch[s]
+    st.consumer[0] = st.caller_at[link]
     # reduction.finish_reduction_writes
     st.reducing[bucket] = 0
     st.reduced[bucket] = st.weight_epoch[s]
@@ -159,7 +152,7 @@ def commit_epoch(st, epoch, caller):
     if not st.every(st.final, epoch):
         raise Refused("epoch.not-final")
     # completion.commit_epoch_before_persistence_guards
-    if not st.every(st.consumer, caller):
+    if st.consumer[0] != caller:
         raise Refused("completion.update-stream")
     # reduction.commit_epoch_before_persistence_guards
     if not st.every(st.reducing, 0):
