@@ -9,7 +9,7 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -31,13 +31,16 @@ class Silent:
     def enter(self, link: int) -> None:
         """Accept."""
 
+    def join(self, link: int) -> None:
+        """Accept."""
+
     def wait(self, link: int) -> None:
         """Accept."""
 
     def finalize(self, stage: int, link: int) -> None:
         """Accept."""
 
-    def commit_epoch(self) -> int:
+    def commit_epoch(self, *, caller: Hashable) -> int:
         """Count."""
         self.epoch += 1
         return self.epoch
