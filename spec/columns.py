@@ -464,8 +464,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "spoiled",
         "stage -> int",
         NEVER,
-        "last epoch that a failure spoiled; -1 for none",
-        "abort_forward abort_dgrad abort_wgrad drop fail_reduction restore",
+        "last epoch that a failure, or the loss of a cache in use, spoiled; -1 for none",
+        "abort_forward abort_dgrad abort_wgrad drop invalidate fail_reduction restore",
     ),
     _state(
         "epoch",

@@ -45,6 +45,15 @@ def drop_writes(st: State, key, ref):
     st.final[s] = NEVER
 
 
+def invalidate_writes(st: State, stage):
+    d = st.domain_of[stage]
+    # Some dI is to come, or in flight; or the first F is in flight.
+    if st.forwards[stage] != 0 and st.dgrads[stage] != st.cells[stage]:
+        st.spoiled[stage] = st.weight_epoch[stage]
+    if st.refreshed[d] == stage and st.busy[d] != 0:
+        st.spoiled[stage] = st.weight_epoch[stage]
+
+
 def finalize_guards(st: State, stage, link):
     if st.spoiled[stage] == st.weight_epoch[stage]:
         raise Refused("epoch.spoiled")

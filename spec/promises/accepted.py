@@ -301,6 +301,12 @@ def not_spoiled(st: State, h: History, a: Args) -> Truth:
     return (h.spoiled[a.stage] != h.weights[0]) & (h.half_written[a.stage] != h.weights[0])
 
 
+@STEPS("version.never-lost-in-use", "finalize", needs="order")
+def never_lost_in_use(st: State, h: History, a: Args) -> Truth:
+    """No stage is final whose cache was lost between its first F and the end of its last dI."""
+    return h.lost_in_use[a.stage] != h.weights[0]
+
+
 @STEPS("epoch.final-once", "finalize")
 def final_once(st: State, h: History, a: Args) -> Truth:
     """A stage is finalized once for the same weights."""

@@ -69,8 +69,9 @@ def waiting_has_a_reason(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("epoch.spoiled-has-a-reason", g="stage")
 def spoiled_has_a_reason(st: State, h: History, g: Index) -> Truth:
-    """A stage is spoiled because something of it failed or was given up in the epoch."""
-    return implies(st.spoiled[g] == now(st, g), h.spoiled[g] == now(st, g))
+    """A stage is spoiled because something of it failed, was given up, or its cache was lost."""
+    lost = h.lost_in_use[g] == now(st, g)
+    return implies(st.spoiled[g] == now(st, g), (h.spoiled[g] == now(st, g)) | lost)
 
 
 @HISTORY("capture.cursor-of-pool", p="pool")

@@ -71,6 +71,8 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("stage", "cached", "fill_of_epoch", initial=NEVER),
     **_each("stage", "fills", "filled_after"),
     **_each("stage", "lost", values="flag"),
+    # The last epoch in which the cache was lost while an F or dI read it, or had yet to.
+    **_each("stage", "lost_in_use", initial=NEVER),
     # The last epoch whose gradients a failure spoiled, or left half written.
     **_each("stage", "spoiled", "half_written", initial=NEVER),
     # How often a stage was finalized since the weights last changed, and on which caller's link;
@@ -527,6 +529,8 @@ def drop(st: State, h: History, key: Any, ref: Any) -> None:
 def invalidate(st: State, h: History, stage: Any) -> None:
     h.cached[stage] = NEVER
     h.lost[stage] = 1
+    needed = (h.fill_of_epoch[stage] != NEVER) & (h.num_dgrads[stage] != st.cells[stage])
+    h.lost_in_use[stage] = choose(needed, h.weights[0], h.lost_in_use[stage])
 
 
 def submit(st: State, h: History, link: Any) -> None:
@@ -609,6 +613,7 @@ def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
     forget_epoch(st, h)
     st.fill(h.cached, NEVER)
     st.fill(h.spoiled, NEVER)
+    st.fill(h.lost_in_use, NEVER)
     st.fill(h.half_written, NEVER)
     st.fill(h.content, NEVER)
     st.fill(h.updates, 0)
