@@ -67,6 +67,14 @@ def waiting_has_a_reason(st: State, h: History, d: Index) -> Truth:
     return implies(g != NO_STAGE, to_come | (st.busy[d] != 0) | (st.poisoned[d] != 0))
 
 
+@HISTORY("version.busy-with-first-forward", needs="order", d="domain")
+def busy_with_first_forward(st: State, h: History, d: Index) -> Truth:
+    """What is in flight where a first F must come next is that F, or a refresh of its stage."""
+    g = st.refreshed[d]
+    flying = (g != NO_STAGE) & (st.busy[d] != 0) & (st.refreshing[g] == 0)
+    return implies(flying, (h.fill_of_epoch[g] != NEVER) & (h.num_dgrads[g] < st.cells[g]))
+
+
 @HISTORY("epoch.spoiled-has-a-reason", g="stage")
 def spoiled_has_a_reason(st: State, h: History, g: Index) -> Truth:
     """A stage is spoiled because something of it failed, was given up, or its cache was lost."""
