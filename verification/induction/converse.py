@@ -75,6 +75,14 @@ def busy_with_first_forward(st: State, h: History, d: Index) -> Truth:
     return implies(flying, (h.fill_of_epoch[g] != NEVER) & (h.num_dgrads[g] < st.cells[g]))
 
 
+@HISTORY("epoch.first-forward-before-final", d="domain")
+def first_forward_before_final(st: State, h: History, d: Index) -> Truth:
+    """A stage whose first F is in flight where it must come next is not final."""
+    g = st.refreshed[d]
+    flying = (g != NO_STAGE) & (st.busy[d] != 0) & (st.refreshing[g] == 0)
+    return implies(flying, st.final[g] != now(st, g))
+
+
 @HISTORY("epoch.spoiled-has-a-reason", g="stage")
 def spoiled_has_a_reason(st: State, h: History, g: Index) -> Truth:
     """A stage is spoiled because something of it failed, was given up, or its cache was lost."""

@@ -490,7 +490,12 @@ class World:
                 self._drop(None, slot.tape.key, self.ref(slot))
 
     def _invalidate(self, _: Any, stage: int) -> None:
-        self.stages[stage].cached = None
+        it = self.stages[stage]
+        it.cached = None
+        own = [f for f in self.flights.values() if f.stage == stage and f.ticket.action == "F"]
+        in_use = (it.forwards or own) and it.dgrads < len(it.config.cells())
+        if in_use and self.uses("order"):
+            it.spoiled = True
 
     def _submit(self, _: Any, caller: Hashable) -> None:
         for link in self.links:
