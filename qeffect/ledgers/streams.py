@@ -88,7 +88,9 @@ class Streams:
         try:
             return 0 if caller is None else self.callers.index(caller)
         except ValueError:
-            raise ValueError(f"{call}: no caller {caller!r}; there are {list(self.callers)}") from None
+            raise ValueError(
+                f"{call}: no caller {caller!r}; there are {list(self.callers)}"
+            ) from None
 
     def submit(self, caller: Hashable) -> None:
         """Tell that a caller enqueued work, on every one of its links."""

@@ -89,8 +89,8 @@ COLUMNS_SINCE_FIRST: Final = frozenset(
         "spoiled",
     }
 )
-#: Columns of the first version that are gone, told of stages what is now told of buckets, or did not
-#: count the optimizer's update as device work and the loss of a cache in use as a failure.
+#: Columns of the first version that are gone, told of stages what is now told of buckets, or did
+#: not count the optimizer's update as device work and the loss of a cache in use as a failure.
 COLUMNS_OF_FIRST: Final = frozenset({"reduces", "reducing", "unreduced", "undrained", "spoiled"})
 #: Transitions that the first version told of a stage, and without a link.
 OF_STAGE_IN_FIRST: Final = frozenset({"start_reduction", "finish_reduction", "fail_reduction"})

@@ -26,7 +26,7 @@ neither reads what has not arrived nor writes what is still read.
 
 The optimizer's update is device work too. It runs on the stream of the caller that `commit_epoch`
 names, which is the one that waited for every gradient; no graph stream reads the new weights before
-it has waited for that stream, and no checkpoint is taken before the host has seen the update finish.
+it has waited for that stream, and no checkpoint is taken before the host has seen the update's end.
 
 The host's order of calls stands for the order of enqueueing. That the waits really are on the
 streams is the runtime's duty.""",

@@ -155,7 +155,7 @@ class TestInvalidate:
             rig.contract.check_dgrad(rig.key(0), ref)
 
     def test_in_mid_epoch_it_spoils_the_epoch(self) -> None:
-        """A loss is a fact: told while the cache is in use it is accepted, and the epoch is lost."""
+        """A loss is a fact: told while the cache is in use it is accepted; the epoch is lost."""
         rig = Rig(stage(microbatches=1))
         checkpoint = rig.contract.checkpoint()
         ref = rig.forward(0)
