@@ -83,7 +83,7 @@ def first_forward_before_final(st: State, h: History, d: Index) -> Truth:
     return implies(flying, st.final[g] != now(st, g))
 
 
-@HISTORY("epoch.spoiled-has-a-reason", g="stage")
+@HISTORY("version.spoiled-has-a-reason", needs="order", g="stage")
 def spoiled_has_a_reason(st: State, h: History, g: Index) -> Truth:
     """A stage is spoiled because something of it failed, was given up, or its cache was lost."""
     lost = h.lost_in_use[g] == now(st, g)
