@@ -98,6 +98,28 @@ _REDUCE: Final = (
     "commit_epoch",
 )
 
+#: The transitions from a refresh to the optimizer's update and the next refresh.
+_UPDATE: Final = (
+    "check_refresh",
+    "commit_refresh",
+    "abort_refresh",
+    "check_forward",
+    "commit_forward",
+    "abort_forward",
+    "check_dgrad",
+    "commit_dgrad",
+    "abort_dgrad",
+    "check_wgrad",
+    "commit_wgrad",
+    "abort_wgrad",
+    "join",
+    "wait",
+    "drain",
+    "finalize",
+    "commit_epoch",
+    "checkpoint",
+)
+
 #: All transitions but those of a reduction that does not fail.
 _NO_REDUCTION: Final = tuple(
     name for name in TRANSITIONS if name not in ("start_reduction", "finish_reduction")
@@ -406,6 +428,16 @@ def standard_scopes() -> Mapping[str, Scope]:
             ordered=True,
             only=_REDUCE,
             omit=("arena", "capture", "order", "version"),
+        ),
+        Scope(
+            "callers-update",
+            slots=(1,),
+            cells=(1,),
+            callers=2,
+            generation_max=2,
+            epochs=2,
+            only=_UPDATE,
+            omit=("arena", "capture", "order", "reduction"),
         ),
         Scope(
             "stages-tied",
