@@ -40,6 +40,10 @@ CONDITIONS: Final[Mapping[str, Callable[[Any, Callable[[str, str], Any]], Any]]]
         & (st.consumers[argument("ref.slot", "slot")] & ~argument("bit", "mask") == 0)
         & (st.moving[argument("ref.slot", "slot")] & ~argument("bit", "mask") != 0)
     ),
+    "final for nobody": lambda st, argument: (
+        (st.final[argument("stage", "stage")] == st.weight_epoch[argument("stage", "stage")])
+        & (st.named[argument("stage", "stage")] != st.weight_epoch[argument("stage", "stage")])
+    ),
     "contradiction": lambda st, argument: False,
     "dW without F": lambda st, argument: st.every(st.forwards, 0) & ~st.every(st.wgrads, 0),
 }
