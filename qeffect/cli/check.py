@@ -92,7 +92,7 @@ def _lines(schedule: Schedule, verdict: Verdict) -> list[str]:
         return [
             f"accepted: {schedule.source}",
             f"  {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
-            f"{schedule.num_microbatches} microbatches, {verdict.actions} actions checked; "
+            f"{schedule.num_microbatches} microbatches, {verdict.actions} actions checked in two optimizer steps; "
             f"slots a stage: {verdict.slots_text}",
             *_channels(verdict),
         ]
