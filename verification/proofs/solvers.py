@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Final
 
@@ -33,8 +33,9 @@ _NUMBERING = frozenset(
     }
 )
 
-#: Milliseconds for a goal among others; one that needs more is tried again alone.
-HASTE: Final = 250
+#: Effort for a goal at first, in Z3's own units, which no other load on the machine takes from it;
+#: about a third of a second. One that needs more is tried another way before more is spent on it.
+HASTE: Final = 400_000
 
 
 @define
@@ -108,14 +109,16 @@ class Z3:
 
     def _solver(self, lemmas: frozenset[str]) -> Any:
         if lemmas not in self._solvers:
-            self._solvers[lemmas] = self._new_solver(lemmas, min(self.timeout, HASTE))
+            self._solvers[lemmas] = self._new_solver(lemmas, hasty=True)
         return self._solvers[lemmas]
 
-    def _new_solver(self, lemmas: frozenset[str], timeout: int) -> Any:
+    def _new_solver(self, lemmas: frozenset[str], *, hasty: bool) -> Any:
         solver = z3.Solver()
         solver.set("auto_config", False)
         solver.set("mbqi", False)
-        solver.set("timeout", timeout)
+        solver.set("timeout", self.timeout)
+        if hasty:
+            solver.set("rlimit", HASTE)
         solver.set("random_seed", self.seed)
         solver.add(self._trusted)
         words = self.composition.vocabulary
@@ -125,11 +128,11 @@ class Z3:
         return solver
 
     def _alone(
-        self, goal: Goal, lemmas: frozenset[str], more: Sequence[Term] = ()
+        self, goal: Goal, lemmas: frozenset[str], more: Sequence[Term] = (), *, hasty: bool = False
     ) -> tuple[str, float]:
         """Ask a solver of its own, that no earlier goal has led astray."""
         began = time.perf_counter()
-        solver = self._new_solver(lemmas, self.timeout)
+        solver = self._new_solver(lemmas, hasty=hasty)
         solver.add(*goal.facts, goal.denied, *more)
         verdict = str(solver.check())
         if verdict == "unsat" and self.proved is not None:
@@ -143,11 +146,20 @@ class Z3:
         """Ask again with every lemma, and with what is known of columns that nobody writes."""
         return self._attempt([goal], frozenset(self._lemmas), self.composition.untouched)[0]
 
-    def _told(self, goal: Goal) -> tuple[str, float]:
+    def _told(self, goal: Goal, *, hasty: bool = False) -> tuple[str, float]:
         """Ask again with the lemmas of the members at hand, whatever the denial matches."""
         lemmas = self.lemmas(goal.relations)
         told = [self._at_hand(self._lemmas[name]) for name in sorted(lemmas)]
-        return self._alone(goal, lemmas, told)
+        return self._alone(goal, lemmas, told, hasty=hasty)
+
+    def _told_in_haste(self, goal: Goal) -> tuple[str, float]:
+        return self._told(goal, hasty=True)
+
+    def _attempts(self, goal: Goal) -> tuple[Callable[[Goal], tuple[str, float]], ...]:
+        """What is tried of a goal that haste left open: what costs little, before what may cost."""
+        if goal.relations is None:
+            return ()
+        return (self._with_all, self._told_in_haste, self._again, self._told)
 
     def _at_hand(self, claim: Claim) -> Term:
         """Return a lemma of the very members that a denial of it would name."""
@@ -167,7 +179,7 @@ class Z3:
         lemmas = self.lemmas(relations)
         first = self._attempt(goals, lemmas, ())
         for goal, (verdict, seconds) in zip(goals, first, strict=True):
-            for attempt in () if relations is None else (self._again, self._with_all, self._told):
+            for attempt in self._attempts(goal):
                 if verdict != "unsat":
                     verdict, more = attempt(goal)
                     seconds += more
