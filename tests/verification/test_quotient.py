@@ -43,15 +43,7 @@ def _refusal(walker: Walker, step: Step, memory: Memory) -> str | None:
     return None
 
 
-#: A drop vacates its slot as of the domain's last replay, and the normal form keeps only replays
-#: that wrote something still there; where it matters, two states with other futures are one.
-_FORGETS = pytest.mark.xfail(reason="the normal form forgets a last replay that a drop brings back")
-_DROPS = ("stage-reuse", "stages-declared")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=_FORGETS) if n in _DROPS else n for n in NAMES]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_state_and_its_normal_form_have_the_same_futures(name: str) -> None:
     """Along random schedules every move ends alike, and in the same normal form, for both."""
     walker = plain(name).walker
@@ -76,6 +68,33 @@ def test_a_state_and_its_normal_form_have_the_same_futures(name: str) -> None:
                 break  # every generation of the pool is used up
             index, state = choose.choice(accepted)
             walker.run(walker.step(index, memory), memory)
+
+
+def test_a_drop_vacates_as_of_the_last_replay_whatever_that_did() -> None:
+    """A refresh writes no tape, and yet who refills a slot dropped after it waits for it."""
+    walker = plain("stage-reuse").walker
+
+    def after(state: bytes, label: str) -> bytes:
+        return next(
+            to
+            for index, clause, to in walker.edges(state)
+            if clause is None and walker.moves[index].label == label
+        )
+
+    def refusals(state: bytes) -> set[str | None]:
+        moves = walker.moves
+        return {
+            clause
+            for index, clause, _ in walker.edges(state)
+            if moves[index].label == "reserve" and moves[index].right
+        }
+
+    reserved = after(after(walker.initial, "refresh"), "reserve")
+    dropped = after(reserved, "drop")
+
+    assert {"completion.slot-not-awaited"} == refusals(dropped)
+    assert {None} == refusals(after(dropped, "wait"))
+    assert {None} == refusals(after(after(reserved, "wait"), "drop"))
 
 
 @pytest.mark.parametrize("name", NAMES)

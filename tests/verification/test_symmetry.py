@@ -26,10 +26,10 @@ SCOPES = {
 #: States, and orbits.
 COUNTS = {
     "pool-3-3-2": (3_753, 165),
-    "stage-small": (12_776, 3_796),
-    "stage-tickets": (18_736, 5_376),
-    "stage-declared": (4_596, 4_596),
-    "buffers": (13_000, 3_796),
+    "stage-small": (12_616, 3_944),
+    "stage-tickets": (19_240, 5_744),
+    "stage-declared": (6_064, 6_064),
+    "buffers": (12_792, 3_944),
 }
 
 

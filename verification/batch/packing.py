@@ -37,7 +37,7 @@ def ranges(scope: Scope) -> dict[str, tuple[int, int]]:
     n, config = sizes(scope), configuration(scope)
     epoch = (-1, 0) if scope.fresh_keys else (-1, scope.epochs - 1)
     now = (-1, scope.epochs)
-    marks = 2 * n["slot"] + n["stage"]
+    marks = 2 * n["slot"] + n["stage"] + ("drop" in scope.transitions)
     updates = 2 * sum(scope.cells)
     tapes = sum(scope.slots) * scope.generation_max
     most = max(scope.cells) if "order" not in scope.omit else tapes

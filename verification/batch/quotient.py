@@ -29,13 +29,16 @@ def _bit(value: Value) -> Value:
     return np.left_shift(np.int16(1), value, dtype=np.int16)
 
 
+def _upto(value: Value) -> Value:
+    """The set of all numbers from 0 to this one, as bits."""
+    if isinstance(value, int):
+        return (2 << value) - 1
+    return np.left_shift(np.int16(2), value, dtype=np.int16) - np.int16(1)
+
+
 def _rank(marks: Value, value: Value) -> Value:
     """How many marks are at most the value."""
-    if isinstance(value, int):
-        below: Value = (2 << value) - 1
-    else:
-        below = np.left_shift(np.int16(2), value, dtype=np.int16) - np.int16(1)
-    return _count(marks & below)
+    return _count(marks & _upto(value))
 
 
 def _count(marks: Value) -> Value:
@@ -65,6 +68,7 @@ class Quotient:
             for index in range(self.n[STATE[name].index])
         ]
         at = config["domain_of"]
+        drops = "vacated" in kept and "drop" in scope.transitions
         self.marked = {
             d: [
                 (column, s)
@@ -74,12 +78,12 @@ class Quotient:
                 if at[g] == d
             ]
             + [("landed", g) for g, dd in enumerate(at) if dd == d and "landed" in kept]
+            + ([("replays", d)] if drops else [])
             for d in range(self.n["domain"])
         }
         self.receives = [config["receives"][stage] for stage in config["slot_stage"]]
-        self.counted = {
+        self.waits = {
             d: [("waited", k) for k, dd in enumerate(config["domain_at"]) if dd == d]
-            + [("replays", d)]
             for d in range(self.n["domain"])
         }
 
@@ -157,13 +161,18 @@ class Quotient:
 
     def _ranks(self, draft: Draft) -> None:
         for domain, marked in self.marked.items():
-            keys = [*marked, *self.counted[domain]]
+            waits = self.waits[domain]
+            keys = {*marked, *waits, ("replays", domain)}
             if not any(key in draft.changed for key in keys):
                 continue
             marks: Value = 0
             for key in marked:
                 marks = marks | _bit(draft.entry(*key))
-            marks = marks & ~1
+            awaited = draft.entry(*waits[0])
+            for key in waits[1:]:
+                other = draft.entry(*key)
+                awaited = select(other < awaited, other, awaited)
+            marks = marks & ~_upto(awaited)
             for key in keys:
                 draft.changed[key] = _rank(marks, draft.entry(*key))
 

@@ -166,9 +166,11 @@ def _joins(st: Any, links: int) -> Callable[[], None]:
 
 def _ranks(scope: Scope, st: Any) -> Callable[[], None]:
     """
-    Stream work is compared only as "waited for": per domain, number the replays that wrote a
-    live tape or a stage's gradients, or vacated a slot, from 1, in their order, and count waits by
-    how many of those they cover.
+    Stream work is compared only as "waited for": per domain, number the replays that some link has
+    yet to wait for and that wrote a live tape or a stage's gradients, or vacated a slot, from 1, in
+    their order, and count waits by how many of those they cover. What every link has waited for
+    holds nobody back again and is written 0. The last replay is numbered whatever it did, where a
+    drop may yet say that it vacated a slot.
     """
     config = configuration(scope)
     at = config["domain_of"]
@@ -185,6 +187,7 @@ def _ranks(scope: Scope, st: Any) -> Callable[[], None]:
     # What no guard of the scope's transitions asks for is no mark, and no part of a state.
     landed = st.landed if "landed" in st.layout else [0] * len(st.landed)
     vacated = st.vacated if "vacated" in st.layout else [0] * len(produced)
+    drops = "vacated" in st.layout and "drop" in scope.transitions
 
     def rule() -> None:
         for domain, slots, stages, links in domains:
@@ -193,7 +196,10 @@ def _ranks(scope: Scope, st: Any) -> Callable[[], None]:
                 marks |= 1 << produced[slot] | 1 << vacated[slot]
             for stage in stages:
                 marks |= 1 << landed[stage]
-            marks &= ~1
+            if drops:
+                marks |= 1 << replays[domain]
+            awaited = min([waited[link] for link in links])
+            marks &= -2 << awaited
             for slot in slots:
                 produced[slot] = (marks & ((2 << produced[slot]) - 1)).bit_count()
                 vacated[slot] = (marks & ((2 << vacated[slot]) - 1)).bit_count()
