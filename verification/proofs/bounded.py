@@ -185,19 +185,24 @@ class Unrolling:
         for claim in self.words.configuration():
             for term in self.words.close(claim):
                 solver.add(self.ground.value(term, before, known))
-        broken = self._broken(before, *self._step(solver, before, "any"))
+        left = {}
+        arguments, taken, after = self._step(solver, before, "any")
+        solver.add(arguments["arg.epoch"] <= _GREATEST + DEPTH)
+        for number, term in enumerate(self._broken(before, arguments, taken, after)):
+            left[number] = z3.Bool(f"broken {number}")
+            solver.add(left[number] == term)
         found: set[int] = set()
-        while len(found) < len(broken):
-            solver.push()
-            solver.add(z3.Or([term for n, term in enumerate(broken) if n not in found]))
-            verdict = solver.check()
-            if verdict == z3.unknown:
-                return frozenset(range(len(broken)))
+        while left:
+            some = z3.Bool(f"one of {len(left)}")
+            solver.add(z3.Implies(some, z3.Or(list(left.values()))))
+            verdict = solver.check(some)
             if verdict == z3.unsat:
                 break
-            model = solver.model()
-            found |= {n for n, term in enumerate(broken) if z3.is_true(model.eval(term, True))}
-            solver.pop()
+            # With what an unknown leaves open, and all that the model breaks at once.
+            model = solver.model() if verdict == z3.sat else None
+            hit = {n for n, name in left.items() if model is None or z3.is_true(model[name])}
+            found |= hit
+            left = {n: name for n, name in left.items() if n not in hit}
         return frozenset(found)
 
     def check(self) -> str:
@@ -209,7 +214,7 @@ class Unrolling:
         """
         broken = self._last()
         asked = broken
-        if self._settled == self.depth - 1:
+        if self._settled == self.depth - 1 and self.depth <= DEPTH:
             asked = [term for n, term in enumerate(broken) if n in self.suspects]
         self.solver.push()
         self.solver.add(z3.Or(asked))
