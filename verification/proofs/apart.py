@@ -55,7 +55,7 @@ def apart(parts: Mapping[str, Part], tell: Callable[[str], None]) -> dict[str, R
     *others, last = parts
     context = multiprocessing.get_context("fork")
     processes = []
-    pipes: dict[Connection, str] = {}
+    pipes: dict[Any, str] = {}  # what wait gives back is typed as more than it is given
     found: dict[str, Result] = {}
 
     def listen(timeout: float | None) -> None:
