@@ -223,7 +223,7 @@ PART = Part(
     intro="""\
 These clauses are about a schedule as such: a table of each rank's actions, from torch's schedule
 classes, from Transformer Engine's `_order` lists or from a file. They need no kernel, and what they
-say can be read off the table; `qeffect check` names the first cell that breaks one. A table that
+say can be read off the table; `qeffect check` names the first entry that breaks one. A table that
 passes is then run, rank by rank, through the transitions of parts 1 to 9.
 
 Whether messages keep their order, and whether every rank reaches the end, depends on which of them

@@ -89,8 +89,10 @@ def failures() -> str:
         f"Of {counted['failures']} failures that users of Transformer Engine, Megatron-LM, torch, "
         f"DeepSpeed and others reported in public, {counted['refused']} are refused, "
         f"{counted['given_a_report']} of them where the runtime makes a report that not every one "
-        f"does; {counted['not_caught']} are not caught, and the cause of {counted['unexplained']} "
-        f"was never published.\n\n"
+        f"does, and {counted['refused_by_guess']} under a cause that is wholly our guess, because "
+        f"none was published; {counted['not_caught']} are not caught, and "
+        f"{counted['unexplained']} more were never explained. {counted['enacted']} are re-enacted; "
+        "of the others no call of the contract differs from that of a right run.\n\n"
         + markdown(
             ("relation", "refused", "not caught", "never explained"),
             [*table, ("all", *totals)],

@@ -308,7 +308,7 @@ class TestCommand:
             "a directed pair of ranks and kind of message in order ends / can deadlock",
         ] == [" ".join(line.split()) for line in said[start + 2 :]]
 
-    def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_json_has_the_answer_of_every_model(self, capsys: pytest.CaptureFixture[str]) -> None:
         """The record has every model's answer, and where it goes wrong."""
         main(["check", str(FOLDER / ZBV_DEFERRED), "--queues", "edge-direction", "--json"])
         record = json.loads(capsys.readouterr().out)

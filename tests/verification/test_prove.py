@@ -153,10 +153,10 @@ NEEDED = [
 
 
 @pytest.mark.parametrize(("transition", "clause", "promise"), NEEDED)
-def test_without_a_guard_nothing_is_proved(
+def test_without_its_guard_a_promise_is_not_proved(
     transition: str, clause: str, promise: str, finite: Composition
 ) -> None:
-    """The same question has another answer for a kernel that lacks one guard."""
+    """The promise that the guard keeps is proved with it and refuted without it."""
     guards = [
         site
         for site in sites()
