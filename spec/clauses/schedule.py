@@ -198,20 +198,6 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "waits for.",
         "Reorder one of the ranks so that the shown cycle is broken.",
     ),
-    (
-        "pairing-mismatch",
-        "dW finds its own work",
-        "The retained work that a weight gradient consumes is that of its own microbatch.",
-        "Work is paired by the order in which it was left, and this schedule runs dW in another.",
-        "Pair dW with retained work by key, not by the order in which it was left.",
-    ),
-    (
-        "capture-order",
-        "Graphs of a pool keep their order",
-        "Graphs that share a memory pool are replayed in the order of their capture.",
-        "Slots share one pool, and the schedule reorders them.",
-        "Give every slot its own memory pool.",
-    ),
 )
 
 PART = Part(

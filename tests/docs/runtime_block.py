@@ -226,7 +226,7 @@ def _speed() -> list[str]:
 
 def _host() -> list[str]:
     """What a guarded action costs the host, beside what the kernel alone costs."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, report in dated("bench"):
         for cell in report["derived"]["cells"]:
             guards, over = cell["guards"], _over_bare(cell)
@@ -251,8 +251,8 @@ def _host() -> list[str]:
             "What guarding costs the host: `ours_accumulate` with guards and without, a row a "
             "report, as the median and the range of the rounds' differences; one whose range "
             "includes zero is noise. The last column is of other steps, in which each action was "
-            "timed by itself, against the replay of its graph alone: copies, destinations and "
-            "looks are in it, which the unguarded column makes too. A check with its commit takes "
+            "timed by itself, against the replay of its graph alone: the handoff and the copies "
+            "are in it, which the unguarded column makes too. A check with its commit takes "
             f"{min(kernel.values()):.1f} to {max(kernel.values()):.1f} µs of it (by the kernel's "
             "figures, on their machine).",
             markdown(header, sorted(rows, key=lambda row: row[0])),
@@ -273,13 +273,13 @@ def _range(us: Mapping[str, float]) -> str:
     return f"{us['median']:.1f} µs ({us['min']:.1f} to {us['max']:.1f})"
 
 
-def _guards(guards: Mapping[str, Any]) -> tuple[str, str, int, str]:
+def _guards(guards: Mapping[str, Any]) -> tuple[str, str, str, str]:
     """Host time with guards and without, and the difference, which may be noise."""
     each = guards["host_us_of_a_guard"]
     return (
         f"{guards['host_ms_on']['median']:.2f} ms",
         f"{guards['host_ms_off']['median']:.2f} ms",
-        guards["actions"],
+        str(guards["actions"]),
         _range(each) + (", noise" if each["min"] <= 0 <= each["max"] else ""),
     )
 

@@ -20,7 +20,6 @@ from qeffect.schedule.channels import channels
 from qeffect.schedule.check import check
 from qeffect.schedule.index import index_of
 from qeffect.schedule.infer import from_actions
-from qeffect.schedule.random_schedules import random_schedule, random_shape
 from qeffect.schedule.ranks import check_ranks
 from qeffect.schedule.rendezvous import rendezvous
 from qeffect.schedule.tables import read_fixture, read_table
@@ -28,6 +27,7 @@ from qeffect.schedule.torch_tables import LOOPED, V_SHAPED
 from qeffect.schedule.transport import QUEUES, RENDEZVOUS, Transport
 
 from .edits import ZBV, Rows, rows_of
+from .random_schedules import random_schedule, random_shape
 
 FOLDER = Path(__file__).parent / "torch_tables"
 TABLES = sorted(FOLDER.glob("*/*.csv"))

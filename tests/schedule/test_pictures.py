@@ -12,14 +12,12 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from qeffect.schedule.actions import RECEIVES
-from qeffect.schedule.faults import FAULTS, random_illegal
+from qeffect.schedule.check import check
 from qeffect.schedule.findings import Finding
 from qeffect.schedule.grid import grid
 from qeffect.schedule.index import index_of
 from qeffect.schedule.infer import from_actions
 from qeffect.schedule.layout import layout
-from qeffect.schedule.pairing import first_mismatch
-from qeffect.schedule.random_schedules import random_schedule
 from qeffect.schedule.ranks import check_ranks
 from qeffect.schedule.simulate import simulate
 from qeffect.schedule.tables import fixture_names, parse_table, read_fixture
@@ -27,6 +25,8 @@ from qeffect.schedule.timeline import COLOURS, timeline
 from qeffect.schedule.trace import trace, trace_json
 
 from .edits import LOOP_COMMS, ZBV, ZBV_COMMS, Rows, edited, move
+from .faults import FAULTS, random_illegal
+from .random_schedules import random_schedule
 
 SVG = "{http://www.w3.org/2000/svg}"
 RED = "#d11a2a"
@@ -34,10 +34,10 @@ RED = "#d11a2a"
 
 @pytest.fixture
 def mismatch() -> Finding:
-    """The mismatch of ZB-V under `latest`."""
-    found = first_mismatch(read_fixture(ZBV), "latest")
+    """What `check` finds in ZB-V under `latest`."""
+    found = check(read_fixture(ZBV), "latest").finding
     assert found is not None
-    return found.finding
+    return found
 
 
 def deadlock() -> tuple[Any, Finding]:
@@ -78,7 +78,7 @@ class TestGrid:
             "Step 19: 3W3    +1I2",
             "Step 20: 0I2    2I3",
             "Step 21: 0W2    !1I3",
-            "Step 22: 0I3    >1W2< <-- schedule.pairing-mismatch on rank 1",
+            "Step 22: 0I3    >1W2< <-- ownership.wrong-key on rank 1",
             "Step 23: 0W3    2W3",
             "Step 24:        1W3",
             "",
@@ -157,7 +157,7 @@ class TestTimeline:
         step_width = float(outline["width"])
 
         assert 76 + 22 * step_width == float(outline["x"])
-        assert "schedule.pairing-mismatch" in "".join(texts(svg))
+        assert "ownership.wrong-key" in "".join(texts(svg))
         assert mismatch.message in texts(svg)
         assert not [r for r in shapes(timeline(schedule), "rect") if r.get("stroke") == RED]
 
@@ -196,10 +196,10 @@ class TestTimeline:
     def test_long_schedules_are_cut(self) -> None:
         """A long schedule is cut around the refused entry, and says so."""
         schedule = read_fixture("ScheduleZBVZeroBubble_pp8_vpp2_m64.compute.csv")
-        found = first_mismatch(schedule, "latest")
+        found = check(schedule, "latest", steps=1).finding
         assert found is not None
-        cut = timeline(schedule, found.finding)
-        whole = timeline(schedule, found.finding, window=None)
+        cut = timeline(schedule, found)
+        whole = timeline(schedule, found, window=None)
 
         assert found.action in texts(cut)
         assert "(earlier part cut)" in texts(cut)
@@ -329,7 +329,7 @@ class TestTrace:
         instants = [e for e in events if e["ph"] == "i"]
 
         assert [("1W2", mismatch.clause)] == [(e["name"], e["args"]["refused"]) for e in marked]
-        assert ["refused: schedule.pairing-mismatch"] == [e["name"] for e in instants]
+        assert ["refused: ownership.wrong-key"] == [e["name"] for e in instants]
         assert mismatch.message == instants[0]["args"]["message"]
 
     def test_processes_and_threads_are_named(self) -> None:
