@@ -7,6 +7,7 @@ The oracle of the walks judges every call of them before it is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Final
 
 from qeffect.engine.stage import TRANSITIONS
@@ -42,9 +43,9 @@ def by_hand(process: Process) -> Iterator[Schedule]:
     for config in process.stages:
         own = _links(World(process, incarnation=1), config.stage)
         if "version" not in process.omit:
-            yield _made(process, lambda world, stage=config.stage: _refreshed_anew(world, stage))
+            yield _made(process, partial(_refreshed_anew, stage=config.stage))
         if config.sends_output and len(own) > 1 and not config.receives_input:
-            yield _made(process, lambda world, stage=config.stage: _read_elsewhere(world, stage))
+            yield _made(process, partial(_read_elsewhere, stage=config.stage))
 
 
 def _made(process: Process, plan: Callable[[World], Plan]) -> Schedule:

@@ -116,8 +116,8 @@ def run(
 
     Args:
         schedules: How many.
-        seed: What they are drawn from; in one installation the same seed draws the same
-            schedules.
+        seed: What they are drawn from; the same seed draws the same schedules, in one installation
+            and with the same modules loaded, whose constants Hypothesis tries.
         progress: Told how far it is.
         make: What makes a process's contracts, to test faulty ones.
         shrink: Whether a failure is made shorter before it is told.
