@@ -249,8 +249,8 @@ def _written(given: Sequence[Tensor], own: Sequence[Tensor], where: str) -> Iter
     forms = [[(t.shape, t.dtype, t.device) for t in tensors] for tensors in (given, own)]
     if forms[0] != forms[1]:
         raise BackendError(
-            f"the operator mutates {len(own)} tensors of gradient memory, found {len(given)} "
-            f"tensors or others; pass session.{where}"
+            f"the operator mutates {len(own)} tensors of gradient memory; {len(given)} were given, "
+            f"or others in shape, dtype or device; pass session.{where}"
         )
     yield
     with torch.no_grad():

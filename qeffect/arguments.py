@@ -79,7 +79,7 @@ class Arguments:
         """
         self.integer(transition, "link", link)
         if not 0 <= link < self.num_links:
-            raise ValueError(f"{transition}: no link {link}; there are {self.num_links}")
+            raise ValueError(f"{transition}: no link {link}; links are 0 to {self.num_links - 1}")
 
     def slot(self, transition: str, key: Any, slot: Any) -> None:
         """

@@ -1,8 +1,8 @@
 """
 An orderly caller of one process: it makes the calls that an action wants around it.
 
-The fault table, the check of a schedule and the example logs say *what* runs, by stage and
-microbatch; this says *how* a runtime runs it through the contract. No device is touched.
+The fault table and the example logs say *what* runs, by stage and microbatch; this says *how* a
+runtime runs it through the contract. No device is touched.
 """
 
 from __future__ import annotations

@@ -158,7 +158,9 @@ class Configuration:
             KeyError, TypeError, ValueError: They describe none.
         """
         if len(plain["declared"]) != len({domain for domain, _ in plain["declared"]}):
-            raise ValueError("a domain declares its order twice")
+            raise ValueError(
+                f"a domain declares its order twice: {[d for d, _ in plain['declared']]}"
+            )
         return cls(
             tuple(_read_stage(stage) for stage in plain["stages"]),
             tuple(plain["relations"]),

@@ -65,6 +65,7 @@ class Contract:
         epoch: Weight epoch to begin in.
         observer: Called after every accepted transition; None costs nothing. What it raises
             reaches the caller of a call that has happened: see `outstanding`.
+        counted: Whether `commit_epoch` wants what the devices counted; see `qeffect.counts`.
 
     Raises:
         ValueError: The configuration is unusable.

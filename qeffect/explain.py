@@ -122,6 +122,30 @@ def _live(column: Any) -> str:
     return ", ".join(f"{index}: {value}" for index, value in entries if value not in (0, -1))
 
 
+#: How many slots a message names before it counts the rest.
+_FEW = 4
+
+
+def _unlike(column: Any, wanted: int) -> str:
+    """Where a column holds another value."""
+    entries = column.items() if isinstance(column, dict) else enumerate(column)
+    return ", ".join(str(index) for index, value in entries if value != wanted) or "none"
+
+
+def _tenants(st: Any, a: Arguments) -> str:
+    """What the slots of the key's stage hold, the first few."""
+    slots = [slot for slot, own in enumerate(st.slot_stage) if own == a["key"].stage]
+    few = [_tape(st, slot) for slot in slots[:_FEW]]
+    return "; ".join([*few, f"and {len(slots) - _FEW} more"] if slots[_FEW:] else few)
+
+
+def _captured(st: Any, a: Arguments) -> int:
+    """Where in the order of capture the graph stands that would be replayed."""
+    ranks = {"check_forward": "forward_rank", "check_dgrad": "dgrad_rank"}
+    place: int = getattr(st, ranks.get(a["transition"], "wgrad_rank"))[_slot(a)]
+    return place
+
+
 def _epoch(epoch: int) -> str:
     return "no epoch" if epoch == NEVER else f"epoch {epoch}"
 
@@ -151,7 +175,7 @@ def _position(st: Any, a: Arguments, column: str, action: str) -> tuple[str, str
 EXPLANATIONS: Mapping[str, Explanation] = {
     "ownership.pool-exhausted": lambda st, a: (
         f"{a['key']} with no free slot",
-        f"a free slot of stage {a['key'].stage}",
+        f"a free slot of stage {a['key'].stage}; none is: {_tenants(st, a)}",
     ),
     "ownership.foreign-slot": lambda st, a: (
         f"{a['key']} in slot {a['slot']}",
@@ -351,12 +375,12 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     ),
     "arena.incomplete": lambda st, a: (
         f"{st.wgrads[a['stage']]} weight-gradient writes",
-        f"{st.cells[a['stage']]}, one for every configured microbatch",
+        f"{st.cells[a['stage']]}, one for every configured key",
     ),
     "capture.out-of-order": lambda st, a: (
-        f"{a['key']} in slot {_slot(a)} after the graph of capture rank "
-        f"{st.cursor[st.pool_of[_slot(a)]]}",
-        "graphs of one memory pool replayed in capture order while a tape is live in it",
+        f"{a['key']} in slot {_slot(a)}, the graph captured at place {_captured(st, a)}, after the "
+        f"one captured at place {st.cursor[st.pool_of[_slot(a)]]}",
+        "graphs of one memory pool replayed in the order of capture while a tape is live in it",
     ),
     "completion.wrong-stream": lambda st, a: (
         f"link {a['link']} of domain {st.domain_at[a['link']]}",
@@ -417,7 +441,10 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"{_bucket(st, a)}, the one at place {st.reduce_at[a['bucket']]} of the declared order",
         f"the bucket at place {st.started[0]}",
     ),
-    "reduction.not-started": lambda st, a: (_bucket(st, a), "a reduction in flight"),
+    "reduction.not-started": lambda st, a: (
+        f"the end of a reduction of {_bucket(st, a)}, which has none in flight",
+        f"one that was started; in flight: buckets {_indices(st.reducing)}",
+    ),
     "reduction.missing": lambda st, a: (
         "buckets not yet reduced: "
         + ", ".join(str(b) for b, epoch in enumerate(st.reduced) if epoch != a["epoch"]),
@@ -433,8 +460,8 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     ),
     "epoch.already-final": lambda st, a: (f"stage {a['stage']} again", "one finalize in an epoch"),
     "epoch.not-final": lambda st, a: (
-        f"stages final in epochs {st.final}",
-        f"all final in epoch {a['epoch']}",
+        f"stages that are not final: {_unlike(st.final, a['epoch'])}",
+        f"every stage finalized in epoch {a['epoch']}",
     ),
     "epoch.wrong-epoch": lambda st, a: (
         f"epoch {a['epoch']}",
@@ -445,7 +472,8 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         "none live",
     ),
     "persistence.action-in-flight": lambda st, a: (
-        f"domains with an action in flight: {_live(st.busy)}",
+        f"in flight (domain: ticket) {_live(st.busy) or 'none'}; refreshes in flight "
+        f"(stage: ticket) {_live(st.refreshing) or 'none'}",
         "none in flight",
     ),
     "persistence.mid-epoch": lambda st, a: (

@@ -64,7 +64,7 @@ def _integer(name: Any, attribute: Attribute[Any], value: Any) -> None:
     """
     if value.__class__ is not int:
         raise TypeError(
-            f"'{attribute.name}' must be {int!r}, got {value!r} ({value.__class__.__name__})"
+            f"'{attribute.name}' must be an int, got {value!r} ({value.__class__.__name__})"
         )
 
 

@@ -233,7 +233,10 @@ def _require_relations(
     ]
     for relation, what, given in asked:
         if given and relation not in functions.relations:
-            raise ValueError(f"{what} is configured but the relation {relation!r} is left out")
+            raise ValueError(
+                f"{what} is configured but the relation {relation!r}, which it needs, is left out; "
+                f"take {relation!r} out of omit, or drop what is configured"
+            )
 
 
 def _pools(
@@ -251,7 +254,10 @@ def _pools(
         for slot in slots[config.stage]:
             name: Hashable = ("slot", slot) if config.pool is None else ("pool", config.pool)
             if owner.setdefault(name, config.domain) != config.domain:
-                raise ValueError(f"pool {config.pool!r} is shared by two state domains")
+                raise ValueError(
+                    f"pool {config.pool!r} is shared by the state domains {owner[name]!r} and "
+                    f"{config.domain!r}; give each domain a pool of its own"
+                )
             pools.append(names.setdefault(name, numbers[len(names)]))
     order = []
     for graph in capture_order:

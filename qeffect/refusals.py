@@ -47,7 +47,7 @@ class Refusal:
 
 class Refused(Exception):  # noqa: N818 - the contract's own word, not an error of ours
     """
-    A transition was refused; the state is exactly as it was.
+    A transition was refused; the state is as it was, save that refused evidence aborts its action.
 
     Guards raise it with the clause alone. The embedding API fills in what was found and
     expected before it reaches the caller.

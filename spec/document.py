@@ -155,7 +155,9 @@ def _transitions() -> str:
         [
             "## Transitions",
             "",
-            "A check returns the ticket it issued; nothing else returns a value.",
+            "A check returns the ticket it issued; nothing else returns a value (a reference is a",
+            "slot and its generation). Of what moves between ranks, `bit` names what",
+            "leaves a slot and `message` what comes into it.",
             "",
             *_table(("transition", "when, and what it changes"), calls),
             "",

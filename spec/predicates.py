@@ -40,8 +40,7 @@ class Predicate:
         name: ``relation.what-holds``.
         function: Of the memory, perhaps the history, perhaps the arguments, then the variables.
         variables: Sort of each variable: an index sort of ``qeffect.relations.columns``, or
-        ``place``, a
-            non-negative integer up to the count of some sort's members.
+            ``place``, a non-negative integer up to the count of some sort's members.
         needs: Relations that it speaks of; it is claimed only where all of them take part.
         transitions: For a step property, the transitions whose acceptance it must hold at.
         without: For an assumption, the relation that would check it; it is assumed only where

@@ -45,6 +45,7 @@ SCOPES = (
     "stages-two",
     "stages-declared",
     "stage-reports",
+    "callers-reports",
     "stages-live",
     "domains-two",
     "pool-4-4-2-right",

@@ -114,6 +114,11 @@ UNTAKEN: Final[tuple[Untaken, ...]] = (
         "a message that is still under way belongs to a consumer that is still to come",
     ),
     Untaken("finish_read", "contradiction", _TWICE),
+    Untaken(
+        "finalize",
+        "final for nobody",
+        "finalize itself names the stream that reads the stage's gradients",
+    ),
 )
 
 #: The transitions by name, in the order of an optimizer step.

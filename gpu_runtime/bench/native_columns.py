@@ -44,7 +44,10 @@ class _Training:
         config = self.cell.config
         order = self.cell.order()
         if not self.cell.chained:
-            raise ValueError(f"{self.cell.name}: native columns chain their stages")
+            raise ValueError(
+                f"{self.cell.name}: its stages do not feed each other, and native columns can time "
+                "only stages that do"
+            )
         self.recipe = te_baselines.delayed_scaling(self.settings.history)
         self.layers = [
             te_baselines.layer(config, fused=self.fused, seed=n) for n in range(len(order.stages))

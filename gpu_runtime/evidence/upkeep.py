@@ -64,7 +64,7 @@ class Upkeep:
     def record_growth(self, recording: Recording) -> None:
         """Record what there is more of than when it was counted."""
         if self._resources is None:
-            raise ValueError("growth is from nowhere: count first")
+            raise ValueError("growth was asked for before anything was counted; call `count` first")
         for name, count in self._counted().items():
             recording.add("growth", name, max(0, count - self._resources[name]))
 

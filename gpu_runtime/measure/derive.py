@@ -194,6 +194,11 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
             "kernel_ms": _rounded(kernels),
             "over_own_kernels": None if kernels is None else _rounded(ms / kernels),
             "over_floor": _over_floor(ms, None if rule is None else floor.get(rule)),
+            "beyond_floor": (
+                None
+                if rule is None or rule not in floor
+                else beyond_floor(column, columns[floor[rule]["column"]])
+            ),
             "over_whole_step": _over_whole_step(columns, name, whole, rule),
             "native_over_this": _ratio(columns, native, name),
             "te_graphs_over_this": _ratio(columns, te, name),
@@ -260,6 +265,32 @@ def behind(column: Raw, native: Raw) -> dict[str, float | None]:
         "step_ms": _rounded(gap),
         "copies_ms": _rounded(copies),
         "unexplained_ms": _rounded(gap - copies),
+    }
+
+
+def beyond_floor(column: Raw, floor: Raw) -> dict[str, float | None]:
+    """
+    How far a column's step is beyond its floor, and what that is made of, in milliseconds.
+
+    Its own kernels beyond the floor's, of which some are copies between buffers, and what the step
+    takes beyond its own kernels. Kernels were profiled at another load than steps were timed at, so
+    the same kernels can differ; on two streams they overlap.
+
+    Args:
+        column: The column.
+        floor: The library's column whose kernel time is the floor.
+    """
+    ms, least = statistics.median(step_ms(column)), kernel_ms(floor)
+    kernels = kernel_ms(column)
+    assert least is not None, "a floor has kernel times"
+    found: dict[str, float | None] = {"step_ms": _rounded(ms - least)}
+    if kernels is None:
+        return {**found, "kernels_ms": None, "copies_ms": None, "beyond_kernels_ms": None}
+    return {
+        **found,
+        "kernels_ms": _rounded(kernels - least),
+        "copies_ms": _rounded(device_copies(column["trace"]) - device_copies(floor["trace"])),
+        "beyond_kernels_ms": _rounded(ms - kernels),
     }
 
 

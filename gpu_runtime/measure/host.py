@@ -7,7 +7,8 @@ of the step, as a runtime that asks less would be charged less.
 
 The same time is split into parts: what each of those that an action calls took, in steps in which
 nothing else was timed inside. The launch is taken off the executor's part; what no part explains is
-the action's own code.
+the action's own code. Parts are medians of single calls, and medians do not add up to the median of
+whole steps: the difference is a part by name, the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 GOAL_US = 12.0
-"""Host time of a guarded action over the bare replay's, on the first cell."""
+"""Host time of a guarded action over the bare replay's, on the first cell, in microseconds."""
 
 Raw = Mapping[str, Any]
 
@@ -58,16 +59,22 @@ def derive_column(raw: Raw) -> dict[str, Any]:
         over = [(a - b) / actions for a, b in zip(guarded, bare, strict=True)]
         found["of_an_action_us"] = {**_spread(over), "goal": GOAL_US}
     if raw.get("parts_ns"):
-        found["parts_us"] = _parts(raw)
+        parts = _parts(raw)
+        if (whole := found["of_an_action_us"]) is not None:
+            parts[REST] = round(whole["median"] - sum(parts.values()), 3)
+        found["parts_us"] = parts
     return found
 
 
 OWN = "own code"
-"""What is left of an action when every part is taken off."""
+"""What is left of an action's median when the median of every part is taken off."""
+
+REST = "rest"
+"""What the median of whole steps is above the medians of single calls together."""
 
 
 def _parts(raw: Raw) -> dict[str, float]:
-    """Microseconds of each part of a mean action over its bare replay; together they are all."""
+    """Microseconds of each part of a mean action over its bare replay; together its medians."""
     steps, actions = raw["steps"], raw["actions"]
 
     def of_an_action(times: Mapping[str, Sequence[int]]) -> float:

@@ -1,6 +1,6 @@
 """
 Pictures of the reports for the README: step time against its floor, resources against the number of
-microbatches, memory above native.
+microbatches, memory above native. What a mark means stands in the legend below each.
 
 Drawn from reports alone; the same reports give the same bytes.
 """
@@ -31,6 +31,7 @@ PROVISIONINGS = {
     "live": ("live slots, accumulate", "#08519c", "o"),
     "per_microbatch": ("a slot each microbatch", "#e07b39", "s"),
 }
+GREY = "#444444"
 STYLE = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -52,17 +53,6 @@ def _pyplot() -> Any:
 
     pyplot.rcParams.update(STYLE)
     return pyplot
-
-
-def _cells(found: Iterable[Report]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Derived and raw cells of every step-table report; a later report of a cell replaces it."""
-    cells = {
-        derived["cell"]: (derived, raw)
-        for report in found
-        for derived, raw in zip(report["derived"]["cells"], report["raw"]["cells"], strict=True)
-        if derived["columns"]
-    }
-    return [cells[name] for name in cells]
 
 
 def _best(derived: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, str]:
@@ -90,6 +80,20 @@ def _rows(drawn: Iterable[Iterable[str]]) -> list[str]:
     return list(dict.fromkeys(title for titles in drawn for title in titles))
 
 
+def _mark(look: str, label: str, **options: Any) -> Any:
+    """An entry of a legend: a mark without a line, unless one is asked for."""
+    options = {"color": GREY, "ls": "", "ms": 5, **options}
+    return _pyplot().Line2D([], [], marker=look, label=label, **options)
+
+
+def _legend_below(figure: Any, handles: Sequence[Any], columns: int, *, top: float = 1) -> None:
+    """A legend under all panels, where no line can lie."""
+    rows = -(-len(handles) // columns)
+    room = (0.1 + 0.18 * rows) / figure.get_figheight()
+    figure.legend(handles=handles, loc="lower center", ncol=columns, fontsize=7.5)
+    figure.tight_layout(rect=(0, room, 1, top))
+
+
 def _label_rows(axis: Any, rows: Sequence[str], *, shown: bool) -> None:
     axis.set_ylim(len(rows) - 0.4, -0.6)
     axis.set_yticks(range(len(rows)))
@@ -99,11 +103,11 @@ def _label_rows(axis: Any, rows: Sequence[str], *, shown: bool) -> None:
 def step_time(found: Sequence[Report]) -> Any:
     """Median step of each column with its range, and the floor of its rule, a panel each cell."""
     pyplot = _pyplot()
-    cells = _cells(found)
+    cells = reports.cells(found)
     best = [_best(derived, raw) for derived, raw in cells]
     rows = _rows(best)
     figure, axes = pyplot.subplots(
-        1, len(cells), figsize=(1.2 + 3.6 * len(cells), 1.1 + 0.36 * len(rows)), squeeze=False
+        1, len(cells), figsize=(1.2 + 3.6 * len(cells), 1.4 + 0.36 * len(rows)), squeeze=False
     )
     for axis, (derived, raw), names in zip(axes[0], cells, best, strict=True):
         for title, name in names.items():
@@ -129,18 +133,19 @@ def step_time(found: Sequence[Report]) -> Any:
         _plain_ticks(axis)
         axis.grid(axis="x", color="#e6e6e6", lw=0.6)
         axis.set_axisbelow(True)
-    floor_mark = pyplot.Line2D(
-        [],
-        [],
-        color="black",
-        marker="|",
-        ms=10,
-        mew=1.2,
-        ls="",
-        label="floor: kernel time of the library, same sum (labels: over it)",
-    )
-    figure.legend(handles=[floor_mark], loc="lower left", fontsize=7)
-    figure.tight_layout()
+    handles = [
+        _mark("o", "median of the rounds (first number)", ms=6),
+        _mark("", "fastest to slowest round", ls="-", lw=2),
+        _mark(
+            "|",
+            "floor: least kernel time of a library's column of the same sum "
+            "(second number: median over it)",
+            color="black",
+            ms=10,
+            mew=1.2,
+        ),
+    ]
+    _legend_below(figure, handles, 3)
     return figure
 
 
@@ -165,12 +170,20 @@ def _title(cell: Mapping[str, Any]) -> str:
     return f"hidden {cell['hidden']}, sequence {cell['sequence']}, M {cell['microbatches']}"
 
 
+PEAKS = {
+    "allocated": ("o", -0.24, "allocated by tensors"),
+    "reserved": ("s", 0.0, "reserved by torch"),
+    "driver": ("^", 0.24, "held, as the driver says"),
+}
+"""Who says how much memory is used: its mark, where in the row, and its name."""
+
+
 def memory(found: Sequence[Report]) -> Any:
-    """Peak memory above native, the largest of three figures, with the figures."""
+    """Peak memory above the faster native, the largest of three figures, with the figures."""
     pyplot = _pyplot()
     cells = [
         (derived, raw)
-        for derived, raw in _cells(found)
+        for derived, raw in reports.cells(found)
         if any(entry["above_native_bytes"] for entry in derived["columns"].values())
     ]
     if not cells:
@@ -186,17 +199,16 @@ def memory(found: Sequence[Report]) -> Any:
     ]
     rows = _rows(best)
     figure, axes = pyplot.subplots(
-        1, len(cells), figsize=(1.6 + 3.2 * len(cells), 1.0 + 0.3 * len(rows)), squeeze=False
+        1, len(cells), figsize=(1.6 + 3.2 * len(cells), 1.2 + 0.34 * len(rows)), squeeze=False
     )
-    marks = {"allocated": "o", "reserved": "s", "driver": "^"}
     for axis, (derived, raw), names in zip(axes[0], cells, best, strict=True):
         for title, name in names.items():
             row = rows.index(title)
             above = derived["columns"][name]["above_native_bytes"]
             color = COLORS[raw["columns"][name]["family"]]
-            axis.barh(row, above["largest"] / 1e9, color=color, height=0.6, alpha=0.55)
-            for kind, mark in marks.items():
-                axis.plot(above[kind] / 1e9, row, mark, color=color, ms=4)
+            axis.barh(row, above["largest"] / 1e9, color=color, height=0.74, alpha=0.45)
+            for kind, (mark, lift, _) in PEAKS.items():
+                axis.plot(above[kind] / 1e9, row + lift, mark, color=color, ms=3.5)
             axis.annotate(
                 f"{above['largest'] / 1e9:.2f}",
                 (max(above["largest"] / 1e9, 0), row),
@@ -207,22 +219,27 @@ def memory(found: Sequence[Report]) -> Any:
         axis.axvline(0, color="black", lw=0.8)
         _label_rows(axis, rows, shown=axis is axes[0][0])
         axis.set_title(_title(raw["cell"]))
-        axis.set_xlabel("GB above native at the peak")
+        native = raw["columns"][derived["fastest_native"]]["title"]
+        axis.set_xlabel(f"GB at the peak above the faster native\n({native})")
         axis.margins(x=0.15)
     handles = [
-        pyplot.Line2D([], [], color="#444444", marker=mark, ls="", ms=4, label=kind)
-        for kind, mark in marks.items()
+        pyplot.Rectangle((0, 0), 1, 1, color=GREY, alpha=0.45, label="the largest (the number)"),
+        *(_mark(mark, said, ms=4) for mark, _, said in PEAKS.values()),
     ]
-    figure.legend(handles=handles, loc="lower right", ncol=3, fontsize=7)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    _legend_below(figure, handles, 4)
     return figure
 
 
 def resources(found: Sequence[Report]) -> Any:
-    """Graphs, arena, construction and peak memory against microbatches, for each provisioning."""
+    """
+    Slots, graphs, arena, construction and peak memory against microbatches, for each provisioning.
+
+    Slots are on a logarithmic axis, where they and the tapes that are live at once do not coincide.
+    """
     pyplot = _pyplot()
     points = [point for report in found for point in report["derived"]["points"]]
     panels: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None]], ...] = (
+        ("slots", lambda p: float(p["slots"])),
         ("graphs", lambda p: float(p["graphs"])),
         ("arena, GB", lambda p: float(p["arena_bytes"]) / 1e9),
         ("construction, s", lambda p: float(p["construction_s"])),
@@ -231,7 +248,7 @@ def resources(found: Sequence[Report]) -> Any:
             lambda p: None if p["peak_bytes"] is None else max(p["peak_bytes"].values()) / 1e9,
         ),
     )
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(12, 2.9))
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(13, 3.3))
     for axis, (title, read) in zip(axes, panels, strict=True):
         for name, (label, color, mark) in PROVISIONINGS.items():
             own = sorted(
@@ -244,28 +261,45 @@ def resources(found: Sequence[Report]) -> Any:
             alone = [(p["microbatches"], p["capture_s"]) for p in own if p["capture_s"] is not None]
             if title.startswith("construction") and alone:
                 x, y = zip(*alone, strict=True)
-                axis.plot(x, y, color=color, lw=1, ls="--", label="of it, capture")
-        if title.startswith("construction"):
-            axis.legend(fontsize=7)
-        if title == "graphs":
-            for key, label, dashes in (
-                ("sum_of_stage_peaks", "sum of the stages' peaks of tapes", "--"),
-                ("peak_live_tapes", "tapes live at once", ":"),
-            ):
-                tapes = sorted({(p["microbatches"], p[key]) for p in points})
-                x, y = zip(*tapes, strict=True)
-                axis.plot(x, y, color="#7f7f7f", lw=1, ls=dashes, label=label)
-            axis.legend(fontsize=7)
+                axis.plot(x, y, color=color, lw=1, ls="--")
+        if title == "slots":
+            tapes = sorted({(p["microbatches"], p["peak_live_tapes"]) for p in points})
+            x, y = zip(*tapes, strict=True)
+            axis.plot(x, y, color=GREY, lw=1.2, ls=":")
+            axis.set_yscale("log", base=2)
+            axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        else:
+            axis.set_ylim(bottom=0)
         axis.set_xscale("log", base=2)
         axis.set_xticks(sorted({p["microbatches"] for p in points}))
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.set_ylim(bottom=0)
         axis.set_title(title)
         axis.set_xlabel("microbatches")
         axis.grid(color="#e6e6e6", lw=0.6)
         axis.set_axisbelow(True)
-    figure.tight_layout()
+    handles = [
+        *(
+            _mark(mark, label, color=color, ls="-", lw=1.4, ms=4)
+            for label, color, mark in PROVISIONINGS.values()
+        ),
+        _mark("", "capture alone, of construction", ls="--", lw=1),
+        _mark("", "tapes of the rank that are live at once", ls=":", lw=1.2),
+    ]
+    figure.suptitle("; ".join(swept(found)), fontsize=9)
+    _legend_below(figure, handles, 4, top=0.97)
     return figure
+
+
+def swept(found: Iterable[Report]) -> list[str]:
+    """The shapes over which microbatches were swept, in words."""
+    cells = (record["cell"] for report in found for record in report["raw"]["cells"])
+    return list(
+        dict.fromkeys(
+            f"{cell['schedule']}, PP {cell['pp']}, VPP {cell['vpp']}, rank {cell['rank']}, "
+            f"hidden {cell['hidden']}, ffn {cell['ffn']}, sequence {cell['sequence']}"
+            for cell in cells
+        )
+    )
 
 
 PICTURES: dict[str, tuple[str, Callable[[Sequence[Report]], Any]]] = {

@@ -9,7 +9,7 @@ computes every one of them again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +34,19 @@ def load(folder: Path = FOLDER, *, kind: str | None = None) -> Iterator[dict[str
         report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if kind is None or report["kind"] == kind:
             yield report
+
+
+def cells(found: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """
+    Derived and raw parts of each cell of some step-table reports, once.
+
+    A cell that several reports measured is taken from the one with most of its columns, whose
+    ratios are of one run; of equals from the first.
+    """
+    widest: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+    for report in found:
+        for derived, raw in zip(report["derived"]["cells"], report["raw"]["cells"], strict=True):
+            known = widest.get(derived["cell"])
+            if len(derived["columns"]) > (len(known[0]["columns"]) if known else 0):
+                widest[derived["cell"]] = derived, raw
+    return [*widest.values()]

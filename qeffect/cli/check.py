@@ -92,8 +92,8 @@ def _lines(schedule: Schedule, verdict: Verdict) -> list[str]:
         return [
             f"accepted: {schedule.source}",
             f"  {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
-            f"{schedule.num_microbatches} microbatches, {verdict.actions} actions checked; "
-            f"slots a stage: {verdict.slots_text}",
+            f"{schedule.num_microbatches} microbatches, {verdict.actions} actions checked in two "
+            f"optimizer steps; slots a stage: {verdict.slots_text}",
             *_channels(verdict),
         ]
     finding = verdict.finding

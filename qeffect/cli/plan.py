@@ -69,8 +69,10 @@ class Plan:
                     f"{stage.peak_deferred} deferred, {stage.forwards} forwards"
                     + (f", {stage.held_by_sends} held by sends" if stage.held_by_sends else "")
                 )
-        if layers is None:
-            lines.append("add --hidden N to count bytes")
+        lines.append(
+            "live: a slot for each tape that is live at once; paper: one for each microbatch"
+            + ("; add --hidden N to count bytes" if layers is None else "")
+        )
         return Outcome("accepted", {"plan": planned.record()}, lines)
 
 

@@ -1,10 +1,10 @@
 """
 Pipeline schedules: tables in, actions out, and what can be said about them before anything runs.
 
-`tables`, `torch_tables`, `te_order` and `infer` read; `ranks` checks what needs no kernel (under a
-`transport`, which says how the runtime carries messages), `check` drives the contract through every
-action; `pairing`, `pools` and `plan` analyse; `grid`, `timeline`
-and `trace` show; `random_schedules` and `faults` make schedules up.
+`tables`, `torch_tables`, `te_order` and `infer` read, and `tables` writes; `ranks` checks what
+needs no kernel (under a `transport`, which says how the runtime carries messages), `check` drives
+the contract through every action, under a `pairing` of dW with retained work; `plan` analyses;
+`grid`, `timeline` and `trace` show.
 
 >>> from qeffect.schedule.check import check
 >>> from qeffect.schedule.tables import read_fixture
@@ -14,4 +14,14 @@ and `trace` show; `random_schedules` and `faults` make schedules up.
 >>> refused = check(schedule, pairing="latest")
 >>> refused.clause, refused.rank, refused.step, refused.action
 ('ownership.wrong-key', 1, 22, '1W2')
+
+A schedule from any reader can be written in torch's format:
+
+>>> from qeffect.schedule.tables import parse_table, write_table
+>>> from qeffect.schedule.te_order import te_order
+>>> table = write_table(te_order("1,1,-1,-1,-1.5,-1.5"))
+>>> table
+'0F0,0F1,0I0,0I1,0W0,0W1\\r\\n'
+>>> parse_table(table).rows == te_order("1,1,-1,-1,-1.5,-1.5").rows
+True
 """

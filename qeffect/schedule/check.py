@@ -372,7 +372,7 @@ class _Process:
         """
         record = refused.record()
         atom = self.at
-        message = record.cause or f"{record.transition} was refused"
+        message = f"likely: {record.cause}" if record.cause else f"{record.transition} was refused"
         expected, found = record.expected, record.found
         related: tuple[Place, ...] = ()
         if atom is not None:

@@ -10,8 +10,10 @@ offers:
 - `latest`: the stage's most recent input gradient, as Transformer Engine's graph API pairs it.
 - `global`: the oldest of the rank, one queue for all stages.
 
-Whether the offer is right depends on the schedule alone, so it can be decided before anything
-runs. `B` is `I` then `W`, so that a full backward with older work deferred takes that work up too.
+Whether the offer is right depends on the schedule alone, so `qeffect.schedule.check` decides it
+before anything runs: dW presents the reference of the work that the discipline picks, and the
+contract refuses another tape's. `B` is `I` then `W`, so that a full backward with older work
+deferred takes that work up too.
 """
 
 from __future__ import annotations
@@ -21,10 +23,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-import attrs
-
-from qeffect.schedule.actions import Atom, Kind, Schedule, ScheduleError
-from qeffect.schedule.findings import Finding, finding, place
+from qeffect.schedule.actions import ScheduleError
 
 Work = tuple[int, int]
 """A stage and a microbatch."""
@@ -114,30 +113,6 @@ DISCIPLINES: Mapping[str, Callable[[], Discipline]] = MappingProxyType(
 )
 
 
-@attrs.frozen
-class Mismatch:
-    """
-    A weight gradient that would be given other work than its own.
-
-    Args:
-        pairing: The discipline.
-        rank: The rank.
-        step: The step of the weight gradient.
-        action: Its entry.
-        expected: The stage and microbatch that it is for.
-        got: The stage and microbatch whose work it is given; `None` if there is none.
-        finding: The same as a finding, for reports and pictures.
-    """
-
-    pairing: str
-    rank: int
-    step: int
-    action: str
-    expected: Work
-    got: Work | None
-    finding: Finding
-
-
 def discipline(pairing: str) -> Discipline:
     """
     A fresh discipline for one rank.
@@ -150,77 +125,3 @@ def discipline(pairing: str) -> Discipline:
             f"unknown pairing {pairing!r}; expected one of {', '.join(DISCIPLINES)}"
         )
     return DISCIPLINES[pairing]()
-
-
-def mismatches(schedule: Schedule, pairing: str) -> tuple[Mismatch, ...]:
-    """
-    All weight gradients that a discipline would pair wrongly, by rank and then step.
-
-    Args:
-        schedule: The schedule, free of findings of `check_ranks`.
-        pairing: The discipline's name.
-
-    Raises:
-        ScheduleError: There is no such discipline.
-    """
-    found: list[Mismatch] = []
-    for rank, atoms in enumerate(schedule.atoms):
-        queue = discipline(pairing)
-        left: dict[Work, Atom] = {}
-        for atom in atoms:
-            work = (atom.stage, atom.microbatch)
-            if atom.kind is Kind.DGRAD:
-                queue.retain(work)
-                left[work] = atom
-            elif atom.kind is Kind.WGRAD:
-                got = queue.pick(work)
-                if got != work:
-                    found.append(_mismatch(pairing, rank, atom, got, left))
-    return tuple(found)
-
-
-def first_mismatch(schedule: Schedule, pairing: str) -> Mismatch | None:
-    """
-    The mismatch that stands at the lowest step, or `None`.
-
-    Args:
-        schedule: The schedule, free of findings of `check_ranks`.
-        pairing: The discipline's name.
-
-    Raises:
-        ScheduleError: There is no such discipline.
-    """
-    return min(
-        mismatches(schedule, pairing), key=lambda found: (found.step, found.rank), default=None
-    )
-
-
-def _mismatch(
-    pairing: str, rank: int, atom: Atom, got: Work | None, left: Mapping[Work, Atom]
-) -> Mismatch:
-    work = (atom.stage, atom.microbatch)
-    mine = f"{work[0]}I{work[1]}"
-    wrong = "nothing" if got is None else f"{got[0]}I{got[1]}"
-    related = []
-    if work in left:
-        related.append(place(rank, left[work], "owner"))
-    if got is not None:
-        related.append(place(rank, left[got], "picked"))
-    return Mismatch(
-        pairing=pairing,
-        rank=rank,
-        step=atom.step,
-        action=str(atom.action),
-        expected=work,
-        got=got,
-        finding=finding(
-            "pairing-mismatch",
-            f"under {pairing!r} pairing, {atom.stage}W{atom.microbatch} would consume what {wrong} "
-            f"left behind, not {mine}",
-            rank=rank,
-            atom=atom,
-            expected=f"the work of {mine}",
-            found=f"the work of {wrong}",
-            related=tuple(related),
-        ),
-    )

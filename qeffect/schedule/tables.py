@@ -117,7 +117,15 @@ def parse_table(
 
 
 def write_table(schedule: Schedule) -> str:
-    """The schedule as torch would write it; reading it gives the same rows."""
+    """
+    The schedule as the CSV table that torch would write.
+
+    `parse_table` gives the same rows back. Lines end as the `csv` module ends them, so a file is to
+    be opened with `newline=""`.
+
+    Args:
+        schedule: The schedule, from whichever reader.
+    """
     out = io.StringIO(newline="")
     writer = csv.writer(out)
     for row in schedule.rows:

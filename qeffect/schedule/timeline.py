@@ -1,9 +1,11 @@
 """
 A schedule as a picture: one self-contained SVG, in the colours of torch's schedule visualizer.
 
-F is blue, I teal, W green, B orange, an overlap purple, idle time white; a rank's later chunks are
+F is blue, I teal, W green, B orange, an overlap purple, idle time white; a rank's later stages are
 lighter. The refused entry is outlined in red and its clause stands below. For a pairing, one arc
 leads from the work that a weight gradient owns and another from the work that it would be given.
+The legend names every colour, shade, outline and arrow that the picture has. A message takes no
+time: where one is marked, it is a narrow box with its entry and step written beside it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Iterator
 from xml.sax.saxutils import escape, quoteattr
 
 from qeffect.schedule.actions import Action, Kind, Schedule
-from qeffect.schedule.findings import Finding, Place
+from qeffect.schedule.findings import Finding
 from qeffect.schedule.layout import Layout, Placed, layout
 
 COLOURS = {
@@ -32,11 +34,22 @@ _LEGEND = {
     Kind.OVERLAP_F_B: "overlapped F and B",
     Kind.REDUCE_GRAD: "gradient reduction \u03a3",
 }
+_ROLES = {
+    "owner": "its own work",
+    "picked": "the work that it is given",
+    "first": "stands before it",
+    "needs": "is needed before it",
+    "peer": "the message that would be taken",
+    "awaited": "is waited for",
+    "waits": "waits as well",
+}
 _RED, _INK, _FAINT, _OTHER = "#d11a2a", "#1c2330", "#8a93a3", "#5b6472"
+_PINK, _PALE, _UNRUN = "#fdf1f2", "#eef1f5", 0.28
 _LEFT, _RIGHT, _ROW, _ENTRY = 76, 24, 62, 30
 _NARROW, _WIDE, _MARK = 28, 36, 9
 _CHARACTERS = 0.146
 _LEAST = 780
+_LEGEND_TOP, _LEGEND_LINE = 53, 18
 
 
 def timeline(schedule: Schedule, finding: Finding | None = None, *, window: int | None = 64) -> str:
@@ -73,7 +86,9 @@ class _Picture:
         )
         self.unit = _WIDE if columns <= 32 or longest > 4 else _NARROW
         self.width = max(_LEFT + columns * self.unit + _RIGHT, _LEAST)
-        self.top = 92
+        self.labels: list[tuple[float, float, float]] = []
+        self.legend = list(self._legend())
+        self.top = _LEGEND_TOP + 21 + _LEGEND_LINE * (1 + max(line for _, line in self.legend))
         self.bottom = self.top + schedule.num_ranks * _ROW
 
     def _window(self, window: int | None) -> tuple[int, int]:
@@ -106,8 +121,8 @@ class _Picture:
         yield "<defs>"
         for name, colour in (("red", _RED), ("ink", _OTHER)):
             yield (
-                f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="4.5" '
-                f'markerHeight="4.5" orient="auto"><path d="M0,0.8 L7.5,4 L0,7.2 z" '
+                f'<marker id="{name}" viewBox="0 0 8 8" refX="7.5" refY="4" markerWidth="5" '
+                f'markerHeight="5" orient="auto"><path d="M0,0.8 L7.5,4 L0,7.2 z" '
                 f'fill="{colour}"/></marker>'
             )
         yield "</defs>"
@@ -134,27 +149,85 @@ class _Picture:
             f'<text x="{_LEFT}" y="42" fill="{_OTHER}">{counts} <tspan dx="6" font-weight="bold" '
             f'fill="{colour}">{escape(state)}</tspan></text>'
         )
-        x = float(_LEFT)
-        used = {entry.action.kind for entry in self.layout.entries if entry.length}
+        yield '<g id="legend">'
+        yield from (drawn for drawn, _ in self.legend)
+        yield "</g>"
+
+    def _legend(self) -> Iterator[tuple[str, int]]:
+        """The legend's entries, each with the line that it stands in: all that the picture has."""
+        x, line = float(_LEFT), 0
+        for group, entries in enumerate((self._fills(), self._marked())):
+            for number, (width, swatch, words) in enumerate(entries):
+                needed = width + 5 + 6.4 * len(words)
+                if (group and not number) or x + needed > self.width - _RIGHT:
+                    x, line = float(_LEFT), line + 1
+                y = _LEGEND_TOP + _LEGEND_LINE * line
+                yield (
+                    f'<g transform="translate({x:g},{y})">{swatch}'
+                    f'<text x="{width + 5}" y="9.5" fill="{_OTHER}">{escape(words)}</text></g>',
+                    line,
+                )
+                x += needed + 14
+
+    def _fills(self) -> Iterator[tuple[int, str, str]]:
+        """Width, drawing and words of each colour and shade."""
+        shown = [e for e in self.layout.entries if e.length and self.visible(e)]
+        used = {entry.action.kind for entry in shown}
         for kind, name in _LEGEND.items():
             if kind in used:
-                yield f'<rect x="{x}" y="53" width="11" height="11" rx="2" fill="{COLOURS[kind]}"/>'
-                yield f'<text x="{x + 16}" y="62.5" fill="{_OTHER}">{name}</text>'
-                x += 16 + 6.6 * len(name) + 14
-        yield (
-            f'<rect x="{x}" y="53.5" width="10" height="10" rx="2" fill="#ffffff" '
-            f'stroke="#c3cad4"/><text x="{x + 16}" y="62.5" fill="{_OTHER}">idle</text>'
-        )
+                yield 11, _box(11, COLOURS[kind]), name
+        yield 11, _box(11, "#ffffff", "#c3cad4", 1), "idle"
+        base = COLOURS[next((kind for kind in _LEGEND if kind in used), Kind.FORWARD)]
+        if not used <= set(_LEGEND):
+            yield 11, _box(11, _OTHER), "wait"
+        if any(self._colour(e) != COLOURS.get(e.action.kind, _OTHER) for e in shown):
+            later = f'<g transform="translate(12,0)">{_box(11, _lighten(base, 0.2))}</g>'
+            yield 23, _box(11, base) + later, "lighter: a later stage of the rank"
+        if any(not entry.ran for entry in shown):
+            pale = f'<g fill-opacity="{_UNRUN}">{_box(11, base)}</g>'
+            yield 11, pale, "pale: never runs"
+
+    def _marked(self) -> Iterator[tuple[int, str, str]]:
+        """Width, drawing and words of each outline and arrow."""
+        if self.finding is None or self.finding.rank is None:
+            return
+        if self.refused is None:
+            yield 26, _box(26, "none", _RED, 2, "7 4"), "the row that lacks something"
+            return
+        yield 17, _box(11, "none", _RED, 2.6) + _badge(12, 1, 4.5), "refused"
+        related = [
+            (other.role, entry)
+            for other in self.finding.related
+            if (entry := self.by_place.get((other.rank, other.step))) and self.visible(entry)
+        ]
+        for role in dict.fromkeys(role for role, _ in related):
+            colour, name, dash = _style(role)
+            swatch, width = _box(11, "none", colour, 2, dash), 11
+            if any(self._has_arrow(other, entry) for other, entry in related if other == role):
+                arrow = "4 3" if dash else ""
+                swatch += _line("M14,5.5 L35,5.5", colour, name, arrow)
+                width = 36
+            yield width, swatch, _ROLES.get(role, role)
+        every = [
+            (_RED, "", self.refused),
+            *((*_style(role)[::2], entry) for role, entry in related),
+        ]
+        for colour, dash, entry in every:
+            if not entry.length:
+                yield 5, _box(5, _PALE, colour, 1.5, dash), "narrow: takes no time, as a message"
+                return
 
     def _rows(self) -> Iterator[str]:
         end = self.x(self.last)
+        # A step is a column, named in its middle; a time is where something begins.
+        middle = 0.5 if self.layout.unit == "step" else 0.0
         for time in range(self.first, self.last, 5 if self.last - self.first > 12 else 1):
             yield (
-                f'<text x="{self.x(time + 0.5)}" y="{self.top + 8}" font-size="9" '
+                f'<text x="{self.x(time + middle)}" y="{self.top + 8}" font-size="9" '
                 f'text-anchor="middle" fill="{_FAINT}">{time}</text>'
             )
         yield (
-            f'<text x="{_LEFT - 10}" y="{self.top + 8}" font-size="9" text-anchor="end" '
+            f'<text x="{_LEFT - 16}" y="{self.top + 8}" font-size="9" text-anchor="end" '
             f'fill="{_FAINT}">{self.layout.unit}</text>'
         )
         for rank in range(self.schedule.num_ranks):
@@ -190,7 +263,7 @@ class _Picture:
             return
         y = self.y(entry.rank)
         colour = self._colour(entry)
-        state = "" if entry.ran else ' fill-opacity="0.28"'
+        state = "" if entry.ran else f' fill-opacity="{_UNRUN}"'
         yield (
             f"<g><title>rank {entry.rank}, step {entry.step}: {escape(str(entry.action))}</title>"
             f'<rect x="{x + 0.75}" y="{y + 0.75}" width="{width - 1.5}" height="{_ENTRY - 1.5}" '
@@ -223,46 +296,70 @@ class _Picture:
                     f'fill="none" stroke="{_RED}" stroke-width="2.5" stroke-dasharray="7 4"/>'
                 )
             return
-        for other in self.finding.related:
-            yield from self._related(other, self.refused)
-        yield from self._outline(self.refused, _RED, 3.2, "")
-        x, y = (
-            self._centre(self.refused)[0] + self._span(self.refused) / 2,
-            self.y(self.refused.rank),
-        )
-        yield f'<circle cx="{x}" cy="{y}" r="7" fill="{_RED}" stroke="#ffffff" stroke-width="1.5"/>'
-        yield (
-            f'<path d="M{x - 2.6},{y - 2.6} l5.2,5.2 m0,-5.2 l-5.2,5.2" stroke="#ffffff" '
-            f'stroke-width="1.8" stroke-linecap="round"/>'
-        )
+        refused = self.refused
+        related = [
+            (other.role, entry)
+            for other in self.finding.related
+            if (entry := self.by_place.get((other.rank, other.step))) and self.visible(entry)
+        ]
+        for role, entry in related:
+            colour, _, dash = _style(role)
+            yield from self._outline(entry, colour, 2.0, dash)
+        yield from self._outline(refused, _RED, 3.2, "")
+        arrows = [(r, e) for r, e in related if self._has_arrow(r, e)]
+        for role, entry in arrows:
+            yield self._arc(role, entry, refused)
+        # The badge of a narrow box stands beside it, where no arrow comes from.
+        x, y = self._centre(refused)
+        side = -1 if any(self._centre(e)[0] > x for _, e in arrows) else 1
+        span = self._span(refused) / 2
+        x += span if refused.length else side * (span + 9)
+        yield _badge(x, y - _ENTRY / 2, 7)
+        down = any(entry.rank <= refused.rank for _, entry in arrows)
+        yield from self._said(refused, _RED, below=down or not arrows)
+        for role, entry in related:
+            yield from self._said(entry, _style(role)[0], below=entry.rank >= refused.rank)
 
-    def _related(self, other: Place, refused: Placed) -> Iterator[str]:
-        entry = self.by_place.get((other.rank, other.step))
-        if entry is None or not self.visible(entry):
-            return
-        bad = other.role in ("picked", "waits")
-        colour, name = (_RED, "red") if bad else (_OTHER, "ink")
-        dash = ' stroke-dasharray="4 3"' if bad else ""
-        yield from self._outline(entry, colour, 2.0, dash)
-        if entry is refused or other.role in ("waits", "awaited"):
-            return
+    def _has_arrow(self, role: str, entry: Placed) -> bool:
+        return entry is not self.refused and role not in ("waits", "awaited")
+
+    def _arc(self, role: str, entry: Placed, refused: Placed) -> str:
+        colour, name, dash = _style(role)
         (x0, y0), (x1, y1) = self._centre(entry), self._centre(refused)
         half = _ENTRY / 2
         if entry.rank == refused.rank:
             # Two arcs may end here: the one from farther away ends farther right, and neither is
             # hidden by the badge in the corner.
-            rise = 24 if other.role == "owner" else 15
-            x1 += -9 if bad else 3
+            rise = 24 if role == "owner" else 15
+            x1 += -9 if dash else 3
             top = y1 - half
-            path = f"M{x0},{top} C{x0},{top - rise} {x1},{top - rise} {x1},{top - 1}"
+            path = f"M{x0},{top - 1} C{x0},{top - rise} {x1},{top - rise} {x1},{top - 2.5}"
         else:
             down = 1 if entry.rank < refused.rank else -1
-            y0, y1 = y0 + down * half, y1 - down * half
+            y0, y1 = y0 + down * (half + 1), y1 - down * (half + 2.5)
             path = f"M{x0},{y0} C{x0},{(y0 + y1) / 2} {x1},{(y0 + y1) / 2} {x1},{y1}"
-        yield (
-            f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.8"{dash} '
-            f'marker-end="url(#{name})"/>'
-        )
+        return _line(path, colour, name, dash)
+
+    def _said(self, entry: Placed, colour: str, *, below: bool) -> Iterator[str]:
+        """Name an entry that is too narrow to be written in, unless there is no room for it."""
+        if entry.length:
+            return
+        words = f"{entry.action}, step {entry.step}"
+        x, y = self._centre(entry)
+        half = 2.9 * len(words)
+        x = min(max(x, _LEFT + half), self.width - _RIGHT - half)
+        sides = (y + _ENTRY / 2 + 12, y - _ENTRY / 2 - 6)
+        for line in sides if below else reversed(sides):
+            if all(
+                abs(line - other) > 9 or x + half < left or x - half > right
+                for other, left, right in self.labels
+            ):
+                self.labels.append((line, x - half, x + half))
+                yield (
+                    f'<text x="{x:g}" y="{line:g}" font-size="9.5" text-anchor="middle" '
+                    f'font-weight="bold" fill="{colour}">{escape(words)}</text>'
+                )
+                return
 
     def _span(self, entry: Placed) -> float:
         return entry.length * self.unit if entry.length else _MARK
@@ -273,11 +370,12 @@ class _Picture:
     def _outline(self, entry: Placed, colour: str, stroke: float, dash: str) -> Iterator[str]:
         x, y = self._centre(entry)
         span = self._span(entry)
-        fill = "none" if entry.length else "#ffffff"
+        fill = "none" if entry.length else _PINK if colour == _RED else _PALE
+        dashed = f' stroke-dasharray="{dash}"' if dash else ""
         yield (
             f'<rect x="{x - span / 2}" y="{y - _ENTRY / 2 - 0.5}" width="{span}" '
             f'height="{_ENTRY + 1}" rx="3" fill="{fill}" stroke="{colour}" '
-            f'stroke-width="{stroke}"{dash}/>'
+            f'stroke-width="{stroke}"{dashed}/>'
         )
 
     def _explanation(self) -> list[str]:
@@ -295,12 +393,16 @@ class _Picture:
         height = 19 * len(note) + 28
         yield (
             f'<rect x="{_LEFT}" y="{top}" width="{self.width - _LEFT - _RIGHT}" height="{height}" '
-            f'rx="4" fill="#fdf1f2"/><rect x="{_LEFT}" y="{top}" width="4" height="{height}" '
+            f'rx="4" fill="{_PINK}"/><rect x="{_LEFT}" y="{top}" width="4" height="{height}" '
             f'fill="{_RED}"/>'
         )
         place = "" if self.finding.rank is None else f"rank {self.finding.rank}"
         if self.finding.step is not None:
-            place += f", step {self.finding.step}: {self.finding.action}"
+            # Where the axis is time it counts no steps: those are the places in the rank's row.
+            where = ""
+            if self.layout.unit == "time" and self.refused is not None:
+                where = f" of its row, at time {self.refused.start}"
+            place += f", step {self.finding.step}{where}: {self.finding.action}"
         yield (
             f'<text x="{_LEFT + 16}" y="{top + 20}" font-size="12" font-weight="bold" '
             f'fill="{_RED}">{escape(self.finding.clause)}<tspan dx="10" font-weight="normal" '
@@ -311,6 +413,41 @@ class _Picture:
                 f'<text x="{_LEFT + 16}" y="{top + 40 + 18 * i}" font-size="11.5" fill="{_INK}">'
                 f"{escape(line)}</text>"
             )
+
+
+def _style(role: str) -> tuple[str, str, str]:
+    """Colour, arrowhead and dashes of what is related to the refused entry."""
+    return (_RED, "red", "4 3") if role in ("picked", "waits") else (_OTHER, "ink", "")
+
+
+def _box(width: int, fill: str, stroke: str = "none", thick: float = 0, dash: str = "") -> str:
+    """A box of the legend."""
+    inset = thick / 2
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    return (
+        f'<rect x="{inset:g}" y="{inset:g}" width="{width - thick:g}" height="{11 - thick:g}" '
+        f'rx="2" fill="{fill}" stroke="{stroke}" stroke-width="{thick:g}"{dashed}/>'
+    )
+
+
+def _line(path: str, colour: str, head: str, dash: str) -> str:
+    """A line that ends in an arrowhead."""
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    return (
+        f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.8"{dashed} '
+        f'marker-end="url(#{head})"/>'
+    )
+
+
+def _badge(x: float, y: float, radius: float) -> str:
+    """The cross of what is refused."""
+    arm = 0.37 * radius
+    return (
+        f'<circle cx="{x:g}" cy="{y:g}" r="{radius:g}" fill="{_RED}" stroke="#ffffff" '
+        f'stroke-width="1.5"/><path d="M{x - arm:g},{y - arm:g} l{2 * arm:g},{2 * arm:g} '
+        f'm0,{-2 * arm:g} l{-2 * arm:g},{2 * arm:g}" stroke="#ffffff" '
+        f'stroke-width="{radius / 4:g}" stroke-linecap="round"/>'
+    )
 
 
 def _label(action: Action) -> list[str]:

@@ -74,8 +74,8 @@ state of the last commit is restored. Abort never rewinds the token.""",
             section="III-B",
             cause="The caller kept a token across another F or dI of the domain: an update was "
             "skipped, repeated or run in another order than the host believed.",
-            remedy="Pass the token that the last F or dI of the domain returned; leave it out only "
-            "where the host's order of checks is the order that is wanted.",
+            remedy="Pass `contract.token(stage)` as it was after the F or dI that is to come "
+            "before; leave it out only where the host's order of checks is the one that is wanted.",
         ),
         Clause(
             id="order.reordered",

@@ -198,20 +198,6 @@ _CLAUSES: Final[tuple[tuple[str, str, str, str, str], ...]] = (
         "waits for.",
         "Reorder one of the ranks so that the shown cycle is broken.",
     ),
-    (
-        "pairing-mismatch",
-        "dW finds its own work",
-        "The retained work that a weight gradient consumes is that of its own microbatch.",
-        "Work is paired by the order in which it was left, and this schedule runs dW in another.",
-        "Pair dW with retained work by key, not by the order in which it was left.",
-    ),
-    (
-        "capture-order",
-        "Graphs of a pool keep their order",
-        "Graphs that share a memory pool are replayed in the order of their capture.",
-        "Slots share one pool, and the schedule reorders them.",
-        "Give every slot its own memory pool.",
-    ),
 )
 
 PART = Part(
@@ -223,7 +209,7 @@ PART = Part(
     intro="""\
 These clauses are about a schedule as such: a table of each rank's actions, from torch's schedule
 classes, from Transformer Engine's `_order` lists or from a file. They need no kernel, and what they
-say can be read off the table; `qeffect check` names the first cell that breaks one. A table that
+say can be read off the table; `qeffect check` names the first entry that breaks one. A table that
 passes is then run, rank by rank, through the transitions of parts 1 to 9.
 
 Whether messages keep their order, and whether every rank reaches the end, depends on which of them

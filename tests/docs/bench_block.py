@@ -156,12 +156,11 @@ def _five_million(report: Mapping[str, Any]) -> Figure:
 
 
 def missed(rows: Sequence[Figure], data: Mapping[str, Any]) -> str:
-    """Say which figures miss their goals, and why."""
-    found = [row for row in rows if row.misses]
+    """Say how many figures miss their goals, and what is known of why; the table says which."""
+    goals, found = [row for row in rows if row.goal is not None], [r for r in rows if r.misses]
     if not found:
         return "Every figure meets its goal."
-    named = "; ".join(f"{row.name}, {row.shown} ({row.wanted})" for row in found)
-    text = f"These miss their goals: {named}."
+    text = f"{len(found)} of {len(goals)} goals are missed, in bold."
     names = " ".join(row.name for row in found)
     if "guarded" in names or "pooled" in names:
         text += " " + _why_actions(data)
@@ -182,16 +181,42 @@ def missed(rows: Sequence[Figure], data: Mapping[str, Any]) -> str:
 
 def _why_actions(data: Mapping[str, Any]) -> str:
     parts = data["guards_and_updates_by_action"]
-    most = max(parts, key=lambda action: sum(parts[action].values()))
-    others = " and ".join(
-        f"{parts[action]['guards']} and {parts[action]['updates']} for {action}"
-        for action in parts
-        if action != most
+    counts = ", ".join(
+        f"{action} {parts[action]['guards']} and {parts[action]['updates']}" for action in parts
     )
+    commit = data["environment"]["commit"][:12]
     return (
-        f"{most} does the most of the three, {parts[most]['guards']} guards and "
-        f"{parts[most]['updates']} state updates against {others}, reserving the slot, the domain "
-        "and the key; its check is one flat function and so is its commit, every guard of every "
-        f"relation written out, and {data['guarded_action_us_by_action'][most]:.2f} µs is what "
-        "that reaches."
+        "A check is one flat function and so is a commit, every guard of every relation written "
+        f"out; at commit `{commit}`, which was measured, both together had guards and state "
+        f"updates: {counts}."
     )
+
+
+SET_ON = "AMD EPYC"
+"""The processor of the report that the goals were set by."""
+
+
+def conditions(data: Mapping[str, Any], proofs: Mapping[str, Any]) -> str:
+    """
+    Say where the report is not of the machine of the goals, or not of the proofs' kernel.
+
+    Args:
+        data: The bench report.
+        proofs: The proofs' report.
+    """
+    (cpu, commit), theirs = (
+        (data["environment"][key] for key in ("cpu", "commit")),
+        proofs["environment"]["commit"],
+    )
+    said = []
+    if not cpu.startswith(SET_ON):
+        said.append(
+            f"The goals were set on another machine, an {SET_ON} (the history of the report has "
+            "its figures), so that every rate and time here tells of the machine as well."
+        )
+    if commit != theirs:
+        said.append(
+            f"The proofs' report is of another commit, `{theirs[:12]}`: the kernels of the two "
+            "reports need not be the same."
+        )
+    return " ".join(said)

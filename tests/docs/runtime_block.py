@@ -7,11 +7,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from qeffect.gpu_runtime.measure.derive import REQUIREMENTS
+from qeffect.gpu_runtime.measure.host import REST
+from qeffect.gpu_runtime.measure.plots import swept
+from qeffect.gpu_runtime.reports import cells
 from qeffect.report import package
 from tests.docs.blocks import KERNEL_REPORTS, RUNTIME_REPORTS, load, markdown
 
 #: Columns of the step table that the README shows.
 SHOWN = (
+    "native_grad",
+    "native_main_grad",
     "te_graphs_chunks",
     "te_graphs_model",
     "te_graphs_model_main_grad",
@@ -26,12 +32,24 @@ SHOWN = (
 PICTURES = ("step_time", "memory", "resources")
 
 
-def reports(kind: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the checked-in reports of a kind."""
+def files(kind: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the checked-in reports of a kind with the names of their files."""
     for path in sorted(RUNTIME_REPORTS.glob("*.json")):
         data = load(path)
         if data.get("kind") == kind:
-            yield data
+            yield path.name, data
+
+
+def reports(kind: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the checked-in reports of a kind."""
+    for _, data in files(kind):
+        yield data
+
+
+def dated(*kinds: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """Reports of some kinds with the names of their files, in the order of their making."""
+    found = [pair for kind in kinds for pair in files(kind)]
+    return sorted(found, key=lambda pair: str(pair[1]["environment"]["date"]))
 
 
 def machine_of(report: Mapping[str, Any]) -> str:
@@ -62,46 +80,73 @@ def milliseconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _compared(derived: Mapping[str, Any], version: str) -> str:
-    """State apart what rests on native, the controls, the other reference and the requirements."""
-    ours, again = derived["native_against_ours"], derived["native_again"]
-    eager, required = derived["eager_against_ours"], derived["requirements"]
-    bits = [
+#: What a comparison is of: its entry in a report's derived part, and its name in the table.
+REFERENCES = {
+    "native_against_ours": "ours",
+    "native_again": "control",
+    "eager_against_ours": "split eager",
+}
+
+
+def _bits(found: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
+    """
+    One table for all comparisons of bits, a row a report, and what its columns mean.
+
+    What rests on native, the control, the other reference and the requirements stand apart.
+
+    Args:
+        found: The reports with the names of their files.
+    """
+    bits = dict.fromkeys(
         name
-        for name in derived["categories"]
-        if name not in ("addresses", "retained work", "growth")
-    ]
-    text = (
-        f"**Bit for bit, Transformer Engine {version}.** {ours['compared']:,} values of "
-        f"{ours['runs']} comparisons "
-        f"({', '.join(bits)}), native full backward against ours (split eager, split captured, and "
-        f"captured with faults injected while graphs are live): {ours['mismatched']} mismatches. "
-        f"Beside them, native against native again, the control: {again['compared']:,} values of "
-        f"{again['runs']} comparisons, {again['mismatched']} mismatches. Where the library cannot "
-        f"form the same sum, split eager is the reference: {eager['compared']:,} values of "
-        f"{eager['runs']} comparisons, {eager['mismatched']} mismatches."
+        for _, report in found
+        for name in report["derived"]["categories"]
+        if name not in REQUIREMENTS
     )
-    if required["compared"]:
-        text += (
-            " What a guarded run must not do (move what graphs bake in, keep work past a step, "
-            f"grow) was counted {required['compared']:,} times, and {required['mismatched']} of "
-            "these counts are not zero."
+    yield (
+        f"**Bit for bit**, a row a report. Values ({', '.join(bits)}) are equal or are counted as "
+        "a mismatch. *Ours* is native full backward against ours (split eager, split captured, and "
+        "captured with faults injected while graphs are live); *control* is native against native "
+        "again; *split eager* is the reference where the library cannot form the same sum. *Must "
+        "not happen* is what a guarded run may not do (move what graphs bake in, keep work past a "
+        "step, grow): how many counts of it are not zero. *Faults* were injected into the runs "
+        "named so above, and each was refused."
+    )
+    rows = []
+    for name, report in found:
+        derived, environment = report["derived"], report["environment"]
+        required, faults = derived["requirements"], derived["faults"]
+        wrong = {said: derived[key]["mismatched"] for key, said in REFERENCES.items()}
+        rows.append(
+            (
+                f"[{name}](gpu_runtime/reports/{name})",
+                package(environment, "transformer-engine"),
+                f"`{environment['commit'][:12]}`",
+                *(f"{derived[k]['compared']:,} ({derived[k]['runs']})" for k in REFERENCES),
+                ", ".join(f"{said} {n:,}" for said, n in wrong.items() if n) or 0,
+                f"{required['mismatched']:,} of {required['compared']:,}",
+                f"{sum(faults.values()):,}" if faults else "not in this report",
+            )
         )
-    if derived["faults"]:
-        named = ", ".join(f"`{clause}` {n}" for clause, n in sorted(derived["faults"].items()))
-        return text + f" Faults injected into those runs, by the clause that refused each: {named}."
-    return text + " Which faults were injected is not in this report."
+    header = (
+        "report", "Transformer Engine", "commit",
+        *(f"{said}: values (comparisons)" for said in REFERENCES.values()),
+        "mismatches", "must not happen", "faults refused",
+    )  # fmt: skip
+    yield markdown(header, rows)
+    counted = [report["derived"]["faults"] for _, report in found]
+    clauses = sorted({clause for faults in counted for clause in faults})
+    said = "; ".join(
+        f"`{clause}` {', '.join(str(faults.get(clause, 0)) for faults in counted)}"
+        for clause in clauses
+    )
+    if clauses:
+        yield f"Faults by the clause that refused each, in the order of the rows: {said}."
 
 
 def _correctness() -> list[str]:
-    lines = [
-        _compared(
-            report["derived"],
-            f"{package(report['environment'], 'transformer-engine')}, commit "
-            f"`{report['environment']['commit'][:12]}`",
-        )
-        for report in reports("compare")
-    ]
+    compared = [*files("compare")]
+    lines = [*_bits(compared)] if compared else []
     for report in reports("streams"):
         found = report["derived"]["handoffs"]
         one, two = found["one-way"], found["two-way"]
@@ -137,33 +182,10 @@ def _probed(derived: Mapping[str, Any]) -> str:
     return f"**The library, looked at.** {said}."
 
 
-def _cells() -> Iterator[Mapping[str, Any]]:
-    """Yield each cell once, from the report with most of its columns."""
-    found: dict[str, Mapping[str, Any]] = {}
-    for report in reports("bench"):
-        for cell in report["derived"]["cells"]:
-            known = found.get(cell["cell"])
-            if known is None or len(known["columns"]) < len(cell["columns"]):
-                found[cell["cell"]] = cell
-    yield from found.values()
-
-
-def _latest() -> Iterator[Mapping[str, Any]]:
-    """Yield each cell once, from the last report that measured its guards."""
-    dated = sorted(reports("bench"), key=lambda report: str(report["environment"]["date"]))
-    found = {
-        cell["cell"]: cell
-        for report in dated
-        for cell in report["derived"]["cells"]
-        if cell["guards"] is not None
-    }
-    yield from found.values()
-
-
 def _speed() -> list[str]:
     rows = []
     machines = dict.fromkeys(machine_of(report) for report in reports("bench"))
-    for cell in _cells():
+    for cell, _ in cells(reports("bench")):
         for name in SHOWN:
             column = cell["columns"].get(name)
             if column is None:
@@ -184,127 +206,181 @@ def _speed() -> list[str]:
                 )
             )
     header = (
-        "cell", "column", "ms", "faster than native", "than TE's graphs", "over whole-step graph",
-        "over floor", "over own kernels", "GB above native", "even at step",
+        "cell", "column", "median ms", "faster than native, paired", "than TE's graphs, paired",
+        "over whole-step graph, paired", "over floor", "over own kernels", "GB above native",
+        "even at step",
     )  # fmt: skip
     return [
         f"One device, {'; '.join(machines)}. Cells are hidden-sequence-microbatches. Native and "
-        "TE's graphs are the fastest column of each. A floor is the least kernel time of the "
+        "TE's graphs are the column of each with the least median, whose ratio to itself is "
+        "1.00x. A ratio of two columns is paired: the median of the ratios of each round, which is "
+        "not the ratio of their medians and can put two columns in another order. A floor is the "
+        "least kernel time of the "
         "library's columns that form the same sum, a whole-step graph is of the same sum too; both "
         "are named, and `copied` and `per_microbatch`, which no library column sums like, have "
         'neither. "Even at step" is the step at which a column has caught up with native, its '
-        "construction, warm-up and capture included; - where it never does.",
+        "construction, warm-up and capture included; - where it never does, or is native.",
         markdown(header, rows),
     ]
 
 
 def _host() -> list[str]:
     """What a guarded action costs the host, beside what the kernel alone costs."""
-    rows = []
-    for cell in _latest():
-        guards = cell["guards"]
-        if guards is not None:
-            each = guards["host_us_of_a_guard"]
+    rows: list[tuple[str, ...]] = []
+    for name, report in dated("bench"):
+        for cell in report["derived"]["cells"]:
+            guards, over = cell["guards"], _over_bare(cell)
+            if guards is None and over is None:
+                continue
             rows.append(
                 (
                     cell["cell"],
-                    f"{guards['host_ms_on']['median']:.2f} ms",
-                    f"{guards['host_ms_off']['median']:.2f} ms",
-                    guards["actions"],
-                    f"{each['median']:.1f} µs ({each['min']:.1f} to {each['max']:.1f})",
+                    name,
+                    *(("-",) * 4 if guards is None else _guards(guards)),
+                    "-" if over is None else _range(over),
                 )
             )
     lines = []
     if rows:
         kernel = load(KERNEL_REPORTS / "bench.json")["guarded_action_us_by_action"]
         header = (
-            "cell", "host time of a step, guarded", "unguarded", "guarded actions",
-            "difference each",
+            "cell", "report", "host time of a step, guarded", "unguarded", "guarded actions",
+            "difference each", "an action over its bare replay",
         )  # fmt: skip
         lines += [
-            "What guarding costs the host, `ours_accumulate` with guards and without, in the last "
-            "report of each cell (a median difference within its range is noise); of an action the "
-            f"kernel's own part is {min(kernel.values()):.1f} to {max(kernel.values()):.1f} µs "
-            "(on the machine of the kernel's figures), the rest is the runtime around it:",
-            markdown(header, rows),
+            "What guarding costs the host: `ours_accumulate` with guards and without, a row a "
+            "report, as the median and the range of the rounds' differences; one whose range "
+            "includes zero is noise. The last column is of other steps, in which each action was "
+            "timed by itself, against the replay of its graph alone: the handoff and the copies "
+            "are in it, which the unguarded column makes too. A check with its commit takes "
+            f"{min(kernel.values()):.1f} to {max(kernel.values()):.1f} µs of it (by the kernel's "
+            "figures, on their machine).",
+            markdown(header, sorted(rows, key=lambda row: row[0])),
         ]
-    for cell in _latest():
-        lines += [*_parts(cell), *_counted(cell)]
+    for name, report in dated("bench"):
+        for cell in report["derived"]["cells"]:
+            lines += [*_parts(cell, name), *_counted(cell, report["derived"]["targets"])]
     for report in reports("host"):
-        each = report["derived"]["host_us_of_a_guard"]
         lines.append(
-            f"Measured by itself, in the cell {report['derived']['cell']}: {each['median']:.1f} µs "
-            f"of host time a guarded action ({each['min']:.1f} to {each['max']:.1f})."
+            f"Measured by itself, in the cell {report['derived']['cell']}: "
+            f"{_range(report['derived']['host_us_of_a_guard'])} of host time a guarded action."
         )
     return lines
 
 
-def _parts(cell: Mapping[str, Any]) -> Iterator[str]:
-    """Say where the host's time over the bare replays of an action goes."""
-    host = cell.get("host", {}).get("ours_accumulate", {})
-    if "parts_us" in host:
-        parts = sorted(host["parts_us"].items(), key=lambda part: -part[1])
-        said = ", ".join(f"{name} {us:.1f}" for name, us in parts)
-        whole = host["of_an_action_us"]
-        yield (
-            f"A guarded action of {cell['cell']} takes the host {whole['median']:.1f} µs more than "
-            f"its bare replay (goal {whole['goal']:.0f}; timed part by part: {said})."
-        )
+def _range(us: Mapping[str, float]) -> str:
+    """Spell microseconds with their range."""
+    return f"{us['median']:.1f} µs ({us['min']:.1f} to {us['max']:.1f})"
 
 
-def _counted(cell: Mapping[str, Any]) -> Iterator[str]:
+def _guards(guards: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Host time with guards and without, and the difference, which may be noise."""
+    each = guards["host_us_of_a_guard"]
+    return (
+        f"{guards['host_ms_on']['median']:.2f} ms",
+        f"{guards['host_ms_off']['median']:.2f} ms",
+        str(guards["actions"]),
+        _range(each) + (", noise" if each["min"] <= 0 <= each["max"] else ""),
+    )
+
+
+def _over_bare(cell: Mapping[str, Any]) -> Mapping[str, float] | None:
+    """What an action of a cell takes the host over its bare replay, where it was timed."""
+    found: Mapping[str, float] | None = (
+        cell.get("host", {}).get("ours_accumulate", {}).get("of_an_action_us")
+    )
+    return found
+
+
+def _parts(cell: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Where the host's time over the bare replay of an action goes: a row a part, with the sum."""
+    whole = _over_bare(cell)
+    if whole is None or "parts_us" not in cell["host"]["ours_accumulate"]:
+        return
+    parts = dict(cell["host"]["ours_accumulate"]["parts_us"])
+    rest = parts.pop(REST)
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    goal, median = whole["goal"], f"{whole['median']:.1f}"
+    rows = [
+        *((part, f"{us:.1f}") for part, us in ordered),
+        ("rest: the median of whole steps over the medians above together", f"{rest:.1f}"),
+        (
+            f"together (goal {goal:.0f})",
+            f"**{median}**" if whole["median"] > goal else median,
+        ),
+    ]
+    alone = parts["copies"] + parts["addresses"]
+    yield (
+        f"A guarded action of {cell['cell']} part by part, beyond its bare replay ({name}; medians "
+        f"of single calls). The copies, which the unguarded runtime makes too, and the look at "
+        f"addresses take {alone:.1f} µs, where the goal for all is {goal:.0f}:"
+    )
+    yield markdown(("part", "µs of host time"), rows)
+
+
+def _counted(cell: Mapping[str, Any], targets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Say what counting on the device costs a step."""
     counts = cell.get("device_counts")
     if counts is not None:
         over = counts["step_on_over_off"]
+        goals = [f"; goal {t['value']}" for t in targets if t["goal"].startswith("step counted")]
         yield (
             f"With `device_counts=True` a step of {cell['cell']} takes {over['median']:.3f} of "
-            f"what it takes without ({over['min']:.3f} to {over['max']:.3f}; goal 1.015)."
+            f"what it takes without ({over['min']:.3f} to {over['max']:.3f}{''.join(goals)})."
         )
 
 
-def _behind() -> list[str]:
-    """Where a captured column is behind native, and what of that its copies are."""
+#: Columns whose distance from the floor is split: one graph of the native step, and ours.
+SPLIT = ("whole_main_grad", "ours_accumulate", "ours_two_streams")
+
+
+def _beyond_floor() -> list[str]:
+    """What a step takes beyond its floor: further kernels, and what no kernel explains."""
     rows = []
-    for cell in _cells():
-        for name in SHOWN:
-            column = cell["columns"].get(name)
-            if column is None or not name.startswith("ours"):
-                continue
-            gap = column["behind_native"]
-            kernels, theirs = (
-                milliseconds(cell["columns"][which]["kernel_ms"])
-                for which in (name, cell["fastest_native"])
-            )
-            if gap["step_ms"] > 0 and gap["copies_ms"] is not None and name != "ours_eager":
-                rows.append(
-                    (
-                        cell["cell"],
-                        f"`{name}`",
-                        milliseconds(gap["step_ms"]),
-                        milliseconds(gap["copies_ms"]),
-                        milliseconds(gap["unexplained_ms"]),
-                        f"{kernels} ({theirs})",
-                    )
-                )
+    for cell, _ in cells(reports("bench")):
+        for name in SPLIT:
+            beyond = cell["columns"].get(name, {}).get("beyond_floor")
+            if beyond is not None:
+                keys = ("step_ms", "kernels_ms", "copies_ms", "beyond_kernels_ms")
+                rows.append((cell["cell"], f"`{name}`", *(milliseconds(beyond[k]) for k in keys)))
     if not rows:
         return []
     header = (
-        "cell", "column", "ms behind native", "of that, copies between buffers", "not explained",
-        "own kernels, ms (native's)",
+        "cell", "column", "ms over the floor", "own kernels over the floor's",
+        "copies between buffers among them", "beyond its own kernels",
     )  # fmt: skip
-    return [markdown(header, rows)]
+    return [
+        "What a step takes over its floor. Kernels were profiled at another load than steps were "
+        "timed at; the last column is explained by no record, and on two streams kernels overlap:",
+        markdown(header, rows),
+    ]
+
+
+def _behind() -> list[str]:
+    """Which captured columns of ours are behind native, and what of that their copies are."""
+    rows = []
+    for cell, _ in cells(reports("bench")):
+        for name in SHOWN:
+            column = cell["columns"].get(name)
+            if column is None or not name.startswith("ours") or name == "ours_eager":
+                continue
+            gap = column["behind_native"]
+            if gap["step_ms"] > 0:
+                keys = ("step_ms", "copies_ms", "unexplained_ms")
+                rows.append((cell["cell"], f"`{name}`", *(milliseconds(gap[k]) for k in keys)))
+    if not rows:
+        return ["No captured column of ours is behind native in any of these cells."]
+    header = (
+        "cell", "column", "ms behind native", "of that, copies between buffers", "not explained",
+    )  # fmt: skip
+    return ["Behind native:", markdown(header, rows)]
 
 
 def _goals() -> list[str]:
     # A goal that two reports measured counts once, as the later one found it.
-    found = sorted(
-        (report for kind in ("bench", "sweep") for report in reports(kind)),
-        key=lambda report: str(report["environment"]["date"]),
-    )
     latest = {
         (goal["goal"], goal["cell"], goal["column"]): goal
-        for report in found
+        for _, report in dated("bench", "sweep")
         for goal in report["derived"]["targets"]
     }
     goals = [*latest.values()]
@@ -344,11 +420,40 @@ def _made() -> list[str]:
     return ["The reports behind this section:", markdown(header, rows)]
 
 
+def _captions() -> dict[str, str]:
+    """What each picture shows, in words."""
+    return {
+        "step_time": "Step times beside the floors, on a logarithmic axis.",
+        "memory": "Peak memory above the native column with the faster step.",
+        "resources": _resources(),
+    }
+
+
+def _resources() -> str:
+    """What the sweep over microbatches shows."""
+    found = [*reports("sweep")]
+    points = [point for report in found for point in report["derived"]["points"]]
+    last = max(point["microbatches"] for point in points)
+    live, each = (
+        next(p for p in points if (p["provisioning"], p["microbatches"]) == (name, last))
+        for name in ("live", "per_microbatch")
+    )
+    return (
+        f"Resources against microbatches ({'; '.join(swept(found))}): with M={last}, "
+        f"{live['slots']} live slots and {live['graphs']} graphs where a slot each microbatch "
+        f"needs {each['slots']} and {each['graphs']}. A stage needs as many slots as it ever has "
+        f"tapes at once; of the whole rank {live['peak_live_tapes']} tapes at most are live "
+        "together. Capture is a part of construction, drawn dashed."
+    )
+
+
 def runtime() -> str:
     """Return the block."""
-    parts = [*_correctness(), *_speed(), *_host(), *_behind(), *_goals()]
+    parts = [*_correctness(), *_speed(), *_beyond_floor(), *_behind(), *_host(), *_goals()]
+    captions = _captions()
     for name in PICTURES:
         path = RUNTIME_REPORTS / f"{name}.svg"
         if path.exists():
-            parts.append(f"![{name.replace('_', ' ')}](gpu_runtime/reports/{path.name})")
+            picture = f"![{name.replace('_', ' ')}](gpu_runtime/reports/{path.name})"
+            parts += [captions[name], picture]
     return "\n\n".join([*parts, *_made()])

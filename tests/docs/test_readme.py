@@ -8,9 +8,11 @@ import contextlib
 import io
 import re
 
-from tests.docs.bench_block import figures, missed
-from tests.docs.blocks import KERNEL_REPORTS, README, ROOT, RUNTIME_REPORTS, load, rendered
-from tests.docs.runtime_block import reports
+import pytest
+
+from tests.docs.bench_block import conditions, figures, missed
+from tests.docs.blocks import KERNEL_REPORTS, README, ROOT, RUNTIME_REPORTS, load, proofs, rendered
+from tests.docs.runtime_block import _bits, _guards, _parts, files, reports
 
 
 def python_blocks() -> list[str]:
@@ -105,7 +107,100 @@ def test_a_goal_that_is_missed_by_rounding_is_missed() -> None:
         rows = figures(bench, {**proofs, "seconds": seconds})
         (row,) = (row for row in rows if row.name.endswith("run of the proofs' report"))
         assert row.misses is misses
-        assert (row.name in missed(rows, bench)) is misses
+        assert row.cells()[1].startswith("**") is misses
+        count = sum(cells[1].startswith("**") for cells in (row.cells() for row in rows))
+        assert missed(rows, bench).startswith(f"{count} of ")
+
+
+@pytest.mark.parametrize(
+    ("cpu", "commit", "said"),
+    [
+        ("AMD EPYC", "1" * 40, []),
+        ("another", "1" * 40, ["another machine"]),
+        ("AMD EPYC", "2" * 40, ["another commit"]),
+        ("another", "2" * 40, ["another machine", "another commit"]),
+    ],
+)
+def test_other_conditions_of_the_bench_are_said(cpu: str, commit: str, said: list[str]) -> None:
+    """Another machine than the goals', another commit than the proofs'; and nothing otherwise."""
+    text = conditions(
+        {"environment": {"cpu": cpu, "commit": commit}}, {"environment": {"commit": "1" * 40}}
+    )
+
+    assert said == [each for each in ("another machine", "another commit") if each in text]
+    assert bool(text) is bool(said)
+
+
+def test_open_paths_are_not_called_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as a path is taken by none and not named, the proofs do not say that none is."""
+    report = load(KERNEL_REPORTS / "proofs.json")
+    row = {"kind": "witness", "verdict": "unsat"}
+    for unnamed, vacuous in (([], False), ([row] * 3, True)):
+        now = {**report, "open": unnamed}
+        monkeypatch.setattr("tests.docs.blocks.load", lambda _, now=now: now)
+        assert ("Nothing is vacuous" in proofs()) is not vacuous
+        assert ("3 are open" in proofs()) is vacuous
+        taken = report["witnesses"] - report["covered"] - len(unnamed)
+        assert f"{taken} are taken from some state" in proofs()
+
+
+def test_one_row_of_bits_for_each_report() -> None:
+    """With the commit and the mismatches of its own, which are counted from three comparisons."""
+    (name, report), *_ = files("compare")
+    wrong = {**report["derived"]["native_again"], "mismatched": 7}
+    other = {**report, "derived": {**report["derived"], "native_again": wrong}}
+    rows = "\n".join(_bits([(name, report), ("other.json", other)])).splitlines()
+    fine, found = (row for row in rows if row.startswith("| ["))
+
+    assert report["environment"]["commit"][:12] in fine
+    assert "| 0 |" in fine
+    assert "| control 7 |" in found
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "noise"), [(-1.0, 2.0, True), (0.5, 2.0, False), (-2.0, -0.5, False)]
+)
+def test_a_difference_is_noise_where_its_range_includes_zero(
+    least: float, most: float, noise: bool
+) -> None:
+    """Every median lies within its range; what matters is on which side of zero the range is."""
+    each = {"median": (least + most) / 2, "min": least, "max": most}
+    said = _guards(
+        {
+            "host_ms_on": {"median": 1.0},
+            "host_ms_off": {"median": 1.0},
+            "actions": 26,
+            "host_us_of_a_guard": each,
+        }
+    )[-1]
+
+    assert said.endswith(", noise") is noise
+
+
+def test_every_report_that_measured_a_guard_has_a_row() -> None:
+    """A later report of a cell does not hide what an earlier one found."""
+    text = README.read_text(encoding="utf-8")
+
+    for name, report in files("bench"):
+        for cell in report["derived"]["cells"]:
+            row = f"| {cell['cell']} | {name} | "
+            assert (row in text) is (cell["guards"] is not None or "host" in cell), row
+
+
+def test_parts_and_rest_are_the_whole() -> None:
+    """The rows of the table of parts add up to its last one, which the goal judges."""
+    tables = [
+        table
+        for name, report in files("bench")
+        for cell in report["derived"]["cells"]
+        for table in list(_parts(cell, name))[1:]
+    ]
+    for table in tables:
+        found = re.findall(r"\| \**(-?\d+\.\d)\** \|$", table, re.MULTILINE)
+        *parts, whole = map(float, found)
+        assert len(parts) == table.count("\n") - 2
+        assert abs(whole - sum(parts)) <= 0.05 * len(found)
+    assert tables
 
 
 def test_a_goal_of_the_runtime_that_is_missed_is_listed() -> None:

@@ -1,5 +1,5 @@
 """
-The contributor's tour leads somewhere: its files exist, its commands run, and it stays short.
+The contributor's tour leads somewhere: its files and commands exist, and it stays short.
 """
 
 from __future__ import annotations

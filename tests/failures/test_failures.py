@@ -47,6 +47,7 @@ COUNTS = {
     "not_caught": 16,
     "unexplained": 3,
     "guessed": 13,
+    "refused_by_guess": 2,
 }
 REFERENCE = re.compile(r"[\w-]+/[\w.-]+(#\d+|!\d+|@[0-9a-f]{8})")
 
@@ -134,7 +135,7 @@ def test_a_row_that_hangs_on_a_report_says_so(name: str) -> None:
     assert bool(BY_NAME[name].reports) or not differs
 
 
-def test_counts() -> None:
+def test_so_many_are_refused_not_caught_and_unexplained() -> None:
     """So many of the eighty are refused, not caught, and never explained."""
     found = counts((failure, run(failure)) for failure in FAILURES)
 
@@ -261,7 +262,7 @@ class TestRun:
 class TestCommand:
     """``qeffect failures``."""
 
-    def test_lists_all(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_every_failure_has_a_line(self, capsys: pytest.CaptureFixture[str]) -> None:
         """Every failure has a line with its reference and its outcome."""
         assert 0 == main(["failures"])
         out = capsys.readouterr().out
@@ -271,7 +272,7 @@ class TestCommand:
             assert failure.references[0] in line
             assert f"refused by {failure.clause} at {failure.at}" in line or failure.why in line
 
-    def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_json_has_a_row_for_each_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
         """One object, with a row for each failure that was asked for and how many came out how."""
         assert 0 == main(["failures", "epoch", "NVIDIA/Megatron-LM#4047", "--json"])
         data = json.loads(capsys.readouterr().out)

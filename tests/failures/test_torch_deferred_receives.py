@@ -295,7 +295,9 @@ class TestTwoRanks:
         assert equal(gradients, run.gradients)
         assert [loss.item() for loss in losses] == [loss.item() for loss in run.losses]
 
-    def test_deferred(self, cls: str, runs: Mapping[tuple[str, bool], Run]) -> None:
+    def test_deferred_receives_give_other_gradients_and_no_error(
+        self, cls: str, runs: Mapping[tuple[str, bool], Run]
+    ) -> None:
         """With it, every rank ends without an error and the gradients are others, and finite."""
         gradients, _ = reference()
         run = runs[cls, True]
@@ -385,7 +387,7 @@ class TestCheck:
 
         assert (0, "accepted") == (code, record["verdict"])
 
-    def test_deferred(
+    def test_the_table_that_ran_is_refused_and_both_messages_named(
         self,
         cls: str,
         runs: Mapping[tuple[str, bool], Run],
@@ -465,7 +467,7 @@ class TestIssueText:
         for name, number in found.items():
             assert ("defer_pp_recv=False" in name) == (number == pytest.approx(right, rel=1e-3))
 
-    def test_place(self) -> None:
+    def test_the_text_names_the_lines_of_the_installed_release(self) -> None:
         """The text says where the function and its call are in the installed release."""
         version = str(torch.__version__).split("+")[0]
         place = re.search(
@@ -478,7 +480,7 @@ class TestIssueText:
         assert "def _defer_recv_ops(" == defined
         assert "self.pipeline_order_with_comms = _defer_recv_ops(" == called.strip()
 
-    def test_fix(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_suggested_change_mends_every_table(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """With the suggested change every table is accepted, and gives the right gradients."""
         change = block("diff").splitlines(keepends=True)
         before, after = (
@@ -505,7 +507,7 @@ class TestIssueText:
                     assert equal(walk(deferred, in_order=True), gradients)
 
 
-def test_picture() -> None:
+def test_the_picture_is_drawn_of_the_table_that_ran() -> None:
     """
     The README's picture is what `qeffect check --svg` draws of the table that ran on torch 2.13.
 

@@ -71,7 +71,7 @@ class TestLinks:
     @pytest.mark.parametrize("wrong", [1, -1, 99])
     def test_an_unknown_link_is_named(self, call: str, wrong: int) -> None:
         """A link that does not exist is named; a negative one does not count from the end."""
-        with pytest.raises(ValueError, match=f"^{call}: no link {wrong}; there are 1$"):
+        with pytest.raises(ValueError, match=f"^{call}: no link {wrong}; links are 0 to 0$"):
             OF_LINK[call](Rig().contract, wrong)
 
     @pytest.mark.parametrize("call", OF_LINK)
@@ -89,7 +89,7 @@ class TestLinks:
         check = _ready(rig, action)
         before = rig.contract.snapshot()
 
-        with pytest.raises(ValueError, match=f"^{action}: no link {wrong}; there are 1$"):
+        with pytest.raises(ValueError, match=f"^{action}: no link {wrong}; links are 0 to 0$"):
             check(link=wrong)
         assert before == rig.contract.snapshot()
 

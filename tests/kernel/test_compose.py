@@ -78,8 +78,9 @@ class TestTransitions:
         assert "order.token" not in source(composed.check_forward)
         assert "order.token" in source(composed.check_dgrad)
 
-    def test_there_are_no_other_transitions(self) -> None:
-        """There are no other transitions."""
+    def test_the_composed_functions_are_the_transitions_of_the_specification(self) -> None:
+        """No fewer and no more, with their arguments; any other name is an error that says so."""
+        assert set(TRANSITIONS) == set(transitions().functions)
         with pytest.raises(AttributeError, match="teleport"):
             _ = transitions().teleport
 

@@ -268,7 +268,9 @@ class TestProcess:
 
     def test_pool_of_two_domains(self) -> None:
         """A pool belongs to one graph stream, thus to one state domain."""
-        with pytest.raises(ValueError, match=r"^pool 'p' is shared by two state domains$"):
+        with pytest.raises(
+            ValueError, match=r"^pool 'p' is shared by the state domains 0 and 'b'; give"
+        ):
             Contract([stage(0, pool="p"), stage(1, domain="b", pool="p")])
 
     @pytest.mark.parametrize(

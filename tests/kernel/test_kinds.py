@@ -67,7 +67,7 @@ class TestNames:
     def test_parts_of_a_key_are_plain_integers(self, part: str, value: Any) -> None:
         """A key is made of plain integers."""
         good: dict[str, Any] = {"epoch": 0, "stage": 0, "microbatch": 0}
-        with pytest.raises(TypeError, match=f"'{part}' must be <class 'int'>, got "):
+        with pytest.raises(TypeError, match=f"'{part}' must be an int, got "):
             TapeKey(**{**good, part: value})
 
     def test_no_refused_key_stands_for_a_later_one(self) -> None:
@@ -86,7 +86,7 @@ class TestNames:
     @pytest.mark.parametrize("value", [*_ZEROS, None, "0"])
     def test_parts_of_a_reference_are_plain_integers(self, part: str, value: Any) -> None:
         """So is a reference."""
-        with pytest.raises(TypeError, match=f"'{part}' must be <class 'int'>, got "):
+        with pytest.raises(TypeError, match=f"'{part}' must be an int, got "):
             TapeRef(**{"slot": 0, "generation": 0, "incarnation": 0, part: value})
 
     @pytest.mark.parametrize("key", [_LooksLikeAKey(), _OtherKey(0, 0, 0)])

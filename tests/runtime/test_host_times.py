@@ -248,7 +248,11 @@ class TestDerived:
         assert 6.0 == found["copy_us"]["median"]
 
     def test_parts_are_the_whole(self) -> None:
-        """The launch and the look at addresses leave the executor's part; the rest is own code."""
+        """
+        The launch and the look at addresses leave the executor's part; then comes own code.
+
+        Together with the rest they are the number that the goal judges, the median of whole steps.
+        """
         parts = {
             "kernel check": {"forward": [2000, 2000, 4000, 4000]},
             "addresses": {},
@@ -258,7 +262,9 @@ class TestDerived:
         found = derive_column({**self.RAW, "parts_ns": parts})["parts_us"]
 
         # Two F and two binds a step, four actions: (10.5 - 2) / 2 + 2 / 2 over the bare replay.
+        assert 2.0 == found.pop("rest")
         assert {"kernel check": 1.5, "addresses": 0.0, "executor": 0.5, "own code": 3.25} == found
+        assert 7.25 == 2.0 + sum(found.values())
         assert "parts_us" not in derive_column(self.RAW)
 
     def test_rows(self) -> None:

@@ -21,6 +21,7 @@ from qeffect.gpu_runtime.measure import plots
 from qeffect.gpu_runtime.measure.derive import (
     DERIVE,
     behind,
+    beyond_floor,
     break_even,
     derive_cell,
     memory_bytes,
@@ -385,6 +386,39 @@ class TestDerived:
         ours["trace"]["copies"] = copies
         assert {"step_ms": 2.0, "copies_ms": 0.32, "unexplained_ms": 1.68} == behind(ours, native)
 
+    def test_a_step_over_its_floor_is_split(self) -> None:
+        """4 ms over: 1.5 of further kernels, of which 0.32 are copies, and 2.5 of no kernel."""
+        ours, floor = samples.column(ms=[12.0], kernel_ms=9.5), samples.column(kernel_ms=8.0)
+        ours["trace"]["copies"] = [{"name": "Memcpy DtoD", "bytes": 8, "count": 2, "us": 640.0}]
+        split = beyond_floor(ours, floor)
+        assert (4.0, 1.5, 0.32, 2.5) == tuple(
+            split[key] for key in ("step_ms", "kernels_ms", "copies_ms", "beyond_kernels_ms")
+        )
+        assert {4.0, None} == {*beyond_floor({**ours, "trace": None}, floor).values()}
+
+    def test_columns_without_a_floor_have_no_distance_from_it(self) -> None:
+        """Those that no library column sums like; the floor's own column is at none in kernels."""
+        for cell in samples.bench_report()["derived"]["cells"]:
+            for entry in cell["columns"].values():
+                assert (entry["over_floor"] is None) is (entry["beyond_floor"] is None)
+            for floor in cell["floors"].values():
+                assert 0 == cell["columns"][floor["column"]]["beyond_floor"]["kernels_ms"]
+
+    def test_a_cell_of_two_reports_is_the_wider_ones(self) -> None:
+        """A later report of a few columns takes none of the first one's away."""
+        wide, narrow = samples.bench_report(), samples.bench_report()
+        raw = narrow["raw"]["cells"][0]["columns"]
+        narrow["raw"]["cells"][0]["columns"] = {name: raw[name] for name in list(raw)[:3]}
+        narrow["derived"] = DERIVE["bench"](narrow["raw"])
+        for found in ([wide, narrow], [narrow, wide]):
+            taken = {d["cell"]: (d, r) for d, r in reports.cells(found)}
+            assert [cell.name for cell in CELLS] == sorted(
+                taken, key=[cell.name for cell in CELLS].index
+            )
+            derived, record = taken[CELLS[0].name]
+            assert wide["derived"]["cells"][0] == derived
+            assert wide["raw"]["cells"][0] == record
+
 
 class TestProbes:
     def test_what_was_found_is_said(self) -> None:
@@ -465,6 +499,22 @@ class TestGoals:
             if t["goal"] == "step over the floor" and t["column"] == "ours_accumulate"
         ]
         assert met is judged["met"]
+
+    @pytest.mark.parametrize(("us", "met"), [(11.0, True), (13.0, False)])
+    def test_the_hosts_time_of_an_action_is_a_goal(self, us: float, met: bool) -> None:
+        """Over the bare replay, of the first cell; it is judged by the median of whole steps."""
+        columns = samples.bench_columns(CELLS[0])
+        columns["ours_accumulate"]["host_actions"] = samples.host_actions(us)
+        derived = derive_cell(samples.cell_record(CELLS[0], columns))
+        (judged,) = [t for t in judge_cells([derived]) if t["goal"].startswith("host time")]
+        assert (us, 12.0, met) == (judged["measured"], judged["value"], judged["met"])
+
+    def test_what_was_not_timed_is_not_judged(self) -> None:
+        """Reports from before actions were timed one by one neither meet nor miss it."""
+        columns = samples.bench_columns(CELLS[0])
+        del columns["ours_accumulate"]["host_actions"]
+        derived = derive_cell(samples.cell_record(CELLS[0], columns))
+        assert not [t for t in judge_cells([derived]) if t["goal"].startswith("host time")]
 
 
 class TestTables:
@@ -572,6 +622,41 @@ class TestPictures:
             (path,) = [p for p in plots.draw(folder, tmp_path / "out") if p.stem == "step_time"]
             bytes_of.append(path.read_bytes())
         assert bytes_of[0] != bytes_of[1]
+
+    def test_a_legend_lies_below_every_line(self) -> None:
+        """No panel has one of its own, and the figure's ends under all panels."""
+        made = samples.bench_report(), samples.sweep_report()
+        drawn = [plots.step_time(made[:1]), plots.memory(made[:1]), plots.resources(made[1:])]
+        for figure in drawn:
+            figure.canvas.draw()
+            (legend,) = figure.legends
+            top = legend.get_window_extent().y1
+            for axis in figure.axes:
+                assert axis.get_legend() is None
+                assert top <= axis.get_tightbbox().y0
+
+    def test_the_three_figures_of_memory_hide_none_of_each_other(self) -> None:
+        """Each has its own height in a row, also where two are the same number."""
+        figure = plots.memory([samples.bench_report()])
+        heights = [{line.get_ydata()[0] for line in axis.lines} for axis in figure.axes]
+        rows = [len(axis.patches) for axis in figure.axes]
+        assert rows
+        assert all(len(own) >= 3 * count for own, count in zip(heights, rows, strict=True))
+
+    def test_a_picture_names_what_it_is_of(self) -> None:
+        """The native that memory is above, and the shape of the sweep."""
+        (cell, *_) = plots.memory([samples.bench_report()]).axes
+        assert "above the faster native" in cell.get_xlabel()
+        title = plots.resources([samples.sweep_report()]).get_suptitle()
+        for word in ("hidden 2048", "sequence 256", "rank ", "PP ", "Schedule"):
+            assert word in title
+
+    def test_slots_and_live_tapes_do_not_coincide(self) -> None:
+        """Where stages peak at different times, the two lines of the first panel are apart."""
+        first = plots.resources([samples.sweep_report()]).axes[0]
+        lines = [tuple(line.get_ydata()) for line in first.lines]
+        assert "slots" == first.get_title()
+        assert 3 == len(set(lines))
 
     def test_missing_columns_and_figures_leave_gaps(self, tmp_path: Path) -> None:
         """A report of a CPU has neither kernel times nor memory; a failed column has nothing."""

@@ -11,7 +11,7 @@ from qeffect.schedule.actions import Schedule, ScheduleError
 from qeffect.schedule.check import check
 from qeffect.schedule.grid import grid
 from qeffect.schedule.infer import from_actions
-from qeffect.schedule.pairing import DISCIPLINES, mismatches
+from qeffect.schedule.pairing import DISCIPLINES
 from qeffect.schedule.plan import plan
 from qeffect.schedule.tables import fixture_names, read_fixture, read_table, write_table
 from qeffect.schedule.timeline import timeline
@@ -48,8 +48,6 @@ def everything(schedule: Schedule, pairing: str) -> str:
     assert grid(schedule, found)
     assert verdict.record()["clause"] == verdict.clause
     assert plan(schedule).ranks
-    for name in DISCIPLINES:
-        mismatches(schedule, name)
     return verdict.verdict
 
 

@@ -20,7 +20,6 @@ from qeffect.schedule.channels import channels
 from qeffect.schedule.check import check
 from qeffect.schedule.index import index_of
 from qeffect.schedule.infer import from_actions
-from qeffect.schedule.random_schedules import random_schedule, random_shape
 from qeffect.schedule.ranks import check_ranks
 from qeffect.schedule.rendezvous import rendezvous
 from qeffect.schedule.tables import read_fixture, read_table
@@ -28,6 +27,7 @@ from qeffect.schedule.torch_tables import LOOPED, V_SHAPED
 from qeffect.schedule.transport import QUEUES, RENDEZVOUS, Transport
 
 from .edits import ZBV, Rows, rows_of
+from .random_schedules import random_schedule, random_shape
 
 FOLDER = Path(__file__).parent / "torch_tables"
 TABLES = sorted(FOLDER.glob("*/*.csv"))
@@ -308,7 +308,7 @@ class TestCommand:
             "a directed pair of ranks and kind of message in order ends / can deadlock",
         ] == [" ".join(line.split()) for line in said[start + 2 :]]
 
-    def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_json_has_the_answer_of_every_model(self, capsys: pytest.CaptureFixture[str]) -> None:
         """The record has every model's answer, and where it goes wrong."""
         main(["check", str(FOLDER / ZBV_DEFERRED), "--queues", "edge-direction", "--json"])
         record = json.loads(capsys.readouterr().out)

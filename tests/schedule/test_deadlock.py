@@ -11,12 +11,12 @@ import attrs
 import pytest
 
 from qeffect.schedule.actions import COMPUTE, RECEIVES, SENDS, Kind, Schedule
-from qeffect.schedule.faults import inject, random_illegal
 from qeffect.schedule.infer import from_actions
-from qeffect.schedule.random_schedules import random_schedule, random_shape
 from qeffect.schedule.ranks import check_ranks
 
 from .edits import LOOP, LOOP_COMMS, Rows, findings_after, move
+from .faults import inject, random_illegal
+from .random_schedules import random_schedule, random_shape
 
 
 class TestDeadlock:

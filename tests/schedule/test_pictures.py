@@ -6,20 +6,20 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import attrs
 import pytest
 
 from qeffect.schedule.actions import RECEIVES
-from qeffect.schedule.faults import FAULTS, random_illegal
+from qeffect.schedule.check import check
 from qeffect.schedule.findings import Finding
 from qeffect.schedule.grid import grid
 from qeffect.schedule.index import index_of
 from qeffect.schedule.infer import from_actions
 from qeffect.schedule.layout import layout
-from qeffect.schedule.pairing import first_mismatch
-from qeffect.schedule.random_schedules import random_schedule
 from qeffect.schedule.ranks import check_ranks
 from qeffect.schedule.simulate import simulate
 from qeffect.schedule.tables import fixture_names, parse_table, read_fixture
@@ -27,17 +27,24 @@ from qeffect.schedule.timeline import COLOURS, timeline
 from qeffect.schedule.trace import trace, trace_json
 
 from .edits import LOOP_COMMS, ZBV, ZBV_COMMS, Rows, edited, move
+from .faults import FAULTS, random_illegal
+from .random_schedules import random_schedule
 
 SVG = "{http://www.w3.org/2000/svg}"
-RED = "#d11a2a"
+RED, GREY = "#d11a2a", "#5b6472"
+PICTURES = Path(__file__).parents[2] / "qeffect" / "schedule" / "pictures"
+
+
+#: What is neither the colour of a kind nor a shade of one: the page, boxes, the note.
+GROUNDS = {"none", "#ffffff", "#fdf1f2", "#eef1f5", RED, GREY}
 
 
 @pytest.fixture
 def mismatch() -> Finding:
-    """The mismatch of ZB-V under `latest`."""
-    found = first_mismatch(read_fixture(ZBV), "latest")
+    """What `check` finds in ZB-V under `latest`."""
+    found = check(read_fixture(ZBV), "latest").finding
     assert found is not None
-    return found.finding
+    return found
 
 
 def deadlock() -> tuple[Any, Finding]:
@@ -78,7 +85,7 @@ class TestGrid:
             "Step 19: 3W3    +1I2",
             "Step 20: 0I2    2I3",
             "Step 21: 0W2    !1I3",
-            "Step 22: 0I3    >1W2< <-- schedule.pairing-mismatch on rank 1",
+            "Step 22: 0I3    >1W2< <-- ownership.wrong-key on rank 1",
             "Step 23: 0W3    2W3",
             "Step 24:        1W3",
             "",
@@ -109,9 +116,61 @@ class TestGrid:
         assert 26 == len(grid(schedule, found).splitlines())
 
 
-def shapes(svg: str, tag: str) -> list[dict[str, str]]:
-    """The attributes of all elements of a kind."""
-    return [dict(e.attrib) for e in ET.fromstring(svg).iter(f"{SVG}{tag}")]
+def shapes(svg: str, tag: str, *, legend: bool = False) -> list[dict[str, str]]:
+    """The attributes of all elements of a kind, of the picture itself or of its legend."""
+    root = ET.fromstring(svg)
+    (explained,) = (e for e in root.iter(f"{SVG}g") if e.get("id") == "legend")
+    named = list(explained.iter(f"{SVG}{tag}"))
+    return [
+        dict(e.attrib)
+        for e in (named if legend else root.iter(f"{SVG}{tag}"))
+        if legend or e not in named
+    ]
+
+
+def explanations(svg: str) -> set[str]:
+    """The words of the legend."""
+    root = ET.fromstring(svg)
+    (explained,) = (e for e in root.iter(f"{SVG}g") if e.get("id") == "legend")
+    return {"".join(e.itertext()) for e in explained.iter(f"{SVG}text")}
+
+
+def style(shape: dict[str, str]) -> tuple[str | None, bool]:
+    """The colour of a line, and whether it is dashed."""
+    return shape.get("stroke"), "stroke-dasharray" in shape
+
+
+def marks(svg: str, *, legend: bool = False) -> set[tuple[str | None, bool]]:
+    """The styles of the outlines of entries and rows."""
+    outlines = shapes(svg, "rect", legend=legend)
+    return {style(r) for r in outlines if r.get("stroke") in (RED, GREY)}
+
+
+def arcs(svg: str, *, legend: bool = False) -> list[dict[str, str]]:
+    """All lines with an arrowhead."""
+    return [p for p in shapes(svg, "path", legend=legend) if "marker-end" in p]
+
+
+def tip(arc: dict[str, str]) -> tuple[float, float]:
+    """Where an arrow ends."""
+    x, y = arc["d"].split()[-1].split(",")
+    return float(x), float(y)
+
+
+def covered(svg: str, point: tuple[float, float]) -> bool:
+    """Whether an outline or a badge lies over a point."""
+    x, y = point
+    rects = [r for r in shapes(svg, "rect") if r.get("stroke") in (RED, GREY)]
+    return any(
+        float(r["x"]) - float(r["stroke-width"]) / 2 <= x
+        and x <= float(r["x"]) + float(r["width"]) + float(r["stroke-width"]) / 2
+        and float(r["y"]) - float(r["stroke-width"]) / 2 <= y
+        and y <= float(r["y"]) + float(r["height"]) + float(r["stroke-width"]) / 2
+        for r in rects
+    ) or any(
+        (x - float(c["cx"])) ** 2 + (y - float(c["cy"])) ** 2 <= float(c["r"]) ** 2
+        for c in shapes(svg, "circle")
+    )
 
 
 def texts(svg: str) -> list[str]:
@@ -157,17 +216,17 @@ class TestTimeline:
         step_width = float(outline["width"])
 
         assert 76 + 22 * step_width == float(outline["x"])
-        assert "schedule.pairing-mismatch" in "".join(texts(svg))
+        assert "ownership.wrong-key" in "".join(texts(svg))
         assert mismatch.message in texts(svg)
         assert not [r for r in shapes(timeline(schedule), "rect") if r.get("stroke") == RED]
 
     def test_arcs_lead_from_owned_and_from_taken_work(self, mismatch: Finding) -> None:
         """One arc comes from the owned work, a dashed one from the work that was taken."""
         svg = timeline(read_fixture(ZBV), mismatch)
-        arcs = [p for p in shapes(svg, "path") if "marker-end" in p]
 
-        assert [False, True] == ["stroke-dasharray" in p for p in arcs]
-        assert ["url(#ink)", "url(#red)"] == [p["marker-end"] for p in arcs]
+        assert [False, True] == ["stroke-dasharray" in p for p in arcs(svg)]
+        assert ["url(#ink)", "url(#red)"] == [p["marker-end"] for p in arcs(svg)]
+        assert {"its own work", "the work that it is given", "refused"} <= explanations(svg)
 
     def test_missing_action_outlines_the_row(self) -> None:
         """Where there is no entry to mark, the row is."""
@@ -192,14 +251,15 @@ class TestTimeline:
         reds = [r for r in shapes(svg, "rect") if r.get("stroke") == RED]
         assert 2 == len(reds)
         assert [r for r in shapes(svg, "rect") if r.get("fill-opacity")]
+        assert {"pale: never runs", "is waited for", "waits as well"} <= explanations(svg)
 
     def test_long_schedules_are_cut(self) -> None:
         """A long schedule is cut around the refused entry, and says so."""
         schedule = read_fixture("ScheduleZBVZeroBubble_pp8_vpp2_m64.compute.csv")
-        found = first_mismatch(schedule, "latest")
+        found = check(schedule, "latest", steps=1).finding
         assert found is not None
-        cut = timeline(schedule, found.finding)
-        whole = timeline(schedule, found.finding, window=None)
+        cut = timeline(schedule, found)
+        whole = timeline(schedule, found, window=None)
 
         assert found.action in texts(cut)
         assert "(earlier part cut)" in texts(cut)
@@ -236,6 +296,84 @@ class TestTimeline:
             )
             if found.step is not None:
                 assert f"<-- {found.clause} on rank {found.rank}" in grid(illegal.schedule, found)
+
+    @pytest.mark.parametrize("fault", sorted(FAULTS))
+    def test_the_legend_names_what_the_picture_has(self, fault: str) -> None:
+        """Every outline, arrow and shade of a picture is in its legend, and no other is."""
+        for seed in range(6):
+            schedule = random_illegal(seed, fault).schedule
+            svg = timeline(schedule, check_ranks(schedule)[0])
+            fills, named = (
+                {r.get("fill") for r in shapes(svg, "rect", legend=legend)} - GROUNDS
+                for legend in (False, True)
+            )
+            pale = any("fill-opacity" in r for r in shapes(svg, "rect"))
+            lighter = bool(fills - set(COLOURS.values()))
+
+            assert marks(svg) == marks(svg, legend=True)
+            assert {p["marker-end"] for p in arcs(svg)} == {
+                p["marker-end"] for p in arcs(svg, legend=True)
+            }
+            assert fills & set(COLOURS.values()) <= named
+            assert ("pale: never runs" in explanations(svg)) is pale
+            assert ("lighter: a later stage of the rank" in explanations(svg)) is lighter
+
+    @pytest.mark.parametrize("fault", sorted(FAULTS))
+    def test_what_takes_no_time_is_named_beside_its_box(self, fault: str) -> None:
+        """A refused message is written out with its step, which no axis counts."""
+        for seed in range(6):
+            schedule = random_illegal(seed, fault).schedule
+            found = check_ranks(schedule)[0]
+            svg = timeline(schedule, found)
+            narrow = [
+                entry
+                for entry in layout(schedule).entries
+                if (entry.rank, entry.step) == (found.rank, found.step) and not entry.length
+            ]
+
+            assert all(f"{e.action}, step {e.step}" in texts(svg) for e in narrow)
+            assert "narrow: takes no time, as a message" in explanations(svg) or not narrow
+
+    @pytest.mark.parametrize("fault", sorted(FAULTS))
+    def test_nothing_lies_over_an_arrowhead(self, fault: str) -> None:
+        """Every arrow ends beside the outline of what it leads to, and not under its badge."""
+        for seed in range(6):
+            schedule = random_illegal(seed, fault).schedule
+            svg = timeline(schedule, check_ranks(schedule)[0])
+
+            assert not [arc for arc in arcs(svg) if covered(svg, tip(arc))]
+
+    def test_a_time_stands_where_it_begins_and_the_step_is_said(self) -> None:
+        """Where the axis is time, the note says which entry of its row is meant, and when it is."""
+        schedule = edited(ZBV_COMMS, lambda rows: rows[0].remove("3RECV_F1"))
+        found = check_ranks(schedule)[0]
+        svg = timeline(schedule, found)
+        (refused,) = (
+            e for e in layout(schedule).entries if (e.rank, e.step) == (found.rank, found.step)
+        )
+        (box,) = (r for r in shapes(svg, "rect") if r.get("stroke") == RED)
+        axis = {
+            "".join(e.itertext()): float(e.attrib["x"])
+            for e in ET.fromstring(svg).iter(f"{SVG}text")
+            if e.get("font-size") == "9" and e.get("text-anchor") == "middle"
+        }
+        unit = (axis["5"] - axis["0"]) / 5
+
+        assert axis["0"] + unit * refused.start == float(box["x"]) + float(box["width"]) / 2
+        place = f"step {found.step} of its row, at time {refused.start}: {found.action}"
+        assert any(place in text for text in texts(svg))
+
+    def test_the_picture_of_the_readme(self) -> None:
+        """
+        The README's first picture is what `qeffect check` draws today.
+
+        `qeffect check qeffect/schedule/fixtures/ScheduleZBVZeroBubble_pp2_vpp2_m4.compute.csv
+        --pairing latest --svg qeffect/schedule/pictures/zbv_latest.svg` writes it anew.
+        """
+        schedule = attrs.evolve(read_fixture(ZBV), source=f"qeffect/schedule/fixtures/{ZBV}")
+        drawn = timeline(schedule, check(schedule, "latest").finding)
+
+        assert (PICTURES / "zbv_latest.svg").read_text("utf-8") == drawn
 
 
 class TestLayout:
@@ -329,7 +467,7 @@ class TestTrace:
         instants = [e for e in events if e["ph"] == "i"]
 
         assert [("1W2", mismatch.clause)] == [(e["name"], e["args"]["refused"]) for e in marked]
-        assert ["refused: schedule.pairing-mismatch"] == [e["name"] for e in instants]
+        assert ["refused: ownership.wrong-key"] == [e["name"] for e in instants]
         assert mismatch.message == instants[0]["args"]["message"]
 
     def test_processes_and_threads_are_named(self) -> None:

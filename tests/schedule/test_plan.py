@@ -11,11 +11,11 @@ import pytest
 from qeffect.schedule.actions import SEND_WAITS, SENDS, Kind, Schedule, ScheduleError
 from qeffect.schedule.infer import from_actions
 from qeffect.schedule.plan import Layers, plan
-from qeffect.schedule.random_schedules import random_schedule, random_shape
 from qeffect.schedule.tables import read_fixture
 from qeffect.schedule.torch_tables import torch_schedule
 
 from .edits import LOOP, ZBV, ZBV_COMMS
+from .random_schedules import random_schedule, random_shape
 
 
 class TestPaper:

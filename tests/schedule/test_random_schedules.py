@@ -10,10 +10,11 @@ from random import Random
 import pytest
 
 from qeffect.schedule.actions import Kind
-from qeffect.schedule.faults import FAULTS, inject, random_illegal
 from qeffect.schedule.plan import plan
-from qeffect.schedule.random_schedules import Shape, random_schedule, random_shape
 from qeffect.schedule.ranks import check_ranks
+
+from .faults import FAULTS, inject, random_illegal
+from .random_schedules import Shape, random_schedule, random_shape
 
 
 def test_a_seed_names_a_schedule() -> None:

@@ -10,10 +10,11 @@ from qeffect.gpu_runtime.plan.order import Order
 from qeffect.gpu_runtime.plan.slots import plan_slots
 from qeffect.schedule.actions import SENDS, Kind, Schedule
 from qeffect.schedule.plan import plan
-from qeffect.schedule.pools import replays
-from qeffect.schedule.random_schedules import random_schedule
 from qeffect.schedule.slots import Step, assign, own_readers
 from qeffect.schedule.torch_tables import torch_schedule
+
+from .pool_oracle import replays
+from .random_schedules import random_schedule
 
 TABLES = [
     ("Interleaved1F1B", 2, 4),
@@ -63,7 +64,7 @@ def test_random_schedules(seed: int, readers: set[Kind]) -> None:
 
 @pytest.mark.parametrize(("name", "pp", "microbatches"), TABLES)
 def test_planners_agree(name: str, pp: int, microbatches: int) -> None:
-    """Plan, pools and the runtime's slots give one table the same slots and the same peaks."""
+    """Plan, replays and the runtime's slots give one table the same slots and the same peaks."""
     schedule = torch_schedule(name, pp=pp, microbatches=microbatches)
     planned = plan(schedule)
     for rank in range(schedule.num_ranks):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from qeffect.schedule.actions import ScheduleError
-from qeffect.schedule.pairing import first_mismatch
+from qeffect.schedule.check import check
 from qeffect.schedule.ranks import check_ranks
 from qeffect.schedule.te_order import te_order
 
@@ -50,10 +50,11 @@ class TestReading:
 
     def test_latest_pairing_fails_on_it(self) -> None:
         """Bound as Transformer Engine binds it, the order pairs one weight gradient wrongly."""
-        found = first_mismatch(te_order(ZBV_RANK_1), "latest")
+        found = check(te_order(ZBV_RANK_1), "latest").finding
 
         assert found is not None
-        assert ((0, 2), (0, 3)) == (found.expected, found.got)
+        assert ("ownership.wrong-key", "0W2") == (found.clause, found.action)
+        assert "0W2 presents the reference of 0I3 instead of 0I2" in found.message
 
     def test_wgrad_before_its_dgrad(self) -> None:
         """A list that defers a weight gradient before its input gradient is refused."""

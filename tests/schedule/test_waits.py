@@ -19,7 +19,6 @@ from qeffect.schedule.grid import grid
 from qeffect.schedule.infer import from_actions
 from qeffect.schedule.layout import layout
 from qeffect.schedule.plan import plan
-from qeffect.schedule.random_schedules import random_schedule, random_shape
 from qeffect.schedule.ranks import check_ranks
 from qeffect.schedule.tables import read_fixture, read_table
 from qeffect.schedule.timeline import timeline
@@ -27,6 +26,7 @@ from qeffect.schedule.trace import trace
 from qeffect.schedule.transport import Transport
 
 from .edits import ZBV_COMMS, Rows, move, rows_of
+from .random_schedules import random_schedule, random_shape
 
 TABLE = "ScheduleZBVZeroBubble_pp2_vpp2_m4.comms.csv"
 LATEST = Path(__file__).parent / "torch_tables" / "2.15.0"

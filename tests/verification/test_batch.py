@@ -66,7 +66,11 @@ def test_both_readings_have_the_same_edges(name: str) -> None:
     assert expected == found
 
 
-@pytest.mark.xfail(reason="no standard scope combines reports, carried scales and messages")
+@pytest.mark.xfail(
+    reason="paths tell apart every combination of configured flags, and no scope has some: fills "
+    "reported without updates, live scales with messages or a declared order; and some paths, such "
+    "as a message that has arrived in a free slot, no reachable state takes"
+)
 def test_every_accepting_path_is_taken() -> None:
     """Over the standard scopes each accepting path that can be taken is, with a witness."""
     walkers = [plain(name).walker for name in NAMES]
@@ -76,7 +80,8 @@ def test_every_accepting_path_is_taken() -> None:
     ]
 
     assert [] == unwitnessed(reports)
-    paths = [name for name in reports[-2].witnesses if "#" in name]
+    full = reports[NAMES.index("stage-declared")]
+    paths = [name for name in full.witnesses if "#" in name]
     assert paths
     missing = unwitnessed(reports[:2] + reports[3:4])
     assert any(name.startswith("check_forward#") for name in missing)

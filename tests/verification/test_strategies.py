@@ -14,13 +14,10 @@ from hypothesis.errors import NoSuchExample
 
 from qeffect import Refused
 from qeffect.verification.walks.performing import perform
-from qeffect.verification.walks.strategies import (
-    Illegal,
-    Schedule,
-    illegal_schedules,
-    legal_schedules,
-)
+from qeffect.verification.walks.rehearsal import Schedule
 from qeffect.verification.walks.world import Call
+
+from .strategies import Illegal, illegal_schedules, legal_schedules
 
 _FIND = settings(
     max_examples=300,

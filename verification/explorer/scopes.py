@@ -124,6 +124,19 @@ _UPDATE: Final = (
 _NO_REDUCTION: Final = tuple(
     name for name in TRANSITIONS if name not in ("start_reduction", "finish_reduction")
 )
+
+#: The transitions that bring an epoch to its end, and those between epochs.
+_CLOSING: Final = (
+    "drain",
+    "finalize",
+    "start_reduction",
+    "finish_reduction",
+    "fail_reduction",
+    "commit_epoch",
+    "checkpoint",
+    "restore",
+)
+
 #: Transitions of the quantized weight cache.
 _CACHE: Final = frozenset({"check_refresh", "commit_refresh", "abort_refresh", "invalidate"})
 
@@ -356,8 +369,9 @@ def standard_scopes() -> Mapping[str, Scope]:
     """
     Return the scopes whose counts the tests pin, by name.
 
-    Together they reach every accepting path of every transition, and every refusal that the
-    specification names, in each transition that it names it for.
+    Together they accept every transition and reach every refusal that the specification names, in
+    each transition that it names it for. Not every accepting path is taken: paths tell apart every
+    combination of configured flags, and there is no scope for each.
     """
     scopes = (
         pool_scope(2, 2, 2),
@@ -493,6 +507,19 @@ def standard_scopes() -> Mapping[str, Scope]:
             reports=True,
             tape_scales="carried",
             omit=("arena", "capture", "completion", "reduction"),
+        ),
+        Scope(
+            "callers-reports",
+            slots=(1,),
+            cells=(1,),
+            callers=2,
+            generation_max=1,
+            readers=OUT_BIT | GRAD_BIT,
+            receives=IN_BIT | BACK_BIT,
+            reports=True,
+            tape_scales="carried",
+            only=tuple(name for name in TRANSITIONS if name not in _CLOSING),
+            wrong_arguments=False,
         ),
         Scope(
             "stages-live",

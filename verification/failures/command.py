@@ -89,9 +89,11 @@ def counts(pairs: Iterable[tuple[Failure, Outcome]]) -> dict[str, Any]:
     Returns:
         How many there are, and how many of them were re-enacted; how many were refused, and how
         many of those only where the runtime reports what the row says; how many were not caught,
-        by kind too; how many were never explained; in how many a detail was guessed; and how many
-        did not come out as stated.
+        by kind too; how many were never explained; in how many a detail was guessed, and in how
+        many of the refused ones the whole cause; and how many did not come out as stated.
     """
+    from .model import WHOLE_CAUSE
+
     rows = list(pairs)
     verdicts = Counter(outcome.verdict for _, outcome in rows)
     kinds = Counter(f.kind for f, outcome in rows if outcome.verdict == "not caught")
@@ -104,6 +106,9 @@ def counts(pairs: Iterable[tuple[Failure, Outcome]]) -> dict[str, Any]:
         "by_kind": dict(sorted(kinds.items())),
         "unexplained": verdicts["unexplained"],
         "guessed": sum(bool(f.guessed) for f, _ in rows),
+        "refused_by_guess": sum(
+            o.verdict == "refused" and f.guessed.startswith(WHOLE_CAUSE) for f, o in rows
+        ),
         "not_as_stated": sum(bool(o.problem) for _, o in rows),
     }
 
@@ -185,5 +190,5 @@ def _summary(counted: dict[str, Any]) -> str:
         f"{counted['failures']} public failures, {counted['enacted']} of them re-enacted from "
         f"their reports: {counted['refused']} refused ({given}), {counted['not_caught']} not "
         f"caught, {counted['unexplained']} never explained; a detail was guessed in "
-        f"{counted['guessed']}."
+        f"{counted['guessed']}, the whole cause in {counted['refused_by_guess']} of the refused."
     )

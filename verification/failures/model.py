@@ -14,10 +14,13 @@ from qeffect.refusals import Refused
 
 from .history import History
 
-__all__ = ["KINDS", "Enactment", "Failure", "Outcome", "Rows", "run"]
+__all__ = ["KINDS", "WHOLE_CAUSE", "Enactment", "Failure", "Outcome", "Rows", "run"]
 
 #: What re-enacts a failure: calls of the contract, made to a history.
 Enactment = Callable[[History], None]
+
+#: How `Failure.guessed` begins where no report names any cause, so that the row re-enacts a guess.
+WHOLE_CAUSE = "the whole cause"
 
 #: Why a failure is not caught, by kind.
 KINDS = {
@@ -54,7 +57,8 @@ class Failure:
             own under the name of one that the contract counts.
         kind: Why it is not caught, of `KINDS`; empty where it is.
         why: Why it is not caught, in a sentence.
-        guessed: A detail of the cause that no report states; empty where nothing was guessed.
+        guessed: A detail of the cause that no report states, or `WHOLE_CAUSE` and what is taken for
+            it; empty where nothing was guessed.
         shown: A test that shows more of it than a re-enactment can; empty where there is none.
         enact: The re-enactment; None where no call of the contract tells the fault from the fix.
     """

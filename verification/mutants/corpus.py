@@ -25,6 +25,7 @@ from qeffect.verification.walks.processes import Process
 from qeffect.verification.walks.rehearsal import Action, Rehearsal, Schedule
 from qeffect.verification.walks.world import Call
 
+from .byhand import by_hand, telling
 from .candidates import candidates
 from .probes import Probe, about, harm
 from .setups import SETUPS
@@ -138,19 +139,29 @@ def legal_schedules(
     omit: tuple[str, ...] = (),
 ) -> tuple[tuple[Setup, tuple[Action, ...]], ...]:
     """
-    Return legal schedules of every setup, as the oracle of the random walks has them.
+    Return legal schedules of every setup, as the oracle of the random walks has them: those that
+    random numbers name, and those written by hand.
 
     Args:
         omit: Relations left out. What is legal with a relation is legal without it, but for a
             refresh where no version says what is fresh.
     """
-    return tuple(
+    processes = [(setup, _process(setup, without_version="version" in omit)) for setup in SETUPS]
+    walked = [
         (setup, life)
-        for setup in SETUPS
-        for process in [_process(setup, without_version="version" in omit)]
+        for setup, process in processes
         for seed in range(SEEDS)
         for life in _walk(process, seed).lives()
-    )
+    ]
+    written = [
+        (setup, life)
+        for setup, process in processes
+        for schedule in by_hand(process)
+        for life in schedule.lives()
+    ]
+    setup, process = processes[0]
+    told = [(setup, telling(process, life)) for life in _walk(process, 0).lives()]
+    return (*walked, *written, *told)
 
 
 def _process(setup: Setup, *, without_version: bool) -> Process:

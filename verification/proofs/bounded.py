@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import z3
@@ -71,6 +72,7 @@ class Unrolling:
         self._base = dict(self.words.before.columns())
         self._after = [dict(self.words.after(path).columns()) for path in self.accepting]
         self._denied = [self.words.denied(c) for c in self.words.invariants(self.words.before)]
+        self._settled = -1  # the last state that is known to break nothing
         self.states = [self._begin()]
 
     def _begin(self) -> dict[str, Value]:
@@ -100,19 +102,29 @@ class Unrolling:
 
     def extend(self) -> None:
         """Take one more step."""
-        step, before = self.depth, self.states[-1]
-        given = dict(before)
+        step = self.depth
+        arguments, taken, after = self._step(self.solver, self.states[-1], str(step))
+        self.solver.add(arguments["arg.epoch"] <= _GREATEST + step)
+        self.taken.append(taken)
+        self.arguments.append(arguments)
+        self.states.append(after)
+
+    def _step(
+        self, solver: Any, before: Mapping[str, Value], label: str
+    ) -> tuple[dict[str, Value], list[Term], dict[str, Value]]:
+        """Return the arguments of a step, which path it takes, and what it leaves behind."""
+        arguments = {}
         for name, sort in ARGUMENTS.items():
             z3_sort = self.composition.encoding.sorts[sort]
-            given[f"arg.{name}"] = self.ground.fresh(f"{name}@{step}", z3_sort)
-            self.solver.add(self.ground.possible(given[f"arg.{name}"], z3_sort))
-        self.solver.add(given["arg.epoch"] <= _GREATEST + step)
+            arguments[f"arg.{name}"] = self.ground.fresh(f"{name}@{label}", z3_sort)
+            solver.add(self.ground.possible(arguments[f"arg.{name}"], z3_sort))
+        given = {**before, **arguments}
         known: Known = {}
-        taken = [z3.Bool(f"{p.transition}#{p.index}@{step}") for p in self.accepting]
-        self.solver.add(z3.PbEq([(choice, 1) for choice in taken], 1))
+        taken = [z3.Bool(f"{p.transition}#{p.index}@{label}") for p in self.accepting]
+        solver.add(z3.PbEq([(choice, 1) for choice in taken], 1))
         for choice, path in zip(taken, self.accepting, strict=True):
             needed = z3.And(path.condition, *self.words.assumed(path.transition))
-            self.solver.add(z3.Implies(choice, self.ground.value(needed, given, known)))
+            solver.add(z3.Implies(choice, self.ground.value(needed, given, known)))
         after: dict[str, Value] = dict(before)
         for name, base in self._base.items():
             movers = [
@@ -121,41 +133,98 @@ class Unrolling:
                 if not moved[name].eq(base)
             ]
             if movers:
-                after[name] = self.ground.fresh(f"{name}@{step + 1}", base.sort())
+                after[name] = self.ground.fresh(f"{name}@after {label}", base.sort())
                 value = before[name]
                 for choice, term in movers:
                     moved_to = self.ground.value(term, given, known)
                     value = _either(choice, moved_to, value)
-                self.solver.add(self.ground.same(after[name], value))
-        self.taken.append(taken)
-        self.arguments.append({n: v for n, v in given.items() if n.startswith("arg.")})
-        self.states.append(after)
+                solver.add(self.ground.same(after[name], value))
+        return arguments, taken, after
 
-    def violation(self) -> Term:
-        """Return that the last step broke a step property, or its end an invariant."""
+    def _broken(
+        self,
+        before: Mapping[str, Value],
+        arguments: Mapping[str, Value],
+        taken: list[Term],
+        after: Mapping[str, Value],
+    ) -> list[Term]:
+        """Return of each invariant that it is broken after a step, and of each property of it."""
         known: Known = {}
-        broken = [self.ground.value(term, self.states[-1], known) for term in self._denied]
-        given = {**self.states[-2], **self.arguments[-1]}
+        broken = [self.ground.value(term, after, known) for term in self._denied]
+        given = {**before, **arguments}
         known = {}
-        for choice, path in zip(self.taken[-1], self.accepting, strict=True):
+        for choice, path in zip(taken, self.accepting, strict=True):
             for claim in self.words.steps(path.transition):
                 denied = self.ground.value(self.words.denied(claim), given, known)
                 broken.append(z3.And(choice, denied))
-        return z3.Or(broken)
+        return broken
+
+    def _last(self) -> list[Term]:
+        return self._broken(self.states[-2], self.arguments[-1], self.taken[-1], self.states[-1])
+
+    def violation(self) -> Term:
+        """Return that the last step broke a step property, or its end an invariant."""
+        return z3.Or(self._last())
+
+    @cached_property
+    def suspects(self) -> frozenset[int]:
+        """
+        Which of the violations one step can cause from some state that breaks no invariant.
+
+        Not every such state is reached, and integers that wrap lead from many to a violation. But
+        a violation that no such state leads to needs no search among the states that are reached.
+        """
+        solver = z3.SolverFor("QF_BV")
+        before = {STAGE_OF: self.states[0][STAGE_OF]}
+        for name, base in self._base.items():
+            before[name] = self.ground.fresh(f"{name}@any", base.sort())
+            solver.add(self.ground.possible(before[name], base.sort()))
+        stage_of = self.words.state(self.words.before).stage_of.term
+        solver.add(self.ground.possible(before[STAGE_OF], stage_of.sort()))
+        known: Known = {}
+        for term in self._denied:
+            solver.add(z3.Not(self.ground.value(term, before, known)))
+        for claim in self.words.configuration():
+            for term in self.words.close(claim):
+                solver.add(self.ground.value(term, before, known))
+        left = {}
+        arguments, taken, after = self._step(solver, before, "any")
+        solver.add(arguments["arg.epoch"] <= _GREATEST + DEPTH)
+        for number, term in enumerate(self._broken(before, arguments, taken, after)):
+            left[number] = z3.Bool(f"broken {number}")
+            solver.add(left[number] == term)
+        found: set[int] = set()
+        while left:
+            some = z3.Bool(f"one of {len(left)}")
+            solver.add(z3.Implies(some, z3.Or(list(left.values()))))
+            verdict = solver.check(some)
+            if verdict == z3.unsat:
+                break
+            # With what an unknown leaves open, and all that the model breaks at once.
+            model = solver.model() if verdict == z3.sat else None
+            hit = {n for n, name in left.items() if model is None or z3.is_true(model[name])}
+            found |= hit
+            left = {n: name for n, name in left.items() if n not in hit}
+        return frozenset(found)
 
     def check(self) -> str:
         """
         Ask whether a violation is reachable in exactly this many steps.
 
-        Where none is, later steps may build on that.
+        Where none is, later steps may build on that: then only what one step can break at all is
+        looked for.
         """
-        violation = self.violation()
+        broken = self._last()
+        asked = broken
+        if self._settled == self.depth - 1 and self.depth <= DEPTH:
+            asked = [term for n, term in enumerate(broken) if n in self.suspects]
         self.solver.push()
-        self.solver.add(violation)
+        self.solver.add(z3.Or(asked))
         verdict = str(self.solver.check())
         self.solver.pop()
         if verdict == "unsat":
-            self.solver.add(z3.Not(violation))
+            self._settled = self.depth
+            self.solver.add(z3.Not(z3.Or(broken)))
         return verdict
 
     def reaches(self, transition: str) -> str:

@@ -17,6 +17,7 @@ from qeffect.spec.promises import PAPER
 from ..symbolic import Encoding
 from . import bounded as in_steps
 from . import witnesses as in_scope
+from .apart import Part, apart
 from .completeness import completeness
 from .finite import SCOPE
 from .obligations import COMPOSITIONS, Composition, Goal, Obligation, changes, obligations
@@ -76,6 +77,7 @@ class ProofReport:
         bounded: Proofs from the beginning, by their number of steps.
         agreements: What other seeds and solvers said of the full composition.
         seconds: What the unbounded proofs took, the path tables included.
+        parts: What each part took, by the clock and of a core. Parts run at the same time.
     """
 
     obligations: list[Obligation] = field(factory=list)
@@ -83,6 +85,7 @@ class ProofReport:
     bounded: list[Obligation] = field(factory=list)
     agreements: list[Agreement] = field(factory=list)
     seconds: float = 0.0
+    parts: dict[str, dict[str, float]] = field(factory=dict)
 
     @property
     def unsat(self) -> int:
@@ -147,6 +150,7 @@ class ProofReport:
             "unsat": self.unsat,
             "unknown": self.unknown,
             "seconds": round(self.seconds, 3),
+            "parts": self.parts,
             "by_kind": self.by_kind(),
             "paper": self.paper(),
             "covered": sum(obligation.expected == "unsat" for obligation in self.witnesses),
@@ -179,24 +183,46 @@ def run(
     """
     tell = progress or (lambda line: None)
     first, *others = [*seeds] or [0]
-    report = ProofReport()
-    began = time.perf_counter()
-    for obligation in unbounded(seed=first):
-        report.obligations.append(obligation)
-        tell(f"proving {obligation.composition}: {len(report.obligations)} obligations")
-    report.seconds = time.perf_counter() - began
-    scope = Composition.of((), Encoding.finite(SCOPE))
-    for witness in in_scope.witnesses(scope):
-        report.witnesses.append(witness)
-        tell(f"looking for states that take {witness.transition} {witness.path}")
-    small = Composition.of((), Encoding.finite(in_steps.SCOPE))
-    for proof in in_steps.bounded(small, depth):
-        report.bounded.append(proof)
-        tell(f"bounded: {proof.path} in {proof.seconds:.1f} s")
+    parts: dict[str, Part] = {
+        "bounded": lambda tell: _in_steps(depth, tell),
+        "witnesses": _in_scope,
+        "obligations": lambda tell: _everything(first, tell),
+    }
+    results = apart(parts, tell)
+    report = ProofReport(*(results[name].found for name in ("obligations", "witnesses", "bounded")))
+    report.seconds = results["obligations"].seconds
+    report.parts = {
+        name: {"seconds": round(result.seconds, 1), "cpu": round(result.cpu, 1)}
+        for name, result in results.items()
+    }
     for agreement in again(others, solvers):
         report.agreements.append(agreement)
         tell(f"{agreement.solver}, seed {agreement.seed}: {agreement.unsat}/{agreement.goals}")
     return report
+
+
+def _everything(seed: int, tell: Progress) -> list[Obligation]:
+    found: list[Obligation] = []
+    for obligation in unbounded(seed=seed):
+        found.append(obligation)
+        tell(f"proving {obligation.composition}: {len(found)} obligations")
+    return found
+
+
+def _in_scope(tell: Progress) -> list[Obligation]:
+    found = []
+    for witness in in_scope.witnesses(Composition.of((), Encoding.finite(SCOPE))):
+        found.append(witness)
+        tell(f"looking for states that take {witness.transition} {witness.path}")
+    return found
+
+
+def _in_steps(depth: int, tell: Progress) -> list[Obligation]:
+    found = []
+    for proof in in_steps.bounded(Composition.of((), Encoding.finite(in_steps.SCOPE)), depth):
+        found.append(proof)
+        tell(f"bounded: {proof.path} in {proof.seconds:.1f} s")
+    return found
 
 
 def unbounded(

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, Final
 
@@ -33,8 +34,12 @@ _NUMBERING = frozenset(
     }
 )
 
-#: Milliseconds for a goal among others; one that needs more is tried again alone.
-HASTE: Final = 250
+#: Effort for one attempt in Z3's own units, which no other load on the machine takes from it: about
+#: a third of a second for a goal at first, less for what helps at once or not at all, and a second
+#: or two for one alone. Goals that are left then have the whole timeout.
+HASTE: Final = 400_000
+GLANCE: Final = 50_000
+PATIENCE: Final = 2_000_000
 
 
 @define
@@ -98,7 +103,7 @@ class Z3:
         words = composition.vocabulary
         self._trusted = [t for c in words.configuration() for t in words.close(c)]
         self._lemmas = {c.name: c for c in words.invariants(words.before)}
-        self._solvers: dict[frozenset[str], Any] = {}
+        self._solvers: dict[tuple[frozenset[str], int], Any] = {}
 
     def lemmas(self, relations: frozenset[str] | None) -> frozenset[str]:
         """Return the names of the lemmas that speak of no other relations; none for None."""
@@ -106,16 +111,19 @@ class Z3:
             return frozenset()
         return frozenset(n for n, claim in self._lemmas.items() if claim.needs <= relations)
 
-    def _solver(self, lemmas: frozenset[str]) -> Any:
-        if lemmas not in self._solvers:
-            self._solvers[lemmas] = self._new_solver(lemmas, min(self.timeout, HASTE))
-        return self._solvers[lemmas]
+    def _solver(self, lemmas: frozenset[str], effort: int) -> Any:
+        key = lemmas, effort
+        if key not in self._solvers:
+            self._solvers[key] = self._new_solver(lemmas, effort)
+        return self._solvers[key]
 
-    def _new_solver(self, lemmas: frozenset[str], timeout: int) -> Any:
+    def _new_solver(self, lemmas: frozenset[str], effort: int | None) -> Any:
         solver = z3.Solver()
         solver.set("auto_config", False)
         solver.set("mbqi", False)
-        solver.set("timeout", timeout)
+        solver.set("timeout", self.timeout)
+        if effort is not None:
+            solver.set("rlimit", effort)
         solver.set("random_seed", self.seed)
         solver.add(self._trusted)
         words = self.composition.vocabulary
@@ -125,11 +133,15 @@ class Z3:
         return solver
 
     def _alone(
-        self, goal: Goal, lemmas: frozenset[str], more: Sequence[Term] = ()
+        self,
+        goal: Goal,
+        lemmas: frozenset[str],
+        more: Sequence[Term] = (),
+        effort: int | None = None,
     ) -> tuple[str, float]:
         """Ask a solver of its own, that no earlier goal has led astray."""
         began = time.perf_counter()
-        solver = self._new_solver(lemmas, self.timeout)
+        solver = self._new_solver(lemmas, effort)
         solver.add(*goal.facts, goal.denied, *more)
         verdict = str(solver.check())
         if verdict == "unsat" and self.proved is not None:
@@ -139,15 +151,25 @@ class Z3:
     def _again(self, goal: Goal) -> tuple[str, float]:
         return self._alone(goal, self.lemmas(goal.relations))
 
-    def _with_all(self, goal: Goal) -> tuple[str, float]:
+    def _with_all(self, goal: Goal, effort: int = HASTE) -> tuple[str, float]:
         """Ask again with every lemma, and with what is known of columns that nobody writes."""
-        return self._attempt([goal], frozenset(self._lemmas), self.composition.untouched)[0]
+        lemmas = frozenset(self._lemmas)
+        return self._attempt([goal], lemmas, self.composition.untouched, effort)[0]
 
-    def _told(self, goal: Goal) -> tuple[str, float]:
+    def _told(self, goal: Goal, effort: int | None = None) -> tuple[str, float]:
         """Ask again with the lemmas of the members at hand, whatever the denial matches."""
         lemmas = self.lemmas(goal.relations)
         told = [self._at_hand(self._lemmas[name]) for name in sorted(lemmas)]
-        return self._alone(goal, lemmas, told)
+        return self._alone(goal, lemmas, told, effort)
+
+    def _attempts(self, goal: Goal) -> Iterator[Callable[[Goal], tuple[str, float]]]:
+        """What is tried with a goal that haste left open: what costs little before the rest."""
+        if goal.relations is not None:
+            yield partial(self._with_all, effort=GLANCE)
+            yield partial(self._told, effort=PATIENCE)
+            yield self._again
+            yield self._with_all
+            yield self._told
 
     def _at_hand(self, claim: Claim) -> Term:
         """Return a lemma of the very members that a denial of it would name."""
@@ -167,16 +189,21 @@ class Z3:
         lemmas = self.lemmas(relations)
         first = self._attempt(goals, lemmas, ())
         for goal, (verdict, seconds) in zip(goals, first, strict=True):
-            for attempt in () if relations is None else (self._again, self._with_all, self._told):
-                if verdict != "unsat":
-                    verdict, more = attempt(goal)
-                    seconds += more
+            for attempt in self._attempts(goal):
+                if verdict == "unsat":
+                    break
+                verdict, more = attempt(goal)
+                seconds += more
             yield goal.answered(self.composition.name, self.name, verdict, seconds)
 
     def _attempt(
-        self, goals: Sequence[Goal], lemmas: frozenset[str], more: Sequence[Term]
+        self,
+        goals: Sequence[Goal],
+        lemmas: frozenset[str],
+        more: Sequence[Term],
+        effort: int = HASTE,
     ) -> list[tuple[str, float]]:
-        solver = self._solver(lemmas)
+        solver = self._solver(lemmas, effort)
         common = set.intersection(*({f.get_id() for f in g.facts} for g in goals))
         solver.push()
         solver.add([_named(f) for f in goals[0].facts if f.get_id() in common])

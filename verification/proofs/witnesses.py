@@ -40,6 +40,10 @@ CONDITIONS: Final[Mapping[str, Callable[[Any, Callable[[str, str], Any]], Any]]]
         & (st.consumers[argument("ref.slot", "slot")] & ~argument("bit", "mask") == 0)
         & (st.moving[argument("ref.slot", "slot")] & ~argument("bit", "mask") != 0)
     ),
+    "final for nobody": lambda st, argument: (
+        (st.final[argument("stage", "stage")] == st.weight_epoch[argument("stage", "stage")])
+        & (st.named[argument("stage", "stage")] != st.weight_epoch[argument("stage", "stage")])
+    ),
     "contradiction": lambda st, argument: False,
     "dW without F": lambda st, argument: st.every(st.forwards, 0) & ~st.every(st.wgrads, 0),
 }
@@ -59,14 +63,14 @@ def witnesses(composition: Composition) -> Iterator[Obligation]:
     """
     words = composition.vocabulary
     solver = solver_of(composition)
+    solver.set("auto_config", False)
+    solver.set("relevancy", 0)
     for transition, paths in composition.every_path.items():
         assumed = words.assumed(transition)
         for path in paths:
             began = time.perf_counter()
-            solver.push()
-            solver.add(path.condition, *assumed)
-            verdict = str(solver.check())
-            solver.pop()
+            # Not pushed: what the solver learns of one path helps it with the next.
+            verdict = str(solver.check(path.condition, *assumed))
             covered = not composition.omit and _is_covered(composition, path)
             yield Obligation(
                 "is covered" if covered else "is taken",

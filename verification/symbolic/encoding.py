@@ -16,7 +16,7 @@ from attrs import define, field
 from qeffect.engine.stage import STATE, TRANSITIONS
 from qeffect.relations.columns import CONFIG, Column
 
-from .terms import Array, Constants, Run, Scalar, Sym, Term, lift
+from .terms import Array, Constants, Run, Scalar, Sym, Term, lift, raw
 
 __all__ = ["ARGUMENTS", "Encoding", "Memory", "flat_arguments"]
 
@@ -273,17 +273,24 @@ class Memory:
         self, encoding: Encoding, terms: Mapping[str, Term], run: Run | None = None
     ) -> None:
         self._encoding = encoding
-        self._names = tuple(terms)
+        self._before = dict(terms)
         self._run = run
-        for name, term in terms.items():
-            setattr(self, name, encoding.view(term, run))
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"there is no column {name!r}")
+        """Make the view of a column that is met for the first time; most never are."""
+        term = self.__dict__.get("_before", {}).get(name)
+        if term is None:
+            raise AttributeError(f"there is no column {name!r}")
+        view = self._encoding.view(term, self._run)
+        setattr(self, name, view)
+        return view
 
     def every(self, column: Any, value: Any) -> Sym:
         """Whether every entry of a column equals the value."""
-        return self._encoding.sym(self._encoding.every(column.term, value), self._run)
+        if self._run is None:
+            return self._encoding.sym(self._encoding.every(column.term, value))
+        term = self._run.shared.once(self._encoding.every, column.term, raw(value))
+        return self._encoding.sym(term, self._run)
 
     def fill(self, column: Any, value: Any) -> None:
         """Set every entry of a column to the value."""
@@ -295,4 +302,5 @@ class Memory:
 
     def terms(self) -> dict[str, Term]:
         """Return every column's current term."""
-        return {name: getattr(self, name).term for name in self._names}
+        met = self.__dict__
+        return {n: met[n].term if n in met else term for n, term in self._before.items()}

@@ -16,7 +16,7 @@ from qeffect.engine.stage import Transitions
 from qeffect.refusals import Refused
 
 from .encoding import Encoding
-from .terms import Run, Term, raw
+from .terms import Run, Shared, Term, raw
 
 __all__ = ["Path", "PathTable", "merge", "merged", "path_table", "paths"]
 
@@ -76,10 +76,10 @@ def paths(transition: str, function: Callable[..., Any], encoding: Encoding) -> 
     """Yield every path of one composed function."""
     before = encoding.memory().terms()
     todo: list[list[bool]] = [[]]
-    plain: dict[int, tuple[Term, Term | None, bool]] = {}
+    shared = Shared()
     index = 0
     while todo:
-        run = Run(todo.pop(), plain=plain)
+        run = Run(todo.pop(), shared=shared)
         memory = encoding.memory(run)
         clause = returned = None
         try:

@@ -4,13 +4,14 @@ Symbolic values that plain Python code computes with: operators build Z3 terms, 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import z3
 from attrs import define, field
 
-__all__ = ["Array", "Run", "Scalar", "Sym", "UndecidedError", "lift", "raw"]
+__all__ = ["Array", "Run", "Scalar", "Shared", "Sym", "UndecidedError", "lift", "raw"]
 
 Term = Any  # a z3.ExprRef; z3 ships no type information
 
@@ -28,49 +29,137 @@ class Run:
         prefix: Decisions to replay; later tests are decided ``True`` first.
         taken: Decision of each test that the path conditions do not already settle.
         condition: The tests as decided; their conjunction is the path's condition.
-        plain: Tests met by any run, simplified, by the id of the term that it keeps alive.
+        shared: What all runs of one transition have in common.
     """
 
     prefix: list[bool] = field(factory=list)
     taken: list[bool] = field(factory=list)
     condition: list[Term] = field(factory=list)
-    plain: dict[int, tuple[Term, Term | None, bool]] = field(factory=dict)
+    shared: Shared = field(factory=lambda: Shared())
     _known: dict[int, bool] = field(factory=dict)
-    _values: list[tuple[Term, Term]] = field(factory=list)
+    _values: list[tuple[int, Term, Term]] = field(factory=list)
 
     def decide(self, test: Term) -> bool:
         """Return this run's decision of a test, and remember it as part of the condition."""
-        found = self.plain.get(test.get_id())
-        if found is None:
-            found = self.plain[test.get_id()] = (test, *_plain(z3.simplify(test)))
-        _, test, negated = found
-        if test is None:
+        plain, negated = self.shared.plain(test)
+        if plain is None:
             return not negated
-        decided = self._settled(test)
+        decided = self._settled(plain)
         if decided is not None:
             return decided is not negated
         position = len(self.taken)
         outcome = self.prefix[position] if position < len(self.prefix) else True
         self.taken.append(outcome)
         holds = outcome is not negated
-        # The condition keeps the term alive, so that its id stays its own.
-        self.condition.append(test if holds else z3.Not(test))
-        self._known[test.get_id()] = holds
-        if holds and z3.is_eq(test):
-            self._values += [
-                (term, value)
-                for term, value in (test.children(), reversed(test.children()))
-                if _is_value(value)
-            ]
+        self.condition.append(plain.term if holds else plain.denied)
+        self._known[plain.number] = holds
+        if holds:
+            self._values += plain.values
         return outcome
 
-    def _settled(self, test: Term) -> bool | None:
+    def _settled(self, test: Test) -> bool | None:
         """Return what earlier decisions say of a test: the same one, or a term's value."""
-        known = self._known.get(test.get_id())
-        if known is not None or not self._values:
+        known = self._known.get(test.number)
+        if known is not None:
             return known
-        under = z3.simplify(z3.substitute(test, *self._values))
-        return True if z3.is_true(under) else False if z3.is_false(under) else None
+        values = [value for value in self._values if value[0] in test.parts]
+        return test.under(values) if values else None
+
+
+@define(eq=False)
+class Test:
+    """
+    A test that runs decide: no negation, and neither true nor false.
+
+    Args:
+        term: Its term.
+        number: The term's id.
+        denied: Its negation.
+        values: If it says that a term has a value: the term's id, the term and the value.
+        parts: Ids of the terms that occur in it.
+    """
+
+    term: Term
+    number: int
+    denied: Term
+    values: list[tuple[int, Term, Term]]
+    parts: frozenset[int]
+    _under: dict[tuple[int, ...], tuple[bool | None, list[Any]]] = field(factory=dict)
+
+    @classmethod
+    def of(cls, term: Term) -> Test:
+        """Return the test of a term."""
+        sides = term.children() if z3.is_eq(term) else []
+        values = [
+            (one.get_id(), one, value)
+            for one, value in zip(sides, reversed(sides), strict=True)
+            if _is_value(value)
+        ]
+        return cls(term, term.get_id(), z3.Not(term), values, _parts(term))
+
+    def under(self, values: list[tuple[int, Term, Term]]) -> bool | None:
+        """Return what the values of some terms make of it; None where they leave it open."""
+        key = tuple(part for number, _, value in values for part in (number, value.get_id()))
+        found = self._under.get(key)
+        if found is None:
+            pairs = [(term, value) for _, term, value in values]
+            under = z3.simplify(z3.substitute(self.term, *pairs))
+            decided = True if z3.is_true(under) else False if z3.is_false(under) else None
+            found = self._under[key] = (decided, pairs)  # the pairs keep the ids theirs
+        return found[0]
+
+
+@define(eq=False)
+class Shared:
+    """
+    What was built and decided before: runs of one transition do most of it alike.
+
+    Every entry holds the terms of its key, so that their ids stay their own.
+    """
+
+    _tests: dict[int, tuple[Term, Test | None, bool]] = field(factory=dict)
+    _plain: dict[int, Test] = field(factory=dict)
+    _built: dict[tuple[Any, ...], tuple[Term, Any]] = field(factory=dict)
+
+    def plain(self, test: Term) -> tuple[Test | None, bool]:
+        """Return a test without negations, None for truth, and whether it is denied."""
+        number = test.get_id()
+        found = self._tests.get(number)
+        if found is None:
+            term, negated = _plain(z3.simplify(test))
+            plain = None
+            if term is not None:
+                plain = self._plain.get(term.get_id())
+                if plain is None:
+                    plain = self._plain[term.get_id()] = Test.of(term)
+            found = self._tests[number] = (test, plain, negated)
+        return found[1], found[2]
+
+    def once(self, how: Callable[..., Term], term: Term, *given: Any) -> Term:
+        """Return what a function makes of a term and of terms or plain values."""
+        key = (how, term.get_id(), *(_key(part) for part in given))
+        found = self._built.get(key)
+        if found is None:
+            found = self._built[key] = (how(term, *given), (term, given))
+        return found[0]
+
+
+def _key(part: Any) -> Any:
+    if isinstance(part, z3.AstRef):
+        return part.get_id()
+    return (type(part), part if isinstance(part, (bool, int, str)) else id(part))
+
+
+def _parts(term: Term) -> frozenset[int]:
+    """Return the ids of all terms that occur in one."""
+    found: dict[int, Term] = {}
+    todo = [term]
+    while todo:
+        one = todo.pop()
+        if one.get_id() not in found:
+            found[one.get_id()] = one
+            todo += one.children()
+    return frozenset(found)
 
 
 def _plain(test: Term) -> tuple[Term | None, bool]:
@@ -135,14 +224,22 @@ class Sym:
         self.run = run
 
     def _with(self, other: Any, build: Callable[[Term, Term], Term]) -> Sym:
-        lifted = lift(other, self.term.sort(), self.constants)
-        return Sym(build(self.term, lifted), self.constants, self.run)
+        other = raw(other)
+        if not isinstance(other, z3.ExprRef):
+            other = self._once(_lifted, self.constants, other)
+        return Sym(self._once(build, other), self.constants, self.run)
+
+    def _once(self, how: Callable[..., Term], *given: Any) -> Term:
+        """Build a term of this one; runs of one transition build it once."""
+        if self.run is None:
+            return how(self.term, *given)
+        return self.run.shared.once(how, self.term, *given)
 
     def __eq__(self, other: Any) -> Sym:  # type: ignore[override]
-        return self._with(other, lambda a, b: a == b)
+        return self._with(other, operator.eq)
 
     def __ne__(self, other: Any) -> Sym:  # type: ignore[override]
-        return self._with(other, lambda a, b: a != b)
+        return self._with(other, operator.ne)
 
     def __lt__(self, other: Any) -> Sym:
         return self._with(other, _less)
@@ -151,28 +248,27 @@ class Sym:
         return self._with(other, _at_most)
 
     def __gt__(self, other: Any) -> Sym:
-        return self._with(other, lambda a, b: _less(b, a))
+        return self._with(other, _more)
 
     def __ge__(self, other: Any) -> Sym:
-        return self._with(other, lambda a, b: _at_most(b, a))
+        return self._with(other, _at_least)
 
     def __add__(self, other: Any) -> Sym:
-        return self._with(other, lambda a, b: a + b)
+        return self._with(other, operator.add)
 
     def __sub__(self, other: Any) -> Sym:
-        return self._with(other, lambda a, b: a - b)
+        return self._with(other, operator.sub)
 
     def __and__(self, other: Any) -> Sym:
-        return self._with(other, lambda a, b: z3.And(a, b) if z3.is_bool(a) else a & b)
+        return self._with(other, _both)
 
     def __or__(self, other: Any) -> Sym:
-        return self._with(other, lambda a, b: z3.Or(a, b) if z3.is_bool(a) else a | b)
+        return self._with(other, _either)
 
     __radd__, __rand__, __ror__ = __add__, __and__, __or__
 
     def __invert__(self) -> Sym:
-        term = z3.Not(self.term) if z3.is_bool(self.term) else ~self.term
-        return Sym(term, self.constants, self.run)
+        return Sym(self._once(_inverse), self.constants, self.run)
 
     def choose(self, yes: Any, no: Any) -> Sym:
         """Return ``yes`` where this holds, else ``no``."""
@@ -192,6 +288,31 @@ class Sym:
         return f"Sym({self.term})"
 
 
+def _lifted(beside: Term, constants: Constants, value: Any) -> Term:
+    """Return a plain value as a term of the sort of the one beside it."""
+    return lift(value, beside.sort(), constants)
+
+
+def _both(a: Term, b: Term) -> Term:
+    return z3.And(a, b) if z3.is_bool(a) else a & b
+
+
+def _either(a: Term, b: Term) -> Term:
+    return z3.Or(a, b) if z3.is_bool(a) else a | b
+
+
+def _inverse(term: Term) -> Term:
+    return z3.Not(term) if z3.is_bool(term) else ~term
+
+
+def _more(a: Term, b: Term) -> Term:
+    return _less(b, a)
+
+
+def _at_least(a: Term, b: Term) -> Term:
+    return _at_most(b, a)
+
+
 def _less(a: Term, b: Term) -> Term:
     return z3.ULT(a, b) if z3.is_bv(a) else a < b
 
@@ -201,6 +322,10 @@ def _at_most(a: Term, b: Term) -> Term:
     if z3.is_bool(a):
         return z3.Implies(a, b)
     return z3.ULE(a, b) if z3.is_bv(a) else a <= b
+
+
+def _selected(array: Term, constants: Constants, index: Any) -> Term:
+    return z3.Select(array, lift(index, array.sort().domain(), constants))
 
 
 class Array:
@@ -216,7 +341,10 @@ class Array:
     def __getitem__(self, index: Any) -> Sym:
         term = self.term
         for one in index if isinstance(index, tuple) else (index,):
-            term = z3.Select(term, lift(one, term.sort().domain(), self.constants))
+            if self.run is None:
+                term = _selected(term, self.constants, raw(one))
+            else:
+                term = self.run.shared.once(_selected, term, self.constants, raw(one))
         return Sym(term, self.constants, self.run)
 
     def __setitem__(self, index: Any, value: Any) -> None:

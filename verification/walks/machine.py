@@ -25,9 +25,8 @@ from qeffect.verification.targets import CLAUSE_IDS, TARGETS, TRANSITION_NAMES, 
 from qeffect.verification.walks.driver import Driver, Mismatch, Tally
 from qeffect.verification.walks.processes import PROCESSES, Process
 from qeffect.verification.walks.proposals import chooser
-from qeffect.verification.walks.strategies import numbers, processes
 
-__all__ = ["ContractMachine", "RandomReport", "run", "uncovered"]
+__all__ = ["ContractMachine", "RandomReport", "numbers", "processes", "run", "uncovered"]
 
 _CHOICES = st.integers(0, (1 << 64) - 1)
 #: Steps of the longest schedule; a step is a call or a few that belong together.
@@ -75,6 +74,20 @@ class RandomReport:
         return {**asdict(self), "actions_per_second": self.actions_per_second}
 
 
+def processes() -> st.SearchStrategy[Process]:
+    """Processes of every shape that `PROCESSES` has; the first is the simplest."""
+    return st.sampled_from(PROCESSES)
+
+
+def numbers(longest: int = 120) -> st.SearchStrategy[list[int]]:
+    """Numbers to walk by; long lists are as likely as short ones, and shrink to short ones."""
+    # A list of exactly one size would shrink by its numbers alone, so none is that long at least.
+    shortest = tuple(longest * quarter // 4 for quarter in range(4))
+    return st.sampled_from(shortest).flatmap(
+        lambda least: st.lists(st.integers(0, (1 << 64) - 1), min_size=least, max_size=longest)
+    )
+
+
 def uncovered(tally: Tally) -> list[str]:
     """Return the transitions that were never accepted and the refusals that were never given."""
     return [
@@ -103,8 +116,8 @@ def run(
 
     Args:
         schedules: How many.
-        seed: What they are drawn from; in one installation the same seed draws the same
-            schedules.
+        seed: What they are drawn from; the same seed draws the same schedules, in one installation
+            and with the same modules loaded, whose constants Hypothesis tries.
         progress: Told how far it is.
         make: What makes a process's contracts, to test faulty ones.
         shrink: Whether a failure is made shorter before it is told.

@@ -23,10 +23,12 @@ __all__ = [
     "Plan",
     "a_link",
     "chooser",
+    "committed",
     "damage",
     "evidence",
     "key_of",
     "link_of",
+    "prepared",
     "progress",
     "reader_of",
     "recover",
@@ -152,7 +154,8 @@ NAMES = {"F": "forward", "dI": "dgrad", "dW": "wgrad", "refresh": "refresh"}
 ACTIONS = {name: action for action, name in NAMES.items()}
 
 
-def _commit(world: World, ticket: Ticket) -> Call:
+def committed(world: World, ticket: Ticket) -> Call:
+    """Return the commit of an action that did what was asked for."""
     name = f"commit_{NAMES[ticket.action]}"
     whole = evidence(world, ticket)
     return Call(name, {"ticket": ticket, "evidence": whole, **reports(world, ticket)})
@@ -253,7 +256,7 @@ def progress(world: World, pick: Pick) -> Plan | None:
         for call in source(world)
         if _possible(world, call)
     ]
-    landings = [_commit(world, flight.ticket) for flight in world.flights.values()]
+    landings = [committed(world, flight.ticket) for flight in world.flights.values()]
     choices = landings + calls
     if not choices:
         return None
@@ -298,13 +301,13 @@ def _carry_out(world: World, call: Call, pick: Pick) -> Plan:
         stage, link = call.arguments["key"].stage, call.arguments["link"]
         refresh = Call("check_refresh", {"stage": stage, "link": link})
         if _possible(world, refresh):
-            yield from _prepared(world, refresh)
+            yield from prepared(world, refresh)
             ticket = yield refresh
             if pick(4) == 3:
                 return
-            yield _commit(world, ticket)
+            yield committed(world, ticket)
             call.arguments["refresh"] = False
-    yield from _prepared(world, call)
+    yield from prepared(world, call)
     ticket = yield call
     if call.transition == "start_reduction" and pick(2):
         yield Call("drain")
@@ -313,10 +316,11 @@ def _carry_out(world: World, call: Call, pick: Pick) -> Plan:
         if left == 63:
             yield _abort(ticket)
         elif left < (32 if call.transition == "check_wgrad" else 48):
-            yield _commit(world, ticket)
+            yield committed(world, ticket)
 
 
-def _prepared(world: World, call: Call) -> Plan:
+def prepared(world: World, call: Call) -> Plan:
+    """Plan what puts right all that a caller can put right before a call."""
     while wrong := [clause for clause in violations(world, call) if clause in _REMEDIES]:
         yield _REMEDIES[wrong[0]](world, call)
 
@@ -401,7 +405,7 @@ def recover(world: World, pick: Pick, checkpoints: Sequence[Checkpoint], incarna
     checkpoint = checkpoints[pick(len(checkpoints))]
     if not fresh:
         for flight in list(world.flights.values()):
-            yield _abort(flight.ticket) if pick(2) else _commit(world, flight.ticket)
+            yield _abort(flight.ticket) if pick(2) else committed(world, flight.ticket)
         for bucket, it in world.reductions.items():
             if it.running:
                 yield Call("fail_reduction", {"bucket": bucket})

@@ -8,7 +8,7 @@ is asked while one is written, so that a contract under test has no say in what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -24,7 +24,7 @@ from qeffect.verification.walks.timeline import Step, schedule_text, timeline_te
 from qeffect.verification.walks.walk import Walker
 from qeffect.verification.walks.world import Call, World
 
-__all__ = ["Action", "Rehearsal", "Schedule", "rehearse"]
+__all__ = ["Action", "Rehearsal", "Schedule"]
 
 #: A transition and its arguments, as the kernel's composed function takes them.
 Action = tuple[str, tuple[Any, ...]]
@@ -168,11 +168,3 @@ class Rehearsal(Walker):
         if call.transition == "restore" and given["fresh"]:
             self.serial = 0
         return None
-
-
-def rehearse(process: Process, steps: Sequence[int]) -> Rehearsal:
-    """Return the rehearsal of the schedule that a process and some numbers name."""
-    rehearsal = Rehearsal(process)
-    for number in steps:
-        rehearsal.step(number)
-    return rehearsal

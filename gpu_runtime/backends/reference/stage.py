@@ -152,7 +152,10 @@ class ReferenceStage(torch.nn.Module):
     def dgrad(self, tape: Tape, output_gradients: Sequence[Tensor]) -> Dgrads:
         """dI; the products' operands move from the queues onto the tape."""
         if not tape.outputs:
-            raise BackendError(f"slot {tape.slot} of stage {self.index} holds no forward work")
+            raise BackendError(
+                f"slot {tape.slot} of stage {self.index} holds no forward's outputs; run F of this "
+                "tape before its dI"
+            )
         wanted = [x for x in tape.inputs if x.requires_grad]
         self.domain.take_used()
         gradients = torch.autograd.grad(

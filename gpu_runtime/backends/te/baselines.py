@@ -1,10 +1,9 @@
 """
 What users of Transformer Engine run today, for the benchmark's native columns.
 
-Part of the Transformer Engine backend: with `qeffect.gpu_runtime.backends.te.domain` and
-`qeffect.gpu_runtime.backends.te.stage` the only module that knows the library's names, and like
-`te_stage` it reaches them through `te.library()`. Nothing of the runtime is used: no slots, no
-tapes, no guards, so that the columns stay what they are called.
+Part of the Transformer Engine backend, so that the library is imported in this package alone; its
+names are looked up in `qeffect.gpu_runtime.backends.te.internals`. Nothing of the runtime is used:
+no slots, no tapes, no guards, so that the columns stay what they are called.
 """
 
 from __future__ import annotations

@@ -229,7 +229,10 @@ class TransformerEngineStage:
     def dgrad(self, tape: Tape, output_gradients: Sequence[Tensor]) -> Dgrads:
         """dI; deferred products leave the tape's stores for the tape."""
         if not tape.outputs:
-            raise BackendError(f"slot {tape.slot} of stage {self.index} holds no forward work")
+            raise BackendError(
+                f"slot {tape.slot} of stage {self.index} holds no forward's outputs; run F of this "
+                "tape before its dI"
+            )
         self._install(tape.stores)
         if self.fuse:
             if tape.bound is None:

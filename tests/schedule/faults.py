@@ -14,7 +14,8 @@ from types import MappingProxyType
 import attrs
 
 from qeffect.schedule.actions import COMPUTE, RECEIVES, SENDS, WAITS, Action, Kind, Schedule
-from qeffect.schedule.random_schedules import random_schedule, random_shape
+
+from .random_schedules import random_schedule, random_shape
 
 Rows = list[list[Action | None]]
 _ATTEMPTS = 400

@@ -1,6 +1,9 @@
 """
-Capture memory: whether graphs that share a memory pool would be replayed out of their capture
-order.
+An oracle for capture memory: whether graphs that share a memory pool would be replayed out of the
+order of their capture.
+
+It walks the rows by itself and shares nothing with the contract that `check` runs, nor with the
+planner of slots.
 
 While graphs are captured, memory that an earlier graph frees becomes scratch of a later one.
 Replayed in another order, one graph overwrites what another still needs. So while any tape lives
@@ -15,14 +18,12 @@ another is live replays its forward a second time, and then no capture order is 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 
 import attrs
 
-from qeffect.schedule.actions import Atom, Kind, Schedule, ScheduleError
-from qeffect.schedule.findings import Finding, finding, place
-from qeffect.schedule.slots import assign, own_readers
+from qeffect.schedule.actions import SEND_WAITS, SENDS, Atom, Kind, Schedule, ScheduleError
 
 Graph = tuple[Kind, int, int]
 """What is captured: F, dI or dW of one tape of one stage."""
@@ -54,12 +55,7 @@ class Replay:
 
 
 def graph_name(graph: Graph) -> str:
-    """
-    A captured graph for people.
-
-    >>> graph_name((Kind.DGRAD, 3, 1))
-    'dI of stage 3, tape 1'
-    """
+    """A captured graph for people, such as "dI of stage 3, tape 1"."""
     kind, stage, tape = graph
     return f"{_NAMES[kind]} of stage {stage}, tape {tape}"
 
@@ -69,6 +65,9 @@ def replays(
 ) -> Iterator[Replay]:
     """
     The graphs that a rank replays in one step, in order.
+
+    A tape has the lowest free slot of its stage from its first receive or F on, and keeps it, and
+    its memory, until its dW ran and its sends ended.
 
     Args:
         schedule: The schedule, free of findings of `check_ranks`.
@@ -81,19 +80,30 @@ def replays(
     """
     _require("tapes", tapes, TAPES)
     _require("pool", pool, POOLS)
-    steps = [(atom.kind, atom.stage, atom.microbatch) for atom in schedule.atoms[rank]]
-    held = assign(steps, own_readers(steps), reuse=tapes == "slots").slot_of
-    live: dict[tuple[int, ...], int] = defaultdict(int)
-    for atom in schedule.atoms[rank]:
-        if atom.kind not in _KINDS:
-            continue
-        stage, tape = atom.stage, held[atom.stage, atom.microbatch]
-        shared = {"rank": (), "stage": (stage,), "slot": (stage, tape)}[pool]
-        yield Replay((atom.kind, stage, tape), shared, atom, live[shared])
-        if atom.kind is Kind.FORWARD:
-            live[shared] += 1
-        elif atom.kind is Kind.WGRAD:
-            live[shared] -= 1
+    atoms = schedule.atoms[rank]
+    ends = {Kind.WGRAD, *(SEND_WAITS if schedule.awaits_sends else SENDS)}
+    readers = Counter((atom.stage, atom.microbatch) for atom in atoms if atom.kind in ends)
+    held: dict[tuple[int, int], int] = {}
+    shared = {
+        "rank": lambda stage, tape: (),
+        "stage": lambda stage, tape: (stage,),
+        "slot": lambda stage, tape: (stage, tape),
+    }[pool]
+    live: Counter[tuple[int, ...]] = Counter()
+    for atom in atoms:
+        work = (atom.stage, atom.microbatch)
+        if atom.kind in (Kind.FORWARD, Kind.RECV_F) and work not in held:
+            taken = {tape for (stage, _), tape in held.items() if stage == atom.stage}
+            lowest = next(tape for tape in range(len(taken) + 1) if tape not in taken)
+            held[work] = lowest if tapes == "slots" else atom.microbatch
+        if atom.kind in _KINDS:
+            its = shared(atom.stage, held[work])
+            yield Replay((atom.kind, atom.stage, held[work]), its, atom, live[its])
+            live[its] += atom.kind is Kind.FORWARD
+        if atom.kind in ends:
+            readers[work] -= 1
+            if not readers[work]:
+                live[shared(atom.stage, held.pop(work))] -= 1
 
 
 def capture_ranks(steps: list[Replay], order: str) -> dict[Graph, int]:
@@ -117,11 +127,50 @@ def capture_ranks(steps: list[Replay], order: str) -> dict[Graph, int]:
     return {graph: position for position, graph in enumerate(graphs)}
 
 
-def check_pools(
-    schedule: Schedule, *, tapes: str = "slots", pool: str = "rank", order: str = "kind"
-) -> tuple[Finding, ...]:
+@attrs.frozen
+class OutOfOrder:
     """
-    The first replay on each rank that breaks its pool's capture order.
+    A replay that breaks the capture order of its pool.
+
+    Args:
+        rank: Its rank.
+        replay: The replay.
+        position: The place of its graph in the capture order.
+        before: The pool's replay before it.
+        after: The place of that one's graph.
+    """
+
+    rank: int
+    replay: Replay
+    position: int
+    before: Replay
+    after: int
+
+    @property
+    def step(self) -> int:
+        """The step of the replay."""
+        return self.replay.atom.step
+
+    @property
+    def action(self) -> str:
+        """The entry that replays."""
+        return str(self.replay.atom.action)
+
+    def __str__(self) -> str:
+        """One sentence."""
+        live = self.replay.live
+        return (
+            f"{self.action} replays {graph_name(self.replay.graph)} (capture {self.position}) "
+            f"after {graph_name(self.before.graph)} (capture {self.after}) while {live} "
+            f"tape{'s are' if live > 1 else ' is'} live in their pool"
+        )
+
+
+def out_of_order(
+    schedule: Schedule, *, tapes: str = "slots", pool: str = "rank", order: str = "kind"
+) -> tuple[OutOfOrder, ...]:
+    """
+    The first replay on each rank that breaks its pool's capture order, by step and then rank.
 
     Args:
         schedule: The schedule, free of findings of `check_ranks`.
@@ -132,7 +181,7 @@ def check_pools(
     Raises:
         ScheduleError: An argument is unknown.
     """
-    found: list[Finding] = []
+    found: list[OutOfOrder] = []
     for rank in range(schedule.num_ranks):
         steps = list(replays(schedule, rank, tapes=tapes, pool=pool))
         position = capture_ranks(steps, order)
@@ -140,10 +189,11 @@ def check_pools(
         for step in steps:
             before = latest.get(step.pool)
             if before and step.live and position[step.graph] <= position[before.graph]:
-                found.append(_violation(rank, step, before, position))
+                here, there = position[step.graph], position[before.graph]
+                found.append(OutOfOrder(rank, step, here, before, there))
                 break
             latest[step.pool] = step
-    return tuple(sorted(found, key=lambda f: (f.step or 0, f.rank or 0)))
+    return tuple(sorted(found, key=lambda f: (f.step, f.rank)))
 
 
 def some_order(
@@ -184,21 +234,6 @@ def some_order(
             if waiting[successor] == 0:
                 ready.append(successor)
     return tuple(ordered) if len(ordered) == len(after) else None
-
-
-def _violation(rank: int, step: Replay, before: Replay, position: dict[Graph, int]) -> Finding:
-    again = step.graph == before.graph
-    return finding(
-        "capture-order",
-        f"{step.atom.action} replays {graph_name(step.graph)} (capture {position[step.graph]}) "
-        f"after {graph_name(before.graph)} (capture {position[before.graph]}) while {step.live} "
-        f"tape{'s are' if step.live > 1 else ' is'} live in their pool",
-        rank=rank,
-        atom=step.atom,
-        expected=f"a graph captured after {position[before.graph]}, or an empty pool",
-        found="the same graph again" if again else f"capture {position[step.graph]}",
-        related=(place(rank, before.atom, "first"),),
-    )
 
 
 def _require(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -7,19 +7,22 @@ shrinks by losing numbers and by their falling, towards the fewest and plainest 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from attrs import frozen
 from hypothesis import reject
 from hypothesis import strategies as st
 
 from qeffect.verification.targets import CLAUSE_IDS, TARGETS
 from qeffect.verification.walks.attempts import aimed
+from qeffect.verification.walks.machine import numbers, processes
 from qeffect.verification.walks.oracle import violations
-from qeffect.verification.walks.processes import PROCESSES, Process
+from qeffect.verification.walks.processes import Process
 from qeffect.verification.walks.proposals import chooser
-from qeffect.verification.walks.rehearsal import Schedule, rehearse
+from qeffect.verification.walks.rehearsal import Rehearsal, Schedule
 from qeffect.verification.walks.world import Call
 
-__all__ = ["Illegal", "illegal_schedules", "legal_schedules", "numbers", "processes"]
+__all__ = ["Illegal", "illegal_schedules", "legal_schedules"]
 
 
 @frozen
@@ -41,18 +44,12 @@ class Illegal:
         return f"{self.schedule}\n\nthen {self.call}, to be refused by {self.clause}"
 
 
-def processes() -> st.SearchStrategy[Process]:
-    """Processes of every shape that `PROCESSES` has; the first is the simplest."""
-    return st.sampled_from(PROCESSES)
-
-
-def numbers(longest: int = 120) -> st.SearchStrategy[list[int]]:
-    """Numbers to walk by; long lists are as likely as short ones, and shrink to short ones."""
-    # A list of exactly one size would shrink by its numbers alone, so none is that long at least.
-    shortest = tuple(longest * quarter // 4 for quarter in range(4))
-    return st.sampled_from(shortest).flatmap(
-        lambda least: st.lists(st.integers(0, (1 << 64) - 1), min_size=least, max_size=longest)
-    )
+def rehearse(process: Process, steps: Sequence[int]) -> Rehearsal:
+    """The rehearsal of the schedule that a process and some numbers name."""
+    rehearsal = Rehearsal(process)
+    for number in steps:
+        rehearsal.step(number)
+    return rehearsal
 
 
 @st.composite

@@ -1,0 +1,92 @@
+"""
+Legal schedules written by hand: the oracle and the contract take each, and guards are needed there.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from qeffect.config import StageConfig
+from qeffect.engine.stage import transitions
+from qeffect.refusals import Refused
+from qeffect.verification.concrete import World
+from qeffect.verification.mutants import Site, sites_with
+from qeffect.verification.mutants.byhand import by_hand, telling
+from qeffect.verification.mutants.corpus import legal_schedules
+from qeffect.verification.mutants.sites import mutant
+from qeffect.verification.walks.processes import Process
+
+TWO_CALLERS = Process(
+    "two callers", [StageConfig(0, 1, 1, sends_output=True)], callers=("main", "side")
+)
+
+#: Operands without which one of them is refused: transition, the operand, the clause.
+OPERANDS = (
+    ("check_refresh", "st.refreshed[d] != stage", "version.refresh-interrupted"),
+    ("commit_forward", "reports != 0", "version.fill-unasked"),
+    ("check_dgrad", "st.receives[s] & BACK_BIT != 0", "completion.transfer-to-graph"),
+)
+
+
+def _site(transition: str, operand: str, clause: str) -> Site:
+    found = [
+        site
+        for site in sites_with(clause)
+        if (site.transition, site.kind, site.clause) == (transition, "operand", clause)
+        and site.text.startswith(f"{operand}`")
+    ]
+    assert 1 == len(found)
+    return found[0]
+
+
+def _refusals(functions: object) -> set[tuple[str, str]]:
+    """Return what is refused of the schedules, by transition and clause."""
+    found = set()
+    for setup, actions in legal_schedules():
+        memory = setup.lay_out().memory
+        for name, arguments in actions:
+            try:
+                functions[name](memory, *arguments)  # type: ignore[index]
+            except Refused as refused:
+                found.add((name, refused.clause))
+                break
+    return found
+
+
+@pytest.mark.parametrize(("transition", "operand", "clause"), OPERANDS)
+def test_without_the_operand_a_legal_schedule_is_refused(
+    transition: str, operand: str, clause: str
+) -> None:
+    """The contract takes every legal schedule; without the operand its guard refuses too much."""
+    own = transitions().functions
+    broken = mutant(_site(transition, operand, clause)).function
+
+    assert set() == _refusals(own)
+    assert {(transition, clause)} == _refusals({**own, transition: broken})
+
+
+def test_what_is_told_where_nothing_is_reported_changes_nothing() -> None:
+    """A stage that is not configured to report may tell what it likes: no state differs."""
+    setup, actions = legal_schedules()[0]
+    told = telling(Process(setup.name, setup.stages), actions)
+    memories = []
+    for schedule in (actions, told):
+        world = World(setup, relations=frozenset(transitions().relations))
+        for name, arguments in schedule:
+            world.run(name, transitions().functions[name], arguments)
+        memories.append(world.laid.memory.snapshot())
+
+    assert actions != told
+    assert memories[0] == memories[1]
+
+
+def test_what_does_not_fit_a_process_is_not_written_for_it() -> None:
+    """Without version nothing is refreshed; one caller reads where it runs dI."""
+    names = [[call.transition for call in one.calls] for one in by_hand(TWO_CALLERS)]
+    alone = Process("alone", TWO_CALLERS.stages)
+    without = Process("without", TWO_CALLERS.stages, {"version"}, callers=TWO_CALLERS.callers)
+
+    assert [2, 0] == [calls.count("check_refresh") for calls in names]
+    assert [0, 1] == [calls.count("finish_read") for calls in names]
+    assert 1 == len(list(by_hand(alone)))
+    assert [0] == [sum("refresh" in c.transition for c in one.calls) for one in by_hand(without)]

@@ -1,0 +1,103 @@
+"""
+How the proofs are come by: parts at the same time, and bounded questions about suspects alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NoReturn
+
+import pytest
+
+from qeffect.verification.mutants import Mutant, sites
+from qeffect.verification.proofs.apart import apart
+from qeffect.verification.proofs.bounded import SCOPE, Unrolling
+from qeffect.verification.proofs.obligations import Composition
+from qeffect.verification.symbolic import Encoding
+
+Tell = Callable[[str], None]
+
+
+def test_parts_give_what_they_find() -> None:
+    """Each result comes under its name, in the order asked; what the parts tell is passed on."""
+    told: list[str] = []
+
+    def much(tell: Tell) -> list[int]:
+        for _ in range(3_000):
+            tell("a line that is long enough to fill a pipe that nobody reads")
+        return list(range(50_000))
+
+    def little(tell: Tell) -> str:
+        tell("little")
+        return "little"
+
+    found = apart({"much": much, "little": little}, told.append)
+
+    assert ["much", "little"] == list(found)
+    assert list(range(50_000)) == found["much"].found
+    assert "little" == found["little"].found
+    assert 3_001 == len(told)
+    assert all(result.cpu >= 0.0 and result.seconds > 0.0 for result in found.values())
+
+
+def test_an_error_in_a_part_is_raised() -> None:
+    """A part that fails fails the whole, whether it runs here or apart."""
+
+    def fails(tell: Tell) -> NoReturn:
+        raise ValueError("no such scope")
+
+    def works(tell: Tell) -> int:
+        return 1
+
+    for parts in ({"one": fails, "two": works}, {"one": works, "two": fails}):
+        with pytest.raises(ValueError, match="no such scope"):
+            apart(parts, lambda line: None)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="parts are forked on Linux only")
+def test_a_part_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends without a result is an error that names the part, not a wait for ever."""
+    monkeypatch.setattr("qeffect.verification.proofs.apart._cores", lambda: 2)
+
+    def dies(tell: Tell) -> NoReturn:
+        os._exit(3)
+
+    with pytest.raises(RuntimeError, match="dying"):
+        apart({"dying": dies, "other": lambda tell: 1}, lambda line: None)
+
+
+#: A transition, a guard or an update of it, and how many steps a violation takes without that.
+BROKEN = [
+    ("commit_epoch", "guard", "epoch.not-final", 1),
+    ("commit_forward", "update", "st.token[d] = st.token[d] + 1", 2),
+]
+
+
+@pytest.mark.parametrize(("transition", "kind", "what", "steps"), BROKEN)
+def test_a_bounded_search_finds_what_a_line_kept_out(
+    transition: str, kind: str, what: str, steps: int
+) -> None:
+    """Asking only what one step can break finds a deleted line in as many steps as it takes."""
+    lines = [
+        site
+        for site in sites()
+        if (site.transition, site.kind) == (transition, kind) and what in (site.clause, site.text)
+    ]
+    assert lines
+    functions = Mutant(tuple(lines)).functions
+    unrolling = Unrolling(Composition((), Encoding.finite(SCOPE), functions))
+    verdicts = []
+    for _ in range(steps):
+        unrolling.extend()
+        verdicts.append(unrolling.check())
+
+    assert [*["unsat"] * (steps - 1), "sat"] == verdicts
+
+
+def test_what_one_step_cannot_break_is_no_suspect() -> None:
+    """Of the contract's own violations a few need the search from the beginning, most do not."""
+    unrolling = Unrolling(Composition.of((), Encoding.finite(SCOPE)))
+    unrolling.extend()
+
+    assert 0 < 4 * len(unrolling.suspects) < len(unrolling.violation().children())

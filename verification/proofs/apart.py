@@ -1,0 +1,116 @@
+"""
+Parts of the proofs that need nothing of one another, at the same time in processes of their own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from attrs import frozen
+
+__all__ = ["Part", "Result", "apart"]
+
+#: A part: given what to tell of its progress, it returns what it found.
+Part = Callable[[Callable[[str], None]], Any]
+
+
+@frozen
+class Result:
+    """
+    What a part found.
+
+    Args:
+        found: What it returned.
+        seconds: By the clock.
+        cpu: Seconds of one core that it had.
+    """
+
+    found: Any
+    seconds: float
+    cpu: float
+
+
+def apart(parts: Mapping[str, Part], tell: Callable[[str], None]) -> dict[str, Result]:
+    """
+    Return the results of some parts, by name.
+
+    All but the last run in processes forked off this one where the system forks and has more than
+    one core; otherwise one after another. The last part runs here.
+
+    Args:
+        parts: The parts, by name.
+        tell: Called with a line now and then.
+
+    Raises:
+        RuntimeError: A part's process ended without a result.
+    """
+    if sys.platform != "linux" or _cores() < 2:
+        return {name: _timed(part, tell) for name, part in parts.items()}
+    *others, last = parts
+    context = multiprocessing.get_context("fork")
+    processes = []
+    pipes: dict[Any, str] = {}  # what wait gives back is typed as more than it is given
+    found: dict[str, Result] = {}
+
+    def listen(timeout: float | None) -> None:
+        for pipe in wait(list(pipes), timeout):
+            message = _received(pipe)
+            if isinstance(message, str):
+                tell(message)
+            elif isinstance(message, Result):
+                found[pipes.pop(pipe)] = message
+            else:
+                raise message or RuntimeError(f"{pipes[pipe]}: its process ended without a result")
+
+    def tell_and_listen(line: str) -> None:
+        tell(line)
+        listen(0)
+
+    try:
+        for name in others:
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_child, args=(parts[name], theirs), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes[ours] = name
+        found[last] = _timed(parts[last], tell_and_listen)
+        while pipes:
+            listen(None)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+    return {name: found[name] for name in parts}
+
+
+def _received(pipe: Any) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
+def _cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _timed(part: Part, tell: Callable[[str], None]) -> Result:
+    began, cpu = time.perf_counter(), time.process_time()
+    found = part(tell)
+    return Result(found, time.perf_counter() - began, time.process_time() - cpu)
+
+
+def _child(part: Part, pipe: Connection) -> None:
+    try:
+        pipe.send(_timed(part, pipe.send))
+    except Exception as error:
+        pipe.send(error)
+    pipe.close()
