@@ -79,7 +79,8 @@ def busy_with_first_forward(st: State, h: History, d: Index) -> Truth:
 def first_forward_before_final(st: State, h: History, d: Index) -> Truth:
     """A stage whose first F is in flight where it must come next is not final."""
     g = st.refreshed[d]
-    flying = (g != NO_STAGE) & (st.busy[d] != 0) & (st.refreshing[g] == 0)
+    here = (g != NO_STAGE) & (st.domain_of[g] == d)
+    flying = here & (st.busy[d] != 0) & (st.refreshing[g] == 0)
     return implies(flying, st.final[g] != now(st, g))
 
 
