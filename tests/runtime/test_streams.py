@@ -53,7 +53,9 @@ def test_the_update_runs_on_the_graph_stream_and_replays_wait_for_it() -> None:
     caller's link is accepted after it.
     """
     run = guarded_run(ORDER)
-    runtime, told, placed = run.runtime, [], []
+    runtime = run.runtime
+    told: list[tuple[str, Any]] = []
+    placed: list[tuple[bool, str]] = []
 
     class Watched(HostHandoff):
         inside = False
@@ -71,7 +73,7 @@ def test_the_update_runs_on_the_graph_stream_and_replays_wait_for_it() -> None:
     step = run.optimizer.step
 
     def stepped(gradients: Any) -> None:
-        placed.append((handoff.inside, [name for name, *_ in told][-1]))
+        placed.append((handoff.inside, told[-1][0]))
         step(gradients)
 
     run.optimizer.step = stepped  # type: ignore[method-assign]
