@@ -523,6 +523,17 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
         "gradient destination of the cell, compared for equality",
     ),
     _configured("buffer_of", "cell -> buffer", "buffer that the destination lies in"),
+    _configured(
+        "shared_of",
+        "cell -> buffer",
+        "buffer of the tied destinations, which dW of the stage's sharer writes too; without a "
+        "sharer the same as `buffer_of`",
+    ),
+    _configured(
+        "sharer_of",
+        "stage -> stage",
+        "the other stage that writes the stage's tied destinations, or the same",
+    ),
     _configured("pool_of", "slot -> pool", "capture pool of the slot's graphs"),
     _configured(
         "forward_rank", "slot -> int", "place of the slot's F graph in its pool's order of capture"
