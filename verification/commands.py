@@ -39,6 +39,8 @@ SCOPES = (
     "callers-messages",
     "stage-buckets",
     "stages-tied",
+    "stages-shared",
+    "stages-shared-streams",
     "domains-buckets",
     "stage-shared-pool",
     "stage-declared",

@@ -115,8 +115,8 @@ others.""",
             unchanged=_BUFFER,
             section="III-D",
             cause="A graph captured for microbatch 0 (is_first_microbatch, overwrite_main_grad) "
-            "was replayed for a later one, or the second use of a tied weight assigns its gradient: "
-            "what was accumulated would be erased.",
+            "was replayed for a later one, or the second use of a tied weight assigns its "
+            "gradient: what was accumulated would be erased.",
             remedy="Ask `first_writer(key)` and `first_of_tied(key)` which graph to replay.",
         ),
         Clause(
