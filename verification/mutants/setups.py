@@ -27,8 +27,8 @@ _REPORTS: Final[Mapping[str, Any]] = {"reports_fills": True, "reports_updates": 
 
 #: One stage; two stages of one domain with readers and reductions; two domains with two callers,
 #: destinations for each microbatch; buckets in a declared order, one of two stages; a destination
-#: that two stages write; a declared order; slots that share capture memory; a counter of generations
-#: that runs out.
+#: that two stages write; a declared order; slots that share capture memory; a counter of
+#: generations that runs out.
 SETUPS: Final = (
     Setup("one stage", (StageConfig(0, 2, 2, matrices=("w",)),)),
     Setup(
