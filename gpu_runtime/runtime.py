@@ -194,7 +194,7 @@ class Runtime:
             destinations=memory.arena.configured() if "arena" in self.relations else (),
             sends_output=self.config.readers,
             sends_gradient=self.config.readers and any(s.differentiable for s in stage.inputs),
-            reduces=self.reducer is not None and "reduction" in self.relations,
+            reduces=self._guarded_reducer is not None,
             reports_fills=reports.filled is not None,
             reports_updates=reports.updates is not None,
             tape_scales=reports.tape_scales,
@@ -202,12 +202,17 @@ class Runtime:
             buckets=tuple(self.config.buckets.get(stage.index, ())),
         )
 
+    @property
+    def _guarded_reducer(self) -> Reducer | None:
+        """The reducer, where the contract is told of reductions; a backend may leave them out."""
+        return self.reducer if "reduction" in self.relations else None
+
     def _require_buckets(self) -> dict[int | str, tuple[int, tuple[str, ...]]]:
         """Return each bucket's stage and gradients, in the order in which finalize starts them."""
         unknown = sorted(self.config.buckets.keys() - self.stages.keys())
         if unknown:
             raise BackendError(f"buckets are of stages {unknown}; there are {[*self.order.stages]}")
-        if self.config.buckets and (self.reducer is None or "reduction" not in self.relations):
+        if self.config.buckets and self._guarded_reducer is None:
             raise BackendError("buckets are configured, and nothing reduces: pass a reducer")
         found: dict[int | str, tuple[int, tuple[str, ...]]] = {}
         for index in sorted(self.stages):
@@ -332,13 +337,14 @@ class Runtime:
                 order, or its reduction has begun.
             BackendError: There is no reducer, or no bucket of that name.
         """
-        if self.reducer is None or "reduction" not in self.relations:
+        reducer = self._guarded_reducer
+        if reducer is None:
             raise BackendError(f"bucket {bucket!r} is to be reduced, and nothing reduces")
         if bucket not in self._buckets:
             raise BackendError(f"no bucket {bucket!r} is reduced; there are {[*self._buckets]}")
         link = self.actions._enter(caller)
         with self.handoff.scope():
-            self._start(self.reducer, bucket, link)
+            self._start(reducer, bucket, link)
             self.handoff.record_tail()
         self.actions._leave(link)
 
