@@ -31,7 +31,7 @@ from qeffect.schedule.findings import Finding
 from qeffect.schedule.slots import Assignment, Step, Tape, assign
 from qeffect.schedule.transport import Transport
 
-__all__ = ["Row", "ScheduleRefused", "feeds_of", "walked"]
+__all__ = ["Row", "ScheduleRefusedError", "feeds_of", "walked"]
 
 #: How messages are carried here: a queue for each directed pair of ranks, and a send that ends only
 #: when its receive is posted, as it does on NCCL.
@@ -42,7 +42,7 @@ _WAIT_OF = {Kind.SEND_F: Kind.WAIT_SEND_F, Kind.SEND_B: Kind.WAIT_SEND_B}
 _SOURCE_OF = {Kind.SEND_F: Kind.FORWARD, Kind.SEND_B: Kind.DGRAD}
 
 
-class ScheduleRefused(ScheduleError):
+class ScheduleRefusedError(ScheduleError):
     """
     A table that `qeffect check` refuses, so that no rank may begin to walk it.
 
@@ -131,7 +131,7 @@ def walked(schedule: Schedule, provisioning: Provisioning = "live") -> Schedule:
         provisioning: How slots are counted: a slot that is never taken again is awaited at the end.
 
     Raises:
-        ScheduleRefused: `qeffect check` refuses the table, or the walk over it.
+        ScheduleRefusedError: `qeffect check` refuses the table, or the walk over it.
         ScheduleError: Ranks are missing, or messages.
     """
     if not schedule.complete:
@@ -153,7 +153,7 @@ def walked(schedule: Schedule, provisioning: Provisioning = "live") -> Schedule:
 def _require(table: Schedule) -> None:
     verdict = check(table, transport=TRANSPORT)
     if verdict.finding is not None:
-        raise ScheduleRefused(verdict.finding)
+        raise ScheduleRefusedError(verdict.finding)
 
 
 def _split(row: Iterable[Action | None]) -> Iterator[Action]:
