@@ -200,7 +200,7 @@ class Channels:
         self.tagged = tagged and host
         self.deadline = datetime.timedelta(seconds=deadline)
         self._channels = {ends: _Channel(ends, group) for ends, group in groups.items()}
-        self._pending: set[Transfer] = set()
+        self._under_way: set[Transfer] = set()
 
     @classmethod
     def open(
@@ -278,7 +278,7 @@ class Channels:
         return transfer
 
     def _post(self, begin: Any, transfer: Transfer, channel: _Channel, number: int) -> None:
-        self._pending.add(transfer)
+        self._under_way.add(transfer)
         tag = number if self.tagged else 0
         try:
             transfer.work = begin(transfer.tensor, transfer.peer, group=channel.group, tag=tag)
@@ -306,7 +306,7 @@ class Channels:
                 raise self._lost(transfer, error) from None
         else:
             transfer.work.wait()
-        self._pending.discard(transfer)
+        self._under_way.discard(transfer)
 
     # What was posted
 
@@ -331,9 +331,9 @@ class Channels:
         Gloo closes a connection when the last reference to its group and its transfers goes; no
         call does it. An NCCL communicator is aborted.
         """
-        for transfer in self._pending:
+        for transfer in self._under_way:
             transfer.work = None
-        self._pending.clear()
+        self._under_way.clear()
         groups = [channel.group for channel in self._channels.values()]
         for channel in self._channels.values():
             channel.group = None

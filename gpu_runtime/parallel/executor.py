@@ -3,8 +3,8 @@ The walk over one rank's row of a table with messages, every action through the 
 
 A receive reserves its slot and fills the slot's static input in place; a send leaves from what F or
 dI left in the slot, and reads it until the transfer was waited for. Two stages of one rank hand
-over without a message. Key and reference of a microbatch travel with its `Passage` from F to dI to dW.
-The step ends with the consent of all ranks, and only then with the update.
+over without a message. Key and reference of a microbatch travel with its `Passage` from F to dI to
+dW. The step ends with the consent of all ranks, and only then with the update.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ class Pipeline:
             The gradients that the optimizer was given, valid until the next dW.
 
         Raises:
-            StoppedError: A rank could not go on; no rank has updated its weights, and all raise this
-                with one cause. After a recoverable one every rank calls `Runtime.rebuild`.
+            StoppedError: A rank could not go on; no rank has updated its weights, and all raise
+                this with one cause. After a recoverable one every rank calls `Worker.rebuild`.
         """
         epoch = self.runtime.epoch
         try:

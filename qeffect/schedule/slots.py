@@ -2,8 +2,9 @@
 Which slot each tape uses, and how many are live at once: one walk for every planner.
 
 A tape is live from its forward, or from where its input is received into its slot, until its last
-reader has run. Who reads it is the caller's to say: its weight gradient always, a send of its output where a table shows messages, the next local stage
-where one stage feeds another. Slots belong to a stage, because a slot's captured graphs do.
+reader has run. Who reads it is the caller's to say: its weight gradient always, a send of its
+output where a table shows messages, the next local stage where one stage feeds another. Slots
+belong to a stage, because a slot's captured graphs do.
 """
 
 from __future__ import annotations

@@ -27,4 +27,5 @@ def test_the_guarded_pipeline_has_the_bits_of_torchs(pp: int, tmp_path: Path) ->
             assert rank["losses"] == rank["native losses"]
         losses = [rank["losses"] for rank in ranks if rank["losses"][0]]
         assert len(losses) == 1, job
-        assert len(losses[0]) == STEPS and len(losses[0][0]) == 2 * pp
+        assert len(losses[0]) == STEPS
+        assert len(losses[0][0]) == 2 * pp
