@@ -168,7 +168,8 @@ def first_difference(
     """
     for place, (a, b) in enumerate(zip_longest(sent, received)):
         if a != b:
-            return place, *(None if n is None else Message.of(n) for n in (a, b))
+            first, second = (None if n is None else Message.of(n) for n in (a, b))
+            return place, first, second
     return None
 
 

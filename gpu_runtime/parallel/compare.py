@@ -5,6 +5,7 @@ A guarded pipeline against torch's own over native full backwards, every bit of 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import attrs
@@ -117,6 +118,7 @@ def native(member: Member, job: Job, steps: int, backend: str, recording: Record
         groups[replica],
         rule=job.rule,
         recording=recording,
+        reduce=_sum_over(member, job, place) if job.dp > 1 else None,
     )
     for _ in range(steps):
         run.step()
@@ -198,6 +200,21 @@ def compared(
         oracle.losses,
         [own.slots for own in worker.runtime.contract.stages],
     )
+
+
+def _sum_over(member: Member, job: Job, place: int) -> Callable[[Gradients], None]:
+    """The plain sum over replicas, one tensor after another, when everything has run."""
+    groups = [
+        dist.new_group(list(range(p, job.world, job.pp)), backend=_backend(member))
+        for p in range(job.pp)
+    ]
+
+    def reduce(gradients: Gradients) -> None:
+        for named in gradients.values():
+            for gradient in named.values():
+                dist.all_reduce(gradient, group=groups[place])
+
+    return reduce
 
 
 def _backend(member: Member) -> str:

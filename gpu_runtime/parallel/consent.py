@@ -30,6 +30,7 @@ from qeffect.gpu_runtime.parallel.channels import (
     end_group,
     first_difference,
 )
+from qeffect.gpu_runtime.parallel.reduction import Replicas
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import SENDS, Atom, Schedule
 
@@ -94,6 +95,7 @@ class Consent:
         ranks: Global rank of each of the table's ranks, in this replica.
         deadline: Seconds within which all ranks must have come to the commit.
         grace: Seconds within which the others must have said why they stopped.
+        replicas: What else holds connections.
     """
 
     store: Any
@@ -106,6 +108,7 @@ class Consent:
     ranks: Sequence[int]
     deadline: float = 60.0
     grace: float = 2.0
+    replicas: Replicas | None = None
 
     def agree(self, epoch: int) -> None:
         """
@@ -185,6 +188,8 @@ class Consent:
     def close(self) -> None:
         """Close every connection; peers that wait on one wake up."""
         self.channels.close()
+        if self.replicas is not None:
+            self.replicas.close()
         if self.group is not None:
             group, self.group = self.group, None
             end_group(group, abort=False)

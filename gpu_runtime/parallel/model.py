@@ -15,7 +15,8 @@ from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, Te
 from qeffect.gpu_runtime.memory.arena import Rule
 from qeffect.gpu_runtime.plan.slots import Provisioning
 from qeffect.schedule.actions import Schedule
-from qeffect.schedule.torch_tables import SINGLE, V_SHAPED, class_name, torch_schedule
+from qeffect.schedule.tables import read_table
+from qeffect.schedule.torch_tables import SINGLE, class_name, torch_schedule
 
 __all__ = ["NAMES", "Batches", "Job", "loss_of"]
 
@@ -36,7 +37,7 @@ class Job:
     One pipeline: the schedule, the mapping onto ranks, the model.
 
     Args:
-        schedule: A short name of `NAMES`, or a class of torch by its own.
+        schedule: A short name of `NAMES`, a class of torch by its own, or a table as a CSV file.
         pp: Ranks of the pipeline.
         vpp: Stages of each rank; None takes 1 for 1F1B and GPipe, 2 for the others.
         dp: Replicas.
@@ -64,11 +65,13 @@ class Job:
     @property
     def cls_name(self) -> str:
         """
-        torch's name of the schedule class.
+        torch's name of the schedule class; empty for a table from a file.
 
         Raises:
             ScheduleError: There is no such class.
         """
+        if self.schedule.endswith(".csv"):
+            return ""
         return class_name(NAMES.get(self.schedule, self.schedule))
 
     @property
@@ -88,11 +91,13 @@ class Job:
 
     def table(self) -> Schedule:
         """
-        torch's own table with messages.
+        The table with messages: torch's own, or the file's.
 
         Raises:
-            ScheduleError: torch is missing or refuses the combination.
+            ScheduleError: torch is missing or refuses the combination, or the file has no table.
         """
+        if not self.cls_name:
+            return read_table(self.schedule)
         return torch_schedule(
             self.cls_name,
             pp=self.pp,
@@ -100,11 +105,6 @@ class Job:
             microbatches=self.microbatches,
             comms=True,
         )
-
-    def home(self, stage: int) -> int:
-        """The pipeline rank of a stage."""
-        chunk, place = divmod(stage, self.pp)
-        return self.pp - 1 - place if self.cls_name in V_SHAPED and chunk % 2 else place
 
     def ranks(self, replica: int) -> list[int]:
         """Global rank of each pipeline rank of a replica; replicas follow each other."""

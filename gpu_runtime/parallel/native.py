@@ -50,6 +50,8 @@ class _Stage(PipelineStage):
     def __init__(self, owner: NativePipeline, stage: StageBackend, **options: Any) -> None:
         super().__init__(_Forward(stage), stage.index, dw_builder=self._deferred, **options)
         self.owner, self.backend, self.at = owner, stage, 0
+        assert isinstance(self.submod, _Forward)
+        self.forwards = self.submod
         self.sums: dict[str, Tensor] = {}
         if owner.rule == "main_grad":
             self.sums = self._buffers(owner.dtype)
@@ -65,17 +67,17 @@ class _Stage(PipelineStage):
             for u in self.backend.units
         }
 
-    def forward_one_chunk(self, m: int, *args: Any, **kwargs: Any) -> Any:
-        out = super().forward_one_chunk(m, *args, **kwargs)
-        self.owner.note(self, f"F{m}", "outputs", () if self.is_last else (out,))
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.owner.note(self, f"F{fwd_chunk_id}", "outputs", () if self.is_last else (out,))
         return out
 
-    def backward_one_chunk(self, m: int, *args: Any, **kwargs: Any) -> None:
-        self.at = m
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self.at = m = bwd_chunk_id
         if self.owner.rule == "wgrad_order":
             kept = self.owner.kept[self.stage_index, m] = self._buffers(torch.float32)
             self.backend.native_bind(kept)
-        super().backward_one_chunk(m, *args, **kwargs)
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         found = () if self.is_first else self.bwd_cache[m]
         self.owner.note(self, f"I{m}", "input gradients", found)
 
@@ -166,7 +168,9 @@ class NativePipeline:
         self.optimizer = Optimizer(self.stages)
         self.losses: list[list[float]] = []
 
-    def note(self, stage: _Stage, action: str, category: Any, found: Sequence[Tensor]) -> None:
+    def note(
+        self, stage: _Stage, action: str, category: Any, found: Sequence[Tensor | None]
+    ) -> None:
         """Record what an action gave, and the state that it left."""
         if self.recording is None:
             return
@@ -181,7 +185,7 @@ class NativePipeline:
         x, target = (torch.cat(part) for part in zip(*data, strict=True))
         losses: list[Tensor] = []
         for piped in self.piped:
-            piped.submod.first = True
+            piped.forwards.first = True
         inputs = (x,) if any(p.is_first for p in self.piped) else ()
         options: dict[str, Any] = {}
         if any(p.is_last for p in self.piped):

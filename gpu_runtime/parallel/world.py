@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import attrs
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 from qeffect.gpu_runtime.optimizer import Optimizer
@@ -20,6 +21,7 @@ from qeffect.gpu_runtime.parallel.channels import Channels, channels_of, end_gro
 from qeffect.gpu_runtime.parallel.consent import Consent, StoppedError
 from qeffect.gpu_runtime.parallel.executor import Feed, Pipeline
 from qeffect.gpu_runtime.parallel.model import require_meeting
+from qeffect.gpu_runtime.parallel.reduction import Replicas
 from qeffect.gpu_runtime.plan.rows import Row, walked
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.schedule.actions import Schedule
@@ -183,6 +185,8 @@ class Worker:
         self.tagged = tagged
         self.row = Row.of(table, place, config.provisioning)
         self.feed = feed(self.replica)
+        self.pp = pp
+        self._replicas = self._reducer()
         self.runtime = self._runtime(build, config, event_log)
         self.optimizer = optimizer(list(self.runtime.stages.values()))
         self._pipeline = pipeline
@@ -217,9 +221,25 @@ class Worker:
             self.row.order,
             config,
             event_log=event_log,
+            reducer=self._replicas,
             row=self.row,
             rank=self.member.rank,
         )
+
+    def _reducer(self) -> Replicas | None:
+        """What sums gradients over the replicas; every rank of the world makes every group."""
+        member, pp = self.member, self.pp
+        if member.world == pp:
+            return None
+        host = member.device.type == "cpu"
+        own = None
+        for place in range(pp):
+            ranks = list(range(place, member.world, pp))
+            limit = datetime.timedelta(seconds=self.limits.message) if host else None
+            group = dist.new_group(ranks, backend="gloo" if host else "nccl", timeout=limit)
+            own = group if member.rank in ranks else own
+            del group
+        return Replicas(own, host=host, deadline=self.limits.message)
 
     def _connect(self) -> Pipeline:
         member, limits = self.member, self.limits
@@ -234,7 +254,7 @@ class Worker:
                 timeout=datetime.timedelta(seconds=limits.start),
             )
         self.consent = Consent(
-            dist.PrefixStore(f"qeffect/{self.name}/{self.attempt}", member.store),
+            PrefixStore(f"qeffect/{self.name}/{self.attempt}", member.store),
             group,
             member.rank,
             member.world,
@@ -244,6 +264,7 @@ class Worker:
             self.ranks,
             deadline=limits.commit,
             grace=limits.grace,
+            replicas=self._replicas,
         )
         return self._pipeline(self.runtime, self.row, channels, self.feed, self.ranks, self.consent)
 
@@ -268,17 +289,20 @@ class Worker:
         if not stopped.cause.recoverable:
             raise stopped
         self.attempt += 1
-        store = dist.PrefixStore(f"qeffect/{self.name}/again/{self.attempt}", self.member.store)
+        store = PrefixStore(f"qeffect/{self.name}/again/{self.attempt}", self.member.store)
         store.set(str(self.member.rank), "ready")
         limit = datetime.timedelta(seconds=self.limits.start)
         store.wait([str(rank) for rank in range(self.member.world)], limit)
         self.runtime.rebuild()
+        self.runtime.reducer = self._replicas = self._reducer()
         self.pipeline = self._connect()
 
     def close(self) -> None:
         """End connections and the event log; after the last step."""
         self.runtime.close()
         self.pipeline.channels.close()
+        if self._replicas is not None:
+            self._replicas.close()
         group, self.consent.group = self.consent.group, None
         if group is not None:
             end_group(group, abort=False)

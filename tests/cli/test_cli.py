@@ -55,6 +55,11 @@ OPTIONS = {
     "runtime doctor": set(),
     "runtime demo": {"--steps"},
     "runtime compare": {"--sets", "--cases", "--steps", "--sides", "--device", *REPORT},
+    "runtime pipeline": {
+        *("--schedule", "--pp", "--vpp", "--dp", "--microbatches", "--steps", "--device"),
+        *("--backend", "--eager", "--rule", "--provisioning", "--compare", "--event-logs"),
+        *("--layers", "--hidden", "--ffn", "--heads", "--sequence"),
+    },
     "runtime bench": {
         *("table", "--cells", "--columns", "--microbatches", "--rank", "--rounds", "--steps"),
         *("--growth-steps", "--history", "--quick", "--device", "--no-profile", *REPORT),
