@@ -17,7 +17,6 @@ qeffect.schedule.actions.ScheduleError: durations: stages.0.F: expected a number
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from fractions import Fraction
@@ -195,15 +194,14 @@ class _Parser:
                 self.refuse(shorten(place), f"one of {', '.join(known)}", _shown(name), remedy)
 
     def time(self, field: str, given: object) -> Time:
-        number = isinstance(given, int | float) and not isinstance(given, bool)
-        if not number or not 0 <= given <= MOST or math.isnan(given):
-            self.refuse(
-                field,
-                f"a number from 0 to {MOST:,}",
-                _shown(given),
-                "write how long it takes, in `unit`",
-            )
-        return given
+        if isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given <= MOST:
+            return given
+        self.refuse(
+            field,
+            f"a number from 0 to {MOST:,}",
+            _shown(given),
+            "write how long it takes, in `unit`",
+        )
 
     def keyed(
         self, field: str, top: Mapping[str, Any], pattern: str, wanted: str
