@@ -45,7 +45,8 @@ OPTIONS = {
     "check": SOURCE
     | {"--fixtures", "--random", "--seed", "--pairing", "--shared-pool", "--svg", "--trace"},
     "faults": set(),
-    "plan": SOURCE | {"--hidden", "--ffn", "--layers", "--dtype"},
+    "plan": SOURCE
+    | {"--hidden", "--ffn", "--layers", "--dtype", "--durations", "--svg", "--trace"},
     "replay": {"log"},
     "bench": {"--kernel", "--out"},
     "failures": {"names"},
