@@ -29,6 +29,7 @@ from qeffect.gpu_runtime.execute.streams import Handoff, handoff_for
 from qeffect.gpu_runtime.memory.arena import Arena, Rule, by_matrix
 from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.memory.state import NumericalState, Snapshot, live_state, preserving
+from qeffect.gpu_runtime.memory.tied import Place, Tied
 from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
 from qeffect.gpu_runtime.plan.order import Kind, Order
 from qeffect.gpu_runtime.plan.rows import Row
@@ -72,6 +73,9 @@ class RuntimeConfig:
             named has one bucket of all its gradients, named as its index.
         reductions: The order of all buckets in which every replica starts their reductions; empty
             where the order of the calls is not looked at.
+        tied: Groups of matrices, each by stage and name, that are one parameter: they share one
+            destination, and the first has the gradient. What is one parameter undeclared is
+            refused.
     """
 
     rule: Rule = "accumulate"
@@ -86,6 +90,7 @@ class RuntimeConfig:
     pool: Hashable | None = None
     buckets: Mapping[int, Sequence[Bucket]] = attrs.field(factory=dict)
     reductions: Sequence[int | str] = ()
+    tied: Sequence[Sequence[Place]] = ()
 
 
 class Runtime:
@@ -139,12 +144,15 @@ class Runtime:
                 f"the order runs stages {list(order.stages)}, this process has "
                 f"{sorted(self.stages)}; build the stages of the rank whose row it is"
             )
+        self.tied = Tied.of(stages, self.config.tied)
+        self._require_shareable()
         self._buckets = self._require_buckets()
-        self.plan: SlotPlan = (
+        plan = (
             plan_slots(order, self.config.provisioning, feeds=self.config.feeds)
             if row is None
             else row.slots
         )
+        self.plan: SlotPlan = attrs.evolve(plan, sharers=self.tied.sharers)
         self.handoff: Handoff = handoff_for(self.domain.device)
         self.handoff.wait_for_caller()
         with self.handoff.scope(), preserving(self.domain):
@@ -190,10 +198,11 @@ class Runtime:
         for index in sorted(self.stages):
             stage = self.stages[index]
             arena = Arena.for_stage(
-                stage, self.config.rule, self.order.num_microbatches, self.config.dtype
+                stage, self.config.rule, self.order.num_microbatches, self.config.dtype, self.tied
             )
+            shared = self.tied.with_sharer(stage)
             reports = StageReports.of(stage, self.relations, captured=self.config.captured)
-            memories[index] = StageMemory.allocate(stage, self.plan, arena, first, reports)
+            memories[index] = StageMemory.allocate(stage, self.plan, arena, first, reports, shared)
             first += self.plan.num_slots[index]
         return memories
 
@@ -218,7 +227,25 @@ class Runtime:
             tape_scales=reports.tape_scales,
             pool=self.config.pool,
             buckets=tuple(self.config.buckets.get(stage.index, ())),
+            buffers=self.tied.buffers(index) if "arena" in self.relations else {},
+            tied=self.tied.tied(index) if "arena" in self.relations else (),
         )
+
+    def _require_shareable(self) -> None:
+        """Refuse tied weights where this runtime has no one place for their gradient."""
+        if not self.tied.names:
+            return
+        if self.config.rule == "copied" or "arena" not in self.relations:
+            raise BackendError(
+                "weights are tied: their gradient needs one destination, so take the rule "
+                "accumulate or per_microbatch, and a backend that uses the arena"
+            )
+        if self.tied.sharers and self.reducer is not None:
+            raise BackendError(
+                f"the stages {sorted(self.tied.sharers)} have tied weights, whose gradient leaves "
+                "in a bucket of both; this runtime reduces buckets of one stage: tie matrices of "
+                "one stage, or reduce the gradients that finalize returns"
+            )
 
     @property
     def _guarded_reducer(self) -> Reducer | None:
@@ -237,7 +264,8 @@ class Runtime:
             others = tuple(p.name for p in self.stages[index].non_matrix)
             given = self.config.buckets.get(index, ())
             if not given:
-                every = tuple(m.name for u in self.stages[index].units for m in u.matrices)
+                own = (m.name for u in self.stages[index].units for m in u.matrices)
+                every = tuple(name for name in own if self.tied.owned(index, name))
                 found[index] = index, (*every, *others)
             rest = [bucket for bucket in given if not bucket.matrices]
             if given and len(rest) != bool(others):
@@ -252,7 +280,8 @@ class Runtime:
                         f"bucket {bucket.name!r} is of the stages {found[bucket.name][0]} and "
                         f"{index}; no gradient buffer here is of two stages"
                     )
-                found[bucket.name] = index, bucket.matrices or others
+                held = tuple(n for n in bucket.matrices if self.tied.owned(index, n))
+                found[bucket.name] = index, held if bucket.matrices else others
         order = self.config.reductions or found
         return {name: found[name] for name in order if name in found}
 

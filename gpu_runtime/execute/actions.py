@@ -41,11 +41,14 @@ class _Place:
         index: The slot that the plan gives the microbatch, in the process's pool; None for a
             microbatch without one, which is left to the kernel to refuse.
         variant: What its dW does.
+        opens: Whether its dW overwrites what its stage shares with another one; None where it
+            shares nothing.
     """
 
     memory: StageMemory
     index: int | None
     variant: WgradVariant | None
+    opens: bool | None = None
 
 
 @attrs.define(eq=False)
@@ -77,7 +80,8 @@ class GuardedActions:
         for stage, memory in self.memories.items():
             self._slots.update((slot.index, slot) for slot in memory.table)
             for m, (index, variant) in enumerate(zip(memory.slot_of, memory.variants, strict=True)):
-                self._places[stage, m, 0, 0] = _Place(memory, index, variant)
+                opens = not variant.accumulate and not variant.joins if memory.shared else None
+                self._places[stage, m, 0, 0] = _Place(memory, index, variant, opens)
 
     def refresh(self, stage: int, *, caller: Hashable = "main") -> None:
         """
@@ -316,6 +320,7 @@ class GuardedActions:
                 ref,
                 destination=arena.present(microbatch),
                 first=not variant.accumulate,
+                first_of_tied=place.opens,
                 link=link,
             )
             slot = self._slots[ticket.slot]
