@@ -126,6 +126,7 @@ class Contract:
             self._counted = Counted(own, laid.memory.slot_stage)
         self.observer = observer
         self._entered = False  # while a call is under way
+        self._shares = any(config.tied for config in self.stages)
         self._pool = Pool(laid.memory, laid.slots)
         self._tapes = Tapes(self._runner, self._pool)
         self._streams = Streams(self._runner, tuple(callers), laid.domains, laid.links)
@@ -250,7 +251,7 @@ class Contract:
         """
         self._arguments.of_process("first_of_tied", key)
         st = self.memory
-        return bool(st.opened[st.shared_of[key.cell]] != key.epoch)
+        return bool(st.opened[st.shared_of[st.buffer_of[key.cell]]] != key.epoch)
 
     def snapshot(self) -> Snapshot:
         """
@@ -435,14 +436,11 @@ class Contract:
                     raise IndexError(link)
                 if destination is None:
                     destination = st.destination_of[key.cell]
-                buffer, shared = st.buffer_of[key.cell], st.shared_of[key.cell]
                 if first is None:
-                    first = st.opened[buffer] != key.epoch
+                    first = st.opened[st.buffer_of[key.cell]] != key.epoch
                 overwrites = 1 if first else 0
-                if first_of_tied is not None or shared != buffer:
-                    if first_of_tied is None:
-                        first_of_tied = st.opened[shared] != key.epoch
-                    overwrites = _WRITES[bool(first), bool(first_of_tied)]
+                if self._shares or first_of_tied is not None:
+                    overwrites = self._writes(key, overwrites, first_of_tied)
                 serial = self._check_wgrad(st, key, ref, link, destination, overwrites)
             except FAILURES as error:
                 given = (key, ref, link, destination, first)
@@ -459,6 +457,17 @@ class Contract:
             return ticket
         finally:
             self._entered = False
+
+    def _writes(self, key: TapeKey, overwrites: int, first_of_tied: bool | None) -> int:
+        """Return how a dW writes its stage's own destinations and those that it shares."""
+        st = self.memory
+        own = st.buffer_of[key.cell]
+        shared = st.shared_of[own]
+        if first_of_tied is None:
+            if shared == own:
+                return overwrites
+            first_of_tied = st.opened[shared] != key.epoch
+        return _WRITES[overwrites, bool(first_of_tied)]
 
     def commit(
         self,
@@ -1039,10 +1048,10 @@ def _names(evidence: Iterable[str]) -> tuple[Any, ...]:
 
 #: How a dW writes, by whether it overwrites its stage's own destinations and the shared ones.
 _WRITES: Final = {
-    (False, False): ADDS,
-    (True, True): OVERWRITES,
-    (True, False): JOINS,
-    (False, True): OPENS,
+    (0, False): ADDS,
+    (1, True): OVERWRITES,
+    (1, False): JOINS,
+    (0, True): OPENS,
 }
 
 #: The evidence of an action that filled no cache, or whose backend cannot say.

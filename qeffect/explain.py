@@ -503,7 +503,7 @@ def _own_first(first: int) -> bool:
 def _opened(st: Any, a: Arguments) -> str:
     """Say which buffer a dW would overwrite that was opened before it."""
     cell = a["key"].cell
-    own, shared = st.buffer_of[cell], st.shared_of[cell]
+    own, shared = st.buffer_of[cell], st.shared_of[st.buffer_of[cell]]
     ours = _own_first(a["first"]) and st.opened[own] == a["key"].epoch
     return "buffer's" if ours or own == shared else "tied buffer's"
 
@@ -511,7 +511,7 @@ def _opened(st: Any, a: Arguments) -> str:
 def _missed(st: Any, a: Arguments) -> str:
     """Say when the buffer was last opened that a dW would add to, and that it is a shared one."""
     cell = a["key"].cell
-    own, shared = st.buffer_of[cell], st.shared_of[cell]
+    own, shared = st.buffer_of[cell], st.shared_of[st.buffer_of[cell]]
     if not _own_first(a["first"]) and st.opened[own] != a["key"].epoch:
         return f"{st.opened[own]}"
     return f"{st.opened[shared]}" + ("" if own == shared else ", the tied one")
@@ -520,7 +520,7 @@ def _missed(st: Any, a: Arguments) -> str:
 def _written(st: Any, a: Arguments) -> int:
     """Return the ticket of the dW in flight on a buffer of the key."""
     cell = a["key"].cell
-    return int(st.writing[st.buffer_of[cell]] or st.writing[st.shared_of[cell]])
+    return int(st.writing[st.buffer_of[cell]] or st.writing[st.shared_of[st.buffer_of[cell]]])
 
 
 def _spoiled(st: Any, a: Arguments) -> int:

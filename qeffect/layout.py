@@ -114,7 +114,7 @@ def lay_out(
     cells = [cell for config in stages for cell in config.cells()]
     sharers = share_destinations(stages)
     destination_of, buffer_of, buffers = placements(stages)
-    shared_of, buffers = shared_buffers(stages, sharers, buffer_of, buffers)
+    shared_of = shared_buffers(stages, sharers, buffer_of, buffers)
     members = {
         name: [cell for c in stages if c.domain == name for cell in c.cells()] for name in domains
     }
@@ -140,7 +140,7 @@ def lay_out(
             "domain": len(domains),
             "link": len(links),
             "pool": max(pools) + 1,
-            "buffer": buffers,
+            "buffer": len(shared_of),
             "bucket": len(bucket_stages),
         },
         {
@@ -402,21 +402,19 @@ def shared_buffers(
     sharers: Mapping[int, int],
     buffer_of: Mapping[Cell, int],
     buffers: int,
-) -> tuple[dict[Cell, int], int]:
+) -> list[int]:
     """
-    Return the buffer that each cell's dW shares with another stage, and how many buffers there are.
+    Return the buffer that is shared with another stage wherever a stage's own one is written.
 
-    Two sharers have one such buffer, or one for each microbatch; a cell of a stage without a
-    sharer has its own once more.
+    Two sharers have one such buffer, or one for each microbatch; they come after all own ones. A
+    buffer of a stage without a sharer, and a shared one, stands for itself.
     """
-    shared_of: dict[Cell, int] = {}
+    shared_of = list(range(buffers))
     known: dict[tuple[int, int | None], int] = {}
     for config in stages:
         apart = bool(config.destinations) and config.destinations[0].microbatch is not None
         for cell in config.cells():
-            if sharers[config.stage] == config.stage:
-                shared_of[cell] = buffer_of[cell]
-                continue
-            pair = min(config.stage, sharers[config.stage]), cell[1] if apart else None
-            shared_of[cell] = known.setdefault(pair, buffers + len(known))
-    return shared_of, buffers + len(known)
+            if sharers[config.stage] != config.stage:
+                pair = min(config.stage, sharers[config.stage]), cell[1] if apart else None
+                shared_of[buffer_of[cell]] = known.setdefault(pair, buffers + len(known))
+    return [*shared_of, *known.values()]

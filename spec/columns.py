@@ -525,9 +525,9 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured("buffer_of", "cell -> buffer", "buffer that the destination lies in"),
     _configured(
         "shared_of",
-        "cell -> buffer",
-        "buffer of the tied destinations, which dW of the stage's sharer writes too; without a "
-        "sharer the same as `buffer_of`",
+        "buffer -> buffer",
+        "buffer of the tied destinations that is written with a stage's own, by its sharer's dW "
+        "too; without a sharer the buffer itself",
     ),
     _configured(
         "sharer_of",

@@ -49,7 +49,7 @@ def check_wgrad_guards(st: State, key, ref, link, destination, first):
     e = key.epoch
     c = key.cell
     b = st.buffer_of[c]
-    t = st.shared_of[c]
+    t = st.shared_of[b]
     if st.spoiled[s] == e:
         raise Refused("arena.spoiled")
     if st.destination_of[c] != destination:
@@ -70,7 +70,7 @@ def check_wgrad_guards(st: State, key, ref, link, destination, first):
 def check_wgrad_writes(st: State, key, ref, link, destination, first):
     c = key.cell
     b = st.buffer_of[c]
-    t = st.shared_of[c]
+    t = st.shared_of[b]
     ticket = st.serial[0] + 1
     st.writing[b] = ticket
     st.writing[t] = ticket
@@ -79,7 +79,7 @@ def check_wgrad_writes(st: State, key, ref, link, destination, first):
 def commit_wgrad_writes(st: State, slot, ticket, covered):
     c = st.cell_at[slot]
     b = st.buffer_of[c]
-    t = st.shared_of[c]
+    t = st.shared_of[b]
     e = st.epoch_at[slot]
     st.writing[b] = 0
     st.writing[t] = 0
@@ -90,7 +90,7 @@ def commit_wgrad_writes(st: State, slot, ticket, covered):
 def abort_wgrad_writes(st: State, slot, ticket):
     c = st.cell_at[slot]
     b = st.buffer_of[c]
-    t = st.shared_of[c]
+    t = st.shared_of[b]
     st.writing[b] = 0
     st.writing[t] = 0
 

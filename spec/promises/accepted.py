@@ -275,7 +275,8 @@ def bound_destination(st: State, h: History, a: Args) -> Truth:
 @STEPS("arena.right-destination", "check_wgrad")
 def right_destination(st: State, h: History, a: Args) -> Truth:
     """dW writes where dI was told, alone, over nothing of its epoch or onto only that."""
-    own, shared = h.content[st.buffer_of[a.key.cell]], h.content[st.shared_of[a.key.cell]]
+    buffer = st.buffer_of[a.key.cell]
+    own, shared = h.content[buffer], h.content[st.shared_of[buffer]]
     adds = (a.first == ADDS) | (a.first == OPENS)
     joins = (a.first == ADDS) | (a.first == JOINS)
     fresh = (adds == (own == a.key.epoch)) & (joins == (shared == a.key.epoch))
@@ -285,8 +286,8 @@ def right_destination(st: State, h: History, a: Args) -> Truth:
 @STEPS("arena.alone", "check_wgrad")
 def written_alone(st: State, h: History, a: Args) -> Truth:
     """Nobody else writes a buffer that dW writes, its own or the one that its stage shares."""
-    c = a.key.cell
-    return (h.writers[st.buffer_of[c]] == 0) & (h.writers[st.shared_of[c]] == 0)
+    buffer = st.buffer_of[a.key.cell]
+    return (h.writers[buffer] == 0) & (h.writers[st.shared_of[buffer]] == 0)
 
 
 @STEPS("arena.not-spoiled", "bind", "check_wgrad")
@@ -317,7 +318,9 @@ def whole(st: State, h: History, a: Args, c: Index) -> Truth:
 def tied_whole(st: State, h: History, a: Args, c: Index, k: Index) -> Truth:
     """When a stage is final, every dW onto its destinations ran once, also another stage's, and
     none was cut short."""
-    onto = (st.stage_of[c] == a.stage) & (st.shared_of[k] == st.shared_of[c])
+    onto = (st.stage_of[c] == a.stage) & (
+        st.shared_of[st.buffer_of[k]] == st.shared_of[st.buffer_of[c]]
+    )
     sound = h.half_written[st.stage_of[k]] != h.weights[0]
     return implies(onto, (h.ran_wgrad[k] == 1) & sound)
 

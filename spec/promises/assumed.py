@@ -57,13 +57,12 @@ def generations_counted(st: State) -> Truth:
 
 @CONFIGURATION("arena.buffers-apart", a="cell", b="cell")
 def buffers_apart(st: State, a: Index, b: Index) -> Truth:
-    """No stage writes another one's own gradient buffer; what it shares, it always shares."""
-    here = st.stage_of[a] == st.stage_of[b]
-    always = implies(
-        st.buffer_of[a] == st.buffer_of[b], here & (st.shared_of[a] == st.shared_of[b])
+    """No stage writes another one's own gradient buffer, and what two share is no stage's own."""
+    here, own = st.stage_of[a] == st.stage_of[b], st.buffer_of[b]
+    alone = here & (st.shared_of[own] == own)
+    return implies(st.buffer_of[a] == own, here) & implies(
+        st.shared_of[st.buffer_of[a]] == own, alone
     )
-    nobody = st.shared_of[b] == st.buffer_of[b]
-    return always & implies(st.shared_of[a] == st.buffer_of[b], here & nobody)
 
 
 @CONFIGURATION("arena.two-sharers", a="cell", b="cell")
@@ -71,7 +70,7 @@ def two_sharers(st: State, a: Index, b: Index) -> Truth:
     """A shared gradient buffer is written by one stage, or by two that are each other's sharer."""
     one, other = st.stage_of[a], st.stage_of[b]
     sharers = (one == other) | ((st.sharer_of[one] == other) & (st.sharer_of[other] == one))
-    return implies(st.shared_of[a] == st.shared_of[b], sharers)
+    return implies(st.shared_of[st.buffer_of[a]] == st.shared_of[st.buffer_of[b]], sharers)
 
 
 @CONFIGURATION("arena.one-domain", g="stage")

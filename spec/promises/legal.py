@@ -193,7 +193,7 @@ def own_destination(st: State, h: History, a: Args) -> Truth:
     """The destination is the configured one, nobody writes it, and the first writer of each of its
     buffers, the stage's own and the shared one, overwrites."""
     c = a.key.cell
-    own, shared = st.buffer_of[c], st.shared_of[c]
+    own, shared = st.buffer_of[c], st.shared_of[st.buffer_of[c]]
     adds = (a.first == ADDS) | (a.first == OPENS)
     joins = (a.first == ADDS) | (a.first == JOINS)
     fresh = (adds == (h.content[own] == a.key.epoch)) & (

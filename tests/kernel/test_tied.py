@@ -211,7 +211,7 @@ class TestOneStage:
         both = {"tied": ("v", "w"), "buffers": {"v": "table", "w": "table"}}
         rig = Rig(_stage(0, destinations=given, **both))
 
-        assert rig.contract.memory.shared_of == rig.contract.memory.buffer_of
+        assert rig.contract.memory.shared_of == [0]
         assert rig.epoch() == 1
 
     def test_at_one_address_undeclared(self) -> None:

@@ -341,9 +341,7 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
         else [-1] * n["cell"],
         "destination_of": list(stage_of) if scope.accumulate else list(range(n["cell"])),
         "buffer_of": list(stage_of) if scope.accumulate else list(range(n["cell"])),
-        "shared_of": [len(scope.slots) if scope.tied and s < 2 else s for s in stage_of]
-        if scope.accumulate
-        else list(range(n["cell"])),
+        "shared_of": [len(scope.slots) if scope.tied and b < 2 else b for b in range(n["buffer"])],
         "sharer_of": [1 - s if scope.tied and s < 2 else s for s in range(n["stage"])],
         "pool_of": pools,
         "forward_rank": ranks[0],

@@ -82,14 +82,14 @@ def final_or_spoiled(st: State, h: History, g: Index) -> Truth:
 @HISTORY("arena.written-is-held", c="cell")
 def written_is_held(st: State, h: History, c: Index) -> Truth:
     """Where a cell's dW ran, its buffers hold gradients of the current epoch."""
-    own, shared = h.content[st.buffer_of[c]], h.content[st.shared_of[c]]
+    own, shared = h.content[st.buffer_of[c]], h.content[st.shared_of[st.buffer_of[c]]]
     return implies(h.ran_wgrad[c] != 0, (own == h.weights[0]) & (shared == h.weights[0]))
 
 
 @HISTORY("arena.shared-is-held", c="cell")
 def shared_is_held(st: State, h: History, c: Index) -> Truth:
     """Where a stage's own buffer holds gradients of the current epoch, the shared one does."""
-    own, shared = h.content[st.buffer_of[c]], h.content[st.shared_of[c]]
+    own, shared = h.content[st.buffer_of[c]], h.content[st.shared_of[st.buffer_of[c]]]
     return implies(own == h.weights[0], shared == h.weights[0])
 
 
@@ -107,7 +107,9 @@ def one_writer(st: State, h: History, b: Index) -> Truth:
     dw = (s != NO_SLOT) & wgrad_in_flight(st, s) & (st.writing[b] == st.held[s])
     busy = (st.writing[b] != 0) & (h.writers[b] == 1)
     cell = st.cell_at[s]
-    return idle | (busy & dw & ((st.buffer_of[cell] == b) | (st.shared_of[cell] == b)))
+    return idle | (
+        busy & dw & ((st.buffer_of[cell] == b) | (st.shared_of[st.buffer_of[cell]] == b))
+    )
 
 
 @HISTORY("arena.bound-once", c="cell")

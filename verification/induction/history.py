@@ -450,7 +450,7 @@ def abort_dgrad(st: State, h: History, slot: Any, ticket: Any) -> None:
 
 def write(st: State, h: History, cell: Any, more: int) -> None:
     """A dW begins or ends to write a cell's own buffer, and the shared one if that is another."""
-    own, shared = st.buffer_of[cell], st.shared_of[cell]
+    own, shared = st.buffer_of[cell], st.shared_of[st.buffer_of[cell]]
     h.writers[own] = h.writers[own] + more
     h.writers[shared] = h.writers[shared] + choose(own == shared, 0, more)
 
@@ -468,7 +468,7 @@ def check_wgrad(
     begin(st, h, ref.slot)
     write(st, h, key.cell, 1)
     h.writer[st.buffer_of[key.cell]] = ref.slot
-    h.writer[st.shared_of[key.cell]] = ref.slot
+    h.writer[st.shared_of[st.buffer_of[key.cell]]] = ref.slot
     replay(st, h, ref.slot, st.wgrad_rank[ref.slot])
     reserve_ticket(h, ticket, WGRAD, ref.slot, h.ticket_stage[0])
 
@@ -481,7 +481,7 @@ def commit_wgrad(st: State, h: History, slot: Any, ticket: Any, covered: Any) ->
     replayed_on(h, slot)
     write(st, h, cell, -1)
     h.content[st.buffer_of[cell]] = h.tenant_epoch[slot]
-    h.content[st.shared_of[cell]] = h.tenant_epoch[slot]
+    h.content[st.shared_of[st.buffer_of[cell]]] = h.tenant_epoch[slot]
     h.covered[cell] = covered
     trade(h.place, h.placed, s, cell, h.num_wgrads[s])
     h.num_wgrads[s] = h.num_wgrads[s] + 1

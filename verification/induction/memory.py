@@ -135,7 +135,7 @@ def bound_by_now(st: State, c: Index) -> Truth:
 def opened_by_now(st: State, c: Index) -> Truth:
     """No buffer was opened in an epoch to come."""
     now = st.weight_epoch[st.stage_of[c]]
-    return (st.opened[st.buffer_of[c]] <= now) & (st.opened[st.shared_of[c]] <= now)
+    return (st.opened[st.buffer_of[c]] <= now) & (st.opened[st.shared_of[st.buffer_of[c]]] <= now)
 
 
 # Version
@@ -206,7 +206,7 @@ def busy_with_refresh(st: State, g: Index) -> Truth:
 def writing_with_wgrad(st: State, s: Index) -> Truth:
     """A buffer is reserved for the dW in flight on a slot."""
     wgrad = retained(st, s) & (st.consumers[s] & DGRAD_BIT == 0)
-    own, shared = st.buffer_of[st.cell_at[s]], st.shared_of[st.cell_at[s]]
+    own, shared = st.buffer_of[st.cell_at[s]], st.shared_of[st.buffer_of[st.cell_at[s]]]
     reserved = (st.writing[own] == st.held[s]) & (st.writing[shared] == st.held[s])
     return implies((st.held[s] != 0) & wgrad, reserved)
 

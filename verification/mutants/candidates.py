@@ -107,7 +107,7 @@ def _of_slot(world: World, slot: int, link: int) -> Iterator[tuple[str, dict[str
     yield "drop", named
     yield "check_dgrad", {**named, "token": st.token[st.domain_of[stage]]}
     own = st.opened[st.buffer_of[cell]] == key.epoch
-    joined = st.opened[st.shared_of[cell]] == key.epoch
+    joined = st.opened[st.shared_of[st.buffer_of[cell]]] == key.epoch
     first = ADDS if own else JOINS if joined else OVERWRITES  # without a sharer the two are one
     destination = st.destination_of[cell]
     yield "check_wgrad", {**named, "destination": destination, "first": first}

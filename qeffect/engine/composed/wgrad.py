@@ -53,7 +53,7 @@ def check_wgrad(st, key, ref, link, destination, first):
         raise Refused("version.wrong-epoch")
     # arena.check_wgrad_guards
     b = st.buffer_of[c]
-    t = st.shared_of[c]
+    t = st.shared_of[b]
     if st.spoiled[s] == e:
         raise Refused("arena.spoiled")
     if st.destination_of[c] != destination:
@@ -109,7 +109,7 @@ def commit_wgrad(st, slot, ticket, covered):
     left = mask & ~WGRAD_BIT
     c = st.cell_at[slot]
     b = st.buffer_of[c]
-    t = st.shared_of[c]
+    t = st.shared_of[b]
     e = st.epoch_at[slot]
     p = st.pool_of[slot]
     d = st.domain_of[s]
@@ -154,7 +154,7 @@ def abort_wgrad(st, slot, ticket):
         raise Refused("ownership.unknown-ticket")
     c = st.cell_at[slot]
     b = st.buffer_of[c]
-    t = st.shared_of[c]
+    t = st.shared_of[b]
     p = st.pool_of[slot]
     moving = st.moving[slot]
     s = st.slot_stage[slot]
