@@ -57,13 +57,11 @@ def check_wgrad_guards(st: State, key, ref, link, destination, first):
     if st.writing[b] != 0 or st.writing[t] != 0:
         raise Refused("arena.in-flight")
     # Every dW writes both buffers, so that the shared one is open wherever the stage's own is.
-    if first == JOINS and st.opened[b] == e:
+    own = st.opened[b]
+    shared = st.opened[t]
+    if (first == JOINS and own == e) or (first != ADDS and first != JOINS and shared == e):
         raise Refused("arena.overwrite")
-    if first != ADDS and first != JOINS and st.opened[t] == e:
-        raise Refused("arena.overwrite")
-    if (first == ADDS and st.opened[b] != e) or first == OPENS:
-        raise Refused("arena.stale-accumulation")
-    if first == JOINS and st.opened[t] != e:
+    if (first == ADDS and own != e) or first == OPENS or (first == JOINS and shared != e):
         raise Refused("arena.stale-accumulation")
 
 
