@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, BinaryIO
+from contextlib import suppress
+from typing import Any, BinaryIO, Protocol
 
 import attrs
 import torch
 
 from qeffect.checkpoint import Checkpoint
-from qeffect.config import StageConfig
+from qeffect.config import Bucket, StageConfig
 from qeffect.contract import Contract
 from qeffect.counts import DeviceCounts
 from qeffect.engine.stage import OPTIONAL
@@ -34,7 +35,16 @@ from qeffect.gpu_runtime.plan.slots import Provisioning, SlotPlan, plan_slots
 from qeffect.keys import TapeKey
 from qeffect.log.recorder import Recorder
 
-Reducer = Callable[[int, Mapping[str, torch.Tensor]], None]
+
+class Reduction(Protocol):
+    """A reduction that was started, as an asynchronous collective of torch returns it."""
+
+    def wait(self) -> object:
+        """Make the current stream, or the host, wait until it is done."""
+
+
+#: What reduces: it is given a bucket's name and its gradients.
+Reducer = Callable[[int | str, Mapping[str, torch.Tensor]], Reduction | None]
 
 
 @attrs.frozen(kw_only=True)
@@ -56,6 +66,11 @@ class RuntimeConfig:
             commit (`qeffect.counts`). The host then waits at the commit for the step's last action.
         pool: Capture-memory pool that all slots share. Only the test that shows why that is wrong
             sets it; None gives every slot a pool of its own.
+        buckets: For a stage, the gradients that are reduced together: every matrix in one bucket,
+            and one bucket without matrices for the parameters that are none. A stage that is not
+            named has one bucket of all its gradients, named as its index.
+        reductions: The order of all buckets in which every replica starts their reductions; empty
+            where the order of the calls is not looked at.
     """
 
     rule: Rule = "accumulate"
@@ -68,6 +83,8 @@ class RuntimeConfig:
     callers: tuple[Hashable, ...] = ("main",)
     device_counts: bool = False
     pool: Hashable | None = None
+    buckets: Mapping[int, Sequence[Bucket]] = attrs.field(factory=dict)
+    reductions: Sequence[int | str] = ()
 
 
 class Runtime:
@@ -80,8 +97,8 @@ class Runtime:
         config: How to run.
         event_log: Where to write every accepted transition: a path, a binary file, or True for
             memory (`recorder.lines`). None costs nothing. `close` ends the log.
-        reducer: Reduces the gradients of a finalized stage in place over data-parallel ranks; it
-            is given the stage and its gradients.
+        reducer: Reduces a bucket's gradients in place over data-parallel ranks; it is given the
+            bucket's name and the gradients by name, and may return what `wait` ends.
 
     Raises:
         BackendError: The order names other stages, the backend cannot be captured, or a stage does
@@ -101,6 +118,9 @@ class Runtime:
         self.reducer = reducer
         self._keys: dict[tuple[int, int], TapeKey] = {}
         self._keys_of = -1
+        self._totals: dict[int, dict[str, torch.Tensor]] = {}
+        self._reducing: dict[int | str, Reduction | None] = {}
+        self._reduced: set[int | str] = set()
         self.order = order
         self.stages = {stage.index: stage for stage in stages}
         self.domain = _one_domain(stages)
@@ -110,6 +130,7 @@ class Runtime:
                 f"the order runs stages {list(order.stages)}, this process has "
                 f"{sorted(self.stages)}; build the stages of the rank whose row it is"
             )
+        self._buckets = self._require_buckets()
         self.plan: SlotPlan = plan_slots(order, self.config.provisioning, feeds=self.config.feeds)
         self.handoff: Handoff = handoff_for(self.domain.device)
         self.handoff.wait_for_caller()
@@ -123,6 +144,7 @@ class Runtime:
             omit=sorted(OPTIONAL - self.relations),
             callers=self.config.callers,
             declared=self._declared(),
+            reductions=self.config.reductions,
             counted=self.config.device_counts,
         )
         self.counters: DeviceCounters | None = None
@@ -172,12 +194,49 @@ class Runtime:
             destinations=memory.arena.configured() if "arena" in self.relations else (),
             sends_output=self.config.readers,
             sends_gradient=self.config.readers and any(s.differentiable for s in stage.inputs),
-            reduces=self.reducer is not None and "reduction" in self.relations,
+            reduces=self._guarded_reducer is not None,
             reports_fills=reports.filled is not None,
             reports_updates=reports.updates is not None,
             tape_scales=reports.tape_scales,
             pool=self.config.pool,
+            buckets=tuple(self.config.buckets.get(stage.index, ())),
         )
+
+    @property
+    def _guarded_reducer(self) -> Reducer | None:
+        """The reducer, where the contract is told of reductions; a backend may leave them out."""
+        return self.reducer if "reduction" in self.relations else None
+
+    def _require_buckets(self) -> dict[int | str, tuple[int, tuple[str, ...]]]:
+        """Return each bucket's stage and gradients, in the order in which finalize starts them."""
+        unknown = sorted(self.config.buckets.keys() - self.stages.keys())
+        if unknown:
+            raise BackendError(f"buckets are of stages {unknown}; there are {[*self.order.stages]}")
+        if self.config.buckets and self._guarded_reducer is None:
+            raise BackendError("buckets are configured, and nothing reduces: pass a reducer")
+        found: dict[int | str, tuple[int, tuple[str, ...]]] = {}
+        for index in sorted(self.stages):
+            others = tuple(p.name for p in self.stages[index].non_matrix)
+            given = self.config.buckets.get(index, ())
+            if not given:
+                every = tuple(m.name for u in self.stages[index].units for m in u.matrices)
+                found[index] = index, (*every, *others)
+            rest = [bucket for bucket in given if not bucket.matrices]
+            if given and len(rest) != bool(others):
+                raise BackendError(
+                    f"stage {index} has {len(others)} parameters that are no matrix, and "
+                    f"{len(rest)} buckets without matrices to hold their gradients; expected "
+                    f"{int(bool(others))}"
+                )
+            for bucket in given:
+                if bucket.name in found:
+                    raise BackendError(
+                        f"bucket {bucket.name!r} is of the stages {found[bucket.name][0]} and "
+                        f"{index}; no gradient buffer here is of two stages"
+                    )
+                found[bucket.name] = index, bucket.matrices or others
+        order = self.config.reductions or found
+        return {name: found[name] for name in order if name in found}
 
     def on_trust(self) -> dict[int, tuple[str, ...]]:
         """
@@ -262,9 +321,36 @@ class Runtime:
         self.update(optimizer, gradients, caller=caller)
         return gradients
 
+    def reduce(self, bucket: int | str, *, caller: Hashable = "main") -> None:
+        """
+        Start a bucket's reduction, before the other stages or the epoch are at their end.
+
+        The last dW of its stage has run. What is not reduced so, `finalize` reduces; it waits for
+        what was started here.
+
+        Args:
+            bucket: Its name.
+            caller: Name of the calling stream.
+
+        Raises:
+            Refused: A dW of the stage is missing, the bucket is not the next of the declared
+                order, or its reduction has begun.
+            BackendError: There is no reducer, or no bucket of that name.
+        """
+        reducer = self._guarded_reducer
+        if reducer is None:
+            raise BackendError(f"bucket {bucket!r} is to be reduced, and nothing reduces")
+        if bucket not in self._buckets:
+            raise BackendError(f"no bucket {bucket!r} is reduced; there are {[*self._buckets]}")
+        link = self.actions._enter(caller)
+        with self.handoff.scope():
+            self._start(reducer, bucket, link)
+            self.handoff.record_tail()
+        self.actions._leave(link)
+
     def finalize(self, *, caller: Hashable = "main") -> Gradients:
         """
-        Declare every stage's gradients whole, and sum them.
+        Declare every stage's gradients whole, sum them, and reduce what is not reduced yet.
 
         Raises:
             Refused: Something is missing or spoiled.
@@ -275,33 +361,81 @@ class Runtime:
         with self.handoff.scope():
             if self.counters is not None:
                 self.counters.read()  # first, so that the sums run while the host looks at it
-            gradients = {index: self._gradients(memory) for index, memory in self.memories.items()}
-            for index, named in gradients.items():
-                self._reduce(index, named)
+            gradients: dict[int, Mapping[str, torch.Tensor]] = {
+                index: self._total(index) for index in self.memories
+            }
+            if self.reducer is not None:
+                self._reduce_rest(self.reducer, link)
             self.handoff.record_tail()
         self.actions._leave(link)
         return gradients
 
-    def _reduce(self, stage: int, gradients: Mapping[str, torch.Tensor]) -> None:
-        if self.reducer is None:
-            return
+    def _reduce_rest(self, reducer: Reducer, link: int) -> None:
+        """Start what was not started, and wait for all of it."""
         if "reduction" not in self.relations:
-            self.reducer(stage, gradients)
+            for bucket in self._buckets:
+                work = reducer(bucket, self._gradients_of(bucket))
+                if work is not None:
+                    work.wait()
             return
-        self.contract.start_reduction(stage)
-        try:
-            self.reducer(stage, gradients)
-        except BaseException:
-            self.contract.fail_reduction(stage)
-            raise
-        self.contract.finish_reduction(stage)
+        for bucket in self._buckets:
+            if bucket not in self._reducing and bucket not in self._reduced:
+                self._start(reducer, bucket, link)
+            if bucket in self._reducing and self._reducing[bucket] is None:
+                self._finish(bucket, link)
+        for bucket in list(self._reducing):
+            self._finish(bucket, link)
 
-    def _gradients(self, memory: StageMemory) -> dict[str, torch.Tensor]:
-        stage = memory.stage
-        total = memory.arena.total(self.order.microbatches(stage.index, Kind.DGRAD))
-        named = by_matrix(stage.units, total)
-        named.update(zip((p.name for p in stage.non_matrix), memory.sums, strict=True))
-        return named
+    def _start(self, reducer: Reducer, bucket: int | str, link: int) -> None:
+        self.contract.start_reduction(bucket, link)
+        try:
+            self._reducing[bucket] = reducer(bucket, self._gradients_of(bucket))
+        except BaseException:
+            self.contract.fail_reduction(bucket)
+            raise
+
+    def _finish(self, bucket: int | str, link: int) -> None:
+        work = self._reducing.pop(bucket)
+        try:
+            if work is not None:
+                work.wait()
+        except BaseException:
+            self.contract.fail_reduction(bucket)
+            raise
+        self.contract.finish_reduction(bucket, link)
+        self._reduced.add(bucket)
+
+    def _fail_running(self) -> None:
+        """End the reductions that are in flight; what they write is of no use any more."""
+        while self._reducing:
+            bucket, work = self._reducing.popitem()
+            if work is not None:
+                with suppress(Exception):
+                    work.wait()
+            self.contract.fail_reduction(bucket)
+
+    def _gradients_of(self, bucket: int | str) -> dict[str, torch.Tensor]:
+        stage, names = self._buckets[bucket]
+        total = self._total(stage)
+        return {name: total[name] for name in names}
+
+    def _total(self, index: int) -> dict[str, torch.Tensor]:
+        """Sum a stage's gradients, once an epoch: the sum is made in place."""
+        if index not in self._totals:
+            memory = self.memories[index]
+            stage = memory.stage
+            total = memory.arena.total(self.order.microbatches(stage.index, Kind.DGRAD))
+            named = by_matrix(stage.units, total)
+            named.update(zip((p.name for p in stage.non_matrix), memory.sums, strict=True))
+            self._totals[index] = named
+        return self._totals[index]
+
+    def _forget_gradients(self) -> None:
+        """What was summed and reduced is of an epoch that is over, or begins again."""
+        self._totals.clear()
+        self._reduced.clear()
+        for memory in self.memories.values():
+            memory.arena.start_epoch()
 
     def update(
         self, optimizer: Optimizer, gradients: Gradients, *, caller: Hashable = "main"
@@ -343,8 +477,7 @@ class Runtime:
         # The update was enqueued on the graph stream: its own order lets later replays wait for it.
         self.contract.join(link)
         self.actions._leave(link)
-        for memory in self.memories.values():
-            memory.arena.start_epoch()
+        self._forget_gradients()
         return epoch
 
     def device_counts(self) -> dict[Hashable, DeviceCounts] | None:
@@ -387,6 +520,7 @@ class Runtime:
         if self.actions.broken is not None:
             raise BackendError(self.actions.broken)
         epoch = self.contract.epoch
+        self._fail_running()
         self.drain()
         self.contract.purge(epoch)
         with self.handoff.scope():
@@ -396,7 +530,7 @@ class Runtime:
     def _restart(self, epoch: int) -> None:
         for memory in self.memories.values():
             memory.table.rebuild()
-            memory.arena.start_epoch()
+        self._forget_gradients()
         self.drain()
         self.contract.restore(Checkpoint(epoch, self.contract.configuration))
         self._count_from_zero()
@@ -439,6 +573,7 @@ class Runtime:
             Refused: The checkpoint is of another configuration.
             BackendError: The numerical state is of another recipe or other stages.
         """
+        self._fail_running()
         self.drain()
         self.contract.purge(self.contract.epoch)
         # Checked first: restoring the contract is what can be refused.
@@ -452,7 +587,7 @@ class Runtime:
         self._count_from_zero()
         for memory in self.memories.values():
             memory.table.rebuild()
-            memory.arena.start_epoch()
+        self._forget_gradients()
         self._committed.take()
         self.actions.broken = None
 

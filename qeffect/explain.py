@@ -4,7 +4,7 @@ What a refusal says: the value found and the value the contract wanted, for ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .engine.stage import TRANSITIONS
@@ -117,19 +117,19 @@ def _ref(st: Any, a: Arguments) -> tuple[str, str]:
     return f"{a['key']} in {a['ref']}", f"what the slot holds: {_tape(st, a['ref'].slot)}"
 
 
+def _entries(column: Any) -> Iterable[tuple[Any, Any]]:
+    """Index and value of each entry; a column by stage may be a dictionary."""
+    return column.items() if isinstance(column, dict) else enumerate(column)
+
+
 def _live(column: Any) -> str:
-    entries = column.items() if isinstance(column, dict) else enumerate(column)
-    return ", ".join(f"{index}: {value}" for index, value in entries if value not in (0, -1))
+    return ", ".join(
+        f"{index}: {value}" for index, value in _entries(column) if value not in (0, -1)
+    )
 
 
 #: How many slots a message names before it counts the rest.
 _FEW = 4
-
-
-def _unlike(column: Any, wanted: int) -> str:
-    """Where a column holds another value."""
-    entries = column.items() if isinstance(column, dict) else enumerate(column)
-    return ", ".join(str(index) for index, value in entries if value != wanted) or "none"
 
 
 def _tenants(st: Any, a: Arguments) -> str:
@@ -150,10 +150,9 @@ def _epoch(epoch: int) -> str:
     return "no epoch" if epoch == NEVER else f"epoch {epoch}"
 
 
-def _indices(column: Any) -> str:
-    """Where flags are set."""
-    entries = column.items() if isinstance(column, dict) else enumerate(column)
-    return ", ".join(str(index) for index, value in entries if value != 0) or "none"
+def _indices(column: Any, usual: int = 0) -> str:
+    """Where a column does not hold its usual value: by default, where flags are set."""
+    return ", ".join(str(index) for index, value in _entries(column) if value != usual) or "none"
 
 
 def _weights(epoch: int) -> str:
@@ -446,8 +445,7 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"one that was started; in flight: buckets {_indices(st.reducing)}",
     ),
     "reduction.missing": lambda st, a: (
-        "buckets not yet reduced: "
-        + ", ".join(str(b) for b, epoch in enumerate(st.reduced) if epoch != a["epoch"]),
+        f"buckets not yet reduced: {_indices(st.reduced, a['epoch'])}",
         "every configured reduction finished",
     ),
     "epoch.spoiled": lambda st, a: (
@@ -460,7 +458,7 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     ),
     "epoch.already-final": lambda st, a: (f"stage {a['stage']} again", "one finalize in an epoch"),
     "epoch.not-final": lambda st, a: (
-        f"stages that are not final: {_unlike(st.final, a['epoch'])}",
+        f"stages that are not final: {_indices(st.final, a['epoch'])}",
         f"every stage finalized in epoch {a['epoch']}",
     ),
     "epoch.wrong-epoch": lambda st, a: (

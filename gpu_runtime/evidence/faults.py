@@ -53,8 +53,8 @@ class LocalReduction:
 
     during: Callable[[], None] | None = None
 
-    def __call__(self, stage: int, gradients: Mapping[str, Tensor]) -> None:
-        """Reduce the gradients of a stage in place."""
+    def __call__(self, bucket: int | str, gradients: Mapping[str, Tensor]) -> None:
+        """Reduce the gradients of a bucket in place."""
         act, self.during = self.during, None
         if act is not None:
             act()

@@ -108,7 +108,7 @@ class TestActionsThatRaise:
         """A reduction that fails makes the epoch uncommittable; rebuilt, it goes on."""
         failing = [True]
 
-        def reduce(stage: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        def reduce(bucket: int | str, gradients: Mapping[str, torch.Tensor]) -> None:
             if failing:
                 raise ConnectionError("injected")
 

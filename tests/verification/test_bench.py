@@ -77,12 +77,14 @@ def sample(**figure: Any) -> Figure:
     ],
 )
 def test_a_miss_is_seen(figure: Figure, cells: tuple[str, str, str]) -> None:
-    """A figure on the wrong side of its goal is bold and named below the table."""
+    """A figure on the wrong side of its goal is bold, and counted below the table."""
     assert cells == figure.cells()
 
     said = missed([figure], {})
 
-    assert ("a mutant" in said) == cells[1].startswith("**") == figure.misses
+    assert said.startswith("1 of 1 goals are missed") == figure.misses
+    assert (said == "Every figure meets its goal.") == (not figure.misses)
+    assert cells[1].startswith("**") == figure.misses
 
 
 class Entry:

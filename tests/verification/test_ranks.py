@@ -168,8 +168,8 @@ class TestKernel:
         assert found.commits > 10
 
     def test_without_reductions_it_would_not_be(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The instrument is not blind: a reduction that is due is part of what is live."""
-        monkeypatch.setattr(kernel, "_LIVE", ("consumers", "refreshing", "busy"))
+        """The instrument is not blind: a bucket that is not reduced is not whole."""
+        monkeypatch.setattr(kernel, "_WHOLE", ("final",))
 
         assert "a commit is accepted if" in match(name="stage-readers").difference
 

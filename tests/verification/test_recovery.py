@@ -48,7 +48,7 @@ STRONGER = [
         "abort",
     ),
     ("version.abort_refresh_guards", "st.poisoned[st.domain_of[stage]] != 0", "abort_refresh"),
-    ("reduction.fail_reduction_guards", "st.spoiled[stage] == 0", "fail_reduction"),
+    ("reduction.fail_reduction_guards", "st.spoiled[st.stage_at[bucket]] == 0", "fail_reduction"),
 ]
 
 

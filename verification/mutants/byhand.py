@@ -87,9 +87,8 @@ def _read_elsewhere(world: World, stage: int) -> Plan:
     """An output is read on one link; dI comes from another, and needs no word of the read."""
     key = TapeKey(world.epoch, *world.configs[stage].cells()[0])
     ours, theirs = _links(world, stage)[:2]
-    forward = {"key": key, "slot": None, "token": None, "link": ours, "refresh": True}
-    if not world.uses("version"):
-        forward["refresh"] = False
+    refresh = world.uses("version")
+    forward = {"key": key, "slot": None, "token": None, "link": ours, "refresh": refresh}
     ticket = yield Call("check_forward", forward)
     ref = yield committed(world, ticket)
     read = {"key": key, "ref": ref, "gradient": False, "link": theirs}
