@@ -5,7 +5,6 @@ Completion: a replay waits for its caller, and a consumer waits for the replay.
 from __future__ import annotations
 
 from collections.abc import Callable
-
 from typing import Any
 
 import pytest
