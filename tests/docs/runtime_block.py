@@ -320,14 +320,18 @@ def _parts(cell: Mapping[str, Any], name: str) -> Iterator[str]:
 
 def _counted(cell: Mapping[str, Any], targets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Say what counting on the device costs a step."""
-    counts = cell.get("device_counts")
-    if counts is not None:
-        over = counts["step_on_over_off"]
-        goals = [f"; goal {t['value']}" for t in targets if t["goal"].startswith("step counted")]
-        yield (
-            f"With `device_counts=True` a step of {cell['cell']} takes {over['median']:.3f} of "
-            f"what it takes without ({over['min']:.3f} to {over['max']:.3f}{''.join(goals)})."
-        )
+    for name, goal, said in (
+        ("device_counts", "step counted by", "`device_counts=True`"),
+        ("late_counts", "step counted and", "`late_counts=True` as well"),
+    ):
+        counts = cell.get(name)
+        if counts is not None:
+            over = counts["step_on_over_off"]
+            goals = [f"; goal {t['value']}" for t in targets if t["goal"].startswith(goal)]
+            yield (
+                f"With {said} a step of {cell['cell']} takes {over['median']:.3f} of what it "
+                f"takes without ({over['min']:.3f} to {over['max']:.3f}{''.join(goals)})."
+            )
 
 
 #: Columns whose distance from the floor is split: one graph of the native step, and ours.

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from qeffect.gpu_runtime.bench.cells import CELLS, BenchCell, sweep_cell
-from qeffect.gpu_runtime.bench.columns import COUNTED, SPECS, SWEEP_SPECS, UNGUARDED, Settings
+from qeffect.gpu_runtime.bench.columns import COUNTED, LATE, SPECS, SWEEP_SPECS, UNGUARDED, Settings
 from qeffect.gpu_runtime.measure.report import Report
 
 ENVIRONMENT = {
@@ -42,6 +42,7 @@ STEP_MS = {
     "ours_two_streams": 4.3,
     "ours_unguarded": 4.08,
     "ours_device_counts": 4.141,
+    "ours_late_counts": 4.11,
 }
 
 
@@ -132,7 +133,7 @@ def bench_columns(cell: BenchCell) -> dict[str, Any]:
     """Every column of the step table with chosen numbers."""
     unit = 2 * cell.hidden * cell.hidden
     made = {}
-    for spec in (*SPECS, UNGUARDED, COUNTED):
+    for spec in (*SPECS, UNGUARDED, COUNTED, LATE):
         ms = STEP_MS[spec.name] * cell.hidden / 2048
         made[spec.name] = column(
             spec.family,
