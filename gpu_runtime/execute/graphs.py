@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -226,8 +226,7 @@ def capture(
             handoff.synchronize()
         report.warmup_seconds = time.perf_counter() - started
         started = time.perf_counter()
-        recorder = _Recorder(handoff, report, counters)
-        eager = EagerExecutor(counters)
+        recorder, eager = _Recorder(handoff, report), EagerExecutor(counters)
         for memory in memories.values():
             executor.refreshes[memory.stage.index] = recorder.record(
                 "refresh",
@@ -289,12 +288,9 @@ def warm_up(memory: StageMemory, report: CaptureReport) -> None:
 class _Recorder:
     """Captures one graph after another on the graph stream."""
 
-    def __init__(
-        self, handoff: GraphStream, report: CaptureReport, counters: DeviceCounters | None = None
-    ) -> None:
+    def __init__(self, handoff: GraphStream, report: CaptureReport) -> None:
         self.handoff = handoff
         self.report = report
-        self.branching = nullcontext if counters is None else counters.branching
 
     def record(self, name: str, pool: Any, action: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture one action, with the external event at its tail."""
@@ -303,7 +299,7 @@ class _Recorder:
         with self.report.phase("capture begin"):
             graph.capture_begin(pool=pool)
         try:
-            with self.report.phase(f"capture {name}"), self.branching():
+            with self.report.phase(f"capture {name}"):
                 action()
                 self.handoff.record_tail()
         finally:
