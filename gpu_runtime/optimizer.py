@@ -81,11 +81,11 @@ class Optimizer:
             named = gradients[index]
             for name, target in targets:
                 target.grad = named[name].to(target.dtype)
-        self.adamw.found_inf = skip
+        self.adamw.found_inf = skip  # type: ignore[attr-defined]
         try:
             self.update()
         finally:
-            self.adamw.found_inf = None
+            self.adamw.found_inf = None  # type: ignore[attr-defined]
 
     def _refuse(self, gradients: Gradients) -> None:
         found = {f"stages.{i}.{name}" for i, named in gradients.items() for name in named}

@@ -527,6 +527,14 @@ def derive_probes(raw: Raw) -> dict[str, Any]:
             f"{looked['median_us']:.1f} µs for {looked['addresses']} addresses of a stage"
         )
         probes.append({"what": "a look at every baked address", "found": found})
+    # Reports from before interleaved stages were looked at have none.
+    for side in raw.get("interleaved", ()):
+        found = side["error"] or f"{side['different']} of {side['compared']} values differ"
+        if side["first"] is not None:
+            found += f", first {side['first']}"
+        if side["not_finite"] is not None:
+            found += f"; not finite from {side['not_finite']} on"
+        probes.append({"what": f"interleaved stages, {side['name']}", "found": found})
     return {"probes": probes}
 
 

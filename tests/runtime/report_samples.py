@@ -290,7 +290,20 @@ def probes_report(*, line: int | None = 7) -> dict[str, Any]:
     ]
     pairing = {"version": "2.18.0", "sha256": "0" * 64, "lines": {"a": 5, "b": line}}
     addresses = {"error": None, "looks": 10, "addresses": 40, "median_us": 9.5, "min_us": 9.0}
-    raw = {"attention": attention, "pairing": pairing, "addresses": addresses}
+    sides: list[dict[str, Any]] = [
+        {"name": "native", "breaks": None, "different": 0, "first": None, "not_finite": None},
+        {"name": "kept", "breaks": "arena", "different": 3, "first": "a", "not_finite": "b"},
+        {"name": "gone", "breaks": None, "different": 9, "first": None, "not_finite": None},
+    ]
+    for side in sides:
+        side |= {"what": f"{side['name']}, so", "compared": 9, "error": None}
+    sides[2]["error"] = "RuntimeError: died"
+    raw = {
+        "attention": attention,
+        "pairing": pairing,
+        "addresses": addresses,
+        "interleaved": sides,
+    }
     return Report("probes", None, ENVIRONMENT, {"device": "cuda"}, raw).finish()
 
 

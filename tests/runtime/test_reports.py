@@ -432,6 +432,9 @@ class TestProbes:
         assert "most recent dgrad (Transformer Engine 2.18.0, pytorch/graph.py" in found[3]
         assert "lines 5, 7)" in found[3]
         assert "9.5 µs for 40 addresses of a stage" == found[4]
+        assert "0 of 9 values differ" == found[5]
+        assert "3 of 9 values differ, first a; not finite from b on" == found[6]
+        assert "RuntimeError: died" == found[7]
 
     def test_a_pairing_that_is_not_found_is_not_said(self) -> None:
         """Where one statement is missing, nothing is claimed."""
