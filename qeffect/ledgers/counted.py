@@ -89,9 +89,9 @@ class Counted:
                 "counted: the contract was made with late=True; call present_counts after the "
                 "commit"
             )
-        self.require_presented("commit_epoch")
+        self.require_compared("commit_epoch")
 
-    def require_presented(self, transition: str) -> None:
+    def require_compared(self, transition: str) -> None:
         """Require that no commit awaits its counts."""
         if self.awaited is not None:
             raise refused(

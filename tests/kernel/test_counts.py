@@ -241,14 +241,14 @@ class TestLate:
             step.contract.present_counts(expected)
             assert not step.contract.counts_awaited
 
-    @pytest.mark.parametrize("presented_in", ["the next epoch", "at once"])
-    def test_those_of_the_commit_are_compared(self, presented_in: str) -> None:
+    @pytest.mark.parametrize("compared_in", ["the next epoch", "at once"])
+    def test_those_of_the_commit_are_compared(self, compared_in: str) -> None:
         """Not those of what was committed since."""
         step = Step(late=True)
         step.run()
         counted = {0: step.device.counts()}
         step.contract.commit_epoch()
-        if presented_in == "the next epoch":
+        if compared_in == "the next epoch":
             step.run()
             with refused(step.contract, "epoch.device-count", "the device ran 2 refresh", "1"):
                 step.contract.present_counts({0: step.device.counts()})
