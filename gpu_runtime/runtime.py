@@ -31,6 +31,7 @@ from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.memory.state import NumericalState, Snapshot, live_state, preserving
 from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
 from qeffect.gpu_runtime.plan.order import Kind, Order
+from qeffect.gpu_runtime.plan.rows import Row
 from qeffect.gpu_runtime.plan.slots import Provisioning, SlotPlan, plan_slots
 from qeffect.keys import TapeKey
 from qeffect.log.recorder import Recorder
@@ -104,6 +105,10 @@ class Runtime:
             memory (`recorder.lines`). None costs nothing. `close` ends the log.
         reducer: Reduces a bucket's gradients in place over data-parallel ranks; it is given the
             bucket's name and the gradients by name, and may return what `wait` ends.
+        row: The row with its messages, where the process is one of a pipeline. Its slots are the
+            runtime's, counted with messages, and it says which stages receive and send;
+            `RuntimeConfig`'s provisioning, feeds and readers are then its own.
+        rank: Rank of the process, for whoever reads the event log.
 
     Raises:
         BackendError: The order names other stages, the backend cannot be captured, or a stage does
@@ -118,7 +123,10 @@ class Runtime:
         *,
         event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
         reducer: Reducer | None = None,
+        row: Row | None = None,
+        rank: int | None = None,
     ) -> None:
+        self.row = row
         self.config = config or RuntimeConfig()
         self.reducer = reducer
         self._keys: dict[tuple[int, int], TapeKey] = {}
@@ -126,6 +134,7 @@ class Runtime:
         self._totals: dict[int, dict[str, torch.Tensor]] = {}
         self._reducing: dict[int | str, Reduction | None] = {}
         self._reduced: set[int | str] = set()
+        self._final: set[int] = set()
         self.order = order
         self.stages = {stage.index: stage for stage in stages}
         self.domain = _one_domain(stages)
@@ -136,7 +145,11 @@ class Runtime:
                 f"{sorted(self.stages)}; build the stages of the rank whose row it is"
             )
         self._buckets = self._require_buckets()
-        self.plan: SlotPlan = plan_slots(order, self.config.provisioning, feeds=self.config.feeds)
+        self.plan: SlotPlan = (
+            plan_slots(order, self.config.provisioning, feeds=self.config.feeds)
+            if row is None
+            else row.slots
+        )
         self.handoff: Handoff = handoff_for(self.domain.device)
         self.handoff.wait_for_caller()
         with self.handoff.scope(), preserving(self.domain):
@@ -161,7 +174,8 @@ class Runtime:
             self.memories[own.stage].all_matrices = own.matrices
         self.recorder: Recorder | None = None
         if event_log is not None and event_log is not False:
-            self.recorder = Recorder(self.contract, None if event_log is True else event_log)
+            into = None if event_log is True else event_log
+            self.recorder = Recorder(self.contract, into, rank=rank)
         self.executor: Executor = self._make_executor()
         self.actions = GuardedActions(
             self.contract,
@@ -195,14 +209,18 @@ class Runtime:
     def _stage_config(self, memory: StageMemory) -> StageConfig:
         stage = memory.stage
         reports = memory.reports.source
+        row, index = self.row, stage.index
+        readers = self.config.readers or row is not None
         return StageConfig(
             stage=stage.index,
             microbatches=self.order.num_microbatches,
             slots=self.plan.num_slots[stage.index],
             matrices=memory.all_matrices,
             destinations=memory.arena.configured() if "arena" in self.relations else (),
-            sends_output=self.config.readers,
-            sends_gradient=self.config.readers and any(s.differentiable for s in stage.inputs),
+            sends_output=readers,
+            sends_gradient=readers and any(s.differentiable for s in stage.inputs),
+            receives_input=row is not None and row.receives_input(index),
+            receives_gradient=row is not None and row.receives_gradient(index),
             reduces=self._guarded_reducer is not None,
             reports_fills=reports.filled is not None,
             reports_updates=reports.updates is not None,
@@ -357,9 +375,34 @@ class Runtime:
             self.handoff.record_tail()
         self.actions._leave(link)
 
+    def finalize_stage(self, stage: int, *, caller: Hashable = "main") -> None:
+        """
+        Declare one stage's gradients whole, while others still run, and start its reductions.
+
+        Args:
+            stage: The stage; its last dW has run.
+            caller: Name of the calling stream, the same for every stage.
+
+        Raises:
+            Refused: Something is missing or spoiled.
+        """
+        link = self.actions._enter(caller)
+        self.contract.finalize(stage, link)
+        self._final.add(stage)
+        with self.handoff.scope():
+            self._total(stage)
+            if (reducer := self._guarded_reducer) is not None:
+                for bucket, (owner, _) in self._buckets.items():
+                    if owner == stage and bucket not in self._reducing:
+                        self._start(reducer, bucket, link)
+            self.handoff.record_tail()
+        self.actions._leave(link)
+
     def finalize(self, *, caller: Hashable = "main") -> Gradients:
         """
         Declare every stage's gradients whole, sum them, and reduce what is not reduced yet.
+
+        Stages that `finalize_stage` was called for are whole already.
 
         Raises:
             Refused: Something is missing or spoiled; or, with late counts, the device skipped the
@@ -368,7 +411,8 @@ class Runtime:
         self.confirm()
         link = self.actions._enter(caller)
         for index in self.memories:
-            self.contract.finalize(index, link)
+            if index not in self._final:
+                self.contract.finalize(index, link)
         with self.handoff.scope():
             if self.counters is not None and not self.config.late_counts:
                 self.counters.read()  # first, so that the sums run while the host looks at it
@@ -445,6 +489,7 @@ class Runtime:
         """What was summed and reduced is of an epoch that is over, or begins again."""
         self._totals.clear()
         self._reduced.clear()
+        self._final.clear()
         for memory in self.memories.values():
             memory.arena.start_epoch()
 

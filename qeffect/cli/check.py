@@ -20,7 +20,7 @@ from ..schedule.timeline import timeline
 from ..schedule.trace import trace_json
 from ..schedule.transport import QUEUES, RENDEZVOUS
 from .command import PLACE, Outcome, Progress, UnusableError, needs, refuse_unused
-from .source import SHAPE, add_source, read_source, read_transport
+from .source import SHAPE, add_source, read_source, read_transport, refuse_one_file
 
 __all__ = ["Check"]
 
@@ -59,8 +59,7 @@ class Check:
         refuse_unused(args, ("--seed",), "only --random N uses it")
         if args.fixtures:
             return _fixtures(args, progress)
-        if args.svg is not None and args.trace is not None:
-            _refuse_one_file(args.svg, args.trace)
+        refuse_one_file(args)
         schedule = read_source(args)
         verdict = check(
             schedule,
@@ -73,14 +72,6 @@ class Check:
         if args.trace is not None:
             write_text(args.trace, trace_json(schedule, verdict.finding))
         return Outcome(verdict.verdict, verdict.record(), _lines(schedule, verdict))
-
-
-def _refuse_one_file(svg: Path, trace: Path) -> None:
-    """Refuse to write two pictures to one file, however its name is spelled."""
-    if svg.resolve() == trace.resolve() or (
-        svg.exists() and trace.exists() and svg.samefile(trace)
-    ):
-        raise UnusableError(f"--svg and --trace both name {trace}; give each a file of its own")
 
 
 def _pairing(args: argparse.Namespace) -> str:

@@ -1,28 +1,41 @@
 """
-``qeffect plan``: what a schedule needs in tapes, slots, graphs and gradient memory.
+``qeffect plan``: what a schedule needs in tapes, slots, graphs and gradient memory, and how long a
+step of it takes when its actions take what they are said to take.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
-from ..schedule.actions import ScheduleError
+from ..report import write_text
+from ..schedule.actions import Schedule, ScheduleError
+from ..schedule.durations import read_durations
 from ..schedule.plan import Layers, Provision, plan
 from ..schedule.ranks import check_ranks
+from ..schedule.steptime import Span, StepTime, step_time
+from ..schedule.timeline import timeline
+from ..schedule.trace import timed_trace_json
+from ..schedule.transport import Transport
 from .command import Outcome, Progress, UnusableError, refuse_unused
-from .source import add_source, read_source, read_transport
+from .source import add_source, read_source, read_transport, refuse_one_file
 
 __all__ = ["Plan"]
 
 #: No size of a layer is larger; byte counts beyond it would not even be printed.
 _MOST = 1 << 32
+#: How many names at each end of a stretch of the critical path are printed.
+_SHOWN = 8
 
 
 class Plan:
     """Plan a schedule's resources in both provisionings."""
 
     name = "plan"
-    help = "plan the tapes, slots, graphs and gradient bytes of a schedule"
+    help = "plan the tapes, slots, graphs, gradient bytes and step time of a schedule"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
@@ -31,6 +44,17 @@ class Plan:
         parser.add_argument("--ffn", type=int, help="feed-forward size (default 4 * hidden)")
         parser.add_argument("--layers", type=int, help="layers a stage (default 1)")
         parser.add_argument("--dtype", help="gradient type (default bf16)")
+        times = parser.add_argument_group("step time")
+        times.add_argument(
+            "--durations",
+            type=Path,
+            metavar="F",
+            help="simulate a step whose actions and messages take what F.json says: "
+            '{"unit": "ms", "F": 0.3, "I": 0.3, "W": 0.3, "message": 0.04}; more in '
+            "qeffect/schedule/durations.schema.json",
+        )
+        times.add_argument("--svg", type=Path, metavar="F", help="write it as a timeline, to scale")
+        times.add_argument("--trace", type=Path, metavar="F", help="write it as a Chrome trace")
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Plan and report."""
@@ -40,8 +64,14 @@ class Plan:
                 ("--ffn", "--layers", "--dtype"),
                 "bytes are counted only with --hidden N",
             )
+        if args.durations is None:
+            refuse_unused(
+                args, ("--svg", "--trace"), "there are times only with it", wants="--durations F"
+            )
+        refuse_one_file(args)
         schedule = read_source(args)
-        findings = check_ranks(schedule, read_transport(args, schedule))
+        transport = read_transport(args, schedule)
+        findings = check_ranks(schedule, transport)
         if findings:
             raise UnusableError(
                 "only a schedule that keeps the contract can be planned, and this one does not: "
@@ -73,7 +103,59 @@ class Plan:
             "live: a slot for each tape that is live at once; paper: one for each microbatch"
             + ("; add --hidden N to count bytes" if layers is None else "")
         )
-        return Outcome("accepted", {"plan": planned.record()}, lines)
+        data: dict[str, Any] = {"plan": planned.record()}
+        if args.durations is not None:
+            timed = _time(args, schedule, transport)
+            data["step_time"] = timed.record()
+            lines.extend(_times(timed))
+        return Outcome("accepted", data, lines)
+
+
+def _time(args: argparse.Namespace, schedule: Schedule, transport: Transport) -> StepTime:
+    try:
+        timed = step_time(schedule, read_durations(args.durations), transport)
+    except ScheduleError as error:
+        raise UnusableError(str(error)) from error
+    if args.svg is not None:
+        write_text(args.svg, timeline(schedule, timed=timed))
+    if args.trace is not None:
+        write_text(args.trace, timed_trace_json(timed))
+    return timed
+
+
+def _times(timed: StepTime) -> Iterator[str]:
+    """A step's time, each rank's share of it, and what it is made of."""
+    step, bound, unit = float(timed.time), float(timed.bound), timed.unit
+    over = f", {step / bound:.3f} times that" if bound else ""
+    yield f"step time {step:.4g} {unit}; the busiest rank computes for {bound:.4g} {unit}{over}"
+    yield f"rank  busy {unit:>3}  idle {unit:>3}  bubble  before / inside / after its computation"
+    for rank in timed.ranks:
+        idle = " / ".join(f"{float(t):.4g}" for t in (rank.before, rank.inside, rank.after))
+        yield (
+            f"{rank.rank:4}  {float(rank.busy):8.4g}  {float(rank.idle):8.4g}  "
+            f"{rank.bubble:6.1%}  {idle}"
+        )
+    shares: dict[str, float] = {}
+    for span in timed.critical:
+        shares[span.what] = shares.get(span.what, 0.0) + float(span.end - span.start)
+    parts = ", ".join(f"{what} {time:.4g}" for what, time in shares.items() if time)
+    yield f"critical path, {len(timed.critical)} long: {parts or 'nothing'} {unit}"
+    for where, group in groupby((s for s in timed.critical if s.end > s.start), key=_where):
+        spans = list(group)
+        names = [span.name for span in spans]
+        if len(names) > 2 * _SHOWN:
+            names[_SHOWN:-_SHOWN] = [f"... {len(names) - 2 * _SHOWN} more ..."]
+        yield (
+            f"  {float(spans[0].start):8.4g} to {float(spans[-1].end):8.4g}  {where:16}  "
+            f"{' '.join(names)}"
+        )
+
+
+def _where(span: Span) -> str:
+    if span.what == "message":
+        return f"rank {span.rank} to {span.peer}"
+    place = "all ranks" if span.rank < 0 else f"rank {span.rank}"
+    return f"{place} {span.what}" if span.what in ("host", "reduction") else place
 
 
 def _layers(args: argparse.Namespace) -> Layers | None:

@@ -11,7 +11,7 @@ from ..schedule.actions import Schedule, ScheduleError
 from ..schedule.transport import QUEUES, RENDEZVOUS, Transport
 from .command import UnusableError, refuse_unused
 
-__all__ = ["SHAPE", "add_source", "read_source", "read_transport"]
+__all__ = ["SHAPE", "add_source", "read_source", "read_transport", "refuse_one_file"]
 
 _OF_TORCH = ("--pp", "--vpp", "--comms", "--defer-receives")
 _TRANSPORT = ("--max-outstanding-sends", "--queues", "--rendezvous")
@@ -135,3 +135,19 @@ def read_transport(args: argparse.Namespace, schedule: Schedule) -> Transport:
     except ScheduleError as error:
         raise UnusableError(str(error)) from error
     return transport
+
+
+def refuse_one_file(args: argparse.Namespace) -> None:
+    """
+    Refuse to write two pictures to one file, however its name is spelled.
+
+    Raises:
+        UnusableError: --svg and --trace name one file.
+    """
+    svg, trace = args.svg, args.trace
+    if svg is None or trace is None:
+        return
+    if svg.resolve() == trace.resolve() or (
+        svg.exists() and trace.exists() and svg.samefile(trace)
+    ):
+        raise UnusableError(f"--svg and --trace both name {trace}; give each a file of its own")

@@ -3,7 +3,8 @@ When each entry of a schedule is drawn: the placement that timeline and trace sh
 
 A compute-only table is drawn as it stands, a column a step, since its idle entries say when it
 waits. A compute+comms table has no idle entries, so there the time is that of a dry run: F, I and W
-take one unit, `B` two, messages none; a receive is drawn where its message arrives.
+take one unit, `B` two, messages none; a receive is drawn where its message arrives. A schedule
+whose step was timed (`qeffect.schedule.steptime`) is drawn to scale: `timed_layout`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import attrs
 from qeffect.schedule.actions import Action, Schedule
 from qeffect.schedule.index import index_of
 from qeffect.schedule.simulate import Run, simulate
+from qeffect.schedule.steptime import Span, StepTime
 
 
 @attrs.frozen
@@ -32,8 +34,8 @@ class Placed:
     rank: int
     step: int
     action: Action
-    start: int
-    length: int
+    start: float
+    length: float
     ran: bool = True
 
 
@@ -44,13 +46,15 @@ class Layout:
 
     Args:
         entries: The entries, by rank and then step.
-        unit: What a unit of time is: `step` or `time`.
-        end: The end of the last entry.
+        unit: What a unit of time is: `step`, `time`, or that of the durations.
+        end: The end of the last entry; of the step, where that was timed.
+        timed: The times that entries are drawn by, where they are drawn to scale.
     """
 
     entries: tuple[Placed, ...]
     unit: str
-    end: int
+    end: float
+    timed: StepTime | None = None
 
 
 def layout(schedule: Schedule) -> Layout:
@@ -85,6 +89,29 @@ def layout(schedule: Schedule) -> Layout:
         "step" if by_step else "time",
         max((entry.start + entry.length for entry in placed), default=0),
     )
+
+
+def timed_layout(timed: StepTime) -> Layout:
+    """
+    Place every computation of a schedule where its times have it.
+
+    An entry of several computations, as B, is placed from the first one's start to the last one's
+    end. Messages, reductions and updates are in `timed` alone: they are no boxes of a row.
+
+    Args:
+        timed: The times of the schedule's step.
+    """
+    parts: dict[tuple[int, int], list[Span]] = {}
+    for span in timed.spans:
+        if span.what == "computation" and span.step is not None:
+            parts.setdefault((span.rank, span.step), []).append(span)
+    placed = []
+    for (rank, step), spans in sorted(parts.items()):
+        action = timed.schedule.entry(rank, step)
+        assert action is not None
+        start = float(spans[0].start)
+        placed.append(Placed(rank, step, action, start, float(spans[-1].end) - start))
+    return Layout(tuple(placed), timed.unit, float(timed.time), timed)
 
 
 def _run(schedule: Schedule) -> Run:

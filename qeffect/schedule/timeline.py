@@ -6,17 +6,22 @@ lighter. The refused entry is outlined in red and its clause stands below. For a
 leads from the work that a weight gradient owns and another from the work that it would be given.
 The legend names every colour, shade, outline and arrow that the picture has. A message takes no
 time: where one is marked, it is a narrow box with its entry and step written beside it.
+
+A schedule whose step was timed is drawn to scale, whole: messages are arrows from where they are
+sent to where they arrive, and the entries of the critical path are outlined.
 """
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator
 from xml.sax.saxutils import escape, quoteattr
 
 from qeffect.schedule.actions import Action, Kind, Schedule
 from qeffect.schedule.findings import Finding
-from qeffect.schedule.layout import Layout, Placed, layout
+from qeffect.schedule.layout import Layout, Placed, layout, timed_layout
+from qeffect.schedule.steptime import Span, StepTime
 
 COLOURS = {
     Kind.FORWARD: "#2f5fd0",
@@ -50,9 +55,17 @@ _NARROW, _WIDE, _MARK = 28, 36, 9
 _CHARACTERS = 0.146
 _LEAST = 780
 _LEGEND_TOP, _LEGEND_LINE = 53, 18
+#: Of a picture to scale: the width of a computation, unless the step is wider than the most.
+_MEAN, _MOST, _TICK, _SMALLEST = 30.0, 2400.0, 70.0, 4.0
 
 
-def timeline(schedule: Schedule, finding: Finding | None = None, *, window: int | None = 64) -> str:
+def timeline(
+    schedule: Schedule,
+    finding: Finding | None = None,
+    *,
+    window: int | None = 64,
+    timed: StepTime | None = None,
+) -> str:
     """
     Draw a schedule, with a finding marked.
 
@@ -61,18 +74,24 @@ def timeline(schedule: Schedule, finding: Finding | None = None, *, window: int 
         finding: What to mark; without it the picture says that nothing was refused.
         window: The most columns to draw; a longer schedule is cut around the refused entry. `None`
             draws all.
+        timed: The times of its step, to draw it to scale and whole; nothing is marked then.
 
     Returns:
         The text of an SVG file.
     """
-    return "\n".join(_Picture(schedule, finding, window).lines()) + "\n"
+    if timed is not None:
+        return "\n".join(_Picture(schedule, None, None, timed_layout(timed)).lines()) + "\n"
+    return "\n".join(_Picture(schedule, finding, window, layout(schedule)).lines()) + "\n"
 
 
 class _Picture:
-    def __init__(self, schedule: Schedule, finding: Finding | None, window: int | None) -> None:
+    def __init__(
+        self, schedule: Schedule, finding: Finding | None, window: int | None, placed: Layout
+    ) -> None:
         self.schedule = schedule
         self.finding = finding
-        self.layout: Layout = layout(schedule)
+        self.layout = placed
+        self.timed = placed.timed
         self.by_place = {(entry.rank, entry.step): entry for entry in self.layout.entries}
         self.refused = (
             None
@@ -84,14 +103,18 @@ class _Picture:
         longest = max(
             (len(line) for c in self.layout.entries for line in _label(c.action)), default=3
         )
-        self.unit = _WIDE if columns <= 32 or longest > 4 else _NARROW
+        self.unit: float = _WIDE if columns <= 32 or longest > 4 else _NARROW
+        if self.timed is not None:
+            lengths = [entry.length for entry in self.layout.entries if entry.length]
+            mean = sum(lengths) / len(lengths) if lengths else 1.0
+            self.unit = min(_MEAN / mean, _MOST / columns) if columns else 1.0
         self.width = max(_LEFT + columns * self.unit + _RIGHT, _LEAST)
         self.labels: list[tuple[float, float, float]] = []
         self.legend = list(self._legend())
         self.top = _LEGEND_TOP + 21 + _LEGEND_LINE * (1 + max(line for _, line in self.legend))
         self.bottom = self.top + schedule.num_ranks * _ROW
 
-    def _window(self, window: int | None) -> tuple[int, int]:
+    def _window(self, window: int | None) -> tuple[float, float]:
         end = self.layout.end
         if window is None or end <= window:
             return 0, end
@@ -132,6 +155,8 @@ class _Picture:
         for entry in self.layout.entries:
             if self.visible(entry) and entry.length:
                 yield from self._entry(entry)
+        if self.timed is not None:
+            yield from self._to_scale(self.timed)
         yield from self._marks()
         yield from self._note(note)
         yield "</svg>"
@@ -144,6 +169,9 @@ class _Picture:
         )
         counts = f"{s.num_ranks} ranks, {s.num_stages} stages, {s.num_microbatches} microbatches"
         state = "nothing refused" if self.finding is None else f"refused: {self.finding.clause}"
+        if self.timed is not None:
+            step, bound = float(self.timed.time), float(self.timed.bound)
+            state = f"step {step:.4g} {self.timed.unit}, busiest rank {bound:.4g}"
         colour = _OTHER if self.finding is None else _RED
         yield (
             f'<text x="{_LEFT}" y="42" fill="{_OTHER}">{counts} <tspan dx="6" font-weight="bold" '
@@ -189,6 +217,14 @@ class _Picture:
 
     def _marked(self) -> Iterator[tuple[int, str, str]]:
         """Width, drawing and words of each outline and arrow."""
+        if self.timed is not None:
+            found = {span.what for span in self.timed.spans if span.end > span.start}
+            yield 11, _box(11, "none", _INK, 2), "critical path"
+            if "update" in found:
+                yield 11, _box(11, _PALE, _OTHER, 1), "update"
+            if any(span.what == "message" for span in self.timed.spans):
+                yield 26, _line("M2,5.5 L25,5.5", _OTHER, "ink", "", 1), "message"
+            return
         if self.finding is None or self.finding.rank is None:
             return
         if self.refused is None:
@@ -219,12 +255,10 @@ class _Picture:
 
     def _rows(self) -> Iterator[str]:
         end = self.x(self.last)
-        # A step is a column, named in its middle; a time is where something begins.
-        middle = 0.5 if self.layout.unit == "step" else 0.0
-        for time in range(self.first, self.last, 5 if self.last - self.first > 12 else 1):
+        for time, name in self._ticks():
             yield (
-                f'<text x="{self.x(time + middle)}" y="{self.top + 8}" font-size="9" '
-                f'text-anchor="middle" fill="{_FAINT}">{time}</text>'
+                f'<text x="{self.x(time)}" y="{self.top + 8}" font-size="9" '
+                f'text-anchor="middle" fill="{_FAINT}">{name}</text>'
             )
         yield (
             f'<text x="{_LEFT - 16}" y="{self.top + 8}" font-size="9" text-anchor="end" '
@@ -256,6 +290,52 @@ class _Picture:
                 f"(later part cut)</text>"
             )
 
+    def _ticks(self) -> Iterator[tuple[float, str]]:
+        """Where the axis is named, and how."""
+        if self.timed is not None:
+            # The first of 1, 2, 5, 10, 20, ... of some power of ten that is wide enough.
+            wanted = _TICK / self.unit
+            power = 10.0 ** math.floor(math.log10(wanted))
+            gap = next(power * n for n in (1, 2, 5, 10) if power * n >= wanted)
+            for number in range(int(self.layout.end / gap) + 1):
+                yield number * gap, f"{number * gap:g}"
+            return
+        # A step is a column, named in its middle; a time is where something begins.
+        middle = 0.5 if self.layout.unit == "step" else 0.0
+        first, last = int(self.first), int(self.last)
+        for time in range(first, last, 5 if last - first > 12 else 1):
+            yield time + middle, str(time)
+
+    def _to_scale(self, timed: StepTime) -> Iterator[str]:
+        """Draw what only a timed step has: updates, the critical path, messages."""
+        for span in timed.spans:
+            if span.what == "update" and span.end > span.start:
+                x, width = self._extent(span)
+                y = self.y(span.rank)
+                yield (
+                    f'<g><title>rank {span.rank}: update</title><rect x="{x:.2f}" y="{y + 0.75}" '
+                    f'width="{width:.2f}" height="{_ENTRY - 1.5}" rx="2.5" fill="{_PALE}" '
+                    f'stroke="{_OTHER}"/></g>'
+                )
+        critical = {(s.rank, s.step) for s in timed.critical if s.what == "computation"}
+        for entry in self.layout.entries:
+            if (entry.rank, entry.step) in critical and entry.length:
+                yield from self._outline(entry, _INK, 2.0, "")
+        for span in timed.spans:
+            if span.what == "message" and span.peer is not None:
+                yield self._message(span, span.peer)
+
+    def _message(self, span: Span, peer: int) -> str:
+        down = span.rank < peer
+        y0 = self.y(span.rank) + (_ENTRY + 1 if down else -1)
+        y1 = self.y(peer) + (-1 if down else _ENTRY + 1)
+        x0, width = self._extent(span)
+        path = f"M{x0:.2f},{y0} L{x0 + width:.2f},{y1}"
+        return f"<g><title>{span.name}</title>{_line(path, _OTHER, 'ink', '', 1)}</g>"
+
+    def _extent(self, span: Span) -> tuple[float, float]:
+        return self.x(float(span.start)), float(span.end - span.start) * self.unit
+
     def _entry(self, entry: Placed) -> Iterator[str]:
         x = max(self.x(entry.start), _LEFT)
         width = min(self.x(entry.start + entry.length), self.x(self.last)) - x
@@ -271,7 +351,7 @@ class _Picture:
         )
         lines = _label(entry.action)
         size = min(11.0, (width - 5) / (0.68 * max(map(len, lines))))
-        for i, line in enumerate(lines):
+        for i, line in enumerate(lines if self.timed is None or size >= _SMALLEST else ()):
             middle = y + _ENTRY / 2 + size * (0.36 + 1.05 * (i - (len(lines) - 1) / 2))
             yield (
                 f'<text x="{x + width / 2}" y="{middle:.1f}" font-size="{size:.1f}" '
@@ -430,11 +510,11 @@ def _box(width: int, fill: str, stroke: str = "none", thick: float = 0, dash: st
     )
 
 
-def _line(path: str, colour: str, head: str, dash: str) -> str:
+def _line(path: str, colour: str, head: str, dash: str, thick: float = 1.8) -> str:
     """A line that ends in an arrowhead."""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     return (
-        f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.8"{dashed} '
+        f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{thick}"{dashed} '
         f'marker-end="url(#{head})"/>'
     )
 

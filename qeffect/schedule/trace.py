@@ -4,6 +4,9 @@ A schedule as Chrome trace JSON, which Perfetto and chrome://tracing open.
 A process is a rank; its threads are computation, messages, and sharding with reductions. Sends and
 their receives are joined by flow arrows. The refused entry carries its clause, and an instant event
 marks it.
+
+`timed_trace` has the times of a step that was timed, in microseconds; there a rank's threads are
+its computation, its host, its reductions, and one for each direction of each of its links.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from qeffect.schedule.actions import RECEIVES, SEND_WAITS, SENDS, Kind, Schedule
+from qeffect.schedule.durations import UNITS
 from qeffect.schedule.findings import Finding
 from qeffect.schedule.layout import Placed, layout
+from qeffect.schedule.steptime import Span, StepTime
 
 MICROSECONDS = 1000
 _THREADS = ("computation", "messages", "sharding and reduction")
@@ -52,6 +57,85 @@ def trace(schedule: Schedule, finding: Finding | None = None) -> dict[str, Any]:
 def trace_json(schedule: Schedule, finding: Finding | None = None) -> str:
     """The text of a Chrome trace file; arguments as for `trace`."""
     return json.dumps(trace(schedule, finding), indent=1)
+
+
+def timed_trace(timed: StepTime) -> dict[str, Any]:
+    """
+    A timed step as the object that a Chrome trace file holds, every time as it was simulated.
+
+    Args:
+        timed: The times of a schedule's step.
+    """
+    return {
+        "traceEvents": list(_timed_events(timed)),
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "source": timed.schedule.source,
+            "format": timed.schedule.format,
+            "step": f"{float(timed.time):g} {timed.unit}",
+            "bound": f"{float(timed.bound):g} {timed.unit}",
+        },
+    }
+
+
+def timed_trace_json(timed: StepTime) -> str:
+    """The text of a Chrome trace file; arguments as for `timed_trace`."""
+    return json.dumps(timed_trace(timed), indent=1)
+
+
+def _timed_events(timed: StepTime) -> Iterator[dict[str, Any]]:
+    # A thread is numbered when its rank first uses it, computation first.
+    threads: dict[tuple[int, str], int] = {}
+    events: list[dict[str, Any]] = []
+    critical = {(span.what, span.rank, span.name) for span in timed.critical}
+    for rank in range(timed.schedule.num_ranks):
+        stages = ", ".join(map(str, timed.schedule.stages_of(rank)))
+        yield _metadata("process_name", rank, 0, f"rank {rank} (stage {stages})")
+        threads[rank, "computation"] = 0
+    for number, span in enumerate(s for s in timed.spans if s.what not in ("place", "consent")):
+        marked = (span.what, span.rank, span.name) in critical
+        if span.peer is None:
+            name = "computation" if span.what == "update" else span.what
+            events.append(_timed_slice(timed, span, span.rank, name, threads, marked))
+            continue
+        # One queue of a link carries one message at a time; two queues of it may overlap.
+        kind = "activations" if Kind.SEND_F in span.name else "gradients"
+        sent = _timed_slice(timed, span, span.rank, f"{kind} to rank {span.peer}", threads, marked)
+        came = _timed_slice(
+            timed, span, span.peer, f"{kind} from rank {span.rank}", threads, marked
+        )
+        for phase, event in (("s", sent), ("f", came)):
+            # An arrow ends in the slice that is there: just before the end of the transfer.
+            late = 0.0 if phase == "s" else 0.9 * event["dur"]
+            flow = {"name": "message", "cat": "messages", "ph": phase, "id": number}
+            flow |= {"pid": event["pid"], "tid": event["tid"], "ts": event["ts"] + late}
+            events += [event, flow | ({} if phase == "s" else {"bp": "e"})]
+    for (rank, name), thread in threads.items():
+        yield _metadata("thread_name", rank, thread, name)
+    yield from events
+
+
+def _timed_slice(
+    timed: StepTime,
+    span: Span,
+    rank: int,
+    thread: str,
+    threads: dict[tuple[int, str], int],
+    critical: bool,
+) -> dict[str, Any]:
+    own = sum(1 for at, _ in threads if at == rank)
+    scale = UNITS[timed.unit]
+    args: dict[str, Any] = {} if span.step is None else {"step": span.step}
+    return {
+        "name": span.name,
+        "cat": span.what,
+        "ph": "X",
+        "pid": rank,
+        "tid": threads.setdefault((rank, thread), own),
+        "ts": float(span.start) * scale,
+        "dur": float(span.end - span.start) * scale,
+        "args": args | ({"critical": True} if critical else {}),
+    }
 
 
 def _events(schedule: Schedule, finding: Finding | None) -> Iterator[dict[str, Any]]:

@@ -45,7 +45,8 @@ OPTIONS = {
     "check": SOURCE
     | {"--fixtures", "--random", "--seed", "--pairing", "--shared-pool", "--svg", "--trace"},
     "faults": set(),
-    "plan": SOURCE | {"--hidden", "--ffn", "--layers", "--dtype"},
+    "plan": SOURCE
+    | {"--hidden", "--ffn", "--layers", "--dtype", "--durations", "--svg", "--trace"},
     "replay": {"log"},
     "bench": {"--kernel", "--out"},
     "failures": {"names"},
@@ -55,6 +56,11 @@ OPTIONS = {
     "runtime doctor": set(),
     "runtime demo": {"--steps"},
     "runtime compare": {"--sets", "--cases", "--steps", "--sides", "--device", *REPORT},
+    "runtime pipeline": {
+        *("--schedule", "--pp", "--vpp", "--dp", "--microbatches", "--steps", "--device"),
+        *("--backend", "--eager", "--rule", "--provisioning", "--compare", "--event-logs"),
+        *("--layers", "--hidden", "--ffn", "--heads", "--sequence"),
+    },
     "runtime bench": {
         *("table", "--cells", "--columns", "--microbatches", "--rank", "--rounds", "--steps"),
         *("--growth-steps", "--history", "--quick", "--device", "--no-profile", *REPORT),

@@ -1,0 +1,248 @@
+"""
+How long actions and messages take: the input of the step-time simulator, and its file.
+
+The file is one JSON object, described by ``durations.schema.json`` beside this module. Every number
+is a time in its one `unit`. F, I and W must be given; stages, ranks and links name what differs:
+
+>>> given = {"unit": "ms", "F": 0.3, "I": 0.3, "W": 0.2, "stages": {"0": {"F": 1}}}
+>>> durations = parse_durations(given)
+>>> durations.of(Kind.FORWARD, 0), durations.of(Kind.FORWARD, 1)
+(1, 0.3)
+>>> parse_durations({**given, "stages": {"0": {"F": -1}}})
+Traceback (most recent call last):
+  ...
+qeffect.schedule.actions.ScheduleError: durations: stages.0.F: expected a number from 0 to ...
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import attrs
+
+from qeffect.schedule.actions import Kind, Schedule, ScheduleError, shorten
+
+#: Microseconds of each unit that a file may use.
+UNITS: Mapping[str, float] = MappingProxyType({"s": 1e6, "ms": 1e3, "us": 1.0})
+MAX_BYTES = 1 << 20
+MOST = 10**9
+
+Time = int | float | Fraction
+
+_COMPUTATIONS = ("F", "I", "W")
+_OPTIONAL = ("message", "reduce", "update", "consent", "host", "launch")
+_OF_STAGE = (*_COMPUTATIONS, "reduce")
+_OF_RANK = ("update", "host", "launch")
+_INDEX = r"(?:0|[1-9][0-9]{0,5})"
+
+
+@attrs.frozen
+class Durations:
+    """
+    How long everything in a step takes.
+
+    The simulator only adds and compares, so that times may be integers or fractions, and are then
+    exact.
+
+    Args:
+        times: Times by name: `F`, `I`, `W`, and any of `message`, `reduce`, `update`, `consent`,
+            `host` and `launch`; those left out are zero.
+        unit: The unit of every time: s, ms or us.
+        stages: By stage, what differs there: `F`, `I`, `W`, `reduce`.
+        ranks: By rank, what differs there: `update`, `host`, `launch`.
+        links: By directed pair of ranks, what a message takes there.
+    """
+
+    times: Mapping[str, Time]
+    unit: str = "ms"
+    stages: Mapping[int, Mapping[str, Time]] = attrs.field(factory=dict)
+    ranks: Mapping[int, Mapping[str, Time]] = attrs.field(factory=dict)
+    links: Mapping[tuple[int, int], Time] = attrs.field(factory=dict)
+
+    def of(self, kind: Kind, stage: int) -> Time:
+        """How long an F, I or W of a stage takes."""
+        return self.stages.get(stage, {}).get(kind.value, self.times[kind.value])
+
+    def message(self, source: int, target: int) -> Time:
+        """How long a message from one rank to another takes."""
+        return self.links.get((source, target), self.times.get("message", 0))
+
+    def reduction(self, stage: int) -> Time:
+        """How long the reduction of a stage's gradients takes."""
+        return self.stages.get(stage, {}).get("reduce", self.times.get("reduce", 0))
+
+    def on(self, rank: int, name: str) -> Time:
+        """A rank's `update`, `host` or `launch`."""
+        return self.ranks.get(rank, {}).get(name, self.times.get(name, 0))
+
+    @property
+    def consent(self) -> Time:
+        """How long the agreement of all ranks takes; with zero there is none."""
+        return self.times.get("consent", 0)
+
+    def require(self, schedule: Schedule) -> None:
+        """
+        Refuse a stage, rank or link that a schedule does not have: it would change nothing.
+
+        Raises:
+            ScheduleError: There is one; the message names it.
+        """
+        stages, ranks = range(schedule.num_stages), range(schedule.num_ranks)
+        for name, given, known in (
+            ("stages", self.stages, stages),
+            ("ranks", self.ranks, ranks),
+            ("links", [rank for link in self.links for rank in link], ranks),
+        ):
+            strange = sorted(set(given) - set(known))
+            if strange:
+                what = "rank" if name == "links" else name.removesuffix("s")
+                raise ScheduleError(
+                    f"durations: {name}: expected {what}s of the schedule, 0 to {len(known) - 1}, "
+                    f"found {strange[0]}; leave it out, or take the schedule that it is for"
+                )
+        for source, target in self.links:
+            if source == target:
+                raise ScheduleError(
+                    f"durations: links: expected two ranks, found {source}->{target}; stages of "
+                    "one rank hand over without a message: leave it out"
+                )
+
+
+def read_durations(path: Path) -> Durations:
+    """
+    Read a file of durations.
+
+    Raises:
+        ScheduleError: The file cannot be read, is no JSON, or breaks the schema; the message names
+            the field, what was expected, what was found and what to do.
+    """
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ScheduleError(f"{path.name}: cannot be read: {reason}") from None
+    if len(data) > MAX_BYTES:
+        raise ScheduleError(f"{path.name}: larger than the limit of {MAX_BYTES >> 20} MiB")
+    try:
+        given = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant
+        )
+    except (ValueError, RecursionError) as error:
+        raise ScheduleError(
+            f"{path.name}: not JSON: {error or type(error).__name__}; expected one object such as "
+            '{"unit": "ms", "F": 0.3, "I": 0.3, "W": 0.3, "message": 0.04}'
+        ) from None
+    return parse_durations(given, source=path.name)
+
+
+def parse_durations(given: object, *, source: str = "durations") -> Durations:
+    """
+    Make durations of plain data, as `durations.schema.json` has it.
+
+    Args:
+        given: The object that a file holds.
+        source: What it is called in messages.
+
+    Raises:
+        ScheduleError: It breaks the schema.
+    """
+    parser = _Parser(source)
+    top = parser.an_object("", given)
+    parser.names("", top, ("unit", *_COMPUTATIONS, *_OPTIONAL, "stages", "ranks", "links"))
+    for name in ("unit", *_COMPUTATIONS):
+        if name not in top:
+            wanted = f"one of {', '.join(UNITS)}" if name == "unit" else "a time"
+            parser.refuse(name, wanted, "nothing", "add it")
+    if not isinstance(top["unit"], str) or top["unit"] not in UNITS:
+        parser.refuse("unit", f"one of {', '.join(UNITS)}", _shown(top["unit"]), "name the unit")
+    times = {n: parser.time(n, top[n]) for n in (*_COMPUTATIONS, *_OPTIONAL) if n in top}
+    links = parser.keyed("links", top, f"{_INDEX}->{_INDEX}", 'two ranks, as in "0->1"')
+    return Durations(
+        times,
+        top["unit"],
+        parser.table("stages", top, _OF_STAGE),
+        parser.table("ranks", top, _OF_RANK),
+        {_link(key): parser.time(f"links.{key}", time) for key, time in links.items()},
+    )
+
+
+@attrs.frozen
+class _Parser:
+    source: str
+
+    def refuse(self, field: str, expected: str, found: str, remedy: str) -> NoReturn:
+        place = f"{field}: " if field else ""
+        raise ScheduleError(f"{self.source}: {place}expected {expected}, found {found}; {remedy}")
+
+    def an_object(self, field: str, given: object) -> Mapping[str, Any]:
+        if not isinstance(given, Mapping):
+            self.refuse(field, "an object", _shown(given), "write { and } around names and times")
+        return given
+
+    def names(self, field: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+        for name in given:
+            if name not in known:
+                place = f"{field}.{name}" if field else str(name)
+                remedy = "give I and W, which B is" if name == "B" else "leave it out"
+                self.refuse(shorten(place), f"one of {', '.join(known)}", _shown(name), remedy)
+
+    def time(self, field: str, given: object) -> Time:
+        if isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given <= MOST:
+            return given
+        self.refuse(
+            field,
+            f"a number from 0 to {MOST:,}",
+            _shown(given),
+            "write how long it takes, in `unit`",
+        )
+
+    def keyed(
+        self, field: str, top: Mapping[str, Any], pattern: str, wanted: str
+    ) -> Mapping[str, Any]:
+        given = self.an_object(field, top.get(field, {}))
+        for key in given:
+            if not isinstance(key, str) or not re.fullmatch(pattern, key, re.ASCII):
+                self.refuse(field, f"names that are {wanted}", _shown(key), "write it so")
+        return given
+
+    def table(
+        self, field: str, top: Mapping[str, Any], known: Collection[str]
+    ) -> dict[int, dict[str, Time]]:
+        found = {}
+        for key, inner in self.keyed(field, top, _INDEX, 'numbers, as in "0"').items():
+            place = f"{field}.{key}"
+            self.names(place, self.an_object(place, inner), known)
+            found[int(key)] = {n: self.time(f"{place}.{n}", time) for n, time in inner.items()}
+        return found
+
+
+def _link(key: str) -> tuple[int, int]:
+    source, target = key.split("->")
+    return int(source), int(target)
+
+
+def _shown(found: object) -> str:
+    try:
+        return shorten(json.dumps(found))
+    except (TypeError, ValueError, RecursionError):
+        return shorten(type(found).__name__)
+
+
+def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the name {shorten(name)!r} stands twice in one object")
+        found[name] = value
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no time")

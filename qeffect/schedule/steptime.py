@@ -1,0 +1,461 @@
+"""
+How long one step of a schedule takes, and why: durations in, step time and critical path out.
+
+A dry run gives a time to everything (`step_time`). What it takes to be so:
+
+* A rank computes its row in order, one F, I or W at a time; B is I, then W, and an overlap is its
+  parts, one after the other. A computation begins when the one before it on its rank has ended and
+  what it needs has arrived, `launch` later. Stages of one rank hand over in no time.
+* A message takes no computation's time. It is sent at its place in the row, or where that follows
+  the entry that made it, as soon as it is made: the input gradient of a B leaves before B's W. A
+  table that names no messages sends each as soon as it is made.
+* The messages from one rank to another travel one at a time, in the order of their sends; with
+  `queues` of `direction` or `edge-direction`, activations and gradients apart. The two directions
+  of a pair of ranks never wait for each other, whatever `queues` says.
+* Sends are buffered: a message does not wait for its receive, and a receive holds up nobody. With
+  `rendezvous`, a message sets out only when its receive is reached as well, and with `rank` it
+  holds its sender's row until it has arrived. A WAIT_SEND holds its row likewise, and until the
+  receive is reached, as the deadlock check has it.
+* A reduction runs beside computation, one at a time on a rank, from its place in the row on; in a
+  table without any, from the last W of its stage. WAIT_REDUCE_GRAD and the update wait for it.
+* A rank's `host` issues one F, I or W after the other, ahead of the device, which waits for it.
+* A rank's `update` follows its row and its reductions; with `consent`, those of all ranks, and the
+  agreement. Sharding takes no time.
+
+A step so timed is as short as its schedule allows: more queues, faster messages or a shorter action
+never make it longer. It is the bound that a measured step is held against, where the durations were
+measured too.
+
+>>> from qeffect.schedule.durations import Durations
+>>> from qeffect.schedule.tables import read_fixture
+>>> schedule = read_fixture("ScheduleGPipe_pp4_vpp1_m8.compute.csv")
+>>> timed = step_time(schedule, Durations({"F": 1, "I": 1, "W": 0}))
+>>> timed.time, timed.bound, timed.ranks[0].bubble == 3 / 11
+(22, 16, True)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterator
+from functools import cached_property
+from typing import Any
+
+import attrs
+
+from qeffect.schedule.actions import (
+    RECEIVES,
+    SEND_WAITS,
+    SENDS,
+    WAITS,
+    Action,
+    Atom,
+    Kind,
+    Schedule,
+    ScheduleError,
+)
+from qeffect.schedule.durations import Durations, Time
+from qeffect.schedule.index import Event
+from qeffect.schedule.messages import COUNTERPART, INPUTS
+from qeffect.schedule.transport import DEFAULT, Transport
+
+__all__ = ["RankTime", "Span", "StepTime", "step_time"]
+
+_COMPUTATIONS = frozenset({Kind.FORWARD, Kind.DGRAD, Kind.WGRAD})
+_MADE_BY = {Kind.SEND_F: Kind.FORWARD, Kind.SEND_B: Kind.DGRAD}
+_SENT_AS = {made: send for send, made in _MADE_BY.items()}
+_SHOWN = 8
+
+
+@attrs.frozen
+class Span:
+    """
+    Something that takes time, and when it does.
+
+    Args:
+        what: `computation`, `message`, `reduction`, `host`, `consent` or `update`; `place` for a
+            receive, a wait or sharding, which only has a place in its row.
+        name: As torch writes it; for a host, what it issues.
+        rank: Its rank, the sender of a message; -1 for the consent of all.
+        step: Where its entry stands in the row; None for what no table names.
+        start: When it begins.
+        end: When it ends.
+        peer: The rank that a message goes to.
+    """
+
+    what: str
+    name: str
+    rank: int
+    step: int | None
+    start: Time
+    end: Time
+    peer: int | None = None
+
+    def record(self) -> dict[str, Any]:
+        """The span as plain data, for JSON."""
+        return {**attrs.asdict(self), "start": float(self.start), "end": float(self.end)}
+
+
+@attrs.frozen
+class RankTime:
+    """
+    How a rank spends a step.
+
+    Args:
+        rank: The rank.
+        busy: Time in which it computes: F, I, W and its update.
+        before: Idle time before it first computes.
+        inside: Idle time between its first and its last computation.
+        after: Idle time from its last computation to the end of the step.
+    """
+
+    rank: int
+    busy: Time
+    before: Time
+    inside: Time
+    after: Time
+
+    @property
+    def idle(self) -> Time:
+        """Time in which it does not compute."""
+        return self.before + self.inside + self.after
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of the step."""
+        whole = self.busy + self.idle
+        return float(self.idle / whole) if whole else 0.0
+
+    def record(self) -> dict[str, Any]:
+        """The times as plain data, for JSON."""
+        times = {n: float(getattr(self, n)) for n in ("busy", "idle", "before", "inside", "after")}
+        return {"rank": self.rank, **times, "bubble": self.bubble}
+
+
+@attrs.frozen
+class StepTime:
+    """
+    When everything in a step happens.
+
+    Args:
+        schedule: What was timed.
+        unit: The unit of its times.
+        spans: Everything that has a place in the step, lane by lane, in order within each.
+        critical: What the step's time is made of: each begins because the one before it ended.
+    """
+
+    schedule: Schedule
+    unit: str
+    spans: tuple[Span, ...]
+    critical: tuple[Span, ...]
+
+    @cached_property
+    def time(self) -> Time:
+        """How long the step takes."""
+        return max((span.end for span in self.spans), default=0)
+
+    @cached_property
+    def ranks(self) -> tuple[RankTime, ...]:
+        """How each rank spends the step."""
+        found = []
+        for rank in range(self.schedule.num_ranks):
+            own = [s for s in self.spans if s.rank == rank and s.what in ("computation", "update")]
+            busy = sum(s.end - s.start for s in own)
+            first = own[0].start if own else self.time
+            last = own[-1].end if own else self.time
+            found.append(RankTime(rank, busy, first, last - first - busy, self.time - last))
+        return tuple(found)
+
+    @property
+    def bound(self) -> Time:
+        """The computation of the busiest rank: no order of its actions makes a shorter step."""
+        return max((rank.busy for rank in self.ranks), default=0)
+
+    def record(self) -> dict[str, Any]:
+        """The times as plain data, for JSON."""
+        return {
+            "unit": self.unit,
+            "step": float(self.time),
+            "bound": float(self.bound),
+            "ranks": [rank.record() for rank in self.ranks],
+            "critical_path": [span.record() for span in self.critical],
+        }
+
+
+def step_time(schedule: Schedule, durations: Durations, transport: Transport = DEFAULT) -> StepTime:
+    """
+    Time every action and message of a schedule, in time linear in the table.
+
+    Args:
+        schedule: The schedule, of all ranks, that `qeffect.schedule.ranks.check_ranks` accepts.
+        durations: How long everything takes.
+        transport: How messages are carried; its `queues` and `rendezvous` are looked at.
+
+    Raises:
+        ScheduleError: Ranks are missing from the table; it names an action twice, or needs one
+            that it does not have; ranks wait for each other; or the durations are for another
+            schedule.
+    """
+    if not schedule.complete:
+        raise ScheduleError(
+            f"{schedule.source}: a step's time depends on all ranks, and this table does not have "
+            "them; give the table of all ranks"
+        )
+    durations.require(schedule)
+    lanes = _Rows(schedule, durations, transport).lay()
+    lanes.run()
+    spans = tuple(task.span() for task in lanes.every())
+    return StepTime(schedule, durations.unit, spans, lanes.critical())
+
+
+@attrs.define(eq=False)
+class _Task:
+    """One thing to be done: it follows the task before it in its lane, and what it needs."""
+
+    what: str
+    name: str
+    rank: int
+    step: int | None = None
+    length: Time = 0
+    needs: list[_Task] = attrs.field(factory=list)
+    peer: int | None = None
+    gap: Time = 0
+    start: Time = 0
+    end: Time | None = None
+    cause: _Task | None = None
+
+    def span(self) -> Span:
+        assert self.end is not None
+        return Span(self.what, self.name, self.rank, self.step, self.start, self.end, self.peer)
+
+
+@attrs.define
+class _Lanes:
+    """Lanes of tasks, each done in order: a rank's row, its host, its reductions, a channel."""
+
+    lanes: dict[Hashable, list[_Task]] = attrs.field(factory=lambda: defaultdict(list))
+
+    def put(self, lane: Hashable, task: _Task) -> _Task:
+        """Add a task at the end of a lane."""
+        before = self.lanes[lane]
+        task.needs = [*before[-1:], *task.needs]
+        before.append(task)
+        return task
+
+    def every(self) -> Iterator[_Task]:
+        """All tasks, lane by lane."""
+        for lane in self.lanes.values():
+            yield from lane
+
+    def run(self) -> None:
+        """Give every task its times: it starts when the last of what it needs has ended."""
+        left = {task: len(task.needs) for task in self.every()}
+        waiting: dict[_Task, list[_Task]] = defaultdict(list)
+        for task in self.every():
+            for need in task.needs:
+                waiting[need].append(task)
+        ready = deque(task for task in self.every() if not left[task])
+        while ready:
+            task = ready.popleft()
+            for need in task.needs:
+                if task.cause is None or _end(need) > task.start:
+                    task.cause, task.start = need, _end(need)
+            task.start += task.gap
+            task.end = task.start + task.length
+            for later in waiting[task]:
+                left[later] -= 1
+                if not left[later]:
+                    ready.append(later)
+        stopped = next((task for task in self.every() if task.end is None), None)
+        if stopped is not None:
+            raise ScheduleError(_circle(stopped))
+
+    def critical(self) -> tuple[Span, ...]:
+        """The chain of causes that ends with the last task."""
+        task = max(self.every(), key=_end, default=None)
+        path = []
+        while task is not None:
+            if task.what != "place":
+                path.append(task.span())
+            task = task.cause
+        return tuple(reversed(path))
+
+
+@attrs.define
+class _Rows:
+    """Lays every action and message of a schedule in its lane, with what it needs from others."""
+
+    schedule: Schedule
+    durations: Durations
+    transport: Transport
+    lanes: _Lanes = attrs.field(factory=_Lanes)
+    made: dict[Event, _Task] = attrs.field(factory=dict)
+    #: Needs whose tasks may be laid later, in another rank's row.
+    open: list[tuple[_Task, Event]] = attrs.field(factory=list)
+    #: For each rank, the last task that holds up what stands behind it in the row.
+    held: dict[int, _Task] = attrs.field(factory=dict)
+
+    def lay(self) -> _Lanes:
+        """Lay all rows, then the ends of the step."""
+        for rank, atoms in enumerate(self.schedule.atoms):
+            for atom in atoms:
+                self._lay(rank, atom)
+        self._reduce_unasked()
+        for task, event in self.open:
+            if event not in self.made:
+                raise ScheduleError(
+                    f"{self.schedule.source}: {task.name} needs {_named(event)}, which stands "
+                    "nowhere; qeffect check says what is wrong with the table",
+                    rank=task.rank,
+                    step=task.step,
+                )
+            task.needs.append(self.made[event])
+        self._finish()
+        return self.lanes
+
+    def _lay(self, rank: int, atom: Atom) -> None:
+        event = (atom.kind, atom.stage, atom.microbatch)
+        name = _named(event)
+        if atom.kind in _COMPUTATIONS:
+            self._compute(rank, atom, name)
+        elif atom.kind in SENDS:
+            self._send(rank, atom.step, event)
+        elif atom.kind is Kind.REDUCE_GRAD:
+            self._reduce(rank, atom.step, atom.stage, self.held.get(rank))
+        else:
+            place = self._put(rank, _Task("place", name, rank, atom.step))
+            if atom.kind in RECEIVES:
+                self._make(event, place)
+                return
+            if atom.kind in WAITS:
+                self.open.append((place, (WAITS[atom.kind], atom.stage, atom.microbatch)))
+            if atom.kind in SEND_WAITS:
+                self.open.append((place, _across(WAITS[atom.kind], atom.stage, atom.microbatch)))
+            self.held[rank] = place
+
+    def _compute(self, rank: int, atom: Atom, name: str) -> None:
+        kind, stage, microbatch = atom.kind, atom.stage, atom.microbatch
+        task = _Task("computation", name, rank, atom.step, self.durations.of(kind, stage))
+        task.gap = self.durations.on(rank, "launch")
+        host = self.durations.on(rank, "host")
+        if host:
+            issued = _Task("host", name, rank, atom.step, host)
+            task.needs.append(self.lanes.put(("host", rank), issued))
+        self.held[rank] = self._put(rank, task)
+        self._make((kind, stage, microbatch), task)
+        if kind in INPUTS:
+            offset = INPUTS[kind][1]
+            source = self.schedule.stage_to_rank.get(stage + offset)
+            if source is not None:
+                arrives = kind if source == rank else _SENT_AS[kind]
+                self.open.append((task, (arrives, stage + offset, microbatch)))
+        if kind in _SENT_AS and not self.schedule.has_comms:
+            target = self.schedule.stage_to_rank.get(stage + COUNTERPART[_SENT_AS[kind]][1])
+            if target not in (None, rank):
+                self._message(rank, None, (_SENT_AS[kind], stage, microbatch), [task])
+
+    def _send(self, rank: int, step: int, event: Event) -> None:
+        kind, stage, microbatch = event
+        made, held = (_MADE_BY[kind], stage, microbatch), self.held.get(rank)
+        # What follows in the entry that made it, as W in a B, does not hold it up.
+        follows = made in self.made and held is not None and held.step == self.made[made].step
+        task = self._message(rank, step, event, [] if held is None or follows else [held])
+        self.open.append((task, made))
+        if self.transport.rendezvous is not None:
+            self.open.append((task, _across(*event)))
+        if self.transport.rendezvous == "rank":
+            self.held[rank] = self._put(
+                rank, _Task("place", _named(event), rank, step, needs=[task])
+            )
+
+    def _message(self, rank: int, step: int | None, event: Event, needs: list[_Task]) -> _Task:
+        target = self.schedule.stage_to_rank.get(event[1] + COUNTERPART[event[0]][1])
+        if target is None:
+            raise ScheduleError(
+                f"{self.schedule.source}: {_named(event)} goes to a stage that there is not; "
+                "qeffect check says what is wrong with the table",
+                rank=rank,
+                step=step,
+            )
+        length = self.durations.message(rank, target)
+        task = _Task("message", _named(event), rank, step, length, needs, target)
+        self.lanes.put(("channel", rank, target, self.transport.queue(event[0])), task)
+        return self._make(event, task)
+
+    def _reduce(self, rank: int, step: int | None, stage: int, after: _Task | None) -> None:
+        event = (Kind.REDUCE_GRAD, stage, -1)
+        task = _Task("reduction", _named(event), rank, step, self.durations.reduction(stage))
+        task.needs = [] if after is None else [after]
+        self._make(event, self.lanes.put(("reduction", rank), task))
+
+    def _reduce_unasked(self) -> None:
+        """Reduce each stage after its last W, in a table that has no reduction."""
+        if any(kind is Kind.REDUCE_GRAD for kind, _, _ in self.made):
+            return
+        for rank, atoms in enumerate(self.schedule.atoms):
+            last = {atom.stage: atom for atom in atoms if atom.kind is Kind.WGRAD}
+            for atom in sorted(last.values(), key=lambda atom: atoms.index(atom)):
+                if self.durations.reduction(atom.stage):
+                    task = self.made[atom.kind, atom.stage, atom.microbatch]
+                    self._reduce(rank, None, atom.stage, task)
+
+    def _finish(self) -> None:
+        ranks = range(self.schedule.num_ranks)
+        ends = [
+            [
+                self.lanes.lanes[lane][-1]
+                for lane in (("row", rank), ("reduction", rank))
+                if self.lanes.lanes.get(lane)
+            ]
+            for rank in ranks
+        ]
+        if self.durations.consent:
+            consent = _Task("consent", "consent", -1, length=self.durations.consent)
+            consent.needs = [task for end in ends for task in end]
+            self.lanes.put("consent", consent)
+            ends = [[consent] for _ in ranks]
+        for rank, end in enumerate(ends):
+            length = self.durations.on(rank, "update")
+            if length:
+                self._put(rank, _Task("update", "update", rank, None, length, end))
+
+    def _put(self, rank: int, task: _Task) -> _Task:
+        return self.lanes.put(("row", rank), task)
+
+    def _make(self, event: Event, task: _Task) -> _Task:
+        if event in self.made:
+            raise ScheduleError(
+                f"{self.schedule.source}: {_named(event)} stands twice; qeffect check says where",
+                rank=task.rank,
+                step=task.step,
+            )
+        self.made[event] = task
+        return task
+
+
+def _end(task: _Task) -> Time:
+    assert task.end is not None
+    return task.end
+
+
+def _named(event: Event) -> str:
+    kind, stage, microbatch = event
+    return str(Action(kind, stage, microbatch))
+
+
+def _across(kind: Kind, stage: int, microbatch: int) -> Event:
+    """The receive of a send."""
+    receive, offset = COUNTERPART[kind]
+    return receive, stage + offset, microbatch
+
+
+def _circle(task: _Task) -> str:
+    path: list[_Task] = []
+    while task not in path:
+        path.append(task)
+        task = next(need for need in task.needs if need.end is None)
+    circle = path[path.index(task) :]
+    # A send that holds its row stands there twice: in its channel, and in the row.
+    legs = list(dict.fromkeys(f"{t.name} on rank {t.rank}" for t in circle))
+    shown = ", which waits for ".join(legs[:_SHOWN]) + (" ..." if len(legs) > _SHOWN else "")
+    return f"ranks wait for each other: {shown}, and so on; qeffect check says where"
