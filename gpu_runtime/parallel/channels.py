@@ -335,7 +335,7 @@ class Channels:
         for transfer in self._under_way:
             transfer.work = None
         self._under_way.clear()
-        groups = [channel.group for channel in self._channels.values()]
+        groups = [c.group for c in self._channels.values() if c.group is not None]
         for channel in self._channels.values():
             channel.group = None
         while groups:
