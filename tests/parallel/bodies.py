@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 import attrs
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.protocol import parameters
+from qeffect.cli import main
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.memory.state import live_state
+from qeffect.gpu_runtime.parallel import command
 from qeffect.gpu_runtime.parallel.channels import Message, Transfer
 from qeffect.gpu_runtime.parallel.compare import compared, guarded
 from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError, name_of
@@ -281,3 +288,40 @@ def exchange(job: Job, first: str, second: str, digested: bool) -> dict[str, Any
         worker.close()
     differ = [name for name in found[0] if found[0][name] != found[1][name]]
     return {**outcome, "differ": differ}
+
+
+# What is typed, and what cannot run
+
+
+def typed(cases: list[tuple[list[str], int | None]]) -> list[tuple[int, str, str]]:
+    """
+    `qeffect runtime pipeline` with arguments, again and again.
+
+    Args:
+        cases: Arguments, and how many GPUs this host is to have; None for a torch without NCCL.
+    """
+    join("cpu", LIMITS)
+    command._LAST_WORD_S = 0.0
+    torch.cuda.is_available = lambda: True
+    torch.cuda.set_device = lambda _: None
+    said = []
+    for argv, gpus in cases:
+        dist.is_nccl_available = lambda gpus=gpus: gpus is not None
+        torch.cuda.device_count = lambda gpus=gpus: gpus or 0
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            code = main(["runtime", "pipeline", *argv])
+        said.append((code, out.getvalue().strip(), err.getvalue().strip()))
+    return said
+
+
+def unmet() -> str:
+    """The two ranks build their stages with different dimensions."""
+    member = join("cpu", LIMITS)
+    hidden = 32 * (1 + member.rank)
+    job = Job(pp=2, config=LayerConfig(hidden, 64, 2, 16))
+    try:
+        guarded(member, job, "reference", limits=LIMITS)
+    except BackendError as error:
+        return str(error)
+    return "accepted"

@@ -11,6 +11,8 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.schedule.tables import read_fixture, write_table
+from tests.parallel import bodies
+from tests.parallel.ranks import launch
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
@@ -39,26 +41,40 @@ def test_torchrun_trains_replicas_with_the_bits_of_torchs_pipeline(tmp_path: Pat
         assert main(["replay", str(log)]) == 0
 
 
-@pytest.mark.parametrize(
-    ("ranks", "argv", "words"),
-    [
-        (2, ["--pp", "4"], "2 processes were started for --pp 4 --dp 1, which takes 4"),
-        (2, ["--schedule", "TABLE"], "is a table of 4 ranks, --pp is 2"),
-        (2, ["--device", "cuda"], "no NCCL"),
-    ],
-)
-def test_what_cannot_run_is_one_line_of_rank_0(
-    ranks: int, argv: list[str], words: str, tmp_path: Path
-) -> None:
-    """Exit code 2, and no rank waits for another."""
+def test_what_cannot_run_is_one_line_of_rank_0(tmp_path: Path) -> None:
+    """Exit code 2 on every rank, one line from the first, and no rank waits for another."""
     table = tmp_path / "four.csv"
     table.write_text(write_table(read_fixture("ScheduleZBVZeroBubble_pp4_vpp2_m8.comms.csv")))
-    done = torchrun(ranks, *(str(table) if word == "TABLE" else word for word in argv))
-    said = [line for line in done.stderr.splitlines() if line.startswith("qeffect: ")]
-    assert len(said) == 1
-    assert words in said[0]
-    assert "exitcode  : 2" in done.stderr
-    assert done.stdout.strip() == ""
+    swapped = tmp_path / "swapped.csv"
+    swapped.write_text("0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1RECV_F0,1B0,1SEND_B0\n")
+    cases: list[tuple[list[str], int | None, str]] = [
+        (["--pp", "4"], None, "2 processes were started for --pp 4 --dp 1, which takes 4"),
+        (["--schedule", str(table)], None, "is a table of 4 ranks, --pp is 2"),
+        (["--schedule", str(swapped)], None, "schedule."),
+        (["--schedule", "zigzag"], None, "unknown schedule class 'zigzag'"),
+        (["--vpp", "3"], None, "2 stages a rank; expected vpp=2"),
+        (["--device", "cuda"], None, "this torch has no NCCL"),
+        (["--device", "cuda"], 1, "rank 1 wants GPU 1 of this host, which has 1"),
+    ]
+    (tmp_path / "said").mkdir()
+    typed = [(argv, gpus) for argv, gpus, _ in cases]
+    said = launch(2, tmp_path / "said", bodies.typed, typed)
+    assert said.codes == [0, 0]
+    for n, (_, _, words) in enumerate(cases):
+        (code, out, err), second = (said.words[rank][n] for rank in range(2))
+        assert second == [2, "", ""]
+        assert (code, out) == (2, "")
+        (line,) = err.splitlines()
+        assert words in line
+
+
+def test_stages_that_do_not_meet_are_named_on_every_rank(tmp_path: Path) -> None:
+    """Before a group is made: no message of another size is ever posted."""
+    said = launch(2, tmp_path, bodies.unmet)
+    assert said.codes == [0, 0]
+    assert said.words[0] == said.words[1]
+    assert "stage 0 gives (16, 1, 32)" in said.words[0]
+    assert "stage 1 takes (16, 1, 64)" in said.words[0]
 
 
 def test_without_torchrun_the_command_says_how_to_start(
