@@ -36,6 +36,7 @@ from qeffect.gpu_runtime.plan.rows import Row
 from qeffect.gpu_runtime.plan.slots import Provisioning, SlotPlan, plan_slots
 from qeffect.keys import TapeKey
 from qeffect.log.recorder import Recorder
+from qeffect.refusals import Refused
 
 
 class Reduction(Protocol):
@@ -66,6 +67,9 @@ class RuntimeConfig:
         callers: Names of the streams that call.
         device_counts: Let the device count what it runs, beside every action, and compare at the
             commit (`qeffect.counts`). The host then waits at the commit for the step's last action.
+        late_counts: With ``device_counts``, let the device compare: it skips the update where it
+            did not run what was committed. The host does not wait, and refuses at the next
+            `finalize` or `checkpoint`.
         pool: Capture-memory pool that all slots share. Only the test that shows why that is wrong
             sets it; None gives every slot a pool of its own.
         buckets: For a stage, the gradients that are reduced together: every matrix in one bucket,
@@ -87,6 +91,7 @@ class RuntimeConfig:
     declared: bool = True
     callers: tuple[Hashable, ...] = ("main",)
     device_counts: bool = False
+    late_counts: bool = False
     pool: Hashable | None = None
     buckets: Mapping[int, Sequence[Bucket]] = attrs.field(factory=dict)
     reductions: Sequence[int | str] = ()
@@ -167,6 +172,7 @@ class Runtime:
             declared=self._declared(),
             reductions=self.config.reductions,
             counted=self.config.device_counts,
+            late=self.config.late_counts,
         )
         self.counters: DeviceCounters | None = None
         if self.config.device_counts:
@@ -188,7 +194,10 @@ class Runtime:
         )
         self._restart_reports()
         self.handoff.synchronize()
-        self._committed = Snapshot(tuple(live_state(self.domain).values()))
+        live = tuple(live_state(self.domain).values())
+        self._committed = Snapshot(live)
+        # Of the commit before: where counts come late, the last one may not have been.
+        self._before = Snapshot(live) if self.config.late_counts else self._committed
 
     # Building
 
@@ -425,14 +434,16 @@ class Runtime:
         Stages that `finalize_stage` was called for are whole already.
 
         Raises:
-            Refused: Something is missing or spoiled.
+            Refused: Something is missing or spoiled; or, with late counts, the device skipped the
+                last update: `rebuild` begins that epoch again.
         """
+        self.confirm()
         link = self.actions._enter(caller)
         for index in self.memories:
             if index not in self._final:
                 self.contract.finalize(index, link)
         with self.handoff.scope():
-            if self.counters is not None:
+            if self.counters is not None and not self.config.late_counts:
                 self.counters.read()  # first, so that the sums run while the host looks at it
             gradients: dict[int, Mapping[str, torch.Tensor]] = {
                 index: self._total(index) for index in self.memories
@@ -533,13 +544,13 @@ class Runtime:
                 something else than was committed; nothing was updated.
         """
         link = self.actions._enter(caller)
-        if self.counters is None:
-            epoch = self.contract.commit_epoch(caller=caller)
-        else:
-            epoch = self.contract.commit_epoch(caller=caller, counted=self.device_counts())
+        late = self.config.late_counts
+        counted = None if late else self.device_counts()
+        epoch = self.contract.commit_epoch(caller=caller, counted=counted)
         try:
             with self.handoff.scope():
-                optimizer.step(gradients)
+                optimizer.step(gradients, skip=self._gate() if late else None)
+                self._committed, self._before = self._before, self._committed
                 self._committed.take()
                 self.handoff.record_tail()
         except BaseException:
@@ -554,15 +565,44 @@ class Runtime:
         self._forget_gradients()
         return epoch
 
+    def _gate(self) -> torch.Tensor | None:
+        """Let the device compare what it ran with what was committed."""
+        if self.counters is None:
+            return None
+        return self.counters.gate(self.contract.committed_counts()[self._domain])
+
+    @property
+    def _domain(self) -> Hashable:
+        """The state domain's name in the contract."""
+        return self.contract.stages[0].domain
+
+    def confirm(self) -> None:
+        """
+        Present what the device had counted at the last commit, where ``late_counts`` is set.
+
+        `finalize` and `checkpoint` do; without late counts it does nothing. It waits for the last
+        update, which a step later is long done.
+
+        Raises:
+            Refused: The device skipped that update, since it had not run what was committed;
+                `rebuild` begins its epoch again.
+        """
+        if self.contract.counts_awaited:
+            counted = self.device_counts()
+            assert counted is not None
+            self.contract.present_counts(counted)
+
     def device_counts(self) -> dict[Hashable, DeviceCounts] | None:
         """
         What the device had run at the last `finalize`, by state domain, for a commit of one's own.
+
+        With late counts, at the last `update`.
 
         None where `device_counts` is not configured. Waits for the device.
         """
         if self.counters is None:
             return None
-        return {self.contract.stages[0].domain: self.counters.taken()}
+        return {self._domain: self.counters.taken()}
 
     # Failure and restart
 
@@ -586,7 +626,8 @@ class Runtime:
         Drops every tape that is left, waits for the device, restores the numerical state from the
         last commit's snapshot and begins a new incarnation, in which every older reference is
         refused and every weight cache is stale. Captured graphs stay: they hold addresses, not
-        contents.
+        contents. Where late counts say that the device skipped the last update, the epoch that it
+        was to end begins again.
 
         Raises:
             BackendError: An optimizer update failed half way; no snapshot covers weights.
@@ -597,6 +638,11 @@ class Runtime:
         self._fail_running()
         self.drain()
         self.contract.purge(epoch)
+        try:
+            self.confirm()
+        except Refused:
+            epoch -= 1
+            self._committed, self._before = self._before, self._committed
         with self.handoff.scope():
             self._committed.restore()
         self._restart(epoch)
@@ -635,6 +681,7 @@ class Runtime:
         Raises:
             Refused: Something is live, in flight or unfinished.
         """
+        self.confirm()
         self.drain()
         state = NumericalState.of(self.domain)
         return self.contract.checkpoint(recipe=dict(self.domain.recipe())), state

@@ -106,8 +106,8 @@ class Caller:
     def commit(self) -> int:
         """Commit the epoch; every graph stream waits for the optimizer's update."""
         epoch = self.contract.commit_epoch()
-        for stage in self._configs:
-            self.contract.join(self.link(stage))
+        for link in dict.fromkeys(self.link(stage) for stage in self._configs):
+            self.contract.join(link)
         return epoch
 
     def _filled(self, stage: int) -> dict[str, int] | None:

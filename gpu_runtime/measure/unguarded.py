@@ -40,7 +40,7 @@ class Silent:
     def finalize(self, stage: int, link: int) -> None:
         """Accept."""
 
-    def commit_epoch(self, *, caller: Hashable) -> int:
+    def commit_epoch(self, *, caller: Hashable, counted: object = None) -> int:
         """Count."""
         self.epoch += 1
         return self.epoch

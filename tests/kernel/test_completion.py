@@ -4,6 +4,7 @@ Completion: a replay waits for its caller, and a consumer waits for the replay.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ class TestCallerToGraph:
         ref = rig.forward(0)
         rig.dgrad(ref, 0)
         rig.contract.submit()
-        calls = (
+        calls: tuple[Callable[[], object], ...] = (
             lambda: rig.check_forward(1),
             lambda: rig.check_wgrad(ref, 0),
         )
@@ -181,7 +182,7 @@ class TestWrongStream:
         ref = rig.forward(0)
         rig.dgrad(ref, 0)
         wrong = rig.link(1)
-        calls = (
+        calls: tuple[Callable[[], object], ...] = (
             lambda: rig.contract.check_refresh(1, rig.link(0)),
             lambda: rig.check_forward(1, link=wrong),
             lambda: rig.check_wgrad(ref, 0, link=wrong),
@@ -262,7 +263,7 @@ class TestUpdate:
         rig.microbatch(0)
         rig.finish()
         rig.contract.commit_epoch()
-        calls = (
+        calls: tuple[Callable[[], object], ...] = (
             lambda: rig.contract.check_refresh(0),
             lambda: rig.check_forward(0),
         )

@@ -45,10 +45,11 @@ def poison_has_a_reason(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("order.filling-is-busy", needs="version", g="stage")
 def filling_is_busy(st: State, h: History, g: Index) -> Truth:
-    """While an F fills a cache its domain is busy with it."""
+    """While an F of a stage fills its cache the domain is busy with it."""
     d = st.domain_of[g]
     s = h.updater[d]
-    flying = (s != NO_SLOT) & (st.held[s] == st.filling[g]) & (st.consumers[s] == RESERVED)
+    ours = (s != NO_SLOT) & (st.slot_stage[s] == g)
+    flying = ours & (st.held[s] == st.filling[g]) & (st.consumers[s] == RESERVED)
     return implies(st.filling[g] != 0, (st.busy[d] == st.filling[g]) & flying)
 
 
