@@ -233,8 +233,8 @@ class Batches:
         *,
         repeat: bool = False,
     ) -> None:
+        once: Callable[[int], tuple[Tensor, Tensor]] = functools.cache(lambda m: draw(0, m))
         self.draw = (lambda _, m: once(m)) if repeat else draw
-        once = functools.cache(lambda m: draw(0, m))
         self.one = torch.ones((), device=device)
         self.losses: dict[int, dict[int, Tensor]] = {}
 
