@@ -25,6 +25,8 @@ from qeffect.keys import TapeKey, TapeRef
 class Silent:
     """Stands in for the contract at the boundaries of an epoch, and accepts everything."""
 
+    counts_awaited = False
+
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
 

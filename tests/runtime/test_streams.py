@@ -72,9 +72,9 @@ def test_the_update_runs_on_the_graph_stream_and_replays_wait_for_it() -> None:
     handoff = runtime.handoff = runtime.actions.handoff = Watched()
     step = run.optimizer.step
 
-    def stepped(gradients: Any) -> None:
+    def stepped(gradients: Any, **told_more: Any) -> None:
         placed.append((handoff.inside, told[-1][0]))
-        step(gradients)
+        step(gradients, **told_more)
 
     run.optimizer.step = stepped  # type: ignore[method-assign]
     runtime.contract.observer = lambda name, arguments, _: told.append((name, arguments))
