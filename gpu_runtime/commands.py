@@ -85,6 +85,11 @@ class RuntimeCommands:
                 "compare native, eager and captured steps bit for bit",
                 "evidence.command",
             ),
+            (
+                "pipeline",
+                "train a guarded pipeline over the ranks that torchrun started",
+                "parallel.command",
+            ),
             ("bench", "measure step time, memory, set-up, copies and guards", "bench.cli"),
             ("streams", "count stale reads of one-way and two-way handoffs", "evidence.streams"),
             (

@@ -63,12 +63,14 @@ class Optimizer:
             capturable=capturable,
         )
 
-    def step(self, gradients: Gradients) -> None:
+    def step(self, gradients: Gradients, *, skip: Tensor | None = None) -> None:
         """
         Update every parameter from the gradients of one epoch.
 
         Args:
             gradients: By stage and parameter name; every parameter needs one.
+            skip: Scalar of float32 on the parameters' device. Where it is 1 the device leaves
+                parameters, moments and step counts as they are; no host reads it.
 
         Raises:
             BackendError: A parameter has no gradient; nothing was updated.
@@ -79,7 +81,11 @@ class Optimizer:
             named = gradients[index]
             for name, target in targets:
                 target.grad = named[name].to(target.dtype)
-        self.update()
+        self.adamw.found_inf = skip  # type: ignore[attr-defined]
+        try:
+            self.update()
+        finally:
+            self.adamw.found_inf = None  # type: ignore[attr-defined]
 
     def _refuse(self, gradients: Gradients) -> None:
         found = {f"stages.{i}.{name}" for i, named in gradients.items() for name in named}

@@ -31,9 +31,11 @@ from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.memory.state import NumericalState, Snapshot, live_state, preserving
 from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
 from qeffect.gpu_runtime.plan.order import Kind, Order
+from qeffect.gpu_runtime.plan.rows import Row
 from qeffect.gpu_runtime.plan.slots import Provisioning, SlotPlan, plan_slots
 from qeffect.keys import TapeKey
 from qeffect.log.recorder import Recorder
+from qeffect.refusals import Refused
 
 
 class Reduction(Protocol):
@@ -64,6 +66,9 @@ class RuntimeConfig:
         callers: Names of the streams that call.
         device_counts: Let the device count what it runs, beside every action, and compare at the
             commit (`qeffect.counts`). The host then waits at the commit for the step's last action.
+        late_counts: With ``device_counts``, let the device compare: it skips the update where it
+            did not run what was committed. The host does not wait, and refuses at the next
+            `finalize` or `checkpoint`.
         pool: Capture-memory pool that all slots share. Only the test that shows why that is wrong
             sets it; None gives every slot a pool of its own.
         buckets: For a stage, the gradients that are reduced together: every matrix in one bucket,
@@ -82,6 +87,7 @@ class RuntimeConfig:
     declared: bool = True
     callers: tuple[Hashable, ...] = ("main",)
     device_counts: bool = False
+    late_counts: bool = False
     pool: Hashable | None = None
     buckets: Mapping[int, Sequence[Bucket]] = attrs.field(factory=dict)
     reductions: Sequence[int | str] = ()
@@ -99,6 +105,10 @@ class Runtime:
             memory (`recorder.lines`). None costs nothing. `close` ends the log.
         reducer: Reduces a bucket's gradients in place over data-parallel ranks; it is given the
             bucket's name and the gradients by name, and may return what `wait` ends.
+        row: The row with its messages, where the process is one of a pipeline. Its slots are the
+            runtime's, counted with messages, and it says which stages receive and send;
+            `RuntimeConfig`'s provisioning, feeds and readers are then its own.
+        rank: Rank of the process, for whoever reads the event log.
 
     Raises:
         BackendError: The order names other stages, the backend cannot be captured, or a stage does
@@ -113,7 +123,10 @@ class Runtime:
         *,
         event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
         reducer: Reducer | None = None,
+        row: Row | None = None,
+        rank: int | None = None,
     ) -> None:
+        self.row = row
         self.config = config or RuntimeConfig()
         self.reducer = reducer
         self._keys: dict[tuple[int, int], TapeKey] = {}
@@ -121,6 +134,7 @@ class Runtime:
         self._totals: dict[int, dict[str, torch.Tensor]] = {}
         self._reducing: dict[int | str, Reduction | None] = {}
         self._reduced: set[int | str] = set()
+        self._final: set[int] = set()
         self.order = order
         self.stages = {stage.index: stage for stage in stages}
         self.domain = _one_domain(stages)
@@ -131,7 +145,11 @@ class Runtime:
                 f"{sorted(self.stages)}; build the stages of the rank whose row it is"
             )
         self._buckets = self._require_buckets()
-        self.plan: SlotPlan = plan_slots(order, self.config.provisioning, feeds=self.config.feeds)
+        self.plan: SlotPlan = (
+            plan_slots(order, self.config.provisioning, feeds=self.config.feeds)
+            if row is None
+            else row.slots
+        )
         self.handoff: Handoff = handoff_for(self.domain.device)
         self.handoff.wait_for_caller()
         with self.handoff.scope(), preserving(self.domain):
@@ -146,6 +164,7 @@ class Runtime:
             declared=self._declared(),
             reductions=self.config.reductions,
             counted=self.config.device_counts,
+            late=self.config.late_counts,
         )
         self.counters: DeviceCounters | None = None
         if self.config.device_counts:
@@ -155,7 +174,8 @@ class Runtime:
             self.memories[own.stage].all_matrices = own.matrices
         self.recorder: Recorder | None = None
         if event_log is not None and event_log is not False:
-            self.recorder = Recorder(self.contract, None if event_log is True else event_log)
+            into = None if event_log is True else event_log
+            self.recorder = Recorder(self.contract, into, rank=rank)
         self.executor: Executor = self._make_executor()
         self.actions = GuardedActions(
             self.contract,
@@ -166,7 +186,10 @@ class Runtime:
         )
         self._restart_reports()
         self.handoff.synchronize()
-        self._committed = Snapshot(tuple(live_state(self.domain).values()))
+        live = tuple(live_state(self.domain).values())
+        self._committed = Snapshot(live)
+        # Of the commit before: where counts come late, the last one may not have been.
+        self._before = Snapshot(live) if self.config.late_counts else self._committed
 
     # Building
 
@@ -186,14 +209,18 @@ class Runtime:
     def _stage_config(self, memory: StageMemory) -> StageConfig:
         stage = memory.stage
         reports = memory.reports.source
+        row, index = self.row, stage.index
+        readers = self.config.readers or row is not None
         return StageConfig(
             stage=stage.index,
             microbatches=self.order.num_microbatches,
             slots=self.plan.num_slots[stage.index],
             matrices=memory.all_matrices,
             destinations=memory.arena.configured() if "arena" in self.relations else (),
-            sends_output=self.config.readers,
-            sends_gradient=self.config.readers and any(s.differentiable for s in stage.inputs),
+            sends_output=readers,
+            sends_gradient=readers and any(s.differentiable for s in stage.inputs),
+            receives_input=row is not None and row.receives_input(index),
+            receives_gradient=row is not None and row.receives_gradient(index),
             reduces=self._guarded_reducer is not None,
             reports_fills=reports.filled is not None,
             reports_updates=reports.updates is not None,
@@ -348,18 +375,46 @@ class Runtime:
             self.handoff.record_tail()
         self.actions._leave(link)
 
-    def finalize(self, *, caller: Hashable = "main") -> Gradients:
+    def finalize_stage(self, stage: int, *, caller: Hashable = "main") -> None:
         """
-        Declare every stage's gradients whole, sum them, and reduce what is not reduced yet.
+        Declare one stage's gradients whole, while others still run, and start its reductions.
+
+        Args:
+            stage: The stage; its last dW has run.
+            caller: Name of the calling stream, the same for every stage.
 
         Raises:
             Refused: Something is missing or spoiled.
         """
         link = self.actions._enter(caller)
-        for index in self.memories:
-            self.contract.finalize(index, link)
+        self.contract.finalize(stage, link)
+        self._final.add(stage)
         with self.handoff.scope():
-            if self.counters is not None:
+            self._total(stage)
+            if (reducer := self._guarded_reducer) is not None:
+                for bucket, (owner, _) in self._buckets.items():
+                    if owner == stage and bucket not in self._reducing:
+                        self._start(reducer, bucket, link)
+            self.handoff.record_tail()
+        self.actions._leave(link)
+
+    def finalize(self, *, caller: Hashable = "main") -> Gradients:
+        """
+        Declare every stage's gradients whole, sum them, and reduce what is not reduced yet.
+
+        Stages that `finalize_stage` was called for are whole already.
+
+        Raises:
+            Refused: Something is missing or spoiled; or, with late counts, the device skipped the
+                last update: `rebuild` begins that epoch again.
+        """
+        self.confirm()
+        link = self.actions._enter(caller)
+        for index in self.memories:
+            if index not in self._final:
+                self.contract.finalize(index, link)
+        with self.handoff.scope():
+            if self.counters is not None and not self.config.late_counts:
                 self.counters.read()  # first, so that the sums run while the host looks at it
             gradients: dict[int, Mapping[str, torch.Tensor]] = {
                 index: self._total(index) for index in self.memories
@@ -434,6 +489,7 @@ class Runtime:
         """What was summed and reduced is of an epoch that is over, or begins again."""
         self._totals.clear()
         self._reduced.clear()
+        self._final.clear()
         for memory in self.memories.values():
             memory.arena.start_epoch()
 
@@ -453,13 +509,12 @@ class Runtime:
                 committed; nothing was updated.
         """
         link = self.actions._enter(caller)
-        if self.counters is None:
-            epoch = self.contract.commit_epoch()
-        else:
-            epoch = self.contract.commit_epoch(counted=self.device_counts())
+        late = self.config.late_counts
+        epoch = self.contract.commit_epoch(counted=None if late else self.device_counts())
         try:
             with self.handoff.scope():
-                optimizer.step(gradients)
+                optimizer.step(gradients, skip=self._gate() if late else None)
+                self._committed, self._before = self._before, self._committed
                 self._committed.take()
                 self.handoff.record_tail()
         except BaseException:
@@ -472,15 +527,44 @@ class Runtime:
         self._forget_gradients()
         return epoch
 
+    def _gate(self) -> torch.Tensor | None:
+        """Let the device compare what it ran with what was committed."""
+        if self.counters is None:
+            return None
+        return self.counters.gate(self.contract.committed_counts()[self._domain])
+
+    @property
+    def _domain(self) -> Hashable:
+        """The state domain's name in the contract."""
+        return self.contract.stages[0].domain
+
+    def confirm(self) -> None:
+        """
+        Present what the device had counted at the last commit, where ``late_counts`` is set.
+
+        `finalize` and `checkpoint` do; without late counts it does nothing. It waits for the last
+        update, which a step later is long done.
+
+        Raises:
+            Refused: The device skipped that update, since it had not run what was committed;
+                `rebuild` begins its epoch again.
+        """
+        if self.contract.counts_awaited:
+            counted = self.device_counts()
+            assert counted is not None
+            self.contract.present_counts(counted)
+
     def device_counts(self) -> dict[Hashable, DeviceCounts] | None:
         """
         What the device had run at the last `finalize`, by state domain, for a commit of one's own.
+
+        With late counts, at the last `update`.
 
         None where `device_counts` is not configured. Waits for the device.
         """
         if self.counters is None:
             return None
-        return {self.contract.stages[0].domain: self.counters.taken()}
+        return {self._domain: self.counters.taken()}
 
     # Failure and restart
 
@@ -504,7 +588,8 @@ class Runtime:
         Drops every tape that is left, waits for the device, restores the numerical state from the
         last commit's snapshot and begins a new incarnation, in which every older reference is
         refused and every weight cache is stale. Captured graphs stay: they hold addresses, not
-        contents.
+        contents. Where late counts say that the device skipped the last update, the epoch that it
+        was to end begins again.
 
         Raises:
             BackendError: An optimizer update failed half way; no snapshot covers weights.
@@ -515,6 +600,11 @@ class Runtime:
         self._fail_running()
         self.drain()
         self.contract.purge(epoch)
+        try:
+            self.confirm()
+        except Refused:
+            epoch -= 1
+            self._committed, self._before = self._before, self._committed
         with self.handoff.scope():
             self._committed.restore()
         self._restart(epoch)
@@ -553,6 +643,7 @@ class Runtime:
         Raises:
             Refused: Something is live, in flight or unfinished.
         """
+        self.confirm()
         self.drain()
         state = NumericalState.of(self.domain)
         return self.contract.checkpoint(recipe=dict(self.domain.recipe())), state

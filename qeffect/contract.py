@@ -66,6 +66,8 @@ class Contract:
         observer: Called after every accepted transition; None costs nothing. What it raises
             reaches the caller of a call that has happened: see `outstanding`.
         counted: Whether `commit_epoch` wants what the devices counted; see `qeffect.counts`.
+        late: With ``counted``, let `present_counts` bring them after the commit, for an update that
+            the device itself skips where they differ.
 
     Raises:
         ValueError: The configuration is unusable.
@@ -102,6 +104,7 @@ class Contract:
         epoch: int = 0,
         observer: Observer | None = None,
         counted: bool = False,
+        late: bool = False,
     ) -> None:
         if epoch.__class__ is not int or epoch < 0:
             raise ValueError(f"epoch must be a non-negative integer, got {epoch!r}")
@@ -121,9 +124,11 @@ class Contract:
             laid.memory, self.transitions, Arguments(laid.cells, laid.slots, len(laid.links))
         )
         self._counted: Counted | None = None
+        if late and not counted:
+            raise ValueError("late=True wants counted=True: without it no counts are presented")
         if counted:
             own = {config.stage: config.domain for config in self.stages}
-            self._counted = Counted(own, laid.memory.slot_stage)
+            self._counted = Counted(own, laid.memory.slot_stage, late=late)
         self.observer = observer
         self._entered = False  # while a call is under way
         self._pool = Pool(laid.memory, laid.slots)
@@ -913,7 +918,8 @@ class Contract:
 
         Args:
             epoch: The epoch that ends; by default the current one.
-            counted: By state domain what its device counted; for a contract with ``counted=True``.
+            counted: By state domain what its device counted; for a contract with ``counted=True``
+                and not ``late=True``, where `present_counts` brings it.
 
         Returns:
             The new epoch.
@@ -928,13 +934,54 @@ class Contract:
         if self._counted is not None or counted is not None:
             self._epochs.check_commit(epoch)
             self._require_counts(counted)
+        if self._counted is not None:
+            self._counted.committed()  # nothing refuses any more, and an observer may raise
         return self._epochs.commit(epoch)
+
+    def committed_counts(self) -> Mapping[Hashable, DeviceCounts]:
+        """
+        Return what devices that ran exactly the committed actions, in their order, have counted.
+
+        By state domain, since the incarnation began; a device compares its own counts with them to
+        skip an update (``late=True``).
+
+        Raises:
+            ValueError: The contract was made without ``counted=True``.
+        """
+        if self._counted is None:
+            raise ValueError("committed_counts: the contract was made without counted=True")
+        return self._counted.own()
+
+    @property
+    def counts_awaited(self) -> bool:
+        """Whether the last commit awaits its counts; always false without ``late=True``."""
+        return self._counted is not None and self._counted.awaited is not None
+
+    @alone
+    def present_counts(self, counted: Mapping[Hashable, DeviceCounts]) -> None:
+        """
+        Present what the devices had counted at the last commit, for a contract with ``late=True``.
+
+        Until then neither the next commit nor a checkpoint is accepted. Where the counts differ the
+        device has skipped the update, and only a restore leads on: the weights are still those of
+        the epoch that ended with that commit.
+
+        Args:
+            counted: By state domain what its device had counted when the update began.
+
+        Raises:
+            Refused: ``epoch.device-count`` or ``epoch.device-order``.
+            TypeError, ValueError: They are no counts of the contract's domains and stages, or no
+                commit awaits any.
+        """
+        if self._counted is None:
+            raise ValueError("present_counts: the contract was made without counted=True")
+        self._counted.present(counted)
 
     def _require_counts(self, counted: Mapping[Hashable, DeviceCounts] | None) -> None:
         """Require that these counts let an epoch commit."""
         if self._counted is not None:
-            if (difference := self._counted.difference(counted)) is not None:
-                raise difference
+            self._counted.require_commit(counted)
         elif counted is not None:
             raise ValueError("counted: the contract was made without counted=True")
 

@@ -23,6 +23,7 @@ from qeffect.gpu_runtime.bench.cells import (
 )
 from qeffect.gpu_runtime.bench.columns import (
     COUNTED,
+    LATE,
     REFERENCE_SPECS,
     SPECS,
     SWEEP_SPECS,
@@ -143,7 +144,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def _step(args: argparse.Namespace) -> list[tuple[BenchCell, Sequence[ColumnSpec]]]:
     on_cpu = args.device == "cpu"
-    known = REFERENCE_SPECS if on_cpu else (*SPECS, UNGUARDED, COUNTED)
+    known = REFERENCE_SPECS if on_cpu else (*SPECS, UNGUARDED, COUNTED, LATE)
     cells = cells_named(args.cells or ["tiny"]) if on_cpu else cells_named(args.cells or "012")
     if args.columns is not None:
         return [(cell, specs_named(args.columns, known)) for cell in cells]

@@ -217,6 +217,16 @@ COUNTED = _ours(
 )
 """The same step with counters in device memory, compared at the commit."""
 
+LATE = _ours(
+    "ours_late_counts",
+    "ours, captured, accumulate, counted and compared by the device",
+    "accumulate",
+    "main_grad",
+    device_counts=True,
+    late_counts=True,
+)
+"""The same step with counters that the device itself compares before the update."""
+
 SWEEP_SPECS: tuple[ColumnSpec, ...] = (
     _ours("live", "live slots, accumulate", "accumulate", "main_grad"),
     attrs.evolve(
@@ -239,7 +249,7 @@ REFERENCE_SPECS: tuple[ColumnSpec, ...] = (
     ),
     *(
         attrs.evolve(spec, title=spec.title.replace("captured", "eager"))
-        for spec in (*SPECS, UNGUARDED, COUNTED)
+        for spec in (*SPECS, UNGUARDED, COUNTED, LATE)
         if spec.family.startswith("ours")
     ),
 )

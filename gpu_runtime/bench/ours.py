@@ -73,6 +73,7 @@ class Ours:
         captured: Replay graphs.
         guards: Ask the kernel; False exists for the benchmark alone.
         device_counts: Let the device count what it runs, and compare at the commit.
+        late_counts: Let the device compare, and the host learn of it a step later.
         two_streams: Call from a stream of the caller's own, so that every action crosses to the
             graph stream and back by events, instead of from the graph stream itself.
     """
@@ -85,6 +86,7 @@ class Ours:
     guards: bool = True
     two_streams: bool = False
     device_counts: bool = False
+    late_counts: bool = False
     order: Order = attrs.field(init=False)
     stages: list[StageBackend] = attrs.field(factory=list, init=False)
     x: list[Tensor] = attrs.field(factory=list, init=False)
@@ -147,6 +149,7 @@ class Ours:
                 readers=True,
                 feeds=self.after,
                 device_counts=self.device_counts,
+                late_counts=self.late_counts,
             ),
         )
         self.actions = self.runtime.actions
@@ -254,6 +257,7 @@ def captured(
     guards: bool = True,
     two_streams: bool = False,
     device_counts: bool = False,
+    late_counts: bool = False,
 ) -> Ours:
     """Captured; eager where there is no device to capture on."""
     return Ours(
@@ -265,6 +269,7 @@ def captured(
         guards=guards,
         two_streams=two_streams,
         device_counts=device_counts,
+        late_counts=late_counts,
     )
 
 

@@ -3,7 +3,8 @@
 
 Each statement that the documentation makes about Transformer Engine, or about the cost of watching
 it, has a probe here: the attention backward of short sequences, the weight gradient that the
-library's own graphs bind to a dgrad, and the time that a look at every baked address takes.
+library's own graphs bind to a dgrad, the time that a look at every baked address takes, and ways to
+use the library's graphs for interleaved stages (`interleaved`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 
 from qeffect.cli.command import Outcome, Progress
+from qeffect.gpu_runtime.evidence import interleaved
 from qeffect.gpu_runtime.evidence.cases import Case
 from qeffect.gpu_runtime.evidence.sides import fresh_stages, record
 from qeffect.gpu_runtime.measure.device import require_device
@@ -76,7 +79,7 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
         args.out,
         environment(args.commit),
         {"device": args.device},
-        {"attention": [], "pairing": pairing(), "addresses": None},
+        {"attention": [], "pairing": pairing(), "addresses": None, "interleaved": []},
     )
     report.save()
     for sequence, fused in ATTENTION:
@@ -87,6 +90,10 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
     if args.device == "cuda" and tool is not None:
         report.raw["attention"].append(_attention(64, True, args.device, tool))
     report.raw["addresses"] = _asked(["addresses", args.device])
+    if args.device == "cuda":
+        progress("Looking. Interleaved stages under the library's graphs")
+        report.save()
+        report.raw["interleaved"] = _sides()
     finished = report.finish()
     lines = [f"{probe['what']}: {probe['found']}" for probe in finished["derived"]["probes"]]
     return Outcome("accepted", {"derived": finished["derived"]}, lines)
@@ -154,6 +161,8 @@ def _asked(words: Sequence[str], *, fused: bool = True, tool: str | None = None)
     if tool is not None:
         command = [tool, "--tool", "memcheck", "--print-limit", "1000", *command]
     surroundings = {**os.environ} if fused else {**os.environ, "NVTE_FUSED_ATTN": "0"}
+    if words[0] == "side":
+        surroundings["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT_S, env=surroundings
@@ -170,6 +179,24 @@ def _asked(words: Sequence[str], *, fused: bool = True, tool: str | None = None)
     if tool is not None:
         answer.update(sanitized(done.stdout + done.stderr))
     return answer
+
+
+def _sides() -> list[dict[str, Any]]:
+    """Every side at once, each in a process of its own, compared with the first."""
+    with ThreadPoolExecutor(len(interleaved.SIDES)) as pool:
+        answers = list(pool.map(lambda side: _asked(["side", side.name]), interleaved.SIDES))
+    reference = answers[0].get("digests", {})
+    return [
+        {
+            "name": side.name,
+            "what": side.what,
+            "breaks": side.breaks,
+            "error": answer["error"],
+            "not_finite": answer.get("not_finite"),
+            **interleaved.differences(reference, answer.get("digests", {})),
+        }
+        for side, answer in zip(interleaved.SIDES, answers, strict=True)
+    ]
 
 
 def _case(sequence: int) -> Case:
@@ -190,6 +217,12 @@ def _case(sequence: int) -> Case:
 def _answer(words: Sequence[str]) -> dict[str, Any]:
     """The child's part."""
     torch.set_num_threads(1)
+    if words[0] == "side":
+        (chosen,) = (side for side in interleaved.SIDES if side.name == words[1])
+        try:
+            return {"error": None, **interleaved.record_side(chosen)}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"[:300]}
     what, device, *rest = words
     backend = "transformer-engine" if device == "cuda" else "reference"
     if what == "attention":

@@ -138,6 +138,39 @@ class GuardedActions:
         """
         return self._owned(key, reserved=False).output_gradients
 
+    def post_receive(
+        self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, caller: Hashable = "main"
+    ) -> tuple[Tensor, ...]:
+        """
+        Begin to receive a tape's input, or the gradient of its output, for a stage that does.
+
+        Args:
+            key: The execution's name; for an input it has reserved its slot.
+            ref: What `reserve` or `forward` returned.
+            gradient: Receive the gradient of the output.
+            caller: Name of the calling stream.
+
+        Returns:
+            The static buffers to receive into.
+
+        Raises:
+            Refused: A clause of ownership or completion.
+        """
+        self.contract.post_receive(key, ref, gradient=gradient, link=self.links[caller])
+        slot = self._left(ref)
+        return slot.output_gradients if gradient else slot.input_views
+
+    def finish_receive(
+        self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, caller: Hashable = "main"
+    ) -> None:
+        """
+        Say that a message has arrived whole, or that the caller's stream has waited for it.
+
+        Raises:
+            Refused: A clause of ownership or completion.
+        """
+        self.contract.finish_receive(key, ref, gradient=gradient, link=self.links[caller])
+
     def forward(
         self,
         key: TapeKey,

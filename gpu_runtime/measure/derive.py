@@ -221,13 +221,14 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
     )
     found["guards"] = derive_guards(columns)
     # Reports from before the device counted have no such column.
-    if {"ours_accumulate", "ours_device_counts"} <= columns.keys():
-        counted, plain = columns["ours_device_counts"], columns["ours_accumulate"]
-        found["device_counts"] = {
-            "step_on_over_off": paired(counted, plain),
-            "host_ms_on": spread(host_ms(counted)),
-            "host_ms_off": spread(host_ms(plain)),
-        }
+    for name in ("device_counts", "late_counts"):
+        if {"ours_accumulate", f"ours_{name}"} <= columns.keys():
+            counted, plain = columns[f"ours_{name}"], columns["ours_accumulate"]
+            found[name] = {
+                "step_on_over_off": paired(counted, plain),
+                "host_ms_on": spread(host_ms(counted)),
+                "host_ms_off": spread(host_ms(plain)),
+            }
     # Reports from before actions were timed one by one have no such numbers.
     if host := derive_host(columns):
         found["host"] = host
@@ -526,6 +527,14 @@ def derive_probes(raw: Raw) -> dict[str, Any]:
             f"{looked['median_us']:.1f} µs for {looked['addresses']} addresses of a stage"
         )
         probes.append({"what": "a look at every baked address", "found": found})
+    # Reports from before interleaved stages were looked at have none.
+    for side in raw.get("interleaved", ()):
+        found = side["error"] or f"{side['different']} of {side['compared']} values differ"
+        if side["first"] is not None:
+            found += f", first {side['first']}"
+        if side["not_finite"] is not None:
+            found += f"; not finite from {side['not_finite']} on"
+        probes.append({"what": f"interleaved stages, {side['name']}", "found": found})
     return {"probes": probes}
 
 

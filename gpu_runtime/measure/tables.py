@@ -96,8 +96,10 @@ def bench_lines(report: Report) -> list[str]:
                 f"guards on / off  {_median(guards['step_on_over_off'], 4)},"
                 f" {_median(guards['host_us_of_a_guard'])} us of host time an action"
             )
-        if counts := cell.get("device_counts"):
-            lines.append(f"device counts on / off  {_median(counts['step_on_over_off'], 4)}")
+        for name in ("device_counts", "late_counts"):
+            if counts := cell.get(name):
+                title = name.replace("_", " ")
+                lines.append(f"{title} on / off  {_median(counts['step_on_over_off'], 4)}")
         if host := cell.get("host"):
             lines += ["", *table(HOST_HEADER, host_rows(host))]
     return lines + target_lines(report["derived"]["targets"])

@@ -167,6 +167,14 @@ GOALS: tuple[Goal, ...] = (
         _of_cell("device_counts", "step_on_over_off", "median"),
     ),
     Goal(
+        "step counted and compared by the device over uncounted",
+        "at most",
+        1.015,
+        (FIRST,),
+        ONE,
+        _of_cell("late_counts", "step_on_over_off", "median"),
+    ),
+    Goal(
         "host time of a guarded action over its bare replay, µs",
         "at most",
         GOAL_US,

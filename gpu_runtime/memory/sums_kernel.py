@@ -1,4 +1,4 @@
-"""The one kernel of this project: buffers of many matrices, summed in order, each read once."""
+"""A kernel for finalize: buffers of many matrices, summed in order, each read once."""
 
 from typing import Any
 

@@ -9,14 +9,14 @@ destinations their microbatches write, and whether one of them is the first to w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 import attrs
 
 from qeffect.gpu_runtime.memory.arena import Rule
 from qeffect.gpu_runtime.plan.order import Kind, Order
-from qeffect.schedule.slots import Readers, assign
+from qeffect.schedule.slots import Step, Tape, assign
 
 Provisioning = Literal["live", "static"]
 PROVISIONINGS: tuple[Provisioning, ...] = ("live", "static")
@@ -104,7 +104,8 @@ def plan_slots(
         raise ValueError(
             f"unknown provisioning {provisioning!r}; choose {' or '.join(PROVISIONINGS)}"
         )
-    made = assign(order.steps, _readers(order, feeds or {}), reuse=provisioning == "live")
+    readers = local_readers(order.stages, range(order.num_microbatches), feeds or {})
+    made = assign(order.steps, readers, reuse=provisioning == "live")
     needed = {stage: made.num_slots.get(stage, 0) for stage in order.stages}
     for stage, limit in (available or {}).items():
         if needed.get(stage, 0) > limit:
@@ -115,11 +116,21 @@ def plan_slots(
     return SlotPlan(order, provisioning, made.slot_of, needed)
 
 
-def _readers(order: Order, feeds: Mapping[int, int]) -> Readers:
-    """Who reads each tape: its dW, the stage that it feeds, and the dI of the one that feeds it."""
-    found: dict[tuple[Kind, int, int], list[tuple[int, int]]] = {}
-    for stage in order.stages:
-        for microbatch in range(order.num_microbatches):
+def local_readers(
+    stages: Iterable[int], microbatches: Iterable[int], feeds: Mapping[int, int]
+) -> dict[Step, list[Tape]]:
+    """
+    Who reads each tape: its dW, the stage that it feeds, and the dI of the one that feeds it.
+
+    Args:
+        stages: Stages of the process.
+        microbatches: Microbatches of an epoch.
+        feeds: Which local stage each local stage feeds.
+    """
+    found: dict[Step, list[Tape]] = {}
+    every = tuple(microbatches)
+    for stage in stages:
+        for microbatch in every:
             readers = [(Kind.WGRAD, stage, microbatch)]
             if stage in feeds:
                 readers.append((Kind.FORWARD, feeds[stage], microbatch))

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 
 from ..counts import COUNTED, DeviceCounts, fold, mark
-from ..refusals import Refused, refused
+from ..refusals import refused
 
 __all__ = ["Counted"]
 
@@ -19,11 +19,20 @@ class Counted:
     Args:
         domains: Name of the state domain of each stage.
         slot_stage: Stage of each slot.
+        late: Whether a commit's counts are presented after it, and before the next one.
+
+    Attributes:
+        awaited: What the device must have counted at the last commit, until it is presented; None
+            where no commit awaits its counts.
     """
 
-    __slots__ = ("_digests", "_domains", "_numbers", "_places")
+    __slots__ = ("_digests", "_domains", "_numbers", "_places", "awaited", "late")
 
-    def __init__(self, domains: Mapping[int, Hashable], slot_stage: Sequence[int]) -> None:
+    def __init__(
+        self, domains: Mapping[int, Hashable], slot_stage: Sequence[int], *, late: bool = False
+    ) -> None:
+        self.late = late
+        self.awaited: Mapping[Hashable, DeviceCounts] | None = None
         self._domains = dict(domains)
         # What each action at each place touches, looked up at once: it stands in every commit.
         self._places = {
@@ -46,6 +55,7 @@ class Counted:
         """Begin at zero, with a new incarnation."""
         self._numbers = {stage: [0] * len(COUNTED) for stage in self._domains}
         self._digests = dict.fromkeys(self._domains.values(), 0)
+        self.awaited = None
 
     def ran(self, action: str, place: int) -> None:
         """Note a committed action; its place is a slot, or the stage of a refresh."""
@@ -63,16 +73,63 @@ class Counted:
             for domain, digest in self._digests.items()
         }
 
-    def difference(self, counted: Mapping[Hashable, DeviceCounts] | None) -> Refused | None:
+    def require_commit(self, counted: Mapping[Hashable, DeviceCounts] | None) -> None:
         """
-        Return the refusal of a commit that brings these counts; None where they agree.
+        Require that a commit which brings these counts may be.
 
         Raises:
+            Refused: They are missing or differ; or the commit before this one awaits its own.
             TypeError, ValueError: They are no counts of the contract's domains and stages.
         """
-        own = self.own()
+        if not self.late:
+            self._require(self.own(), counted)
+            return
+        if counted is not None:
+            raise ValueError(
+                "counted: the contract was made with late=True; call present_counts after the "
+                "commit"
+            )
+        self.require_compared("commit_epoch")
+
+    def require_compared(self, transition: str) -> None:
+        """Require that no commit awaits its counts."""
+        if self.awaited is not None:
+            raise refused(
+                "epoch.uncounted",
+                transition,
+                "the last commit's counts not presented",
+                "present_counts, with what the device had counted at the last commit",
+            )
+
+    def committed(self) -> None:
+        """Note a commit: late counts are those of the actions up to here."""
+        if self.late:
+            self.awaited = self.own()
+
+    def present(self, counted: Mapping[Hashable, DeviceCounts]) -> None:
+        """
+        Compare what the device had counted at the last commit.
+
+        Raises:
+            Refused: They differ; they stay awaited, until a restore.
+            TypeError, ValueError: They are no counts of the contract's domains and stages, or no
+                commit awaits any.
+        """
+        if self.awaited is None:
+            raise ValueError("present_counts: no commit awaits its counts")
+        self._require(self.awaited, counted)
+        self.awaited = None
+
+    def _require(
+        self,
+        own: Mapping[Hashable, DeviceCounts],
+        counted: Mapping[Hashable, DeviceCounts] | None,
+    ) -> None:
+        """Require that two agree; presented late, what is refused is still the commit."""
         if counted is None:
-            return _refused("epoch.uncounted", "no counts", "those of every state domain")
+            raise refused(
+                "epoch.uncounted", "commit_epoch", "no counts", "those of every state domain"
+            )
         if not isinstance(counted, Mapping):
             raise TypeError(f"counted: expected DeviceCounts by state domain, got {counted!r}")
         if set(counted) != set(own):
@@ -91,20 +148,17 @@ class Counted:
                     COUNTED, found.stages[stage], numbers, strict=True
                 ):
                     if ran != committed:
-                        return _refused(
+                        raise refused(
                             "epoch.device-count",
+                            "commit_epoch",
                             f"stage {stage}: the device ran {ran} {action}",
                             f"{committed}, as were committed",
                         )
         for domain, expected in own.items():
             if counted[domain].digest != expected.digest:
-                return _refused(
+                raise refused(
                     "epoch.device-order",
+                    "commit_epoch",
                     f"digest {counted[domain].digest:x} of the order that ran",
                     f"{expected.digest:x}, of the order that was committed",
                 )
-        return None
-
-
-def _refused(clause: str, found: str, expected: str) -> Refused:
-    return refused(clause, "commit_epoch", found, expected)

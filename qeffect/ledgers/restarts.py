@@ -43,6 +43,7 @@ class Restarts:
 
     def check_checkpoint(self) -> None:
         """Run every guard of a checkpoint, over a copy of the memory that is then dropped."""
+        self._require_compared()
         runner = self._runner
         try:
             runner.transitions.checkpoint(runner.memory.copy())
@@ -51,8 +52,14 @@ class Restarts:
 
     def checkpoint(self, own: Configuration, state: Any, recipe: Any) -> Checkpoint:
         """Return what persists; refused while anything is live."""
+        self._require_compared()
         self._runner.run("checkpoint")
         return Checkpoint(self._epochs.current, own, state, recipe)
+
+    def _require_compared(self) -> None:
+        """Weights whose commit awaits its counts may not have moved; nobody knows it yet."""
+        if self._counted is not None:
+            self._counted.require_compared("checkpoint")
 
     def restore(self, own: Configuration, checkpoint: Checkpoint, incarnation: int | None) -> None:
         """Begin a new incarnation at a checkpoint's epoch."""

@@ -1,9 +1,10 @@
 """
 Which slot each tape uses, and how many are live at once: one walk for every planner.
 
-A tape is live from its forward until its last reader has run. Who reads it is the caller's to say:
-its weight gradient always, a send of its output where a table shows messages, the next local stage
-where one stage feeds another. Slots belong to a stage, because a slot's captured graphs do.
+A tape is live from its forward, or from where its input is received into its slot, until its last
+reader has run. Who reads it is the caller's to say: its weight gradient always, a send of its
+output where a table shows messages, the next local stage where one stage feeds another. Slots
+belong to a stage, because a slot's captured graphs do.
 """
 
 from __future__ import annotations
@@ -56,7 +57,13 @@ def own_readers(steps: Iterable[Step], kinds: Iterable[Kind] = (Kind.WGRAD,)) ->
     return {(kind, stage, m): ((stage, m),) for kind, stage, m in steps if kind in wanted}
 
 
-def assign(steps: Iterable[Step], readers: Readers, *, reuse: bool = True) -> Assignment:
+def assign(
+    steps: Iterable[Step],
+    readers: Readers,
+    *,
+    reuse: bool = True,
+    begins: Iterable[Kind] = (Kind.FORWARD,),
+) -> Assignment:
     """
     Walk over one rank's steps: the lowest free slot at F, free again after the last reader.
 
@@ -73,7 +80,9 @@ def assign(steps: Iterable[Step], readers: Readers, *, reuse: bool = True) -> As
         steps: The rank's steps in order; kinds that are neither F nor a reader are passed over.
         readers: Which tapes each step reads. A tape that nobody reads stays live.
         reuse: False gives every microbatch a slot of its own, as the paper does.
+        begins: Kinds of step that take a slot; a tape takes its own at the first of them.
     """
+    takes = frozenset(begins)
     left = Counter(tape for read in readers.values() for tape in read)
     free: dict[int, list[int]] = defaultdict(list)
     slot_of: dict[Tape, int] = {}
@@ -83,7 +92,7 @@ def assign(steps: Iterable[Step], readers: Readers, *, reuse: bool = True) -> As
     peak = total = 0
     for step in steps:
         kind, stage, microbatch = step
-        if kind is Kind.FORWARD:
+        if kind in takes and (stage, microbatch) not in slot_of:
             slot = microbatch
             if reuse:
                 slot = heapq.heappop(free[stage]) if free[stage] else num_slots[stage]

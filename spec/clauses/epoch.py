@@ -96,8 +96,9 @@ actions. These three clauses are held by a ledger beside the transitions: tested
             number="8.6",
             title="A commit brings what the device counted",
             invariant="Where the device counts its replays, a commit brings the counts of every "
-            "state domain.",
-            transitions=("commit_epoch",),
+            "state domain; where they may come late, the next commit and a checkpoint want them "
+            "presented.",
+            transitions=("commit_epoch", "checkpoint"),
             argument="",
             unchanged=_COUNTED,
             section="design",

@@ -54,8 +54,13 @@ OPTIONS = {
     "prove": {"--seeds", "--depth", "--cvc5", "--mutants", "--only", "--programs", "--out"},
     "ranks": {"--mutants"},
     "runtime doctor": set(),
-    "runtime demo": {"--steps"},
+    "runtime demo": {"--steps", "--ranks"},
     "runtime compare": {"--sets", "--cases", "--steps", "--sides", "--device", *REPORT},
+    "runtime pipeline": {
+        *("--schedule", "--pp", "--vpp", "--dp", "--microbatches", "--steps", "--device"),
+        *("--backend", "--eager", "--rule", "--provisioning", "--compare", "--event-logs"),
+        *("--layers", "--hidden", "--ffn", "--heads", "--sequence"),
+    },
     "runtime bench": {
         *("table", "--cells", "--columns", "--microbatches", "--rank", "--rounds", "--steps"),
         *("--growth-steps", "--history", "--quick", "--device", "--no-profile", *REPORT),

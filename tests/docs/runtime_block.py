@@ -165,7 +165,9 @@ def _correctness() -> list[str]:
                 f"replayed without asking it), {ours['mismatched']} with one pool a slot"
             )
         lines.append(f"**Capture memory.** {'; '.join(said)}.")
-    lines += [_probed(report["derived"]) for report in reports("probes")]
+    for report in reports("probes"):
+        lines.append(_probed(report["derived"]))
+        lines += _interleaved(report["raw"].get("interleaved", ()))
     return lines
 
 
@@ -178,8 +180,38 @@ def _typed(argv: Sequence[str]) -> list[str]:
 
 def _probed(derived: Mapping[str, Any]) -> str:
     """What the library does where this runtime takes a different way."""
-    said = "; ".join(f"{probe['what']}: {probe['found']}" for probe in derived["probes"])
+    said = "; ".join(
+        f"{probe['what']}: {probe['found']}"
+        for probe in derived["probes"]
+        if not probe["what"].startswith("interleaved")
+    )
     return f"**The library, looked at.** {said}."
+
+
+def _interleaved(sides: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """How the library's own graphs do at interleaved stages, used rightly and not."""
+    if not sides:
+        return
+    rows = [
+        (
+            side["what"],
+            side["breaks"] or "-",
+            side["error"] or f"{side['different']} of {side['compared']}",
+            side["first"] or "-",
+            side["not_finite"] or "-",
+        )
+        for side in sides
+    ]
+    yield (
+        "**Interleaved stages under the library's own graphs.** Two public reports "
+        "(NVIDIA/Megatron-LM#5966, NVIDIA-NeMo/Megatron-Bridge#2096) have this shape and no "
+        "published cause. Rank 0 of two, two chunks, each way of using `make_graphed_callables` "
+        "against native eager, bit by bit:"
+    )
+    yield markdown(
+        ("how", "breaks", "values that differ", "first to differ", "first that is not finite"),
+        rows,
+    )
 
 
 def _speed() -> list[str]:
@@ -320,14 +352,18 @@ def _parts(cell: Mapping[str, Any], name: str) -> Iterator[str]:
 
 def _counted(cell: Mapping[str, Any], targets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Say what counting on the device costs a step."""
-    counts = cell.get("device_counts")
-    if counts is not None:
-        over = counts["step_on_over_off"]
-        goals = [f"; goal {t['value']}" for t in targets if t["goal"].startswith("step counted")]
-        yield (
-            f"With `device_counts=True` a step of {cell['cell']} takes {over['median']:.3f} of "
-            f"what it takes without ({over['min']:.3f} to {over['max']:.3f}{''.join(goals)})."
-        )
+    for name, goal, said in (
+        ("device_counts", "step counted by", "`device_counts=True`"),
+        ("late_counts", "step counted and", "`late_counts=True` as well"),
+    ):
+        counts = cell.get(name)
+        if counts is not None:
+            over = counts["step_on_over_off"]
+            goals = [f"; goal {t['value']}" for t in targets if t["goal"].startswith(goal)]
+            yield (
+                f"With {said} a step of {cell['cell']} takes {over['median']:.3f} of what it "
+                f"takes without ({over['min']:.3f} to {over['max']:.3f}{''.join(goals)})."
+            )
 
 
 #: Columns whose distance from the floor is split: one graph of the native step, and ours.

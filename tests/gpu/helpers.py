@@ -48,6 +48,7 @@ def guarded_run(
     captured: bool = True,
     reducer: Reducer | None = None,
     device_counts: bool = False,
+    late_counts: bool = False,
 ) -> GuardedRun:
     """A fresh guarded runtime over the library, the only one that is live in this process."""
     stages = fresh_stages(case, TE, fuse=fuse_for(case.rule))
@@ -57,6 +58,7 @@ def guarded_run(
         captured=captured,
         readers=True,
         device_counts=device_counts,
+        late_counts=late_counts,
     )
     runtime = Runtime(stages, case.order(), config, reducer=reducer)
     return GuardedRun(runtime, Workload(), optimizer_of(case, stages))
@@ -88,8 +90,16 @@ def native_final() -> Recording:
 class CapturedInjection(Injection):
     """The CPU's injections, into a runtime whose graphs are live."""
 
-    def __init__(self, *, reducer: Reducer | None = None, device_counts: bool = False) -> None:
-        self.run = guarded_run(reducer=reducer, device_counts=device_counts)
+    def __init__(
+        self,
+        *,
+        reducer: Reducer | None = None,
+        device_counts: bool = False,
+        late_counts: bool = False,
+    ) -> None:
+        self.run = guarded_run(
+            reducer=reducer, device_counts=device_counts, late_counts=late_counts
+        )
         self.actions = self.run.runtime.actions
         self.contract = self.run.runtime.contract
         self.done = []

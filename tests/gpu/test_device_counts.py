@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ..runtime.device_counts import DeviceCountsCases
+from ..runtime.device_counts import DeviceCountsCases, LateCountsCases
 from ..runtime.injection import Injection
 from .helpers import CapturedInjection
 
@@ -16,3 +16,12 @@ class TestCaptured(DeviceCountsCases):
     def injected(self) -> Injection:
         """A captured run before its second epoch."""
         return CapturedInjection(device_counts=True)
+
+
+class TestLate(LateCountsCases):
+    """The same faults, found by the device itself, which skips the update."""
+
+    @pytest.fixture
+    def injected(self) -> Injection:
+        """A captured run before its second epoch."""
+        return CapturedInjection(device_counts=True, late_counts=True)

@@ -47,6 +47,7 @@ class Step:
         twice: Those that it runs twice.
         instead: For some, the one whose graph it runs instead.
         counted: Whether the contract wants counts.
+        late: Whether they are presented after the commit.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class Step:
         twice: tuple[int, ...] = (),
         instead: dict[int, int] | None = None,
         counted: bool = True,
+        late: bool = False,
     ) -> None:
-        self.contract = Contract([stage(0), stage(1)], counted=counted)
+        self.contract = Contract([stage(0), stage(1)], counted=counted, late=late)
         self.device = Device((0, 1))
         self.ran: list[tuple[str, int, int]] = []
         self.skip, self.twice, self.instead = skip, twice, instead or {}
@@ -221,6 +223,128 @@ class TestCommit:
 
         assert DeviceCounts(0, {0: (0, 0, 0, 0)}) == own["a"]
         assert DeviceCounts(mark("F", ref.slot), {1: (0, 1, 0, 0)}) == own["b"]
+
+
+class TestLate:
+    """Counts that come after the commit: the device has skipped the update where they differ."""
+
+    def test_what_was_committed_is_what_ran(self) -> None:
+        """An honest device's counts are accepted a step later, epoch after epoch."""
+        step = Step(late=True)
+        for epoch in (1, 2, 3):
+            step.run()
+            expected = step.contract.committed_counts()
+
+            assert {0: step.device.counts()} == expected
+            assert epoch == step.contract.commit_epoch()
+            assert step.contract.counts_awaited
+            step.contract.present_counts(expected)
+            assert not step.contract.counts_awaited
+
+    @pytest.mark.parametrize("compared_in", ["the next epoch", "at once"])
+    def test_those_of_the_commit_are_compared(self, compared_in: str) -> None:
+        """Not those of what was committed since."""
+        step = Step(late=True)
+        step.run()
+        counted = {0: step.device.counts()}
+        step.contract.commit_epoch()
+        if compared_in == "the next epoch":
+            step.run()
+            with refused(step.contract, "epoch.device-count", "the device ran 2 refresh", "1"):
+                step.contract.present_counts({0: step.device.counts()})
+
+        step.contract.present_counts(counted)
+
+    @pytest.mark.parametrize(
+        ("wrong", "clause"),
+        [
+            ({"skip": (F1,)}, "epoch.device-count"),
+            ({"twice": (WGRAD,)}, "epoch.device-count"),
+            ({"instead": {F0: F1, F1: F0}}, "epoch.device-order"),
+        ],
+    )
+    def test_a_difference_ends_in_a_restore(self, wrong: dict[str, Any], clause: str) -> None:
+        """The commit has happened, and nothing but a restore leads on: its weights are the old."""
+        saved = Step().contract.checkpoint()
+        step = Step(late=True, **wrong)
+        step.run()
+        counted = {0: step.device.counts()}
+        assert 1 == step.contract.commit_epoch()
+        step.run()
+        for _ in range(2):
+            with refused(step.contract, clause):
+                step.contract.present_counts(counted)
+        with refused(step.contract, "epoch.uncounted", "not presented", "present_counts"):
+            step.contract.commit_epoch()
+        step.contract.drain()
+        step.contract.restore(saved)
+        step.device, step.skip, step.twice, step.instead = Device((0, 1)), (), (), {}
+        step.run()
+
+        assert 1 == step.contract.commit_epoch()
+        step.contract.present_counts({0: step.device.counts()})
+
+    def test_neither_commit_nor_checkpoint_before(self) -> None:
+        """What may not have happened is no base of a commit, and nothing to save."""
+        step = Step(late=True)
+        step.run()
+        step.contract.commit_epoch()
+        counted = {0: step.device.counts()}
+        step.contract.drain()
+        contract = step.contract
+        for call in (contract.checkpoint, contract.check_checkpoint):
+            with refused(contract, "epoch.uncounted", "not presented"):
+                call()
+        step.run()
+        for call in (contract.commit_epoch, contract.check_commit):
+            with refused(contract, "epoch.uncounted", "not presented"):
+                call()
+        contract.present_counts(counted)
+
+        assert 2 == contract.commit_epoch()
+
+    def test_a_restore_awaits_nothing(self) -> None:
+        """A new incarnation has committed nothing."""
+        step = Step(late=True)
+        saved = step.contract.checkpoint()
+        step.run()
+        step.contract.commit_epoch()
+        step.contract.drain()
+        step.contract.restore(saved)
+
+        assert not step.contract.counts_awaited
+        assert saved.epoch == step.contract.checkpoint().epoch
+
+    def test_an_observer_that_raises_at_the_commit(self) -> None:
+        """The commit has happened, so that its counts are awaited whoever was told of it."""
+        step = Step(late=True)
+        step.run()
+
+        def full(*_: Any) -> None:
+            raise OSError("full")
+
+        step.contract.observer = full
+        with pytest.raises(OSError, match=r"^full$"):
+            step.contract.commit_epoch()
+
+        assert 1 == step.contract.epoch
+        assert step.contract.counts_awaited
+
+    def test_wrong_calls(self) -> None:
+        """What belongs to the other kind of contract says so."""
+        with pytest.raises(ValueError, match="late=True wants counted=True"):
+            Contract([stage(0)], late=True)
+        step = Step(late=True)
+        step.run()
+        with pytest.raises(ValueError, match="call present_counts after the commit"):
+            step.commit()
+        with pytest.raises(ValueError, match="no commit awaits its counts"):
+            step.contract.present_counts({0: step.device.counts()})
+        plain = Contract([stage(0)])
+        assert not plain.counts_awaited
+        for call in (plain.committed_counts, lambda: plain.present_counts({})):
+            with pytest.raises(ValueError, match="made without counted=True"):
+                call()
 
 
 class TestBadCounts:

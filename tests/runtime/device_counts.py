@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from qeffect.gpu_runtime.evidence.comparison import Recording
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
@@ -193,3 +194,83 @@ class DeviceCountsCases:
 
         found = self.refused("epoch.device-order", injected, replays, undisturbed)
         assert "order that ran" in found
+
+
+class LateCountsCases(DeviceCountsCases):
+    """The same faults where the device compares: no weight moves, and the host learns it later."""
+
+    def refused(
+        self, clause: str, injected: Injection, replays: Replays, undisturbed: Recording
+    ) -> str:
+        """The disturbed step ends, the next one's end is refused; in between nothing moved."""
+        run, runtime = injected.run, injected.run.runtime
+        before = self.kept(injected)
+        epoch = runtime.epoch
+        run.actions()
+        run.finish()
+        assert self.unmoved(before, injected)
+        replays.instead.clear()
+        run.actions()
+        with pytest.raises(Refused) as caught:
+            run.finish()
+
+        assert (clause, "commit_epoch") == (caught.value.clause, caught.value.transition)
+        assert self.unmoved(before, injected)
+        with pytest.raises(Refused, match=clause):
+            runtime.checkpoint()
+        injected.start_over(undisturbed)
+        assert epoch < runtime.epoch
+        return str(caught.value.found)
+
+    def kept(self, injected: Injection) -> dict[str, torch.Tensor]:
+        """Parameters and AdamW's state, step counts included."""
+        found = {
+            f"{n} {m}": p.detach().clone()
+            for n, stage in injected.run.runtime.stages.items()
+            for m, p in enumerate(parameters_of(stage))
+        }
+        state = injected.run.optimizer.state_tensors()
+        return found | {name: tensor.detach().clone() for name, tensor in state.items()}
+
+    def unmoved(self, before: dict[str, torch.Tensor], injected: Injection) -> bool:
+        """Whether the update left everything as it was."""
+        now = self.kept(injected)
+        return before.keys() == now.keys() and all(same_bits(before[n], now[n]) for n in now)
+
+    def test_a_failure_before_it_is_known(
+        self, injected: Injection, replays: Replays, undisturbed: Recording
+    ) -> None:
+        """A rebuild in the middle of the next step asks first, and begins the skipped epoch."""
+        place = replays.places("dW")[-1]
+        (at,) = self.shifted(replays, place)
+        replays.instead[at] = self.skipped(injected, *replays.ran[place])
+        injected.run.step()
+        replays.instead.clear()
+        epoch = injected.run.runtime.epoch
+        injected.done.clear()
+        injected.until("1W1")
+        injected.run.runtime.rebuild()
+
+        assert epoch - 1 == injected.run.runtime.epoch
+        injected.start_over(undisturbed)
+
+    def test_a_failure_after_a_right_update(
+        self, injected: Injection, replays: Replays, undisturbed: Recording
+    ) -> None:
+        """A rebuild begins the current epoch again where the last update was right."""
+        epoch = injected.run.runtime.epoch
+        injected.done.clear()
+        injected.until("1W1")
+        injected.run.runtime.rebuild()
+
+        assert epoch == injected.run.runtime.epoch
+        injected.start_over(undisturbed)
+
+    def test_a_checkpoint_after_a_right_update(self, injected: Injection, replays: Replays) -> None:
+        """A checkpoint asks first; nothing waits for counts after it."""
+        runtime = injected.run.runtime
+        assert runtime.contract.counts_awaited
+        checkpoint, _ = runtime.checkpoint()
+
+        assert not runtime.contract.counts_awaited
+        assert runtime.epoch == checkpoint.epoch

@@ -103,6 +103,7 @@ def guarded_run(
     event_log: bool = False,
     reducer: Reducer | None = None,
     device_counts: bool = False,
+    late_counts: bool = False,
 ) -> GuardedRun:
     """A fresh guarded runtime over reference stages, with data and an optimizer."""
     stages = reference_stages(order, history, config, num_layers=num_layers)
@@ -116,6 +117,7 @@ def guarded_run(
             readers=readers,
             captured=captured,
             device_counts=device_counts,
+            late_counts=late_counts,
         ),
         event_log=event_log,
         reducer=reducer,

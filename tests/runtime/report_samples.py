@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from qeffect.gpu_runtime.bench.cells import CELLS, BenchCell, sweep_cell
-from qeffect.gpu_runtime.bench.columns import COUNTED, SPECS, SWEEP_SPECS, UNGUARDED, Settings
+from qeffect.gpu_runtime.bench.columns import COUNTED, LATE, SPECS, SWEEP_SPECS, UNGUARDED, Settings
 from qeffect.gpu_runtime.measure.report import Report
 
 ENVIRONMENT = {
@@ -42,6 +42,7 @@ STEP_MS = {
     "ours_two_streams": 4.3,
     "ours_unguarded": 4.08,
     "ours_device_counts": 4.141,
+    "ours_late_counts": 4.11,
 }
 
 
@@ -132,7 +133,7 @@ def bench_columns(cell: BenchCell) -> dict[str, Any]:
     """Every column of the step table with chosen numbers."""
     unit = 2 * cell.hidden * cell.hidden
     made = {}
-    for spec in (*SPECS, UNGUARDED, COUNTED):
+    for spec in (*SPECS, UNGUARDED, COUNTED, LATE):
         ms = STEP_MS[spec.name] * cell.hidden / 2048
         made[spec.name] = column(
             spec.family,
@@ -289,7 +290,20 @@ def probes_report(*, line: int | None = 7) -> dict[str, Any]:
     ]
     pairing = {"version": "2.18.0", "sha256": "0" * 64, "lines": {"a": 5, "b": line}}
     addresses = {"error": None, "looks": 10, "addresses": 40, "median_us": 9.5, "min_us": 9.0}
-    raw = {"attention": attention, "pairing": pairing, "addresses": addresses}
+    sides: list[dict[str, Any]] = [
+        {"name": "native", "breaks": None, "different": 0, "first": None, "not_finite": None},
+        {"name": "kept", "breaks": "arena", "different": 3, "first": "a", "not_finite": "b"},
+        {"name": "gone", "breaks": None, "different": 9, "first": None, "not_finite": None},
+    ]
+    for side in sides:
+        side |= {"what": f"{side['name']}, so", "compared": 9, "error": None}
+    sides[2]["error"] = "RuntimeError: died"
+    raw = {
+        "attention": attention,
+        "pairing": pairing,
+        "addresses": addresses,
+        "interleaved": sides,
+    }
     return Report("probes", None, ENVIRONMENT, {"device": "cuda"}, raw).finish()
 
 

@@ -28,6 +28,7 @@ from qeffect.gpu_runtime.bench.cells import (
 )
 from qeffect.gpu_runtime.bench.columns import (
     COUNTED,
+    LATE,
     REFERENCE_SPECS,
     SPECS,
     SWEEP_SPECS,
@@ -251,7 +252,7 @@ class TestColumns:
     def test_every_column_can_be_made_without_a_device(self) -> None:
         """Factories import and construct; only build() needs what they run on."""
         settings = Settings()
-        for spec in (*SPECS, UNGUARDED, COUNTED, *SWEEP_SPECS, *REFERENCE_SPECS):
+        for spec in (*SPECS, UNGUARDED, COUNTED, LATE, *SWEEP_SPECS, *REFERENCE_SPECS):
             assert callable(spec.make(TINY, settings).step)
 
     def test_the_table_has_every_contender(self) -> None:

@@ -13,7 +13,7 @@ from qeffect.gpu_runtime.evidence.comparison import Recording
 from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.refusals import Refused
 
-from .device_counts import DeviceCountsCases, Replay
+from .device_counts import DeviceCountsCases, LateCountsCases, Replay
 from .injection import Injection
 from .stand_ins import install
 
@@ -59,6 +59,16 @@ class TestStandIns(DeviceCountsCases):
         counters = injected.run.runtime.counters
         assert counters is not None
         return [replay, lambda: counters.ran(kind, place)]
+
+
+class TestLateStandIns(LateCountsCases, TestStandIns):
+    """The same where the counters are compared beside the update."""
+
+    @pytest.fixture
+    def injected(self, monkeypatch: pytest.MonkeyPatch) -> Injection:
+        """A captured run before its second epoch."""
+        install(monkeypatch)
+        return Injection(captured=True, device_counts=True, late_counts=True)
 
 
 class TestEager:

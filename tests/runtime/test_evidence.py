@@ -23,12 +23,13 @@ from typing import Any
 import attrs
 import jsonschema
 import pytest
+import torch
 
 from qeffect.gpu_runtime import reports
 from qeffect.gpu_runtime.__main__ import main
 from qeffect.gpu_runtime.bench.cells import CELLS
 from qeffect.gpu_runtime.bench.columns import Settings
-from qeffect.gpu_runtime.evidence import command, faults, probes
+from qeffect.gpu_runtime.evidence import command, faults, interleaved, probes
 from qeffect.gpu_runtime.evidence.cases import (
     DEFAULT_SETS,
     MATRIX,
@@ -436,6 +437,48 @@ class TestProbes:
 
         assert [2, 3, None] == list(found["lines"].values())
         assert 64 == len(found["sha256"])
+
+    def test_digests_are_compared_by_name(self) -> None:
+        """What differs and what is missing is counted, and the first of them named."""
+        same = {"compared": 2, "different": 0, "first": None}
+        assert same == interleaved.differences({"a": "1", "b": "2"}, {"b": "2", "a": "1"})
+        found = interleaved.differences({"a": "1", "b": "2"}, {"a": "1"})
+        assert {"compared": 2, "different": 1, "first": "b"} == found
+
+    def test_the_ranks_run_their_chunks_in_other_orders(self) -> None:
+        """Or the side that captures in the other rank's order would show nothing."""
+        own, other = (interleaved.actions_of(rank) for rank in (0, 1))
+
+        assert own != other
+        assert sorted(own) == sorted(other)
+        assert 2 * 2 * interleaved.CELL.microbatches == len(own)
+
+    def test_a_late_reader_reads_what_is_there_then(self) -> None:
+        """A result that is overwritten before it is read is read as overwritten."""
+        for late, expected in ((0, True), (1, False)):
+            record = interleaved._Record()
+            reader = interleaved._Late(record, late)
+            result = torch.zeros(3)
+            reader.give("first", result)
+            result.fill_(torch.nan)
+            reader.give("second", torch.ones(3))
+            reader.end()
+
+            assert expected is (record.not_finite is None)
+            assert {"first", "second"} == record.digests.keys()
+
+    def test_every_side_but_the_right_ones_breaks_a_relation(self) -> None:
+        """Each of the wrong ones differs from a right one in one thing."""
+        right = [side for side in interleaved.SIDES if side.breaks is None]
+        wrong = [side for side in interleaved.SIDES if side.breaks is not None]
+        for side in wrong:
+            changes = [
+                sum(getattr(side, name) != getattr(other, name) for name in ("late", "taken"))
+                + (side.captured_by != other.captured_by)
+                for other in right
+                if (other.graphs, other.reuse) == (side.graphs, side.reuse)
+            ]
+            assert 1 == min(changes), side.name
 
     def test_invalid_writes_are_counted_by_kernel(self) -> None:
         """As compute-sanitizer says them, reads left out."""

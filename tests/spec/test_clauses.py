@@ -27,7 +27,8 @@ AROUND = {
         t for t, p in TRANSITIONS.items() if "key" in p and ("ref" in p or "slot" in p)
     },
     "persistence.configuration": {"restore"},
-    **{f"epoch.{c}": {"commit_epoch"} for c in ("uncounted", "device-count", "device-order")},
+    "epoch.uncounted": {"commit_epoch", "checkpoint"},
+    **{f"epoch.{c}": {"commit_epoch"} for c in ("device-count", "device-order")},
     # Compositions that leave the relation out consist of it.
     "version.left-out": {"check_refresh", "commit_refresh", "abort_refresh", "invalidate"},
     **{f"arena.{name}": {"configure"} for name in ("unknown-matrix", "duplicate-destination")},

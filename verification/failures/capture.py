@@ -109,7 +109,9 @@ ROWS.untold(
     consequence="a gradient norm that jumps, then NaN",
     fix="none published",
     kind="cause",
-    why="An event log of such a run would tell; none was published.",
+    why="An event log of such a run would tell; none was published. In this shape, with buffers "
+    "used again, gradients that stay in `.grad` end in NaN, and so does a replay in another order "
+    "than the capture's (`qeffect runtime probes`); which of them it was is not known.",
 )
 ROWS.untold(
     "megatron-bridge-2096",

@@ -87,6 +87,8 @@ def graphed(
     order: Sequence[int],
     chunking: Chunking,
     recipe: Any,
+    *,
+    reuse: bool = False,
 ) -> tuple[Any, ...]:
     """
     The library's own graphs with weight caching.
@@ -99,6 +101,8 @@ def graphed(
         chunking: `chunks`: a chunk for each layer. `layers`: one chunk of several callables.
             `model`: one chunk of one callable.
         recipe: The FP8 recipe.
+        reuse: Let the library use buffers of inputs, outputs and their gradients again for
+            microbatches that do not overlap.
 
     Returns:
         Graphed forwards: by chunk then microbatch for `chunks`, by microbatch then layer for
@@ -125,6 +129,7 @@ def graphed(
         cache_quantized_params=True,
         _order=list(order),
         _num_layers_per_chunk=per_chunk,
+        _reuse_graph_input_output_buffers=reuse,
         **_without_clones(make),
     )
     return made

@@ -1,0 +1,67 @@
+"""
+Two kernels of one thread block for the counters: count an action, compare all counters.
+
+Torch's own operations do the same (`counters`), in four times as many launches; these stand in
+every captured action and in every update.
+"""
+
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
+from torch import Tensor
+
+
+@triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+def _count(values, terms, factors, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < SIZE
+    value = tl.load(values + offsets, mask=inside)
+    term = tl.load(terms + offsets, mask=inside)
+    factor = tl.load(factors + offsets, mask=inside)
+    tl.store(values + offsets, value * factor + term, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+def _compare(values, expected, read, skip, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < SIZE
+    value = tl.load(values + offsets, mask=inside, other=0)
+    wanted = tl.load(expected + offsets, mask=inside, other=0)
+    differs = tl.max((value != wanted).to(tl.int32), axis=0)
+    tl.store(read + offsets, value, mask=inside)
+    tl.store(skip, differs.to(tl.float32))
+
+
+def count(values: Tensor, terms: Tensor, factors: Tensor) -> None:
+    """
+    Replace the counters by themselves times the factors, plus the terms; integers wrap around.
+
+    Args:
+        values: Counters, int64, on the device.
+        terms: As many int64.
+        factors: As many int64.
+    """
+    size = values.numel()
+    with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
+        _count[(1,)](values, terms, factors, SIZE=size, BLOCK=_block(size), num_warps=1)
+
+
+def compare(values: Tensor, expected: Tensor, read: Tensor, skip: Tensor) -> None:
+    """
+    Compare the counters with what they should be, and copy them where the host can read them.
+
+    Args:
+        values: Counters, int64, on the device.
+        expected: As many int64, in pinned host memory.
+        read: As many int64, in pinned host memory; overwritten.
+        skip: Scalar of float32 on the device; 1 where any differs, else 0.
+    """
+    size = values.numel()
+    with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
+        _compare[(1,)](values, expected, read, skip, SIZE=size, BLOCK=_block(size), num_warps=1)
+
+
+def _block(size: int) -> Any:
+    return triton.next_power_of_2(size)

@@ -1,0 +1,294 @@
+"""
+``qeffect runtime pipeline``: a guarded pipeline over the ranks that torchrun started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from qeffect.cli.command import Outcome, Progress
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
+from qeffect.gpu_runtime.memory.arena import RULES
+from qeffect.gpu_runtime.parallel.compare import CATEGORIES, Compared, compared, guarded
+from qeffect.gpu_runtime.parallel.consent import StoppedError
+from qeffect.gpu_runtime.parallel.model import NAMES, Batches, Job
+from qeffect.gpu_runtime.parallel.world import Limits, Member, agree_on, join
+from qeffect.gpu_runtime.plan.slots import PROVISIONINGS
+from qeffect.report import UnusableError
+from qeffect.schedule.actions import ScheduleError
+
+__all__ = ["add_pipeline_arguments", "run_pipeline"]
+
+#: How long rank 0 has for its last word.
+_LAST_WORD_S = 5.0
+_SIZES = {"cpu": (64, 128, 2, 32), "cuda": (512, 2048, 8, 256)}
+
+
+def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `pipeline`."""
+    parser.add_argument(
+        "--schedule",
+        default="zbv",
+        metavar="NAME",
+        help=f"{', '.join(NAMES)}, a class of torch, or a CSV table with messages (default zbv)",
+    )
+    parser.add_argument("--pp", type=int, default=2, metavar="N", help="pipeline ranks (default 2)")
+    parser.add_argument("--vpp", type=int, metavar="N", help="stages of each rank")
+    parser.add_argument("--dp", type=int, default=1, metavar="N", help="replicas (default 1)")
+    parser.add_argument(
+        "--microbatches", type=int, metavar="N", help="of a step and replica (default 2 * PP)"
+    )
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps (default 4)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="and so gloo or NCCL (default cpu)"
+    )
+    parser.add_argument(
+        "--backend",
+        choices=("reference", "transformer-engine"),
+        help="layers (default: reference on cpu, transformer-engine on cuda)",
+    )
+    parser.add_argument("--eager", action="store_true", help="on cuda, without graphs")
+    parser.add_argument("--rule", choices=RULES, default="accumulate", help="where dW writes")
+    parser.add_argument(
+        "--provisioning", choices=PROVISIONINGS, default="live", help="how slots are counted"
+    )
+    for name, text in (
+        ("layers", "of a stage (default 1)"),
+        ("hidden", "width of a layer"),
+        ("ffn", "width of its MLP"),
+        ("heads", "attention heads"),
+        ("sequence", "tokens of a microbatch"),
+    ):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="run torch's own pipeline too, native, and compare every bit",
+    )
+    # Not --log: torchrun reads an option that could be the beginning of one of its own as such.
+    parser.add_argument("--event-logs", metavar="DIR", help="a folder for each rank's event log")
+
+
+def run_pipeline(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """
+    Train, and compare where asked; refused where a bit differs or the ranks stopped.
+
+    Rank 0 speaks; the others end with the same exit code.
+
+    Raises:
+        UnusableError: The job cannot be run by these processes; the same on every rank.
+    """
+    try:
+        outcome = _run(args, progress)
+    except (BackendError, ScheduleError, UnusableError) as error:
+        _mute(failed=True)
+        raise UnusableError(str(error)) from error
+    _mute(failed=outcome.exit != 0)
+    return outcome
+
+
+def _mute(*, failed: bool) -> None:
+    """Leave the word to rank 0: what every rank says alike is said once."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - until the end
+        if failed:  # torchrun ends all ranks when the first one fails, also one that is to speak
+            time.sleep(_LAST_WORD_S)
+
+
+def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
+    job = _job(args)
+    world = os.environ.get("WORLD_SIZE")
+    if world is not None and int(world) != job.world:
+        raise UnusableError(
+            f"{world} processes were started for --pp {job.pp} --dp {job.dp}, which takes "
+            f"{job.world}; start torchrun with --nproc-per-node {job.world}"
+        )
+    limits = Limits()
+    member = join(args.device, limits)
+    if member.device.type == "cpu":
+        torch.set_num_threads(1)
+    backend = args.backend or ("reference" if args.device == "cpu" else "transformer-engine")
+    if args.compare:
+        for name, value in DETERMINISTIC.items():
+            os.environ.setdefault(name, value)
+    log = _log(args.event_logs, member)
+    captured = args.device == "cuda" and not args.eager
+    what = (
+        f"{Path(args.schedule).name}: PP={job.pp}, {job.num_stages} stages, DP={job.dp}, "
+        f"{job.microbatches} microbatches, {args.steps} steps with the {backend} backend, "
+        f"{'captured' if captured else 'eager'}, on {args.device}"
+    )
+    try:
+        if args.compare:
+            result = compared(
+                member, job, args.steps, backend, captured=captured, limits=limits, event_log=log
+            )
+            return _compared(member, what, result)
+        return _trained(args, member, job, backend, captured, limits, log, what)
+    except StoppedError as stopped:
+        cause = stopped.cause
+        data = {
+            "clause": cause.clause,
+            "rank": cause.rank,
+            "step": None,
+            "action": cause.action,
+            "cause": attrs.asdict(cause),
+        }
+        return Outcome("refused", data, [what, f"Every rank stopped: {cause.text}"])
+
+
+def _job(args: argparse.Namespace) -> Job:
+    for name in ("pp", "vpp", "dp", "microbatches", "steps", "layers"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UnusableError(f"--{name} must be at least 1, not {value}")
+    given = (args.hidden, args.ffn, args.heads, args.sequence)
+    hidden, ffn, heads, sequence = (
+        usual if value is None else value
+        for value, usual in zip(given, _SIZES[args.device], strict=True)
+    )
+    if heads < 1:
+        raise UnusableError(f"--heads must be at least 1, not {heads}")
+    try:
+        config = LayerConfig(hidden, ffn, heads, sequence)
+    except ValueError as error:
+        raise UnusableError(str(error)) from error
+    job = Job(
+        schedule=args.schedule,
+        pp=args.pp,
+        vpp=args.vpp,
+        dp=args.dp,
+        microbatches=args.microbatches or 2 * args.pp,
+        layers=args.layers or 1,
+        rule=args.rule,
+        provisioning=args.provisioning,
+        config=config,
+    )
+    if job.cls_name:
+        return job
+    if args.compare:
+        raise UnusableError(
+            "--compare needs a schedule class that torch itself can run; name one, or leave it out"
+        )
+    table = job.table()
+    if table.num_ranks != job.pp:
+        raise UnusableError(
+            f"{Path(args.schedule).name} is a table of {table.num_ranks} ranks, --pp is {job.pp}; "
+            f"give --pp {table.num_ranks}, or a table of {job.pp} ranks"
+        )
+    stages, microbatches = table.num_stages // table.num_ranks, table.num_microbatches
+    for name, found in (("vpp", stages), ("microbatches", microbatches)):
+        asked = getattr(args, name)
+        if asked is not None and asked != found:
+            raise UnusableError(
+                f"{Path(args.schedule).name} has {found} for --{name}, not {asked}; leave it out"
+            )
+    return attrs.evolve(job, vpp=stages, microbatches=microbatches)
+
+
+def _log(folder: str | None, member: Member) -> Path | None:
+    if folder is None:
+        return None
+    problem = ""
+    place = Path(folder)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"rank{member.rank}.jsonl").touch()
+    except OSError as error:
+        problem = (
+            f"--event-logs {folder}: {error.strerror or error}; name a folder that can be written"
+        )
+    agree_on(member, problem)
+    return place / f"rank{member.rank}.jsonl"
+
+
+def _gathered(member: Member, own: Any) -> list[Any]:
+    found: list[Any] = [None] * member.world
+    dist.all_gather_object(found, own)
+    return found
+
+
+def _compared(member: Member, what: str, result: Compared) -> Outcome:
+    own = {
+        "categories": {
+            c.category: (c.compared, c.mismatched) for c in result.comparison.categories
+        },
+        "losses": (result.losses, result.native_losses),
+        "slots": result.slots,
+        "first": [label for c in result.comparison.categories for label in c.first],
+    }
+    ranks = _gathered(member, own)
+    totals = {
+        name: [sum(rank["categories"].get(name, (0, 0))[n] for rank in ranks) for n in (0, 1)]
+        for name in CATEGORIES
+    }
+    ours, theirs = ([loss for rank in ranks for loss in rank["losses"][n]] for n in (0, 1))
+    num_losses = sum(map(len, theirs))
+    differ = sum(
+        a != b for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)
+    )
+    totals["losses"] = [num_losses, differ]
+    same = not any(bad for _, bad in totals.values()) and all(n for n, _ in totals.values())
+    lines = [
+        what + ", and torch's own pipeline over native full backwards:",
+        *(f"  {name:20} {bad:6} of {n:8} differ" for name, (n, bad) in totals.items()),
+        "The same bits on every rank" if same else "NOT the same",
+    ]
+    data = {
+        "categories": {name: {"compared": n, "differ": bad} for name, (n, bad) in totals.items()},
+        "slots": [rank["slots"] for rank in ranks],
+        "first": [rank["first"] for rank in ranks],
+    }
+    return Outcome("accepted" if same else "refused", data, lines)
+
+
+def _trained(
+    args: argparse.Namespace,
+    member: Member,
+    job: Job,
+    backend: str,
+    captured: bool,
+    limits: Limits,
+    log: Path | None,
+    what: str,
+) -> Outcome:
+    worker = guarded(member, job, backend, captured=captured, limits=limits, event_log=log)
+    seconds = []
+    for _ in range(args.steps):
+        began = time.perf_counter()
+        worker.step()
+        if member.device.type == "cuda":
+            torch.cuda.synchronize(member.device)
+        seconds.append(time.perf_counter() - began)
+    feed = worker.feed
+    assert isinstance(feed, Batches)
+    own = {
+        "losses": [sum(feed.losses_of(step)) for step in range(args.steps)],
+        "slots": [config.slots for config in worker.runtime.contract.stages],
+        "seconds": seconds,
+    }
+    worker.close()
+    ranks = _gathered(member, own)
+    losses = [sum(rank["losses"][step] for rank in ranks) for step in range(args.steps)]
+    slowest = [max(rank["seconds"][step] for rank in ranks) for step in range(args.steps)]
+    median = statistics.median(slowest)
+    lines = [
+        what,
+        f"  loss {', '.join(f'{loss:.6f}' for loss in losses)}",
+        f"  slots of each rank's stages {[rank['slots'] for rank in ranks]}",
+        f"  {median * 1e3:.1f} ms a step (median of {args.steps}, slowest rank, synchronised)",
+    ]
+    data = {"losses": losses, "slots": [rank["slots"] for rank in ranks], "step_s": slowest}
+    return Outcome("accepted", data, lines)

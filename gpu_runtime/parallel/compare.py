@@ -1,0 +1,222 @@
+"""
+A guarded pipeline against torch's own over native full backwards, every bit of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import attrs
+import torch.distributed as dist
+
+from qeffect.gpu_runtime.evidence.comparison import Comparison, Recording, compare
+from qeffect.gpu_runtime.evidence.native import record_step, rule_for
+from qeffect.gpu_runtime.memory.state import live_state
+from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
+from qeffect.gpu_runtime.parallel.executor import Passage, Pipeline
+from qeffect.gpu_runtime.parallel.model import Batches, Job
+from qeffect.gpu_runtime.parallel.native import NativePipeline
+from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker
+from qeffect.gpu_runtime.plan.order import Order
+from qeffect.gpu_runtime.runtime import RuntimeConfig
+
+__all__ = ["CATEGORIES", "Compared", "Recorded", "compared", "guarded", "native"]
+
+CATEGORIES = (
+    "outputs",
+    "input gradients",
+    "parameter gradients",
+    "parameters",
+    "AdamW state",
+    "amax histories",
+    "scales",
+    "caches",
+)
+
+
+@attrs.frozen
+class Compared:
+    """
+    One rank's comparison.
+
+    Args:
+        comparison: By category.
+        losses: The guarded losses of this rank, by step and microbatch.
+        native_losses: torch's.
+        slots: Slots of each stage of this rank.
+    """
+
+    comparison: Comparison
+    losses: list[list[float]]
+    native_losses: list[list[float]]
+    slots: list[int]
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs, losses included."""
+        return not self.comparison.mismatched and self.losses == self.native_losses
+
+
+class Recorded(Pipeline):
+    """A pipeline that writes down what flows; `recording` is set before its first step."""
+
+    recording: Recording | None = None
+
+    def forward(self, p: Passage) -> None:
+        """F, then what it gave and the state that it left."""
+        super().forward(p)
+        if self.recording is not None:
+            outputs = () if p.last else self._slot(p).outputs
+            self._note(p, f"F{p.microbatch}", "outputs", outputs)
+
+    def dgrad(self, p: Passage) -> None:
+        """dI, likewise."""
+        super().dgrad(p)
+        if self.recording is not None:
+            self._note(p, f"I{p.microbatch}", "input gradients", self._slot(p).dgrads)
+
+    def step(self, optimizer: Optimizer) -> Gradients:
+        """One step, then what it left."""
+        number = self.runtime.epoch
+        gradients = super().step(optimizer)
+        stages = list(self.runtime.stages.values())
+        record_step(self.recording, number, stages, gradients, optimizer=optimizer)
+        return gradients
+
+    def finalize(self) -> Gradients:
+        """Gradients, recorded before the update."""
+        gradients = super().finalize()
+        stages = list(self.runtime.stages.values())
+        record_step(self.recording, self.runtime.epoch, stages, gradients, before_update=True)
+        return gradients
+
+    def _slot(self, p: Passage) -> Any:
+        return self.runtime.memories[p.stage.index].table[p.ref.slot]
+
+    def _note(self, p: Passage, action: str, category: Any, found: Any) -> None:
+        assert self.recording is not None
+        where = f"step {p.key.epoch} {p.stage.index}{action}"
+        self.recording.add_all(category, where, {str(n): t for n, t in enumerate(found)})
+        self.recording.add_state(where, live_state(self.runtime.domain))
+
+
+def native(member: Member, job: Job, steps: int, backend: str, recording: Recording) -> Any:
+    """Train a job natively under torch's schedule class; every rank calls it."""
+    replica, place = divmod(member.rank, job.pp)
+    groups = [dist.new_group(job.ranks(r), backend=_backend(member)) for r in range(job.dp)]
+    order = Order.of_rank(job.table(), place)
+    fuse = rule_for(order, job.rule) == "main_grad"
+    run = NativePipeline(
+        job.cls_name,
+        job.stages(order.stages, member.device, backend, loss=False, fuse=fuse),
+        job.num_stages,
+        order,
+        job.microbatches,
+        job.batch(member.device, replica),
+        job.loss,
+        groups[replica],
+        rule=job.rule,
+        recording=recording,
+        reduce=_sum_over(member, job, place) if job.dp > 1 else None,
+    )
+    for _ in range(steps):
+        run.step()
+    return run
+
+
+def guarded(
+    member: Member,
+    job: Job,
+    backend: str,
+    *,
+    captured: bool = False,
+    limits: Limits | None = None,
+    event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
+    tagged: bool = True,
+    pipeline: type[Pipeline] = Pipeline,
+) -> Worker:
+    """A job's guarded pipeline, ready for its first step; every rank calls it."""
+    config = RuntimeConfig(rule=job.rule, provisioning=job.provisioning, captured=captured)
+    return Worker(
+        member,
+        job.table(),
+        job.pp,
+        lambda indices: job.stages(indices, member.device, backend),
+        lambda replica: Batches(job.batch(member.device, replica), member.device),
+        config,
+        limits=limits,
+        event_log=event_log,
+        tagged=tagged,
+        pipeline=pipeline,
+    )
+
+
+def compared(
+    member: Member,
+    job: Job,
+    steps: int,
+    backend: str = "reference",
+    *,
+    captured: bool = False,
+    limits: Limits | None = None,
+    event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
+) -> Compared:
+    """
+    Both sides of a job, and every bit compared; every rank calls it.
+
+    Args:
+        member: This process.
+        job: What to train.
+        steps: Optimizer steps.
+        backend: `reference` or `transformer-engine`.
+        captured: Replay CUDA graphs on the guarded side.
+        limits: How long anything may take.
+        event_log: Where the guarded side's event log goes.
+    """
+    theirs, ours = Recording("torch's pipeline, native"), Recording("guarded pipeline")
+    oracle = native(member, job, steps, backend, theirs)
+    worker = guarded(
+        member,
+        job,
+        backend,
+        captured=captured,
+        limits=limits,
+        event_log=event_log,
+        pipeline=Recorded,
+    )
+    assert isinstance(worker.pipeline, Recorded)
+    worker.pipeline.recording = ours
+    for _ in range(steps):
+        worker.step()
+    feed = worker.feed
+    assert isinstance(feed, Batches)
+    worker.close()
+    # A rank with one stage, at an end of the pipeline, has no outputs or no input gradients.
+    held = [name for name in CATEGORIES if theirs.values.get(name) or ours.values.get(name)]
+    return Compared(
+        compare(theirs, ours, categories=held),
+        [feed.losses_of(step) for step in range(steps)],
+        oracle.losses,
+        [own.slots for own in worker.runtime.contract.stages],
+    )
+
+
+def _sum_over(member: Member, job: Job, place: int) -> Callable[[Gradients], None]:
+    """The plain sum over replicas, one tensor after another, when everything has run."""
+    groups = [
+        dist.new_group(list(range(p, job.world, job.pp)), backend=_backend(member))
+        for p in range(job.pp)
+    ]
+
+    def reduce(gradients: Gradients) -> None:
+        for named in gradients.values():
+            for gradient in named.values():
+                dist.all_reduce(gradient, group=groups[place])
+
+    return reduce
+
+
+def _backend(member: Member) -> str:
+    return "gloo" if member.device.type == "cpu" else "nccl"

@@ -1,0 +1,311 @@
+"""
+The ranks of a job: torchrun's environment, process groups, and a rank's pipeline put together.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.parallel.channels import Channels, channels_of, end_group
+from qeffect.gpu_runtime.parallel.consent import Consent, StoppedError
+from qeffect.gpu_runtime.parallel.executor import Feed, Pipeline
+from qeffect.gpu_runtime.parallel.model import require_meeting
+from qeffect.gpu_runtime.parallel.reduction import Replicas
+from qeffect.gpu_runtime.plan.rows import Row, walked
+from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
+from qeffect.schedule.actions import Schedule
+
+__all__ = ["Limits", "Member", "Worker", "join"]
+
+#: Workers of this process, counted alike on all ranks: each has names of its own in the store.
+_WORKERS = itertools.count()
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@attrs.frozen(kw_only=True)
+class Limits:
+    """
+    How long anything may take, in seconds.
+
+    Args:
+        start: Until all ranks have met.
+        message: A message, where the host waits for it.
+        commit: Until all ranks have come to the commit.
+        grace: Within which all ranks must have said why they stopped.
+    """
+
+    start: float = 120.0
+    message: float = 60.0
+    commit: float = 120.0
+    grace: float = 5.0
+
+
+@attrs.frozen
+class Member:
+    """
+    This process among the others.
+
+    Args:
+        rank: Its global rank.
+        world: How many there are.
+        local: Its rank on this host.
+        device: Where its tensors live.
+        store: A store that all ranks reach.
+    """
+
+    rank: int
+    world: int
+    local: int
+    device: torch.device
+    store: Any
+
+
+def join(device: str, limits: Limits | None = None) -> Member:
+    """
+    Meet the other ranks that torchrun started.
+
+    The world's own group is gloo, on the CPU; channels of GPUs are NCCL groups of their own.
+
+    Raises:
+        BackendError: There is no torchrun environment, no NCCL, or no GPU for this rank.
+    """
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing:
+        raise BackendError(
+            f"{missing[0]} is not set; start the ranks with torchrun: torchrun --nproc-per-node N "
+            "-m qeffect runtime pipeline ..."
+        )
+    limits = limits or Limits()
+    local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=limits.start))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    place = torch.device("cpu")
+    problem = ""
+    if device == "cuda":
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not dist.is_nccl_available():
+            problem = "this torch has no NCCL, which messages between GPUs need; use --device cpu"
+        elif local >= found:
+            problem = f"rank {rank} wants GPU {local} of this host, which has {found}"
+        else:
+            place = torch.device("cuda", local)
+            torch.cuda.set_device(place)
+            # A rank that is lost is the consent's to find: NCCL's watchdog would end the process.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    member = Member(rank, world, local, place, dist.distributed_c10d._get_default_store())
+    agree_on(member, problem)
+    return member
+
+
+def agree_on(member: Member, problem: str) -> None:
+    """
+    Raise one rank's problem on every rank: all go on or none.
+
+    Raises:
+        BackendError: A rank has a problem; the first one's words.
+    """
+    said: list[Any] = [None] * member.world
+    dist.all_gather_object(said, problem)
+    for text in said:
+        if text:
+            raise BackendError(text)
+
+
+class Worker:
+    """
+    One rank's pipeline, its messages and the consent of all, made again after a stop.
+
+    Every rank of the world makes one, with the same table.
+
+    Args:
+        member: This process.
+        schedule: The table with messages; every rank checks it and refuses it alike.
+        pp: Ranks of the pipeline; the world has a multiple of them.
+        build: Makes the stages of a row, by their indices.
+        feed: Makes the data of a replica.
+        config: How the runtime runs.
+        limits: How long anything may take.
+        optimizer: Makes the optimizer over the stages.
+        event_log: Where this rank's event log goes, as for `Runtime`.
+        tagged: Whether messages are tagged where the transport knows tags.
+        pipeline: The class of pipeline; a subclass may record.
+
+    Raises:
+        ScheduleError: The table is refused; no rank has begun.
+        BackendError: The world has another size, a stage cannot be built on some rank, or two
+            stages do not meet.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        schedule: Schedule,
+        pp: int,
+        build: Callable[[tuple[int, ...]], list[StageBackend]],
+        feed: Callable[[int], Feed],
+        config: RuntimeConfig | None = None,
+        *,
+        limits: Limits | None = None,
+        optimizer: Callable[[list[StageBackend]], Optimizer] = Optimizer,
+        event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
+        tagged: bool = True,
+        pipeline: type[Pipeline] = Pipeline,
+    ) -> None:
+        self.member, self.limits = member, limits or Limits()
+        config = config or RuntimeConfig()
+        table = walked(schedule, config.provisioning)
+        if table.num_ranks != pp:
+            raise BackendError(
+                f"{schedule.source} is for {table.num_ranks} ranks, this pipeline has {pp}; give "
+                "the table of as many ranks"
+            )
+        if member.world % pp:
+            raise BackendError(
+                f"{member.world} processes cannot hold pipelines of {pp} ranks; start a multiple "
+                f"of {pp}"
+            )
+        self.table = table
+        self.replica, place = divmod(member.rank, pp)
+        self.ranks = [self.replica * pp + rank for rank in range(pp)]
+        self.every = [
+            ends
+            for replica in range(member.world // pp)
+            for ends in channels_of(table, [replica * pp + rank for rank in range(pp)])
+        ]
+        self.tagged = tagged
+        self.row = Row.of(table, place, config.provisioning)
+        self.feed = feed(self.replica)
+        self.pp = pp
+        self._replicas = self._reducer()
+        self.runtime = self._runtime(build, config, event_log)
+        self.optimizer = optimizer(list(self.runtime.stages.values()))
+        self._pipeline = pipeline
+        self.attempt, self.name = 0, next(_WORKERS)
+        self.pipeline = self._connect()
+
+    def _runtime(
+        self,
+        build: Callable[[tuple[int, ...]], list[StageBackend]],
+        config: RuntimeConfig,
+        event_log: str | os.PathLike[str] | BinaryIO | bool | None,
+    ) -> Runtime:
+        problem, stages = "", []
+        try:
+            stages = build(self.row.stages)
+        except (BackendError, ValueError, RuntimeError) as error:
+            problem = f"rank {self.member.rank} cannot build its stages: {error}"
+        agree_on(self.member, problem)
+        own = [
+            (
+                stage.index,
+                [attrs.evolve(spec, device=torch.device("cpu")) for spec in stage.inputs],
+                [attrs.evolve(spec, device=torch.device("cpu")) for spec in stage.outputs],
+            )
+            for stage in stages
+        ]
+        ends: list[Any] = [None] * self.member.world
+        dist.all_gather_object(ends, own)
+        require_meeting([end for rank in self.ranks for end in ends[rank]])
+        return Runtime(
+            stages,
+            self.row.order,
+            config,
+            event_log=event_log,
+            reducer=self._replicas,
+            row=self.row,
+            rank=self.member.rank,
+        )
+
+    def _reducer(self) -> Replicas | None:
+        """What sums gradients over the replicas; every rank of the world makes every group."""
+        member, pp = self.member, self.pp
+        if member.world == pp:
+            return None
+        host = member.device.type == "cpu"
+        own = None
+        for place in range(pp):
+            ranks = list(range(place, member.world, pp))
+            limit = datetime.timedelta(seconds=self.limits.message) if host else None
+            group = dist.new_group(ranks, backend="gloo" if host else "nccl", timeout=limit)
+            own = group if member.rank in ranks else own
+            del group
+        return Replicas(own, host=host, deadline=self.limits.message)
+
+    def _connect(self) -> Pipeline:
+        member, limits = self.member, self.limits
+        channels = Channels.open(
+            self.every, device=member.device, deadline=limits.message, tagged=self.tagged
+        )
+        group = None
+        if member.world > 1:
+            group = dist.new_group(
+                list(range(member.world)),
+                backend="gloo",
+                timeout=datetime.timedelta(seconds=limits.start),
+            )
+        self.consent = Consent(
+            PrefixStore(f"qeffect/{self.name}/{self.attempt}", member.store),
+            group,
+            member.rank,
+            member.world,
+            self.every,
+            channels,
+            self.table,
+            self.ranks,
+            deadline=limits.commit,
+            grace=limits.grace,
+            replicas=self._replicas,
+        )
+        return self._pipeline(self.runtime, self.row, channels, self.feed, self.ranks, self.consent)
+
+    def step(self) -> None:
+        """
+        One optimizer step.
+
+        Raises:
+            StoppedError: It ended on every rank, for one cause, and no weights have moved.
+        """
+        self.pipeline.step(self.optimizer)
+
+    def rebuild(self, stopped: StoppedError) -> None:
+        """
+        Begin the epoch again after a stop that all ranks survived.
+
+        All ranks call it. Every message is dead by then; the numerical state is the last commit's.
+
+        Raises:
+            StoppedError: The cause is not recoverable: relaunch, and resume from a checkpoint.
+        """
+        if not stopped.cause.recoverable:
+            raise stopped
+        self.attempt += 1
+        store = PrefixStore(f"qeffect/{self.name}/again/{self.attempt}", self.member.store)
+        store.set(str(self.member.rank), "ready")
+        limit = datetime.timedelta(seconds=self.limits.start)
+        store.wait([str(rank) for rank in range(self.member.world)], limit)
+        self.runtime.rebuild()
+        self.runtime.reducer = self._replicas = self._reducer()
+        self.pipeline = self._connect()
+
+    def close(self) -> None:
+        """End connections and the event log, after the last step; waits for the device."""
+        self.runtime.drain()
+        self.runtime.close()
+        self.pipeline.channels.close(abort=False)
+        if self._replicas is not None:
+            self._replicas.close(abort=False)
+        group, self.consent.group = self.consent.group, None
+        if group is not None:
+            end_group(group, abort=False)
