@@ -17,7 +17,7 @@ from qeffect.gpu_runtime.parallel.guard import guard
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import ScheduleError
 from tests.parallel import guard_bodies as bodies
-from tests.parallel.pairs import pair
+from tests.parallel.ranks import launch
 
 INTERLEAVED, ZERO_BUBBLE, ZBV = (
     "ScheduleInterleaved1F1B",
@@ -33,7 +33,7 @@ class TestTwoRanks:
 
     def test_a_guard_changes_no_bit(self, tmp_path: Path) -> None:
         """Losses, outputs, gradients and parameters of three steps are those without a guard."""
-        said = pair(tmp_path, bodies.accepted, [*NAMES, "ScheduleDualPipeV"], 3)
+        said = launch(2, tmp_path, bodies.accepted, [*NAMES, "ScheduleDualPipeV"], 3).words
 
         assert [0, 1] == sorted(said)
         for rank, found in said.items():
@@ -57,7 +57,7 @@ class TestTwoRanks:
         self, name: str, fault: str, clauses: set[str], at: str, tmp_path: Path
     ) -> None:
         """Without the guard the step ends and nobody knows; with it rank 0 names the action."""
-        said = pair(tmp_path, bodies.faulted, name, fault)
+        said = launch(2, tmp_path, bodies.faulted, name, fault).words
 
         assert [{"passed": True}] * 2 == [said[0][0], said[1][0]]
         refused = said[0][1]
@@ -75,7 +75,7 @@ class TestTwoRanks:
             re.DOTALL,
         )
         lines = [line for line in text.splitlines() if line and "import" not in line]
-        said = pair(tmp_path, bodies.example, text)
+        said = launch(2, tmp_path, bodies.example, text).words
 
         assert len(lines) <= 10
         assert {0: {"epoch": 2}, 1: {"epoch": 2}} == said
