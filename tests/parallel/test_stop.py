@@ -109,6 +109,16 @@ def test_a_stalled_process_is_named_and_hears_of_it(tmp_path: Path) -> None:
     assert place(cause) == ("late", 1, 1, "1SEND_B1", None)
 
 
+def test_an_update_that_fails_half_way_is_not_rebuilt(tmp_path: Path) -> None:
+    """All had consented, so other ranks have moved on: only a checkpoint leads back."""
+    said = launch(2, tmp_path, bodies.updating, JOB, LIMITS)
+    assert said.codes == [0, 0]
+    causes = [said.words[rank]["cause"] for rank in range(2)]
+    assert causes[0] == causes[1]
+    assert place(causes[0]) == ("raised", 1, None, "commit", None)
+    assert not causes[0]["recoverable"]
+
+
 def test_a_rank_an_epoch_behind_is_named_at_the_commit(tmp_path: Path) -> None:
     """It went back to an older checkpoint alone; every guard of its own says yes."""
     said = launch(2, tmp_path, bodies.behind, JOB, LIMITS)
