@@ -177,6 +177,20 @@ def killed(action: str) -> Fault:
     return inject
 
 
+def terminated(action: str) -> Fault:
+    """The launcher ends the process there, while it has the word."""
+
+    def inject(worker: Worker) -> None:
+        place = _at(worker, action)
+
+        def act(_: Passage) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        worker.pipeline.program[place] = worker.pipeline.program[place]._replace(act=act)
+
+    return inject
+
+
 def bits(worker: Worker) -> dict[str, str]:
     """Every tensor that a step moves, as digests of raw bits."""
     named = {
