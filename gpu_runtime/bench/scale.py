@@ -23,12 +23,16 @@ from torch import Tensor
 
 from qeffect.cli.command import Outcome, Progress
 from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
+from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.measure.report import Report, environment
+from qeffect.gpu_runtime.memory.state import live_state
+from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.compare import CATEGORIES, compared
 from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.native import NativePipeline
+from qeffect.gpu_runtime.parallel.one_launch import OneLaunch
 from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, join
 from qeffect.gpu_runtime.plan.order import Order
 from qeffect.gpu_runtime.runtime import RuntimeConfig
@@ -53,6 +57,8 @@ COMPARED: dict[str, tuple[LayerConfig, int]] = {
 }
 """Layers and steps of what is compared."""
 WARMUP = 3
+BEFORE = 6
+"""Steps whose outcome is compared between replays and one launch a step."""
 REPLAYS = 20
 
 
@@ -130,11 +136,17 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         for schedule in args.schedules:
             progress(f"Timing. {name}, {schedule}")
             with _released(member):
-                raw["timed"].append(_guarded(member, args, schedule, name))
+                guarded, final = _guarded(member, args, schedule, name)
+            raw["timed"].append(guarded)
+            if args.device == "cuda":
+                progress(f"Timing. {name}, {schedule}, one launch a step")
+                with _released(member):
+                    raw["timed"].append(_one_launch(member, args, schedule, name, guarded, final))
             report.save()
     finished = report.finish()
     derived = finished["derived"]
     same = all(not row["different"] and row["values"] for row in derived["compared"])
+    same = same and not any(row.get("final_different") for row in derived["timed"])
     return Outcome("accepted" if same else "refused", {"derived": derived}, _lines(derived))
 
 
@@ -225,21 +237,79 @@ def _native(member: Member, args: argparse.Namespace, name: str) -> dict[str, An
     return _timed(member, args, name, "native", "il", side.step, args.native_steps, made, {})
 
 
-def _guarded(member: Member, args: argparse.Namespace, schedule: str, name: str) -> dict[str, Any]:
-    """Guarded replays, or eager calls on a CPU, under one schedule."""
-    config, microbatches = CELLS[name]
-    job = _job(args, schedule, config, microbatches)
-    began = time.perf_counter()
-    worker = Worker(
+def _worker(
+    member: Member, args: argparse.Namespace, job: Job, config: RuntimeConfig, *, capturable: bool
+) -> Worker:
+    return Worker(
         member,
         job.table(),
         job.pp,
         lambda indices: job.stages(indices, member.device, _backend(args.device)),
         lambda replica: _Drawn(_drawn(job, member), member.device),
-        RuntimeConfig(captured=args.device == "cuda"),
-        limits=Limits(),
+        config,
+        limits=Limits(message=30.0, commit=30.0),
+        optimizer=lambda stages: Optimizer(stages, capturable=capturable),
     )
+
+
+def _final(worker: Worker) -> dict[str, str]:
+    """Digests of everything that training has left on this rank."""
+    runtime = worker.runtime
+    held = {f"state {name}": t for name, t in live_state(runtime.domain).items()}
+    for index, stage in runtime.stages.items():
+        held.update((f"parameter {index} {n}", p) for n, p in parameters(stage).items())
+        held.update((f"cache {index} {n}", t) for n, t in stage.cached_weights().items())
+    held.update((f"AdamW {n}", t) for n, t in worker.optimizer.state_tensors().items())
+    return dict(zip(held, digests([t.detach() for t in held.values()]), strict=True))
+
+
+def _one_launch(
+    member: Member,
+    args: argparse.Namespace,
+    schedule: str,
+    name: str,
+    guarded: dict[str, Any],
+    final: dict[str, str],
+) -> dict[str, Any]:
+    """The same steps, each one launch; what they leave is compared with what replays left."""
+    config, microbatches = CELLS[name]
+    job = _job(args, schedule, config, microbatches)
+    began = time.perf_counter()
+    counting = RuntimeConfig(captured=True, device_counts=True, late_counts=True, nested=True)
+    worker = _worker(member, args, job, counting, capturable=True)
+    whole = OneLaunch(worker)
     made = time.perf_counter() - began
+    for _ in range(BEFORE):
+        whole.step()
+    whole.leave()
+    own = _final(worker)
+    odd = sorted(n for n in final.keys() | own.keys() if final.get(n) != own.get(n))
+    facts = {"capture_s": whole.capture_seconds, "first": odd[:3]}
+    whole.resume()
+    found = _timed(member, args, name, "one launch", schedule, whole.step, args.steps, made, facts)
+    whole.leave()
+    ranks = _gathered(member, (len(final), len(odd)))
+    found["final"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
+    found["alone_ms"], found["update_ms"] = guarded["alone_ms"], guarded["update_ms"]
+    found["bound_ms"] = guarded["bound_ms"]
+    whole.close()
+    worker.close()
+    return found
+
+
+def _guarded(
+    member: Member, args: argparse.Namespace, schedule: str, name: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Guarded replays, or eager calls on a CPU, under one schedule; and what they left."""
+    config, microbatches = CELLS[name]
+    job = _job(args, schedule, config, microbatches)
+    began = time.perf_counter()
+    captured = RuntimeConfig(captured=args.device == "cuda")
+    worker = _worker(member, args, job, captured, capturable=False)
+    made = time.perf_counter() - began
+    for _ in range(BEFORE):
+        worker.step()
+    final = _final(worker)
     facts: dict[str, Any] = {"slots": [s.slots for s in worker.runtime.contract.stages]}
     found = _timed(member, args, name, "guarded", schedule, worker.step, args.steps, made, facts)
     ranks = _gathered(member, _alone(worker))
@@ -247,7 +317,7 @@ def _guarded(member: Member, args: argparse.Namespace, schedule: str, name: str)
     found["update_ms"] = [update for _, update in ranks]
     found["bound_ms"] = _bound_ms(job, found["alone_ms"], found["update_ms"])
     worker.close()
-    return found
+    return found, final
 
 
 def _transport(member: Member) -> str:
@@ -333,7 +403,7 @@ def _spent(act: Callable[[], object]) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 4)
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def _wait(member: Member) -> None:
@@ -360,6 +430,8 @@ def _lines(derived: dict[str, Any]) -> list[str]:
     ]
     for row in derived["timed"]:
         over = "" if row["native_over_this"] is None else f", {row['native_over_this']:.1f}x native"
+        if "final_different" in row:
+            over += f", {row['final_different']} of {row['final_values']} tensors differ"
         bound = "" if row["over_bound"] is None else f", {row['over_bound']:.2f}x of its bound"
         lines.append(
             f"{row['cell']}, {row['side']}, {row['schedule']}: {row['step_ms']['median']:.2f} ms a "

@@ -47,6 +47,8 @@ def _timed(row: Raw, native: Raw | None) -> dict[str, Any]:
         "native_over_this": None,
         "above_native_bytes": None,
     }
+    if "final" in row:
+        found["final_values"], found["final_different"] = row["final"]
     if native is not None and native is not row:
         theirs = statistics.median(native["step_ms"])
         found["native_over_this"] = round(theirs / median, _DIGITS)
