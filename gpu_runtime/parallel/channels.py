@@ -325,21 +325,24 @@ class Channels:
             channel.digest = channel.roll()
             channel.posted.clear()
 
-    def close(self) -> None:
+    def close(self, *, abort: bool = True) -> None:
         """
         End every transfer and connection here: each peer that waits on one wakes up at once.
 
         Gloo closes a connection when the last reference to its group and its transfers goes; no
-        call does it. An NCCL communicator is aborted.
+        call does it. An NCCL communicator is aborted, which frees a stream that waits in it.
+
+        Args:
+            abort: Whether transfers may be under way; False where all have ended.
         """
         for transfer in self._under_way:
             transfer.work = None
         self._under_way.clear()
-        groups = [channel.group for channel in self._channels.values()]
+        groups = [c.group for c in self._channels.values() if c.group is not None]
         for channel in self._channels.values():
             channel.group = None
         while groups:
-            end_group(groups.pop(), abort=not self.host)
+            end_group(groups.pop(), abort=abort and not self.host)
 
 
 def end_group(group: Any, *, abort: bool) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from qeffect.cli.command import Outcome, Progress
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
 from qeffect.gpu_runtime.memory.arena import RULES
 from qeffect.gpu_runtime.parallel.compare import CATEGORIES, Compared, compared, guarded
 from qeffect.gpu_runtime.parallel.consent import StoppedError
@@ -119,6 +120,9 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     if member.device.type == "cpu":
         torch.set_num_threads(1)
     backend = args.backend or ("reference" if args.device == "cpu" else "transformer-engine")
+    if args.compare:
+        for name, value in DETERMINISTIC.items():
+            os.environ.setdefault(name, value)
     log = _log(args.event_logs, member)
     captured = args.device == "cuda" and not args.eager
     what = (

@@ -12,7 +12,7 @@ import attrs
 import torch.distributed as dist
 
 from qeffect.gpu_runtime.evidence.comparison import Comparison, Recording, compare
-from qeffect.gpu_runtime.evidence.native import record_step
+from qeffect.gpu_runtime.evidence.native import record_step, rule_for
 from qeffect.gpu_runtime.memory.state import live_state
 from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
 from qeffect.gpu_runtime.parallel.executor import Passage, Pipeline
@@ -107,9 +107,10 @@ def native(member: Member, job: Job, steps: int, backend: str, recording: Record
     replica, place = divmod(member.rank, job.pp)
     groups = [dist.new_group(job.ranks(r), backend=_backend(member)) for r in range(job.dp)]
     order = Order.of_rank(job.table(), place)
+    fuse = rule_for(order, job.rule) == "main_grad"
     run = NativePipeline(
         job.cls_name,
-        job.stages(order.stages, member.device, backend, loss=False),
+        job.stages(order.stages, member.device, backend, loss=False, fuse=fuse),
         job.num_stages,
         order,
         job.microbatches,

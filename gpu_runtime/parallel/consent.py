@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -224,16 +225,21 @@ class Consent:
             if (skipped := self._skipped(v)) is not None:
                 text = "was passed and never sent"
                 return _cause("dropped", rank, {**v, **skipped}, text, alive)
-        if any(v["kind"] == "disagreed" for v in said.values()):
-            rank, v = next((r, v) for r, v in sorted(said.items()) if v["kind"] == "disagreed")
-            return self._different(said) or _cause("disagreed", rank, v, v["text"], alive)
+        unlike = [r for r, v in sorted(said.items()) if v["kind"] == "disagreed"]
+        if (found := self._different(said, whole=bool(unlike))) is not None:
+            return found
+        if unlike:
+            v = said[unlike[0]]
+            return _cause("disagreed", unlike[0], v, v["text"], alive)
         for rank in sorted(set(range(self.world)) - said.keys()):
-            seen = [v for v in said.values() if v["peer"] == rank]
+            seen = sorted(
+                (v for v in said.values() if v["peer"] == rank), key=self._place_of_awaited
+            )
             late = all(v["kind"] == "late" for v in (seen or said.values()))
             awaited = self._awaited_of(seen[0]) if seen else {"stage": None, "action": None}
             text = (
                 "the process did not come to it in time" if late else "the process has ended"
-            ) + (f" (rank {_first(said, seen[0])} waits at {seen[0]['action']})" if seen else "")
+            ) + (f" (rank {_first(said, seen[0])} waits at {seen[0]['awaits']})" if seen else "")
             known = {"epoch": epoch, "clause": None, **awaited}
             return _cause("late" if late else "gone", rank, known, text, False)
         rank, v = min(said.items(), key=lambda item: (item[1]["kind"] != "late", item[0]))
@@ -251,8 +257,14 @@ class Consent:
                     return {"stage": atom.stage, "action": message.sent, "clause": None}
         return None
 
-    def _different(self, said: Mapping[int, dict[str, Any]]) -> Cause | None:
-        """What the ends of a channel differ in, where they do."""
+    def _different(self, said: Mapping[int, dict[str, Any]], *, whole: bool) -> Cause | None:
+        """
+        What the ends of a channel differ in, where they do.
+
+        Args:
+            said: What the ranks say.
+            whole: Whether both ends came to the end of their row, so that one may not hold more.
+        """
         for ends in self.every:
             if ends.source not in said or ends.to not in said:
                 continue
@@ -261,6 +273,8 @@ class Consent:
             if (found := first_difference(a, b)) is None:
                 continue
             place, sent, received = found
+            if not whole and (sent is None or received is None):
+                continue  # one end stopped earlier
             v = said[ends.source]
             where = {
                 "epoch": v["epoch"], "clause": None,
@@ -276,16 +290,27 @@ class Consent:
             return _cause("disagreed", ends.source, where, text, recoverable)
         return None
 
+    def _place_of_awaited(self, v: Mapping[str, Any]) -> int:
+        """Where what a rank waited for stands in the row of the peer that owed it."""
+        owed = self._awaited_of(v)["action"]
+        for atoms in self.table.atoms:
+            for place, atom in enumerate(atoms):
+                if name_of(atom) == owed:
+                    return place
+        return sys.maxsize
+
     def _awaited_of(self, v: Mapping[str, Any]) -> dict[str, Any]:
-        """The peer's action that a rank waited for."""
-        action = v["action"]
+        """The other end of the transfer that a rank waited for, which the peer owed."""
         for atoms in self.table.atoms:
             for atom in atoms:
                 if atom.kind in SENDS:
                     message = Message(atom.stage, atom.microbatch, "B" in atom.kind.value)
-                    if message.received == action:
+                    if message.received == v["awaits"]:
                         return {"stage": atom.stage, "action": message.sent}
-        return {"stage": None, "action": action}
+                    if message.sent == v["awaits"]:
+                        to = message.stage + (-1 if message.gradient else 1)
+                        return {"stage": to, "action": message.received}
+        return {"stage": None, "action": v["awaits"]}
 
 
 def _first(said: Mapping[int, dict[str, Any]], v: Mapping[str, Any]) -> int:
@@ -321,6 +346,7 @@ def _verdict(
         "clause": getattr(error, "clause", None),
         "text": f"{type(error).__name__}: {text}" if kind == "raised" else text,
         "peer": getattr(error, "peer", None),
+        "awaits": getattr(error, "action", None),
         "passed": passed,
         "posted": {f"{e.source}>{e.to}": list(numbers) for e, numbers in posted.items()},
         "recoverable": not getattr(error, "unrecoverable", False),

@@ -111,7 +111,13 @@ class Job:
         return [replica * self.pp + rank for rank in range(self.pp)]
 
     def stages(
-        self, indices: Sequence[int], device: torch.device, backend: str, *, loss: bool = True
+        self,
+        indices: Sequence[int],
+        device: torch.device,
+        backend: str,
+        *,
+        loss: bool = True,
+        fuse: bool | None = None,
     ) -> list[StageBackend]:
         """
         Stages in a state domain of their own; the same bits for a stage in any process.
@@ -121,6 +127,7 @@ class Job:
             device: Where they live.
             backend: `reference` or `transformer-engine`.
             loss: Whether the last stage ends in the loss.
+            fuse: Whether the library accumulates into `main_grad` itself; None lets it choose.
         """
         target = attrs.evolve(self.config.activation(device), differentiable=False)
 
@@ -152,7 +159,7 @@ class Job:
                 n,
                 te_domain,
                 self.config,
-                fuse_wgrad_accumulation=False if self.rule == "copied" else None,
+                fuse_wgrad_accumulation=False if self.rule == "copied" else fuse,
                 **options(n),  # type: ignore[arg-type]
             )
             for n in indices

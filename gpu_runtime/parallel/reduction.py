@@ -64,8 +64,8 @@ class Replicas:
             works.append(dist.all_reduce(gradient, group=self.group, async_op=True))
         return started
 
-    def close(self) -> None:
-        """End the group; replicas that wait on it wake up."""
+    def close(self, *, abort: bool = True) -> None:
+        """End the group; replicas that wait on it wake up. `abort` as for `Channels.close`."""
         group, self.group = self.group, None
         if group is not None:
-            end_group(group, abort=not self.host)
+            end_group(group, abort=abort and not self.host)

@@ -102,6 +102,8 @@ def join(device: str, limits: Limits | None = None) -> Member:
         else:
             place = torch.device("cuda", local)
             torch.cuda.set_device(place)
+            # A rank that is lost is the consent's to find: NCCL's watchdog would end the process.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     member = Member(rank, world, local, place, dist.distributed_c10d._get_default_store())
     agree_on(member, problem)
     return member
@@ -298,11 +300,12 @@ class Worker:
         self.pipeline = self._connect()
 
     def close(self) -> None:
-        """End connections and the event log; after the last step."""
+        """End connections and the event log, after the last step; waits for the device."""
+        self.runtime.drain()
         self.runtime.close()
-        self.pipeline.channels.close()
+        self.pipeline.channels.close(abort=False)
         if self._replicas is not None:
-            self._replicas.close()
+            self._replicas.close(abort=False)
         group, self.consent.group = self.consent.group, None
         if group is not None:
             end_group(group, abort=False)

@@ -54,7 +54,7 @@ OPTIONS = {
     "prove": {"--seeds", "--depth", "--cvc5", "--mutants", "--only", "--programs", "--out"},
     "ranks": {"--mutants"},
     "runtime doctor": set(),
-    "runtime demo": {"--steps"},
+    "runtime demo": {"--steps", "--ranks"},
     "runtime compare": {"--sets", "--cases", "--steps", "--sides", "--device", *REPORT},
     "runtime pipeline": {
         *("--schedule", "--pp", "--vpp", "--dp", "--microbatches", "--steps", "--device"),

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import io
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
-from qeffect.gpu_runtime.parallel.compare import compared
-from qeffect.gpu_runtime.parallel.model import Job
-from qeffect.gpu_runtime.parallel.world import Limits, join
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from qeffect.cli import main
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
+from qeffect.gpu_runtime.evidence.comparison import digests
+from qeffect.gpu_runtime.memory.state import live_state
+from qeffect.gpu_runtime.parallel import command
+from qeffect.gpu_runtime.parallel.channels import Message, Transfer
+from qeffect.gpu_runtime.parallel.compare import compared, guarded
+from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError, name_of
+from qeffect.gpu_runtime.parallel.executor import Passage
+from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
+
+Fault = Callable[[Worker], None]
 #: Nothing here takes a second where all is well.
 LIMITS = Limits(start=60.0, message=20.0, commit=20.0, grace=1.0)
 
@@ -30,3 +51,277 @@ def exact(jobs: list[Job], steps: int) -> list[dict[str, Any]]:
             }
         )
     return said
+
+
+# Faults
+
+
+def _at(worker: Worker, action: str) -> int:
+    """The place of an action in this rank's program."""
+    return next(n for n, e in enumerate(worker.pipeline.program) if name_of(e.atom) == action)
+
+
+def twice(action: str) -> Fault:
+    """An action runs a second time, directly after itself."""
+
+    def inject(worker: Worker) -> None:
+        place = _at(worker, action)
+        worker.pipeline.program.insert(place, worker.pipeline.program[place])
+
+    return inject
+
+
+def raising(action: str) -> Fault:
+    """An action raises, after the contract let it begin."""
+
+    def inject(worker: Worker) -> None:
+        place = _at(worker, action)
+        entry = worker.pipeline.program[place]
+        executor: Any = worker.runtime.executor
+
+        def fail(*_: Any) -> None:
+            raise ArithmeticError("an injected failure")
+
+        def act(passage: Passage) -> None:
+            executor.wgrad = fail
+            try:
+                entry.act(passage)
+            finally:
+                del executor.wgrad
+
+        worker.pipeline.program[place] = entry._replace(act=act)
+
+    return inject
+
+
+class _Gone:
+    """The work of a message that was never posted."""
+
+    def wait(self, *_: Any) -> None:
+        return None
+
+
+def dropped(action: str) -> Fault:
+    """A send is passed, and nothing leaves."""
+
+    def inject(worker: Worker) -> None:
+        channels = worker.pipeline.channels
+        send = channels.send
+
+        def drop(tensor: Tensor, to: int, message: Message) -> Transfer:
+            if message.sent == action:
+                return Transfer(_Gone(), tensor, action, to)
+            return send(tensor, to, message)
+
+        channels.send = drop  # type: ignore[method-assign]
+
+    return inject
+
+
+def doubled(action: str) -> Fault:
+    """A message leaves twice."""
+
+    def inject(worker: Worker) -> None:
+        channels = worker.pipeline.channels
+        send = channels.send
+
+        def double(tensor: Tensor, to: int, message: Message) -> Transfer:
+            if message.sent == action:
+                send(tensor, to, message)
+            return send(tensor, to, message)
+
+        channels.send = double  # type: ignore[method-assign]
+
+    return inject
+
+
+def exchanged(first: str, second: str) -> Fault:
+    """A message leaves only behind a later one."""
+
+    def inject(worker: Worker) -> None:
+        program = worker.pipeline.program
+        held = program.pop(_at(worker, first))
+        program.insert(_at(worker, second) + 1, held)
+
+    return inject
+
+
+def late(action: str, seconds: float) -> Fault:
+    """The process does nothing for a while."""
+
+    def inject(worker: Worker) -> None:
+        place = _at(worker, action)
+        entry = worker.pipeline.program[place]
+
+        def act(passage: Passage) -> None:
+            time.sleep(seconds)
+            entry.act(passage)
+
+        worker.pipeline.program[place] = entry._replace(act=act)
+
+    return inject
+
+
+def killed(action: str) -> Fault:
+    """The process ends there as a crash would: nothing is flushed or closed by Python."""
+
+    def inject(worker: Worker) -> None:
+        place = _at(worker, action)
+
+        def act(_: Passage) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        worker.pipeline.program[place] = worker.pipeline.program[place]._replace(act=act)
+
+    return inject
+
+
+def bits(worker: Worker) -> dict[str, str]:
+    """Every tensor that a step moves, as digests of raw bits."""
+    named = {
+        f"{index}.{name}": tensor
+        for index, stage in worker.runtime.stages.items()
+        for name, tensor in parameters(stage).items()
+    }
+    named.update(live_state(worker.runtime.domain))
+    named.update(worker.optimizer.state_tensors())
+    return dict(zip(named, digests(list(named.values())), strict=True))
+
+
+def _step(worker: Worker) -> dict[str, Any]:
+    """One step: its cause where it was stopped, and whether anything moved then."""
+    before = bits(worker)
+    try:
+        worker.step()
+    except StoppedError as stopped:
+        # Numerical state is of the failed attempt until the rebuild; nothing else may move.
+        held = parameters_of(worker)
+        moved = [name for name in held if held[name] != before[name]]
+        return {"cause": attrs.asdict(stopped.cause), "moved": moved, "epoch": worker.runtime.epoch}
+    return {"cause": None, "moved": [], "epoch": worker.runtime.epoch}
+
+
+def parameters_of(worker: Worker) -> dict[str, str]:
+    """The part of `bits` that only an update moves."""
+    state = live_state(worker.runtime.domain)
+    return {name: value for name, value in bits(worker).items() if name not in state}
+
+
+def recovering(job: Job, faults: list[tuple[int, Any]], limits: Limits) -> dict[str, Any]:
+    """
+    A fault in one step after the other, each rebuilt and run again; then the same undisturbed.
+
+    Args:
+        job: What to train.
+        faults: For each step the rank that it befalls, and the fault as a name and arguments.
+        limits: How long anything may take.
+    """
+    member = join("cpu", LIMITS)
+    worker = guarded(member, job, "reference", limits=limits)
+    stops = []
+    for victim, (name, *given) in faults:
+        program = list(worker.pipeline.program)
+        if member.rank == victim:
+            globals()[name](*given)(worker)
+        stops.append(_step(worker))
+        worker.pipeline.program[:] = program
+        cause = stops[-1]["cause"]
+        if cause is not None:
+            worker.rebuild(StoppedError(Cause(**cause)))
+            stops[-1]["again"] = _step(worker)
+    disturbed = bits(worker)
+    losses = [worker.feed.losses_of(n) for n in range(len(faults))]
+    worker.close()
+    plain = guarded(member, job, "reference", limits=limits)
+    for _ in faults:
+        plain.step()
+    clean = bits(plain)
+    differ = [name for name in clean if clean[name] != disturbed[name]]
+    same = losses == [plain.feed.losses_of(n) for n in range(len(faults))]
+    plain.close()
+    return {"stops": stops, "differ": differ, "of": len(clean), "same losses": same}
+
+
+def stopping(job: Job, victim: int, fault: tuple[Any, ...], limits: Limits) -> dict[str, Any]:
+    """A step without, one with a fault on one rank; and what a rebuild says then."""
+    member = join("cpu", LIMITS)
+    worker = guarded(member, job, "reference", limits=limits)
+    worker.step()
+    name, *given = fault
+    if member.rank == victim:
+        globals()[name](*given)(worker)
+    said = _step(worker)
+    if said["cause"] is not None:
+        try:
+            worker.rebuild(StoppedError(Cause(**said["cause"])))
+        except StoppedError as again:
+            said["rebuild"] = str(again)
+    return said
+
+
+def behind(job: Job, limits: Limits) -> dict[str, Any]:
+    """The last rank goes back to an older checkpoint, the others do not."""
+    member = join("cpu", LIMITS)
+    worker = guarded(member, job, "reference", limits=limits)
+    worker.step()
+    held = worker.runtime.checkpoint()
+    worker.step()
+    if member.rank == member.world - 1:
+        worker.runtime.restore(*held)
+    return _step(worker)
+
+
+def exchange(job: Job, first: str, second: str, digested: bool) -> dict[str, Any]:
+    """Two sends of rank 0 change places where no tag pairs them, with digests and without."""
+    member = join("cpu", LIMITS)
+    found = []
+    for disturb in (True, False):
+        worker = guarded(member, job, "reference", limits=LIMITS, tagged=False)
+        if disturb and member.rank == 0:
+            exchanged(first, second)(worker)
+        if not digested:
+            worker.consent.every = ()
+        said = _step(worker)
+        found.append(bits(worker))
+        if disturb:
+            outcome = said
+        worker.close()
+    differ = [name for name in found[0] if found[0][name] != found[1][name]]
+    return {**outcome, "differ": differ}
+
+
+# What is typed, and what cannot run
+
+
+def typed(cases: list[tuple[list[str], int | None]]) -> list[tuple[int, str, str]]:
+    """
+    `qeffect runtime pipeline` with arguments, again and again.
+
+    Args:
+        cases: Arguments, and how many GPUs this host is to have; None for a torch without NCCL.
+    """
+    join("cpu", LIMITS)
+    command._LAST_WORD_S = 0.0
+    torch.cuda.is_available = lambda: True
+    torch.cuda.set_device = lambda _: None
+    said = []
+    for argv, gpus in cases:
+        dist.is_nccl_available = lambda gpus=gpus: gpus is not None
+        torch.cuda.device_count = lambda gpus=gpus: gpus or 0
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            code = main(["runtime", "pipeline", *argv])
+        said.append((code, out.getvalue().strip(), err.getvalue().strip()))
+    return said
+
+
+def unmet() -> str:
+    """The two ranks build their stages with different dimensions."""
+    member = join("cpu", LIMITS)
+    hidden = 32 * (1 + member.rank)
+    job = Job(pp=2, config=LayerConfig(hidden, 64, 2, 16))
+    try:
+        guarded(member, job, "reference", limits=LIMITS)
+    except BackendError as error:
+        return str(error)
+    return "accepted"
