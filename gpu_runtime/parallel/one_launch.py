@@ -7,7 +7,7 @@ that no host stands between two actions. What is checked, and when:
 * *Once, when the step is captured*: everything that guarded replays check, since the capture is a
   guarded step; and that the two ends of each channel posted the same messages in the same order.
 * *At each launch, before it*: every transition of the step, one after another, by the same guarded
-  actions over the same contract, with an executor that runs nothing (`_Rehearsed`); that nothing
+  actions over the same contract, with an executor that runs nothing (`Rehearsal`); that nothing
   that a graph bakes in has moved.
 * *In each launch, by the device*: whether it ran every action as often and in the order that the
   contract says (`qeffect.counts`), whoever launched it. Each rank's word goes to all ranks; the
@@ -31,18 +31,14 @@ from torch import Tensor
 
 from qeffect.counts import COUNTED, MULTIPLIER, DeviceCounts
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
-from qeffect.gpu_runtime.execute.eager import StageMemory
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor, no_collection
 from qeffect.gpu_runtime.execute.nested import obstacle
-from qeffect.gpu_runtime.execute.reports import Effects
-from qeffect.gpu_runtime.execute.streams import HostHandoff
-from qeffect.gpu_runtime.memory.slots import Slot, fill
-from qeffect.gpu_runtime.parallel.channels import LostError, Message, Transfer
+from qeffect.gpu_runtime.memory.slots import fill
+from qeffect.gpu_runtime.parallel.channels import LostError
 from qeffect.gpu_runtime.parallel.consent import DisagreementError
 from qeffect.gpu_runtime.parallel.executor import Feed, Passage
+from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
 from qeffect.gpu_runtime.parallel.world import Worker
-from qeffect.gpu_runtime.plan.slots import WgradVariant
-from qeffect.schedule.actions import Kind
 
 __all__ = ["OneLaunch", "obstacles"]
 
@@ -96,7 +92,8 @@ class OneLaunch:
         assert self.runtime.counters is not None
         self._gate = _Gate(self.runtime.counters.values, worker)
         self._launched: list[Any] = []
-        self._rehearsed = _Rehearsal(self)
+        assert isinstance(self.runtime.executor, GraphExecutor)
+        self.rehearsal = Rehearsal(self.pipeline, self.runtime.executor)
 
     def step(self) -> None:
         """
@@ -124,7 +121,7 @@ class OneLaunch:
             self._capture()
         else:
             self.feed.load(runtime.epoch)
-            self._rehearsed.run()
+            self._rehearse()
         assert self.graph is not None
         self.graph.replay()
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -132,11 +129,14 @@ class OneLaunch:
         self._launched.append(done)
         if contract.counts_awaited:
             self._confirm(self._launched.pop(0))
-        link = runtime.actions.links["main"]
-        contract.enter(link)
-        contract.commit_epoch()
-        contract.wait(link)
-        runtime._forget_gradients()
+        self.rehearsal.commit()
+
+    def _rehearse(self) -> None:
+        self.feed.rehearsing = True
+        try:
+            self.rehearsal.run()
+        finally:
+            self.feed.rehearsing = False
 
     def _capture(self) -> None:
         """Capture this step, guards and all; what it launches, it launches like every other."""
@@ -275,101 +275,6 @@ class _Staged:
         """Bring a step's data to their places, on the current stream."""
         for (what, _, m), (stage, held) in self._held.items():
             fill(held, getattr(self.inner, what)(stage, step, m))
-
-
-class _Rehearsed:
-    """An executor that runs nothing, and reports what the captures recorded."""
-
-    marks_tail = True
-
-    def __init__(self, executor: GraphExecutor) -> None:
-        self.executor = executor
-
-    def refresh(self, memory: StageMemory) -> Effects:
-        self.executor.check_addresses(memory)
-        return self.executor.refreshed[memory.stage.index]
-
-    def forward(self, memory: StageMemory, slot: Slot) -> Effects:
-        return self.executor.slots[slot.index].ran
-
-    def dgrad(
-        self, memory: StageMemory, slot: Slot, variant: WgradVariant
-    ) -> tuple[tuple[str, ...], Effects]:
-        return self.executor.slots[slot.index].queued
-
-    def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
-        return self.executor.slots[slot.index].covered[variant]
-
-
-class _Silent:
-    """Channels that post nothing; the graph does, in the order that was agreed on."""
-
-    def send(self, tensor: Tensor, to: int, message: Message) -> Transfer:
-        return Transfer(None, tensor, message.sent, to)
-
-    def receive(self, into: Tensor, source: int, message: Message) -> Transfer:
-        return Transfer(None, into, message.received, source)
-
-    def wait(self, transfer: Transfer) -> None:
-        """The graph waits."""
-
-
-class _Rehearsal:
-    """Every transition of a step, through the pipeline's own actions, and no device work."""
-
-    def __init__(self, owner: OneLaunch) -> None:
-        self.owner = owner
-        executor = owner.runtime.executor
-        assert isinstance(executor, GraphExecutor)
-        self.executor = _Rehearsed(executor)
-        self.handoff = HostHandoff()
-        self.channels = _Silent()
-
-    def run(self) -> None:
-        """
-        Ask and tell the contract all that the step asks and tells, up to its commit.
-
-        Raises:
-            Refused: What the guarded step would raise.
-        """
-        owner, runtime, pipeline = self.owner, self.owner.runtime, self.owner.pipeline
-        actions, channels = runtime.actions, pipeline.channels
-        before = actions.executor, actions.handoff, actions.fill
-        actions.executor, actions.handoff, actions.fill = self.executor, self.handoff, _nothing
-        pipeline.channels = self.channels  # type: ignore[assignment]
-        owner.feed.rehearsing = True
-        try:
-            self._transitions()
-        finally:
-            actions.executor, actions.handoff, actions.fill = before
-            pipeline.channels = channels
-            owner.feed.rehearsing = False
-
-    def _transitions(self) -> None:
-        runtime, pipeline = self.owner.runtime, self.owner.pipeline
-        contract, link = runtime.contract, runtime.actions.links["main"]
-        key, final = runtime.key, set()
-        for (index, m), passage in pipeline.passages.items():
-            passage.key = key(index, m)
-        pipeline.position = 0
-        for act, passage, atom in pipeline.program:
-            if atom.kind is Kind.REDUCE_GRAD:
-                final.add(atom.stage)
-                contract.enter(link)
-                contract.finalize(atom.stage, link)
-                contract.wait(link)
-            else:
-                act(passage)
-            pipeline.position += 1
-        contract.enter(link)
-        for index in runtime.memories:
-            if index not in final:
-                contract.finalize(index, link)
-        contract.wait(link)
-
-
-def _nothing(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Copy nothing: the graph does."""
 
 
 class _Gate:
