@@ -502,18 +502,25 @@ class Runtime:
         """
         Commit the epoch and run the optimizer.
 
-        The commit's guards come before the update, so that a refusal leaves the weights alone.
+        The commit's guards come before the update, so that a refusal leaves the weights alone. The
+        update runs on the graph stream, behind the caller's work and before the next replay.
+
+        Args:
+            optimizer: The optimizer over the same stages.
+            gradients: What `finalize` returned.
+            caller: Name of the calling stream; the one that `finalize` was called on.
 
         Returns:
             The new epoch.
 
         Raises:
-            Refused: Work is live, a stage is not final, or the device ran something else than was
-                committed; nothing was updated.
+            Refused: Work is live, a stage is not final, another caller finalized, or the device ran
+                something else than was committed; nothing was updated.
         """
         link = self.actions._enter(caller)
         late = self.config.late_counts
-        epoch = self.contract.commit_epoch(counted=None if late else self.device_counts())
+        counted = None if late else self.device_counts()
+        epoch = self.contract.commit_epoch(caller=caller, counted=counted)
         try:
             with self.handoff.scope():
                 optimizer.step(gradients, skip=self._gate() if late else None)
@@ -526,6 +533,8 @@ class Runtime:
                 "updated; load a checkpoint into a fresh runtime"
             )
             raise
+        # The update was enqueued on the graph stream: its own order lets later replays wait for it.
+        self.contract.join(link)
         self.actions._leave(link)
         self._forget_gradients()
         return epoch

@@ -34,7 +34,7 @@ class Caller:
     >>> caller.refresh(0)
     >>> caller.whole(0, 0)
     >>> caller.finalize(0)
-    >>> caller.contract.commit_epoch()
+    >>> caller.commit()
     1
     """
 
@@ -102,6 +102,13 @@ class Caller:
         """Wait for a stage's gradients and finalize it."""
         self.contract.wait(self.link(stage))
         self.contract.finalize(stage, self.link(stage))
+
+    def commit(self) -> int:
+        """Commit the epoch; every graph stream waits for the optimizer's update."""
+        epoch = self.contract.commit_epoch()
+        for link in dict.fromkeys(self.link(stage) for stage in self._configs):
+            self.contract.join(link)
+        return epoch
 
     def _filled(self, stage: int) -> dict[str, int] | None:
         """What a refresh reports where the stage's backend does: every cache, of these weights."""

@@ -787,7 +787,11 @@ class Contract:
             self._entered = False
 
     def join(self, link: int = 0) -> None:
-        """Tell that the graph stream waits for everything the caller submitted."""
+        """
+        Tell that the graph stream waits for everything the caller submitted.
+
+        That includes the optimizer's update, where it ran on this caller's stream.
+        """
         if self._entered:
             raise ConcurrentCallError("join")
         self._entered = True
@@ -884,6 +888,7 @@ class Contract:
         self,
         epoch: int | None = None,
         *,
+        caller: Hashable | None = None,
         counted: Mapping[Hashable, DeviceCounts] | None = None,
     ) -> None:
         """
@@ -901,7 +906,7 @@ class Contract:
         ...
         qeffect.refusals.Refused: epoch.not-final in commit_epoch: found ...
         """
-        self._epochs.check_commit(epoch)
+        self._epochs.check_commit(epoch, self._streams.caller("commit_epoch", caller))
         self._require_counts(counted)
 
     @alone
@@ -909,15 +914,21 @@ class Contract:
         self,
         epoch: int | None = None,
         *,
+        caller: Hashable | None = None,
         counted: Mapping[Hashable, DeviceCounts] | None = None,
     ) -> int:
         """
         Advance every stage to the next weight epoch; call it with the optimizer's update.
 
-        Across processes the caller makes it a barrier.
+        The update is device work: before anything else is called it is enqueued on the caller's
+        stream. Until each graph stream has waited for that stream (`join`), or the host has seen
+        the update finish (`drain`), no refresh and no F is accepted; a checkpoint wants `drain`.
+        Across processes the caller makes the commit a barrier.
 
         Args:
             epoch: The epoch that ends; by default the current one.
+            caller: Name of the stream that the update runs on, the one on whose links every stage
+                was finalized; by default the first caller.
             counted: By state domain what its device counted; for a contract with ``counted=True``
                 and not ``late=True``, where `present_counts` brings it.
 
@@ -928,15 +939,16 @@ class Contract:
             Refused: Work is live or in flight, a stage is not final, or the device did not run
                 exactly what was committed: ``epoch.uncounted``, ``epoch.device-count`` or
                 ``epoch.device-order``. What a guard refuses is named first.
-            TypeError, ValueError: The epoch is no ``int``, or the counts are none of the
-                contract's domains and stages.
+            TypeError, ValueError: The epoch is no ``int``, no caller has that name, or the counts
+                are none of the contract's domains and stages.
         """
+        updater = self._streams.caller("commit_epoch", caller)
         if self._counted is not None or counted is not None:
-            self._epochs.check_commit(epoch)
+            self._epochs.check_commit(epoch, updater)
             self._require_counts(counted)
         if self._counted is not None:
             self._counted.committed()  # nothing refuses any more, and an observer may raise
-        return self._epochs.commit(epoch)
+        return self._epochs.commit(epoch, updater)
 
     def committed_counts(self) -> Mapping[Hashable, DeviceCounts]:
         """

@@ -408,13 +408,17 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"a wait at or after replay {st.vacated[_slot(a)]}, the last of slot {_slot(a)}'s tenant",
     ),
     "completion.wrong-consumer": lambda st, a: (
-        f"link {a['link']}",
-        "the link that reads the gradients in this epoch: "
-        + ", ".join(
-            f"{st.consumer[s]} of stage {s}"
-            for s in _stages(st, a)
-            if st.named[s] == st.weight_epoch[s]
-        ),
+        f"link {a['link']}, of caller {st.caller_at[a['link']]}",
+        f"a link of caller {st.consumer[0]}, which reads the gradients of this epoch",
+    ),
+    "completion.update-stream": lambda st, a: (
+        f"an update on the stream of caller {a['caller']}",
+        f"one on that of caller {st.consumer[0]}, which waited for the gradients",
+    ),
+    "completion.update-to-graph": lambda st, a: (
+        f"{_what(a)} before the graph stream of domain {_domain(st, a)} waited for the "
+        f"optimizer's update, which ran on the stream of caller {st.updater[0]}",
+        f"a join of link {_updaters_link(st, _domain(st, a))} after the commit",
     ),
     "reduction.incomplete": lambda st, a: (
         ", ".join(f"{st.wgrads[s]} weight gradients of stage {s}" for s in _stages(st, a)),
@@ -507,6 +511,12 @@ def _replay(st: Any, a: Arguments) -> int:
     if "ref" in a:
         return int(st.produced[a["ref"].slot])
     return int(max(st.landed[s] for s in _stages(st, a)))
+
+
+def _updaters_link(st: Any, domain: int) -> int:
+    """Return the link of the optimizer's stream and a domain's graph stream."""
+    pairs = zip(st.caller_at, st.domain_at, strict=True)
+    return next(link for link, pair in enumerate(pairs) if pair == (st.updater[0], domain))
 
 
 def _values(column: Any) -> Any:

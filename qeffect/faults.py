@@ -166,7 +166,7 @@ class _Injection(Caller):
         self.whole(0, 0)
         self.whole(0, 1)
         self.finalize(0)
-        self.contract.commit_epoch()
+        self.commit()
 
     def save(self) -> None:
         """A checkpoint, after the device has finished."""
@@ -191,7 +191,7 @@ class _OldReference(_Injection):
     def go_on(self) -> None:
         self.wgrad(0, 1)
         self.finalize(0)
-        self.contract.commit_epoch()
+        self.commit()
 
 
 class _RepeatedDgrad(_Injection):
@@ -210,7 +210,7 @@ class _RepeatedDgrad(_Injection):
         self.wgrad(0, 0)
         self.whole(0, 1)
         self.finalize(0)
-        self.contract.commit_epoch()
+        self.commit()
 
 
 class _MissingWgrad(_Injection):
@@ -229,7 +229,7 @@ class _MissingWgrad(_Injection):
     def go_on(self) -> None:
         self.wgrad(0, 1)
         self.finalize(0)
-        self.contract.commit_epoch()
+        self.commit()
 
 
 class _WriteAfterAbort(_Injection):
@@ -281,7 +281,7 @@ class _CheckpointLiveTape(_Injection):
         self.wgrad(0, 0)
         self.whole(0, 1)
         self.finalize(0)
-        self.contract.commit_epoch()
+        self.commit()
         self.save()
 
 
@@ -303,7 +303,7 @@ class _CheckpointReduction(_Injection):
 
     def go_on(self) -> None:
         self.contract.finish_reduction(0)
-        self.contract.commit_epoch()
+        self.commit()
         self.save()
 
 

@@ -144,6 +144,7 @@ def lay_out(
             "slot_stage": slot_stage,
             "domain_of": by_stage({c.stage: domains[c.domain] for c in stages}),
             "domain_at": [domains[name] for _, name in links],
+            "caller_at": [callers.index(caller) for caller, _ in links],
             "owes": by_stage({c.stage: c.consumers() for c in stages}),
             "receives": by_stage({c.stage: c.messages() for c in stages}),
             "matrices": by_stage({c.stage: c.matrices for c in stages}),

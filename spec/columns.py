@@ -25,6 +25,7 @@ SORTS: Final = {
     "stage": "a pipeline stage, or virtual chunk, of this process",
     "domain": "a state domain: what shares scaling state and one graph stream",
     "link": "a pair of a caller's stream and a domain's graph stream",
+    "caller": "a stream that calls into the graph streams",
     "pool": "a capture memory pool",
     "buffer": "a gradient buffer",
     "bucket": "gradients that are reduced together",
@@ -341,7 +342,7 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         0,
         "1 while the host has not seen the domain's device work finish",
         "commit_refresh abort_refresh commit_forward abort_forward commit_dgrad abort_dgrad "
-        "commit_wgrad abort_wgrad post_receive read drain start_reduction",
+        "commit_wgrad abort_wgrad post_receive read drain start_reduction commit_epoch",
     ),
     _state(
         "completion",
@@ -386,18 +387,35 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
     _state(
         "completion",
         "named",
-        "stage -> int",
+        "one -> int",
         NEVER,
-        "last epoch in which a stream was named that reads the stage's gradients; -1 for none",
+        "last epoch in which a stream was named that reads the gradients; -1 for none",
         "finalize finish_reduction restore",
     ),
     _state(
         "completion",
         "consumer",
-        "stage -> link",
+        "one -> caller",
         None,
-        "the link of that stream",
+        "that stream",
         "finalize finish_reduction",
+    ),
+    _state(
+        "completion",
+        "updater",
+        "one -> caller",
+        None,
+        "the stream that the optimizer's latest update ran on; before the first, any",
+        "commit_epoch",
+    ),
+    _state(
+        "completion",
+        "unawaited",
+        "domain -> flag",
+        0,
+        "1 while the graph stream has yet to wait for that update, and the host has not seen it "
+        "finish",
+        "join drain commit_epoch",
     ),
     # reduction
     _state(
@@ -446,8 +464,8 @@ COLUMNS: Final[tuple[StateColumn, ...]] = (
         "spoiled",
         "stage -> int",
         NEVER,
-        "last epoch that a failure spoiled; -1 for none",
-        "abort_forward abort_dgrad abort_wgrad drop fail_reduction restore",
+        "last epoch that a failure, or the loss of a cache in use, spoiled; -1 for none",
+        "abort_forward abort_dgrad abort_wgrad drop invalidate fail_reduction restore",
     ),
     _state(
         "epoch",
@@ -489,6 +507,7 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
     _configured(
         "domain_at", "link -> domain", "state domain whose graph stream the link joins to a caller"
     ),
+    _configured("caller_at", "link -> caller", "the link's caller"),
     _configured("owes", "stage -> mask", "consumers of a fresh tape"),
     _configured("receives", "stage -> mask", "messages that F and dI of a tape wait for"),
     _configured("matrices", "stage -> opaque", "matrices that a dW must cover, each once"),

@@ -44,6 +44,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "order.poisoned",
         "completion.wrong-stream",
         "completion.caller-to-graph",
+        "completion.update-to-graph",
     ),
     "commit_refresh": (
         "version.unknown-ticket",
@@ -74,6 +75,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "capture.out-of-order",
         "completion.wrong-stream",
         "completion.caller-to-graph",
+        "completion.update-to-graph",
         "completion.transfer-to-graph",
     ),
     "commit_forward": (
@@ -215,7 +217,6 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "reduction.not-started",
         "completion.wrong-stream",
         "completion.wrong-consumer",
-        "completion.wrong-consumer",
     ),
     "fail_reduction": ("reduction.not-started",),
     "commit_epoch": (
@@ -224,6 +225,7 @@ GUARDS: Final[Mapping[str, tuple[str, ...]]] = {
         "order.in-flight",
         "epoch.wrong-epoch",
         "epoch.not-final",
+        "completion.update-stream",
         "reduction.in-flight",
         "reduction.missing",
     ),

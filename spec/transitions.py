@@ -94,7 +94,12 @@ TRANSITIONS: tuple[Transition, ...] = (
         "After: the reader is done, and the link's caller knows; the last one releases.",
     ),
     _transition("drop(key, ref)", "Abort one tape; purge drops every tape of an epoch."),
-    _transition("invalidate(stage)", "The weight cache was lost; it is stale.", "version"),
+    _transition(
+        "invalidate(stage)",
+        "The weight cache was lost; it is stale. Where its F have begun and some dI is to come, "
+        "the epoch is spoiled.",
+        "version",
+    ),
     _transition("submit(link)", "The caller enqueued work that later replays must see."),
     _transition("join(link)", "The graph stream waits for all that the caller submitted."),
     _transition("wait(link)", "The caller waits for all that was replayed."),
@@ -109,7 +114,10 @@ TRANSITIONS: tuple[Transition, ...] = (
         "The stream that will read the gradients, the caller's, waits for the reduction.",
     ),
     _transition("fail_reduction(bucket)", "It failed: the epoch of its stages is spoiled."),
-    _transition("commit_epoch(epoch)", "With the optimizer's update: every stage's next epoch."),
+    _transition(
+        "commit_epoch(epoch, caller)",
+        "With the optimizer's update, which the caller's stream runs: every stage's next epoch.",
+    ),
     _transition("checkpoint()", "Before anything is saved."),
     _transition(
         "restore(epoch, incarnation)",

@@ -97,6 +97,7 @@ WORDS: Final[Mapping[str, Word]] = {
         fills="how often that cache was filled",
         fill_of_epoch="the fill that the epoch's first F read; -1 before it",
         lost="1 when the cache was lost since its latest fill began",
+        lost_in_use="the last epoch in which it was lost while an F or dI needed it; -1 for none",
         filled_after="the scaling updates that the latest refresh had seen",
         spoiled="the last epoch whose gradients a failure spoiled; -1 for none",
         half_written="the last epoch that a failed dW left half written; -1 for none",
@@ -112,6 +113,7 @@ WORDS: Final[Mapping[str, Word]] = {
         broken="1 when an F, dI or refresh raised since the last restore",
         touched="1 when scaling state was touched since the weights last changed",
         device="1 while device work may be unfinished",
+        updating="1 while the optimizer's update may run beside what the graph stream is given",
     ),
     **_words(
         "buffer",

@@ -38,6 +38,7 @@ SCOPES = (
     "domains-messages",
     "callers-messages",
     "stage-buckets",
+    "callers-update",
     "stages-tied",
     "domains-buckets",
     "stage-shared-pool",

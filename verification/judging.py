@@ -63,6 +63,7 @@ def members_of(memory: Memory, stages: Sequence[StageConfig]) -> dict[str, Seque
         "stage": [config.stage for config in stages],
         "domain": range(len(memory.token)),
         "link": range(len(memory.submitted)),
+        "caller": range(1 + max(memory.caller_at)),
         "pool": range(len(memory.cursor)),
         "buffer": range(len(memory.opened)),
         "bucket": range(len(memory.stage_at)),

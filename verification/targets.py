@@ -119,6 +119,11 @@ UNTAKEN: Final[tuple[Untaken, ...]] = (
         "final for nobody",
         "finalize itself names the stream that reads the stage's gradients",
     ),
+    Untaken(
+        "invalidate",
+        "first F after the last dI",
+        "a stage whose first F is in flight has every dI to come",
+    ),
 )
 
 #: The transitions by name, in the order of an optimizer step.

@@ -9,7 +9,7 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -25,10 +25,15 @@ from qeffect.keys import TapeKey, TapeRef
 class Silent:
     """Stands in for the contract at the boundaries of an epoch, and accepts everything."""
 
+    counts_awaited = False
+
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
 
     def enter(self, link: int) -> None:
+        """Accept."""
+
+    def join(self, link: int) -> None:
         """Accept."""
 
     def wait(self, link: int) -> None:
@@ -37,7 +42,7 @@ class Silent:
     def finalize(self, stage: int, link: int) -> None:
         """Accept."""
 
-    def commit_epoch(self) -> int:
+    def commit_epoch(self, *, caller: Hashable, counted: object = None) -> int:
         """Count."""
         self.epoch += 1
         return self.epoch

@@ -153,6 +153,7 @@ def _epochs(slots: int, microbatches: int, epochs: int, *, managed: bool) -> dic
         contract.wait()
         contract.finalize(0)
         contract.commit_epoch()
+        contract.join()
     return times
 
 
@@ -265,6 +266,7 @@ def _log(recorder_type: Any, epochs: int = 300, microbatches: int = 8) -> list[s
         contract.wait()
         contract.finalize(0)
         contract.commit_epoch()
+        contract.join()
     lines: list[str] = recorder.close()
     return lines
 

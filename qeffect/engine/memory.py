@@ -41,8 +41,8 @@ class Memory:
             if column.initial is None and name in CONFIG:
                 setattr(self, name, config[name])
             elif isinstance(members, int):
-                any_link = column.initial is None and column.values == "link"
-                setattr(self, name, [0 if any_link else column.initial] * members)
+                any_one = column.initial is None and column.values in ("link", "caller")
+                setattr(self, name, [0 if any_one else column.initial] * members)
             else:
                 setattr(self, name, dict.fromkeys(members, column.initial))
 

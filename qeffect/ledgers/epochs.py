@@ -70,8 +70,9 @@ class Epochs:
         """Return the link of the stream that reads a bucket's gradients, or of the first caller."""
         st = self._runner.memory
         stage = st.stage_at[index]
-        named = st.named[stage] == st.weight_epoch[stage]
-        return int(st.consumer[stage] if named else st.domain_at.index(st.domain_of[stage]))
+        named = st.named[0] == st.weight_epoch[stage]
+        wanted = (st.consumer[0] if named else 0, st.domain_of[stage])
+        return [*zip(st.caller_at, st.domain_at, strict=True)].index(wanted)
 
     def fail_reduction(self, bucket: int | str) -> None:
         """
@@ -93,19 +94,19 @@ class Epochs:
             f"{transition}: no bucket {bucket!r} is reduced; there are {[*self._buckets]}"
         )
 
-    def check_commit(self, epoch: int | None) -> None:
+    def check_commit(self, epoch: int | None, caller: int) -> None:
         """Run every guard of a commit, over a copy of the memory that is then dropped."""
         runner = self._runner
-        given = (self._named(epoch),)
+        given = (self._named(epoch), caller)
         try:
             runner.transitions.commit_epoch(runner.memory.copy(), *given)
         except FAILURES as error:
             raise runner.failure(error, "commit_epoch", given) from None
 
-    def commit(self, epoch: int | None) -> int:
-        """Advance every stage to the next weight epoch and return it."""
+    def commit(self, epoch: int | None, caller: int) -> int:
+        """Advance every stage to the next weight epoch, updated on a caller's stream; return it."""
         current = self._named(epoch)
-        self._runner.run("commit_epoch", current)
+        self._runner.run("commit_epoch", current, caller)
         return current + 1
 
     def _named(self, epoch: int | None) -> int:

@@ -78,6 +78,20 @@ class Streams:
                 f"no link of caller {caller!r} and domain {domain!r}; there are {list(self._links)}"
             ) from None
 
+    def caller(self, call: str, caller: Hashable | None) -> int:
+        """
+        Return the index of a caller; of the first where none is named.
+
+        Raises:
+            ValueError: No caller has that name.
+        """
+        try:
+            return 0 if caller is None else self.callers.index(caller)
+        except ValueError:
+            raise ValueError(
+                f"{call}: no caller {caller!r}; there are {list(self.callers)}"
+            ) from None
+
     def submit(self, caller: Hashable) -> None:
         """Tell that a caller enqueued work, on every one of its links."""
         try:

@@ -172,6 +172,7 @@ _EVENT: Final[Mapping[str, tuple[Check, str]]] = {
     "incarnation": (_hex, "16 hexadecimal digits"),
     "token": (_natural, "a number"),
     "link": (_natural, "a number"),
+    "caller": (_natural, "a number"),
     "ticket": (_natural, "a number"),
     "stage": (_natural, "a number"),
     "domain": (_natural, "a number"),

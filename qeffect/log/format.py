@@ -57,7 +57,8 @@ SINCE_FIRST: Final[Mapping[str, Mapping[str, Any]]] = {
         "receives_gradient": False,
     },
 }
-#: Columns that the first version's closing line lacks; in a log of it nothing is said of them.
+#: Columns that the first version's closing line lacks, or means something else by; in a log of it
+#: nothing is said of them.
 COLUMNS_SINCE_FIRST: Final = frozenset(
     {
         "arrived",
@@ -81,10 +82,16 @@ COLUMNS_SINCE_FIRST: Final = frozenset(
         "started",
         "named",
         "consumer",
+        "caller_at",
+        "updater",
+        "unawaited",
+        "undrained",
+        "spoiled",
     }
 )
-#: Columns of the first version that are gone, or told of stages what is now told of buckets.
-COLUMNS_OF_FIRST: Final = frozenset({"reduces", "reducing", "unreduced"})
+#: Columns of the first version that are gone, told of stages what is now told of buckets, or did
+#: not count the optimizer's update as device work and the loss of a cache in use as a failure.
+COLUMNS_OF_FIRST: Final = frozenset({"reduces", "reducing", "unreduced", "undrained", "spoiled"})
 #: Transitions that the first version told of a stage, and without a link.
 OF_STAGE_IN_FIRST: Final = frozenset({"start_reduction", "finish_reduction", "fail_reduction"})
 #: Bytes of a line's digest: enough to find damage; it is not a signature.

@@ -229,6 +229,8 @@ class Player:
             return body
         if event.get("transition") in OF_STAGE_IN_FIRST:
             event = self._upgraded(event, where, self._of_bucket)
+        elif event.get("transition") == "commit_epoch":
+            event = self._upgraded(event, where, self._with_caller)
         return compact(self._upgraded(event, where, upgraded))[:-1].encode()
 
     def _of_bucket(self, event: dict[str, Any]) -> dict[str, Any]:
@@ -240,6 +242,13 @@ class Player:
         bucket, link = self.contract.default_reader(event["stage"])
         at = {} if event["transition"] == "fail_reduction" else {"link": link}
         return {**early, "bucket": bucket, **at}
+
+    def _with_caller(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Return a commit as one whose update ran where the gradients were awaited."""
+        assert self.contract is not None
+        if [*event] != ["seq", "transition", "epoch"]:
+            raise ValueError(f"its fields are {[*event]}")
+        return {**event, "caller": self.contract.memory.consumer[0]}
 
     # The long way: what is wrong with a line that could not pass
 

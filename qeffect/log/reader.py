@@ -102,6 +102,7 @@ class Converters:
         self.members: Mapping[str, frozenset[int]] = {
             "slot": frozenset(range(len(st.consumers))),
             "link": frozenset(range(len(st.domain_at))),
+            "caller": frozenset(st.caller_at),
             "domain": frozenset(range(len(st.token))),
             "bucket": frozenset(range(len(st.stage_at))),
             "stage": frozenset(config.stage for config in contract.stages),

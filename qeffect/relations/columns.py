@@ -19,9 +19,9 @@ class Column:
     Args:
         index: Sort of the index: one of ``one, slot, cell, stage, domain, link, pool, buffer,
             bucket``.
-        values: Sort of the values: an index sort, or ``int`` (a count or an epoch mark),
-            ``flag`` (0 or 1), ``mask`` (consumer bits), ``generation``, ``ticket`` (a serial, or
-            0 for none), ``opaque`` (compared for equality only).
+        values: Sort of the values: an index sort, ``caller`` (a stream that calls), or ``int`` (a
+            count or an epoch mark), ``flag`` (0 or 1), ``mask`` (consumer bits), ``generation``,
+            ``ticket`` (a serial, or 0 for none), ``opaque`` (compared for equality only).
         initial: The value every entry starts with; None where a configuration must give it, or
             where any will do before the first write.
     """
@@ -32,10 +32,10 @@ class Column:
 
     @property
     def number(self) -> int:
-        """What an entry holds before its first write: the first of its links, or no member."""
+        """What an entry holds before its first write: the first link or caller, or no member."""
         if self.initial is not None:
             return self.initial
-        return 0 if self.values == "link" else -1
+        return 0 if self.values in ("link", "caller") else -1
 
 
 #: Configured columns: no transition writes them.
@@ -44,6 +44,7 @@ CONFIG = {
     "slot_stage": Column("slot", "stage", None),
     "domain_of": Column("stage", "domain", None),
     "domain_at": Column("link", "domain", None),
+    "caller_at": Column("link", "caller", None),
     "owes": Column("stage", "mask", None),  # consumers of a fresh tape
     "receives": Column("stage", "mask", None),  # messages that F and dI of a tape wait for
     "matrices": Column("stage", "opaque", None),  # the matrices a dW must cover

@@ -16,8 +16,9 @@ from .constants import BACK_BIT, NEVER, State
 #: ``produced`` and ``landed`` say which replay wrote a slot and a stage's gradients, ``vacated``
 #: after which one the slot's last tenant is done. ``ended_on`` and ``ended_at`` say on which link,
 #: and as which piece of its caller's work, the slot's latest transfer ended. ``consumer`` is the
-#: link of the stream that reads a stage's gradients, ``named`` the epoch in which it was first
-#: named.
+#: caller whose stream reads the gradients, ``named`` the last epoch in which it was named;
+#: ``updater`` the caller whose stream the latest optimizer update ran on, ``unawaited`` whether a
+#: graph stream has yet to wait for it.
 STATE = {
     "submitted": Column("link"),
     "joined": Column("link"),
@@ -29,8 +30,10 @@ STATE = {
     "vacated": Column("slot"),
     "ended_on": Column("slot", "link", None),
     "ended_at": Column("slot"),
-    "named": Column("stage", initial=NEVER),
-    "consumer": Column("stage", "link", None),
+    "named": Column("one", initial=NEVER),
+    "consumer": Column("one", "caller", None),
+    "updater": Column("one", "caller", None),
+    "unawaited": Column("domain", "flag"),
 }
 
 
@@ -40,6 +43,8 @@ def submit_writes(st: State, link):
 
 def join_writes(st: State, link):
     st.joined[link] = st.submitted[link]
+    if st.caller_at[link] == st.updater[0]:
+        st.unawaited[st.domain_at[link]] = 0
 
 
 def wait_writes(st: State, link):
@@ -49,6 +54,7 @@ def wait_writes(st: State, link):
 
 def drain_writes(st: State, domain):
     st.undrained[domain] = 0
+    st.unawaited[domain] = 0
 
 
 def require_join(st: State, d, link):
@@ -57,6 +63,12 @@ def require_join(st: State, d, link):
         raise Refused("completion.wrong-stream")
     if st.joined[link] != st.submitted[link]:
         raise Refused("completion.caller-to-graph")
+
+
+def require_update_awaited(st: State, d):
+    """The graph stream has waited for the optimizer's latest update, or the host saw it finish."""
+    if st.unawaited[d] != 0:
+        raise Refused("completion.update-to-graph")
 
 
 def replayed(st: State, d):
@@ -99,6 +111,7 @@ def reserve_guards(st: State, key, slot, link):
 def check_refresh_guards(st: State, stage, link):
     d = st.domain_of[stage]
     require_join(st, d, link)
+    require_update_awaited(st, d)
 
 
 def commit_refresh_writes(st: State, stage, ticket, filled, fill_epoch):
@@ -110,6 +123,7 @@ def check_forward_guards(st: State, key, slot, token, link, refresh):
     s = key.stage
     d = st.domain_of[s]
     require_join(st, d, link)
+    require_update_awaited(st, d)
     if st.joined[st.ended_on[slot]] < st.ended_at[slot]:
         raise Refused("completion.transfer-to-graph")
 
@@ -251,13 +265,13 @@ def finalize_guards(st: State, stage, link):
         raise Refused("completion.wrong-stream")
     if st.waited[link] < st.landed[stage]:
         raise Refused("completion.graph-to-caller")
-    if st.named[stage] == st.weight_epoch[stage] and st.consumer[stage] != link:
+    if st.named[0] == st.weight_epoch[stage] and st.consumer[0] != st.caller_at[link]:
         raise Refused("completion.wrong-consumer")
 
 
 def finalize_writes(st: State, stage, link):
-    st.named[stage] = st.weight_epoch[stage]
-    st.consumer[stage] = link
+    st.named[0] = st.weight_epoch[stage]
+    st.consumer[0] = st.caller_at[link]
 
 
 def start_reduction_guards(st: State, bucket, link):
@@ -278,23 +292,28 @@ def start_reduction_writes(st: State, bucket, link):
 
 def finish_reduction_guards(st: State, bucket, link):
     s = st.stage_at[bucket]
-    t = st.tied_at[bucket]
     d = st.domain_of[s]
     if st.domain_at[link] != d:
         raise Refused("completion.wrong-stream")
-    if st.named[s] == st.weight_epoch[s] and st.consumer[s] != link:
-        raise Refused("completion.wrong-consumer")
-    if st.named[t] == st.weight_epoch[t] and st.consumer[t] != link:
+    if st.named[0] == st.weight_epoch[s] and st.consumer[0] != st.caller_at[link]:
         raise Refused("completion.wrong-consumer")
 
 
 def finish_reduction_writes(st: State, bucket, link):
     s = st.stage_at[bucket]
-    t = st.tied_at[bucket]
-    st.named[s] = st.weight_epoch[s]
-    st.named[t] = st.weight_epoch[t]
-    st.consumer[s] = link
-    st.consumer[t] = link
+    st.named[0] = st.weight_epoch[s]
+    st.consumer[0] = st.caller_at[link]
+
+
+def commit_epoch_before_persistence_guards(st: State, epoch, caller):
+    if st.consumer[0] != caller:
+        raise Refused("completion.update-stream")
+
+
+def commit_epoch_writes(st: State, epoch, caller):
+    st.updater[0] = caller
+    st.fill(st.unawaited, 1)
+    st.fill(st.undrained, 1)
 
 
 def restore_writes(st: State, epoch, incarnation):
@@ -306,4 +325,4 @@ def restore_writes(st: State, epoch, incarnation):
     st.fill(st.landed, 0)
     st.fill(st.vacated, 0)
     st.fill(st.ended_at, 0)
-    st.fill(st.named, NEVER)
+    st.named[0] = NEVER

@@ -45,6 +45,15 @@ def drop_writes(st: State, key, ref):
     st.final[s] = NEVER
 
 
+def invalidate_writes(st: State, stage):
+    d = st.domain_of[stage]
+    # Some dI is to come, or in flight; or the first F is in flight.
+    if st.forwards[stage] != 0 and st.dgrads[stage] != st.cells[stage]:
+        st.spoiled[stage] = st.weight_epoch[stage]
+    if st.refreshed[d] == stage and st.busy[d] != 0:
+        st.spoiled[stage] = st.weight_epoch[stage]
+
+
 def finalize_guards(st: State, stage, link):
     if st.spoiled[stage] == st.weight_epoch[stage]:
         raise Refused("epoch.spoiled")
@@ -67,14 +76,14 @@ def fail_reduction_writes(st: State, bucket):
     st.final[t] = NEVER
 
 
-def commit_epoch_guards(st: State, epoch):
+def commit_epoch_guards(st: State, epoch, caller):
     if not st.every(st.weight_epoch, epoch):
         raise Refused("epoch.wrong-epoch")
     if not st.every(st.final, epoch):
         raise Refused("epoch.not-final")
 
 
-def commit_epoch_writes(st: State, epoch):
+def commit_epoch_writes(st: State, epoch, caller):
     st.fill(st.weight_epoch, epoch + 1)
     st.fill(st.wgrads, 0)
 

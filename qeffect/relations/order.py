@@ -149,12 +149,12 @@ def finalize_guards(st: State, stage, link):
         raise Refused("order.incomplete")
 
 
-def commit_epoch_guards(st: State, epoch):
+def commit_epoch_guards(st: State, epoch, caller):
     if not st.every(st.busy, 0):
         raise Refused("order.in-flight")
 
 
-def commit_epoch_writes(st: State, epoch):
+def commit_epoch_writes(st: State, epoch, caller):
     st.fill(st.position, 0)
     st.fill(st.forwards, 0)
     st.fill(st.dgrads, 0)

@@ -162,7 +162,7 @@ def invalidate_writes(st: State, stage):
     st.cache_epoch[stage] = NEVER
 
 
-def commit_epoch_guards(st: State, epoch):
+def commit_epoch_guards(st: State, epoch, caller):
     if not st.every(st.refreshing, 0):
         raise Refused("version.in-flight")
 

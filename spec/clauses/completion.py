@@ -24,6 +24,10 @@ waited for. A missing half is refused on its own side. Who fills a slot waits fo
 replays, and the end of a transfer is work of the caller that was told of it, so that a replay
 neither reads what has not arrived nor writes what is still read.
 
+The optimizer's update is device work too. It runs on the stream of the caller that `commit_epoch`
+names, which is the one that waited for every gradient; no graph stream reads the new weights before
+it has waited for that stream, and no checkpoint is taken before the host has seen the update's end.
+
 The host's order of calls stands for the order of enqueueing. That the waits really are on the
 streams is the runtime's duty.""",
     clauses=(
@@ -131,17 +135,49 @@ streams is the runtime's duty.""",
         Clause(
             id="completion.wrong-consumer",
             number="6.7",
-            title="One stream reads a stage's gradients",
-            invariant="The stream that waited for the last dW of a stage, told at finalize, is the "
-            "one that waited for each reduction of the stage's gradients, told at its finish.",
+            title="One stream reads the gradients",
+            invariant="In an epoch one stream waits for the last dW of every stage, told at "
+            "finalize, and for each reduction, told at its finish: the one that the optimizer "
+            "runs on.",
             transitions=("finalize", "finish_reduction"),
             argument="link",
             unchanged=_STREAMS,
             section="II-C",
             cause="The default stream, or the communication stream itself, waited for the "
             "reduction, and the optimizer runs on another.",
-            remedy="Let the optimizer's stream wait for the reduction's handle, and name its link "
-            "in `finish_reduction` as in `finalize`.",
+            remedy="Let the optimizer's stream wait for every graph stream and for each "
+            "reduction's handle, and name its links in `finalize` and in `finish_reduction`.",
+        ),
+        Clause(
+            id="completion.update-stream",
+            number="6.8",
+            title="The optimizer's update runs where the gradients were awaited",
+            invariant="The stream that the update runs on, told at the commit, is the one that "
+            "waited for every gradient, told at finalize.",
+            transitions=("commit_epoch",),
+            argument="caller",
+            unchanged="The weight epoch.",
+            section="II-C",
+            cause="One stream waited for the gradients and was told at `finalize`, and the "
+            "optimizer runs on another, which waits for nothing; it may read gradients that are "
+            "still being written, and overwrite weights that are still being read.",
+            remedy="Name the stream of the finalized links in `commit_epoch(caller=...)`, and run "
+            "the optimizer on it.",
+        ),
+        Clause(
+            id="completion.update-to-graph",
+            number="6.9",
+            title="Weights are read after the optimizer's update",
+            invariant="Before a refresh or an F the graph stream has waited for the optimizer's "
+            "latest update, on whichever stream it ran, or the host has seen it finish.",
+            transitions=("check_refresh", "check_forward"),
+            argument="link",
+            unchanged=_STREAMS,
+            section="IV-D",
+            cause="The epoch was committed and nobody let the graph stream wait: the weights were "
+            "quantized, or used, while the optimizer still wrote them.",
+            remedy="After the commit make each graph stream wait for the optimizer's stream, and "
+            "tell it with `join` on that caller's link of the domain.",
         ),
     ),
 )

@@ -19,7 +19,10 @@ PART = Part(
 An epoch is one optimizer step. A stage is finalized when all its work is done, and the commit is
 atomic over all stages of the process: it advances every weight epoch or none. Across processes the
 caller makes it a barrier. Any failed or aborted action of a stage spoils its epoch: it can no
-longer be finalized, and only a restore begins it again.
+longer be finalized, and only a restore begins it again. So does `invalidate` while a stage's cache
+is in use. It tells a fact: refused, it would leave the contract to call a cache fresh that is gone,
+and the next dI to read it. It is accepted, every further F and dI of the stage is refused as stale,
+and the way back, by aborts, drops, drain and restore, stays open.
 
 A contract that is made with `counted=True` also wants to know what the device ran: beside every
 action the device itself counts, by stage and kind, and folds what it ran into a digest that depends
@@ -30,13 +33,16 @@ actions. These three clauses are held by a ledger beside the transitions: tested
             id="epoch.spoiled",
             number="8.1",
             title="A spoiled epoch is never final",
-            invariant="A stage of which an action failed or was aborted in this epoch is not "
+            invariant="A stage of which an action failed or was aborted in this epoch, or whose "
+            "weight cache was lost between its first F and the end of its last dI, is not "
             "finalized.",
             transitions=("finalize",),
             argument="stage",
             unchanged=_STAGE,
             section="IV-E",
-            cause="An F, dI or dW raised, or a tape was dropped or purged.",
+            cause="An F, dI or dW raised, a tape was dropped or purged, or `invalidate` told that "
+            "a cache was lost which some dI still needed, and which a refresh after the first F "
+            "could not fill alike.",
             remedy="Restore the last commit and run the epoch again.",
         ),
         Clause(

@@ -301,6 +301,12 @@ def not_spoiled(st: State, h: History, a: Args) -> Truth:
     return (h.spoiled[a.stage] != h.weights[0]) & (h.half_written[a.stage] != h.weights[0])
 
 
+@STEPS("version.never-lost-in-use", "finalize", needs="order")
+def never_lost_in_use(st: State, h: History, a: Args) -> Truth:
+    """No stage is final whose cache was lost between its first F and the end of its last dI."""
+    return h.lost_in_use[a.stage] != h.weights[0]
+
+
 @STEPS("epoch.final-once", "finalize")
 def final_once(st: State, h: History, a: Args) -> Truth:
     """A stage is finalized once for the same weights."""
@@ -377,8 +383,29 @@ def reduction_after_replay(st: State, h: History, a: Args) -> Truth:
 @STEPS("completion.consumer-after-reduction", "commit_epoch", needs="reduction", b="bucket")
 def consumer_after_reduction(st: State, h: History, a: Args, b: Index) -> Truth:
     """Whoever finalized a stage, and so reads its gradients, waited for each reduction of them."""
-    first = h.finalized_by[st.stage_at[b]] == h.awaited_by[b]
-    return first & (h.finalized_by[st.tied_at[b]] == h.awaited_by[b])
+    waiter = st.caller_at[h.awaited_by[b]]
+    first = st.caller_at[h.finalized_by[st.stage_at[b]]] == waiter
+    return first & (st.caller_at[h.finalized_by[st.tied_at[b]]] == waiter)
+
+
+@STEPS("completion.update-after-gradients", "commit_epoch")
+def update_after_gradients(st: State, h: History, a: Args) -> Truth:
+    """The stream that the update runs on is the one that waited for each stage's latest dW."""
+    finalizer = h.finalized_by[h.stage[0]]
+    waited = implies(finalizer == h.link[0], h.seen_gradients[0] == 1)
+    return waited & (st.caller_at[finalizer] == a.caller)
+
+
+@STEPS("completion.forward-after-update", "check_forward")
+def forward_after_update(st: State, h: History, a: Args) -> Truth:
+    """No F reads weights, or fills a cache from them, that the optimizer is still writing."""
+    return h.updating[st.domain_of[a.key.stage]] == 0
+
+
+@STEPS("completion.refresh-after-update", "check_refresh")
+def refresh_after_update(st: State, h: History, a: Args) -> Truth:
+    """No refresh quantizes weights that the optimizer is still writing."""
+    return h.updating[st.domain_of[a.stage]] == 0
 
 
 # A reduction

@@ -65,7 +65,8 @@ def lives_once(st: State, h: History, a: Args, s: Index) -> Truth:
 @LEGAL("ownership.forward-next", "check_forward")
 def forward_next(st: State, h: History, a: Args) -> Truth:
     """The key's F has not run for these weights, and nothing of its stage failed in the epoch."""
-    return (h.ran_forward[a.key.cell] == 0) & (h.spoiled[a.key.stage] != a.key.epoch)
+    sound = (h.spoiled[a.key.stage] != a.key.epoch) & (h.lost_in_use[a.key.stage] != a.key.epoch)
+    return (h.ran_forward[a.key.cell] == 0) & sound
 
 
 @LEGAL("ownership.generation-left", "check_forward")
@@ -197,8 +198,8 @@ def own_destination(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("arena.epoch-sound", "check_wgrad")
 def epoch_sound(st: State, h: History, a: Args) -> Truth:
-    """Nothing of the stage failed in the epoch."""
-    return h.spoiled[a.key.stage] != a.key.epoch
+    """Nothing of the stage failed in the epoch, and no cache was lost that it needed."""
+    return (h.spoiled[a.key.stage] != a.key.epoch) & (h.lost_in_use[a.key.stage] != a.key.epoch)
 
 
 # Capture memory
@@ -238,6 +239,18 @@ def caller_awaited(st: State, h: History, a: Args) -> Truth:
 def caller_awaited_for_refresh(st: State, h: History, a: Args) -> Truth:
     """The graph stream is the domain's, and waited for all work of the caller."""
     return (st.domain_at[a.link] == st.domain_of[a.stage]) & (h.behind[a.link] == 0)
+
+
+@LEGAL("completion.update-awaited", "check_forward")
+def update_awaited(st: State, h: History, a: Args) -> Truth:
+    """The graph stream waited for the optimizer's update, or the host saw it finish."""
+    return h.updating[st.domain_of[a.key.stage]] == 0
+
+
+@LEGAL("completion.update-awaited-for-refresh", "check_refresh")
+def update_awaited_for_refresh(st: State, h: History, a: Args) -> Truth:
+    """The graph stream waited for the optimizer's update, or the host saw it finish."""
+    return h.updating[st.domain_of[a.stage]] == 0
 
 
 @LEGAL("completion.transfers-awaited", "check_forward")

@@ -415,6 +415,6 @@ class TestWithoutVersion:
 
     def test_an_epoch_commits_once(self) -> None:
         """The same commit again ends no epoch."""
-        event = '"transition":"commit_epoch","epoch":0'
+        event = '"transition":"commit_epoch","epoch":0,"caller":0'
 
         assert ("epoch.wrong-epoch", "commit_epoch") == self.splice("commit_epoch", event)

@@ -145,7 +145,14 @@ class Rig:
                 self.microbatch(microbatch, config.stage)
         for config in self.contract.stages:
             self.finish(config.stage)
-        return self.contract.commit_epoch()
+        return self.commit()
+
+    def commit(self, caller: Any = "main") -> int:
+        """Commit, with the update on a caller's stream, for which every graph stream waits."""
+        epoch = self.contract.commit_epoch(caller=caller)
+        for config in self.contract.stages:
+            self.contract.join(self.link(config.stage, caller))
+        return epoch
 
 
 @contextmanager

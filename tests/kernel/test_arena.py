@@ -55,7 +55,7 @@ class TestEpochs:
             for microbatch in order:
                 rig.wgrad(refs[microbatch], microbatch)
             rig.finish()
-            assert epoch == rig.contract.commit_epoch()
+            assert epoch == rig.commit()
 
     def test_one_buffer_has_one_first_writer_and_many_have_many(self) -> None:
         """One accumulating buffer has one first writer; microbatches of their own are all first."""

@@ -4,6 +4,9 @@ Completion: a replay waits for its caller, and a consumer waits for the replay.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from qeffect import Contract
@@ -18,7 +21,7 @@ class TestCallerToGraph:
         ref = rig.forward(0)
         rig.dgrad(ref, 0)
         rig.contract.submit()
-        calls = (
+        calls: tuple[Callable[[], object], ...] = (
             lambda: rig.check_forward(1),
             lambda: rig.check_wgrad(ref, 0),
         )
@@ -179,7 +182,7 @@ class TestWrongStream:
         ref = rig.forward(0)
         rig.dgrad(ref, 0)
         wrong = rig.link(1)
-        calls = (
+        calls: tuple[Callable[[], object], ...] = (
             lambda: rig.contract.check_refresh(1, rig.link(0)),
             lambda: rig.check_forward(1, link=wrong),
             lambda: rig.check_wgrad(ref, 0, link=wrong),
@@ -241,3 +244,153 @@ class TestDeviceWork:
             rig.contract.restore(checkpoint)
         rig.contract.drain()
         rig.contract.restore(checkpoint)
+
+
+def _whole(**options: Any) -> Rig:
+    """Two stages in two domains, whole, and awaited by every caller."""
+    rig = Rig(stage(0, domain="a", microbatches=1), stage(1, domain="b", microbatches=1), **options)
+    for index in (0, 1):
+        rig.microbatch(0, index)
+    for link in range(len(rig.contract.memory.domain_at)):
+        rig.contract.wait(link)
+    return rig
+
+
+class TestUpdate:
+    def test_the_graph_stream_waits_for_it(self) -> None:
+        """After a commit neither a refresh nor an F is accepted before the update was awaited."""
+        rig = Rig(stage(microbatches=1))
+        rig.microbatch(0)
+        rig.finish()
+        rig.contract.commit_epoch()
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: rig.contract.check_refresh(0),
+            lambda: rig.check_forward(0),
+        )
+        for call in calls:
+            with refused(rig, "completion.update-to-graph", "of caller 0", "a join of link 0"):
+                call()
+        rig.contract.join()
+
+        rig.contract.commit(rig.contract.check_refresh(0))
+        assert 0 == rig.forward(0).slot
+
+    def test_without_version_too(self) -> None:
+        """Also where there is no cache to refresh, F reads the weights."""
+        rig = Rig(stage(microbatches=1), omit=("version",))
+        rig.microbatch(0)
+        rig.finish()
+        rig.contract.commit_epoch()
+
+        with refused(rig, "completion.update-to-graph", "F of "):
+            rig.check_forward(0)
+
+    def test_each_graph_stream_waits(self) -> None:
+        """A wait of one domain's graph stream says nothing of another's."""
+        rig = _whole()
+        for index in (0, 1):
+            rig.contract.finalize(index, rig.link(index))
+        rig.contract.commit_epoch()
+        rig.contract.join(rig.link(0))
+
+        rig.forward(0, 0)
+        with refused(rig, "completion.update-to-graph", "of domain 1", "a join of link 1"):
+            rig.check_forward(0, 1)
+
+    def test_for_the_stream_that_it_ran_on(self) -> None:
+        """A wait for another caller's stream says nothing of the update."""
+        rig = Rig(stage(microbatches=1), callers=("main", "optimizer"))
+        rig.microbatch(0)
+        optimizer = rig.link(0, "optimizer")
+        rig.contract.wait(optimizer)
+        rig.contract.finalize(0, optimizer)
+        rig.contract.commit_epoch(caller="optimizer")
+        rig.contract.enter(rig.link(0))
+
+        with refused(rig, "completion.update-to-graph", "of caller 1", "a join of link 1"):
+            rig.check_forward(0)
+        rig.contract.join(optimizer)
+        rig.forward(0)
+
+    def test_or_the_host_saw_it_finish(self) -> None:
+        """What the host has seen finish comes before everything that is enqueued later."""
+        rig = Rig(stage(microbatches=1))
+        rig.microbatch(0)
+        rig.finish()
+        rig.contract.commit_epoch()
+        rig.contract.drain()
+
+        assert 0 == rig.forward(0).slot
+
+    def test_a_wait_before_it_does_not_cover_it(self) -> None:
+        """A join, and a drain, are of what was enqueued before."""
+        rig = Rig(stage(microbatches=1))
+        rig.microbatch(0)
+        rig.finish()
+        rig.contract.join()
+        rig.contract.drain()
+        rig.contract.commit_epoch()
+
+        with refused(rig, "completion.update-to-graph"):
+            rig.check_forward(0)
+        with refused(rig, "persistence.device-work", "finished: 0", "all drained"):
+            rig.contract.checkpoint()
+
+    def test_a_checkpoint_is_taken_after_it(self) -> None:
+        """A graph stream that waits shows the host nothing: a checkpoint wants a drain."""
+        rig = _whole()
+        for index in (0, 1):
+            rig.contract.finalize(index, rig.link(index))
+        rig.contract.drain()
+        rig.commit()
+
+        with refused(rig, "persistence.device-work", "finished: 0, 1", "all drained"):
+            rig.contract.checkpoint()
+        rig.contract.drain()
+        assert 1 == rig.contract.checkpoint().epoch
+
+    def test_on_the_stream_that_awaited_the_gradients(self) -> None:
+        """An update on another stream than the one that finalized is refused."""
+        rig = Rig(stage(microbatches=1), callers=("main", "optimizer"))
+        rig.microbatch(0)
+        rig.finish()
+
+        for call in (rig.contract.commit_epoch, rig.contract.check_commit):
+            with refused(rig, "completion.update-stream", "caller 1", "caller 0"):
+                call(caller="optimizer")
+        assert 1 == rig.contract.commit_epoch(caller="main")
+
+    def test_one_stream_awaits_every_gradient(self) -> None:
+        """All stages are updated on one stream; a second one is refused at its finalize."""
+        rig = _whole(callers=("main", "optimizer"))
+        rig.contract.finalize(0, rig.link(0))
+
+        with refused(rig, "completion.wrong-consumer", "link 3, of caller 1", "caller 0"):
+            rig.contract.finalize(1, rig.link(1, "optimizer"))
+        rig.contract.finalize(1, rig.link(1))
+        assert 1 == rig.commit()
+
+    @pytest.mark.parametrize("caller", ["x", 0, True, ["main"]])
+    def test_a_caller_that_is_not_configured(self, caller: Any) -> None:
+        """A wrong name is named with those that there are, and nothing changes."""
+        rig = Rig()
+        before = rig.contract.snapshot()
+
+        for call in (rig.contract.commit_epoch, rig.contract.check_commit):
+            with pytest.raises(ValueError, match=r"^commit_epoch: no caller .* are \['main'\]$"):
+                call(caller=caller)
+        assert before == rig.contract.snapshot()
+
+    def test_a_restore_forgets_it(self) -> None:
+        """Loaded weights are nobody's update."""
+        rig = Rig(stage(microbatches=1))
+        rig.microbatch(0)
+        rig.finish()
+        checkpoint = Rig(stage(microbatches=1)).contract.checkpoint()
+        rig.contract.commit_epoch()
+        with refused(rig, "persistence.device-work"):
+            rig.contract.restore(checkpoint)
+        rig.contract.drain()
+        rig.contract.restore(checkpoint)
+
+        assert 0 == rig.forward(0).slot

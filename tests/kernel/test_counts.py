@@ -71,6 +71,7 @@ class Step:
     def run(self) -> None:
         """Commit every action of an epoch, let the device run them, finalize."""
         contract, epoch = self.contract, self.contract.epoch
+        contract.join()  # the latest update is awaited
         began = len(self.ran)
         for s in (0, 1):
             contract.commit(contract.check_refresh(s))

@@ -172,7 +172,7 @@ class TestDeclaredOrder:
             rig.wgrad(first, 0)
             rig.wgrad(second, 1)
             rig.finish()
-            assert epoch == rig.contract.commit_epoch()
+            assert epoch == rig.commit()
 
     def test_another_forward_than_the_declared_one_is_refused(self) -> None:
         """Another forward than the declared one is refused, and the message says which is due."""

@@ -87,7 +87,7 @@ class TestOneBucket:
 
         with refused(rig, "reduction.duplicate", "bucket 0 of stage 0", "one reduction"):
             rig.contract.start_reduction(0)
-        rig.contract.commit_epoch()
+        rig.commit()
         assert 2 == rig.epoch()
 
     @pytest.mark.parametrize("call", ["start_reduction", "finish_reduction", "fail_reduction"])
@@ -235,7 +235,7 @@ class TestStreams:
         rig.contract.start_reduction(0, communication)
         rig.contract.finalize(0, main)
 
-        with refused(rig, "completion.wrong-consumer", "link 1", "0 of stage 0"):
+        with refused(rig, "completion.wrong-consumer", "link 1", "caller 0"):
             rig.contract.finish_reduction(0, communication)
         rig.contract.finish_reduction(0, main)
         assert 1 == rig.contract.commit_epoch()
@@ -249,10 +249,10 @@ class TestStreams:
         rig.contract.start_reduction(0, communication)
         rig.contract.finish_reduction(0, communication)
 
-        with refused(rig, "completion.wrong-consumer", "link 0", "1 of stage 0"):
+        with refused(rig, "completion.wrong-consumer", "link 0", "caller 1"):
             rig.contract.finalize(0, main)
         rig.contract.finalize(0, communication)
-        rig.contract.commit_epoch()
+        rig.commit("communication")
         assert 2 == rig.epoch()
 
     def test_by_default_it_is_the_stream_that_finalized(self) -> None:
@@ -264,7 +264,7 @@ class TestStreams:
         rig.contract.start_reduction(0)
         rig.contract.finish_reduction(0)
 
-        assert 1 == rig.contract.commit_epoch()
+        assert 1 == rig.contract.commit_epoch(caller="communication")
 
     @pytest.mark.parametrize("call", ["start_reduction", "finish_reduction"])
     def test_of_another_domain(self, call: str) -> None:
@@ -290,15 +290,15 @@ class TestStreams:
     def test_a_reduction_is_device_work(self) -> None:
         """A drain before the reduction says nothing about it."""
         rig = _final()
+        checkpoint = Rig(stage(microbatches=1, reduces=True)).contract.checkpoint()
         rig.contract.drain()
         rig.contract.start_reduction(0)
         rig.contract.finish_reduction(0)
-        rig.contract.commit_epoch()
 
         with refused(rig, "persistence.device-work"):
-            rig.contract.checkpoint()
+            rig.contract.restore(checkpoint)
         rig.contract.drain()
-        assert 1 == rig.contract.checkpoint().epoch
+        rig.contract.restore(checkpoint)
 
 
 class TestOrder:
@@ -384,10 +384,10 @@ class TestTied:
         rig.contract.finalize(1, side)
         rig.contract.start_reduction("tied", main)
 
-        with refused(rig, "completion.wrong-consumer", "link 0", "1 of stage 1"):
+        with refused(rig, "completion.wrong-consumer", "link 0", "caller 1"):
             rig.contract.finish_reduction("tied", main)
         rig.contract.finish_reduction("tied", side)
-        with refused(rig, "completion.wrong-consumer", "link 0", "1 of stage 0"):
+        with refused(rig, "completion.wrong-consumer", "link 0", "caller 1"):
             rig.contract.finalize(0, main)
 
     @pytest.mark.parametrize(

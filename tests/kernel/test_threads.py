@@ -206,6 +206,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "fail_reduction": (0,),
     "check_commit": (),
     "commit_epoch": (),
+    "present_counts": ({},),
     "check_checkpoint": (),
     "checkpoint": (),
     "restore": (None,),
@@ -260,6 +261,8 @@ def test_every_transition_is_made_by_a_call_that_looks() -> None:
         "wgrad",
         "observer",
         "configuration",
+        "committed_counts",
+        "counts_awaited",
         "epoch",
         "incarnation",
     }

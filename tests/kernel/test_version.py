@@ -154,6 +154,65 @@ class TestInvalidate:
         ):
             rig.contract.check_dgrad(rig.key(0), ref)
 
+    def test_in_mid_epoch_it_spoils_the_epoch(self) -> None:
+        """A loss is a fact: told while the cache is in use it is accepted; the epoch is lost."""
+        rig = Rig(stage(microbatches=1))
+        checkpoint = rig.contract.checkpoint()
+        ref = rig.forward(0)
+        rig.contract.invalidate(0)
+
+        assert [rig.contract.epoch] == rig.contract.memory.spoiled
+        with refused(rig, "arena.spoiled", "spoiled in epoch 0"):
+            rig.contract.bind(rig.key(0))
+        rig.contract.drop(rig.key(0), ref)
+        rig.contract.drain()
+        rig.contract.restore(checkpoint)
+        assert 1 == rig.epoch()
+
+    def test_under_the_last_dgrad(self) -> None:
+        """The last dI may have read what was lost: its gradients are no gradients."""
+        rig = Rig(stage(microbatches=1))
+        ref = rig.forward(0)
+        ticket = rig.check_dgrad(ref, 0)
+        rig.contract.invalidate(0)
+        rig.contract.commit(ticket, rig.matrices())
+
+        with refused(rig, "arena.spoiled", "spoiled in epoch 0"):
+            rig.check_wgrad(ref, 0)
+        with refused(rig, "arena.spoiled"):
+            rig.contract.finalize(0)
+
+    def test_under_the_first_forward(self) -> None:
+        """So may the first F, which is in flight."""
+        rig = Rig()
+        rig.contract.commit(rig.contract.check_refresh(0))
+        ticket = rig.check_forward(0)
+        rig.contract.invalidate(0)
+        rig.contract.commit(ticket)
+
+        assert [0] == rig.contract.memory.spoiled
+
+    def test_after_the_last_dgrad(self) -> None:
+        """No dW reads the cache: given up after the last dI, the epoch is none the worse."""
+        rig = Rig(stage(microbatches=1))
+        ref = rig.forward(0)
+        rig.dgrad(ref, 0)
+        rig.contract.invalidate(0)
+        rig.wgrad(ref, 0)
+        rig.finish()
+
+        assert 1 == rig.commit()
+
+    def test_of_another_stage(self) -> None:
+        """Another stage of the domain, whose F are to come, refreshes its own cache again."""
+        rig = Rig(stage(0, microbatches=1), stage(1, microbatches=1))
+        ticket = rig.check_forward(0, 0)
+        rig.contract.invalidate(1)
+        rig.contract.commit(ticket)
+
+        assert [-1, -1] == rig.contract.memory.spoiled
+        assert 0 == rig.forward(0, 1, slot=2).generation
+
     def test_not_forgotten_by_a_forward_in_flight(self) -> None:
         """A forward that was checked before the loss does not make the cache fresh again."""
         rig = Rig()

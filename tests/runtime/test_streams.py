@@ -47,6 +47,48 @@ def test_the_kernel_hears_of_both_halves() -> None:
     assert memory.replays[0] == len(ORDER.steps) + len(ORDER.stages)
 
 
+def test_the_update_runs_on_the_graph_stream_and_replays_wait_for_it() -> None:
+    """
+    The optimizer steps where replays do, behind its caller, and is told so: a refresh on any
+    caller's link is accepted after it.
+    """
+    run = guarded_run(ORDER)
+    runtime = run.runtime
+    told: list[tuple[str, Any]] = []
+    placed: list[tuple[bool, str]] = []
+
+    class Watched(HostHandoff):
+        inside = False
+
+        def scope(self) -> Any:
+            @contextmanager
+            def inside() -> Iterator[None]:
+                self.inside = True
+                yield
+                self.inside = False
+
+            return inside()
+
+    handoff = runtime.handoff = runtime.actions.handoff = Watched()
+    step = run.optimizer.step
+
+    def stepped(gradients: Any, **told_more: Any) -> None:
+        placed.append((handoff.inside, told[-1][0]))
+        step(gradients, **told_more)
+
+    run.optimizer.step = stepped  # type: ignore[method-assign]
+    runtime.contract.observer = lambda name, arguments, _: told.append((name, arguments))
+    run.step()
+
+    memory = runtime.contract.memory
+    end = [name for name, _ in told]
+    assert [(True, "commit_epoch")] == placed
+    assert ["submit", "join", "commit_epoch", "join", "wait"] == end[-5:]
+    assert ("commit_epoch", (0, 0)) in told
+    assert [0] == memory.unawaited
+    assert [1] == memory.undrained
+
+
 class FakeCuda:
     """Streams and events of `torch.cuda` that only note what they are asked, on two devices."""
 

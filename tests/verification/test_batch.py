@@ -256,7 +256,7 @@ def test_a_collision_explores_again_with_another_key(monkeypatch: pytest.MonkeyP
     report = run(standard_scopes()["stage-tickets"], batch=True, witnesses=False)
 
     assert [0, 1] == salts
-    assert 19_240 == report.states
+    assert 19_412 == report.states
 
 
 def test_a_refusing_path_that_writes_is_refused() -> None:

@@ -26,10 +26,10 @@ SCOPES = {
 #: States, and orbits.
 COUNTS = {
     "pool-3-3-2": (3_753, 165),
-    "stage-small": (12_616, 3_944),
-    "stage-tickets": (19_240, 5_744),
-    "stage-declared": (6_064, 6_064),
-    "buffers": (12_792, 3_944),
+    "stage-small": (12_620, 3_948),
+    "stage-tickets": (19_412, 5_792),
+    "stage-declared": (6_068, 6_068),
+    "buffers": (12_796, 3_948),
 }
 
 

@@ -103,7 +103,9 @@ class Quotient:
         if touched & {"produced", "landed", "vacated", "waited", "replays"}:
             self._ranks(draft)
         if touched & {"named", "consumer", "weight_epoch"} and "named" in self.kept:
-            self._consumers(draft)
+            self._consumer(draft)
+        if touched & {"updater", "unawaited"} and "updater" in self.kept:
+            self._updater(draft)
         if touched & {"cursor", "tenants"} and "cursor" in self.kept:
             self._empty_pools(draft)
         if "incarnation" in touched:
@@ -178,14 +180,17 @@ class Quotient:
             for key in keys:
                 draft.changed[key] = _rank(marks, draft.entry(*key))
 
-    def _consumers(self, draft: Draft) -> None:
-        for stage in range(self.n["stage"]):
-            keys = [(name, stage) for name in ("named", "consumer", "weight_epoch")]
-            if any(key in draft.changed for key in keys):
-                named = draft.entry("named", stage)
-                past = named != draft.entry("weight_epoch", stage)
-                draft.changed["named", stage] = select(past, NEVER, named)
-                draft.changed["consumer", stage] = select(past, -1, draft.entry("consumer", stage))
+    def _consumer(self, draft: Draft) -> None:
+        named = draft.entry("named", 0)
+        past = named != draft.entry("weight_epoch", 0)
+        draft.changed["named", 0] = select(past, NEVER, named)
+        draft.changed["consumer", 0] = select(past, 0, draft.entry("consumer", 0))
+
+    def _updater(self, draft: Draft) -> None:
+        waits: Value = False
+        for domain in range(self.n["domain"]):
+            waits = waits | (draft.entry("unawaited", domain) != 0)
+        draft.changed["updater", 0] = select(waits, draft.entry("updater", 0), 0)
 
     def _empty_pools(self, draft: Draft) -> None:
         for pool in range(self.n["pool"]):

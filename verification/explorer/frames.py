@@ -167,7 +167,8 @@ class Maker:
                 yield Frame(fresh, {}, ((same, ()),))
         elif "epoch" in parameters:
             others = [{"epoch": Rel("weight_epoch", 0, offset)} for offset in (1, -1)]
-            yield Frame({"epoch": Rel("weight_epoch", 0)}, {}, tuple((o, ()) for o in others))
+            callers = {"caller": tuple(range(self.n["caller"]))} if "caller" in parameters else {}
+            yield Frame({"epoch": Rel("weight_epoch", 0)}, callers, tuple((o, ()) for o in others))
         else:
             yield Frame({})
 

@@ -69,8 +69,9 @@ def normal_form(scope: Scope, memory: FlatMemory) -> tuple[Rule, ...]:
         (
             ("named", "consumer", "weight_epoch"),
             "named",
-            lambda: _consumers(memory, n["stage"]),
+            lambda: _consumer(memory),
         ),
+        (("updater", "unawaited"), "updater", lambda: _updater(memory)),
         (("cursor", "tenants"), "cursor", lambda: _empty_pools(memory, n["pool"])),
         (("incarnation",), "incarnation", lambda: _incarnation(memory)),
     ]
@@ -217,16 +218,25 @@ def _ranks(scope: Scope, st: Any) -> Callable[[], None]:
     return rule
 
 
-def _consumers(st: Any, stages: int) -> Callable[[], None]:
-    """Who reads a stage's gradients is asked of the epoch in which it was named alone."""
+def _consumer(st: Any) -> Callable[[], None]:
+    """Who reads the gradients is asked of the epoch in which it was named alone."""
     named, consumer, weight_epoch = st.named, st.consumer, st.weight_epoch
-    members = range(stages)
 
     def rule() -> None:
-        for stage in members:
-            if named[stage] != weight_epoch[stage]:
-                named[stage] = NEVER
-                consumer[stage] = -1
+        if named[0] != weight_epoch[0]:
+            named[0] = NEVER
+            consumer[0] = 0
+
+    return rule
+
+
+def _updater(st: Any) -> Callable[[], None]:
+    """Whose stream an update ran on is asked while some graph stream has yet to wait for it."""
+    updater, unawaited = st.updater, st.unawaited
+
+    def rule() -> None:
+        if not any(unawaited):
+            updater[0] = 0
 
     return rule
 

@@ -89,12 +89,35 @@ _REDUCE: Final = (
     "check_wgrad",
     "commit_wgrad",
     "abort_wgrad",
+    "join",
     "wait",
     "finalize",
     "start_reduction",
     "finish_reduction",
     "fail_reduction",
     "commit_epoch",
+)
+
+#: The transitions from a refresh to the optimizer's update and the next refresh.
+_UPDATE: Final = (
+    "check_refresh",
+    "commit_refresh",
+    "abort_refresh",
+    "check_forward",
+    "commit_forward",
+    "abort_forward",
+    "check_dgrad",
+    "commit_dgrad",
+    "abort_dgrad",
+    "check_wgrad",
+    "commit_wgrad",
+    "abort_wgrad",
+    "join",
+    "wait",
+    "drain",
+    "finalize",
+    "commit_epoch",
+    "checkpoint",
 )
 
 #: All transitions but those of a reduction that does not fail.
@@ -246,6 +269,7 @@ def sizes(scope: Scope) -> dict[str, int]:
         "stage": len(scope.slots),
         "domain": domains,
         "link": scope.callers * domains,
+        "caller": scope.callers,
         "pool": domains if scope.shared_pool else slots,
         "buffer": len(scope.slots) if scope.accumulate else cells,
         "bucket": len(scope.stages_of),
@@ -285,6 +309,7 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
         "slot_stage": slot_stage,
         "domain_of": list(scope.domain_of),
         "domain_at": [link % n["domain"] for link in range(n["link"])],
+        "caller_at": [link // n["domain"] for link in range(n["link"])],
         "owes": [DGRAD_BIT | WGRAD_BIT | scope.readers] * n["stage"],
         "receives": [scope.receives] * n["stage"],
         "matrices": [1] * n["stage"],
@@ -417,6 +442,16 @@ def standard_scopes() -> Mapping[str, Scope]:
             ordered=True,
             only=_REDUCE,
             omit=("arena", "capture", "order", "version"),
+        ),
+        Scope(
+            "callers-update",
+            slots=(1,),
+            cells=(1,),
+            callers=2,
+            generation_max=2,
+            epochs=2,
+            only=_UPDATE,
+            omit=("arena", "capture", "order", "reduction"),
         ),
         Scope(
             "stages-tied",

@@ -365,8 +365,10 @@ class History:
         )
 
     def update(self) -> None:
-        """Run the optimizer: commit the epoch."""
+        """Run the optimizer: commit the epoch; the graph streams wait for it."""
         self.step(f"e{self.contract.epoch}", lambda: self.contract.commit_epoch(), "optimizer")
+        for config in self.contract.stages:
+            self.contract.join(self._link(config.stage, "main"))
 
     def end(self) -> None:
         """End the step: every stage final and, where it is reduced, reduced; then the optimizer."""

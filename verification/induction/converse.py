@@ -45,10 +45,11 @@ def poison_has_a_reason(st: State, h: History, d: Index) -> Truth:
 
 @HISTORY("order.filling-is-busy", needs="version", g="stage")
 def filling_is_busy(st: State, h: History, g: Index) -> Truth:
-    """While an F fills a cache its domain is busy with it."""
+    """While an F of a stage fills its cache the domain is busy with it."""
     d = st.domain_of[g]
     s = h.updater[d]
-    flying = (s != NO_SLOT) & (st.held[s] == st.filling[g]) & (st.consumers[s] == RESERVED)
+    ours = (s != NO_SLOT) & (st.slot_stage[s] == g)
+    flying = ours & (st.held[s] == st.filling[g]) & (st.consumers[s] == RESERVED)
     return implies(st.filling[g] != 0, (st.busy[d] == st.filling[g]) & flying)
 
 
@@ -67,10 +68,28 @@ def waiting_has_a_reason(st: State, h: History, d: Index) -> Truth:
     return implies(g != NO_STAGE, to_come | (st.busy[d] != 0) | (st.poisoned[d] != 0))
 
 
-@HISTORY("epoch.spoiled-has-a-reason", g="stage")
+@HISTORY("version.busy-with-first-forward", needs="order", d="domain")
+def busy_with_first_forward(st: State, h: History, d: Index) -> Truth:
+    """What is in flight where a first F must come next is that F, or a refresh of its stage."""
+    g = st.refreshed[d]
+    flying = (g != NO_STAGE) & (st.busy[d] != 0) & (st.refreshing[g] == 0)
+    return implies(flying, (h.fill_of_epoch[g] != NEVER) & (h.num_dgrads[g] < st.cells[g]))
+
+
+@HISTORY("epoch.first-forward-before-final", d="domain")
+def first_forward_before_final(st: State, h: History, d: Index) -> Truth:
+    """A stage whose first F is in flight where it must come next is not final."""
+    g = st.refreshed[d]
+    here = (g != NO_STAGE) & (st.domain_of[g] == d)
+    flying = here & (st.busy[d] != 0) & (st.refreshing[g] == 0)
+    return implies(flying, st.final[g] != now(st, g))
+
+
+@HISTORY("version.spoiled-has-a-reason", needs="order", g="stage")
 def spoiled_has_a_reason(st: State, h: History, g: Index) -> Truth:
-    """A stage is spoiled because something of it failed or was given up in the epoch."""
-    return implies(st.spoiled[g] == now(st, g), h.spoiled[g] == now(st, g))
+    """A stage is spoiled because something of it failed, was given up, or its cache was lost."""
+    lost = h.lost_in_use[g] == now(st, g)
+    return implies(st.spoiled[g] == now(st, g), (h.spoiled[g] == now(st, g)) | lost)
 
 
 @HISTORY("capture.cursor-of-pool", p="pool")
@@ -85,6 +104,12 @@ def cursor_of_pool(st: State, h: History, p: Index) -> Truth:
 def behind_has_a_reason(st: State, h: History, l: Index) -> Truth:  # noqa: E741 - a link
     """A link is not joined because its caller enqueued work since."""
     return implies(h.behind[l] == 0, st.joined[l] == st.submitted[l])
+
+
+@HISTORY("completion.unawaited-has-a-reason", d="domain")
+def unawaited_has_a_reason(st: State, h: History, d: Index) -> Truth:
+    """An update is called unawaited only while it may run beside the graph stream."""
+    return implies(h.updating[d] == 0, st.unawaited[d] == 0)
 
 
 @HISTORY("completion.seen-is-counted")

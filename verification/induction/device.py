@@ -179,15 +179,29 @@ def counted(st: State, h: History) -> Truth:
 
 @HISTORY("completion.one-consumer", g="stage")
 def one_consumer(st: State, h: History, g: Index) -> Truth:
-    """Whoever finalized a stage in this epoch is the consumer of its gradients."""
-    named = (st.named[g] == now(st, g)) & (st.consumer[g] == h.finalized_by[g])
+    """Whoever finalized a stage in this epoch is the consumer of the gradients."""
+    named = (st.named[0] == now(st, g)) & (st.consumer[0] == st.caller_at[h.finalized_by[g]])
     return implies(st.final[g] == now(st, g), named)
+
+
+@HISTORY("completion.finalized-after-gradients", g="stage")
+def finalized_after_gradients(st: State, h: History, g: Index) -> Truth:
+    """Whoever finalized a stage in this epoch has waited for its latest dW."""
+    l = h.finalized_by[g]  # noqa: E741 - a link
+    there = st.domain_at[l] == st.domain_of[g]
+    return implies(st.final[g] == now(st, g), there & (st.landed[g] <= st.waited[l]))
+
+
+@HISTORY("completion.update-runs", d="domain")
+def update_runs(st: State, h: History, d: Index) -> Truth:
+    """An update that may still run beside a graph stream is called so, with the stream it is on."""
+    told = (st.unawaited[d] != 0) & (st.updater[0] == h.updated_on[0])
+    return implies(h.updating[d] != 0, told)
 
 
 @HISTORY("completion.awaited-by-consumer", needs="reduction", b="bucket")
 def awaited_by_consumer(st: State, h: History, b: Index) -> Truth:
-    """Whoever waited for a bucket's reduction is the consumer of its stages' gradients."""
-    s, t, waiter = st.stage_at[b], st.tied_at[b], h.awaited_by[b]
-    named = (st.named[s] == now(st, s)) & (st.named[t] == now(st, t))
-    ours = named & (st.consumer[s] == waiter) & (st.consumer[t] == waiter)
-    return implies(h.reduction[b] == DONE, ours)
+    """Whoever waited for a bucket's reduction is the consumer of the gradients."""
+    named = st.named[0] == now(st, st.stage_at[b])
+    ours = st.consumer[0] == st.caller_at[h.awaited_by[b]]
+    return implies(h.reduction[b] == DONE, named & ours)

@@ -64,9 +64,10 @@ def half_written(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("epoch.final-is-whole", g="stage")
 def final_is_whole(st: State, h: History, g: Index) -> Truth:
-    """A final stage has every gradient, and nothing spoiled them."""
+    """A final stage has every gradient, every dI that is counted ran, and nothing spoiled them."""
     whole = (st.wgrads[g] == st.cells[g]) & (st.spoiled[g] != now(st, g))
-    return implies(st.final[g] == now(st, g), whole)
+    counted = (st.forwards[g] == 0) | (st.dgrads[g] == st.cells[g])
+    return implies(st.final[g] == now(st, g), whole & counted)
 
 
 @HISTORY("epoch.final-or-spoiled", g="stage")

@@ -71,6 +71,8 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("stage", "cached", "fill_of_epoch", initial=NEVER),
     **_each("stage", "fills", "filled_after"),
     **_each("stage", "lost", values="flag"),
+    # The last epoch in which the cache was lost while an F or dI read it, or had yet to.
+    **_each("stage", "lost_in_use", initial=NEVER),
     # The last epoch whose gradients a failure spoiled, or left half written.
     **_each("stage", "spoiled", "half_written", initial=NEVER),
     # How often a stage was finalized since the weights last changed, and on which caller's link;
@@ -104,6 +106,10 @@ GHOSTS: Final[Mapping[str, Ghost]] = {
     **_each("pool place", "seated", values="slot", initial=None),
     **_each("slot", "last_rank"),
     **_each("pool", "last_replayed", values="slot", initial=None),
+    # The caller's stream that the latest optimizer update was enqueued on, and whether it may run
+    # beside what a domain's graph stream is given.
+    **_each("one", "updated_on", values="caller", initial=None),
+    **_each("domain", "updating", values="flag"),
     # Whether the graph stream has yet to wait for work of a caller.
     **_each("link", "behind", values="flag"),
     # The ends of transfers told on a link, and those that the graph stream has waited for; and the
@@ -523,6 +529,8 @@ def drop(st: State, h: History, key: Any, ref: Any) -> None:
 def invalidate(st: State, h: History, stage: Any) -> None:
     h.cached[stage] = NEVER
     h.lost[stage] = 1
+    needed = (h.fill_of_epoch[stage] != NEVER) & (h.num_dgrads[stage] != st.cells[stage])
+    h.lost_in_use[stage] = choose(needed, h.weights[0], h.lost_in_use[stage])
 
 
 def submit(st: State, h: History, link: Any) -> None:
@@ -530,6 +538,9 @@ def submit(st: State, h: History, link: Any) -> None:
 
 
 def join(st: State, h: History, link: Any) -> None:
+    d = st.domain_at[link]
+    ours = st.caller_at[link] == h.updated_on[0]
+    h.updating[d] = choose(ours, 0, h.updating[d])
     h.behind[link] = 0
     h.heard[link] = h.told[link]
     h.trailing[0] = choose(link == h.link[0], 0, h.trailing[0])
@@ -548,6 +559,7 @@ def wait(st: State, h: History, link: Any) -> None:
 
 def drain(st: State, h: History, domain: Any) -> None:
     h.device[domain] = 0
+    h.updating[domain] = 0
 
 
 def finalize(st: State, h: History, stage: Any, link: Any) -> None:
@@ -586,9 +598,12 @@ def forget_epoch(st: State, h: History) -> None:
     st.fill(h.touched, 0)
 
 
-def commit_epoch(st: State, h: History, epoch: Any) -> None:
-    """The optimizer updates the weights of every stage of the process, once."""
+def commit_epoch(st: State, h: History, epoch: Any, caller: Any) -> None:
+    """The optimizer updates the weights of every stage of the process, once, on one stream."""
     h.weights[0] = h.weights[0] + 1
+    h.updated_on[0] = caller
+    st.fill(h.updating, 1)
+    st.fill(h.device, 1)
     forget_epoch(st, h)
 
 
@@ -598,6 +613,7 @@ def restore(st: State, h: History, epoch: Any, incarnation: Any) -> None:
     forget_epoch(st, h)
     st.fill(h.cached, NEVER)
     st.fill(h.spoiled, NEVER)
+    st.fill(h.lost_in_use, NEVER)
     st.fill(h.half_written, NEVER)
     st.fill(h.content, NEVER)
     st.fill(h.updates, 0)

@@ -85,6 +85,23 @@ def first_forward_shows(st: State, h: History, g: Index) -> Truth:
     return implies(h.fill_of_epoch[g] != NEVER, shows)
 
 
+@HISTORY("version.first-forward-reads", needs="order", s="slot")
+def first_forward_reads(st: State, h: History, s: Index) -> Truth:
+    """The first F of a stage, while in flight, fills its cache itself or follows its refresh."""
+    g = st.slot_stage[s]
+    first = in_flight(st, s) & (st.consumers[s] == RESERVED) & (st.forwards[g] == 0)
+    followed = st.refreshed[domain_of_slot(st, s)] == g
+    return implies(first, (st.filling[g] == st.held[s]) | followed)
+
+
+@HISTORY("version.lost-in-use", needs="order", g="stage")
+def lost_in_use(st: State, h: History, g: Index) -> Truth:
+    """An epoch in which a cache in use was lost is spoiled, or its domain is poisoned."""
+    lost, d = h.lost_in_use[g], st.domain_of[g]
+    marked = (st.spoiled[g] == now(st, g)) | (st.poisoned[d] != 0)
+    return implies(lost == now(st, g), marked) & (lost <= now(st, g))
+
+
 @HISTORY("version.refresh-before-forwards", needs="order", g="stage")
 def refresh_before_forwards(st: State, h: History, g: Index) -> Truth:
     """While a refresh is in flight its stage has had no forward, and no other stage waits."""

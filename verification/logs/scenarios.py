@@ -38,7 +38,7 @@ def zbv_rank() -> list[str]:
             left[stage] -= 1
             if left[stage] == 0:
                 d.finalize(stage)
-    d.contract.commit_epoch()
+    d.commit()
     d.contract.drain()
     d.contract.checkpoint()
     return d.log.close()
@@ -71,7 +71,7 @@ def aborts_and_restores() -> list[str]:
     d.whole(0, 1)
     d.whole(0, 0)
     d.finalize(0)
-    d.contract.commit_epoch()
+    d.commit()
     d.contract.drain()
     d.contract.checkpoint()
     return d.log.close()
@@ -116,7 +116,7 @@ def reductions_and_checkpoint() -> list[str]:
     d.finalize(1)
     d.contract.start_reduction(1)
     d.contract.finish_reduction(1)
-    d.contract.commit_epoch()
+    d.commit()
     d.contract.drain()
     done = d.contract.checkpoint()
     d.contract.restore(done, incarnation=0x5EED_0202)
@@ -160,7 +160,7 @@ def buckets() -> list[str]:
             d.contract.finalize(stage, main)
         for bucket in ("tied", "first"):
             d.contract.finish_reduction(bucket, main)
-        d.contract.commit_epoch()
+        d.commit()
     d.contract.drain()
     d.contract.checkpoint()
     return d.log.close()
@@ -279,7 +279,7 @@ def shared_pool_in_declared_order() -> list[str]:
         for microbatch in (0, 1):
             d.wgrad(0, microbatch)
         d.finalize(0)
-        d.contract.commit_epoch()
+        d.commit()
     return d.log.close()
 
 
@@ -300,7 +300,7 @@ def last_generation() -> list[str]:
         d.dgrad(0, 0, block=1)
         d.wgrad(0, 0, block=1)
         d.finalize(0)
-        d.contract.commit_epoch()
+        d.commit()
     return d.log.close()
 
 
@@ -341,7 +341,7 @@ def without_version_order_arena() -> list[str]:
     d.contract.finish_reduction(0)
     d.whole(1, 0)
     d.finalize(1)
-    d.contract.commit_epoch()
+    d.commit()
     d.whole(0, 0)
     d.forward(1, 0)
     d.contract.drop(d.key(1, 0), d.ref(1, 0))
@@ -384,7 +384,7 @@ def reported_evidence() -> list[str]:
         d.dgrad(1, 1)
         d.wgrad(1, 1)
         d.finalize(1)
-        d.contract.commit_epoch()
+        d.commit()
     return d.log.close()
 
 

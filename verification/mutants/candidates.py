@@ -64,16 +64,17 @@ def _plausible(world: World) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "invalidate", {"stage": stage}
         for slot in own:
             yield from _of_slot(world, slot, link)
-    yield "commit_epoch", {"epoch": st.weight_epoch[world.setup.stages[0].stage]}
-    yield "checkpoint", {}
     epoch = st.weight_epoch[world.setup.stages[0].stage]
+    yield "commit_epoch", {"epoch": epoch, "caller": st.consumer[0]}
+    yield "checkpoint", {}
     yield "restore", {"epoch": epoch, "incarnation": st.incarnation[0] + 1}
     for link in range(len(st.submitted)):
         for name in ("submit", "join", "wait"):
             yield name, {"link": link}
     for bucket, stage in enumerate(st.stage_at):
-        named = st.named[stage] == st.weight_epoch[stage]
-        link = st.consumer[stage] if named else list(st.domain_at).index(st.domain_of[stage])
+        reader = st.consumer[0] if st.named[0] == st.weight_epoch[stage] else 0
+        pairs = [*zip(st.caller_at, st.domain_at, strict=True)]
+        link = pairs.index((reader, st.domain_of[stage]))
         for name in ("start_reduction", "finish_reduction", "fail_reduction"):
             yield name, {"bucket": bucket, "link": link}
     for domain in range(len(st.token)):
@@ -144,6 +145,8 @@ def _others(world: World, base: Mapping[str, Any], name: str) -> Iterator[Any]:
         yield from {0, st.serial[0], st.serial[0] + 1, *st.held, *st.refreshing} - {value}
     elif name == "bucket":
         yield from (bucket for bucket in range(len(st.stage_at)) if bucket != value)
+    elif name == "caller":
+        yield from (caller for caller in sorted(set(st.caller_at)) if caller != value)
     elif name == "link":
         yield from (link for link in range(len(st.submitted)) if link != value)
     elif name in ("refresh", "first"):

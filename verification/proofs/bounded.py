@@ -27,6 +27,7 @@ SCOPE: Mapping[str, int] = {
     "stage": 1,
     "domain": 1,
     "link": 1,
+    "caller": 1,
     "pool": 1,
     "buffer": 1,
     "bucket": 1,

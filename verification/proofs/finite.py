@@ -20,6 +20,7 @@ SCOPE: Final[Mapping[str, int]] = {
     "stage": 2,
     "domain": 2,
     "link": 2,
+    "caller": 2,
     "pool": 2,
     "buffer": 2,
     "bucket": 2,

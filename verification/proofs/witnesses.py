@@ -44,6 +44,11 @@ CONDITIONS: Final[Mapping[str, Callable[[Any, Callable[[str, str], Any]], Any]]]
         (st.final[argument("stage", "stage")] == st.weight_epoch[argument("stage", "stage")])
         & (st.named[argument("stage", "stage")] != st.weight_epoch[argument("stage", "stage")])
     ),
+    "first F after the last dI": lambda st, argument: (
+        (st.dgrads[argument("stage", "stage")] == st.cells[argument("stage", "stage")])
+        & (st.refreshed[st.domain_of[argument("stage", "stage")]] == argument("stage", "stage"))
+        & (st.busy[st.domain_of[argument("stage", "stage")]] != 0)
+    ),
     "contradiction": lambda st, argument: False,
     "dW without F": lambda st, argument: st.every(st.forwards, 0) & ~st.every(st.wgrads, 0),
 }

@@ -28,6 +28,7 @@ ARGUMENTS: Mapping[str, str] = {
     "domain": "domain",
     "bucket": "bucket",
     "link": "link",
+    "caller": "caller",
     "token": "int",
     "ticket": "int",
     "epoch": "int",
@@ -53,7 +54,18 @@ ARGUMENTS: Mapping[str, str] = {
 #: The stage of every cell: what ``key.stage`` reads. Configured, and known to no transition.
 STAGE_OF = "stage_of"
 
-_INDEX_SORTS = ("slot", "cell", "stage", "domain", "link", "pool", "buffer", "bucket", "opaque")
+_INDEX_SORTS = (
+    "slot",
+    "cell",
+    "stage",
+    "domain",
+    "link",
+    "caller",
+    "pool",
+    "buffer",
+    "bucket",
+    "opaque",
+)
 _NULL = ("slot", "stage")  # sorts with a sentinel, written -1: NO_SLOT and NO_STAGE
 _MASK_BITS = 5
 
@@ -77,8 +89,8 @@ def flat_arguments(transition: str) -> dict[str, str]:
 @define(eq=False)
 class Encoding:
     """
-    One choice of Z3 sorts for slots, cells, stages, domains, links, pools, buffers, buckets and
-    values.
+    One choice of Z3 sorts for slots, cells, stages, domains, links, callers, pools, buffers,
+    buckets and values.
 
     ``Encoding.sorted()`` is unbounded: every index sort is uninterpreted, so that a proof holds
     for any number of its members. ``Encoding.finite(scope)`` gives each a few members and

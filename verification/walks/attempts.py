@@ -340,7 +340,11 @@ _ATTEMPTS: dict[str, Callable[[World, Pick], Call | None]] = {
     "drain": lambda world, pick: Call("drain"),
     "finalize": _finalize,
     "commit_epoch": lambda world, pick: Call(
-        "commit_epoch", {"epoch": world.epoch + (pick(8) == 7)}
+        "commit_epoch",
+        {
+            "epoch": world.epoch + (pick(8) == 7),
+            "caller": world.process.callers[pick(len(world.process.callers))],
+        },
     ),
     "checkpoint": lambda world, pick: Call("checkpoint"),
     "purge": lambda world, pick: Call("purge", {"epoch": world.epoch}),

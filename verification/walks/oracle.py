@@ -8,7 +8,7 @@ a legal call breaks none, and a contract must name the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 from qeffect import TapeKey, TapeRef, Ticket
@@ -175,6 +175,23 @@ def _replay(world: World, stage: int, link: int) -> Findings:
         yield "completion.caller-to-graph"
 
 
+def _after_update(world: World, stage: int) -> Findings:
+    """Whether the weights can be read: the stream waited for the latest update, or the host did."""
+    if world.updated is None:
+        return
+    caller, at = world.updated
+    domain = world.domain_of(stage)
+    own = [link for link in world.links if (link.domain, link.caller) == (domain, caller)]
+    if world.domains[domain].drained < at and not any(link.joined > at for link in own):
+        yield "completion.update-to-graph"
+
+
+def _reader(world: World, link: int) -> Findings:
+    """Whether another stream waited for gradients of the epoch already."""
+    if world.reader not in (None, world.links[link].caller):
+        yield "completion.wrong-consumer"
+
+
 def _in_order(world: World, slot: int, kind: str) -> Findings:
     pool = world.pools[world.slots[slot].pool]
     if not pool.keeps_order(world.ranks[slot, kind]):
@@ -247,6 +264,7 @@ def _check_refresh(world: World, stage: int, link: int) -> Findings:
         yield "version.refresh-interrupted"
     yield from _update(world, stage, None, None)
     yield from _replay(world, stage, link)
+    yield from _after_update(world, stage)
 
 
 def _check_forward(
@@ -279,6 +297,7 @@ def _check_forward(
     if place is not None:
         yield from _in_order(world, place.index, "F")
     yield from _replay(world, key.stage, link)
+    yield from _after_update(world, key.stage)
     yield from _seen(world, place)
 
 
@@ -506,8 +525,7 @@ def _finalize(world: World, stage: int, link: int) -> Findings:
         yield "completion.wrong-stream"
     if world.links[link].waited < it.wrote:
         yield "completion.graph-to-caller"
-    if it.consumer not in (None, link):
-        yield "completion.wrong-consumer"
+    yield from _reader(world, link)
     if it.spoiled:
         yield "epoch.spoiled"
     if it.wgrads < whole:
@@ -539,8 +557,7 @@ def _finish_reduction(world: World, bucket: int | str, link: int) -> Findings:
     yield from _fail_reduction(world, bucket)
     if world.links[link].domain != world.domain_of(world.reductions[bucket].stages[0]):
         yield "completion.wrong-stream"
-    if any(stage.consumer not in (None, link) for stage in world.writers(bucket)):
-        yield "completion.wrong-consumer"
+    yield from _reader(world, link)
 
 
 def _fail_reduction(world: World, bucket: int | str) -> Findings:
@@ -548,7 +565,7 @@ def _fail_reduction(world: World, bucket: int | str) -> Findings:
         yield "reduction.not-started"
 
 
-def _commit_epoch(world: World, epoch: int) -> Findings:
+def _commit_epoch(world: World, epoch: int, caller: Hashable) -> Findings:
     stages = world.stages.values()
     if world.live():
         yield "ownership.live-tape"
@@ -560,6 +577,8 @@ def _commit_epoch(world: World, epoch: int) -> Findings:
         yield "epoch.wrong-epoch"
     if epoch != world.epoch or not all(stage.final for stage in stages):
         yield "epoch.not-final"
+    if caller != world.reader:
+        yield "completion.update-stream"
     if any(reduction.running for reduction in world.reductions.values()):
         yield "reduction.in-flight"
     if not all(reduction.done for reduction in world.reductions.values()):

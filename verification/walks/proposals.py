@@ -7,7 +7,7 @@ a failing schedule shrinks to the plain one in which it still fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Any
 
 from attrs import evolve
@@ -27,6 +27,7 @@ __all__ = [
     "damage",
     "evidence",
     "key_of",
+    "link_of",
     "prepared",
     "progress",
     "reader_of",
@@ -46,6 +47,7 @@ _REMEDIES: dict[str, Callable[[World, Call], Call]] = {
     "completion.caller-to-graph": lambda world, call: Call("join", {"link": _link(call)}),
     "completion.graph-to-caller": lambda world, call: Call("wait", {"link": _link(call)}),
     "completion.slot-not-awaited": lambda world, call: Call("wait", {"link": _link(call)}),
+    "completion.update-to-graph": lambda world, call: _join_update(world, call),
     "completion.transfer-to-graph": lambda world, call: _join_end(world, call),
     "completion.two-ends": lambda world, call: _join_end(world, call),
     "arena.unbound": lambda world, call: Call(
@@ -67,6 +69,21 @@ def _join_end(world: World, call: Call) -> Call:
         place, _ = seat(world, given["key"], given["slot"])
     assert place is not None
     return Call("join", {"link": place.ended[0]})
+
+
+def _join_update(world: World, call: Call) -> Call:
+    """Let the graph stream that a call is for wait for the optimizer's latest update."""
+    assert world.updated is not None
+    given = call.arguments
+    stage = given["key"].stage if "key" in given else given["stage"]
+    return Call("join", {"link": link_of(world, stage, world.updated[0])})
+
+
+def link_of(world: World, stage: int, caller: Hashable) -> int:
+    """Return the link of a caller to a stage's domain."""
+    domain = world.domain_of(stage)
+    links = enumerate(world.links)
+    return next(i for i, link in links if (link.domain, link.caller) == (domain, caller))
 
 
 def chooser(number: int) -> Pick:
@@ -100,9 +117,12 @@ def a_link(world: World, stage: int, pick: Pick = _first) -> int:
 
 def reader_of(world: World, bucket: int | str) -> int:
     """Return the link of the stream that reads a bucket's gradients, or may be named as it."""
-    stages = world.reductions[bucket].stages
-    named = [world.stages[stage].consumer for stage in stages]
-    return next((link for link in named if link is not None), a_link(world, stages[0]))
+    return _readers_link(world, world.reductions[bucket].stages[0])
+
+
+def _readers_link(world: World, stage: int) -> int:
+    """Return the link of the stream that reads the gradients, or may be named as it."""
+    return a_link(world, stage) if world.reader is None else link_of(world, stage, world.reader)
 
 
 def evidence(world: World, ticket: Ticket) -> tuple[str, ...]:
@@ -207,15 +227,14 @@ def _visits(world: World) -> Iterator[Call]:
 
 def _closings(world: World) -> Iterator[Call]:
     for stage in world.stages:
-        consumer = world.stages[stage].consumer
-        link = a_link(world, stage) if consumer is None else consumer
-        yield Call("finalize", {"stage": stage, "link": link})
+        yield Call("finalize", {"stage": stage, "link": _readers_link(world, stage)})
     for bucket, it in world.reductions.items():
         link = a_link(world, it.stages[0])
         if not it.done:
             yield Call("start_reduction", {"bucket": bucket, "link": link})
         yield Call("finish_reduction", {"bucket": bucket, "link": reader_of(world, bucket)})
-    yield Call("commit_epoch", {"epoch": world.epoch})
+    updater = world.process.callers[0] if world.reader is None else world.reader
+    yield Call("commit_epoch", {"epoch": world.epoch, "caller": updater})
 
 
 def _possible(world: World, call: Call) -> bool:
@@ -272,11 +291,8 @@ def _another_link(world: World, call: Call, pick: Pick) -> int:
         stages = world.reductions[given["bucket"]].stages
     else:
         stages = (given["key"].stage if "key" in given else given["stage"],)
-    if call.transition in ("finalize", "finish_reduction"):
-        named = [world.stages[stage].consumer for stage in stages]
-        for link in named:
-            if link is not None:
-                return link
+    if call.transition in ("finalize", "finish_reduction") and world.reader is not None:
+        return link_of(world, stages[0], world.reader)
     return a_link(world, stages[0], pick)
 
 

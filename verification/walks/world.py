@@ -102,7 +102,6 @@ class Stage:
     wgrads: int = 0
     spoiled: bool = False
     final: bool = False
-    consumer: int | None = None
     wrote: int = 0
 
 
@@ -117,7 +116,11 @@ class Reduction:
 
 @define
 class Domain:
-    """What happened to the scaling state of a domain, and on its graph stream."""
+    """
+    What happened to the scaling state of a domain, and on its graph stream.
+
+    ``drained`` is when the host last saw its device work finish.
+    """
 
     updates: int = 0
     of_epoch: int = 0
@@ -126,6 +129,7 @@ class Domain:
     poisoned: bool = False
     refreshed: int | None = None
     device: bool = False
+    drained: int = 0
     replayed: int = 0
 
 
@@ -207,6 +211,10 @@ class World:
                 self.reductions[bucket.name] = Reduction((*known, config.stage))
         #: Buckets whose reduction started since the weights were last updated, in order.
         self.begun: list[int | str] = []
+        #: The stream that has waited for gradients of this epoch; the one that the latest update
+        #: of the weights ran on, and when.
+        self.reader: Hashable | None = None
+        self.updated: tuple[Hashable, int] | None = None
         self.domains = [Domain() for _ in self.domain_names]
         self.pools = [Pool() for _ in range(max(self.pool_of) + 1)]
         self.links = [
@@ -482,7 +490,12 @@ class World:
                 self._drop(None, slot.tape.key, self.ref(slot))
 
     def _invalidate(self, _: Any, stage: int) -> None:
-        self.stages[stage].cached = None
+        it = self.stages[stage]
+        it.cached = None
+        own = [f for f in self.flights.values() if f.stage == stage and f.ticket.action == "F"]
+        in_use = (it.forwards or own) and it.dgrads < len(it.config.cells())
+        if in_use and self.uses("order"):
+            it.spoiled = True
 
     def _submit(self, _: Any, caller: Hashable) -> None:
         for link in self.links:
@@ -498,10 +511,11 @@ class World:
     def _drain(self, _: Any) -> None:
         for domain in self.domains:
             domain.device = False
+            domain.drained = self.clock
 
     def _finalize(self, _: Any, stage: int, link: int) -> None:
         self.stages[stage].final = True
-        self.stages[stage].consumer = link
+        self.reader = self.links[link].caller
 
     def writers(self, bucket: int | str) -> list[Stage]:
         """The stages that write a bucket."""
@@ -515,24 +529,24 @@ class World:
     def _finish_reduction(self, _: Any, bucket: int | str, link: int) -> None:
         it = self.reductions[bucket]
         it.running, it.done = False, True
-        for stage in self.writers(bucket):
-            stage.consumer = link
+        self.reader = self.links[link].caller
 
     def _fail_reduction(self, _: Any, bucket: int | str) -> None:
         self.reductions[bucket].running = False
         for stage in self.writers(bucket):
             stage.final, stage.spoiled = False, True
 
-    def _commit_epoch(self, _: Any, epoch: int) -> None:
+    def _commit_epoch(self, _: Any, epoch: int, caller: Hashable) -> None:
         self.epoch += 1
+        self.reader, self.updated = None, (caller, self.clock)
         for stage in self.stages.values():
             stage.forwards = stage.dgrads = stage.wgrads = 0
-            stage.final, stage.consumer = False, None
+            stage.final = False
         for reduction in self.reductions.values():
             reduction.done = False
         self.begun.clear()
         for domain in self.domains:
-            domain.of_epoch = 0
+            domain.of_epoch, domain.device = 0, True
         self.bound.clear()
         self.written.clear()
 

@@ -35,7 +35,7 @@ def finalize(st, stage, link):
         raise Refused("completion.wrong-stream")
     if st.waited[link] < st.landed[stage]:
         raise Refused("completion.graph-to-caller")
-    if st.named[stage] == st.weight_epoch[stage] and st.consumer[stage] != link:
+    if st.named[0] == st.weight_epoch[stage] and st.consumer[0] != st.caller_at[link]:
         raise Refused("completion.wrong-consumer")
     # epoch.finalize_guards
     if st.spoiled[stage] == st.weight_epoch[stage]:
@@ -45,8 +45,8 @@ def finalize(st, stage, link):
     if st.final[stage] == st.weight_epoch[stage]:
         raise Refused("epoch.already-final")
     # completion.finalize_writes
-    st.named[stage] = st.weight_epoch[stage]
-    st.consumer[stage] = link
+    st.named[0] = st.weight_epoch[stage]
+    st.consumer[0] = st.caller_at[link]
     # epoch.finalize_writes
     st.final[stage] = st.weight_epoch[stage]
 
@@ -96,19 +96,14 @@ def finish_reduction(st, bucket, link):
         raise Refused("reduction.not-started")
     # completion.finish_reduction_guards
     s = st.stage_at[bucket]
-    t = st.tied_at[bucket]
     d = st.domain_of[s]
     if st.domain_at[link] != d:
         raise Refused("completion.wrong-stream")
-    if st.named[s] == st.weight_epoch[s] and st.consumer[s] != link:
-        raise Refused("completion.wrong-consumer")
-    if st.named[t] == st.weight_epoch[t] and st.consumer[t] != link:
+    if st.named[0] == st.weight_epoch[s] and st.consumer[0] != st.caller_at[link]:
         raise Refused("completion.wrong-consumer")
     # completion.finish_reduction_writes
-    st.named[s] = st.weight_epoch[s]
-    st.named[t] = st.weight_epoch[t]
-    st.consumer[s] = link
-    st.consumer[t] = link
+    st.named[0] = st.weight_epoch[s]
+    st.consumer[0] = st.caller_at[link]
     # reduction.finish_reduction_writes
     st.reducing[bucket] = 0
     st.reduced[bucket] = st.weight_epoch[s]
@@ -135,12 +130,12 @@ def fail_reduction(st, bucket):
     st.final[t] = NEVER
 
 
-def commit_epoch(st, epoch):
+def commit_epoch(st, epoch, caller):
     """
-    With the optimizer's update: every stage's next epoch.
+    With the optimizer's update, which the caller's stream runs: every stage's next epoch.
 
-    Guards: ownership, version, order, epoch, reduction.
-    Writes: order, reduction, epoch.
+    Guards: ownership, version, order, epoch, completion, reduction.
+    Writes: order, completion, reduction, epoch.
     """
     # ownership.commit_epoch_guards
     if not st.every(st.consumers, 0):
@@ -156,6 +151,9 @@ def commit_epoch(st, epoch):
         raise Refused("epoch.wrong-epoch")
     if not st.every(st.final, epoch):
         raise Refused("epoch.not-final")
+    # completion.commit_epoch_before_persistence_guards
+    if st.consumer[0] != caller:
+        raise Refused("completion.update-stream")
     # reduction.commit_epoch_before_persistence_guards
     if not st.every(st.reducing, 0):
         raise Refused("reduction.in-flight")
@@ -165,6 +163,10 @@ def commit_epoch(st, epoch):
     st.fill(st.position, 0)
     st.fill(st.forwards, 0)
     st.fill(st.dgrads, 0)
+    # completion.commit_epoch_writes
+    st.updater[0] = caller
+    st.fill(st.unawaited, 1)
+    st.fill(st.undrained, 1)
     # reduction.commit_epoch_writes
     st.started[0] = 0
     # epoch.commit_epoch_writes

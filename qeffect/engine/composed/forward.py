@@ -76,6 +76,8 @@ def check_forward(st, key, slot, token, link, refresh):
         raise Refused("completion.wrong-stream")
     if st.joined[link] != st.submitted[link]:
         raise Refused("completion.caller-to-graph")
+    if st.unawaited[d] != 0:
+        raise Refused("completion.update-to-graph")
     if st.joined[st.ended_on[slot]] < st.ended_at[slot]:
         raise Refused("completion.transfer-to-graph")
     ticket = st.serial[0] + 1

@@ -39,6 +39,8 @@ def check_refresh(st, stage, link):
         raise Refused("completion.wrong-stream")
     if st.joined[link] != st.submitted[link]:
         raise Refused("completion.caller-to-graph")
+    if st.unawaited[d] != 0:
+        raise Refused("completion.update-to-graph")
     ticket = st.serial[0] + 1
     # version.check_refresh_writes
     st.refreshing[stage] = ticket

@@ -95,7 +95,7 @@ def restore(st, epoch, incarnation):
     st.fill(st.landed, 0)
     st.fill(st.vacated, 0)
     st.fill(st.ended_at, 0)
-    st.fill(st.named, NEVER)
+    st.named[0] = NEVER
     # reduction.restore_writes
     st.fill(st.reduced, NEVER)
     st.started[0] = 0

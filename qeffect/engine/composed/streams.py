@@ -29,6 +29,8 @@ def join(st, link):
     """
     # completion.join_writes
     st.joined[link] = st.submitted[link]
+    if st.caller_at[link] == st.updater[0]:
+        st.unawaited[st.domain_at[link]] = 0
 
 
 def wait(st, link):
@@ -52,3 +54,4 @@ def drain(st, domain):
     """
     # completion.drain_writes
     st.undrained[domain] = 0
+    st.unawaited[domain] = 0

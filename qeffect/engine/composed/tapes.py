@@ -119,13 +119,20 @@ def drop(st, key, ref):
 
 def invalidate(st, stage):
     """
-    The weight cache was lost; it is stale.
+    The weight cache was lost; it is stale. Where its F have begun and some dI is to come, the epoch
+    is spoiled.
 
     Guards: version.
-    Writes: version.
+    Writes: version, epoch.
     """
     # version.invalidate_guards
     if st.refreshing[stage] != 0 or st.filling[stage] != 0:
         raise Refused("version.in-flight")
+    d = st.domain_of[stage]
     # version.invalidate_writes
     st.cache_epoch[stage] = NEVER
+    # epoch.invalidate_writes
+    if st.forwards[stage] != 0 and st.dgrads[stage] != st.cells[stage]:
+        st.spoiled[stage] = st.weight_epoch[stage]
+    if st.refreshed[d] == stage and st.busy[d] != 0:
+        st.spoiled[stage] = st.weight_epoch[stage]
