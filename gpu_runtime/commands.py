@@ -94,7 +94,7 @@ class RuntimeCommands:
             (
                 "scale",
                 "compare and time a pipeline over the ranks that torchrun started",
-                "bench.scale",
+                "parallel.scale",
             ),
             ("streams", "count stale reads of one-way and two-way handoffs", "evidence.streams"),
             (

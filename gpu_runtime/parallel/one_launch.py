@@ -40,7 +40,7 @@ from qeffect.gpu_runtime.parallel.executor import Feed, Passage
 from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
 from qeffect.gpu_runtime.parallel.world import Worker
 
-__all__ = ["OneLaunch", "obstacles"]
+__all__ = ["OneLaunch", "advance", "obstacles"]
 
 ROWS = 4
 """Steps that the device may be ahead of what the host has read, and more than it ever is."""
@@ -319,14 +319,8 @@ class _Gate:
     def begin(self, before: DeviceCounts, after: DeviceCounts) -> None:
         """Learn from one step what each adds: counters a number, the digest an affine map."""
         first, then = self._numbers(before), self._numbers(after)
-        actions = sum(then[1:]) - sum(first[1:])
-        factors = [pow(MULTIPLIER, actions, 1 << 64), *[1] * (len(first) - 1)]
-        terms = [_signed(b - a * f) for a, b, f in zip(first, then, factors, strict=True)]
-        for tensor, numbers in (
-            (self.wanted, first),
-            (self.factors, [_signed(f) for f in factors]),
-            (self.terms, terms),
-        ):
+        factors, terms = advance(first, then)
+        for tensor, numbers in ((self.wanted, first), (self.factors, factors), (self.terms, terms)):
             tensor.copy_(torch.tensor(numbers, dtype=torch.int64))
         self.number.zero_()
         self.ring.fill_(-1)
@@ -359,6 +353,26 @@ class _Gate:
         if self.group is not None:
             group, self.group = self.group, None
             dist.destroy_process_group(group)
+
+
+def advance(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[int]]:
+    """
+    What a step multiplies the digest and each counter by, and what it then adds.
+
+    A digest is folded once for each action, so that a step is an affine map of it, modulo 2**64,
+    the same for every step that runs the same actions in the same order.
+
+    Args:
+        before: Digest and counters before a step.
+        after: Those after it.
+
+    >>> advance([0, 0, 2], [7, 1, 2])[1]
+    [7, 1, 0]
+    """
+    actions = sum(after[1:]) - sum(before[1:])
+    factors = [pow(MULTIPLIER, actions, 1 << 64), *[1] * (len(before) - 1)]
+    terms = [_signed(b - a * f) for a, b, f in zip(before, after, factors, strict=True)]
+    return [_signed(factor) for factor in factors], terms
 
 
 def _signed(number: int) -> int:

@@ -52,15 +52,18 @@ class _Rehearsed:
         return self.executor.refreshed[memory.stage.index]
 
     def forward(self, memory: StageMemory, slot: Slot) -> Effects:
-        return self.executor.slots[slot.index].ran
+        found: Effects = self.executor.slots[slot.index].ran
+        return found
 
     def dgrad(
         self, memory: StageMemory, slot: Slot, variant: WgradVariant
     ) -> tuple[tuple[str, ...], Effects]:
-        return self.executor.slots[slot.index].queued
+        found: tuple[tuple[str, ...], Effects] = self.executor.slots[slot.index].queued
+        return found
 
     def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
-        return self.executor.slots[slot.index].covered[variant]
+        found: tuple[str, ...] = self.executor.slots[slot.index].covered[variant]
+        return found
 
 
 class _Silent:
@@ -117,7 +120,8 @@ class Rehearsal:
         runtime = self.pipeline.runtime
         contract, link = runtime.contract, runtime.actions.links["main"]
         contract.enter(link)
-        contract.commit_epoch()
+        contract.commit_epoch(caller="main")
+        contract.join(link)
         contract.wait(link)
         runtime._forget_gradients()
 

@@ -391,7 +391,8 @@ def rehearsed(job: Job, spoil: str | None) -> dict[str, Any]:
     """
     member = join("cpu", LIMITS)
     worker = guarded(member, job, "reference", limits=LIMITS)
-    runtime, told = worker.runtime, []
+    runtime = worker.runtime
+    told: list[list[str]] = []
 
     def hear(transition: str, given: tuple[Any, ...], result: Any) -> None:
         named = zip(TRANSITIONS[transition], given, strict=True)
