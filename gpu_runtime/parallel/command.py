@@ -264,7 +264,9 @@ def _trained(
     log: Path | None,
     what: str,
 ) -> Outcome:
-    worker = guarded(member, job, backend, captured=captured, limits=limits, event_log=log)
+    worker = guarded(
+        member, job, backend, captured=captured, limits=limits, event_log=log, repeat=True
+    )
     seconds = []
     for _ in range(args.steps):
         began = time.perf_counter()
@@ -285,7 +287,7 @@ def _trained(
     slowest = [max(rank["seconds"][step] for rank in ranks) for step in range(args.steps)]
     median = statistics.median(slowest)
     lines = [
-        what,
+        f"{what}, the same data each",
         f"  loss {', '.join(f'{loss:.6f}' for loss in losses)}",
         f"  slots of each rank's stages {[rank['slots'] for rank in ranks]}",
         f"  {median * 1e3:.1f} ms a step (median of {args.steps}, slowest rank, synchronised)",

@@ -136,6 +136,7 @@ def guarded(
     event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
     tagged: bool = True,
     pipeline: type[Pipeline] = Pipeline,
+    repeat: bool = False,
 ) -> Worker:
     """A job's guarded pipeline, ready for its first step; every rank calls it."""
     config = RuntimeConfig(rule=job.rule, provisioning=job.provisioning, captured=captured)
@@ -144,7 +145,7 @@ def guarded(
         job.table(),
         job.pp,
         lambda indices: job.stages(indices, member.device, backend),
-        lambda replica: Batches(job.batch(member.device, replica), member.device),
+        lambda replica: Batches(job.batch(member.device, replica), member.device, repeat=repeat),
         config,
         limits=limits,
         event_log=event_log,

@@ -4,6 +4,7 @@ A small model cut into stages, and its data: what the pipeline's command and its
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -222,12 +223,18 @@ class Batches:
     Args:
         draw: Input and target of a step's microbatch.
         device: Where the gradient of the loss lives.
+        repeat: Give every step the first one's data, drawn once: drawing takes longer than a step.
     """
 
     def __init__(
-        self, draw: Callable[[int, int], tuple[Tensor, Tensor]], device: torch.device
+        self,
+        draw: Callable[[int, int], tuple[Tensor, Tensor]],
+        device: torch.device,
+        *,
+        repeat: bool = False,
     ) -> None:
-        self.draw = draw
+        once: Callable[[int], tuple[Tensor, Tensor]] = functools.cache(lambda m: draw(0, m))
+        self.draw = (lambda _, m: once(m)) if repeat else draw
         self.one = torch.ones((), device=device)
         self.losses: dict[int, dict[int, Tensor]] = {}
 

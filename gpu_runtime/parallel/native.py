@@ -208,7 +208,8 @@ class NativePipeline:
     def _gradients(self, piped: _Stage) -> Mapping[str, Tensor]:
         own = parameters(piped.backend)
         found = {n: p.grad for n, p in own.items() if p.grad is not None}
-        found.update(by_matrix(piped.backend.units, piped.sums))
+        if piped.sums:
+            found.update(by_matrix(piped.backend.units, piped.sums))
         if missing := sorted(own.keys() - found.keys()):
             raise BackendError(f"native backward left {missing[0]} without a gradient")
         return {name: found[name] for name in own}

@@ -32,11 +32,15 @@ class _Started:
                 else:
                     work.wait()
         except RuntimeError as error:
-            library = str(error)
-            error.__traceback__ = None  # its frames hold the group, and that its connections
             work = None
-            name = f"the reduction of {self.bucket!r}"
-            raise LostError(name, -1, "imed out" in library, library) from None
+            raise self.lost(error) from None
+
+    def lost(self, error: RuntimeError) -> LostError:
+        """What the library's error means."""
+        library = str(error)
+        error.__traceback__ = None  # its frames hold the group, and that its connections
+        name = f"{self.bucket}REDUCE_GRAD"
+        return LostError(name, -1, "imed out" in library, library)
 
 
 class Replicas:
@@ -55,17 +59,24 @@ class Replicas:
         self.group = group
         self.host = host
         self.deadline = datetime.timedelta(seconds=deadline)
+        self._started: list[_Started] = []
 
     def __call__(self, bucket: int | str, gradients: Mapping[str, Tensor]) -> _Started:
         """Begin to sum a bucket's gradients in place."""
-        works: list[Any] = []
-        started = _Started(self, bucket, works)
-        for gradient in gradients.values():
-            works.append(dist.all_reduce(gradient, group=self.group, async_op=True))
+        started = _Started(self, bucket, [])
+        self._started = [s for s in self._started if s.works] + [started]
+        try:
+            for gradient in gradients.values():
+                work = dist.all_reduce(gradient, group=self.group, async_op=True)
+                started.works.append(work)
+        except RuntimeError as error:
+            raise started.lost(error) from None
         return started
 
     def close(self, *, abort: bool = True) -> None:
         """End the group; replicas that wait on it wake up. `abort` as for `Channels.close`."""
+        for started in self._started:  # they hold connections open
+            started.works.clear()
         group, self.group = self.group, None
         if group is not None:
             end_group(group, abort=abort and not self.host)

@@ -24,7 +24,7 @@ from qeffect.gpu_runtime.parallel.model import require_meeting
 from qeffect.gpu_runtime.parallel.reduction import Replicas
 from qeffect.gpu_runtime.plan.rows import Row, walked
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
-from qeffect.schedule.actions import Schedule
+from qeffect.schedule.actions import Kind, Schedule
 
 __all__ = ["Limits", "Member", "Worker", "join"]
 
@@ -189,6 +189,11 @@ class Worker:
         self.feed = feed(self.replica)
         self.pp = pp
         self._replicas = self._reducer()
+        if self._replicas is not None and not config.reductions and not config.buckets:
+            # Every replica walks the same row, and the contract holds it to that order.
+            ends = [a.stage for a in self.row.atoms if a.kind is Kind.REDUCE_GRAD]
+            if sorted(ends) == list(self.row.stages):
+                config = attrs.evolve(config, reductions=tuple(ends))
         self.runtime = self._runtime(build, config, event_log)
         self.optimizer = optimizer(list(self.runtime.stages.values()))
         self._pipeline = pipeline

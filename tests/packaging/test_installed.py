@@ -168,6 +168,7 @@ class TestContents:
         kept = {
             *("qeffect/spec/faults.json", "qeffect/spec/event-log.schema.json"),
             "qeffect/gpu_runtime/reports/report.schema.json",
+            "qeffect/schedule/durations.schema.json",  # the help of `plan` points there
         }
         tables = {n for n in data if n.startswith("qeffect/schedule/fixtures/")}
         texts = {n for n in data if n.startswith("qeffect/spec/") and n.endswith(".md")}

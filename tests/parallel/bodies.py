@@ -23,6 +23,7 @@ from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.memory.state import live_state
 from qeffect.gpu_runtime.parallel import command
 from qeffect.gpu_runtime.parallel.channels import Message, Transfer
+from qeffect.gpu_runtime.parallel.compare import CATEGORIES as CATEGORIES
 from qeffect.gpu_runtime.parallel.compare import compared, guarded
 from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.parallel.executor import Passage
@@ -446,3 +447,11 @@ def _same(given: Any) -> Any:
     if isinstance(given, TapeRef):
         return given.slot
     return given
+
+
+def example(source: str) -> str:
+    """A program as the README has it; what it printed."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        exec(compile(source, "README", "exec"), {})
+    return out.getvalue()

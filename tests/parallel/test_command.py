@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +84,13 @@ def test_without_torchrun_the_command_says_how_to_start(
     """One process alone has no rank."""
     assert main(["runtime", "pipeline"]) == 2
     assert "start the ranks with torchrun" in capsys.readouterr().err
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+    """A model of one's own, as it is written there: three steps, each microbatch's loss."""
+    text = (Path(__file__).parents[2] / "gpu_runtime" / "README.md").read_text(encoding="utf-8")
+    (source,) = (b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Worker" in b)
+    said = launch(2, tmp_path, bodies.example, source)
+    assert said.codes == [0, 0]
+    lines = [line.split() for words in said.words.values() for line in words.splitlines()]
+    assert [line[:2] for line in lines] == [[str(s), str(m)] for s in range(3) for m in range(4)]

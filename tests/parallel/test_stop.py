@@ -73,6 +73,20 @@ def test_after_a_cause_that_all_survive_the_run_goes_on_bit_for_bit(tmp_path: Pa
         assert word["same losses"]
 
 
+def test_replicas_stop_and_go_on_together(tmp_path: Path) -> None:
+    """A rank of one replica raises, also while gradients are summed: all four rebuild."""
+    job = Job(schedule="il", pp=2, dp=2, microbatches=2)
+    faults = [(3, ("raising", "1W1")), (0, ("raising", "0W1"))]
+    said = launch(4, tmp_path, bodies.recovering, job, faults, LIMITS)
+    assert said.codes == [0] * 4
+    for n, (victim, (_, action)) in enumerate(faults):
+        cause = one_cause([said.words[rank]["stops"][n] for rank in range(4)])
+        assert (cause["kind"], cause["rank"], cause["action"]) == ("raised", victim, action)
+    for rank in range(4):
+        assert said.words[rank]["differ"] == []
+        assert said.words[rank]["same losses"]
+
+
 def test_a_killed_process_is_named_by_what_it_owed(tmp_path: Path) -> None:
     """In the middle of four ranks, in the middle of a step: the others say the same of it."""
     job = Job(schedule="zbv", pp=4, microbatches=4)
