@@ -1,0 +1,330 @@
+"""
+The event logs of all ranks of a pipeline, checked together.
+
+One log says what one process did, and is replayed alone first: its own order, its slots and the
+lifetimes of their buffers. What no single log can show is whether the ranks fit: so the F, dI and
+dW of each committed step, and its messages, are put side by side again as the table that was in
+fact run, a row a rank, and looked at as `qeffect check` looks at a table:
+
+* every message that arrived was sent, every one that was sent arrived (`schedule.receive-without-
+  send`, `-send-without-receive`), and no rank did what another one's cannot have come before: each
+  receive ends after its send began (`schedule.deadlock`, where the logs contradict each other);
+* between two ranks receives are posted in the order of their sends (`schedule.message-order`);
+* all ranks committed the same epochs, one after the other (`epoch.wrong-epoch`).
+
+Logs have no common clock. What is refused is what no clock could explain. What ran in an epoch that
+never committed is left out: nothing was built on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from qeffect.spec.clauses import CLAUSES
+
+from ..relations.constants import BACK_BIT, GRAD_BIT, IN_BIT, OUT_BIT
+from ..schedule.actions import Schedule
+from ..schedule.findings import Finding
+from ..schedule.index import index_of
+from ..schedule.infer import from_actions
+from ..schedule.messages import check_message_order, check_messages
+from ..schedule.simulate import check_deadlock, simulate
+from ..schedule.transport import Transport
+from .checker import LogError
+from .replayer import ReplayReport, replay
+
+__all__ = ["JointReport", "replay_together"]
+
+#: How an event stands in a table: what computes, and messages by their bit.
+_COMPUTED = {"check_forward": "F", "check_dgrad": "I", "check_wgrad": "W"}
+_SENT = {OUT_BIT: "SEND_F", GRAD_BIT: "SEND_B"}
+_RECEIVED = {IN_BIT: "RECV_F", BACK_BIT: "RECV_B"}
+
+
+@attrs.frozen
+class JointReport:
+    """
+    What a replay of all ranks' logs found.
+
+    Args:
+        verdict: ``accepted`` or ``refused``.
+        ranks: What each rank's log says alone, in the order of the logs.
+        epochs: Epochs that every rank committed and that were compared.
+        messages: Messages between ranks in them.
+        rank: Rank of a refusal; this and what follows is None where nothing was refused.
+        epoch: Epoch of it.
+        clause: Its clause.
+        step: Place of the event in its log, the sequence number.
+        action: What it did, as torch writes it, or its transition.
+        message: One sentence.
+        expected: What was expected.
+        found: What was found.
+        remedy: What to do.
+    """
+
+    verdict: str
+    ranks: tuple[ReplayReport, ...]
+    epochs: int = 0
+    messages: int = 0
+    rank: int | None = None
+    epoch: int | None = None
+    clause: str | None = None
+    step: int | None = None
+    action: str | None = None
+    message: str | None = None
+    expected: str | None = None
+    found: str | None = None
+    remedy: str | None = None
+
+    def asdict(self) -> dict[str, Any]:
+        """Return the report as a plain dictionary."""
+        return attrs.asdict(self)
+
+    def summary(self) -> str:
+        """Say what was found, in a line."""
+        if self.clause is None:
+            return (
+                f"accepted: {len(self.ranks)} ranks together, {self.epochs} epochs that all "
+                f"committed, {self.messages} messages"
+            )
+        epoch = "" if self.epoch is None else f", epoch {self.epoch}"
+        event = "" if self.step is None else f", event {self.step} ({self.action})"
+        return (
+            f"refused: rank {self.rank}{epoch}{event}: {self.clause}: {self.message} "
+            f"What to do: {self.remedy}"
+        )
+
+
+def replay_together(paths: Sequence[str | os.PathLike[str]]) -> JointReport:
+    """
+    Replay each log alone, then all of them together.
+
+    Args:
+        paths: The logs of all ranks of one pipeline, in any order.
+
+    Returns:
+        The verdict; a log that is refused alone is named by its own clause.
+
+    Raises:
+        LogError: A file is no event log, or these are not the logs of one whole pipeline.
+    """
+    reports = tuple(replay(path) for path in paths)
+    for number, report in enumerate(reports):
+        if report.clause is not None:
+            rank = number if report.rank is None else report.rank
+            return JointReport(
+                "refused",
+                reports,
+                rank=rank,
+                clause=report.clause,
+                step=report.step,
+                action=report.action,
+                message=f"alone: found {report.found}; expected {report.expected}.",
+                expected=report.expected,
+                found=report.found,
+                remedy=report.remedy,
+            )
+    logs = sorted((_Log.of(path) for path in paths), key=lambda log: min(log.stages))
+    logs = [log if log.rank >= 0 else attrs.evolve(log, rank=n) for n, log in enumerate(logs)]
+    homes = _homes(logs)
+    uneven = _uneven(logs)
+    if uneven is not None:
+        return attrs.evolve(uneven, ranks=reports)
+    messages = 0
+    for number, epoch in enumerate(logs[0].epochs):
+        steps = [log.steps[number] for log in logs]
+        found = _compare(logs, steps, homes)
+        if found is not None:
+            finding, line = found
+            return JointReport(
+                "refused",
+                reports,
+                number,
+                messages,
+                None if finding.rank is None else logs[finding.rank].rank,
+                epoch,
+                finding.clause,
+                line,
+                finding.action,
+                f"{finding.message}.",
+                finding.expected,
+                finding.found,
+                finding.remedy,
+            )
+        messages += sum("SEND" in entry for step in steps for _, entry in step.rows(homes)[0])
+    return JointReport("accepted", reports, len(logs[0].epochs), messages)
+
+
+@attrs.frozen
+class _Step:
+    """What one rank did in an epoch that it committed."""
+
+    events: tuple[tuple[int, str, int, int, int], ...]
+
+    def rows(self, homes: Mapping[int, int]) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+        """
+        The step as two rows of a table, each entry with its place in the log.
+
+        In the first a receive stands where it ended, in the second where it was posted.
+        """
+        ended: list[tuple[int, str]] = []
+        posted: list[tuple[int, str]] = []
+        seen: set[tuple[str, str]] = set()
+        for place, transition, stage, microbatch, bit in self.events:
+            receives = bit in _RECEIVED and transition in ("post_receive", "finish_receive")
+            if transition in _COMPUTED:
+                name = f"{stage}{_COMPUTED[transition]}{microbatch}"
+            elif receives:
+                name = f"{stage}{_RECEIVED[bit]}{microbatch}"
+            else:
+                # A reader on the rank itself is no message: the next local stage, or a loss.
+                target = homes.get(stage + (1 if bit == OUT_BIT else -1), homes[stage])
+                if target == homes[stage]:
+                    continue
+                name = f"{stage}{_SENT[bit]}{microbatch}"
+            # Blocks and invocations of one execution stand as one.
+            if (transition, name) in seen:
+                continue
+            seen.add((transition, name))
+            if transition != "post_receive":
+                ended.append((place, name))
+            if transition != "finish_receive":
+                posted.append((place, name))
+        return ended, posted
+
+
+@attrs.frozen
+class _Log:
+    """What a log that was accepted says of messages and commits; rank -1 where it names none."""
+
+    name: str
+    rank: int
+    stages: Mapping[int, Mapping[str, Any]]
+    epochs: tuple[int, ...]
+    steps: tuple[_Step, ...]
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> _Log:
+        """Read a log that a replay has accepted."""
+        try:
+            with Path(path).open(encoding="utf-8") as file:
+                header = json.loads(next(file))
+                committed = list(_committed(map(json.loads, file)))
+        except (OSError, ValueError, StopIteration) as error:  # it was another file a moment ago
+            raise LogError(f"cannot read {path} again: {error}") from error
+        stages = {config["stage"]: config for config in header["stages"]}
+        epochs, steps = tuple(e for e, _ in committed), tuple(step for _, step in committed)
+        rank = -1 if header["rank"] is None else header["rank"]
+        return cls(str(path), rank, stages, epochs, steps)
+
+
+def _committed(events: Iterator[dict[str, Any]]) -> Iterator[tuple[int, _Step]]:
+    own: list[tuple[int, str, int, int, int]] = []
+    for event in events:
+        transition = event.get("transition")
+        if transition == "restore":
+            own = []
+        elif transition == "commit_epoch":
+            yield event["epoch"], _Step(tuple(own))
+            own = []
+        elif transition in _COMPUTED or transition in ("read", "post_receive", "finish_receive"):
+            _, stage, microbatch, *_ = event["key"]
+            bit = event.get("bit", event.get("message", 0))
+            own.append((event["seq"], transition, stage, microbatch, bit))
+
+
+def _homes(logs: Sequence[_Log]) -> dict[int, int]:
+    """Where each stage lives, as a place among the logs."""
+    homes: dict[int, int] = {}
+    for place, log in enumerate(logs):
+        for stage in log.stages:
+            if stage in homes:
+                other = logs[homes[stage]]
+                raise LogError(
+                    f"stage {stage} is in {other.name} and in {log.name}; expected the logs of one "
+                    "replica, each stage in one: give those of one replica at a time"
+                )
+            homes[stage] = place
+    for log in logs:
+        for stage, config in log.stages.items():
+            for flag, other_stage in (
+                ("receives_input", stage - 1),
+                ("receives_gradient", stage + 1),
+            ):
+                if config.get(flag) and other_stage not in homes:
+                    raise LogError(
+                        f"{log.name}: stage {stage} receives from stage {other_stage}, which is in "
+                        "no log given; expected the logs of all ranks: give that one too"
+                    )
+    return homes
+
+
+def _uneven(logs: Sequence[_Log]) -> JointReport | None:
+    """Say which rank committed otherwise than the first."""
+    for log in logs[1:]:
+        if log.epochs != logs[0].epochs:
+            clause = CLAUSES["epoch.wrong-epoch"]
+            ours, theirs = list(logs[0].epochs), list(log.epochs)
+            same = sum(1 for a, b in zip(ours, theirs, strict=False) if a == b)
+            return JointReport(
+                "refused",
+                (),
+                same,
+                rank=log.rank,
+                clause=clause.id,
+                action="commit_epoch",
+                message=f"rank {log.rank} committed {_span(theirs)}, rank {logs[0].rank} "
+                f"{_span(ours)}: all ranks commit, or none.",
+                expected=_span(ours),
+                found=_span(theirs),
+                remedy="Commit only with the consent of all ranks, and stop all where one cannot.",
+            )
+    return None
+
+
+def _span(epochs: Sequence[int]) -> str:
+    if not epochs:
+        return "no epoch"
+    shown = ", ".join(map(str, epochs[:4])) + (", ..." if len(epochs) > 4 else "")
+    return f"{len(epochs)} epochs ({shown})" if len(epochs) > 1 else f"epoch {shown}"
+
+
+def _compare(
+    logs: Sequence[_Log], steps: Sequence[_Step], homes: Mapping[int, int]
+) -> tuple[Finding, int | None] | None:
+    """Look at one epoch of all ranks; the first finding, and where its event stands in its log."""
+    both = [step.rows(homes) for step in steps]
+    for place, checks in ((0, (check_messages, _contradicted)), (1, (check_message_order,))):
+        rows = [rows[place] for rows in both]
+        table = _table(rows, homes, logs)
+        index = index_of(table, Transport("edge"))
+        for check in checks:
+            for finding in check(index):
+                line = None
+                if finding.rank is not None and finding.step is not None:
+                    line = rows[finding.rank][finding.step][0]
+                return finding, line
+    return None
+
+
+def _contradicted(index: Any) -> Iterator[Finding]:
+    yield from check_deadlock(simulate(index))
+
+
+def _table(
+    rows: Sequence[Sequence[tuple[int, str]]], homes: Mapping[int, int], logs: Sequence[_Log]
+) -> Schedule:
+    return from_actions(
+        {rank: [entry for _, entry in row] for rank, row in enumerate(rows)},
+        source="event logs",
+        num_stages=max(homes) + 1,
+        num_microbatches=max(c["microbatches"] for log in logs for c in log.stages.values()),
+        stage_to_rank=dict(homes),
+        complete=True,
+    )
