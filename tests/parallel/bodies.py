@@ -181,6 +181,20 @@ def killed(action: str) -> Fault:
     return inject
 
 
+def terminated(action: str) -> Fault:
+    """The launcher ends the process there, while it has the word."""
+
+    def inject(worker: Worker) -> None:
+        place = _at(worker, action)
+
+        def act(_: Passage) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        worker.pipeline.program[place] = worker.pipeline.program[place]._replace(act=act)
+
+    return inject
+
+
 def bits(worker: Worker) -> dict[str, str]:
     """Every tensor that a step moves, as digests of raw bits."""
     named = {
@@ -262,6 +276,46 @@ def stopping(job: Job, victim: int, fault: tuple[Any, ...], limits: Limits) -> d
         except StoppedError as again:
             said["rebuild"] = str(again)
     return said
+
+
+def updating(job: Job, limits: Limits) -> dict[str, Any]:
+    """The optimizer of one rank fails after all have consented; steps until all stop."""
+    member = join("cpu", LIMITS)
+    worker = guarded(member, job, "reference", limits=limits)
+    worker.step()
+    if member.rank == 1:
+        optimizer: Any = worker.optimizer
+
+        def fail(*_: Any) -> None:
+            raise ArithmeticError("an injected failure")
+
+        optimizer.step = fail
+    said: dict[str, Any] = {"cause": None}
+    while said["cause"] is None:
+        said = _step(worker)
+    return said
+
+
+def alike(job: Job, tables: list[str], steps: int) -> list[dict[str, Any]]:
+    """A job trained under its own table, then under tables from files."""
+    member = join("cpu", LIMITS)
+    found = []
+    for schedule in (job.schedule, *tables):
+        again = attrs.evolve(job, schedule=schedule)
+        worker = guarded(member, again, "reference", limits=LIMITS)
+        for _ in range(steps):
+            worker.step()
+        slots = sum(config.slots for config in worker.runtime.contract.stages)
+        found.append({"bits": bits(worker), "slots": slots})
+        worker.close()
+    return [
+        {
+            "differ": [n for n in found[0]["bits"] if found[0]["bits"][n] != f["bits"][n]],
+            "of": len(f["bits"]),
+            "slots": f["slots"],
+        }
+        for f in found
+    ]
 
 
 def behind(job: Job, limits: Limits) -> dict[str, Any]:
