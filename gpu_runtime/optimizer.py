@@ -42,6 +42,7 @@ class Optimizer:
         capturable: bool = False,
     ) -> None:
         self.master_dtype = master_dtype
+        self.capturable = capturable
         self.named: dict[str, Tensor] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._parameters: list[Tensor] = []

@@ -70,6 +70,7 @@ class RuntimeConfig:
         late_counts: With ``device_counts``, let the device compare: it skips the update where it
             did not run what was committed. The host does not wait, and refuses at the next
             `finalize` or `checkpoint`.
+        nested: Capture graphs that can become part of the graph of a whole step.
         pool: Capture-memory pool that all slots share. Only the test that shows why that is wrong
             sets it; None gives every slot a pool of its own.
         buckets: For a stage, the gradients that are reduced together: every matrix in one bucket,
@@ -92,6 +93,7 @@ class RuntimeConfig:
     callers: tuple[Hashable, ...] = ("main",)
     device_counts: bool = False
     late_counts: bool = False
+    nested: bool = False
     pool: Hashable | None = None
     buckets: Mapping[int, Sequence[Bucket]] = attrs.field(factory=dict)
     reductions: Sequence[int | str] = ()
@@ -327,6 +329,7 @@ class Runtime:
             self.handoff,
             shared_pool=self.config.pool,
             counters=self.counters,
+            nested=self.config.nested,
         )
 
     def caller_scope(self) -> Any:

@@ -14,7 +14,7 @@ graph's launch of two microseconds, looking it up again would show.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import attrs
 from torch import Tensor
@@ -62,7 +62,8 @@ class GuardedActions:
         executor: Who performs.
         handoff: The graph stream.
         links: The kernel's link of each caller.
-        unusable: Why no action may run any more, where that is so.
+        broken: Why no action may run any more, where that is so.
+        fill: Copies what an action is given into a slot's buffers.
     """
 
     contract: Contract
@@ -71,6 +72,7 @@ class GuardedActions:
     handoff: Handoff
     links: Mapping[Hashable, int]
     broken: str | None = None
+    fill: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = fill
     _places: dict[Cell, _Place] = attrs.field(init=False, factory=dict)
     _slots: dict[int, Slot] = attrs.field(init=False, factory=dict)
     _versioned: bool = attrs.field(init=False)
@@ -216,7 +218,7 @@ class GuardedActions:
             slot = self._slots[ticket.slot]
             try:
                 if inputs is not None:
-                    fill(slot.input_views, inputs)
+                    self.fill(slot.input_views, inputs)
                 effects = executor.forward(memory, slot)
                 if not executor.marks_tail:
                     handoff.record_tail()
@@ -271,7 +273,7 @@ class GuardedActions:
             slot = self._slots[ticket.slot]
             try:
                 if output_gradients is not None:
-                    fill(slot.output_gradients, output_gradients)
+                    self.fill(slot.output_gradients, output_gradients)
                 queued, effects = executor.dgrad(memory, slot, memory.variants[key.microbatch])
                 if not executor.marks_tail:
                     handoff.record_tail()
