@@ -100,6 +100,15 @@ def test_a_killed_process_is_named_by_what_it_owed(tmp_path: Path) -> None:
     assert [word["rebuild"] for word in words] == [cause["text"]] * 3
 
 
+def test_a_rank_that_the_launcher_ends_says_so_first(tmp_path: Path) -> None:
+    """torchrun ends all that are left when one has died: without this they would say nothing."""
+    said = launch(2, tmp_path, bodies.stopping, JOB, 0, ("terminated", "3F1"), LIMITS)
+    assert said.codes == [0, 0]
+    cause = one_cause([said.words[0], said.words[1]])
+    assert place(cause) == ("ended", 0, 3, "3F1", None)
+    assert not cause["recoverable"]
+
+
 def test_a_stalled_process_is_named_and_hears_of_it(tmp_path: Path) -> None:
     """Nobody waits for a transport's own limit, and the late one stops when it wakes up."""
     limits = Limits(start=60.0, message=3.0, commit=6.0, grace=2.0)
@@ -107,6 +116,16 @@ def test_a_stalled_process_is_named_and_hears_of_it(tmp_path: Path) -> None:
     assert said.codes == [0, 0]
     cause = one_cause([said.words[0], said.words[1]])
     assert place(cause) == ("late", 1, 1, "1SEND_B1", None)
+
+
+def test_an_update_that_fails_half_way_is_not_rebuilt(tmp_path: Path) -> None:
+    """All had consented, so other ranks have moved on: only a checkpoint leads back."""
+    said = launch(2, tmp_path, bodies.updating, JOB, LIMITS)
+    assert said.codes == [0, 0]
+    causes = [said.words[rank]["cause"] for rank in range(2)]
+    assert causes[0] == causes[1]
+    assert place(causes[0]) == ("raised", 1, None, "commit", None)
+    assert not causes[0]["recoverable"]
 
 
 def test_a_rank_an_epoch_behind_is_named_at_the_commit(tmp_path: Path) -> None:
