@@ -194,6 +194,10 @@ class Consent:
                       f"{text}; the store that the ranks meet in is gone ({lost})", False)
             )  # fmt: skip
 
+    def stopped(self) -> bool:
+        """Whether a rank has said why it cannot go on."""
+        return any(self.store.check([f"verdict/{rank}"]) for rank in range(self.world))
+
     def close(self) -> None:
         """Close every connection; peers that wait on one wake up."""
         self.channels.close()

@@ -16,7 +16,6 @@ import attrs
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
-from qeffect.gpu_runtime.memory.slots import fill
 from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
 from qeffect.gpu_runtime.parallel.channels import Channels, Message, Transfer
 from qeffect.gpu_runtime.parallel.consent import Consent, StoppedError
@@ -193,7 +192,9 @@ class Pipeline:
             with self.runtime.caller_scope():
                 self.actions()
                 gradients = self.finalize()
-                self.runtime.contract.check_commit(counted=self.runtime.device_counts())
+                late = self.runtime.config.late_counts
+                counted = None if late else self.runtime.device_counts()
+                self.runtime.contract.check_commit(counted=counted)
                 if self.consent is not None:
                     self.consent.agree(epoch)
                 else:
@@ -261,7 +262,7 @@ class Pipeline:
             actions.finish_outputs(feeder.key, feeder.ref)
         elif p.source is not None:
             if len(stage.inputs) > 1:
-                fill(actions.input_buffers(key)[1:], self._further(p))
+                actions.fill(actions.input_buffers(key)[1:], self._further(p))
             p.ref = actions.forward(key)
         else:
             p.ref = actions.forward(key, self.feed.inputs(stage, key.epoch, p.microbatch))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qeffect.cli import main
+from qeffect.engine.stage import TRANSITIONS
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.evidence.comparison import digests
@@ -27,7 +28,10 @@ from qeffect.gpu_runtime.parallel.compare import compared, guarded
 from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.parallel.executor import Passage
 from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
 from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
+from qeffect.keys import TapeKey, TapeRef
+from qeffect.refusals import Refused
 
 Fault = Callable[[Worker], None]
 #: Nothing here takes a second where all is well.
@@ -380,6 +384,123 @@ def unmet() -> str:
     except BackendError as error:
         return str(error)
     return "accepted"
+
+
+# A step without its device work
+
+
+class _Kept:
+    """What a slot's actions reported; of each dI in turn, since each used another F's scales."""
+
+    def __init__(self) -> None:
+        self.ran: Any = None
+        self.covered: dict[Any, Any] = {}
+        self.queue: list[Any] = []
+
+    @property
+    def queued(self) -> Any:
+        return self.queue.pop(0)
+
+
+class _Noting:
+    """An eager executor that keeps what every action reported, as graphs keep their captures'."""
+
+    marks_tail = False
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.slots: dict[int, Any] = {}
+        self.refreshed: dict[int, Any] = {}
+
+    def _of(self, slot: Any) -> Any:
+        return self.slots.setdefault(slot.index, _Kept())
+
+    def refresh(self, memory: Any) -> Any:
+        found = self.refreshed[memory.stage.index] = self.inner.refresh(memory)
+        return found
+
+    def forward(self, memory: Any, slot: Any) -> Any:
+        found = self._of(slot).ran = self.inner.forward(memory, slot)
+        return found
+
+    def dgrad(self, memory: Any, slot: Any, variant: Any) -> Any:
+        found = self.inner.dgrad(memory, slot, variant)
+        self._of(slot).queue.append(found)
+        return found
+
+    def wgrad(self, memory: Any, slot: Any, variant: Any) -> Any:
+        found = self._of(slot).covered[variant] = self.inner.wgrad(memory, slot, variant)
+        return found
+
+    def check_addresses(self, memory: Any) -> None:
+        """An eager executor bakes nothing in."""
+
+
+def rehearsed(job: Job, spoil: str | None) -> dict[str, Any]:
+    """
+    The transitions of two guarded steps, and of a third that is rehearsed.
+
+    Args:
+        job: What to train.
+        spoil: The action that the rehearsed program leaves out; None for a right one.
+    """
+    member = join("cpu", LIMITS)
+    worker = guarded(member, job, "reference", limits=LIMITS)
+    runtime = worker.runtime
+    told: list[list[str]] = []
+
+    def hear(transition: str, given: tuple[Any, ...], result: Any) -> None:
+        named = zip(TRANSITIONS[transition], given, strict=True)
+        held = {name: _same(value) for name, value in named if name not in _MOVES}
+        told[-1].append(f"{transition} {held}")
+
+    runtime.contract.observer = hear
+    noting = runtime.actions.executor = _Noting(runtime.executor)
+    tokens = []
+    for _ in range(2):
+        told.append([])
+        for kept in noting.slots.values():
+            kept.queue.clear()
+        worker.step()
+        tokens.append(runtime.contract.token(runtime.order.stages[0]))
+    for kept in noting.slots.values():  # an eager dI reports whose scales it used; a graph's cannot
+        kept.queue[:] = [
+            (names, effects._replace(scales=effects.scales + tokens[1] - tokens[0]))
+            for names, effects in kept.queue
+        ]
+    told.append([])
+    before = bits(worker)
+    if spoil is not None:
+        places = [n for n, e in enumerate(worker.pipeline.program) if name_of(e.atom) == spoil]
+        for place in places:
+            del worker.pipeline.program[place]
+    refusal = None
+    try:
+        rehearsal = Rehearsal(worker.pipeline, noting)
+        rehearsal.run()
+        rehearsal.commit()
+    except Refused as refused:
+        refusal = refused.clause
+    return {
+        "guarded": [told[0], told[1]],
+        "rehearsed": told[2],
+        "moved": [name for name, digest in bits(worker).items() if before[name] != digest],
+        "refusal": refusal,
+        "posted": sum(map(len, worker.pipeline.channels.posted().values())),
+    }
+
+
+#: What differs from step to step by itself.
+_MOVES = ("token", "ticket", "epoch", "scales", "fill_epoch")
+
+
+def _same(given: Any) -> Any:
+    """A key without its epoch, a reference without its generation."""
+    if isinstance(given, TapeKey):
+        return given.cell
+    if isinstance(given, TapeRef):
+        return given.slot
+    return given
 
 
 def example(source: str) -> str:
