@@ -185,7 +185,9 @@ class Pipeline:
             StoppedError: A rank could not go on; no rank has updated its weights, and all raise
                 this with one cause. After a recoverable one every rank calls `Worker.rebuild`.
         """
-        epoch = self.runtime.epoch
+        epoch, handoff = self.runtime.epoch, self.runtime.handoff
+        # The walk runs on the graph stream: behind what the caller's has now, before what comes.
+        handoff.wait_for_caller()
         try:
             with self.runtime.caller_scope():
                 self.actions()
@@ -202,6 +204,7 @@ class Pipeline:
             if self.consent is None:
                 raise
             raise self._stopped(error, epoch) from None
+        handoff.caller_waits()
         return gradients
 
     def actions(self) -> None:

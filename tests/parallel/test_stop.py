@@ -10,12 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from qeffect.gpu_runtime.parallel.model import Job
 from qeffect.gpu_runtime.parallel.world import Limits
 from tests.parallel import bodies
 from tests.parallel.ranks import Said, launch
 
-LIMITS = Limits(start=60.0, message=5.0, commit=20.0, grace=4.0)
+LIMITS = Limits(start=60.0, message=30.0, commit=30.0, grace=4.0)
+#: Where a message never comes: as long as is waited for it.
+SHORT = attrs.evolve(LIMITS, message=5.0)
 JOB = Job(schedule="zbv", pp=2, microbatches=4)
 
 
@@ -49,7 +53,7 @@ def test_after_a_cause_that_all_survive_the_run_goes_on_bit_for_bit(tmp_path: Pa
         (0, ("doubled", "0SEND_F1")),
         (1, ("twice", "1RECV_F2")),
     ]
-    said = launch(2, tmp_path, bodies.recovering, JOB, faults, LIMITS)
+    said = launch(2, tmp_path, bodies.recovering, JOB, faults, SHORT)
     assert said.codes == [0, 0]
     words = [said.words[rank] for rank in range(2)]
     found = []
