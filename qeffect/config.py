@@ -97,7 +97,7 @@ def _buckets(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
 
 
 def _placed(buffers: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    pairs = buffers.items() if isinstance(buffers, Mapping) else buffers
+    pairs: Any = buffers.items() if isinstance(buffers, Mapping) else buffers
     if not isinstance(pairs, Iterable) or isinstance(pairs, str):
         raise TypeError(f"buffers must be names by matrix, got {buffers!r}")
     given = tuple(tuple(pair) for pair in pairs)

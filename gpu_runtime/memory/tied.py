@@ -81,15 +81,15 @@ class Tied:
                         "and is tied; only a matrix with a product of its own can be"
                     )
                 names.setdefault(place[0], {})[place[1]] = "stages.{}.{}".format(*group[0])
-            of = sorted({stage for stage, _ in group})
-            for stage in of if len(of) > 1 else ():
-                others = {sharers.get(stage, stage), *of} - {stage}
+            of = sorted({index for index, _ in group})
+            for index in of if len(of) > 1 else ():
+                others = {sharers.get(index, index), *of} - {index}
                 if len(others) > 1:
                     raise BackendError(
-                        f"stage {stage} has weights tied with the stages {sorted(others)}; with "
+                        f"stage {index} has weights tied with the stages {sorted(others)}; with "
                         "one other at most"
                     )
-                (sharers[stage],) = others
+                (sharers[index],) = others
         return cls(names, frozenset(p for group in declared for p in group), sharers)
 
     def buffers(self, stage: int) -> Mapping[str, str]:

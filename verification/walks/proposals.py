@@ -281,8 +281,8 @@ def _spelled_out(world: World, call: Call, pick: Pick) -> Call:
         own = world.slot_of(key.cell)
         given["slot"] = free[pick(len(free))].index if own is None else own.index
     if "first" in given and pick(4) == 3:
-        own, shared = world.buffers(given["key"].cell)
-        given["first"] = own not in world.written
+        buffer, shared = world.buffers(given["key"].cell)
+        given["first"] = buffer not in world.written
         if pick(2):
             given["first_of_tied"] = shared not in world.written
     return Call(call.transition, given)
