@@ -38,6 +38,7 @@ from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 
 __all__ = ["add_probes_arguments", "pairing", "run_probes", "sanitized"]
 
+PROBES = ("attention", "addresses", "interleaved")
 TIMEOUT_S = 180.0
 LOOKS = 2000
 
@@ -61,6 +62,14 @@ def add_probes_arguments(parser: argparse.ArgumentParser) -> None:
         default="cuda",
         help="cpu runs the reference backend, to see the probes; it says nothing of the library",
     )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PROBES,
+        default=list(PROBES),
+        metavar="WHAT",
+        help=f"some of {', '.join(PROBES)}",
+    )
     parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
     parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
 
@@ -78,19 +87,20 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
         "probes",
         args.out,
         environment(args.commit),
-        {"device": args.device},
+        {"device": args.device, "only": args.only},
         {"attention": [], "pairing": pairing(), "addresses": None, "interleaved": []},
     )
     report.save()
-    for sequence, fused in ATTENTION:
+    for sequence, fused in ATTENTION if "attention" in args.only else ():
         progress(f"Looking. Attention of {sequence} tokens")
         report.raw["attention"].append(_attention(sequence, fused, args.device, None))
         report.save()
     tool = _sanitizer()
-    if args.device == "cuda" and tool is not None:
+    if args.device == "cuda" and tool is not None and "attention" in args.only:
         report.raw["attention"].append(_attention(64, True, args.device, tool))
-    report.raw["addresses"] = _asked(["addresses", args.device])
-    if args.device == "cuda":
+    if "addresses" in args.only:
+        report.raw["addresses"] = _asked(["addresses", args.device])
+    if args.device == "cuda" and "interleaved" in args.only:
         progress("Looking. Interleaved stages under the library's graphs")
         report.save()
         report.raw["interleaved"] = _sides()

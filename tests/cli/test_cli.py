@@ -67,7 +67,7 @@ OPTIONS = {
     },
     "runtime streams": {"--processes", "--checks", "--width", "--depth", "--quick", *REPORT},
     "runtime pools": {"--steps", "--device", *REPORT},
-    "runtime probes": {"--device", *REPORT},
+    "runtime probes": {"--device", "--only", *REPORT},
     "runtime scale": {
         *("--pp", "--schedules", "--cells", "--compared", "--rounds", "--steps", "--native-steps"),
         *("--device", *REPORT),

@@ -109,9 +109,9 @@ ROWS.untold(
     consequence="a gradient norm that jumps, then NaN",
     fix="none published",
     kind="cause",
-    why="An event log of such a run would tell; none was published. In this shape, with buffers "
-    "used again, gradients that stay in `.grad` end in NaN, and so does a replay in another order "
-    "than the capture's (`qeffect runtime probes`); which of them it was is not known.",
+    why="An event log of such a run would tell; none was published. What the library's graphs give "
+    "in this shape, used rightly and not, `qeffect runtime probes --only interleaved` shows on a "
+    "GPU; which of these it was is not known.",
 )
 ROWS.untold(
     "megatron-bridge-2096",

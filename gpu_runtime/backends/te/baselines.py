@@ -129,7 +129,7 @@ def graphed(
         cache_quantized_params=True,
         _order=list(order),
         _num_layers_per_chunk=per_chunk,
-        _reuse_graph_input_output_buffers=reuse,
+        **({"_reuse_graph_input_output_buffers": True} if reuse else {}),
         **_without_clones(make),
     )
     return made
