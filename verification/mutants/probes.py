@@ -5,7 +5,7 @@ A call in a reachable state, what a mutant answers to it, and what harm that doe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from attrs import evolve, field, frozen
 
@@ -18,6 +18,10 @@ from qeffect.verification.walks.rehearsal import Action
 from .sites import BREAKDOWN, Mutant
 
 __all__ = ["Probe", "about", "harm", "outcome"]
+
+#: Calls before which ends of transfers through their slot have to be awaited, on whichever link
+#: they were told: the history follows that link.
+_AFTER_ENDS: Final = ("check_forward", "check_dgrad", "finish_read", "finish_receive")
 
 
 @frozen
@@ -60,6 +64,9 @@ def about(world: World, transition: str, arguments: tuple[Any, ...]) -> Arbitrar
         slot = arbitrary.slot
         ref = TapeRef(slot, st.generation[slot], st.incarnation[0])
         arbitrary = evolve(arbitrary, ref=ref)
+    slot = arbitrary.slot
+    if transition in _AFTER_ENDS and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
+        arbitrary = evolve(arbitrary, link=st.ended_on[slot])
     return arbitrary
 
 
