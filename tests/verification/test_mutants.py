@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 
 
 #: Deleted in turn: change these when the contract changes, after reading what survives.
-MUTANTS = {"guard": 138, "operand": 95, "update": 152, "condition": 8}
-KILLED = 387
+MUTANTS = {"guard": 184, "operand": 164, "update": 202, "condition": 14}
+KILLED = 558
 
 ROOT = Path(__file__).parents[2]
 
