@@ -91,6 +91,11 @@ class RuntimeCommands:
                 "parallel.command",
             ),
             ("bench", "measure step time, memory, set-up, copies and guards", "bench.cli"),
+            (
+                "scale",
+                "compare and time a pipeline over the ranks that torchrun started",
+                "parallel.scale",
+            ),
             ("streams", "count stale reads of one-way and two-way handoffs", "evidence.streams"),
             (
                 "pools",

@@ -24,7 +24,8 @@ class Optimizer:
     One fused AdamW over every stage.
 
     Args:
-        stages: The stages whose parameters it owns.
+        stages: The stages whose parameters it owns; one that several have is that of the lowest
+            index.
         lr: Learning rate.
         weight_decay: AdamW's decoupled decay.
         master_dtype: Type of the master weights; None updates the parameters themselves.
@@ -41,13 +42,21 @@ class Optimizer:
         capturable: bool = False,
     ) -> None:
         self.master_dtype = master_dtype
+        self.capturable = capturable
         self.named: dict[str, Tensor] = {}
         self._pairs: list[tuple[Tensor, Tensor]] = []
-        self._parameters = [p for stage in stages for p in parameters(stage).values()]
+        self._parameters: list[Tensor] = []
+        owner: dict[int, tuple[int, str]] = {}
+        for stage in sorted(stages, key=lambda one: one.index):
+            for name, parameter in parameters(stage).items():
+                owner.setdefault(id(parameter), (stage.index, name))
         self._targets: dict[int, list[tuple[str, Tensor]]] = {}
         for stage in stages:
             targets = self._targets[stage.index] = []
             for name, parameter in parameters(stage).items():
+                if owner[id(parameter)] != (stage.index, name):
+                    continue
+                self._parameters.append(parameter)
                 target: Tensor = parameter
                 if master_dtype is not None:
                     target = parameter.detach().to(master_dtype, copy=True).requires_grad_()

@@ -29,6 +29,7 @@ from qeffect.gpu_runtime.execute.streams import Handoff, handoff_for
 from qeffect.gpu_runtime.memory.arena import Arena, Rule, by_matrix
 from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.memory.state import NumericalState, Snapshot, live_state, preserving
+from qeffect.gpu_runtime.memory.tied import Place, Tied
 from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
 from qeffect.gpu_runtime.plan.order import Kind, Order
 from qeffect.gpu_runtime.plan.rows import Row
@@ -69,6 +70,7 @@ class RuntimeConfig:
         late_counts: With ``device_counts``, let the device compare: it skips the update where it
             did not run what was committed. The host does not wait, and refuses at the next
             `finalize` or `checkpoint`.
+        nested: Capture graphs that can become part of the graph of a whole step.
         pool: Capture-memory pool that all slots share. Only the test that shows why that is wrong
             sets it; None gives every slot a pool of its own.
         buckets: For a stage, the gradients that are reduced together: every matrix in one bucket,
@@ -76,6 +78,9 @@ class RuntimeConfig:
             named has one bucket of all its gradients, named as its index.
         reductions: The order of all buckets in which every replica starts their reductions; empty
             where the order of the calls is not looked at.
+        tied: Groups of matrices, each by stage and name, that are one parameter: they share one
+            destination, and the first has the gradient. What is one parameter undeclared is
+            refused.
     """
 
     rule: Rule = "accumulate"
@@ -88,9 +93,11 @@ class RuntimeConfig:
     callers: tuple[Hashable, ...] = ("main",)
     device_counts: bool = False
     late_counts: bool = False
+    nested: bool = False
     pool: Hashable | None = None
     buckets: Mapping[int, Sequence[Bucket]] = attrs.field(factory=dict)
     reductions: Sequence[int | str] = ()
+    tied: Sequence[Sequence[Place]] = ()
 
 
 class Runtime:
@@ -144,12 +151,15 @@ class Runtime:
                 f"the order runs stages {list(order.stages)}, this process has "
                 f"{sorted(self.stages)}; build the stages of the rank whose row it is"
             )
+        self.tied = Tied.of(stages, self.config.tied)
+        self._require_shareable()
         self._buckets = self._require_buckets()
-        self.plan: SlotPlan = (
+        plan = (
             plan_slots(order, self.config.provisioning, feeds=self.config.feeds)
             if row is None
             else row.slots
         )
+        self.plan: SlotPlan = attrs.evolve(plan, sharers=self.tied.sharers)
         self.handoff: Handoff = handoff_for(self.domain.device)
         self.handoff.wait_for_caller()
         with self.handoff.scope(), preserving(self.domain):
@@ -199,10 +209,11 @@ class Runtime:
         for index in sorted(self.stages):
             stage = self.stages[index]
             arena = Arena.for_stage(
-                stage, self.config.rule, self.order.num_microbatches, self.config.dtype
+                stage, self.config.rule, self.order.num_microbatches, self.config.dtype, self.tied
             )
+            shared = self.tied.with_sharer(stage)
             reports = StageReports.of(stage, self.relations, captured=self.config.captured)
-            memories[index] = StageMemory.allocate(stage, self.plan, arena, first, reports)
+            memories[index] = StageMemory.allocate(stage, self.plan, arena, first, reports, shared)
             first += self.plan.num_slots[index]
         return memories
 
@@ -227,7 +238,25 @@ class Runtime:
             tape_scales=reports.tape_scales,
             pool=self.config.pool,
             buckets=tuple(self.config.buckets.get(stage.index, ())),
+            buffers=self.tied.buffers(index) if "arena" in self.relations else {},
+            tied=self.tied.tied(index) if "arena" in self.relations else (),
         )
+
+    def _require_shareable(self) -> None:
+        """Refuse tied weights where this runtime has no one place for their gradient."""
+        if not self.tied.names:
+            return
+        if self.config.rule == "copied" or "arena" not in self.relations:
+            raise BackendError(
+                "weights are tied: their gradient needs one destination, so take the rule "
+                "accumulate or per_microbatch, and a backend that uses the arena"
+            )
+        if self.tied.sharers and self.reducer is not None:
+            raise BackendError(
+                f"the stages {sorted(self.tied.sharers)} have tied weights, whose gradient leaves "
+                "in a bucket of both; this runtime reduces buckets of one stage: tie matrices of "
+                "one stage, or reduce the gradients that finalize returns"
+            )
 
     @property
     def _guarded_reducer(self) -> Reducer | None:
@@ -246,7 +275,8 @@ class Runtime:
             others = tuple(p.name for p in self.stages[index].non_matrix)
             given = self.config.buckets.get(index, ())
             if not given:
-                every = tuple(m.name for u in self.stages[index].units for m in u.matrices)
+                own = (m.name for u in self.stages[index].units for m in u.matrices)
+                every = tuple(name for name in own if self.tied.owned(index, name))
                 found[index] = index, (*every, *others)
             rest = [bucket for bucket in given if not bucket.matrices]
             if given and len(rest) != bool(others):
@@ -261,7 +291,8 @@ class Runtime:
                         f"bucket {bucket.name!r} is of the stages {found[bucket.name][0]} and "
                         f"{index}; no gradient buffer here is of two stages"
                     )
-                found[bucket.name] = index, bucket.matrices or others
+                held = tuple(n for n in bucket.matrices if self.tied.owned(index, n))
+                found[bucket.name] = index, held if bucket.matrices else others
         order = self.config.reductions or found
         return {name: found[name] for name in order if name in found}
 
@@ -298,6 +329,7 @@ class Runtime:
             self.handoff,
             shared_pool=self.config.pool,
             counters=self.counters,
+            nested=self.config.nested,
         )
 
     def caller_scope(self) -> Any:

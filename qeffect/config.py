@@ -4,7 +4,7 @@ What one pipeline stage of a process is configured with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 from attrs import Attribute, field, frozen
@@ -96,6 +96,18 @@ def _buckets(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
     return given
 
 
+def _placed(buffers: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    pairs: Any = buffers.items() if isinstance(buffers, Mapping) else buffers
+    if not isinstance(pairs, Iterable) or isinstance(pairs, str):
+        raise TypeError(f"buffers must be names by matrix, got {buffers!r}")
+    given = tuple(tuple(pair) for pair in pairs)
+    if not all(len(pair) == 2 and all(isinstance(n, str) for n in pair) for pair in given):
+        raise TypeError(f"buffers must be names by matrix, got {buffers!r}")
+    if len({matrix for matrix, _ in given}) != len(given):
+        raise ValueError(f"buffers must name each matrix once, got {given!r}")
+    return tuple((matrix, name) for matrix, name in sorted(given))
+
+
 @frozen
 class StageConfig:
     """
@@ -131,10 +143,17 @@ class StageConfig:
             slot a pool of its own.
         buckets: The gradients that are reduced together, each matrix in one bucket; only where
             the stage reduces. By default all of the stage, in a bucket named as its index.
+        buffers: By matrix, the name of the memory that its gradient's destination is; another
+            matrix, of this stage or another one, may name the same. Without a name it is memory
+            of the matrix's own.
+        tied: Matrices that share the destination they name with another matrix, as tied weights
+            do. Both must be declared: what names one destination undeclared is refused. See
+            ``qeffect.sharing``.
 
     Raises:
         TypeError, ValueError: A count is not a positive integer, a flag is no ``bool``, a matrix
-            is named twice, a name cannot be one, or buckets do not hold every matrix once.
+            is named twice, a name cannot be one, buckets do not hold every matrix once, or a
+            matrix is tied whose destination has no name.
 
     >>> StageConfig(0, microbatches=2, slots=1, matrices=("qkv", "fc1")).matrices
     ('fc1', 'qkv')
@@ -162,10 +181,22 @@ class StageConfig:
     receives_input: bool = field(default=False, validator=_flag)
     receives_gradient: bool = field(default=False, validator=_flag)
     buckets: tuple[Bucket, ...] = field(default=(), converter=_buckets)
+    buffers: tuple[tuple[str, str], ...] = field(default=(), converter=_placed)
+    tied: tuple[str, ...] = field(default=(), converter=_names)
 
     def __attrs_post_init__(self) -> None:
         if self.reports_fills and not self.matrices:
             raise ValueError(f"stage {self.stage} has no matrices, so it has no fills to report")
+        named = [matrix for matrix, _ in self.buffers]
+        for what, names, known in (
+            ("buffers", named, list(self.matrices)),
+            ("tied", self.tied, named),
+        ):
+            if unknown := [name for name in names if name not in known]:
+                raise ValueError(
+                    f"{what} of stage {self.stage}: {unknown} are none of {known}; tied matrices "
+                    "need a name in buffers, and buffers are of the stage's matrices"
+                )
         if not self.buckets:
             return
         if not self.reduces:

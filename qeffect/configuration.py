@@ -258,6 +258,8 @@ def _write_stage(config: StageConfig) -> dict[str, Any]:
     plain["buckets"] = [
         {"name": _name(b.name, "bucket"), "matrices": list(b.matrices)} for b in config.buckets
     ]
+    plain["buffers"] = [[matrix, _printable(name, "buffer")] for matrix, name in config.buffers]
+    plain["tied"] = list(config.tied)
     return plain
 
 
@@ -269,6 +271,8 @@ def _read_stage(plain: Mapping[str, Any]) -> StageConfig:
             "matrices": tuple(plain["matrices"]),
             "destinations": tuple(Destination(**d) for d in plain["destinations"]),
             "buckets": tuple(Bucket(**bucket) for bucket in plain["buckets"]),
+            "buffers": tuple((matrix, name) for matrix, name in plain["buffers"]),
+            "tied": tuple(plain["tied"]),
         }
     )
 

@@ -28,7 +28,7 @@ from .ledgers.runner import FAILURES, Observer, Runner
 from .ledgers.streams import Streams
 from .ledgers.tapes import Tapes
 from .refusals import Refused
-from .relations.constants import GENERATION_MAX, NEVER
+from .relations.constants import ADDS, GENERATION_MAX, JOINS, NEVER, OPENS, OVERWRITES
 from .threads import ConcurrentCallError, alone
 from .tickets import ABORTS, COMMITS, Fills, Ticket, issue
 
@@ -131,6 +131,7 @@ class Contract:
             self._counted = Counted(own, laid.memory.slot_stage, late=late)
         self.observer = observer
         self._entered = False  # while a call is under way
+        self._shares = any(config.tied for config in self.stages)
         self._pool = Pool(laid.memory, laid.slots)
         self._tapes = Tapes(self._runner, self._pool)
         self._streams = Streams(self._runner, tuple(callers), laid.domains, laid.links)
@@ -231,7 +232,7 @@ class Contract:
 
     def first_writer(self, key: TapeKey) -> bool:
         """
-        Whether the key's dW would be the first write of its buffer in this epoch.
+        Whether the key's dW would be the first write of its stage's own buffer in this epoch.
 
         Raises:
             TypeError, ValueError: What was given is no key, or none of this process.
@@ -239,6 +240,23 @@ class Contract:
         self._arguments.of_process("first_writer", key)
         st = self.memory
         return bool(st.opened[st.buffer_of[key.cell]] != key.epoch)
+
+    def first_of_tied(self, key: TapeKey) -> bool:
+        """
+        Whether the key's dW would be the first write, in this epoch, of the destinations that its
+        stage shares with another; where it shares none, the same as `first_writer`.
+
+        Raises:
+            TypeError, ValueError: What was given is no key, or none of this process.
+
+        >>> tied = {"microbatches": 1, "slots": 1, "tied": ("w",), "buffers": {"w": "table"}}
+        >>> contract = Contract([StageConfig(s, matrices=("w",), **tied) for s in (0, 1)])
+        >>> contract.first_of_tied(TapeKey(epoch=0, stage=1, microbatch=0))
+        True
+        """
+        self._arguments.of_process("first_of_tied", key)
+        st = self.memory
+        return bool(st.opened[st.shared_of[st.buffer_of[key.cell]]] != key.epoch)
 
     def snapshot(self) -> Snapshot:
         """
@@ -392,6 +410,7 @@ class Contract:
         *,
         destination: tuple[Destination, ...] | None = None,
         first: bool | None = None,
+        first_of_tied: bool | None = None,
         link: int = 0,
     ) -> Ticket:
         """
@@ -402,6 +421,9 @@ class Contract:
             ref: Reference that the forward's commit returned.
             destination: The destinations about to be written; by default the configured ones.
             first: Whether the write overwrites; by default what the ledger says.
+            first_of_tied: Whether it overwrites the destinations that its stage shares with
+                another stage; by default what the ledger says, and where the stage shares none,
+                what ``first`` says.
             link: Link of the calling stream.
 
         Raises:
@@ -422,6 +444,8 @@ class Contract:
                 if first is None:
                     first = st.opened[st.buffer_of[key.cell]] != key.epoch
                 overwrites = 1 if first else 0
+                if self._shares or first_of_tied is not None:
+                    overwrites = self._writes(key, overwrites, first_of_tied)
                 serial = self._check_wgrad(st, key, ref, link, destination, overwrites)
             except FAILURES as error:
                 given = (key, ref, link, destination, first)
@@ -438,6 +462,17 @@ class Contract:
             return ticket
         finally:
             self._entered = False
+
+    def _writes(self, key: TapeKey, overwrites: int, first_of_tied: bool | None) -> int:
+        """Return how a dW writes its stage's own destinations and those that it shares."""
+        st = self.memory
+        own = st.buffer_of[key.cell]
+        shared = st.shared_of[own]
+        if first_of_tied is None:
+            if shared == own:
+                return overwrites
+            first_of_tied = st.opened[shared] != key.epoch
+        return _WRITES[overwrites, bool(first_of_tied)]
 
     def commit(
         self,
@@ -1057,6 +1092,14 @@ def _names(evidence: Iterable[str]) -> tuple[Any, ...]:
         return (error,)
     return names
 
+
+#: How a dW writes, by whether it overwrites its stage's own destinations and the shared ones.
+_WRITES: Final = {
+    (0, False): ADDS,
+    (1, True): OVERWRITES,
+    (1, False): JOINS,
+    (0, True): OPENS,
+}
 
 #: The evidence of an action that filled no cache, or whose backend cannot say.
 _NO_FILL: Final = ((), NEVER)

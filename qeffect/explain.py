@@ -11,12 +11,14 @@ from .engine.stage import TRANSITIONS
 from .keys import spell
 from .refusals import Refused
 from .relations.constants import (
+    ADDS,
     BACK_BIT,
     DGRAD_BIT,
     GRAD_BIT,
     IN_BIT,
     NEVER,
     NO_STAGE,
+    OPENS,
     OUT_BIT,
     RESERVED,
     WGRAD_BIT,
@@ -344,7 +346,7 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"{st.cells[a['stage']]} of each",
     ),
     "arena.spoiled": lambda st, a: (
-        f"stage {_stage(st, a)}, spoiled in epoch {st.spoiled[_stage(st, a)]}",
+        f"stage {_spoiled(st, a)}, spoiled in epoch {st.spoiled[_spoiled(st, a)]}",
         "gradients that no failed action half wrote",
     ),
     "arena.duplicate-bind": lambda st, a: (
@@ -361,20 +363,19 @@ EXPLANATIONS: Mapping[str, Explanation] = {
     ),
     "arena.in-flight": lambda st, a: (
         f"{a['key']} into a buffer with a write in flight",
-        f"no write in flight; ticket {st.writing[st.buffer_of[a['key'].cell]]} is",
+        f"no write in flight; ticket {_written(st, a)} is",
     ),
     "arena.overwrite": lambda st, a: (
-        f"{a['key']} as the buffer's first write",
+        f"{a['key']} as the {_opened(st, a)} first write",
         "an accumulating write: the buffer was already written in this epoch",
     ),
     "arena.stale-accumulation": lambda st, a: (
-        f"{a['key']} accumulated into a buffer last opened in epoch "
-        f"{st.opened[st.buffer_of[a['key'].cell]]}",
+        f"{a['key']} accumulated into a buffer last opened in epoch {_missed(st, a)}",
         "an overwriting first write in this epoch",
     ),
     "arena.incomplete": lambda st, a: (
-        f"{st.wgrads[a['stage']]} weight-gradient writes",
-        f"{st.cells[a['stage']]}, one for every configured key",
+        f"{st.wgrads[_unwritten(st, a)]} weight-gradient writes{_tied(st, a)}",
+        f"{st.cells[_unwritten(st, a)]}, one for every configured key",
     ),
     "capture.out-of-order": lambda st, a: (
         f"{a['key']} in slot {_slot(a)}, the graph captured at place {_captured(st, a)}, after the "
@@ -494,10 +495,57 @@ EXPLANATIONS: Mapping[str, Explanation] = {
 }
 
 
+def _own_first(first: int) -> bool:
+    """Whether a dW overwrites its stage's own buffer."""
+    return first not in (ADDS, OPENS)
+
+
+def _opened(st: Any, a: Arguments) -> str:
+    """Say which buffer a dW would overwrite that was opened before it."""
+    cell = a["key"].cell
+    own, shared = st.buffer_of[cell], st.shared_of[st.buffer_of[cell]]
+    ours = _own_first(a["first"]) and st.opened[own] == a["key"].epoch
+    return "buffer's" if ours or own == shared else "tied buffer's"
+
+
+def _missed(st: Any, a: Arguments) -> str:
+    """Say when the buffer was last opened that a dW would add to, and that it is a shared one."""
+    cell = a["key"].cell
+    own, shared = st.buffer_of[cell], st.shared_of[st.buffer_of[cell]]
+    if not _own_first(a["first"]) and st.opened[own] != a["key"].epoch:
+        return f"{st.opened[own]}"
+    return f"{st.opened[shared]}" + ("" if own == shared else ", the tied one")
+
+
+def _written(st: Any, a: Arguments) -> int:
+    """Return the ticket of the dW in flight on a buffer of the key."""
+    cell = a["key"].cell
+    return int(st.writing[st.buffer_of[cell]] or st.writing[st.shared_of[st.buffer_of[cell]]])
+
+
+def _spoiled(st: Any, a: Arguments) -> int:
+    """Return the stage whose failure stands in the way: an action's own, or its sharer."""
+    stage = int(_stage(st, a))
+    sharer = int(st.sharer_of[stage])
+    return stage if st.spoiled[stage] == st.weight_epoch[stage] else sharer
+
+
+def _unwritten(st: Any, a: Arguments) -> int:
+    """Return the stage that lacks a dW: the one to be final, or its sharer."""
+    stage = int(a["stage"])
+    return stage if st.wgrads[stage] != st.cells[stage] else int(st.sharer_of[stage])
+
+
+def _tied(st: Any, a: Arguments) -> str:
+    """Say that what lacks a dW is a sharer of the stage."""
+    sharer = _unwritten(st, a)
+    return "" if sharer == a["stage"] else f" of stage {sharer}, which shares a destination"
+
+
 def _stages(st: Any, a: Arguments) -> list[int]:
     """Return the stages that an action at the end of an epoch is about."""
     if "bucket" not in a:
-        return [a["stage"]]
+        return list(dict.fromkeys((a["stage"], st.sharer_of[a["stage"]])))
     return list(dict.fromkeys((st.stage_at[a["bucket"]], st.tied_at[a["bucket"]])))
 
 

@@ -18,6 +18,7 @@ from .engine.stage import Transitions
 from .keys import Cell
 from .refusals import refused
 from .relations.constants import GENERATION_MAX
+from .sharing import share_destinations, written_once
 
 __all__ = ["GRAPHS", "Layout", "lay_out", "share_buckets"]
 
@@ -78,7 +79,8 @@ def lay_out(
         TypeError, ValueError: A stage is configured twice, a declared order is not a permutation
             or cannot be carried by the slots and pools, or what is configured needs a relation
             that was left out.
-        Refused: Destinations overlap, or a matrix of a microbatch has none or two.
+        Refused: Destinations overlap, two matrices share one undeclared, or a matrix of a
+            microbatch has none or two.
     """
     for config in stages:
         if not isinstance(config, StageConfig):
@@ -110,7 +112,9 @@ def lay_out(
         first += config.slots
     pools, ranks = _pools(stages, slots, domains, capture_order, numbers)
     cells = [cell for config in stages for cell in config.cells()]
+    sharers = share_destinations(stages)
     destination_of, buffer_of, buffers = placements(stages)
+    shared_of = shared_buffers(stages, sharers, buffer_of, buffers)
     members = {
         name: [cell for c in stages if c.domain == name for cell in c.cells()] for name in domains
     }
@@ -136,7 +140,7 @@ def lay_out(
             "domain": len(domains),
             "link": len(links),
             "pool": max(pools) + 1,
-            "buffer": buffers,
+            "buffer": len(shared_of),
             "bucket": len(bucket_stages),
         },
         {
@@ -154,6 +158,8 @@ def lay_out(
             "dgrad_at": dgrad_at,
             "destination_of": destination_of,
             "buffer_of": buffer_of,
+            "shared_of": shared_of,
+            "sharer_of": by_stage(sharers),
             "pool_of": pools,
             "forward_rank": ranks["F"],
             "dgrad_rank": ranks["dI"],
@@ -228,6 +234,7 @@ def _require_relations(
         ("order", "reports_updates=True", any(config.reports_updates for config in stages)),
         ("order", "tape_scales", any(config.tape_scales for config in stages)),
         ("arena", "destinations", any(config.destinations for config in stages)),
+        ("arena", "tied", any(config.tied for config in stages)),
         ("capture", "a shared pool", any(config.pool is not None for config in stages)),
         ("reduction", "reduces=True", any(config.reduces for config in stages)),
     ]
@@ -386,5 +393,28 @@ def placements(
         buffers += len(own)
         for cell in config.cells():
             destination_of[cell], buffer_of[cell] = own[None if shared else cell[1]]
-    require_disjoint(d for config in stages for d in config.destinations)
+    require_disjoint(written_once(stages))
     return destination_of, buffer_of, buffers
+
+
+def shared_buffers(
+    stages: Sequence[StageConfig],
+    sharers: Mapping[int, int],
+    buffer_of: Mapping[Cell, int],
+    buffers: int,
+) -> list[int]:
+    """
+    Return the buffer that is shared with another stage wherever a stage's own one is written.
+
+    Two sharers have one such buffer, or one for each microbatch; they come after all own ones. A
+    buffer of a stage without a sharer, and a shared one, stands for itself.
+    """
+    shared_of = list(range(buffers))
+    known: dict[tuple[int, int | None], int] = {}
+    for config in stages:
+        apart = bool(config.destinations) and config.destinations[0].microbatch is not None
+        for cell in config.cells():
+            if sharers[config.stage] != config.stage:
+                pair = min(config.stage, sharers[config.stage]), cell[1] if apart else None
+                shared_of[buffer_of[cell]] = known.setdefault(pair, buffers + len(known))
+    return [*shared_of, *known.values()]

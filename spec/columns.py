@@ -523,6 +523,17 @@ CONFIGURED: Final[tuple[StateColumn, ...]] = (
         "gradient destination of the cell, compared for equality",
     ),
     _configured("buffer_of", "cell -> buffer", "buffer that the destination lies in"),
+    _configured(
+        "shared_of",
+        "buffer -> buffer",
+        "buffer of the tied destinations that is written with a stage's own, by its sharer's dW "
+        "too; without a sharer the buffer itself",
+    ),
+    _configured(
+        "sharer_of",
+        "stage -> stage",
+        "the other stage that writes the stage's tied destinations, or the same",
+    ),
     _configured("pool_of", "slot -> pool", "capture pool of the slot's graphs"),
     _configured(
         "forward_rank", "slot -> int", "place of the slot's F graph in its pool's order of capture"

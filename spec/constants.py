@@ -9,14 +9,18 @@ from __future__ import annotations
 from typing import Final
 
 __all__ = [
+    "ADDS",
     "BACK_BIT",
     "DGRAD_BIT",
     "GRAD_BIT",
     "IN_BIT",
+    "JOINS",
     "NEVER",
     "NO_SLOT",
     "NO_STAGE",
+    "OPENS",
     "OUT_BIT",
+    "OVERWRITES",
     "READ_BITS",
     "RESERVED",
     "WGRAD_BIT",
@@ -42,3 +46,10 @@ RESERVED: Final = 16
 IN_BIT: Final = 1  # a receive of the forward's input
 BACK_BIT: Final = 2  # a receive of the output's gradient
 READ_BITS: Final = 12  # every read: ``OUT_BIT`` and ``GRAD_BIT``
+
+#: How a dW writes its buffers: its own, and the one that it shares with another stage's dW. Where
+#: a stage shares none the two are one, and it can only add to it or overwrite it.
+ADDS: Final = 0  # to both
+OVERWRITES: Final = 1  # both
+JOINS: Final = 2  # overwrites its own, adds to the shared one
+OPENS: Final = 3  # adds to its own, overwrites the shared one

@@ -40,6 +40,8 @@ SCOPES = (
     "stage-buckets",
     "callers-update",
     "stages-tied",
+    "stages-shared",
+    "stages-shared-streams",
     "domains-buckets",
     "stage-shared-pool",
     "stage-declared",

@@ -14,7 +14,7 @@ kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
@@ -246,6 +246,29 @@ class Wgrads:
     by_unit: Mapping[str, Tensor]
 
 
+class Adding:
+    """
+    Whether each product of one dW adds to its destination: the second into one destination does.
+
+    Args:
+        accumulate: Whether the dW adds.
+        joining: Units that add in any case: what they write, another stage has opened.
+    """
+
+    def __init__(self, accumulate: bool, joining: Collection[str] = ()) -> None:
+        self.accumulate = accumulate
+        self.joining = joining
+        self._written: set[int] = set()
+
+    def __call__(self, unit: WgradUnit, destination: Tensor | None) -> bool:
+        """Whether the next product adds; without a destination it is in memory of its own."""
+        if destination is None:
+            return self.accumulate
+        again = destination.data_ptr() in self._written
+        self._written.add(destination.data_ptr())
+        return again or self.accumulate or unit.name in self.joining
+
+
 @runtime_checkable
 class StateDomain(Protocol):
     """The numerical state that F and dI move, and every stage that shares it; it owns capture."""
@@ -350,14 +373,24 @@ class StageBackend(Protocol):
     def dgrad(self, tape: Tape, output_gradients: Sequence[Tensor]) -> Dgrads:
         """dI: input and non-matrix gradients; matrix work is left on the tape."""
 
-    def wgrad(self, tape: Tape, *, accumulate: bool, keep: bool = False) -> Wgrads:
+    def wgrad(
+        self,
+        tape: Tape,
+        *,
+        accumulate: bool,
+        keep: bool = False,
+        joining: Collection[str] = (),
+    ) -> Wgrads:
         """
         dW: run the tape's deferred work into its bound destinations.
+
+        Two units may be bound to one destination, as tied weights are: the second then adds.
 
         Args:
             tape: The tape that its own dI filled.
             accumulate: Add to the destination instead of overwriting it.
             keep: Leave the work on the tape, to capture it a second time.
+            joining: Units that add in any case; given only where weights of two stages are tied.
         """
 
     def refresh_cache(self) -> None:

@@ -22,14 +22,16 @@ import attrs
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.bench.cells import BenchCell
+from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.memory.state import raw_bits
-from qeffect.gpu_runtime.plan.order import Kind
+from qeffect.gpu_runtime.plan.order import Kind, Order
+from qeffect.schedule.torch_tables import torch_schedule
 
-__all__ = ["CELL", "SIDES", "Side", "differences", "record_side"]
+__all__ = ["SIDES", "Side", "differences", "record_side"]
 
-CELL = BenchCell("interleaved", 256, 512, 128, 8, heads=2, pp=2, vpp=2, rank=0, chained=False)
-"""Rank 0 of two, two chunks, eight microbatches."""
+CONFIG = LayerConfig(256, 512, 2, 128)
+RANK, PP, CHUNKS, MICROBATCHES = 0, 2, 2, 8
+"""Rank 0 of two, two chunks of a layer, eight microbatches."""
 
 STEPS = 6
 HISTORY = 16
@@ -58,7 +60,7 @@ class Side:
     graphs: bool = True
     reuse: bool = False
     taken: bool = False
-    captured_by: int = CELL.rank
+    captured_by: int = RANK
     late: int = 0
     breaks: str | None = None
 
@@ -140,7 +142,8 @@ class _Late:
 
 def actions_of(rank: int) -> list[tuple[bool, int, int]]:
     """Whether forward, chunk and microbatch, of every F and full backward of a rank's row."""
-    order = attrs.evolve(CELL, rank=rank).order()
+    table = torch_schedule("ScheduleInterleaved1F1B", pp=PP, vpp=CHUNKS, microbatches=MICROBATCHES)
+    order = Order.of_rank(table, rank)
     position = {stage: n for n, stage in enumerate(order.stages)}
     return [
         (step.kind is Kind.FORWARD, position[step.stage], step.microbatch)
@@ -159,21 +162,21 @@ def record_side(side: Side) -> dict[str, Any]:
     from qeffect.gpu_runtime.backends.te import baselines
 
     recipe = baselines.delayed_scaling(HISTORY)
-    layers = [baselines.layer(CELL.config, fused=False, seed=n) for n in range(CELL.vpp)]
-    shape = (CELL.sequence, CELL.config.batch, CELL.hidden)
+    layers = [baselines.layer(CONFIG, fused=False, seed=n) for n in range(CHUNKS)]
+    shape = (CONFIG.sequence, CONFIG.batch, CONFIG.hidden)
     drawn = torch.Generator("cuda").manual_seed(1)
 
     def draw() -> Tensor:
-        return torch.randn(shape, device="cuda", dtype=CELL.config.dtype, generator=drawn)
+        return torch.randn(shape, device="cuda", dtype=CONFIG.dtype, generator=drawn)
 
-    cells = [(n, m) for n in range(CELL.vpp) for m in range(CELL.microbatches)]
+    cells = [(n, m) for n in range(CHUNKS) for m in range(MICROBATCHES)]
     forwards: Callable[[int, int], Any] = lambda n, m: layers[n]  # noqa: E731
     if side.graphs:
         order = [n + 1 if forward else -(n + 1) for forward, n, _ in actions_of(side.captured_by)]
         graphs = baselines.graphed(
-            layers, draw(), CELL.microbatches, order, "chunks", recipe, reuse=side.reuse
+            layers, draw(), MICROBATCHES, order, "chunks", recipe, reuse=side.reuse
         )
-        forwards = lambda n, m: graphs[n * CELL.microbatches + m]  # noqa: E731
+        forwards = lambda n, m: graphs[n * MICROBATCHES + m]  # noqa: E731
     parameters = [p for layer in layers for p in layer.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
     if side.taken:
@@ -181,7 +184,7 @@ def record_side(side: Side) -> dict[str, Any]:
             parameter.register_post_accumulate_grad_hook(_take)  # type: ignore[no-untyped-call]
     drawn.manual_seed(2)
     record = _Record()
-    row = actions_of(CELL.rank)
+    row = actions_of(RANK)
     for step in range(STEPS):
         given = {cell: draw() for cell in cells}
         gradients = {cell: draw() * 0.01 for cell in cells}

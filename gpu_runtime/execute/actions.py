@@ -14,7 +14,7 @@ graph's launch of two microseconds, looking it up again would show.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import attrs
 from torch import Tensor
@@ -41,11 +41,14 @@ class _Place:
         index: The slot that the plan gives the microbatch, in the process's pool; None for a
             microbatch without one, which is left to the kernel to refuse.
         variant: What its dW does.
+        opens: Whether its dW overwrites what its stage shares with another one; None where it
+            shares nothing.
     """
 
     memory: StageMemory
     index: int | None
     variant: WgradVariant | None
+    opens: bool | None = None
 
 
 @attrs.define(eq=False)
@@ -59,7 +62,8 @@ class GuardedActions:
         executor: Who performs.
         handoff: The graph stream.
         links: The kernel's link of each caller.
-        unusable: Why no action may run any more, where that is so.
+        broken: Why no action may run any more, where that is so.
+        fill: Copies what an action is given into a slot's buffers.
     """
 
     contract: Contract
@@ -68,6 +72,7 @@ class GuardedActions:
     handoff: Handoff
     links: Mapping[Hashable, int]
     broken: str | None = None
+    fill: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = fill
     _places: dict[Cell, _Place] = attrs.field(init=False, factory=dict)
     _slots: dict[int, Slot] = attrs.field(init=False, factory=dict)
     _versioned: bool = attrs.field(init=False)
@@ -77,7 +82,8 @@ class GuardedActions:
         for stage, memory in self.memories.items():
             self._slots.update((slot.index, slot) for slot in memory.table)
             for m, (index, variant) in enumerate(zip(memory.slot_of, memory.variants, strict=True)):
-                self._places[stage, m, 0, 0] = _Place(memory, index, variant)
+                opens = not variant.accumulate and not variant.joins if memory.shared else None
+                self._places[stage, m, 0, 0] = _Place(memory, index, variant, opens)
 
     def refresh(self, stage: int, *, caller: Hashable = "main") -> None:
         """
@@ -212,7 +218,7 @@ class GuardedActions:
             slot = self._slots[ticket.slot]
             try:
                 if inputs is not None:
-                    fill(slot.input_views, inputs)
+                    self.fill(slot.input_views, inputs)
                 effects = executor.forward(memory, slot)
                 if not executor.marks_tail:
                     handoff.record_tail()
@@ -267,7 +273,7 @@ class GuardedActions:
             slot = self._slots[ticket.slot]
             try:
                 if output_gradients is not None:
-                    fill(slot.output_gradients, output_gradients)
+                    self.fill(slot.output_gradients, output_gradients)
                 queued, effects = executor.dgrad(memory, slot, memory.variants[key.microbatch])
                 if not executor.marks_tail:
                     handoff.record_tail()
@@ -316,6 +322,7 @@ class GuardedActions:
                 ref,
                 destination=arena.present(microbatch),
                 first=not variant.accumulate,
+                first_of_tied=place.opens,
                 link=link,
             )
             slot = self._slots[ticket.slot]

@@ -40,6 +40,7 @@ class StageMemory:
         sums: Sums of its non-matrix gradients over the microbatches, in dI order.
         all_units: Names of its units, in the order in which dI queues them.
         all_matrices: Names of its matrices, sorted; the kernel's own tuple once it has one.
+        shared: Units whose destination another stage writes too.
     """
 
     stage: StageBackend
@@ -48,6 +49,7 @@ class StageMemory:
     slot_of: Sequence[int]
     variants: Sequence[WgradVariant]
     reports: StageReports = attrs.field(factory=StageReports)
+    shared: frozenset[str] = frozenset()
     sums: list[Tensor] = attrs.field(init=False)
     all_units: tuple[str, ...] = attrs.field(init=False)
     all_matrices: tuple[str, ...] = attrs.field(init=False)
@@ -96,6 +98,7 @@ class StageMemory:
         arena: Arena,
         first: int,
         reports: StageReports | None = None,
+        shared: frozenset[str] = frozenset(),
     ) -> StageMemory:
         """
         Make a stage's slots as a plan has them.
@@ -106,6 +109,7 @@ class StageMemory:
             arena: The stage's destinations.
             first: Index of its first slot in the process's pool.
             reports: What its backend reports; None for nothing.
+            shared: Units whose destination another stage writes too.
         """
         microbatches = range(plan.order.num_microbatches)
         return cls(
@@ -115,6 +119,7 @@ class StageMemory:
             tuple(first + plan.slot_of[stage.index, m] for m in microbatches),
             tuple(plan.variant(stage.index, m, arena.rule) for m in microbatches),
             reports or StageReports(),
+            shared,
         )
 
     def evidence(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -216,6 +221,7 @@ class EagerExecutor:
     def run_work(memory: StageMemory, slot: Slot, variant: WgradVariant, *, keep: bool) -> Wgrads:
         """Run a tape's deferred work for one variant; `keep` it to run another."""
         slot.tape.bound = memory.arena.buffers(variant.destination)
-        result = memory.stage.wgrad(slot.tape, accumulate=variant.accumulate, keep=keep)
+        given = {"joining": memory.shared} if variant.joins else {}
+        result = memory.stage.wgrad(slot.tape, accumulate=variant.accumulate, keep=keep, **given)
         slot.wgrads = {} if memory.arena.direct else result.by_unit
         return result

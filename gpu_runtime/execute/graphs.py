@@ -24,6 +24,7 @@ import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StateDomain
 from qeffect.gpu_runtime.execute.eager import EagerExecutor, StageMemory
+from qeffect.gpu_runtime.execute.nested import nestable_graph
 from qeffect.gpu_runtime.execute.reports import UNREPORTED, Effects
 from qeffect.gpu_runtime.execute.streams import GraphStream, Handoff
 from qeffect.gpu_runtime.memory.counters import DeviceCounters
@@ -190,6 +191,7 @@ def capture(
     *,
     shared_pool: Hashable | None = None,
     counters: DeviceCounters | None = None,
+    nested: bool = False,
 ) -> GraphExecutor:
     """
     Warm up, then capture every graph that the plan needs.
@@ -202,6 +204,7 @@ def capture(
         shared_pool: Not None lets all slots share one memory pool, captured as all F, all dI, all
             dW. Only the test that shows the corruption asks for it.
         counters: What every graph counts beside its action; at zero afterwards.
+        nested: Make graphs that can become part of another one (`nested`).
 
     Raises:
         BackendError: Something cannot be captured; all reasons are listed.
@@ -216,7 +219,7 @@ def capture(
     report = CaptureReport()
     executor = GraphExecutor(domain, report)
     handoff.wait_for_caller()
-    with handoff.scope(), _no_collection(), preserving(domain):
+    with handoff.scope(), no_collection(), preserving(domain):
         started = time.perf_counter()
         for memory in memories.values():
             warm_up(memory, report)
@@ -226,7 +229,8 @@ def capture(
             handoff.synchronize()
         report.warmup_seconds = time.perf_counter() - started
         started = time.perf_counter()
-        recorder, eager = _Recorder(handoff, report), EagerExecutor(counters)
+        recorder = _Recorder(handoff, report, kept=nested)
+        eager = EagerExecutor(counters)
         for memory in memories.values():
             executor.refreshes[memory.stage.index] = recorder.record(
                 "refresh",
@@ -253,7 +257,7 @@ def _refresh(eager: EagerExecutor, memory: StageMemory, seen: dict[int, Effects]
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Keep the collector from destroying device objects in the middle of a capture."""
     gc.collect()
     enabled = gc.isenabled()
@@ -288,13 +292,14 @@ def warm_up(memory: StageMemory, report: CaptureReport) -> None:
 class _Recorder:
     """Captures one graph after another on the graph stream."""
 
-    def __init__(self, handoff: GraphStream, report: CaptureReport) -> None:
+    def __init__(self, handoff: GraphStream, report: CaptureReport, *, kept: bool) -> None:
         self.handoff = handoff
         self.report = report
+        self.kept = kept
 
     def record(self, name: str, pool: Any, action: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture one action, with the external event at its tail."""
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph() if not self.kept else nestable_graph()
         # Not torch.cuda.graph(): that collects garbage and empties the cache at every entry.
         with self.report.phase("capture begin"):
             graph.capture_begin(pool=pool)

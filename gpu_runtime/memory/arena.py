@@ -30,6 +30,7 @@ from qeffect.destinations import Destination
 from qeffect.gpu_runtime.backends.protocol import StageBackend, WgradUnit
 from qeffect.gpu_runtime.memory.looks import Look
 from qeffect.gpu_runtime.memory.sums import OrderedSum
+from qeffect.gpu_runtime.memory.tied import Tied
 
 Rule = Literal["copied", "per_microbatch", "accumulate"]
 RULES: tuple[Rule, ...] = ("copied", "per_microbatch", "accumulate")
@@ -47,6 +48,9 @@ class Arena:
         dtype: Type of the destinations. Where it differs from the parameters', the optimizer needs
             master weights of that type.
         device: Where they live.
+        tied: By unit, the name of the destination that another unit has too.
+        lent: By name, the sets of destinations that were made for an earlier unit; the arena adds
+            those that it makes.
     """
 
     units: tuple[WgradUnit, ...]
@@ -54,6 +58,9 @@ class Arena:
     num_microbatches: int
     dtype: torch.dtype
     device: torch.device
+    tied: Mapping[str, str] = attrs.field(factory=dict)
+    lent: dict[str, list[Tensor]] = attrs.field(factory=dict)
+    _own: tuple[str, ...] = attrs.field(init=False)
     _buffers: list[dict[str, Tensor]] = attrs.field(init=False, factory=list)
     _configured: list[tuple[Destination, ...]] = attrs.field(init=False, factory=list)
     _looks: list[Look] = attrs.field(init=False, factory=list)
@@ -63,26 +70,49 @@ class Arena:
     def __attrs_post_init__(self) -> None:
         if self.rule not in RULES:
             raise ValueError(f"unknown destination rule {self.rule!r}; choose {', '.join(RULES)}")
+        if self.tied and not self.direct:
+            raise ValueError("tied weights share a destination, and under 'copied' there is none")
         terms = 1 if self.rule == "accumulate" else self.num_microbatches
         self._sum = OrderedSum.prepared(terms, self.dtype, self.device)
         sets = {"copied": 0, "per_microbatch": self.num_microbatches, "accumulate": 1}[self.rule]
-        for _ in range(sets):
-            buffers = {
-                unit.name: torch.zeros(unit.shape, dtype=self.dtype, device=self.device)
-                for unit in self.units
-            }
-            self._buffers.append(buffers)
+        first = [self.tied.get(unit.name, unit.name) for unit in self.units]
+        self._own = tuple(
+            unit.name
+            for at, unit in enumerate(self.units)
+            if unit.name not in self.tied
+            or (first[at] not in self.lent and first[at] not in first[:at])
+        )
+        for index in range(sets):
+            self._buffers.append({unit.name: self._buffer(unit, index) for unit in self.units})
         for index in range(self.num_microbatches if self.rule != "accumulate" else 1):
             self._configured.append(self._described(index))
             held = self._buffers[index].values() if self.direct else ()
             self._looks.append(Look(held))
 
+    def _buffer(self, unit: WgradUnit, index: int) -> Tensor:
+        """Make the destination of a unit in one set, or take the one that it shares."""
+        sets = self.lent.setdefault(self.tied[unit.name], []) if unit.name in self.tied else []
+        if unit.name not in self._own:
+            return sets[index]
+        made = torch.zeros(unit.shape, dtype=self.dtype, device=self.device)
+        sets.append(made)
+        return made
+
     @classmethod
     def for_stage(
-        cls, stage: StageBackend, rule: Rule, num_microbatches: int, dtype: torch.dtype
+        cls,
+        stage: StageBackend,
+        rule: Rule,
+        num_microbatches: int,
+        dtype: torch.dtype,
+        tied: Tied | None = None,
     ) -> Arena:
         """The arena of a stage, on the stage's device."""
-        return cls(stage.units, rule, num_microbatches, dtype, stage.domain.device)
+        device = stage.domain.device
+        if tied is None:
+            return cls(stage.units, rule, num_microbatches, dtype, device)
+        lent = tied.memory
+        return cls(stage.units, rule, num_microbatches, dtype, device, tied.units(stage), lent)
 
     @property
     def direct(self) -> bool:
@@ -91,11 +121,11 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Reserved destination memory; copies under `copied` come and go and are not counted."""
+        """Reserved destination memory, lent one aside; copies under `copied` are not counted."""
         return sum(
-            tensor.numel() * tensor.element_size()
+            buffers[name].numel() * buffers[name].element_size()
             for buffers in self._buffers
-            for tensor in buffers.values()
+            for name in self._own
         )
 
     def buffers(self, index: int) -> Mapping[str, Tensor] | None:
@@ -161,12 +191,13 @@ class Arena:
         """
         The gradient of each unit for the epoch, summed in the given order of microbatches.
 
-        The order matters: an eight-term sum in another order differs in most of its elements.
+        The order matters: an eight-term sum in another order differs in most of its elements. A
+        unit whose destination is lent has no gradient here: it is the other's, summed once.
         """
+        names = list(self._own)
         if self.rule == "accumulate":
-            return self._buffers[0]
+            return {name: self._buffers[0][name] for name in names}
         sets = self._copies if self.rule == "copied" else dict(enumerate(self._buffers))
-        names = [unit.name for unit in self.units]
         ordered = [[sets[microbatch][name] for name in names] for microbatch in order]
         self._sum(ordered)
         return dict(zip(names, ordered[0], strict=True))
@@ -188,5 +219,6 @@ class Arena:
 
 
 def by_matrix(units: Iterable[WgradUnit], by_unit: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each matrix's rows of its unit's gradient, by name."""
-    return {m.name: rows for unit in units for m, rows in unit.rows(by_unit[unit.name])}
+    """Each matrix's rows of its unit's gradient, by name; of the units that have one."""
+    found = [unit for unit in units if unit.name in by_unit]
+    return {m.name: rows for unit in found for m, rows in unit.rows(by_unit[unit.name])}

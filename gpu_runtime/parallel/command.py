@@ -33,6 +33,8 @@ __all__ = ["add_pipeline_arguments", "run_pipeline"]
 
 #: How long rank 0 has for its last word.
 _LAST_WORD_S = 5.0
+#: Kinds of causes whose rank cannot speak.
+_DUMB = ("gone", "late")
 _SIZES = {"cpu": (64, 128, 2, 32), "cuda": (512, 2048, 8, 256)}
 
 
@@ -95,13 +97,15 @@ def run_pipeline(args: argparse.Namespace, progress: Progress) -> Outcome:
     except (BackendError, ScheduleError, UnusableError) as error:
         _mute(failed=True)
         raise UnusableError(str(error)) from error
-    _mute(failed=outcome.exit != 0)
+    cause = outcome.data.get("cause") or {}
+    # Rank 0 has no word where it is the one that is gone, or late.
+    _mute(failed=outcome.exit != 0, speaker=int(cause.get("rank") == 0 and cause["kind"] in _DUMB))
     return outcome
 
 
-def _mute(*, failed: bool) -> None:
-    """Leave the word to rank 0: what every rank says alike is said once."""
-    if int(os.environ.get("RANK", "0")) > 0:
+def _mute(*, failed: bool, speaker: int = 0) -> None:
+    """Leave the word to one rank: what every rank says alike is said once."""
+    if int(os.environ.get("RANK", "0")) != speaker:
         sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - until the end
         if failed:  # torchrun ends all ranks when the first one fails, also one that is to speak
             time.sleep(_LAST_WORD_S)

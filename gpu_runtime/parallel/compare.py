@@ -140,7 +140,7 @@ def guarded(
 ) -> Worker:
     """A job's guarded pipeline, ready for its first step; every rank calls it."""
     config = RuntimeConfig(rule=job.rule, provisioning=job.provisioning, captured=captured)
-    return Worker(
+    worker = Worker(
         member,
         job.table(),
         job.pp,
@@ -152,6 +152,8 @@ def guarded(
         tagged=tagged,
         pipeline=pipeline,
     )
+    worker.heed_termination()
+    return worker
 
 
 def compared(

@@ -35,7 +35,7 @@ from qeffect.gpu_runtime.parallel.reduction import Replicas
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import SENDS, Atom, Schedule
 
-__all__ = ["Cause", "Consent", "DisagreementError", "StoppedError"]
+__all__ = ["Cause", "Consent", "DisagreementError", "StoppedError", "TerminatedError"]
 
 _UNSAID = -1
 _POLL_S = 1e-3
@@ -45,6 +45,12 @@ class DisagreementError(RuntimeError):
     """Every rank said yes, to different things."""
 
 
+class TerminatedError(RuntimeError):
+    """The launcher ends this rank, as it does when another one has died."""
+
+    unrecoverable = True
+
+
 @attrs.frozen
 class Cause:
     """
@@ -52,8 +58,8 @@ class Cause:
 
     Args:
         kind: `refused` by the contract, `raised`, `dropped` (a message was skipped), `disagreed`
-            (epochs or messages), `gone` (a process ended), `late` (one did not come in time) or
-            `lost` (a connection broke).
+            (epochs or messages), `gone` (a process ended), `late` (one did not come in time),
+            `ended` (by the launcher) or `lost` (a connection broke).
         rank: The rank where it began.
         stage: The stage whose action it was, or None.
         action: The action, as it stands in the table, or `commit`.
@@ -110,6 +116,7 @@ class Consent:
     deadline: float = 60.0
     grace: float = 2.0
     replicas: Replicas | None = None
+    ending: bool = attrs.field(default=False, init=False)
 
     def agree(self, epoch: int) -> None:
         """
@@ -168,6 +175,7 @@ class Consent:
         """
         if isinstance(error, StoppedError):
             return error
+        self.ending = True
         verdict = _verdict(error, epoch, atom, passed, self.channels.posted())
         verdict["row"] = self.ranks.index(self.rank) if self.rank in self.ranks else None
         with suppress(RuntimeError):  # the store may have died with a rank
@@ -185,6 +193,10 @@ class Consent:
                 Cause("lost", self.rank, None, verdict["action"], None,
                       f"{text}; the store that the ranks meet in is gone ({lost})", False)
             )  # fmt: skip
+
+    def stopped(self) -> bool:
+        """Whether a rank has said why it cannot go on."""
+        return any(self.store.check([f"verdict/{rank}"]) for rank in range(self.world))
 
     def close(self) -> None:
         """Close every connection; peers that wait on one wake up."""
@@ -238,7 +250,8 @@ class Consent:
             ) + (f" (rank {_first(said, seen[0])} waits at {seen[0]['awaits']})" if seen else "")
             known = {"epoch": epoch, "clause": None, **awaited}
             return _cause("late" if late else "gone", rank, known, text, False)
-        rank, v = min(said.items(), key=lambda item: (item[1]["kind"] != "late", item[0]))
+        order = ("late", "ended", "lost")
+        rank, v = min(said.items(), key=lambda item: (order.index(item[1]["kind"]), item[0]))
         return _cause(v["kind"], rank, v, v["text"], alive)
 
     def _skipped(self, v: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -333,6 +346,8 @@ def _verdict(
         kind = "late" if error.late else "lost"
     elif isinstance(error, DisagreementError):
         kind = "disagreed"
+    elif isinstance(error, TerminatedError):
+        kind = "ended"
     text = " ".join(str(error).split())
     return {
         "kind": kind,

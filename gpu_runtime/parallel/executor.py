@@ -16,7 +16,6 @@ import attrs
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
-from qeffect.gpu_runtime.memory.slots import fill
 from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
 from qeffect.gpu_runtime.parallel.channels import Channels, Message, Transfer
 from qeffect.gpu_runtime.parallel.consent import Consent, StoppedError
@@ -186,12 +185,16 @@ class Pipeline:
             StoppedError: A rank could not go on; no rank has updated its weights, and all raise
                 this with one cause. After a recoverable one every rank calls `Worker.rebuild`.
         """
-        epoch = self.runtime.epoch
+        epoch, handoff = self.runtime.epoch, self.runtime.handoff
+        # The walk runs on the graph stream: behind what the caller's has now, before what comes.
+        handoff.wait_for_caller()
         try:
             with self.runtime.caller_scope():
                 self.actions()
                 gradients = self.finalize()
-                self.runtime.contract.check_commit(counted=self.runtime.device_counts())
+                late = self.runtime.config.late_counts
+                counted = None if late else self.runtime.device_counts()
+                self.runtime.contract.check_commit(counted=counted)
                 if self.consent is not None:
                     self.consent.agree(epoch)
                 else:
@@ -201,6 +204,7 @@ class Pipeline:
             if self.consent is None:
                 raise
             raise self._stopped(error, epoch) from None
+        handoff.caller_waits()
         return gradients
 
     def actions(self) -> None:
@@ -258,7 +262,7 @@ class Pipeline:
             actions.finish_outputs(feeder.key, feeder.ref)
         elif p.source is not None:
             if len(stage.inputs) > 1:
-                fill(actions.input_buffers(key)[1:], self._further(p))
+                actions.fill(actions.input_buffers(key)[1:], self._further(p))
             p.ref = actions.forward(key)
         else:
             p.ref = actions.forward(key, self.feed.inputs(stage, key.epoch, p.microbatch))

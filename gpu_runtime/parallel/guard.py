@@ -18,7 +18,7 @@ it stands for.
 What is known of a plain module: which microbatch's work is retained, from F to dI to dW
 (ownership); the order of F and dI on the rank (order); the stages' messages and reductions. Of
 weight caches, gradient buffers, graphs and streams nothing is known, and those relations are left
-out. What torch waits for when its step ends, sends and reductions, ends there.
+out. Sends and reductions end where the table awaits them (torch 2.15), else where the step does.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _COMPUTED = frozenset({"F", "I", "W", "B"})
 _RECEIVES = frozenset({"RECV_F", "RECV_B"})
 _CARRIED = _RECEIVES | {"SEND_F", "SEND_B"}
 _AWAITED = {"WAIT_SEND_F": "SEND_F", "WAIT_SEND_B": "SEND_B"}
-_REDUCE = "REDUCE_GRAD"
+_REDUCE, _REDUCED = "REDUCE_GRAD", "WAIT_REDUCE_GRAD"
 #: The stage's methods that carry messages, by what they do.
 _MESSAGES = {
     "get_fwd_recv_ops": "RECV_F",
@@ -121,12 +121,14 @@ class GuardedSchedule:
         self._declared: Mapping[Hashable, Sequence[tuple[str, Cell]]] | None = (
             None if table is None else _declared(table, stages)
         )
-        self._reduces = {
-            stage.stage_index: hasattr(stage, "perform_reduce_grad")
-            if not self._walks
-            else any(_event(a)[:2] == (_REDUCE, stage.stage_index) for a in self._own_row())
-            for stage in stages
-        }
+        # A loop that reduces nothing may mean to, as torch 2.15's do where FSDP accumulates.
+        self._reduces = {stage.stage_index: False for stage in stages}
+        self._awaits_sends = self._awaits_reductions = False
+        if table is not None and self._walks:
+            self._awaits_sends = table.awaits_sends
+            self._awaits_reductions = table.awaits_reductions
+            reduced = {a.stage for row in table.atoms for a in row if a.kind is Kind.REDUCE_GRAD}
+            self._reduces = {index: index in reduced for index in self._reduces}
         self.contract = self._contract()
         self._asked: dict[_Event, Any] = {}
         self._told: set[_Event] = set()
@@ -252,13 +254,15 @@ class GuardedSchedule:
     def _finish(self) -> None:
         self.at = "the end of the step"
         with self._noted():
-            for event in sorted(self._reading):  # torch has waited for every send by now
-                self._sent(event)
+            if not self._awaits_sends:  # torch has waited for every send by now
+                for event in sorted(self._reading):
+                    self._sent(event)
             for stage in self.stages:
                 if stage.stage_index not in self._final:
                     self.contract.finalize(stage.stage_index)
-            for stage in self._reducing:
-                self.contract.finish_reduction(stage)
+            if not self._awaits_reductions:
+                for reduced in self._reducing:
+                    self.contract.finish_reduction(reduced)
             self.contract.commit_epoch()
 
     # Actions
@@ -287,6 +291,8 @@ class GuardedSchedule:
             elif kind == _REDUCE:
                 self._reduce(stage)
                 self._told.add(event)
+            elif kind == _REDUCED:
+                self.contract.finish_reduction(stage)
         except Refused as refused:
             self._note(refused, f", step {step} of its row")
             raise
@@ -424,11 +430,10 @@ class GuardedSchedule:
 
     def _sent(self, event: _Event) -> None:
         kind, stage, microbatch = event
-        if event in self._reading:
-            self._reading.discard(event)
-            key = TapeKey(self.contract.epoch, stage, microbatch)
-            ref = self._ref((stage, microbatch))
-            self.contract.finish_read(key, ref, gradient=kind == "SEND_B")
+        key = TapeKey(self.contract.epoch, stage, microbatch)
+        ref = self._ref((stage, microbatch))
+        self.contract.finish_read(key, ref, gradient=kind == "SEND_B")
+        self._reading.discard(event)
 
     def _reduce(self, stage: int) -> None:
         self.contract.finalize(stage)
@@ -436,9 +441,6 @@ class GuardedSchedule:
         if self._reduces[stage]:
             self.contract.start_reduction(stage)
             self._reducing.append(stage)
-
-    def _own_row(self) -> list[Any]:
-        return list(self.schedule.pipeline_order_with_comms[self.schedule.rank])
 
     @contextmanager
     def _noted(self) -> Iterator[None]:

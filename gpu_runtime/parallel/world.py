@@ -7,6 +7,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
+import signal
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -18,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.channels import Channels, channels_of, end_group
-from qeffect.gpu_runtime.parallel.consent import Consent, StoppedError
+from qeffect.gpu_runtime.parallel.consent import Consent, StoppedError, TerminatedError
 from qeffect.gpu_runtime.parallel.executor import Feed, Pipeline
 from qeffect.gpu_runtime.parallel.model import require_meeting
 from qeffect.gpu_runtime.parallel.reduction import Replicas
@@ -198,6 +199,7 @@ class Worker:
         self.optimizer = optimizer(list(self.runtime.stages.values()))
         self._pipeline = pipeline
         self.attempt, self.name = 0, next(_WORKERS)
+        self._stepping = False
         self.pipeline = self._connect()
 
     def _runtime(
@@ -282,7 +284,28 @@ class Worker:
         Raises:
             StoppedError: It ended on every rank, for one cause, and no weights have moved.
         """
-        self.pipeline.step(self.optimizer)
+        self._stepping = True
+        try:
+            self.pipeline.step(self.optimizer)
+        finally:
+            self._stepping = False
+
+    def heed_termination(self) -> None:
+        """
+        Let SIGTERM end a step with its cause; for the main thread.
+
+        torchrun sends it to all that are left as soon as one rank has died, and kills them half a
+        minute later. Without this a rank ends there and then, and says nothing.
+        """
+        signal.signal(signal.SIGTERM, self._terminated)
+
+    def _terminated(self, *_: object) -> None:
+        if self.consent.ending:
+            return  # it is about to say why
+        if self._stepping:
+            raise TerminatedError("the launcher ended it with SIGTERM")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def rebuild(self, stopped: StoppedError) -> None:
         """
@@ -292,6 +315,7 @@ class Worker:
 
         Raises:
             StoppedError: The cause is not recoverable: relaunch, and resume from a checkpoint.
+            BackendError: A rank did not come back.
         """
         if not stopped.cause.recoverable:
             raise stopped
@@ -299,7 +323,13 @@ class Worker:
         store = PrefixStore(f"qeffect/{self.name}/again/{self.attempt}", self.member.store)
         store.set(str(self.member.rank), "ready")
         limit = datetime.timedelta(seconds=self.limits.start)
-        store.wait([str(rank) for rank in range(self.member.world)], limit)
+        try:
+            store.wait([str(rank) for rank in range(self.member.world)], limit)
+        except RuntimeError as error:
+            raise BackendError(
+                f"not every rank came back within {self.limits.start:g} s of the stop; relaunch, "
+                "and resume from a checkpoint"
+            ) from error
         self.runtime.rebuild()
         self.runtime.reducer = self._replicas = self._reducer()
         self.pipeline = self._connect()

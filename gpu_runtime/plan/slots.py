@@ -29,10 +29,13 @@ class WgradVariant(NamedTuple):
     Args:
         destination: Index of the set of destinations, -1 for the library's own memory.
         accumulate: Whether it adds.
+        joins: Whether it adds to what its stage shares with another one, though it overwrites its
+            own: that other stage has opened it.
     """
 
     destination: int
     accumulate: bool
+    joins: bool = False
 
 
 @attrs.frozen
@@ -45,20 +48,36 @@ class SlotPlan:
         provisioning: How slots were counted.
         slot_of: Local slot by stage and microbatch.
         num_slots: Slots by stage.
+        sharers: By stage, the other one that writes a destination of tied weights with it.
     """
 
     order: Order
     provisioning: Provisioning
     slot_of: Mapping[tuple[int, int], int]
     num_slots: Mapping[int, int]
+    sharers: Mapping[int, int] = attrs.field(factory=dict)
 
     def variant(self, stage: int, microbatch: int, rule: Rule) -> WgradVariant:
         """What the dW of a microbatch does under a destination rule."""
         if rule == "copied":
             return WgradVariant(-1, False)
         if rule == "per_microbatch":
-            return WgradVariant(microbatch, False)
-        return WgradVariant(0, microbatch != self.order.microbatches(stage, Kind.WGRAD)[0])
+            return WgradVariant(microbatch, False, self._joins(stage, microbatch, {microbatch}))
+        every = self.order.microbatches(stage, Kind.WGRAD)
+        if microbatch != every[0]:
+            return WgradVariant(0, True)
+        return WgradVariant(0, False, self._joins(stage, microbatch, set(every)))
+
+    def _joins(self, stage: int, microbatch: int, others: set[int]) -> bool:
+        """Whether the sharer of a stage has written one of these microbatches before this one."""
+        for step in self.order.steps:
+            if step.kind is not Kind.WGRAD:
+                continue
+            if (step.stage, step.microbatch) == (stage, microbatch):
+                return False
+            if step.stage == self.sharers.get(stage) and step.microbatch in others:
+                return True
+        return False
 
     def variants(self, stage: int, slot: int, rule: Rule) -> tuple[WgradVariant, ...]:
         """Everything that the dW of one slot has to do in an epoch, each once."""

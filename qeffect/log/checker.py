@@ -15,7 +15,17 @@ import attrs
 
 from ..config import Bucket, StageConfig
 from ..destinations import Destination
-from ..relations.constants import BACK_BIT, GRAD_BIT, IN_BIT, NEVER, OUT_BIT
+from ..relations.constants import (
+    ADDS,
+    BACK_BIT,
+    GRAD_BIT,
+    IN_BIT,
+    JOINS,
+    NEVER,
+    OPENS,
+    OUT_BIT,
+    OVERWRITES,
+)
 from ..text import is_name, shown, within
 from .format import FIELDS, HEADER, MAGIC, VERSION, compact
 
@@ -103,6 +113,9 @@ def _stage(value: Any) -> bool:
         and _names(value["matrices"])
         and type(value["buckets"]) is list
         and all(map(_bucket, value["buckets"]))
+        and type(value["buffers"]) is list
+        and all(_names(pair) and len(pair) == 2 for pair in value["buffers"])
+        and _names(value["tied"])
     )
 
 
@@ -153,7 +166,10 @@ _EVENT: Final[Mapping[str, tuple[Check, str]]] = {
     "ref": (_ref, "[slot, generation, incarnation as 16 hexadecimal digits]"),
     "slot": (_integer, "a slot index"),
     "refresh": (_flag, "0 or 1"),
-    "first": (_flag, "0 or 1"),
+    "first": (
+        lambda value: _integer(value) and value in (ADDS, OVERWRITES, JOINS, OPENS),
+        f"{ADDS}, {OVERWRITES}, {JOINS} or {OPENS}",
+    ),
     "bit": (
         lambda value: _integer(value) and value in (OUT_BIT, GRAD_BIT),
         f"{OUT_BIT} or {GRAD_BIT}",

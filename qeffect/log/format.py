@@ -75,6 +75,8 @@ COLUMNS_SINCE_FIRST: Final = frozenset(
         "rolled_at",
         "stage_at",
         "tied_at",
+        "shared_of",
+        "sharer_of",
         "reduce_at",
         "ordered",
         "reducing",
@@ -196,7 +198,7 @@ def upgraded_header(header: Mapping[str, Any]) -> dict[str, Any]:
         pool = {"pool": stage["pool"]}
         rest = {name: value for name, value in stage.items() if name not in pool}
         middle = {name: value for name, value in added.items() if name not in last}
-        stages.append({**rest, **middle, **pool, **last, "buckets": []})
+        stages.append({**rest, **middle, **pool, **last, "buckets": [], "buffers": [], "tied": []})
     if "reductions" in header:
         raise ValueError("the first version has no field reductions")
     late = {"epoch": header["epoch"], "incarnation": header["incarnation"]}

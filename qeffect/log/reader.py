@@ -13,7 +13,17 @@ from ..destinations import Destination
 from ..engine.stage import TRANSITIONS
 from ..keys import Cell, TapeKey, TapeRef
 from ..refusals import Refused
-from ..relations.constants import BACK_BIT, GRAD_BIT, IN_BIT, NO_SLOT, OUT_BIT
+from ..relations.constants import (
+    ADDS,
+    BACK_BIT,
+    GRAD_BIT,
+    IN_BIT,
+    JOINS,
+    NO_SLOT,
+    OPENS,
+    OUT_BIT,
+    OVERWRITES,
+)
 from .format import FIELDS
 
 __all__ = ["Converters", "Plan", "spelling"]
@@ -107,7 +117,7 @@ class Converters:
             "bucket": frozenset(range(len(st.stage_at))),
             "stage": frozenset(config.stage for config in contract.stages),
             "refresh": frozenset((0, 1)),
-            "first": frozenset((0, 1)),
+            "first": frozenset((ADDS, OVERWRITES, JOINS, OPENS)),
             "bit": frozenset((OUT_BIT, GRAD_BIT)),
             "message": frozenset((IN_BIT, BACK_BIT)),
         }

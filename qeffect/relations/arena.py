@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from ..refusals import Refused
 from .columns import Column
-from .constants import NEVER, State
+from .constants import ADDS, JOINS, NEVER, OPENS, State
 
-#: ``bound`` marks the epoch a cell's destination was bound in, ``opened`` the epoch of a
+#: A dW writes a buffer of its stage's own and one that it shares, which is the same where there is
+#: no sharer. ``bound`` marks the epoch a cell's destination was bound in, ``opened`` the epoch of a
 #: buffer's first write; ``writing`` is the serial of the dW in flight on a buffer, or 0.
 STATE = {
     "bound": Column("cell", initial=NEVER),
@@ -48,40 +49,55 @@ def check_wgrad_guards(st: State, key, ref, link, destination, first):
     e = key.epoch
     c = key.cell
     b = st.buffer_of[c]
+    t = st.shared_of[b]
     if st.spoiled[s] == e:
         raise Refused("arena.spoiled")
     if st.destination_of[c] != destination:
         raise Refused("arena.mismatch")
-    if st.writing[b] != 0:
+    if st.writing[b] != 0 or st.writing[t] != 0:
         raise Refused("arena.in-flight")
-    if first != 0 and st.opened[b] == e:
+    # Every dW writes both buffers, so that the shared one is open wherever the stage's own is.
+    own = st.opened[b]
+    shared = st.opened[t]
+    if (first == JOINS and own == e) or (first != ADDS and first != JOINS and shared == e):
         raise Refused("arena.overwrite")
-    if first == 0 and st.opened[b] != e:
+    if (first == ADDS and own != e) or first == OPENS or (first == JOINS and shared != e):
         raise Refused("arena.stale-accumulation")
 
 
 def check_wgrad_writes(st: State, key, ref, link, destination, first):
     c = key.cell
     b = st.buffer_of[c]
+    t = st.shared_of[b]
     ticket = st.serial[0] + 1
     st.writing[b] = ticket
+    st.writing[t] = ticket
 
 
 def commit_wgrad_writes(st: State, slot, ticket, covered):
-    b = st.buffer_of[st.cell_at[slot]]
+    c = st.cell_at[slot]
+    b = st.buffer_of[c]
+    t = st.shared_of[b]
+    e = st.epoch_at[slot]
     st.writing[b] = 0
-    st.opened[b] = st.epoch_at[slot]
+    st.writing[t] = 0
+    st.opened[b] = e
+    st.opened[t] = e
 
 
 def abort_wgrad_writes(st: State, slot, ticket):
-    b = st.buffer_of[st.cell_at[slot]]
+    c = st.cell_at[slot]
+    b = st.buffer_of[c]
+    t = st.shared_of[b]
     st.writing[b] = 0
+    st.writing[t] = 0
 
 
 def finalize_guards(st: State, stage, link):
-    if st.spoiled[stage] == st.weight_epoch[stage]:
+    t = st.sharer_of[stage]
+    if st.spoiled[stage] == st.weight_epoch[stage] or st.spoiled[t] == st.weight_epoch[t]:
         raise Refused("arena.spoiled")
-    if st.wgrads[stage] != st.cells[stage]:
+    if st.wgrads[stage] != st.cells[stage] or st.wgrads[t] != st.cells[t]:
         raise Refused("arena.incomplete")
 
 

@@ -54,6 +54,8 @@ CONFIG = {
     "dgrad_at": Column("cell", "int", None),  # declared position of the cell's dI
     "destination_of": Column("cell", "opaque", None),
     "buffer_of": Column("cell", "buffer", None),
+    "shared_of": Column("buffer", "buffer", None),  # the one that a sharer writes too, or itself
+    "sharer_of": Column("stage", "stage", None),  # the stage that writes it too, or the same
     "pool_of": Column("slot", "pool", None),
     "forward_rank": Column("slot", "int", None),
     "dgrad_rank": Column("slot", "int", None),

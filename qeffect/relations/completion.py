@@ -263,7 +263,8 @@ def finalize_guards(st: State, stage, link):
     d = st.domain_of[stage]
     if st.domain_at[link] != d:
         raise Refused("completion.wrong-stream")
-    if st.waited[link] < st.landed[stage]:
+    t = st.sharer_of[stage]
+    if st.waited[link] < st.landed[stage] or st.waited[link] < st.landed[t]:
         raise Refused("completion.graph-to-caller")
     if st.named[0] == st.weight_epoch[stage] and st.consumer[0] != st.caller_at[link]:
         raise Refused("completion.wrong-consumer")

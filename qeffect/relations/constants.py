@@ -7,29 +7,37 @@ from __future__ import annotations
 from typing import Any, Final
 
 from qeffect.spec.constants import (
+    ADDS,
     BACK_BIT,
     DGRAD_BIT,
     GRAD_BIT,
     IN_BIT,
+    JOINS,
     NEVER,
     NO_SLOT,
     NO_STAGE,
+    OPENS,
     OUT_BIT,
+    OVERWRITES,
     READ_BITS,
     RESERVED,
     WGRAD_BIT,
 )
 
 __all__ = [
+    "ADDS",
     "BACK_BIT",
     "DGRAD_BIT",
     "GENERATION_MAX",
     "GRAD_BIT",
     "IN_BIT",
+    "JOINS",
     "NEVER",
     "NO_SLOT",
     "NO_STAGE",
+    "OPENS",
     "OUT_BIT",
+    "OVERWRITES",
     "READ_BITS",
     "RESERVED",
     "WGRAD_BIT",

@@ -22,6 +22,16 @@ and microbatch, or with one accumulating destination per matrix. The kernel comp
 (matrix, microbatch, shape, dtype, device, address, length) for equality and byte ranges for
 overlap; it never touches memory.
 
+Tied weights, an embedding and the head that reads it, have one gradient. Two matrices may share a
+destination where both are declared tied, in one stage or in two; undeclared sharing is refused by
+name, and by address. Every dW of both stages then writes it beside its stage's own destinations:
+the first of the epoch, whichever stage's, overwrites it, all others add to it, one at a time. So a
+dW says of both whether it overwrites, and a stage is final when its sharer's dW have run too. Where
+gradients are reduced the shared one leaves in one bucket, after the last dW of both. Weights that
+are tied across ranks have a copy on each, and every copy leaves in a bucket of one name; a
+contract sees its own process only, so the configurations of all ranks are compared before the
+first step (`qeffect.sharing`).
+
 Destinations are bound before dI, because that is where `main_grad` is read. The first writer of a
 buffer in an epoch overwrites it, later ones accumulate. A dW that fails may have written half a
 gradient: the stage's epoch is then spoiled until it is rebuilt. Finalize wants every configured
@@ -33,7 +43,8 @@ others.""",
             number="4.1",
             title="A half-written arena is not used",
             invariant="In an epoch in which an action of the stage failed or was aborted, nothing "
-            "is bound, written or finalized.",
+            "is bound, written or finalized; nor is a stage finalized that shares a destination "
+            "with it.",
             transitions=("bind", "check_wgrad", "finalize"),
             argument="key.stage",
             unchanged="The destinations, and the mark that the epoch is spoiled.",
@@ -84,33 +95,36 @@ others.""",
             id="arena.in-flight",
             number="4.5",
             title="One writer at a time",
-            invariant="A buffer has at most one dW in flight.",
+            invariant="A buffer, of one stage or shared by two, has at most one dW in flight.",
             transitions=("check_wgrad",),
             argument="destination",
             unchanged=_BUFFER,
             section="III-D",
-            cause="Two dW of one accumulating buffer overlap: a ticket was not redeemed, or two "
-            "threads write.",
+            cause="Two dW of one accumulating buffer overlap: a ticket was not redeemed, two "
+            "threads write, or both stages of a tied weight do.",
             remedy="Commit or abort the first dW, or give every microbatch its own destination.",
         ),
         Clause(
             id="arena.overwrite",
             number="4.6",
             title="Only the first writer overwrites",
-            invariant="A dW that overwrites its buffer is the buffer's first in the epoch.",
+            invariant="A dW that overwrites a buffer, its stage's own or the shared one, is the "
+            "buffer's first in the epoch.",
             transitions=("check_wgrad",),
             argument="first",
             unchanged=_BUFFER,
             section="III-D",
             cause="A graph captured for microbatch 0 (is_first_microbatch, overwrite_main_grad) "
-            "was replayed for a later one and would erase what was accumulated.",
-            remedy="Ask `first_writer(key)` which graph to replay.",
+            "was replayed for a later one, or the second use of a tied weight assigns its "
+            "gradient: what was accumulated would be erased.",
+            remedy="Ask `first_writer(key)` and `first_of_tied(key)` which graph to replay.",
         ),
         Clause(
             id="arena.stale-accumulation",
             number="4.7",
             title="Nothing accumulates into last epoch's gradient",
-            invariant="A dW that accumulates finds its buffer already opened in this epoch.",
+            invariant="A dW that adds to a buffer, its stage's own or the shared one, finds it "
+            "already opened in this epoch.",
             transitions=("check_wgrad",),
             argument="first",
             unchanged=_BUFFER,
@@ -123,7 +137,8 @@ others.""",
             id="arena.incomplete",
             number="4.8",
             title="A final arena is whole",
-            invariant="Finalize wants one committed dW for every cell of the stage.",
+            invariant="Finalize wants one committed dW for every cell of the stage, and of the "
+            "stage that shares a destination with it.",
             transitions=("finalize",),
             argument="stage",
             unchanged="The stage, which is not final; the missing dW may still run.",
@@ -173,14 +188,17 @@ others.""",
         Clause(
             id="arena.overlapping-destinations",
             number="4.12",
-            title="Destinations do not overlap",
-            invariant="The byte ranges of two destinations on one device are disjoint.",
+            title="Destinations do not overlap undeclared",
+            invariant="Two destinations are not named alike, and their byte ranges on one device "
+            "are disjoint, unless both matrices are declared tied and name one destination.",
             transitions=("configure",),
             argument="destination.address",
             unchanged=_NOTHING,
             section="III-D",
-            cause="Views were cut from one arena at wrong offsets, or two stages share a buffer.",
-            remedy="Give each destination its own aligned range.",
+            cause="Views were cut from one arena at wrong offsets, or two matrices, as tied "
+            "weights do, share a buffer and do not say so.",
+            remedy="Give each destination its own aligned range, or name it for both matrices in "
+            "`buffers` and declare both in `tied`.",
         ),
     ),
 )

@@ -9,7 +9,18 @@ accepted once.
 
 from __future__ import annotations
 
-from ..constants import BACK_BIT, GRAD_BIT, IN_BIT, NEVER, NO_SLOT, OUT_BIT, RESERVED
+from ..constants import (
+    ADDS,
+    BACK_BIT,
+    GRAD_BIT,
+    IN_BIT,
+    JOINS,
+    NEVER,
+    NO_SLOT,
+    OPENS,
+    OUT_BIT,
+    RESERVED,
+)
 from ..predicates import Register, implies
 from ..world import DGRAD, DONE, FORWARD, NONE, REFRESH, RUNNING, WGRAD
 from .words import Args, History, Index, State, Truth
@@ -264,11 +275,19 @@ def bound_destination(st: State, h: History, a: Args) -> Truth:
 @STEPS("arena.right-destination", "check_wgrad")
 def right_destination(st: State, h: History, a: Args) -> Truth:
     """dW writes where dI was told, alone, over nothing of its epoch or onto only that."""
-    c = a.key.cell
-    buffer = st.buffer_of[c]
-    bound = (a.destination == h.bound_to[c]) & (h.writers[buffer] == 0)
-    fresh = implies(a.first != 0, h.content[buffer] != a.key.epoch)
-    return bound & fresh & implies(a.first == 0, h.content[buffer] == a.key.epoch)
+    buffer = st.buffer_of[a.key.cell]
+    own, shared = h.content[buffer], h.content[st.shared_of[buffer]]
+    adds = (a.first == ADDS) | (a.first == OPENS)
+    joins = (a.first == ADDS) | (a.first == JOINS)
+    fresh = (adds == (own == a.key.epoch)) & (joins == (shared == a.key.epoch))
+    return (a.destination == h.bound_to[a.key.cell]) & fresh
+
+
+@STEPS("arena.alone", "check_wgrad")
+def written_alone(st: State, h: History, a: Args) -> Truth:
+    """Nobody else writes a buffer that dW writes, its own or the one that its stage shares."""
+    buffer = st.buffer_of[a.key.cell]
+    return (h.writers[buffer] == 0) & (h.writers[st.shared_of[buffer]] == 0)
 
 
 @STEPS("arena.not-spoiled", "bind", "check_wgrad")
@@ -293,6 +312,17 @@ def whole(st: State, h: History, a: Args, c: Index) -> Truth:
     once = (h.ran_forward[c] == 1) & (h.ran_dgrad[c] == 1) & (h.ran_wgrad[c] == 1)
     ours = st.stage_of[c] == a.stage
     return implies(ours, once & (h.covered[c] == st.matrices[a.stage]))
+
+
+@STEPS("arena.tied-whole", "finalize", needs="arena", c="cell", k="cell")
+def tied_whole(st: State, h: History, a: Args, c: Index, k: Index) -> Truth:
+    """When a stage is final, every dW onto its destinations ran once, also another stage's, and
+    none was cut short."""
+    onto = (st.stage_of[c] == a.stage) & (
+        st.shared_of[st.buffer_of[k]] == st.shared_of[st.buffer_of[c]]
+    )
+    sound = h.half_written[st.stage_of[k]] != h.weights[0]
+    return implies(onto, (h.ran_wgrad[k] == 1) & sound)
 
 
 @STEPS("epoch.not-spoiled", "finalize")
@@ -368,9 +398,9 @@ def consumer_after_replay(st: State, h: History, a: Args) -> Truth:
 
 @STEPS("completion.gradients-after-replay", "finalize")
 def gradients_after_replay(st: State, h: History, a: Args) -> Truth:
-    """Whoever finalizes a stage waited for its latest dW."""
-    mine = (a.link == h.link[0]) & (a.stage == h.stage[0])
-    return implies(mine, h.seen_gradients[0] == 1)
+    """Whoever finalizes a stage waited for its latest dW, and for its sharer's."""
+    writes = (a.stage == h.stage[0]) | (st.sharer_of[a.stage] == h.stage[0])
+    return implies((a.link == h.link[0]) & writes, h.seen_gradients[0] == 1)
 
 
 @STEPS("completion.reduction-after-replay", "start_reduction", needs="reduction")

@@ -57,8 +57,27 @@ def generations_counted(st: State) -> Truth:
 
 @CONFIGURATION("arena.buffers-apart", a="cell", b="cell")
 def buffers_apart(st: State, a: Index, b: Index) -> Truth:
-    """Stages do not share gradient buffers."""
-    return implies(st.buffer_of[a] == st.buffer_of[b], st.stage_of[a] == st.stage_of[b])
+    """No stage writes another one's own gradient buffer, and what two share is no stage's own."""
+    here, own = st.stage_of[a] == st.stage_of[b], st.buffer_of[b]
+    alone = here & (st.shared_of[own] == own)
+    return implies(st.buffer_of[a] == own, here) & implies(
+        st.shared_of[st.buffer_of[a]] == own, alone
+    )
+
+
+@CONFIGURATION("arena.two-sharers", a="cell", b="cell")
+def two_sharers(st: State, a: Index, b: Index) -> Truth:
+    """A shared gradient buffer is written by one stage, or by two that are each other's sharer."""
+    one, other = st.stage_of[a], st.stage_of[b]
+    sharers = (one == other) | ((st.sharer_of[one] == other) & (st.sharer_of[other] == one))
+    return implies(st.shared_of[st.buffer_of[a]] == st.shared_of[st.buffer_of[b]], sharers)
+
+
+@CONFIGURATION("arena.one-domain", g="stage")
+def sharers_at_home(st: State, g: Index) -> Truth:
+    """Stages that share a gradient buffer share a state domain."""
+    there = st.domain_of[st.sharer_of[g]] == st.domain_of[g]
+    return (st.sharer_of[g] != NO_STAGE) & there
 
 
 @CONFIGURATION("capture.pools-apart", a="slot", b="slot")

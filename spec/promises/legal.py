@@ -10,7 +10,7 @@ that asks for more than the world needs is found by the proof, and not only by a
 
 from __future__ import annotations
 
-from ..constants import BACK_BIT, IN_BIT, NEVER, NO_SLOT, RESERVED
+from ..constants import ADDS, BACK_BIT, IN_BIT, JOINS, NEVER, NO_SLOT, OPENS, RESERVED
 from ..predicates import Register, implies
 from .words import Args, History, Index, State, Truth
 
@@ -190,10 +190,17 @@ def bound(st: State, h: History, a: Args) -> Truth:
 
 @LEGAL("arena.own-destination", "check_wgrad")
 def own_destination(st: State, h: History, a: Args) -> Truth:
-    """The destination is the configured one, nobody writes it, and the first writer overwrites."""
-    b = st.buffer_of[a.key.cell]
-    fresh = (a.first != 0) == (h.content[b] != a.key.epoch)
-    return (a.destination == st.destination_of[a.key.cell]) & (h.writers[b] == 0) & fresh
+    """The destination is the configured one, nobody writes it, and the first writer of each of its
+    buffers, the stage's own and the shared one, overwrites."""
+    c = a.key.cell
+    own, shared = st.buffer_of[c], st.shared_of[st.buffer_of[c]]
+    adds = (a.first == ADDS) | (a.first == OPENS)
+    joins = (a.first == ADDS) | (a.first == JOINS)
+    fresh = (adds == (h.content[own] == a.key.epoch)) & (
+        joins == (h.content[shared] == a.key.epoch)
+    )
+    idle = (h.writers[own] == 0) & (h.writers[shared] == 0)
+    return (a.destination == st.destination_of[c]) & idle & fresh
 
 
 @LEGAL("arena.epoch-sound", "check_wgrad")

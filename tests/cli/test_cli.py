@@ -68,6 +68,10 @@ OPTIONS = {
     "runtime streams": {"--processes", "--checks", "--width", "--depth", "--quick", *REPORT},
     "runtime pools": {"--steps", "--device", *REPORT},
     "runtime probes": {"--device", *REPORT},
+    "runtime scale": {
+        *("--pp", "--schedules", "--cells", "--compared", "--rounds", "--steps", "--native-steps"),
+        *("--device", *REPORT),
+    },
     "runtime plots": {"--reports", "--out", "--format"},
 }
 

@@ -181,7 +181,7 @@ class TestSchema:
             ("link", -1),
             ("link", "0"),
             ("token", 0.5),
-            ("first", 2),
+            ("first", 4),
             ("destination", [{"matrix": "w"}]),
             ("destination", None),
             ("covered", "fc1"),

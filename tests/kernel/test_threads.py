@@ -254,6 +254,7 @@ def test_every_transition_is_made_by_a_call_that_looks() -> None:
         "token",
         "link",
         "first_writer",
+        "first_of_tied",
         "default_reader",
         "refresh",
         "forward",

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qeffect.cli import main
+from qeffect.engine.stage import TRANSITIONS
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.evidence.comparison import digests
@@ -27,7 +28,10 @@ from qeffect.gpu_runtime.parallel.compare import compared, guarded
 from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.parallel.executor import Passage
 from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
 from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
+from qeffect.keys import TapeKey, TapeRef
+from qeffect.refusals import Refused
 
 Fault = Callable[[Worker], None]
 #: Nothing here takes a second where all is well.
@@ -177,6 +181,20 @@ def killed(action: str) -> Fault:
     return inject
 
 
+def terminated(action: str) -> Fault:
+    """The launcher ends the process there, while it has the word."""
+
+    def inject(worker: Worker) -> None:
+        place = _at(worker, action)
+
+        def act(_: Passage) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        worker.pipeline.program[place] = worker.pipeline.program[place]._replace(act=act)
+
+    return inject
+
+
 def bits(worker: Worker) -> dict[str, str]:
     """Every tensor that a step moves, as digests of raw bits."""
     named = {
@@ -260,6 +278,46 @@ def stopping(job: Job, victim: int, fault: tuple[Any, ...], limits: Limits) -> d
     return said
 
 
+def updating(job: Job, limits: Limits) -> dict[str, Any]:
+    """The optimizer of one rank fails after all have consented; steps until all stop."""
+    member = join("cpu", LIMITS)
+    worker = guarded(member, job, "reference", limits=limits)
+    worker.step()
+    if member.rank == 1:
+        optimizer: Any = worker.optimizer
+
+        def fail(*_: Any) -> None:
+            raise ArithmeticError("an injected failure")
+
+        optimizer.step = fail
+    said: dict[str, Any] = {"cause": None}
+    while said["cause"] is None:
+        said = _step(worker)
+    return said
+
+
+def alike(job: Job, tables: list[str], steps: int) -> list[dict[str, Any]]:
+    """A job trained under its own table, then under tables from files."""
+    member = join("cpu", LIMITS)
+    found = []
+    for schedule in (job.schedule, *tables):
+        again = attrs.evolve(job, schedule=schedule)
+        worker = guarded(member, again, "reference", limits=LIMITS)
+        for _ in range(steps):
+            worker.step()
+        slots = sum(config.slots for config in worker.runtime.contract.stages)
+        found.append({"bits": bits(worker), "slots": slots})
+        worker.close()
+    return [
+        {
+            "differ": [n for n in found[0]["bits"] if found[0]["bits"][n] != f["bits"][n]],
+            "of": len(f["bits"]),
+            "slots": f["slots"],
+        }
+        for f in found
+    ]
+
+
 def behind(job: Job, limits: Limits) -> dict[str, Any]:
     """The last rank goes back to an older checkpoint, the others do not."""
     member = join("cpu", LIMITS)
@@ -326,6 +384,123 @@ def unmet() -> str:
     except BackendError as error:
         return str(error)
     return "accepted"
+
+
+# A step without its device work
+
+
+class _Kept:
+    """What a slot's actions reported; of each dI in turn, since each used another F's scales."""
+
+    def __init__(self) -> None:
+        self.ran: Any = None
+        self.covered: dict[Any, Any] = {}
+        self.queue: list[Any] = []
+
+    @property
+    def queued(self) -> Any:
+        return self.queue.pop(0)
+
+
+class _Noting:
+    """An eager executor that keeps what every action reported, as graphs keep their captures'."""
+
+    marks_tail = False
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.slots: dict[int, Any] = {}
+        self.refreshed: dict[int, Any] = {}
+
+    def _of(self, slot: Any) -> Any:
+        return self.slots.setdefault(slot.index, _Kept())
+
+    def refresh(self, memory: Any) -> Any:
+        found = self.refreshed[memory.stage.index] = self.inner.refresh(memory)
+        return found
+
+    def forward(self, memory: Any, slot: Any) -> Any:
+        found = self._of(slot).ran = self.inner.forward(memory, slot)
+        return found
+
+    def dgrad(self, memory: Any, slot: Any, variant: Any) -> Any:
+        found = self.inner.dgrad(memory, slot, variant)
+        self._of(slot).queue.append(found)
+        return found
+
+    def wgrad(self, memory: Any, slot: Any, variant: Any) -> Any:
+        found = self._of(slot).covered[variant] = self.inner.wgrad(memory, slot, variant)
+        return found
+
+    def check_addresses(self, memory: Any) -> None:
+        """An eager executor bakes nothing in."""
+
+
+def rehearsed(job: Job, spoil: str | None) -> dict[str, Any]:
+    """
+    The transitions of two guarded steps, and of a third that is rehearsed.
+
+    Args:
+        job: What to train.
+        spoil: The action that the rehearsed program leaves out; None for a right one.
+    """
+    member = join("cpu", LIMITS)
+    worker = guarded(member, job, "reference", limits=LIMITS)
+    runtime = worker.runtime
+    told: list[list[str]] = []
+
+    def hear(transition: str, given: tuple[Any, ...], result: Any) -> None:
+        named = zip(TRANSITIONS[transition], given, strict=True)
+        held = {name: _same(value) for name, value in named if name not in _MOVES}
+        told[-1].append(f"{transition} {held}")
+
+    runtime.contract.observer = hear
+    noting = runtime.actions.executor = _Noting(runtime.executor)
+    tokens = []
+    for _ in range(2):
+        told.append([])
+        for kept in noting.slots.values():
+            kept.queue.clear()
+        worker.step()
+        tokens.append(runtime.contract.token(runtime.order.stages[0]))
+    for kept in noting.slots.values():  # an eager dI reports whose scales it used; a graph's cannot
+        kept.queue[:] = [
+            (names, effects._replace(scales=effects.scales + tokens[1] - tokens[0]))
+            for names, effects in kept.queue
+        ]
+    told.append([])
+    before = bits(worker)
+    if spoil is not None:
+        places = [n for n, e in enumerate(worker.pipeline.program) if name_of(e.atom) == spoil]
+        for place in places:
+            del worker.pipeline.program[place]
+    refusal = None
+    try:
+        rehearsal = Rehearsal(worker.pipeline, noting)
+        rehearsal.run()
+        rehearsal.commit()
+    except Refused as refused:
+        refusal = refused.clause
+    return {
+        "guarded": [told[0], told[1]],
+        "rehearsed": told[2],
+        "moved": [name for name, digest in bits(worker).items() if before[name] != digest],
+        "refusal": refusal,
+        "posted": sum(map(len, worker.pipeline.channels.posted().values())),
+    }
+
+
+#: What differs from step to step by itself.
+_MOVES = ("token", "ticket", "epoch", "scales", "fill_epoch")
+
+
+def _same(given: Any) -> Any:
+    """A key without its epoch, a reference without its generation."""
+    if isinstance(given, TapeKey):
+        return given.cell
+    if isinstance(given, TapeRef):
+        return given.slot
+    return given
 
 
 def example(source: str) -> str:

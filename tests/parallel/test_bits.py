@@ -35,6 +35,23 @@ CASES = {
 }
 
 
+TABLES = Path(__file__).parents[1] / "schedule" / "torch_tables"
+
+
+def test_tables_of_other_releases_have_the_same_bits(tmp_path: Path) -> None:
+    """torch 2.15 awaits its sends in the table; the order of F and dI is that of before."""
+    name = "ScheduleZBVZeroBubble_pp2_vpp2_m4"
+    files = [str(TABLES / "2.15.0" / f"{name}{kind}.comms.csv") for kind in ("", ".sends2")]
+    files.append(str(TABLES / "2.11.0" / f"{name}.comms.csv"))
+    said = launch(2, tmp_path, bodies.alike, Job(schedule="zbv", pp=2), files, 2)
+    assert said.codes == [0, 0]
+    for rank in range(2):
+        assert [run["differ"] for run in said.words[rank]] == [[]] * 4
+        assert all(run["of"] > 0 for run in said.words[rank])
+    slots = [[run["slots"] for run in said.words[rank]] for rank in range(2)]
+    assert slots == [[6, 8, 6, 6], [5, 6, 6, 5]]  # its waits keep slots for longer
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_guarded_pipeline_has_the_bits_of_torchs(case: str, tmp_path: Path) -> None:
     """Losses, what flows both ways, gradients, parameters, AdamW, scales and histories."""

@@ -10,12 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from qeffect.gpu_runtime.parallel.model import Job
 from qeffect.gpu_runtime.parallel.world import Limits
 from tests.parallel import bodies
 from tests.parallel.ranks import Said, launch
 
-LIMITS = Limits(start=60.0, message=5.0, commit=20.0, grace=4.0)
+LIMITS = Limits(start=60.0, message=30.0, commit=30.0, grace=4.0)
+#: Where a message never comes: as long as is waited for it.
+SHORT = attrs.evolve(LIMITS, message=5.0)
 JOB = Job(schedule="zbv", pp=2, microbatches=4)
 
 
@@ -49,7 +53,7 @@ def test_after_a_cause_that_all_survive_the_run_goes_on_bit_for_bit(tmp_path: Pa
         (0, ("doubled", "0SEND_F1")),
         (1, ("twice", "1RECV_F2")),
     ]
-    said = launch(2, tmp_path, bodies.recovering, JOB, faults, LIMITS)
+    said = launch(2, tmp_path, bodies.recovering, JOB, faults, SHORT)
     assert said.codes == [0, 0]
     words = [said.words[rank] for rank in range(2)]
     found = []
@@ -100,6 +104,15 @@ def test_a_killed_process_is_named_by_what_it_owed(tmp_path: Path) -> None:
     assert [word["rebuild"] for word in words] == [cause["text"]] * 3
 
 
+def test_a_rank_that_the_launcher_ends_says_so_first(tmp_path: Path) -> None:
+    """torchrun ends all that are left when one has died: without this they would say nothing."""
+    said = launch(2, tmp_path, bodies.stopping, JOB, 0, ("terminated", "3F1"), LIMITS)
+    assert said.codes == [0, 0]
+    cause = one_cause([said.words[0], said.words[1]])
+    assert place(cause) == ("ended", 0, 3, "3F1", None)
+    assert not cause["recoverable"]
+
+
 def test_a_stalled_process_is_named_and_hears_of_it(tmp_path: Path) -> None:
     """Nobody waits for a transport's own limit, and the late one stops when it wakes up."""
     limits = Limits(start=60.0, message=3.0, commit=6.0, grace=2.0)
@@ -107,6 +120,16 @@ def test_a_stalled_process_is_named_and_hears_of_it(tmp_path: Path) -> None:
     assert said.codes == [0, 0]
     cause = one_cause([said.words[0], said.words[1]])
     assert place(cause) == ("late", 1, 1, "1SEND_B1", None)
+
+
+def test_an_update_that_fails_half_way_is_not_rebuilt(tmp_path: Path) -> None:
+    """All had consented, so other ranks have moved on: only a checkpoint leads back."""
+    said = launch(2, tmp_path, bodies.updating, JOB, LIMITS)
+    assert said.codes == [0, 0]
+    causes = [said.words[rank]["cause"] for rank in range(2)]
+    assert causes[0] == causes[1]
+    assert place(causes[0]) == ("raised", 1, None, "commit", None)
+    assert not causes[0]["recoverable"]
 
 
 def test_a_rank_an_epoch_behind_is_named_at_the_commit(tmp_path: Path) -> None:

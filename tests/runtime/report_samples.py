@@ -310,3 +310,37 @@ def probes_report(*, line: int | None = 7) -> dict[str, Any]:
 def _report(kind: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
     configuration = {"quick": False, "settings": attrs.asdict(Settings())}
     return Report(kind, None, ENVIRONMENT, configuration, {"cells": cells}).finish()
+
+
+def scale_report(*, differ: int = 0) -> dict[str, Any]:
+    """A pipeline over two ranks: compared once, timed natively and as one launch a step."""
+
+    def timed(side: str, ms: float, peak: int, **more: Any) -> dict[str, Any]:
+        return {
+            "cell": "tiny",
+            "side": side,
+            "schedule": "il",
+            **{key: [ms, ms, ms] for key in ("step_ms", "single_ms", "host_ms")},
+            "construction_s": 0.5,
+            "peak_bytes": [peak, peak - 100],
+            "facts": [{}, {}],
+            **more,
+        }
+
+    raw = {
+        "compared": [
+            {
+                "name": "tiny",
+                "schedule": "il",
+                "steps": 3,
+                "microbatches": 4,
+                "categories": {"outputs": [8, 0], "losses": [4, differ]},
+                "slots": [[3, 2], [2, 2]],
+            }
+        ],
+        "timed": [
+            timed("native", 50.0, 1000),
+            timed("one launch", 5.0, 1300, bound_ms=4.0, final=[4, 0], update_ms=[0.1, 0.1]),
+        ],
+    }
+    return Report("scale", None, ENVIRONMENT, {"pp": 2}, raw).finish()

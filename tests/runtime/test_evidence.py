@@ -451,7 +451,7 @@ class TestProbes:
 
         assert own != other
         assert sorted(own) == sorted(other)
-        assert 2 * 2 * interleaved.CELL.microbatches == len(own)
+        assert 2 * 2 * interleaved.MICROBATCHES == len(own)
 
     def test_a_late_reader_reads_what_is_there_then(self) -> None:
         """A result that is overwritten before it is read is read as overwritten."""

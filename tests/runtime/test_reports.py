@@ -43,6 +43,7 @@ SAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "compare": samples.compare_report,
     "pools": samples.pools_report,
     "probes": samples.probes_report,
+    "scale": samples.scale_report,
 }
 
 
@@ -440,6 +441,22 @@ class TestProbes:
         """Where one statement is missing, nothing is claimed."""
         found = samples.probes_report(line=None)["derived"]["probes"][3]["found"]
         assert "most recent" not in found
+
+
+class TestScale:
+    def test_ratios_are_to_the_native_side_and_to_the_bound(self) -> None:
+        """Of the same cell; a side without a bound has no ratio to one."""
+        native, guarded = samples.scale_report()["derived"]["timed"]
+        assert (None, None) == (native["native_over_this"], native["over_bound"])
+        assert 10.0 == guarded["native_over_this"]
+        assert 1.25 == guarded["over_bound"]
+        assert (4, 0) == (guarded["final_values"], guarded["final_different"])
+        assert 300 == guarded["above_native_bytes"]
+
+    def test_what_differs_is_summed_over_the_categories(self) -> None:
+        """One tensor in one category is enough to say that they differ."""
+        (row,) = samples.scale_report(differ=1)["derived"]["compared"]
+        assert (12, 1) == (row["values"], row["different"])
 
 
 class TestPools:

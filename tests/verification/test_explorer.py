@@ -35,6 +35,8 @@ COUNTS = {
     "stage-buckets": (119, 695, 2_366, 13),
     "callers-update": (140, 1_035, 2_493, 19),
     "stages-tied": (1_182, 8_437, 41_683, 17),
+    "stages-shared": (4_484, 19_271, 617_358, 24),
+    "stages-shared-streams": (165, 671, 1_606, 14),
     "domains-buckets": (219, 1_379, 7_908, 19),
     "stage-shared-pool": (11_660, 81_444, 1_060_920, 19),
     "stage-declared": (6_068, 43_144, 548_172, 19),

@@ -11,13 +11,17 @@ from attrs import evolve, field, frozen
 
 from qeffect.engine.stage import TRANSITIONS, Transitions
 from qeffect.relations.constants import (
+    ADDS,
     BACK_BIT,
     DGRAD_BIT,
     GRAD_BIT,
     IN_BIT,
+    JOINS,
     NEVER,
     NO_SLOT,
+    OPENS,
     OUT_BIT,
+    OVERWRITES,
     RESERVED,
     WGRAD_BIT,
 )
@@ -181,7 +185,7 @@ class Maker:
         values = {
             "link": self.links(domain),
             "refresh": (0, 1),
-            "first": (0, 1),
+            "first": (ADDS, OVERWRITES, JOINS, OPENS) if self.scope.tied else (ADDS, OVERWRITES),
             "bit": (OUT_BIT, GRAD_BIT, DGRAD_BIT, WGRAD_BIT),
             "message": (IN_BIT, BACK_BIT, OUT_BIT),
         }

@@ -98,6 +98,22 @@ _REDUCE: Final = (
     "commit_epoch",
 )
 
+#: The transitions from an F to the commit of gradients of which two stages write one.
+_SHARE: Final = (
+    "bind",
+    "check_forward",
+    "commit_forward",
+    "abort_forward",
+    "check_dgrad",
+    "commit_dgrad",
+    "abort_dgrad",
+    "check_wgrad",
+    "commit_wgrad",
+    "abort_wgrad",
+    "finalize",
+    "commit_epoch",
+)
+
 #: The transitions from a refresh to the optimizer's update and the next refresh.
 _UPDATE: Final = (
     "check_refresh",
@@ -167,6 +183,7 @@ class Scope:
         reports: Backends report fills and scaling updates; checks run with their commits.
         tape_scales: What dI of every stage reads: ``carried``, ``live``, or nothing known.
         accumulate: One accumulating buffer for each stage, or else one buffer for each cell.
+        tied: The first two stages, which accumulate, share one more buffer.
         shared_pool: The slots of a domain share one capture-memory pool.
         declared: F of every cell in order, then dI of every cell, is declared for each domain.
         fresh_keys: The epoch of every presented key is one its cell has not been forwarded in,
@@ -196,6 +213,7 @@ class Scope:
     reports: bool = False
     tape_scales: str = ""
     accumulate: bool = True
+    tied: bool = False
     shared_pool: bool = False
     declared: bool = False
     fresh_keys: bool = False
@@ -215,6 +233,8 @@ class Scope:
                 raise ValueError(f"scope {self.name}: unknown {', '.join(unknown)}")
         if any(not 0 <= stage < stages for bucket in self.buckets for stage in bucket):
             raise ValueError(f"scope {self.name}: a bucket is of stages from 0 to {stages - 1}")
+        if self.tied and (not self.accumulate or self.domain_of[:2] not in ((0, 0), (1, 1))):
+            raise ValueError(f"scope {self.name}: two stages of a domain share, and accumulate")
         if self.readers & ~(OUT_BIT | GRAD_BIT):
             raise ValueError(f"scope {self.name}: readers are bits of OUT_BIT | GRAD_BIT")
         if self.receives & ~(IN_BIT | BACK_BIT):
@@ -271,7 +291,7 @@ def sizes(scope: Scope) -> dict[str, int]:
         "link": scope.callers * domains,
         "caller": scope.callers,
         "pool": domains if scope.shared_pool else slots,
-        "buffer": len(scope.slots) if scope.accumulate else cells,
+        "buffer": len(scope.slots) + scope.tied if scope.accumulate else cells,
         "bucket": len(scope.stages_of),
     }
 
@@ -321,6 +341,8 @@ def configuration(scope: Scope) -> dict[str, list[int]]:
         else [-1] * n["cell"],
         "destination_of": list(stage_of) if scope.accumulate else list(range(n["cell"])),
         "buffer_of": list(stage_of) if scope.accumulate else list(range(n["cell"])),
+        "shared_of": [len(scope.slots) if scope.tied and b < 2 else b for b in range(n["buffer"])],
+        "sharer_of": [1 - s if scope.tied and s < 2 else s for s in range(n["stage"])],
         "pool_of": pools,
         "forward_rank": ranks[0],
         "dgrad_rank": ranks[1],
@@ -462,6 +484,26 @@ def standard_scopes() -> Mapping[str, Scope]:
             buckets=((0, 1), (1, 1)),
             only=_REDUCE,
             omit=("arena", "capture", "order", "version"),
+        ),
+        Scope(
+            "stages-shared",
+            slots=(2, 1),
+            cells=(2, 1),
+            generation_max=1,
+            tied=True,
+            tickets=True,
+            only=_SHARE,
+            omit=("capture", "completion", "order", "reduction", "version"),
+        ),
+        Scope(
+            "stages-shared-streams",
+            slots=(1, 1),
+            cells=(1, 1),
+            generation_max=1,
+            tied=True,
+            only=(*_SHARE, "join", "wait"),
+            omit=("capture", "order", "reduction", "version"),
+            wrong_arguments=False,
         ),
         Scope(
             "domains-buckets",

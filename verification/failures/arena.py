@@ -10,7 +10,7 @@ from .model import Rows
 ROWS = Rows("arena")
 
 #: What tells a product that replaces a gradient from one that is added to it.
-OVERWRITES = "whether dW overwrites"
+IF_OVERWRITTEN = "whether dW overwrites"
 #: How a ring of gradient buffers becomes something that the contract counts.
 AS_SLOTS = "its gradient buffers as the slots of its tapes"
 
@@ -26,7 +26,7 @@ AS_SLOTS = "its gradient buffers as the slots of its tapes"
     fix="capture the accumulating form",
     clause="arena.overwrite",
     at="check_wgrad 0W1",
-    reports=OVERWRITES,
+    reports=IF_OVERWRITTEN,
 )
 def every_microbatch_is_the_first(h: History) -> None:
     h.process()
@@ -93,7 +93,7 @@ def graphs_write_another_buffer(h: History) -> None:
     fix="none at the time; here the second one adds",
     clause="arena.overwrite",
     at="check_wgrad 0W0.1",
-    reports=OVERWRITES,
+    reports=IF_OVERWRITTEN,
 )
 def the_second_use_of_a_tied_weight_assigns(h: History) -> None:
     h.process(microbatches=1, invocations=2, matrices=("tied",))
@@ -157,7 +157,7 @@ ROWS.untold(
     fix="zero it after use",
     clause="arena.stale-accumulation",
     at="check_wgrad 0W0",
-    reports=f"{OVERWRITES}, or what it is added to was zeroed after its last use",
+    reports=f"{IF_OVERWRITTEN}, or what it is added to was zeroed after its last use",
 )
 def added_to_received_parameters(h: History) -> None:
     h.process(microbatches=1)
@@ -183,7 +183,7 @@ def added_to_received_parameters(h: History) -> None:
     fix="stage, gather and zero in one defined order",
     clause="arena.stale-accumulation",
     at="check_wgrad 0W0 e1",
-    reports=f"{OVERWRITES}, or what it is added to was zeroed after its last use",
+    reports=f"{IF_OVERWRITTEN}, or what it is added to was zeroed after its last use",
 )
 def added_to_staged_parameters(h: History) -> None:
     h.process(microbatches=1)
@@ -268,7 +268,7 @@ def more_units_than_buffers(h: History) -> None:
     fix="one origin of the counter",
     clause="arena.overwrite",
     at="check_wgrad 0W1 e1",
-    reports=OVERWRITES,
+    reports=IF_OVERWRITTEN,
 )
 def a_counter_with_two_origins(h: History) -> None:
     h.process()

@@ -10,7 +10,7 @@ from .model import Rows
 ROWS = Rows("capture")
 
 #: What tells a product that replaces a gradient from one that is added to it.
-OVERWRITES = "whether dW overwrites"
+IF_OVERWRITTEN = "whether dW overwrites"
 
 ROWS.untold(
     "megatron-lm-5975",
@@ -63,7 +63,7 @@ def wgrad_captured_after_its_dgrad(h: History) -> None:
     fix="copy on return",
     clause="arena.overwrite",
     at="check_wgrad 0W1",
-    reports=OVERWRITES,
+    reports=IF_OVERWRITTEN,
 )
 def gradients_in_a_graphs_own_buffer(h: History) -> None:
     h.process()
@@ -139,7 +139,7 @@ ROWS.untold(
     fix="a clearer message",
     clause="arena.overwrite",
     at="check_wgrad 0W1",
-    reports=OVERWRITES,
+    reports=IF_OVERWRITTEN,
 )
 def gradients_of_the_previous_generation(h: History) -> None:
     h.process(slots=1)

@@ -81,8 +81,16 @@ def final_or_spoiled(st: State, h: History, g: Index) -> Truth:
 
 @HISTORY("arena.written-is-held", c="cell")
 def written_is_held(st: State, h: History, c: Index) -> Truth:
-    """Where a cell's dW ran, its buffer holds gradients of the current epoch."""
-    return implies(h.ran_wgrad[c] != 0, h.content[st.buffer_of[c]] == h.weights[0])
+    """Where a cell's dW ran, its buffers hold gradients of the current epoch."""
+    own, shared = h.content[st.buffer_of[c]], h.content[st.shared_of[st.buffer_of[c]]]
+    return implies(h.ran_wgrad[c] != 0, (own == h.weights[0]) & (shared == h.weights[0]))
+
+
+@HISTORY("arena.shared-is-held", c="cell")
+def shared_is_held(st: State, h: History, c: Index) -> Truth:
+    """Where a stage's own buffer holds gradients of the current epoch, the shared one does."""
+    own, shared = h.content[st.buffer_of[c]], h.content[st.shared_of[st.buffer_of[c]]]
+    return implies(own == h.weights[0], shared == h.weights[0])
 
 
 @HISTORY("arena.content", b="buffer")
@@ -98,7 +106,10 @@ def one_writer(st: State, h: History, b: Index) -> Truth:
     idle = (st.writing[b] == 0) & (h.writers[b] == 0)
     dw = (s != NO_SLOT) & wgrad_in_flight(st, s) & (st.writing[b] == st.held[s])
     busy = (st.writing[b] != 0) & (h.writers[b] == 1)
-    return idle | (busy & dw & (st.buffer_of[st.cell_at[s]] == b))
+    cell = st.cell_at[s]
+    return idle | (
+        busy & dw & ((st.buffer_of[cell] == b) | (st.shared_of[st.buffer_of[cell]] == b))
+    )
 
 
 @HISTORY("arena.bound-once", c="cell")

@@ -448,6 +448,13 @@ def abort_dgrad(st: State, h: History, slot: Any, ticket: Any) -> None:
     abort_forward(st, h, slot, ticket)
 
 
+def write(st: State, h: History, cell: Any, more: int) -> None:
+    """A dW begins or ends to write a cell's own buffer, and the shared one if that is another."""
+    own, shared = st.buffer_of[cell], st.shared_of[st.buffer_of[cell]]
+    h.writers[own] = h.writers[own] + more
+    h.writers[shared] = h.writers[shared] + choose(own == shared, 0, more)
+
+
 def check_wgrad(
     st: State,
     h: History,
@@ -458,10 +465,10 @@ def check_wgrad(
     first: Any,
     ticket: Any,
 ) -> None:
-    buffer = st.buffer_of[key.cell]
     begin(st, h, ref.slot)
-    h.writers[buffer] = h.writers[buffer] + 1
-    h.writer[buffer] = ref.slot
+    write(st, h, key.cell, 1)
+    h.writer[st.buffer_of[key.cell]] = ref.slot
+    h.writer[st.shared_of[st.buffer_of[key.cell]]] = ref.slot
     replay(st, h, ref.slot, st.wgrad_rank[ref.slot])
     reserve_ticket(h, ticket, WGRAD, ref.slot, h.ticket_stage[0])
 
@@ -469,12 +476,12 @@ def check_wgrad(
 def commit_wgrad(st: State, h: History, slot: Any, ticket: Any, covered: Any) -> None:
     s = st.slot_stage[slot]
     cell = h.tenant[slot]
-    buffer = st.buffer_of[cell]
     end(st, h, slot)
     enqueue(h, st.domain_of[s])
     replayed_on(h, slot)
-    h.writers[buffer] = h.writers[buffer] - 1
-    h.content[buffer] = h.tenant_epoch[slot]
+    write(st, h, cell, -1)
+    h.content[st.buffer_of[cell]] = h.tenant_epoch[slot]
+    h.content[st.shared_of[st.buffer_of[cell]]] = h.tenant_epoch[slot]
     h.covered[cell] = covered
     trade(h.place, h.placed, s, cell, h.num_wgrads[s])
     h.num_wgrads[s] = h.num_wgrads[s] + 1
@@ -486,11 +493,10 @@ def commit_wgrad(st: State, h: History, slot: Any, ticket: Any, covered: Any) ->
 
 def abort_wgrad(st: State, h: History, slot: Any, ticket: Any) -> None:
     s = st.slot_stage[slot]
-    buffer = st.buffer_of[h.tenant[slot]]
     end(st, h, slot)
     enqueue(h, st.domain_of[s])
     replayed_on(h, slot)
-    h.writers[buffer] = h.writers[buffer] - 1
+    write(st, h, h.tenant[slot], -1)
     h.half_written[s] = h.tenant_epoch[slot]
     h.spoiled[s] = h.tenant_epoch[slot]
     vacate(st, h, slot)

@@ -113,6 +113,12 @@ def counts_from_zero(st: State, g: Index) -> Truth:
     return (0 <= now) & (st.spoiled[g] <= now) & (st.final[g] <= now)
 
 
+@MEMORY("epoch.one", a="stage", b="stage")
+def one_epoch(st: State, a: Index, b: Index) -> Truth:
+    """All stages of a process are in one weight epoch."""
+    return st.weight_epoch[a] == st.weight_epoch[b]
+
+
 @MEMORY("ownership.forwarded-by-now", c="cell")
 def forwarded_by_now(st: State, c: Index) -> Truth:
     """No cell was forwarded in an epoch to come."""
@@ -128,7 +134,8 @@ def bound_by_now(st: State, c: Index) -> Truth:
 @MEMORY("arena.opened-by-now", c="cell")
 def opened_by_now(st: State, c: Index) -> Truth:
     """No buffer was opened in an epoch to come."""
-    return st.opened[st.buffer_of[c]] <= st.weight_epoch[st.stage_of[c]]
+    now = st.weight_epoch[st.stage_of[c]]
+    return (st.opened[st.buffer_of[c]] <= now) & (st.opened[st.shared_of[st.buffer_of[c]]] <= now)
 
 
 # Version
@@ -199,8 +206,9 @@ def busy_with_refresh(st: State, g: Index) -> Truth:
 def writing_with_wgrad(st: State, s: Index) -> Truth:
     """A buffer is reserved for the dW in flight on a slot."""
     wgrad = retained(st, s) & (st.consumers[s] & DGRAD_BIT == 0)
-    buffer = st.buffer_of[st.cell_at[s]]
-    return implies((st.held[s] != 0) & wgrad, st.writing[buffer] == st.held[s])
+    own, shared = st.buffer_of[st.cell_at[s]], st.shared_of[st.buffer_of[st.cell_at[s]]]
+    reserved = (st.writing[own] == st.held[s]) & (st.writing[shared] == st.held[s])
+    return implies((st.held[s] != 0) & wgrad, reserved)
 
 
 # Completion

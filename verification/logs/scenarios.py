@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from qeffect import Bucket, StageConfig
+from qeffect import Bucket, Destination, StageConfig
 from qeffect.schedule.tables import read_fixture
 
 from .driver import MATRICES, Driver, placed
@@ -163,6 +163,41 @@ def buckets() -> list[str]:
         d.commit()
     d.contract.drain()
     d.contract.checkpoint()
+    return d.log.close()
+
+
+def tied_weight() -> list[str]:
+    """An embedding and a head that share one gradient: the first dW of an epoch, whichever stage's,
+    overwrites it, and the rest add to it."""
+    stages = [
+        StageConfig(
+            stage,
+            2,
+            2,
+            matrices=(tied, "fc1"),
+            destinations=(
+                Destination(tied, None, (4, 8), "float32", "cuda:0", 4096, 128),
+                Destination("fc1", None, (4, 8), "float32", "cuda:0", 8192 + 128 * stage, 128),
+            ),
+            buffers={tied: "table"},
+            tied=(tied,),
+        )
+        for stage, tied in ((0, "embedding"), (3, "head"))
+    ]
+    d = Driver(stages, incarnation=0x5EED_0B00)
+    for order in (((3, 0), (0, 0), (3, 1), (0, 1)), ((0, 1), (0, 0), (3, 0), (3, 1))):
+        for stage in (0, 3):
+            d.refresh(stage)
+            for microbatch in (0, 1):
+                d.forward(stage, microbatch)
+        for stage in (3, 0):
+            for microbatch in (0, 1):
+                d.dgrad(stage, microbatch)
+        for stage, microbatch in order:
+            d.wgrad(stage, microbatch)
+        for stage in (0, 3):
+            d.finalize(stage)
+        d.commit()
     return d.log.close()
 
 
@@ -396,6 +431,7 @@ SCENARIOS: Final[Mapping[str, Callable[[], list[str]]]] = {
         aborts_and_restores,
         reductions_and_checkpoint,
         buckets,
+        tied_weight,
         readers,
         messages,
         shared_pool_in_declared_order,

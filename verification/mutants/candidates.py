@@ -12,13 +12,17 @@ from attrs import evolve
 from qeffect.engine.stage import TRANSITIONS
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.relations.constants import (
+    ADDS,
     BACK_BIT,
     DGRAD_BIT,
     GRAD_BIT,
     IN_BIT,
+    JOINS,
     NEVER,
     NO_SLOT,
+    OPENS,
     OUT_BIT,
+    OVERWRITES,
     WGRAD_BIT,
 )
 from qeffect.verification.concrete import World
@@ -102,7 +106,9 @@ def _of_slot(world: World, slot: int, link: int) -> Iterator[tuple[str, dict[str
     named = {"key": key, "ref": ref, "link": link}
     yield "drop", named
     yield "check_dgrad", {**named, "token": st.token[st.domain_of[stage]]}
-    first = int(st.opened[st.buffer_of[cell]] != key.epoch)
+    own = st.opened[st.buffer_of[cell]] == key.epoch
+    joined = st.opened[st.shared_of[st.buffer_of[cell]]] == key.epoch
+    first = ADDS if own else JOINS if joined else OVERWRITES  # without a sharer the two are one
     destination = st.destination_of[cell]
     yield "check_wgrad", {**named, "destination": destination, "first": first}
     for bit in (OUT_BIT, GRAD_BIT):
@@ -149,8 +155,10 @@ def _others(world: World, base: Mapping[str, Any], name: str) -> Iterator[Any]:
         yield from (caller for caller in sorted(set(st.caller_at)) if caller != value)
     elif name == "link":
         yield from (link for link in range(len(st.submitted)) if link != value)
-    elif name in ("refresh", "first"):
+    elif name == "refresh":
         yield 1 - value
+    elif name == "first":
+        yield from (other for other in (ADDS, OVERWRITES, JOINS, OPENS) if other != value)
     elif name == "bit":
         yield from (
             bit

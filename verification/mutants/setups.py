@@ -26,9 +26,9 @@ def _placed(microbatches: int, base: int) -> tuple[Destination, ...]:
 _REPORTS: Final[Mapping[str, Any]] = {"reports_fills": True, "reports_updates": True}
 
 #: One stage; two stages of one domain with readers and reductions; two domains with two callers,
-#: destinations for each microbatch; buckets in a declared order, one of two stages; a declared
-#: order; slots that share capture memory; a counter of generations that runs out; tapes that read
-#: live scales.
+#: destinations for each microbatch; buckets in a declared order, one of two stages; a destination
+#: that two stages write; a declared order; slots that share capture memory; a counter of
+#: generations that runs out; tapes that read live scales.
 SETUPS: Final = (
     Setup("one stage", (StageConfig(0, 2, 2, matrices=("w",)),)),
     Setup(
@@ -80,6 +80,13 @@ SETUPS: Final = (
             StageConfig(1, 1, 1, matrices=("w",), reduces=True, buckets=(Bucket("tied", ("w",)),)),
         ),
         {"callers": ("main", "side"), "reductions": ("own", "tied")},
+    ),
+    Setup(
+        "tied",
+        tuple(
+            StageConfig(s, 1, 1, matrices=("w", "v"), tied=("w",), buffers={"w": "table"})
+            for s in (0, 1)
+        ),
     ),
     Setup(
         "declared order",

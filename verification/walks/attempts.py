@@ -209,8 +209,9 @@ def _visit(transition: str) -> Callable[[World, Pick], Call | None]:
             updates = world.domain(key.stage).updates
             twists += [("token", updates + 1), ("token", updates - 1)]
         if transition == "check_wgrad":
-            arguments |= {"destination": None, "first": None}
+            arguments |= {"destination": None, "first": None, "first_of_tied": None}
             twists += [("destination", (_STRANGER,)), ("first", True), ("first", False)]
+            twists += [("first_of_tied", True), ("first_of_tied", False)]
             twists.append(("key", lambda: evolve(key, microbatch=99)))
         if transition in ("check_dgrad", "check_wgrad", *_TRANSFERS):
             arguments["link"] = a_link(world, key.stage, pick)

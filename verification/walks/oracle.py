@@ -342,7 +342,13 @@ def _check_dgrad(
 
 
 def _check_wgrad(
-    world: World, key: TapeKey, ref: TapeRef, destination: Any, first: bool | None, link: int
+    world: World,
+    key: TapeKey,
+    ref: TapeRef,
+    destination: Any,
+    first: bool | None,
+    first_of_tied: bool | None,
+    link: int,
 ) -> Findings:
     if not 0 <= ref.slot < len(world.slots):
         yield "ownership.unknown-slot"
@@ -364,12 +370,15 @@ def _check_wgrad(
         yield "arena.spoiled"
     if destination is not None:
         yield "arena.mismatch"
-    buffer = world.buffer(key.cell)
-    if any(written == buffer for written, _ in world.writing):
+    buffers = world.buffers(key.cell)
+    if any(written in buffers for written, _ in world.writing):
         yield "arena.in-flight"
-    if first is True and buffer in world.written:
+    if buffers[0] == buffers[1] and first_of_tied is None:
+        first_of_tied = first
+    told = [*zip(buffers, (first, first_of_tied), strict=True)]
+    if any(overwrites is True and buffer in world.written for buffer, overwrites in told):
         yield "arena.overwrite"
-    if first is False and buffer not in world.written:
+    if any(overwrites is False and buffer not in world.written for buffer, overwrites in told):
         yield "arena.stale-accumulation"
     yield from _in_order(world, ref.slot, "dW")
     yield from _replay(world, key.stage, link)
@@ -513,17 +522,19 @@ def _always(world: World, **arguments: Any) -> Findings:
 
 def _finalize(world: World, stage: int, link: int) -> Findings:
     it, whole = world.stages[stage], len(world.configs[stage].cells())
+    other = world.sharer(stage)
+    sharer, lacks = world.stages[other], len(world.configs[other].cells())
     if world.domain(stage).poisoned:
         yield "order.poisoned"
     if it.forwards < whole or it.dgrads < whole:
         yield "order.incomplete"
-    if it.spoiled:
+    if it.spoiled or sharer.spoiled:
         yield "arena.spoiled"
-    if it.wgrads < whole:
+    if it.wgrads < whole or sharer.wgrads < lacks:
         yield "arena.incomplete"
     if world.links[link].domain != world.domain_of(stage):
         yield "completion.wrong-stream"
-    if world.links[link].waited < it.wrote:
+    if world.links[link].waited < max(it.wrote, sharer.wrote):
         yield "completion.graph-to-caller"
     yield from _reader(world, link)
     if it.spoiled:

@@ -202,6 +202,13 @@ PROCESSES: tuple[Process, ...] = (
         callers=("main", "communication"),
         reductions=("last", "tied", "first"),
     ),
+    Process(
+        "a tied weight",
+        [
+            _stage(0, microbatches=2, slots=2, tied=("w0",), buffers={"w0": "table"}),
+            _stage(1, microbatches=2, slots=1, tied=("w1",), buffers={"w1": "table"}),
+        ],
+    ),
     Process("two invocations", [_stage(microbatches=2, invocations=2, slots=4, reduces=True)]),
     Process(
         "no matrices",

@@ -210,7 +210,8 @@ def _visits(world: World) -> Iterator[Call]:
         tape = {"key": key, "ref": ref}
         link = a_link(world, key.stage)
         yield Call("check_dgrad", {**tape, "token": None, "link": link})
-        yield Call("check_wgrad", {**tape, "destination": None, "first": None, "link": link})
+        writes = {"destination": None, "first": None, "first_of_tied": None}
+        yield Call("check_wgrad", {**tape, **writes, "link": link})
         for gradient in (False, True):
             for name in ("read", "finish_read", "post_receive", "finish_receive"):
                 yield Call(name, {**tape, "gradient": gradient, "link": link})
@@ -280,7 +281,10 @@ def _spelled_out(world: World, call: Call, pick: Pick) -> Call:
         own = world.slot_of(key.cell)
         given["slot"] = free[pick(len(free))].index if own is None else own.index
     if "first" in given and pick(4) == 3:
-        given["first"] = world.buffer(given["key"].cell) not in world.written
+        buffer, shared = world.buffers(given["key"].cell)
+        given["first"] = buffer not in world.written
+        if pick(2):
+            given["first_of_tied"] = shared not in world.written
     return Call(call.transition, given)
 
 

@@ -252,11 +252,20 @@ class World:
         """A stage's state domain."""
         return self.domains[self.domain_of(stage)]
 
-    def buffer(self, cell: Cell) -> Hashable:
-        """The buffer that receives a cell's gradients."""
+    def buffers(self, cell: Cell) -> tuple[Hashable, Hashable]:
+        """The buffers that receive a cell's gradients: its stage's own, and the shared one."""
         own = self.configs[cell[0]].destinations
-        apart = bool(own) and own[0].microbatch is not None
-        return (cell[0], cell[1]) if apart else (cell[0],)
+        apart = (cell[1],) if own and own[0].microbatch is not None else ()
+        together = tuple(sorted({cell[0], self.sharer(cell[0])}))
+        return (cell[:1], *apart), (together, *apart)
+
+    def sharer(self, stage: int) -> int:
+        """The other stage that writes a tied destination of this one, or the stage itself."""
+        mine = {name for matrix, name in self.configs[stage].buffers}
+        for other, config in self.configs.items():
+            if other != stage and mine & {name for _, name in config.buffers}:
+                return other
+        return stage
 
     def slot_of(self, cell: Cell) -> Slot | None:
         """The slot in which a cell is live."""
@@ -353,11 +362,12 @@ class World:
         ref: TapeRef,
         destination: Any,
         first: bool | None,
+        first_of_tied: bool | None,
         link: int,
     ) -> None:
         place = self.slots[ref.slot]
         self.pools[place.pool].replayed.append(self.ranks[place.index, "dW"])
-        self.writing.add((self.buffer(key.cell), ticket.serial))
+        self.writing.update((buffer, ticket.serial) for buffer in self.buffers(key.cell))
         self._take_off(ticket, key.stage, place, False)
 
     def _land(self, ticket: Ticket) -> tuple[Flight, Stage, Domain, Slot | None]:
@@ -373,7 +383,8 @@ class World:
         if flight.filling:
             stage.filling = None
         if ticket.action == "dW" and slot is not None and slot.tape is not None:
-            self.writing.remove((self.buffer(slot.tape.key.cell), ticket.serial))
+            for buffer in self.buffers(slot.tape.key.cell):
+                self.writing.discard((buffer, ticket.serial))
         return flight, stage, domain, slot
 
     def _commit(self, ref: Any, ticket: Ticket, evidence: Any = (), **reports: Any) -> None:
@@ -400,7 +411,7 @@ class World:
         else:
             stage.wgrads += 1
             stage.wrote = slot.vacated = self.clock
-            self.written.add(self.buffer(slot.tape.key.cell))
+            self.written.update(self.buffers(slot.tape.key.cell))
             self._visit(slot, "dW")
         if ticket.action != "dW":
             slot.wrote = self.clock

@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.protocol import Matrix, WgradUnit
+from qeffect.gpu_runtime.backends.protocol import BackendError, Matrix, WgradUnit
 from qeffect.gpu_runtime.backends.reference.scaling import Quantized, ReferenceDomain, ScalingState
 
 Store = deque[tuple["ScaledLinear", tuple[Quantized, Quantized]]]
@@ -91,6 +92,24 @@ class ScaledLinear(torch.nn.Module):
         self.overwrite = False
         self.quantized_at = 0
         self._filled = (self.cache, 0)
+
+    def tie(self, other: ScaledLinear) -> None:
+        """
+        Use another product's weight instead of an own one; each keeps a cache and scales.
+
+        Raises:
+            BackendError: One of the two stacks several weights, or the shapes differ.
+        """
+        mine, theirs = self.unit.matrices, other.unit.matrices
+        if len(mine) > 1 or len(theirs) > 1 or mine[0].parameter.shape != theirs[0].parameter.shape:
+            raise BackendError(
+                f"the weights of {self.unit.name} and {other.unit.name} cannot be one: expected "
+                "one matrix of each, of one shape"
+            )
+        (piece,) = self.pieces
+        self.register_parameter(f"{piece}weight", theirs[0].parameter)
+        own = attrs.evolve(mine[0], parameter=theirs[0].parameter)
+        self.unit = attrs.evolve(self.unit, matrices=(own,))
 
     @property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:

@@ -8,7 +8,7 @@ dI, dW) run over the same modules, so one is the oracle of the other.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import (
     RELATIONS,
+    Adding,
     BackendError,
     DeferredWork,
     Dgrads,
@@ -174,9 +175,36 @@ class ReferenceStage(torch.nn.Module):
             self.domain.take_used(),
         )
 
-    def wgrad(self, tape: Tape, *, accumulate: bool, keep: bool = False) -> Wgrads:
+    def tie(self, unit: str, other: ScaledLinear) -> None:
+        """
+        Use another product's weight in one of this stage's, whose own is dropped.
+
+        Args:
+            unit: Name of a unit of this stage, of one matrix.
+            other: The product, of this stage or another, with a weight of the same shape.
+
+        Raises:
+            BackendError: There is no such unit, or the weights do not fit each other.
+        """
+        own = next((linear for linear in self.linears if linear.unit.name == unit), None)
+        if own is None:
+            raise BackendError(f"stage {self.index} has no unit {unit!r}")
+        own.tie(other)
+        self.units = tuple(u for layer in self._layers for u in layer.units)
+        self._matrices = [m.parameter for u in self.units for m in u.matrices]
+        self._refreshed_at = None
+
+    def wgrad(
+        self,
+        tape: Tape,
+        *,
+        accumulate: bool,
+        keep: bool = False,
+        joining: Collection[str] = (),
+    ) -> Wgrads:
         """dW: each retained product once, into its destination or into fresh memory."""
         by_unit: dict[str, Tensor] = {}
+        adds = Adding(accumulate, joining)
         with torch.no_grad():
             for work in tape.work:
                 value = work.compute(*work.operands)
@@ -184,7 +212,7 @@ class ReferenceStage(torch.nn.Module):
                     by_unit[work.unit.name] = value.to(self.config.dtype)
                 else:
                     destination = by_unit[work.unit.name] = tape.bound[work.unit.name]
-                    write_gradient(value, destination, accumulate=accumulate)
+                    write_gradient(value, destination, accumulate=adds(work.unit, destination))
         covered = tuple(m.name for work in tape.work for m in work.unit.matrices)
         if not keep:
             tape.clear()

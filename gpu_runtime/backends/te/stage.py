@@ -9,7 +9,7 @@ addresses are checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import (
     RELATIONS,
+    Adding,
     BackendError,
     Dgrads,
     Matrix,
@@ -250,13 +251,22 @@ class TransformerEngineStage:
         ]
         return Dgrads(gradients[: len(wanted)], gradients[len(wanted) :], tape.queued)
 
-    def wgrad(self, tape: Tape, *, accumulate: bool, keep: bool = False) -> Wgrads:
+    def wgrad(
+        self,
+        tape: Tape,
+        *,
+        accumulate: bool,
+        keep: bool = False,
+        joining: Collection[str] = (),
+    ) -> Wgrads:
         """dW: every retained product once, into its destination or into the library's memory."""
         by_unit: dict[str, Tensor] = {}
+        adds = Adding(accumulate, joining)
         with torch.no_grad():
             for work in tape.work:
                 destination = None if tape.bound is None else tape.bound[work.unit.name]
-                by_unit[work.unit.name] = deferred.run(work, destination, accumulate=accumulate)
+                adding = adds(work.unit, destination)
+                by_unit[work.unit.name] = deferred.run(work, destination, accumulate=adding)
         covered = tuple(m.name for work in tape.work for m in work.unit.matrices)
         if not keep:
             tape.clear()

@@ -26,14 +26,15 @@ def finalize(st, stage, link):
     if st.forwards[stage] != st.cells[stage] or st.dgrads[stage] != st.cells[stage]:
         raise Refused("order.incomplete")
     # arena.finalize_guards
-    if st.spoiled[stage] == st.weight_epoch[stage]:
+    t = st.sharer_of[stage]
+    if st.spoiled[stage] == st.weight_epoch[stage] or st.spoiled[t] == st.weight_epoch[t]:
         raise Refused("arena.spoiled")
-    if st.wgrads[stage] != st.cells[stage]:
+    if st.wgrads[stage] != st.cells[stage] or st.wgrads[t] != st.cells[t]:
         raise Refused("arena.incomplete")
     # completion.finalize_guards
     if st.domain_at[link] != d:
         raise Refused("completion.wrong-stream")
-    if st.waited[link] < st.landed[stage]:
+    if st.waited[link] < st.landed[stage] or st.waited[link] < st.landed[t]:
         raise Refused("completion.graph-to-caller")
     if st.named[0] == st.weight_epoch[stage] and st.consumer[0] != st.caller_at[link]:
         raise Refused("completion.wrong-consumer")

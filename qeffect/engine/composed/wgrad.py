@@ -7,7 +7,16 @@ Written by ``python -m qeffect.engine``; edit ``qeffect.relations`` and write it
 from __future__ import annotations
 
 from ...refusals import Refused
-from ...relations.constants import DGRAD_BIT, NO_SLOT, READ_BITS, RESERVED, WGRAD_BIT
+from ...relations.constants import (
+    ADDS,
+    DGRAD_BIT,
+    JOINS,
+    NO_SLOT,
+    OPENS,
+    READ_BITS,
+    RESERVED,
+    WGRAD_BIT,
+)
 
 __all__ = ["abort_wgrad", "check_wgrad", "commit_wgrad"]
 
@@ -44,15 +53,18 @@ def check_wgrad(st, key, ref, link, destination, first):
         raise Refused("version.wrong-epoch")
     # arena.check_wgrad_guards
     b = st.buffer_of[c]
+    t = st.shared_of[b]
     if st.spoiled[s] == e:
         raise Refused("arena.spoiled")
     if st.destination_of[c] != destination:
         raise Refused("arena.mismatch")
-    if st.writing[b] != 0:
+    if st.writing[b] != 0 or st.writing[t] != 0:
         raise Refused("arena.in-flight")
-    if first != 0 and st.opened[b] == e:
+    own = st.opened[b]
+    shared = st.opened[t]
+    if first == JOINS and own == e or (first != ADDS and first != JOINS and (shared == e)):
         raise Refused("arena.overwrite")
-    if first == 0 and st.opened[b] != e:
+    if first == ADDS and own != e or first == OPENS or (first == JOINS and shared != e):
         raise Refused("arena.stale-accumulation")
     # capture.check_wgrad_guards
     p = st.pool_of[slot]
@@ -69,6 +81,7 @@ def check_wgrad(st, key, ref, link, destination, first):
     st.held[slot] = ticket
     # arena.check_wgrad_writes
     st.writing[b] = ticket
+    st.writing[t] = ticket
     # capture.check_wgrad_writes
     st.cursor[p] = st.wgrad_rank[slot]
     # tickets.check_wgrad_writes
@@ -92,7 +105,10 @@ def commit_wgrad(st, slot, ticket, covered):
     if covered != st.matrices[s]:
         raise Refused("ownership.matrix-coverage")
     left = mask & ~WGRAD_BIT
-    b = st.buffer_of[st.cell_at[slot]]
+    c = st.cell_at[slot]
+    b = st.buffer_of[c]
+    t = st.shared_of[b]
+    e = st.epoch_at[slot]
     p = st.pool_of[slot]
     d = st.domain_of[s]
     replay = st.replays[d] + 1
@@ -107,7 +123,9 @@ def commit_wgrad(st, slot, ticket, covered):
         st.consumers[slot] = left
     # arena.commit_wgrad_writes
     st.writing[b] = 0
-    st.opened[b] = st.epoch_at[slot]
+    st.writing[t] = 0
+    st.opened[b] = e
+    st.opened[t] = e
     # capture.commit_wgrad_writes
     if left == 0:
         st.tenants[p] = st.tenants[p] - 1
@@ -132,7 +150,9 @@ def abort_wgrad(st, slot, ticket):
     held = st.held[slot]
     if held == 0 or held != ticket or mask & DGRAD_BIT != 0 or (mask & WGRAD_BIT == 0):
         raise Refused("ownership.unknown-ticket")
-    b = st.buffer_of[st.cell_at[slot]]
+    c = st.cell_at[slot]
+    b = st.buffer_of[c]
+    t = st.shared_of[b]
     p = st.pool_of[slot]
     moving = st.moving[slot]
     s = st.slot_stage[slot]
@@ -146,6 +166,7 @@ def abort_wgrad(st, slot, ticket):
     st.generation[slot] = st.generation[slot] + 1
     # arena.abort_wgrad_writes
     st.writing[b] = 0
+    st.writing[t] = 0
     # capture.abort_wgrad_writes
     if moving & READ_BITS == 0:
         st.tenants[p] = st.tenants[p] - 1

@@ -1,0 +1,102 @@
+"""
+Two kernels of one thread block for a step that is one launch: compare, and publish.
+"""
+
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
+from torch import Tensor
+
+
+@triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+def _compare(values, wanted, factors, terms, differs, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < SIZE
+    before = tl.load(wanted + offsets, mask=inside, other=0)
+    factor = tl.load(factors + offsets, mask=inside, other=0)
+    term = tl.load(terms + offsets, mask=inside, other=0)
+    value = tl.load(values + offsets, mask=inside, other=0)
+    now = before * factor + term
+    found = tl.max((value != now).to(tl.int32), axis=0)
+    tl.store(wanted + offsets, now, mask=inside)
+    tl.store(differs, found.to(tl.float32))
+
+
+@triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+def _publish(  # type: ignore[no-untyped-def]
+    values,
+    heard,
+    skip,
+    ring,
+    number,
+    SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    WORLD: tl.constexpr,  # noqa: N803
+    RANKS: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+):
+    offsets = tl.arange(0, BLOCK)
+    ranks = tl.arange(0, RANKS)
+    value = tl.load(values + offsets, mask=offsets < SIZE, other=0)
+    said = tl.load(heard + ranks, mask=ranks < WORLD, other=0.0)
+    step = tl.load(number)
+    row = ring + (step % ROWS) * (1 + SIZE + WORLD)
+    tl.store(skip, tl.max(said, axis=0))
+    tl.store(row + 1 + offsets, value, mask=offsets < SIZE)
+    tl.store(row + 1 + SIZE + ranks, said.to(tl.int64), mask=ranks < WORLD)
+    tl.store(row, step)
+    tl.store(number, step + 1)
+
+
+def compare(
+    values: Tensor, wanted: Tensor, factors: Tensor, terms: Tensor, differs: Tensor
+) -> None:
+    """
+    Advance what the counters should be by a step, and compare.
+
+    Args:
+        values: Counters, int64, on the device, as all of these.
+        wanted: What they should have been a step before; advanced in place.
+        factors: What that is multiplied by in a step.
+        terms: What is then added.
+        differs: Scalar of float32; 1 where any counter differs, else 0.
+    """
+    size = values.numel()
+    with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
+        _compare[(1,)](
+            values, wanted, factors, terms, differs, SIZE=size, BLOCK=_power(size), num_warps=1
+        )
+
+
+def publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: Tensor) -> None:
+    """
+    Say whether any rank differs, and write down the step where the host can read it.
+
+    Args:
+        values: Counters, int64, on the device.
+        heard: Each rank's `differs`, float32, on the device.
+        skip: Scalar of float32 on the device; 1 where any rank's is.
+        ring: Rows of the step's number, its counters and each rank's word; int64, pinned.
+        number: Scalar of int64 on the device: the step's number, advanced in place.
+    """
+    size, world = values.numel(), heard.numel()
+    with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
+        _publish[(1,)](
+            values,
+            heard,
+            skip,
+            ring,
+            number,
+            SIZE=size,
+            BLOCK=_power(size),
+            WORLD=world,
+            RANKS=_power(world),
+            ROWS=ring.shape[0],
+            num_warps=1,
+        )
+
+
+def _power(size: int) -> Any:
+    return triton.next_power_of_2(size)

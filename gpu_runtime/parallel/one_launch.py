@@ -1,0 +1,380 @@
+"""
+A rank's whole step as one CUDA graph, under the same contract.
+
+The slots' graphs, the messages between ranks, the sums and the update are nodes of one graph, so
+that no host stands between two actions. What is checked, and when:
+
+* *Once, when the step is captured*: everything that guarded replays check, since the capture is a
+  guarded step; and that the two ends of each channel posted the same messages in the same order.
+* *At each launch, before it*: every transition of the step, one after another, by the same guarded
+  actions over the same contract, with an executor that runs nothing (`Rehearsal`); that nothing
+  that a graph bakes in has moved.
+* *In each launch, by the device*: whether it ran every action as often and in the order that the
+  contract says (`qeffect.counts`), whoever launched it. Each rank's word goes to all ranks; the
+  update is skipped on every rank where one rank's differs, or where a rank's word did not come.
+* *A step later, by the host*: the device's counts are presented to the contract, and what a rank
+  said of itself ends the training on all ranks with one cause. No weights have moved since.
+
+After such an end the ranks begin again from a checkpoint: a graph that was captured over
+connections that are gone cannot be launched again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qeffect.counts import COUNTED, MULTIPLIER, DeviceCounts
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
+from qeffect.gpu_runtime.execute.graphs import GraphExecutor, no_collection
+from qeffect.gpu_runtime.execute.nested import obstacle
+from qeffect.gpu_runtime.memory.slots import fill
+from qeffect.gpu_runtime.parallel.channels import LostError
+from qeffect.gpu_runtime.parallel.consent import DisagreementError
+from qeffect.gpu_runtime.parallel.executor import Feed, Passage
+from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
+from qeffect.gpu_runtime.parallel.world import Worker
+
+__all__ = ["OneLaunch", "advance", "obstacles"]
+
+ROWS = 4
+"""Steps that the device may be ahead of what the host has read, and more than it ever is."""
+_POLL_S = 2e-5
+_PATIENCE = 50
+
+
+def obstacles(worker: Worker) -> list[str]:
+    """Why a worker's step cannot be one graph; empty where it can."""
+    runtime, found = worker.runtime, []
+    if not isinstance(runtime.executor, GraphExecutor) or not runtime.config.nested:
+        found.append("its slots have no graphs that can be nested: RuntimeConfig(nested=True)")
+    if not runtime.config.late_counts:
+        found.append("the device does not compare: RuntimeConfig(device_counts, late_counts)")
+    if not worker.optimizer.capturable:
+        found.append("the update cannot be captured: Optimizer(capturable=True)")
+    if runtime.reducer is not None:
+        found.append("gradients are reduced over replicas")
+    if runtime.config.rule == "copied":
+        found.append("gradients are copied, which is no part of a slot's graphs")
+    if (problem := obstacle()) is not None:
+        found.append(problem)
+    return found
+
+
+class OneLaunch:
+    """
+    Training steps of one rank, each one launch; the first two are a guarded and a captured one.
+
+    Every rank of the world makes one, and takes each step.
+
+    Args:
+        worker: The rank's worker, captured with graphs that can be nested.
+
+    Raises:
+        BackendError: The step cannot be one graph; every reason is named.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        if problems := obstacles(worker):
+            raise BackendError(f"the step cannot be one graph: {'; '.join(problems)}")
+        self.worker = worker
+        self.runtime, self.pipeline = worker.runtime, worker.pipeline
+        self.stream: Any = self.runtime.handoff.stream  # type: ignore[attr-defined]
+        self.feed = _Staged(self.pipeline.feed)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.capture_seconds = 0.0
+        self.steps = 0
+        assert self.runtime.counters is not None
+        self._gate = _Gate(self.runtime.counters.values, worker)
+        self._launched: list[Any] = []
+        assert isinstance(self.runtime.executor, GraphExecutor)
+        self.rehearsal = Rehearsal(self.pipeline, self.runtime.executor)
+
+    def step(self) -> None:
+        """
+        One optimizer step.
+
+        Raises:
+            StoppedError: It, or the one before, ended on every rank, for one cause.
+        """
+        epoch = self.runtime.epoch
+        try:
+            with self.runtime.caller_scope():
+                if self.steps == 0:
+                    self.pipeline.step(self.worker.optimizer)
+                else:
+                    self._launch()
+            self.steps += 1
+        except Exception as error:
+            error.unrecoverable = True  # type: ignore[attr-defined]
+            raise self.pipeline._stopped(error, epoch) from None
+
+    def _launch(self) -> None:
+        runtime, contract = self.runtime, self.runtime.contract
+        if self.graph is None:
+            self.feed.prepare(self.pipeline.passages.values(), runtime.epoch)
+            self._capture()
+        else:
+            self.feed.load(runtime.epoch)
+            self._rehearse()
+        assert self.graph is not None
+        self.graph.replay()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        self._launched.append(done)
+        if contract.counts_awaited:
+            self._confirm(self._launched.pop(0))
+        self.rehearsal.commit()
+
+    def _rehearse(self) -> None:
+        self.feed.rehearsing = True
+        try:
+            self.rehearsal.run()
+        finally:
+            self.feed.rehearsing = False
+
+    def _capture(self) -> None:
+        """Capture this step, guards and all; what it launches, it launches like every other."""
+        runtime, pipeline, contract = self.runtime, self.pipeline, self.runtime.contract
+        runtime.confirm()
+        (domain,) = contract.committed_counts()
+        before = contract.committed_counts()[domain]
+        pipeline.feed = self.feed
+        self._gate.warm()
+        torch.cuda.synchronize()
+        if dist.get_world_size() > 1:
+            dist.barrier()
+        began = time.perf_counter()
+        graph = torch.cuda.CUDAGraph()
+        with no_collection():
+            graph.capture_begin(
+                pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"
+            )
+            try:
+                pipeline.actions()
+                gradients = pipeline.finalize()
+                skip = self._gate.capture()
+                self.worker.optimizer.step(gradients, skip=skip)
+            finally:
+                graph.capture_end()
+        self.capture_seconds = time.perf_counter() - began
+        contract.check_commit()
+        if pipeline.consent is not None:
+            pipeline.consent.agree(runtime.epoch)
+        self._gate.begin(before, contract.committed_counts()[domain])
+        torch.cuda.synchronize()
+        self.graph = graph
+
+    def _confirm(self, done: Any) -> None:
+        """Learn what the device said of the step before the one that was just launched."""
+        self._await(done)
+        counted, said = self._gate.read()
+        (domain,) = self.runtime.contract.committed_counts()
+        self.runtime.contract.present_counts({domain: counted})
+        odd = [rank for rank, word in enumerate(said) if word]
+        if odd:
+            raise DisagreementError(
+                f"the device of rank {odd[0]} did not run what was committed, or its word did not "
+                "come"
+            )
+
+    def _await(self, done: Any) -> None:
+        """Wait for a step that was launched, but not for one that another rank has given up."""
+        consent = self.pipeline.consent
+        until = time.monotonic() + self.worker.limits.commit
+        looks = 0
+        while not done.query():
+            looks += 1
+            if looks % _PATIENCE == 0 and consent is not None and consent.stopped():
+                raise LostError("commit", -1, False, "another rank has stopped")
+            if time.monotonic() > until:
+                raise LostError("commit", -1, True, "the launched step did not end")
+            time.sleep(_POLL_S)
+
+    def leave(self) -> None:
+        """
+        Wait for the last step and its verdict; guarded replays, or a checkpoint, may follow.
+
+        Raises:
+            StoppedError: It ended on every rank, for one cause.
+        """
+        epoch = self.runtime.epoch
+        try:
+            if self.runtime.contract.counts_awaited and self._launched:
+                self._confirm(self._launched.pop(0))
+            self.runtime.drain()
+        except Exception as error:
+            error.unrecoverable = True  # type: ignore[attr-defined]
+            raise self.pipeline._stopped(error, epoch) from None
+        weights = [p for s in self.runtime.stages.values() for p in parameters(s).values()]
+        torch.autograd.graph.increment_version(weights)
+        self.pipeline.feed = self.feed.inner
+        with self.runtime.caller_scope():
+            self.runtime._committed.take()
+
+    def resume(self) -> None:
+        """Go on with launches after `leave`, where nothing else has run since."""
+        self.pipeline.feed = self.feed
+
+    def close(self) -> None:
+        """Drop the graph: it holds connections, which cannot end before it."""
+        torch.cuda.synchronize()
+        if self.graph is not None:
+            self.graph.reset()
+            self.graph = None
+        self._gate.close()
+
+
+class _Staged:
+    """A feed whose tensors stay where they are, so that a graph can read them."""
+
+    def __init__(self, inner: Feed) -> None:
+        self.inner = inner
+        self.losses: dict[int, Tensor] = {}
+        self._held: dict[tuple[str, int, int], tuple[StageBackend, tuple[Tensor, ...]]] = {}
+        self.rehearsing = False
+
+    def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
+        """What the inner feed gives, held."""
+        return self._hold("inputs", stage, step, microbatch)
+
+    def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
+        """Likewise."""
+        return self._hold("output_gradients", stage, step, microbatch)
+
+    def _hold(self, what: str, stage: StageBackend, step: int, m: int) -> Sequence[Tensor]:
+        return self._held[what, stage.index, m][1]
+
+    def outputs(
+        self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
+    ) -> None:
+        """Keep the last stage's first output; in a rehearsal there is none."""
+        if not self.rehearsing:
+            held = self.losses.setdefault(microbatch, torch.empty_like(outputs[0]))
+            held.copy_(outputs[0])
+
+    def prepare(self, passages: Iterable[Passage], step: int) -> None:
+        """Hold places of all that a step takes, in memory that no graph owns."""
+        for p in passages:
+            if p.stage.index == 0 or len(p.stage.inputs) > 1:
+                self._place("inputs", p, step)
+            if p.last:
+                self._place("output_gradients", p, step)
+
+    def _place(self, what: str, p: Passage, step: int) -> None:
+        given = getattr(self.inner, what)(p.stage, step, p.microbatch)
+        held = tuple(tensor.clone() for tensor in given)
+        self._held[what, p.stage.index, p.microbatch] = p.stage, held
+
+    def load(self, step: int) -> None:
+        """Bring a step's data to their places, on the current stream."""
+        for (what, _, m), (stage, held) in self._held.items():
+            fill(held, getattr(self.inner, what)(stage, step, m))
+
+
+class _Gate:
+    """What the device compares in each step, and tells all ranks and the host."""
+
+    def __init__(self, values: Tensor, worker: Worker) -> None:
+        from qeffect.gpu_runtime.parallel import gate_kernel
+
+        self.kernels = gate_kernel
+        self.values, self.rank, self.world = values, worker.member.rank, worker.member.world
+        self.stages = worker.runtime.counters.stages  # type: ignore[union-attr]
+        device = values.device
+        self.group: Any = None
+        if self.world > 1:
+            self.group = dist.new_group(list(range(self.world)), backend="nccl")
+        self.wanted, self.factors, self.terms = (torch.zeros_like(values) for _ in range(3))
+        self.own = torch.zeros(1, device=device)
+        self.heard = torch.ones(self.world, device=device)
+        self.skip = torch.ones((), device=device)
+        self.number = torch.zeros((), dtype=torch.int64, device=device)
+        row = 1 + values.numel() + self.world
+        self.ring = torch.full((ROWS, row), -1, dtype=torch.int64, pin_memory=True)
+        self.read_steps = 0
+
+    def capture(self) -> Tensor:
+        """The comparison, every rank's word, and whether the update is skipped."""
+        self.kernels.compare(self.values, self.wanted, self.factors, self.terms, self.own)
+        # A word that does not come is no yes: what is gathered stands where a no stood before.
+        self.heard.fill_(1.0)
+        if self.group is None:
+            self.heard.copy_(self.own)
+        else:
+            dist.all_gather_into_tensor(self.heard, self.own, group=self.group)
+        self.kernels.publish(self.values, self.heard, self.skip, self.ring, self.number)
+        return self.skip
+
+    def warm(self) -> None:
+        """Once outside of a capture, which can load no kernel and begin no communicator."""
+        self.capture()
+        torch.cuda.synchronize()
+
+    def begin(self, before: DeviceCounts, after: DeviceCounts) -> None:
+        """Learn from one step what each adds: counters a number, the digest an affine map."""
+        first, then = self._numbers(before), self._numbers(after)
+        factors, terms = advance(first, then)
+        for tensor, numbers in ((self.wanted, first), (self.factors, factors), (self.terms, terms)):
+            tensor.copy_(torch.tensor(numbers, dtype=torch.int64))
+        self.number.zero_()
+        self.ring.fill_(-1)
+        self.read_steps = 0
+
+    def _numbers(self, counts: DeviceCounts) -> list[int]:
+        return [counts.digest, *(n for stage in self.stages for n in counts.stages[stage])]
+
+    def read(self) -> tuple[DeviceCounts, list[int]]:
+        """
+        What the next step that was not read yet has published; the device has finished it.
+
+        Raises:
+            LostError: It has not been written.
+        """
+        row = self.ring[self.read_steps % ROWS].tolist()
+        if row[0] != self.read_steps:
+            raise LostError("commit", -1, False, f"step {self.read_steps} was not published")
+        self.read_steps += 1
+        size, width = self.values.numel(), len(COUNTED)
+        digest, *numbers = row[1 : 1 + size]
+        stages = {
+            stage: tuple(numbers[n * width : (n + 1) * width])
+            for n, stage in enumerate(self.stages)
+        }
+        return DeviceCounts(digest, stages), row[1 + size :]
+
+    def close(self) -> None:
+        """End the group."""
+        if self.group is not None:
+            group, self.group = self.group, None
+            dist.destroy_process_group(group)
+
+
+def advance(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[int]]:
+    """
+    What a step multiplies the digest and each counter by, and what it then adds.
+
+    A digest is folded once for each action, so that a step is an affine map of it, modulo 2**64,
+    the same for every step that runs the same actions in the same order.
+
+    Args:
+        before: Digest and counters before a step.
+        after: Those after it.
+
+    >>> advance([0, 0, 2], [7, 1, 2])[1]
+    [7, 1, 0]
+    """
+    actions = sum(after[1:]) - sum(before[1:])
+    factors = [pow(MULTIPLIER, actions, 1 << 64), *[1] * (len(before) - 1)]
+    terms = [_signed(b - a * f) for a, b, f in zip(before, after, factors, strict=True)]
+    return [_signed(factor) for factor in factors], terms
+
+
+def _signed(number: int) -> int:
+    half, mask = 1 << 63, (1 << 64) - 1
+    return ((number + half) & mask) - half

@@ -1,0 +1,465 @@
+"""
+``qeffect runtime scale``: a guarded pipeline over ranks, compared and timed against torch's own.
+
+Started by torchrun; rank 0 writes the report. The native side is torch's schedule runtime over
+stages whose backward is the library's full one. Both sides train the same model from the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qeffect.cli.command import Outcome, Progress
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
+from qeffect.gpu_runtime.evidence.comparison import digests
+from qeffect.gpu_runtime.execute.graphs import GraphExecutor
+from qeffect.gpu_runtime.measure.report import Report, environment
+from qeffect.gpu_runtime.memory.state import live_state
+from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.parallel.compare import CATEGORIES, compared
+from qeffect.gpu_runtime.parallel.model import Batches, Job
+from qeffect.gpu_runtime.parallel.native import NativePipeline
+from qeffect.gpu_runtime.parallel.one_launch import OneLaunch
+from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, join
+from qeffect.gpu_runtime.plan.order import Order
+from qeffect.gpu_runtime.runtime import RuntimeConfig
+from qeffect.report import UnusableError
+from qeffect.schedule.actions import ScheduleError
+from qeffect.schedule.durations import Durations
+from qeffect.schedule.steptime import step_time
+
+__all__ = ["add_scale_arguments", "run_scale"]
+
+SCHEDULES = ("il", "izb", "zbv")
+CELLS: dict[str, tuple[LayerConfig, int]] = {
+    "h2048-s256-m4": (LayerConfig(2048, 8192, 16, 256), 4),
+    "h4096-s256-m8": (LayerConfig(4096, 11008, 32, 256), 8),
+    "tiny": (LayerConfig(32, 64, 2, 16), 4),
+}
+"""Layers and microbatches of what is timed; `tiny` is for a CPU."""
+COMPARED: dict[str, tuple[LayerConfig, int]] = {
+    "hidden 512": (LayerConfig(512, 2048, 8, 256), 20),
+    "hidden 2048": (LayerConfig(2048, 8192, 16, 256), 6),
+    "tiny": (LayerConfig(32, 64, 2, 16), 3),
+}
+"""Layers and steps of what is compared."""
+WARMUP = 3
+BEFORE = 6
+"""Steps whose outcome is compared between replays and one launch a step."""
+REPLAYS = 20
+
+
+def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `scale`."""
+    parser.add_argument("--pp", type=int, default=2, metavar="N", help="ranks (default 2)")
+    parser.add_argument(
+        "--schedules", nargs="+", default=list(SCHEDULES), metavar="NAME", help="il, izb, zbv"
+    )
+    parser.add_argument(
+        "--cells", nargs="*", default=list(CELLS)[:2], choices=CELLS, metavar="CELL", help="to time"
+    )
+    parser.add_argument(
+        "--compared",
+        nargs="*",
+        default=list(COMPARED)[:2],
+        choices=COMPARED,
+        metavar="NAME",
+        help="to compare bit for bit",
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each side")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of a turn")
+    parser.add_argument("--native-steps", type=int, default=3, metavar="N", help="of a native turn")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
+    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+
+
+def run_scale(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """
+    Compare, then time; refused where a bit differs.
+
+    Raises:
+        UnusableError: The ranks cannot run it.
+    """
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    if args.rounds < 1 or args.steps < 1 or args.native_steps < 1:
+        raise UnusableError("--rounds, --steps and --native-steps must be at least 1")
+    try:
+        return _run(args, progress)
+    except (BackendError, ScheduleError) as error:
+        raise UnusableError(str(error)) from error
+
+
+def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
+    member = join(args.device)
+    if member.world != args.pp:
+        raise UnusableError(
+            f"{member.world} processes were started for --pp {args.pp}; start torchrun with "
+            f"--nproc-per-node {args.pp}"
+        )
+    configuration = {
+        "pp": args.pp,
+        "vpp": 2,
+        "layers_a_stage": 1,
+        "device": args.device,
+        "backend": _backend(args.device),
+        "schedules": args.schedules,
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "native_steps": args.native_steps,
+    }
+    own = args.out if member.rank == 0 else None
+    raw: dict[str, Any] = {"compared": [], "timed": []}
+    report = Report("scale", own, environment(args.commit), configuration, raw)
+    for name in args.compared:
+        for schedule in args.schedules:
+            progress(f"Comparing. {schedule}, {name}")
+            raw["compared"].append(_compare(member, args, schedule, name))
+            report.save()
+    for name in args.cells:
+        progress(f"Timing. {name}, native")
+        with _released(member):
+            raw["timed"].append(_native(member, args, name))
+        for schedule in args.schedules:
+            progress(f"Timing. {name}, {schedule}")
+            with _released(member):
+                guarded, final = _guarded(member, args, schedule, name)
+            raw["timed"].append(guarded)
+            if args.device == "cuda":
+                progress(f"Timing. {name}, {schedule}, one launch a step")
+                with _released(member):
+                    raw["timed"].append(_one_launch(member, args, schedule, name, guarded, final))
+            report.save()
+    finished = report.finish()
+    derived = finished["derived"]
+    same = all(not row["different"] and row["values"] for row in derived["compared"])
+    same = same and not any(row.get("final_different") for row in derived["timed"])
+    return Outcome("accepted" if same else "refused", {"derived": derived}, _lines(derived))
+
+
+def _backend(device: str) -> str:
+    return "reference" if device == "cpu" else "transformer-engine"
+
+
+def _job(args: argparse.Namespace, schedule: str, config: LayerConfig, microbatches: int) -> Job:
+    return Job(
+        schedule=schedule, pp=args.pp, vpp=2, microbatches=microbatches, config=config, history=16
+    )
+
+
+@contextmanager
+def _released(member: Member) -> Iterator[None]:
+    """Nothing of one side is left when the next is made; peaks are counted from here."""
+    if member.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(member.device)
+    try:
+        yield
+    finally:
+        gc.collect()
+        dist.barrier()
+
+
+def _compare(member: Member, args: argparse.Namespace, schedule: str, name: str) -> dict[str, Any]:
+    config, steps = COMPARED[name]
+    job = _job(args, schedule, config, 2 * args.pp)
+    with _released(member):
+        found = compared(member, job, steps, _backend(args.device), captured=args.device == "cuda")
+    own = {c.category: [c.compared, c.mismatched] for c in found.comparison.categories}
+    own["losses"] = [
+        sum(map(len, found.native_losses)),
+        sum(
+            a != b
+            for x, y in zip(found.losses, found.native_losses, strict=True)
+            for a, b in zip(x, y, strict=True)
+        ),
+    ]
+    ranks = _gathered(member, (own, found.slots))
+    return {
+        "name": name,
+        "schedule": schedule,
+        "steps": steps,
+        "microbatches": job.microbatches,
+        "categories": {
+            c: [sum(rank.get(c, (0, 0))[n] for rank, _ in ranks) for n in (0, 1)]
+            for c in (*CATEGORIES, "losses")
+        },
+        "slots": [slots for _, slots in ranks],
+    }
+
+
+class _Drawn(Batches):
+    """Batches that were drawn before, so that no step waits for the host's random numbers."""
+
+    def outputs(
+        self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
+    ) -> None:
+        """The loss is left where it is."""
+
+
+def _drawn(job: Job, member: Member) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    draw = job.batch(member.device)
+    held = [draw(0, m) for m in range(job.microbatches)]
+    return lambda step, microbatch: held[microbatch]
+
+
+def _native(member: Member, args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """torch's Interleaved 1F1B over full backwards: what users run today."""
+    config, microbatches = CELLS[name]
+    job = _job(args, "il", config, microbatches)
+    group = dist.new_group(list(range(member.world)), backend=_transport(member))
+    began = time.perf_counter()
+    order = Order.of_rank(job.table(), member.rank)
+    side = NativePipeline(
+        job.cls_name,
+        job.stages(order.stages, member.device, _backend(args.device), loss=False),
+        job.num_stages,
+        order,
+        job.microbatches,
+        _drawn(job, member),
+        job.loss,
+        group,
+    )
+    made = time.perf_counter() - began
+    return _timed(member, args, name, "native", "il", side.step, args.native_steps, made, {})
+
+
+def _worker(
+    member: Member, args: argparse.Namespace, job: Job, config: RuntimeConfig, *, capturable: bool
+) -> Worker:
+    return Worker(
+        member,
+        job.table(),
+        job.pp,
+        lambda indices: job.stages(indices, member.device, _backend(args.device)),
+        lambda replica: _Drawn(_drawn(job, member), member.device),
+        config,
+        limits=Limits(message=30.0, commit=30.0),
+        optimizer=lambda stages: Optimizer(stages, capturable=capturable),
+    )
+
+
+def _final(worker: Worker) -> dict[str, str]:
+    """Digests of everything that training has left on this rank."""
+    runtime = worker.runtime
+    held = {f"state {name}": t for name, t in live_state(runtime.domain).items()}
+    for index, stage in runtime.stages.items():
+        held.update((f"parameter {index} {n}", p) for n, p in parameters(stage).items())
+        held.update((f"cache {index} {n}", t) for n, t in stage.cached_weights().items())
+    held.update((f"AdamW {n}", t) for n, t in worker.optimizer.state_tensors().items())
+    return dict(zip(held, digests([t.detach() for t in held.values()]), strict=True))
+
+
+def _one_launch(
+    member: Member,
+    args: argparse.Namespace,
+    schedule: str,
+    name: str,
+    guarded: dict[str, Any],
+    final: dict[str, str],
+) -> dict[str, Any]:
+    """The same steps, each one launch; what they leave is compared with what replays left."""
+    config, microbatches = CELLS[name]
+    job = _job(args, schedule, config, microbatches)
+    began = time.perf_counter()
+    counting = RuntimeConfig(captured=True, device_counts=True, late_counts=True, nested=True)
+    worker = _worker(member, args, job, counting, capturable=True)
+    whole = OneLaunch(worker)
+    made = time.perf_counter() - began
+    for _ in range(BEFORE):
+        whole.step()
+    whole.leave()
+    own = _final(worker)
+    odd = sorted(n for n in final.keys() | own.keys() if final.get(n) != own.get(n))
+    facts = {"capture_s": whole.capture_seconds, "first": odd[:3]}
+    whole.resume()
+    found = _timed(member, args, name, "one launch", schedule, whole.step, args.steps, made, facts)
+    whole.leave()
+    ranks = _gathered(member, (len(final), len(odd)))
+    found["final"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
+    found["alone_ms"], found["update_ms"] = guarded["alone_ms"], guarded["update_ms"]
+    found["bound_ms"] = guarded["bound_ms"]
+    whole.close()
+    worker.close()
+    return found
+
+
+def _guarded(
+    member: Member, args: argparse.Namespace, schedule: str, name: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Guarded replays, or eager calls on a CPU, under one schedule; and what they left."""
+    config, microbatches = CELLS[name]
+    job = _job(args, schedule, config, microbatches)
+    began = time.perf_counter()
+    captured = RuntimeConfig(captured=args.device == "cuda")
+    worker = _worker(member, args, job, captured, capturable=False)
+    made = time.perf_counter() - began
+    for _ in range(BEFORE):
+        worker.step()
+    final = _final(worker)
+    facts: dict[str, Any] = {"slots": [s.slots for s in worker.runtime.contract.stages]}
+    found = _timed(member, args, name, "guarded", schedule, worker.step, args.steps, made, facts)
+    ranks = _gathered(member, _alone(worker))
+    found["alone_ms"] = {stage: times for rank, _ in ranks for stage, times in rank.items()}
+    found["update_ms"] = [update for _, update in ranks]
+    found["bound_ms"] = _bound_ms(job, found["alone_ms"], found["update_ms"])
+    worker.close()
+    return found, final
+
+
+def _transport(member: Member) -> str:
+    return "gloo" if member.device.type == "cpu" else "nccl"
+
+
+def _timed(
+    member: Member,
+    args: argparse.Namespace,
+    name: str,
+    side: str,
+    schedule: str,
+    step: Callable[[], object],
+    steps: int,
+    made: float,
+    facts: dict[str, Any],
+) -> dict[str, Any]:
+    """Back-to-back turns, then single synchronised steps; the slowest rank counts."""
+    for _ in range(WARMUP):
+        step()
+    turns, singles, hosts = [], [], []
+    for _ in range(args.rounds):
+        _wait(member)
+        began = time.perf_counter()
+        for _ in range(steps):
+            step()
+        _synchronize(member)
+        turns.append(1e3 * (time.perf_counter() - began) / steps)
+        _wait(member)
+        began = time.perf_counter()
+        step()
+        hosts.append(1e3 * (time.perf_counter() - began))
+        _synchronize(member)
+        singles.append(1e3 * (time.perf_counter() - began))
+    peak = torch.cuda.max_memory_reserved(member.device) if member.device.type == "cuda" else 0
+    ranks = _gathered(member, (turns, singles, hosts, made, peak, facts))
+    return {
+        "cell": name,
+        "side": side,
+        "schedule": schedule,
+        "step_ms": [max(rank[0][n] for rank in ranks) for n in range(args.rounds)],
+        "single_ms": [max(rank[1][n] for rank in ranks) for n in range(args.rounds)],
+        "host_ms": [max(rank[2][n] for rank in ranks) for n in range(args.rounds)],
+        "construction_s": max(rank[3] for rank in ranks),
+        "peak_bytes": [rank[4] for rank in ranks],
+        "facts": [rank[5] for rank in ranks],
+    }
+
+
+def _alone(worker: Worker) -> tuple[dict[str, dict[str, float]], float]:
+    """
+    What each stage's graphs, and the update, take when nothing else runs, in milliseconds.
+
+    The last thing that is done with a runtime: what these replays compute is of no use.
+    """
+    executor = worker.runtime.executor
+    if not isinstance(executor, GraphExecutor):
+        return {}, 0.0
+    gradients = worker.pipeline.step(worker.optimizer)
+    found = {}
+    with worker.runtime.caller_scope():
+        update = _spent(lambda: worker.optimizer.step(gradients))
+        for index, memory in worker.runtime.memories.items():
+            graphs = executor.slots[next(iter(memory.table)).index]
+            found[str(index)] = {
+                "F": _spent(graphs.forward.replay),
+                "I": _spent(graphs.dgrad.replay),
+                "W": _spent(next(iter(graphs.wgrad.values())).replay),
+                "refresh": _spent(executor.refreshes[index].replay),
+            }
+    return found, update
+
+
+def _spent(act: Callable[[], object]) -> float:
+    """The device's time for one of several, so that no launch is in it."""
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(4):
+            act()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 4)
+    return float(statistics.median(times))
+
+
+def _wait(member: Member) -> None:
+    _synchronize(member)
+    dist.barrier()
+
+
+def _synchronize(member: Member) -> None:
+    if member.device.type == "cuda":
+        torch.cuda.synchronize(member.device)
+
+
+def _gathered(member: Member, own: Any) -> list[Any]:
+    found: list[Any] = [None] * member.world
+    dist.all_gather_object(found, own)
+    return found
+
+
+def _lines(derived: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{row['name']}, {row['schedule']}, {row['steps']} steps: {row['different']} of "
+        f"{row['values']} values differ from torch's own pipeline"
+        for row in derived["compared"]
+    ]
+    for row in derived["timed"]:
+        over = "" if row["native_over_this"] is None else f", {row['native_over_this']:.1f}x native"
+        if "final_different" in row:
+            over += f", {row['final_different']} of {row['final_values']} tensors differ"
+        bound = "" if row["over_bound"] is None else f", {row['over_bound']:.2f}x of its bound"
+        lines.append(
+            f"{row['cell']}, {row['side']}, {row['schedule']}: {row['step_ms']['median']:.2f} ms a "
+            f"step, {row['single_ms']['median']:.2f} alone, {row['host_ms']['median']:.2f} of the "
+            f"host{over}{bound}"
+        )
+    return lines
+
+
+def _bound_ms(
+    job: Job, alone: Mapping[str, Mapping[str, float]], updates: Sequence[float]
+) -> float | None:
+    """
+    The critical path of a schedule over what each stage's graphs take alone, messages for nothing.
+
+    A rank's refreshes stand at its end, with its update. None where nothing was captured.
+    """
+    if not alone:
+        return None
+    table = job.table()
+    stages = {int(stage): {kind: times[kind] for kind in "FIW"} for stage, times in alone.items()}
+    ranks = {
+        rank: {
+            "update": updates[rank]
+            + sum(alone[str(s)]["refresh"] for s, home in enumerate(homes) if home == rank)
+        }
+        for homes in (table.stage_to_rank,)
+        for rank in range(table.num_ranks)
+    }
+    times = dict.fromkeys("FIW", 0.0)
+    return float(step_time(table, Durations(times, "ms", stages, ranks)).time)

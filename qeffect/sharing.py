@@ -1,0 +1,190 @@
+"""
+Tied weights: gradient destinations that two matrices write, as both of them declare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+from attrs import evolve
+
+from .config import StageConfig
+from .destinations import Destination
+from .refusals import refused
+
+__all__ = ["require_tied_ranks", "share_destinations", "written_once"]
+
+#: One matrix that writes a named destination: the stage that has it, and its name there.
+Writer = tuple[StageConfig, str]
+
+
+def share_destinations(stages: Sequence[StageConfig]) -> dict[int, int]:
+    """
+    Return the sharer of each stage: the other one that writes its tied destinations, or itself.
+
+    Raises:
+        Refused: ``arena.overlapping-destinations``: two matrices name one destination, and not
+            both are declared tied.
+        ValueError: More than two stages share, or two of different domains or numbers of
+            microbatches; the destination is not described alike by both; the two do not leave in
+            one bucket; or a tied matrix has no partner here and no bucket that takes it to one.
+
+    >>> tied = {"microbatches": 1, "slots": 1, "tied": ("w",), "buffers": {"w": "table"}}
+    >>> stages = [StageConfig(s, matrices=("w",), **tied) for s in (0, 3)]
+    >>> share_destinations([*stages, StageConfig(1, microbatches=1, slots=1)])
+    {0: 3, 3: 0, 1: 1}
+    """
+    sharers = {config.stage: config.stage for config in stages}
+    for name, writers in _by_name(stages).items():
+        _require_declared(name, writers)
+        _require_alike(name, writers)
+        _require_one_bucket(name, writers)
+        own = {config.stage: config for config, _ in writers}
+        if len(own) == 1:
+            if len(writers) == 1 and writers[0][1] in writers[0][0].tied:
+                _require_way_out(name, *writers[0])
+            continue
+        for stage, config in own.items():
+            others = {other for other in (*own, sharers[stage]) if other != stage}
+            if len(others) > 1:
+                raise ValueError(
+                    f"stage {stage} shares destinations with the stages {sorted(others)}; it may "
+                    "share with one"
+                )
+            (sharers[stage],) = others
+            partner = own[sharers[stage]]
+            for what in ("domain", "microbatches"):
+                if getattr(config, what) != getattr(partner, what):
+                    raise ValueError(
+                        f"the stages {sorted(own)} share the destination {name!r} and differ in "
+                        f"{what}: {getattr(config, what)!r} and {getattr(partner, what)!r}"
+                    )
+    return sharers
+
+
+def written_once(stages: Sequence[StageConfig]) -> Iterable[Destination]:
+    """Yield every destination of a process, one that several tied matrices write only once."""
+    seen: set[tuple[str, int | None]] = set()
+    for config in stages:
+        named = dict(config.buffers)
+        for destination in config.destinations:
+            name = named.get(destination.matrix)
+            if name is not None:
+                if (name, destination.microbatch) in seen:
+                    continue
+                seen.add((name, destination.microbatch))
+            yield destination
+
+
+def require_tied_ranks(ranks: Sequence[Sequence[StageConfig]]) -> dict[str, tuple[int, ...]]:
+    """
+    Require that weights tied across ranks are reduced together, and return where they are.
+
+    Each rank has a copy of such a weight and of its gradient. Its contract sees that the copy
+    leaves in a bucket, not with whom; so the configurations of all ranks are compared once, before
+    the first step: every copy is declared tied, by one name, and leaves in a bucket of one name.
+
+    Args:
+        ranks: The stages of each rank of a pipeline.
+
+    Returns:
+        The ranks that have a copy of each tied destination, by its name.
+
+    Raises:
+        Refused: ``arena.overlapping-destinations``: one of two copies is not declared tied.
+        ValueError: A tied weight has no second matrix on any rank, or its copies leave in
+            different buckets.
+
+    >>> from qeffect.config import Bucket
+    >>> tied = {"microbatches": 1, "slots": 1, "tied": ("w",), "buffers": {"w": "table"}}
+    >>> tied |= {"reduces": True, "buckets": (Bucket("tied", ("w",)),)}
+    >>> require_tied_ranks([[StageConfig(s, matrices=("w",), **tied)] for s in (0, 3)])
+    {'table': (0, 1)}
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    places = {config.stage: rank for rank, stages in enumerate(ranks) for config in stages}
+    for name, writers in _by_name([config for stages in ranks for config in stages]).items():
+        _require_declared(name, writers)
+        holders = tuple(sorted({places[config.stage] for config, _ in writers}))
+        if len(writers) == 1 and writers[0][1] in writers[0][0].tied:
+            raise ValueError(
+                f"{_who(*writers[0])} is declared tied, and no matrix of any rank is tied with it "
+                f"as {name!r}"
+            )
+        if len(holders) > 1:
+            for writer in writers:
+                _require_way_out(name, *writer)
+            _require_one_bucket(name, writers)
+        if len(writers) > 1:
+            found[name] = holders
+    return found
+
+
+def _by_name(stages: Iterable[StageConfig]) -> dict[str, list[Writer]]:
+    """Return who writes each destination that has a name."""
+    found: dict[str, list[Writer]] = {}
+    for config in stages:
+        for matrix, name in config.buffers:
+            found.setdefault(name, []).append((config, matrix))
+    return found
+
+
+def _require_declared(name: str, writers: Sequence[Writer]) -> None:
+    undeclared = [writer for writer in writers if writer[1] not in writer[0].tied]
+    if len(writers) > 1 and undeclared:
+        other = next(writer for writer in writers if writer is not undeclared[0])
+        raise refused(
+            "arena.overlapping-destinations",
+            "configure",
+            f"{_who(*undeclared[0])} in {name!r}, where {_who(*other)} is",
+            "a destination of its own, or both matrices declared tied",
+        )
+
+
+def _require_alike(name: str, writers: Sequence[Writer]) -> None:
+    """Require that one destination is described alike by all that write it."""
+    first = _described(*writers[0])
+    for writer in writers[1:]:
+        if _described(*writer) != first:
+            raise ValueError(
+                f"{_who(*writers[0])} and {_who(*writer)} are tied as {name!r} and their "
+                "destinations differ in more than the matrix: they must have the same microbatch, "
+                "shape, dtype, device, address and length"
+            )
+
+
+def _described(config: StageConfig, matrix: str) -> dict[int | None, Destination]:
+    given = config.destinations or (Destination(matrix),)
+    return {d.microbatch: evolve(d, matrix="") for d in given if d.matrix == matrix}
+
+
+def _require_one_bucket(name: str, writers: Sequence[Writer]) -> None:
+    """Require that a destination is reduced once, not once for each matrix that writes it."""
+    buckets = {_bucket(*writer) for writer in writers}
+    if len(buckets) > 1:
+        listed = ", ".join(f"{_who(*writer)} in {_named(_bucket(*writer))}" for writer in writers)
+        raise ValueError(
+            f"matrices that are tied as {name!r} must be reduced in one bucket, got {listed}"
+        )
+
+
+def _require_way_out(name: str, config: StageConfig, matrix: str) -> None:
+    """Require a bucket that is named, for a tied weight whose partner is on another rank."""
+    if not config.buckets:
+        raise ValueError(
+            f"{_who(config, matrix)} is tied as {name!r} with no other matrix of this process; its "
+            "gradient must leave in a bucket that both ranks name: configure reduces and buckets"
+        )
+
+
+def _bucket(config: StageConfig, matrix: str) -> Hashable:
+    """Return the bucket that a matrix's gradient leaves in; None where it is not reduced."""
+    return next((b.name for b in config.reductions() if matrix in b.matrices), None)
+
+
+def _named(bucket: Hashable) -> str:
+    return "none" if bucket is None else f"bucket {bucket!r}"
+
+
+def _who(config: StageConfig, matrix: str) -> str:
+    return f"{matrix!r} of stage {config.stage}"

@@ -1,0 +1,91 @@
+"""A step that is one launch, as far as a machine without a device can see."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qeffect.counts import fold
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.parallel.one_launch import OneLaunch, _Staged, advance, obstacles
+from qeffect.gpu_runtime.runtime import RuntimeConfig
+
+_INT = st.integers(-(2**63), 2**63 - 1)
+_MARKS = st.lists(st.integers(1, 99), min_size=1, max_size=30)
+
+
+@given(_INT, _INT, _MARKS)
+def test_a_step_is_one_map_of_the_digest_whatever_it_was(a: int, b: int, marks: list[int]) -> None:
+    """What is learned from one step foretells every step with the same actions in that order."""
+
+    def ran(digest: int, order: list[int]) -> int:
+        for mark in order:
+            digest = fold(digest, mark)
+        return digest
+
+    factors, terms = advance([a, 5, 0], [ran(a, marks), 5 + len(marks), 0])
+    found = torch.tensor([b, 9, 9]) * torch.tensor(factors) + torch.tensor(terms)
+
+    assert found.tolist() == [ran(b, marks), 9 + len(marks), 9]
+    if marks != marks[::-1]:
+        assert found.tolist()[0] != ran(b, marks[::-1])
+
+
+def _worker(**changes: Any) -> Any:
+    runtime = SimpleNamespace(executor=None, config=RuntimeConfig(**changes), reducer=None)
+    return SimpleNamespace(runtime=runtime, optimizer=SimpleNamespace(capturable=True))
+
+
+def test_every_reason_why_a_step_cannot_be_one_graph_is_named() -> None:
+    """All at once, so that one look mends them."""
+    worker = _worker(rule="copied")
+    worker.runtime.reducer = worker.optimizer.capturable = lambda *_: None
+    worker.optimizer.capturable = False
+
+    found = obstacles(worker)
+
+    for reason in ("nested=True", "late_counts", "capturable=True", "replicas", "copied"):
+        assert any(reason in text for text in found), reason
+    with pytest.raises(
+        BackendError, match="the step cannot be one graph: its slots have no graphs"
+    ):
+        OneLaunch(worker)
+
+
+class _Feed:
+    def inputs(self, stage: Any, step: int, microbatch: int) -> tuple[torch.Tensor, ...]:
+        return (torch.full((2,), float(10 * step + microbatch)),)
+
+    def output_gradients(self, stage: Any, step: int, microbatch: int) -> tuple[torch.Tensor, ...]:
+        return (torch.ones(()),)
+
+    def outputs(self, *_: Any) -> None:
+        raise AssertionError("the graph keeps the losses")
+
+
+def test_staged_data_stay_where_they_are() -> None:
+    """Every step's data come to the places that the graph reads, and none of them moves."""
+    staged = _Staged(_Feed())  # type: ignore[arg-type]
+    stage = SimpleNamespace(index=0, inputs=(1,))
+    staged.prepare([SimpleNamespace(stage=stage, microbatch=m, last=True) for m in (0, 1)], 3)  # type: ignore[misc]
+    (held,) = staged.inputs(stage, 3, 1)  # type: ignore[arg-type]
+    assert [31.0, 31.0] == held.tolist()
+    staged.load(4)
+
+    assert [41.0, 41.0] == held.tolist()
+    assert staged.inputs(stage, 4, 1)[0] is held  # type: ignore[arg-type]
+
+
+def test_a_rehearsal_keeps_the_losses_of_the_launch() -> None:
+    """A loss is copied where a graph copies it, and not when nothing runs."""
+    staged = _Staged(_Feed())  # type: ignore[arg-type]
+    staged.outputs(None, 0, 0, (torch.tensor(2.0),))  # type: ignore[arg-type]
+    staged.rehearsing = True
+    staged.outputs(None, 1, 0, (torch.tensor(3.0),))  # type: ignore[arg-type]
+
+    assert {0: 2.0} == {m: float(loss) for m, loss in staged.losses.items()}

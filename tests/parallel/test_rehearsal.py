@@ -1,0 +1,49 @@
+"""A step that is one launch asks and tells the contract what guarded replays ask and tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qeffect.gpu_runtime.parallel.model import Job
+from tests.parallel import bodies
+from tests.parallel.ranks import launch
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("schedule", ["il", "izb", "zbv"])
+def test_the_rehearsed_step_has_the_transitions_of_a_guarded_one(
+    schedule: str, pp: int, tmp_path: Path
+) -> None:
+    """Every transition with its arguments, in order; no tensor moves and no message is posted."""
+    job = Job(schedule=schedule, pp=pp, microbatches=2 * pp)
+    said = launch(pp, tmp_path, bodies.rehearsed, job, None)
+
+    assert said.codes == [0] * pp
+    for rank in range(pp):
+        words = said.words[rank]
+        first, second = words["guarded"]
+        assert words["refusal"] is None
+        assert first == second == words["rehearsed"]
+        assert len(first) > 10 * pp
+        assert words["moved"] == []
+        assert words["posted"] == 0
+
+
+@pytest.mark.parametrize(
+    ("action", "rank", "clause"),
+    [
+        ("0F0", 0, "ownership.stale-reference"),
+        ("0I0", 0, "ownership.wgrad-before-dgrad"),
+        ("0W1", 0, "arena.incomplete"),
+    ],
+)
+def test_a_rehearsal_refuses_what_a_guarded_step_refuses(
+    action: str, rank: int, clause: str, tmp_path: Path
+) -> None:
+    """A program without one of its actions is refused before anything is launched."""
+    said = launch(2, tmp_path, bodies.rehearsed, Job(schedule="zbv"), action)
+
+    assert said.words[rank]["refusal"] == clause
+    assert said.words[rank]["moved"] == []
