@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 
 
 #: Deleted in turn: change these when the contract changes, after reading what survives.
-MUTANTS = {"guard": 184, "operand": 164, "update": 202, "condition": 14}
-KILLED = 558
+MUTANTS = {"guard": 184, "operand": 182, "update": 206, "condition": 14}
+KILLED = 580
 
 ROOT = Path(__file__).parents[2]
 

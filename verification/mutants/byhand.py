@@ -168,7 +168,9 @@ def _backward(world: World, key: TapeKey, ref: TapeRef, link: int) -> Plan:
     given = {"key": key, "ref": ref, "link": link}
     ticket = yield Call("check_dgrad", {**given, "token": None})
     yield committed(world, ticket)
-    ticket = yield Call("check_wgrad", {**given, "destination": None, "first": None})
+    ticket = yield Call(
+        "check_wgrad", {**given, "destination": None, "first": None, "first_of_tied": None}
+    )
     yield committed(world, ticket)
 
 
