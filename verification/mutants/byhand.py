@@ -49,7 +49,8 @@ def by_hand(process: Process) -> Iterator[Schedule]:
             yield _made(process, partial(_read_elsewhere, stage=config.stage))
         if _passes_on(config) and len(own) > 1 and config.microbatches > 1:
             yield _made(process, partial(_ended_elsewhere, stage=config.stage))
-    if any(len(it.stages) > 1 for it in World(process, incarnation=1).reductions.values()):
+    shared = any(len(it.stages) > 1 for it in World(process, incarnation=1).reductions.values())
+    if shared or any(config.tied for config in process.stages):
         yield _made(process, _reduced_together)
 
 
@@ -142,7 +143,7 @@ def _ended_elsewhere(world: World, stage: int) -> Plan:
 
 
 def _reduced_together(world: World) -> Plan:
-    """The caller waits after each stage, and of a bucket's stages not for the last one's dW."""
+    """Of stages that share a gradient the last one's dW is not awaited before its reader comes."""
     done = set()
     for stage, config in world.configs.items():
         link = _links(world, stage)[0]
@@ -154,6 +155,8 @@ def _reduced_together(world: World) -> Plan:
         for bucket, it in world.reductions.items():
             if not it.running and done >= {*it.stages}:
                 yield Call("start_reduction", {"bucket": bucket, "link": link})
+    for stage in world.configs:
+        yield Call("finalize", {"stage": stage, "link": _links(world, stage)[0]})
 
 
 def _forward(world: World, key: TapeKey, link: int) -> Generator[Call, Any, TapeRef]:

@@ -4,7 +4,7 @@ A call in a reachable state, what a mutant answers to it, and what harm that doe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from attrs import evolve, field, frozen
@@ -67,7 +67,19 @@ def about(world: World, transition: str, arguments: tuple[Any, ...]) -> Arbitrar
     slot = arbitrary.slot
     if transition in _AFTER_ENDS and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
         arbitrary = evolve(arbitrary, link=st.ended_on[slot])
+    for stage in _gradients_of(st, transition, named):
+        if st.waited[arbitrary.link] < st.landed[stage]:
+            arbitrary = evolve(arbitrary, stage=stage)
     return arbitrary
+
+
+def _gradients_of(st: Any, transition: str, named: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the stages whose gradients a call reads; the history follows one not awaited."""
+    if transition == "start_reduction":
+        return st.stage_at[named["bucket"]], st.tied_at[named["bucket"]]
+    if transition == "finalize":
+        return named["stage"], st.sharer_of[named["stage"]]
+    return ()
 
 
 def outcome(world: World, probe: Probe, mutant: Mutant) -> str | None:
