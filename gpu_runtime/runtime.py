@@ -9,9 +9,8 @@ retained work, update, next epoch). Actions are in `qeffect.gpu_runtime.execute.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, BinaryIO, Protocol
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import attrs
 import torch
@@ -34,20 +33,12 @@ from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
 from qeffect.gpu_runtime.plan.order import Kind, Order
 from qeffect.gpu_runtime.plan.rows import Row
 from qeffect.gpu_runtime.plan.slots import Provisioning, SlotPlan, plan_slots
+from qeffect.gpu_runtime.reductions import Reducer as Reducer
+from qeffect.gpu_runtime.reductions import Reduction as Reduction
+from qeffect.gpu_runtime.reductions import Reductions, require_buckets
 from qeffect.keys import TapeKey
 from qeffect.log.recorder import Recorder
 from qeffect.refusals import Refused
-
-
-class Reduction(Protocol):
-    """A reduction that was started, as an asynchronous collective of torch returns it."""
-
-    def wait(self) -> object:
-        """Make the current stream, or the host, wait until it is done."""
-
-
-#: What reduces: it is given a bucket's name and its gradients.
-Reducer = Callable[[int | str, Mapping[str, torch.Tensor]], Reduction | None]
 
 
 @attrs.frozen(kw_only=True)
@@ -139,8 +130,6 @@ class Runtime:
         self._keys: dict[tuple[int, int], TapeKey] = {}
         self._keys_of = -1
         self._totals: dict[int, dict[str, torch.Tensor]] = {}
-        self._reducing: dict[int | str, Reduction | None] = {}
-        self._reduced: set[int | str] = set()
         self._final: set[int] = set()
         self.order = order
         self.stages = {stage.index: stage for stage in stages}
@@ -153,7 +142,13 @@ class Runtime:
             )
         self.tied = Tied.of(stages, self.config.tied)
         self._require_shareable()
-        self._buckets = self._require_buckets()
+        buckets = require_buckets(
+            self.stages,
+            self.config.buckets,
+            self.config.reductions,
+            self.tied,
+            reduces=self._guarded_reducer is not None,
+        )
         plan = (
             plan_slots(order, self.config.provisioning, feeds=self.config.feeds)
             if row is None
@@ -175,6 +170,9 @@ class Runtime:
             reductions=self.config.reductions,
             counted=self.config.device_counts,
             late=self.config.late_counts,
+        )
+        self._reductions = Reductions(
+            self.contract, buckets, self._total, told="reduction" in self.relations
         )
         self.counters: DeviceCounters | None = None
         if self.config.device_counts:
@@ -262,39 +260,6 @@ class Runtime:
     def _guarded_reducer(self) -> Reducer | None:
         """The reducer, where the contract is told of reductions; a backend may leave them out."""
         return self.reducer if "reduction" in self.relations else None
-
-    def _require_buckets(self) -> dict[int | str, tuple[int, tuple[str, ...]]]:
-        """Return each bucket's stage and gradients, in the order in which finalize starts them."""
-        unknown = sorted(self.config.buckets.keys() - self.stages.keys())
-        if unknown:
-            raise BackendError(f"buckets are of stages {unknown}; there are {[*self.order.stages]}")
-        if self.config.buckets and self._guarded_reducer is None:
-            raise BackendError("buckets are configured, and nothing reduces: pass a reducer")
-        found: dict[int | str, tuple[int, tuple[str, ...]]] = {}
-        for index in sorted(self.stages):
-            others = tuple(p.name for p in self.stages[index].non_matrix)
-            given = self.config.buckets.get(index, ())
-            if not given:
-                own = (m.name for u in self.stages[index].units for m in u.matrices)
-                every = tuple(name for name in own if self.tied.owned(index, name))
-                found[index] = index, (*every, *others)
-            rest = [bucket for bucket in given if not bucket.matrices]
-            if given and len(rest) != bool(others):
-                raise BackendError(
-                    f"stage {index} has {len(others)} parameters that are no matrix, and "
-                    f"{len(rest)} buckets without matrices to hold their gradients; expected "
-                    f"{int(bool(others))}"
-                )
-            for bucket in given:
-                if bucket.name in found:
-                    raise BackendError(
-                        f"bucket {bucket.name!r} is of the stages {found[bucket.name][0]} and "
-                        f"{index}; no gradient buffer here is of two stages"
-                    )
-                held = tuple(n for n in bucket.matrices if self.tied.owned(index, n))
-                found[bucket.name] = index, held if bucket.matrices else others
-        order = self.config.reductions or found
-        return {name: found[name] for name in order if name in found}
 
     def on_trust(self) -> dict[int, tuple[str, ...]]:
         """
@@ -399,11 +364,13 @@ class Runtime:
         reducer = self._guarded_reducer
         if reducer is None:
             raise BackendError(f"bucket {bucket!r} is to be reduced, and nothing reduces")
-        if bucket not in self._buckets:
-            raise BackendError(f"no bucket {bucket!r} is reduced; there are {[*self._buckets]}")
+        if bucket not in self._reductions.buckets:
+            raise BackendError(
+                f"no bucket {bucket!r} is reduced; there are {[*self._reductions.buckets]}"
+            )
         link = self.actions._enter(caller)
         with self.handoff.scope():
-            self._start(reducer, bucket, link)
+            self._reductions.start(reducer, bucket, link)
             self.handoff.record_tail()
         self.actions._leave(link)
 
@@ -424,9 +391,7 @@ class Runtime:
         with self.handoff.scope():
             self._total(stage)
             if (reducer := self._guarded_reducer) is not None:
-                for bucket, (owner, _) in self._buckets.items():
-                    if owner == stage and bucket not in self._reducing:
-                        self._start(reducer, bucket, link)
+                self._reductions.start_of(reducer, stage, link)
             self.handoff.record_tail()
         self.actions._leave(link)
 
@@ -452,59 +417,10 @@ class Runtime:
                 index: self._total(index) for index in self.memories
             }
             if self.reducer is not None:
-                self._reduce_rest(self.reducer, link)
+                self._reductions.end(self.reducer, link)
             self.handoff.record_tail()
         self.actions._leave(link)
         return gradients
-
-    def _reduce_rest(self, reducer: Reducer, link: int) -> None:
-        """Start what was not started, and wait for all of it."""
-        if "reduction" not in self.relations:
-            for bucket in self._buckets:
-                work = reducer(bucket, self._gradients_of(bucket))
-                if work is not None:
-                    work.wait()
-            return
-        for bucket in self._buckets:
-            if bucket not in self._reducing and bucket not in self._reduced:
-                self._start(reducer, bucket, link)
-            if bucket in self._reducing and self._reducing[bucket] is None:
-                self._finish(bucket, link)
-        for bucket in list(self._reducing):
-            self._finish(bucket, link)
-
-    def _start(self, reducer: Reducer, bucket: int | str, link: int) -> None:
-        self.contract.start_reduction(bucket, link)
-        try:
-            self._reducing[bucket] = reducer(bucket, self._gradients_of(bucket))
-        except BaseException:
-            self.contract.fail_reduction(bucket)
-            raise
-
-    def _finish(self, bucket: int | str, link: int) -> None:
-        work = self._reducing.pop(bucket)
-        try:
-            if work is not None:
-                work.wait()
-        except BaseException:
-            self.contract.fail_reduction(bucket)
-            raise
-        self.contract.finish_reduction(bucket, link)
-        self._reduced.add(bucket)
-
-    def _fail_running(self) -> None:
-        """End the reductions that are in flight; what they write is of no use any more."""
-        while self._reducing:
-            bucket, work = self._reducing.popitem()
-            if work is not None:
-                with suppress(Exception):
-                    work.wait()
-            self.contract.fail_reduction(bucket)
-
-    def _gradients_of(self, bucket: int | str) -> dict[str, torch.Tensor]:
-        stage, names = self._buckets[bucket]
-        total = self._total(stage)
-        return {name: total[name] for name in names}
 
     def _total(self, index: int) -> dict[str, torch.Tensor]:
         """Sum a stage's gradients, once an epoch: the sum is made in place."""
@@ -520,7 +436,7 @@ class Runtime:
     def _forget_gradients(self) -> None:
         """What was summed and reduced is of an epoch that is over, or begins again."""
         self._totals.clear()
-        self._reduced.clear()
+        self._reductions.forget()
         self._final.clear()
         for memory in self.memories.values():
             memory.arena.start_epoch()
@@ -638,7 +554,7 @@ class Runtime:
         if self.actions.broken is not None:
             raise BackendError(self.actions.broken)
         epoch = self.contract.epoch
-        self._fail_running()
+        self._reductions.fail()
         self.drain()
         self.contract.purge(epoch)
         try:
@@ -697,7 +613,7 @@ class Runtime:
             Refused: The checkpoint is of another configuration.
             BackendError: The numerical state is of another recipe or other stages.
         """
-        self._fail_running()
+        self._reductions.fail()
         self.drain()
         self.contract.purge(self.contract.epoch)
         # Checked first: restoring the contract is what can be refused.

@@ -81,6 +81,7 @@ class Recorded(Pipeline):
         """One step, then what it left."""
         number = self.runtime.epoch
         gradients = super().step(optimizer)
+        self.runtime.handoff.synchronize()  # what follows is read on another stream
         stages = list(self.runtime.stages.values())
         record_step(self.recording, number, stages, gradients, optimizer=optimizer)
         return gradients
@@ -88,6 +89,7 @@ class Recorded(Pipeline):
     def finalize(self) -> Gradients:
         """Gradients, recorded before the update."""
         gradients = super().finalize()
+        self.runtime.handoff.synchronize()
         stages = list(self.runtime.stages.values())
         record_step(self.recording, self.runtime.epoch, stages, gradients, before_update=True)
         return gradients

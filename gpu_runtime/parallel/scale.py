@@ -253,8 +253,9 @@ def _worker(
 
 
 def _final(worker: Worker) -> dict[str, str]:
-    """Digests of everything that training has left on this rank."""
+    """Digests of everything that training has left on this rank; waits for its last step."""
     runtime = worker.runtime
+    runtime.handoff.synchronize()
     held = {f"state {name}": t for name, t in live_state(runtime.domain).items()}
     for index, stage in runtime.stages.items():
         held.update((f"parameter {index} {n}", p) for n, p in parameters(stage).items())
