@@ -6,12 +6,13 @@ The oracle of the walks judges every call of them before it is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
+from qeffect.config import StageConfig
 from qeffect.engine.stage import TRANSITIONS
-from qeffect.keys import TapeKey
+from qeffect.keys import TapeKey, TapeRef
 from qeffect.verification.walks.oracle import violations
 from qeffect.verification.walks.processes import Process
 from qeffect.verification.walks.proposals import Plan, committed, prepared
@@ -46,6 +47,11 @@ def by_hand(process: Process) -> Iterator[Schedule]:
             yield _made(process, partial(_refreshed_anew, stage=config.stage))
         if config.sends_output and len(own) > 1 and not config.receives_input:
             yield _made(process, partial(_read_elsewhere, stage=config.stage))
+        if _passes_on(config) and len(own) > 1 and config.microbatches > 1:
+            yield _made(process, partial(_ended_elsewhere, stage=config.stage))
+    shared = any(len(it.stages) > 1 for it in World(process, incarnation=1).reductions.values())
+    if shared or any(config.tied for config in process.stages):
+        yield _made(process, _reduced_together)
 
 
 def _made(process: Process, plan: Callable[[World], Plan]) -> Schedule:
@@ -96,6 +102,79 @@ def _read_elsewhere(world: World, stage: int) -> Plan:
     yield Call("finish_read", read)
     dgrad = {"key": key, "ref": ref, "token": None, "link": ours}
     yield committed(world, (yield Call("check_dgrad", dgrad)))
+
+
+def _passes_on(config: StageConfig) -> bool:
+    """Whether a stage is between two others: all four messages of a tape are its own."""
+    sends = config.sends_output and config.sends_gradient
+    return sends and config.receives_input and config.receives_gradient
+
+
+def _ended_elsewhere(world: World, stage: int) -> Plan:
+    """
+    Transfers of a slot end on one link where an action, or another transfer's end, is of another.
+
+    In the first tape the read of the output ends before the receive of the gradient, in the second
+    after it.
+    """
+    ours, theirs = _links(world, stage)[:2]
+    for number, cell in enumerate(world.configs[stage].cells()[:2]):
+        key = TapeKey(world.epoch, *cell)
+        ref = yield Call("reserve", {"key": key, "slot": None, "link": theirs})
+        given = {"key": key, "ref": ref, "gradient": False}
+        yield Call("post_receive", {**given, "link": theirs})
+        yield Call("finish_receive", {**given, "link": theirs})
+        yield from _forward(world, key, ours)
+        gradient = {**given, "gradient": True}
+        yield Call("post_receive", {**gradient, "link": theirs})
+        yield Call("read", {**given, "link": theirs})
+        received = Call("finish_receive", {**gradient, "link": theirs})
+        if number == 0:
+            yield Call("finish_read", {**given, "link": theirs})
+            yield received
+        else:
+            yield received
+            yield Call("finish_read", {**given, "link": ours})
+        yield Call("bind", {"key": key, "destination": None})
+        yield Call("wait", {"link": ours})
+        yield from _backward(world, key, ref, ours)
+        yield Call("read", {**gradient, "link": ours})
+        yield Call("finish_read", {**gradient, "link": ours})
+
+
+def _reduced_together(world: World) -> Plan:
+    """Of stages that share a gradient the last one's dW is not awaited before its reader comes."""
+    done = set()
+    for stage, config in world.configs.items():
+        link = _links(world, stage)[0]
+        for cell in config.cells():
+            key = TapeKey(world.epoch, *cell)
+            ref = yield from _forward(world, key, link)
+            yield from _backward(world, key, ref, link)
+        done.add(stage)
+        for bucket, it in world.reductions.items():
+            if not it.running and done >= {*it.stages}:
+                yield Call("start_reduction", {"bucket": bucket, "link": link})
+    for stage in world.configs:
+        yield Call("finalize", {"stage": stage, "link": _links(world, stage)[0]})
+
+
+def _forward(world: World, key: TapeKey, link: int) -> Generator[Call, Any, TapeRef]:
+    refresh = world.uses("version") and world.stages[key.stage].cached != world.epoch
+    given = {"key": key, "slot": None, "token": None, "link": link, "refresh": refresh}
+    ticket = yield Call("check_forward", given)
+    ref: TapeRef = yield committed(world, ticket)
+    return ref
+
+
+def _backward(world: World, key: TapeKey, ref: TapeRef, link: int) -> Plan:
+    given = {"key": key, "ref": ref, "link": link}
+    ticket = yield Call("check_dgrad", {**given, "token": None})
+    yield committed(world, ticket)
+    ticket = yield Call(
+        "check_wgrad", {**given, "destination": None, "first": None, "first_of_tied": None}
+    )
+    yield committed(world, ticket)
 
 
 def telling(process: Process, actions: tuple[Action, ...]) -> tuple[Action, ...]:

@@ -4,8 +4,8 @@ A call in a reachable state, what a mutant answers to it, and what harm that doe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from attrs import evolve, field, frozen
 
@@ -18,6 +18,10 @@ from qeffect.verification.walks.rehearsal import Action
 from .sites import BREAKDOWN, Mutant
 
 __all__ = ["Probe", "about", "harm", "outcome"]
+
+#: Calls before which ends of transfers through their slot have to be awaited, on whichever link
+#: they were told: the history follows that link.
+_AFTER_ENDS: Final = ("check_forward", "check_dgrad", "finish_read", "finish_receive")
 
 
 @frozen
@@ -60,7 +64,22 @@ def about(world: World, transition: str, arguments: tuple[Any, ...]) -> Arbitrar
         slot = arbitrary.slot
         ref = TapeRef(slot, st.generation[slot], st.incarnation[0])
         arbitrary = evolve(arbitrary, ref=ref)
+    slot = arbitrary.slot
+    if transition in _AFTER_ENDS and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
+        arbitrary = evolve(arbitrary, link=st.ended_on[slot])
+    for stage in _gradients_of(st, transition, named):
+        if st.waited[arbitrary.link] < st.landed[stage]:
+            arbitrary = evolve(arbitrary, stage=stage)
     return arbitrary
+
+
+def _gradients_of(st: Any, transition: str, named: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the stages whose gradients a call reads; the history follows one not awaited."""
+    if transition == "start_reduction":
+        return st.stage_at[named["bucket"]], st.tied_at[named["bucket"]]
+    if transition == "finalize":
+        return named["stage"], st.sharer_of[named["stage"]]
+    return ()
 
 
 def outcome(world: World, probe: Probe, mutant: Mutant) -> str | None:

@@ -28,7 +28,7 @@ _REPORTS: Final[Mapping[str, Any]] = {"reports_fills": True, "reports_updates": 
 #: One stage; two stages of one domain with readers and reductions; two domains with two callers,
 #: destinations for each microbatch; buckets in a declared order, one of two stages; a destination
 #: that two stages write; a declared order; slots that share capture memory; a counter of
-#: generations that runs out.
+#: generations that runs out; tapes that read live scales.
 SETUPS: Final = (
     Setup("one stage", (StageConfig(0, 2, 2, matrices=("w",)),)),
     Setup(
@@ -139,4 +139,5 @@ SETUPS: Final = (
         {"callers": ("main", "wire")},
     ),
     Setup("generations run out", (StageConfig(0, 1, 1, matrices=("w",)),), {"generation_max": 2}),
+    Setup("live scales", (StageConfig(0, 2, 2, matrices=("w",), tape_scales="live"),)),
 )
