@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import attrs
 import torch
 
-from qeffect.checkpoint import Checkpoint
+from qeffect.checkpoint import Checkpoint, require_same
 from qeffect.config import Bucket, StageConfig
 from qeffect.contract import Contract
 from qeffect.counts import DeviceCounts
@@ -465,18 +465,20 @@ class Runtime:
         link = self.actions._enter(caller)
         late = self.config.late_counts
         counted = None if late else self.device_counts()
-        epoch = self.contract.commit_epoch(caller=caller, counted=counted)
+        before = self.contract.epoch
         try:
+            epoch = self.contract.commit_epoch(caller=caller, counted=counted)
             with self.handoff.scope():
                 optimizer.step(gradients, skip=self._gate() if late else None)
                 self._committed, self._before = self._before, self._committed
                 self._committed.take()
                 self.handoff.record_tail()
         except BaseException:
-            self.actions.broken = (
-                f"the optimizer failed during the update to epoch {epoch}: weights may be half "
-                "updated; load a checkpoint into a fresh runtime"
-            )
+            if self.contract.epoch != before:  # an observer may have raised after the commit, too
+                self.actions.broken = (
+                    f"the update to epoch {before + 1} failed after its commit: weights may be "
+                    "half updated; load a checkpoint into a fresh runtime"
+                )
             raise
         # The update was enqueued on the graph stream: its own order lets later replays wait for it.
         self.contract.join(link)
@@ -510,6 +512,17 @@ class Runtime:
             counted = self.device_counts()
             assert counted is not None
             self.contract.present_counts(counted)
+
+    def counts_now(self) -> dict[Hashable, DeviceCounts] | None:
+        """
+        What the device has run until now, by state domain; None where it does not count.
+
+        Waits for the device.
+        """
+        if self.counters is not None:
+            with self.handoff.scope():
+                self.counters.read()
+        return self.device_counts()
 
     def device_counts(self) -> dict[Hashable, DeviceCounts] | None:
         """
@@ -613,10 +626,10 @@ class Runtime:
             Refused: The checkpoint is of another configuration.
             BackendError: The numerical state is of another recipe or other stages.
         """
+        require_same(checkpoint, self.contract.configuration)
         self._reductions.fail()
         self.drain()
         self.contract.purge(self.contract.epoch)
-        # Checked first: restoring the contract is what can be refused.
         before = NumericalState.of(self.domain)
         state.into(self.domain)
         try:

@@ -925,12 +925,19 @@ class Contract:
         *,
         caller: Hashable | None = None,
         counted: Mapping[Hashable, DeviceCounts] | None = None,
+        guards_alone: bool = False,
     ) -> None:
         """
         Ask whether `commit_epoch` would be accepted now; nothing changes and nothing is logged.
 
         Every guard of the commit runs, so that the processes of a pipeline can consent before any
         of them moves its weights.
+
+        Args:
+            epoch: As for `commit_epoch`, like the two that follow.
+            caller: As there.
+            counted: As there; with ``late=True`` it may be given here, and is compared at once.
+            guards_alone: Leave the devices' counts out, those of the last commit included.
 
         Raises:
             Refused, TypeError, ValueError: What `commit_epoch` would raise, in the same words.
@@ -942,7 +949,8 @@ class Contract:
         qeffect.refusals.Refused: epoch.not-final in commit_epoch: found ...
         """
         self._epochs.check_commit(epoch, self._streams.caller("commit_epoch", caller))
-        self._require_counts(counted)
+        if not guards_alone:
+            self._require_counts(counted, now=True)
 
     @alone
     def commit_epoch(
@@ -1025,10 +1033,12 @@ class Contract:
             raise ValueError("present_counts: the contract was made without counted=True")
         self._counted.present(counted)
 
-    def _require_counts(self, counted: Mapping[Hashable, DeviceCounts] | None) -> None:
+    def _require_counts(
+        self, counted: Mapping[Hashable, DeviceCounts] | None, *, now: bool = False
+    ) -> None:
         """Require that these counts let an epoch commit."""
         if self._counted is not None:
-            self._counted.require_commit(counted)
+            self._counted.require_commit(counted, now=now)
         elif counted is not None:
             raise ValueError("counted: the contract was made without counted=True")
 

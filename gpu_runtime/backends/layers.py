@@ -36,6 +36,9 @@ class LayerConfig:
     dtype: torch.dtype = torch.bfloat16
 
     def __attrs_post_init__(self) -> None:
+        for name in ("hidden", "ffn", "heads", "sequence", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         if self.hidden % self.heads:
             raise ValueError(
                 f"hidden {self.hidden} is not a multiple of heads {self.heads}; "

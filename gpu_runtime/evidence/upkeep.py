@@ -109,7 +109,8 @@ class Upkeep:
         tensors can take more or less of them from step to step.
         """
         runtime = self.runtime
-        gc.collect()
+        while gc.collect():
+            pass  # what one pass frees may hold what the next one finds
         found = {
             "slots": sum(1 for memory in runtime.memories.values() for _ in memory.table),
             "graphs": getattr(getattr(runtime.executor, "report", None), "num_graphs", 0),

@@ -63,7 +63,7 @@ class GuardedActions:
         handoff: The graph stream.
         links: The kernel's link of each caller.
         broken: Why no action may run any more, where that is so.
-        fill: Copies what an action is given into a slot's buffers.
+        fill: Copies what an action is given into a slot's buffers, instead of `slots.fill`.
     """
 
     contract: Contract
@@ -72,7 +72,7 @@ class GuardedActions:
     handoff: Handoff
     links: Mapping[Hashable, int]
     broken: str | None = None
-    fill: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = fill
+    fill: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
     _places: dict[Cell, _Place] = attrs.field(init=False, factory=dict)
     _slots: dict[int, Slot] = attrs.field(init=False, factory=dict)
     _versioned: bool = attrs.field(init=False)
@@ -218,7 +218,7 @@ class GuardedActions:
             slot = self._slots[ticket.slot]
             try:
                 if inputs is not None:
-                    self.fill(slot.input_views, inputs)
+                    (self.fill or fill)(slot.input_views, inputs)
                 effects = executor.forward(memory, slot)
                 if not executor.marks_tail:
                     handoff.record_tail()
@@ -273,7 +273,7 @@ class GuardedActions:
             slot = self._slots[ticket.slot]
             try:
                 if output_gradients is not None:
-                    self.fill(slot.output_gradients, output_gradients)
+                    (self.fill or fill)(slot.output_gradients, output_gradients)
                 queued, effects = executor.dgrad(memory, slot, memory.variants[key.microbatch])
                 if not executor.marks_tail:
                     handoff.record_tail()

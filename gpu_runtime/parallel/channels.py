@@ -279,6 +279,8 @@ class Channels:
         return transfer
 
     def _post(self, begin: Any, transfer: Transfer, channel: _Channel, number: int) -> None:
+        if channel.group is None:  # which would mean the group of all ranks
+            raise LostError(transfer.action, transfer.peer, False, "its connection is closed")
         self._under_way.add(transfer)
         tag = number if self.tagged else 0
         try:

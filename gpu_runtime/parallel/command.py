@@ -29,7 +29,7 @@ from qeffect.gpu_runtime.plan.slots import PROVISIONINGS
 from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
 
-__all__ = ["add_pipeline_arguments", "run_pipeline"]
+__all__ = ["add_pipeline_arguments", "mute", "run_pipeline"]
 
 #: How long rank 0 has for its last word.
 _LAST_WORD_S = 5.0
@@ -95,15 +95,15 @@ def run_pipeline(args: argparse.Namespace, progress: Progress) -> Outcome:
     try:
         outcome = _run(args, progress)
     except (BackendError, ScheduleError, UnusableError) as error:
-        _mute(failed=True)
+        mute(failed=True)
         raise UnusableError(str(error)) from error
     cause = outcome.data.get("cause") or {}
     # Rank 0 has no word where it is the one that is gone, or late.
-    _mute(failed=outcome.exit != 0, speaker=int(cause.get("rank") == 0 and cause["kind"] in _DUMB))
+    mute(failed=outcome.exit != 0, speaker=int(cause.get("rank") == 0 and cause["kind"] in _DUMB))
     return outcome
 
 
-def _mute(*, failed: bool, speaker: int = 0) -> None:
+def mute(*, failed: bool, speaker: int = 0) -> None:
     """Leave the word to one rank: what every rank says alike is said once."""
     if int(os.environ.get("RANK", "0")) != speaker:
         sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - until the end

@@ -126,9 +126,11 @@ class Consent:
             LostError: Somebody is gone or late.
             DisagreementError: Epochs differ, or the two ends of a channel.
         """
-        if self.group is None:
+        if self.world == 1:
             self.channels.commit()
             return
+        if self.group is None:
+            raise LostError("commit", -1, False, "the connections of this rank are closed")
         digests = self.channels.digests()
         said = [_UNSAID] * (self.world + 2 * len(self.every))
         said[self.rank] = epoch

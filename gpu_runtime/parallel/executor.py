@@ -16,6 +16,7 @@ import attrs
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.memory.slots import fill
 from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
 from qeffect.gpu_runtime.parallel.channels import Channels, Message, Transfer
 from qeffect.gpu_runtime.parallel.consent import Consent, StoppedError
@@ -124,6 +125,7 @@ class Pipeline:
         self.ranks = tuple(ranks)
         self.consent = consent
         self.position = 0
+        self.launched = False  # whether messages are posted by a graph
         self.passages = self._passages()
         self.program = self._program()
 
@@ -192,9 +194,10 @@ class Pipeline:
             with self.runtime.caller_scope():
                 self.actions()
                 gradients = self.finalize()
+                # Late counts too are compared here: one rank's device alone would skip its update.
                 late = self.runtime.config.late_counts
-                counted = None if late else self.runtime.device_counts()
-                self.runtime.contract.check_commit(counted=counted)
+                counted = self.runtime.counts_now() if late else self.runtime.device_counts()
+                self.runtime.contract.check_commit(caller="main", counted=counted)
                 if self.consent is not None:
                     self.consent.agree(epoch)
                 else:
@@ -232,6 +235,8 @@ class Pipeline:
         if self.runtime.epoch != epoch or self.runtime.actions.broken is not None:
             error.unrecoverable = True  # type: ignore[attr-defined]
         passed = len(self.row.atoms) if atom is None else self.row.atoms.index(atom)
+        if self.launched or (atom is None and not any(self.channels.posted().values())):
+            passed = 0  # what was posted is not known here, or of the past
         stopped = self.consent.stop(error, epoch, atom, passed)
         self.runtime.abort()
         return stopped
@@ -262,7 +267,7 @@ class Pipeline:
             actions.finish_outputs(feeder.key, feeder.ref)
         elif p.source is not None:
             if len(stage.inputs) > 1:
-                actions.fill(actions.input_buffers(key)[1:], self._further(p))
+                (actions.fill or fill)(actions.input_buffers(key)[1:], self._further(p))
             p.ref = actions.forward(key)
         else:
             p.ref = actions.forward(key, self.feed.inputs(stage, key.epoch, p.microbatch))

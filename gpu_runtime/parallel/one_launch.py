@@ -22,9 +22,11 @@ connections that are gone cannot be launched again.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,8 +36,8 @@ from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, pa
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor, no_collection
 from qeffect.gpu_runtime.execute.nested import obstacle
 from qeffect.gpu_runtime.memory.slots import fill
-from qeffect.gpu_runtime.parallel.channels import LostError
-from qeffect.gpu_runtime.parallel.consent import DisagreementError
+from qeffect.gpu_runtime.parallel.channels import LostError, end_group
+from qeffect.gpu_runtime.parallel.consent import DisagreementError, StoppedError
 from qeffect.gpu_runtime.parallel.executor import Feed, Passage
 from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
 from qeffect.gpu_runtime.parallel.world import Worker
@@ -92,6 +94,9 @@ class OneLaunch:
         assert self.runtime.counters is not None
         self._gate = _Gate(self.runtime.counters.values, worker)
         self._launched: list[Any] = []
+        self._left: int | None = None
+        self._asking = 0  # 1 while the step before is asked about
+        self._captured: Any = None
         assert isinstance(self.runtime.executor, GraphExecutor)
         self.rehearsal = Rehearsal(self.pipeline, self.runtime.executor)
 
@@ -102,17 +107,40 @@ class OneLaunch:
         Raises:
             StoppedError: It, or the one before, ended on every rank, for one cause.
         """
+        if self._left is not None:
+            raise BackendError("launches were left; call resume() first, or step the worker")
+        if self.steps == 0:
+            self._first()
+        else:
+            handoff = self.runtime.handoff
+            # The launch runs on the graph stream: behind what the caller's has now.
+            handoff.wait_for_caller()
+            with self._ending():
+                self._launch()
+            handoff.caller_waits()
+        self.steps += 1
+
+    def _first(self) -> None:
+        """A guarded step; after its stop, too, there is no rebuild under this object."""
+        try:
+            self.worker.step()
+        except StoppedError as stopped:
+            self._gate.close(abort=True)
+            cause = attrs.evolve(stopped.cause, recoverable=False)
+            raise StoppedError(cause) from None
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """What is raised inside ends the training on every rank, for one cause."""
         epoch = self.runtime.epoch
         try:
-            with self.runtime.caller_scope():
-                if self.steps == 0:
-                    self.pipeline.step(self.worker.optimizer)
-                else:
-                    self._launch()
-            self.steps += 1
+            with self.worker.stepping(), self.runtime.caller_scope():
+                yield
         except Exception as error:
             error.unrecoverable = True  # type: ignore[attr-defined]
-            raise self.pipeline._stopped(error, epoch) from None
+            stopped = self.pipeline._stopped(error, epoch - self._asking)
+            self._gate.close(abort=True)
+            raise stopped from None
 
     def _launch(self) -> None:
         runtime, contract = self.runtime, self.runtime.contract
@@ -123,7 +151,9 @@ class OneLaunch:
             self.feed.load(runtime.epoch)
             self._rehearse()
         assert self.graph is not None
+        self._require_unmoved()
         self.graph.replay()
+        runtime.handoff.record_tail()
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         self._launched.append(done)
@@ -137,6 +167,30 @@ class OneLaunch:
             self.rehearsal.run()
         finally:
             self.feed.rehearsing = False
+        self.runtime.contract.check_commit(caller="main", guards_alone=True)
+
+    def _baked(self) -> tuple[list[int], list[dict[str, Any]]]:
+        """Where the optimizer's state is, and its numbers: the graph holds both."""
+        optimizer = self.worker.optimizer
+        places = [tensor.data_ptr() for tensor in optimizer.state_tensors().values()]
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.adamw.param_groups
+        ]
+        return places, groups
+
+    def _require_unmoved(self) -> None:
+        """
+        Require that the optimizer is what was captured.
+
+        Raises:
+            BackendError: Its state was replaced, or a learning rate or another number changed.
+        """
+        if self._baked() != self._captured:
+            raise BackendError(
+                "the optimizer's state has moved, or one of its numbers has changed, since the "
+                "step was captured; make a new OneLaunch"
+            )
 
     def _capture(self) -> None:
         """Capture this step, guards and all; what it launches, it launches like every other."""
@@ -160,18 +214,24 @@ class OneLaunch:
                 gradients = pipeline.finalize()
                 skip = self._gate.capture()
                 self.worker.optimizer.step(gradients, skip=skip)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # what ended the capture is to be told, not this
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         self.capture_seconds = time.perf_counter() - began
-        contract.check_commit()
+        contract.check_commit(caller="main")
         if pipeline.consent is not None:
             pipeline.consent.agree(runtime.epoch)
         self._gate.begin(before, contract.committed_counts()[domain])
         torch.cuda.synchronize()
+        self._captured = self._baked()
+        pipeline.launched = True
         self.graph = graph
 
     def _confirm(self, done: Any) -> None:
         """Learn what the device said of the step before the one that was just launched."""
+        self._asking = 1
         self._await(done)
         counted, said = self._gate.read()
         (domain,) = self.runtime.contract.committed_counts()
@@ -182,6 +242,7 @@ class OneLaunch:
                 f"the device of rank {odd[0]} did not run what was committed, or its word did not "
                 "come"
             )
+        self._asking = 0
 
     def _await(self, done: Any) -> None:
         """Wait for a step that was launched, but not for one that another rank has given up."""
@@ -203,14 +264,11 @@ class OneLaunch:
         Raises:
             StoppedError: It ended on every rank, for one cause.
         """
-        epoch = self.runtime.epoch
-        try:
+        with self._ending():
             if self.runtime.contract.counts_awaited and self._launched:
                 self._confirm(self._launched.pop(0))
             self.runtime.drain()
-        except Exception as error:
-            error.unrecoverable = True  # type: ignore[attr-defined]
-            raise self.pipeline._stopped(error, epoch) from None
+        self._left, self.pipeline.launched = self.runtime.epoch, False
         weights = [p for s in self.runtime.stages.values() for p in parameters(s).values()]
         torch.autograd.graph.increment_version(weights)
         self.pipeline.feed = self.feed.inner
@@ -218,15 +276,26 @@ class OneLaunch:
             self.runtime._committed.take()
 
     def resume(self) -> None:
-        """Go on with launches after `leave`, where nothing else has run since."""
-        self.pipeline.feed = self.feed
+        """
+        Go on with launches after `leave`, where no step was taken since.
+
+        Raises:
+            BackendError: One was: make a new OneLaunch.
+        """
+        if self._left not in (None, self.runtime.epoch):
+            raise BackendError("steps were taken since launches were left; make a new OneLaunch")
+        self._left = None
+        if self.graph is not None:
+            self.pipeline.feed, self.pipeline.launched = self.feed, True
 
     def close(self) -> None:
         """Drop the graph: it holds connections, which cannot end before it."""
-        torch.cuda.synchronize()
+        if self._gate.open:  # after a stop a device may wait for a rank that is gone
+            torch.cuda.synchronize()
         if self.graph is not None:
             self.graph.reset()
             self.graph = None
+        self.pipeline.feed = self.feed.inner
         self._gate.close()
 
 
@@ -298,6 +367,7 @@ class _Gate:
         row = 1 + values.numel() + self.world
         self.ring = torch.full((ROWS, row), -1, dtype=torch.int64, pin_memory=True)
         self.read_steps = 0
+        self.open = True
 
     def capture(self) -> Tensor:
         """The comparison, every rank's word, and whether the update is skipped."""
@@ -348,11 +418,12 @@ class _Gate:
         }
         return DeviceCounts(digest, stages), row[1 + size :]
 
-    def close(self) -> None:
-        """End the group."""
+    def close(self, *, abort: bool = False) -> None:
+        """End the group; aborted, whoever waits in it wakes up."""
+        self.open = False
         if self.group is not None:
             group, self.group = self.group, None
-            dist.destroy_process_group(group)
+            end_group(group, abort=abort)
 
 
 def advance(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -29,7 +29,9 @@ from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.memory.state import live_state
 from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.parallel.command import mute
 from qeffect.gpu_runtime.parallel.compare import CATEGORIES, compared
+from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.native import NativePipeline
 from qeffect.gpu_runtime.parallel.one_launch import OneLaunch
@@ -97,10 +99,21 @@ def run_scale(args: argparse.Namespace, progress: Progress) -> Outcome:
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     if args.rounds < 1 or args.steps < 1 or args.native_steps < 1:
         raise UnusableError("--rounds, --steps and --native-steps must be at least 1")
+    if not args.cells and not args.compared:
+        raise UnusableError("--cells and --compared are both empty; name something to measure")
     try:
-        return _run(args, progress)
+        for name in args.schedules:
+            Job(schedule=name, pp=args.pp).table()
+        outcome = _run(args, progress)
     except (BackendError, ScheduleError) as error:
+        mute(failed=True)
         raise UnusableError(str(error)) from error
+    except StoppedError as stopped:
+        cause = stopped.cause
+        data = {"clause": cause.clause, "rank": cause.rank, "step": None, "action": cause.action}
+        outcome = Outcome("refused", data, [f"Every rank stopped: {cause.text}"])
+    mute(failed=outcome.exit != 0)
+    return outcome
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:

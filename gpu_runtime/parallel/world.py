@@ -8,7 +8,8 @@ import datetime
 import itertools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import attrs
@@ -284,9 +285,15 @@ class Worker:
         Raises:
             StoppedError: It ended on every rank, for one cause, and no weights have moved.
         """
+        with self.stepping():
+            self.pipeline.step(self.optimizer)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """In it, a termination that is heeded ends the step with its cause."""
         self._stepping = True
         try:
-            self.pipeline.step(self.optimizer)
+            yield
         finally:
             self._stepping = False
 

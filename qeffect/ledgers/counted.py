@@ -73,9 +73,15 @@ class Counted:
             for domain, digest in self._digests.items()
         }
 
-    def require_commit(self, counted: Mapping[Hashable, DeviceCounts] | None) -> None:
+    def require_commit(
+        self, counted: Mapping[Hashable, DeviceCounts] | None, *, now: bool = False
+    ) -> None:
         """
         Require that a commit which brings these counts may be.
+
+        Args:
+            counted: The counts; None where they come late.
+            now: Compare late counts, where they are given.
 
         Raises:
             Refused: They are missing or differ; or the commit before this one awaits its own.
@@ -84,7 +90,9 @@ class Counted:
         if not self.late:
             self._require(self.own(), counted)
             return
-        if counted is not None:
+        if counted is not None and now:
+            self._require(self.own(), counted)
+        elif counted is not None:
             raise ValueError(
                 "counted: the contract was made with late=True; call present_counts after the "
                 "commit"

@@ -304,6 +304,23 @@ class TestLate:
 
         assert 2 == contract.commit_epoch()
 
+    def test_a_commit_may_be_asked_about_with_counts_or_without_any(self) -> None:
+        """Before a consent the counts are compared at once; the guards alone ask for none."""
+        step = Step(late=True)
+        step.run()
+        contract = step.contract
+        contract.check_commit(counted={0: step.device.counts()})
+        step.device.run("F", 0, 0)
+        with refused(contract, "epoch.device-count", "3 F", "2"):
+            contract.check_commit(counted={0: step.device.counts()})
+        contract.commit_epoch()
+        step.run()
+        with refused(contract, "epoch.uncounted"):
+            contract.check_commit()
+        contract.check_commit(guards_alone=True)
+        with refused(Contract([stage(0)]), "epoch.not-final"):
+            Contract([stage(0)]).check_commit(guards_alone=True)
+
     def test_a_restore_awaits_nothing(self) -> None:
         """A new incarnation has committed nothing."""
         step = Step(late=True)

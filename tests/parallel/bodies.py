@@ -27,9 +27,10 @@ from qeffect.gpu_runtime.parallel.compare import CATEGORIES as CATEGORIES
 from qeffect.gpu_runtime.parallel.compare import compared, guarded
 from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.parallel.executor import Passage
-from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
 from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
+from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused
 
@@ -474,10 +475,13 @@ def rehearsed(job: Job, spoil: str | None) -> dict[str, Any]:
         places = [n for n, e in enumerate(worker.pipeline.program) if name_of(e.atom) == spoil]
         for place in places:
             del worker.pipeline.program[place]
-    refusal = None
+    refusal, where = None, "rehearsal"
     try:
         rehearsal = Rehearsal(worker.pipeline, noting)
         rehearsal.run()
+        where = "guards of the commit"
+        runtime.contract.check_commit(caller="main", guards_alone=True)
+        where = "commit"
         rehearsal.commit()
     except Refused as refused:
         refusal = refused.clause
@@ -486,6 +490,7 @@ def rehearsed(job: Job, spoil: str | None) -> dict[str, Any]:
         "rehearsed": told[2],
         "moved": [name for name, digest in bits(worker).items() if before[name] != digest],
         "refusal": refusal,
+        "where": where,
         "posted": sum(map(len, worker.pipeline.channels.posted().values())),
     }
 
@@ -509,3 +514,27 @@ def example(source: str) -> str:
     with redirect_stdout(out):
         exec(compile(source, "README", "exec"), {})
     return out.getvalue()
+
+
+def late_counts(job: Job) -> dict[str, Any]:
+    """A device that ran something twice, where the device compares: a step, its end, and again."""
+    member = join("cpu", LIMITS)
+    worker = Worker(
+        member,
+        job.table(),
+        job.pp,
+        lambda indices: job.stages(indices, member.device, "reference"),
+        lambda replica: Batches(job.batch(member.device, replica), member.device),
+        RuntimeConfig(device_counts=True, late_counts=True),
+        limits=LIMITS,
+    )
+    worker.step()
+    counters = worker.runtime.counters
+    assert counters is not None
+    if member.rank == 0:
+        counters.ran("F", 0)
+    said = _step(worker)
+    if said["cause"] is not None:
+        worker.rebuild(StoppedError(Cause(**said["cause"])))
+        said["again"] = _step(worker)
+    return said

@@ -37,13 +37,14 @@ def test_the_rehearsed_step_has_the_transitions_of_a_guarded_one(
         ("0F0", 0, "ownership.stale-reference"),
         ("0I0", 0, "ownership.wgrad-before-dgrad"),
         ("0W1", 0, "arena.incomplete"),
+        ("0WAIT_SEND_F3", 0, "ownership.live-tape"),
     ],
 )
 def test_a_rehearsal_refuses_what_a_guarded_step_refuses(
     action: str, rank: int, clause: str, tmp_path: Path
 ) -> None:
-    """A program without one of its actions is refused before anything is launched."""
+    """A program without one of its actions is refused before its commit: nothing was launched."""
     said = launch(2, tmp_path, bodies.rehearsed, Job(schedule="zbv"), action)
 
     assert said.words[rank]["refusal"] == clause
-    assert said.words[rank]["moved"] == []
+    assert said.words[rank]["where"] in ("rehearsal", "guards of the commit")

@@ -157,3 +157,14 @@ def test_without_digests_two_sends_that_changed_places_commit_other_bits(tmp_pat
     assert said.codes == [0, 0]
     assert [said.words[rank]["cause"] for rank in range(2)] == [None, None]
     assert all(len(said.words[rank]["differ"]) > 10 for rank in range(2))
+
+
+def test_late_counts_let_no_rank_update_alone(tmp_path: Path) -> None:
+    """One rank's device ran something twice: all stop before the update, for that, and go on."""
+    said = launch(2, tmp_path, bodies.late_counts, Job(schedule="zbv"))
+    assert said.codes == [0, 0]
+    for rank in range(2):
+        words = said.words[rank]
+        assert ("epoch.device-count", 0) == (words["cause"]["clause"], words["cause"]["rank"])
+        assert words["moved"] == []
+        assert words["again"] == {"cause": None, "moved": [], "epoch": 2}

@@ -223,6 +223,24 @@ class TestTheWholeStepIsAborted:
         assert "arena.spoiled" == caught.value.clause
         injected.start_over(undisturbed)
 
+    @pytest.mark.parametrize("late", [False, True])
+    def test_a_log_that_is_full_at_the_commit(self, late: bool) -> None:
+        """The commit has happened and the update has not: nothing goes on from there."""
+        injected = Injection(device_counts=late, late_counts=late)
+        injected.run.actions()
+
+        def full(transition: str, *_: Any) -> None:
+            if transition == "commit_epoch":
+                raise OSError("full")
+
+        injected.contract.observer = full
+        with pytest.raises(OSError, match=r"^full$"):
+            injected.run.finish()
+        injected.contract.observer = None
+
+        with pytest.raises(BackendError, match="the update to epoch 2 failed after its commit"):
+            injected.run.runtime.rebuild()
+
     def test_a_reserved_slot_too(self, undisturbed: Recording) -> None:
         """A slot that was reserved for a receive is free again."""
         injected = Injection()
