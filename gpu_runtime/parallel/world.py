@@ -226,15 +226,25 @@ class Worker:
         ends: list[Any] = [None] * self.member.world
         dist.all_gather_object(ends, own)
         require_meeting([end for rank in self.ranks for end in ends[rank]])
-        return Runtime(
-            stages,
-            self.row.order,
-            config,
-            event_log=event_log,
-            reducer=self._replicas,
-            row=self.row,
-            rank=self.member.rank,
-        )
+        if "main" not in config.callers:
+            problem = f"callers are {config.callers}; a pipeline calls as 'main': name it too"
+        agree_on(self.member, problem)
+        made = None
+        try:
+            made = Runtime(
+                stages,
+                self.row.order,
+                config,
+                event_log=event_log,
+                reducer=self._replicas,
+                row=self.row,
+                rank=self.member.rank,
+            )
+        except (BackendError, OSError, RuntimeError, ValueError) as error:
+            problem = f"rank {self.member.rank} cannot make its runtime: {error}"
+        agree_on(self.member, problem)
+        assert made is not None
+        return made
 
     def _reducer(self) -> Replicas | None:
         """What sums gradients over the replicas; every rank of the world makes every group."""

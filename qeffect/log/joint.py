@@ -131,8 +131,8 @@ def replay_together(paths: Sequence[str | os.PathLike[str]]) -> JointReport:
                 remedy=report.remedy,
             )
     logs = sorted((_Log.of(path) for path in paths), key=lambda log: min(log.stages))
-    logs = [log if log.rank >= 0 else attrs.evolve(log, rank=n) for n, log in enumerate(logs)]
     homes = _homes(logs)
+    logs = [log if log.rank >= 0 else attrs.evolve(log, rank=n) for n, log in enumerate(logs)]
     uneven = _uneven(logs)
     if uneven is not None:
         return attrs.evolve(uneven, ranks=reports)
@@ -215,7 +215,7 @@ class _Log:
         try:
             with Path(path).open(encoding="utf-8") as file:
                 header = json.loads(next(file))
-                committed = list(_committed(map(json.loads, file)))
+                committed = _committed(map(json.loads, file))
         except (OSError, ValueError, StopIteration) as error:  # it was another file a moment ago
             raise LogError(f"cannot read {path} again: {error}") from error
         stages = {config["stage"]: config for config in header["stages"]}
@@ -224,19 +224,22 @@ class _Log:
         return cls(str(path), rank, stages, epochs, steps)
 
 
-def _committed(events: Iterator[dict[str, Any]]) -> Iterator[tuple[int, _Step]]:
+def _committed(events: Iterator[dict[str, Any]]) -> list[tuple[int, _Step]]:
+    """Every epoch that was committed, and not gone back behind, with what was done in it."""
     own: list[tuple[int, str, int, int, int]] = []
+    found: list[tuple[int, _Step]] = []
     for event in events:
         transition = event.get("transition")
         if transition == "restore":
-            own = []
+            own, found = [], [pair for pair in found if pair[0] < event["epoch"]]
         elif transition == "commit_epoch":
-            yield event["epoch"], _Step(tuple(own))
+            found.append((event["epoch"], _Step(tuple(own))))
             own = []
         elif transition in _COMPUTED or transition in ("read", "post_receive", "finish_receive"):
             _, stage, microbatch, *_ = event["key"]
             bit = event.get("bit", event.get("message", 0))
             own.append((event["seq"], transition, stage, microbatch, bit))
+    return found
 
 
 def _homes(logs: Sequence[_Log]) -> dict[int, int]:
@@ -251,6 +254,18 @@ def _homes(logs: Sequence[_Log]) -> dict[int, int]:
                     "replica, each stage in one: give those of one replica at a time"
                 )
             homes[stage] = place
+    if any(log.rank < 0 for log in logs) != all(log.rank < 0 for log in logs):
+        nameless = next(log.name for log in logs if log.rank < 0)
+        raise LogError(
+            f"{nameless} names no rank, and another log does; expected logs of one run, which all "
+            "name their ranks, or none"
+        )
+    missing = next((n for n in range(len(homes)) if n not in homes), None)
+    if missing is not None:
+        raise LogError(
+            f"stage {missing} is in no log, and stage {max(homes)} is in one; expected the logs of "
+            "all ranks of one pipeline: give that one too"
+        )
     for log in logs:
         for stage, config in log.stages.items():
             for flag, other_stage in (

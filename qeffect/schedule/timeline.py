@@ -294,7 +294,7 @@ class _Picture:
         """Where the axis is named, and how."""
         if self.timed is not None:
             # The first of 1, 2, 5, 10, 20, ... of some power of ten that is wide enough.
-            wanted = _TICK / self.unit
+            wanted = max(_TICK / self.unit, 1e-300)
             power = 10.0 ** math.floor(math.log10(wanted))
             gap = next(power * n for n in (1, 2, 5, 10) if power * n >= wanted)
             for number in range(int(self.layout.end / gap) + 1):

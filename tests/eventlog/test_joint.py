@@ -180,7 +180,7 @@ class TestNotOnePipeline:
         table = read_fixture(ZBV_COMMS)
         paths = logs(tmp_path, [table] * 2, [1, 1])
 
-        with pytest.raises(LogError, match="which is in no log given"):
+        with pytest.raises(LogError, match="stage 1 is in no log, and stage 3 is in one"):
             replay_together(paths[:1])
 
     def test_two_replicas(self, tmp_path: Path) -> None:
