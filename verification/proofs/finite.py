@@ -13,7 +13,8 @@ from .obligations import Composition
 
 __all__ = ["SCOPE", "refuted", "solver_of"]
 
-#: Members of each sort: enough for two tapes of one stage beside another.
+#: Members of each sort: enough for two tapes of one stage beside another, and for a destination
+#: that two stages share beside their own.
 SCOPE: Final[Mapping[str, int]] = {
     "slot": 3,
     "cell": 3,
@@ -22,7 +23,7 @@ SCOPE: Final[Mapping[str, int]] = {
     "link": 2,
     "caller": 2,
     "pool": 2,
-    "buffer": 2,
+    "buffer": 3,
     "bucket": 2,
     "opaque": 2,
 }
