@@ -130,6 +130,18 @@ class Optimizer:
             state.update((f"{name}.master", target.detach()) for name, target in self.named.items())
         return state
 
+    def addresses(self) -> list[int]:
+        """Where everything of `state_tensors` is: what a graph that holds the update reads."""
+        found = [
+            value.data_ptr()
+            for target in self.named.values()
+            for value in self.adamw.state[target].values()
+            if isinstance(value, Tensor)
+        ]
+        if self._pairs:
+            found += [target.data_ptr() for target in self.named.values()]
+        return found
+
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """
         Continue from what `state_tensors` of another optimizer over the same stages held.

@@ -490,10 +490,10 @@ class Runtime:
         """Let the device compare what it ran with what was committed."""
         if self.counters is None:
             return None
-        return self.counters.gate(self.contract.committed_counts()[self._domain])
+        return self.counters.gate(self.contract.committed_counts()[self.domain_name])
 
     @property
-    def _domain(self) -> Hashable:
+    def domain_name(self) -> Hashable:
         """The state domain's name in the contract."""
         return self.contract.stages[0].domain
 
@@ -534,7 +534,7 @@ class Runtime:
         """
         if self.counters is None:
             return None
-        return {self._domain: self.counters.taken()}
+        return {self.domain_name: self.counters.taken()}
 
     # Failure and restart
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from attrs import Attribute, field, frozen
 
-__all__ = ["COUNTED", "MULTIPLIER", "DeviceCounts", "fold", "mark"]
+__all__ = ["COUNTED", "MULTIPLIER", "DeviceCounts", "fold", "mark", "wrap"]
 
 #: Kinds of action, in the order of a stage's counters.
 COUNTED: Final = ("refresh", "F", "dI", "dW")
@@ -48,7 +48,17 @@ def fold(digest: int, number: int) -> int:
     >>> fold(0, 5), fold(fold(0, 1), 2) == fold(fold(0, 2), 1)
     (5, False)
     """
-    return ((digest * MULTIPLIER + number + _HALF) & _MASK) - _HALF
+    return wrap(digest * MULTIPLIER + number)
+
+
+def wrap(number: int) -> int:
+    """
+    Return an integer as 64 bits hold it, with a sign.
+
+    >>> wrap(1 << 63), wrap(-1)
+    (-9223372036854775808, -1)
+    """
+    return ((number + _HALF) & _MASK) - _HALF
 
 
 def _whole(counts: Any, attribute: Attribute[Any], value: Any) -> None:

@@ -10,7 +10,7 @@ expects, so that it skips the update where they differ and no host has to wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -95,10 +95,7 @@ class DeviceCounters:
             Scalar of float32 on the device: 1 where the counters differ, else 0. It is overwritten
             by the next call.
         """
-        numbers = [expected.digest]
-        for stage in self.stages:
-            numbers.extend(expected.stages[stage])
-        self._given.copy_(torch.tensor(numbers, dtype=torch.int64))
+        self._given.copy_(torch.tensor(self.numbers_of(expected), dtype=torch.int64))
         if self._kernels is None:
             self._skip.copy_(torch.any(self.values != self._given.to(self.values.device)))
             self.read()
@@ -117,12 +114,19 @@ class DeviceCounters:
         """Wait for the latest `read`, and return what it read."""
         if self._done is not None:
             self._done.synchronize()
-        digest, *numbers = self._read.tolist()
-        width = len(COUNTED)
+        return self.counts_of(self._read.tolist())
+
+    def numbers_of(self, counts: DeviceCounts) -> list[int]:
+        """Counts in the order of `values`: the digest, then each stage's counters."""
+        return [counts.digest, *(n for stage in self.stages for n in counts.stages[stage])]
+
+    def counts_of(self, numbers: Sequence[int]) -> DeviceCounts:
+        """What numbers in the order of `values` say."""
+        (digest, *counted), width = numbers, len(COUNTED)
         return DeviceCounts(
             digest,
             {
-                stage: tuple(numbers[n * width : (n + 1) * width])
+                stage: tuple(counted[n * width : (n + 1) * width])
                 for n, stage in enumerate(self.stages)
             },
         )

@@ -45,7 +45,7 @@ def count(values: Tensor, terms: Tensor, factors: Tensor) -> None:
     """
     size = values.numel()
     with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
-        _count[(1,)](values, terms, factors, SIZE=size, BLOCK=_block(size), num_warps=1)
+        _count[(1,)](values, terms, factors, SIZE=size, BLOCK=block_of(size), num_warps=1)
 
 
 def compare(values: Tensor, expected: Tensor, read: Tensor, skip: Tensor) -> None:
@@ -60,8 +60,9 @@ def compare(values: Tensor, expected: Tensor, read: Tensor, skip: Tensor) -> Non
     """
     size = values.numel()
     with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
-        _compare[(1,)](values, expected, read, skip, SIZE=size, BLOCK=_block(size), num_warps=1)
+        _compare[(1,)](values, expected, read, skip, SIZE=size, BLOCK=block_of(size), num_warps=1)
 
 
-def _block(size: int) -> Any:
+def block_of(size: int) -> Any:
+    """The power of two that a block needs to hold so many."""
     return triton.next_power_of_2(size)

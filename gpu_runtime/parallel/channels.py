@@ -31,6 +31,7 @@ __all__ = [
     "Transfer",
     "channels_of",
     "first_difference",
+    "transport_of",
 ]
 
 _PRIME = (1 << 61) - 1
@@ -233,7 +234,7 @@ class Channels:
         own: dict[Ends, Any] = {}
         for ends in every:
             group = dist.new_group(
-                [*ends], backend="gloo" if host else "nccl", timeout=limit if host else None
+                [*ends], backend=transport_of(device), timeout=limit if host else None
             )
             if rank in ends:
                 own[ends] = group
@@ -345,6 +346,11 @@ class Channels:
             channel.group = None
         while groups:
             end_group(groups.pop(), abort=abort and not self.host)
+
+
+def transport_of(device: torch.device) -> str:
+    """Name what carries messages between tensors of a device: gloo on a CPU, else NCCL."""
+    return "gloo" if device.type == "cpu" else "nccl"
 
 
 def end_group(group: Any, *, abort: bool) -> None:

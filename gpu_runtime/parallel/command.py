@@ -10,21 +10,19 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 
 from qeffect.cli.command import Outcome, Progress
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
 from qeffect.gpu_runtime.memory.arena import RULES
-from qeffect.gpu_runtime.parallel.compare import CATEGORIES, Compared, compared, guarded
+from qeffect.gpu_runtime.parallel.compare import Compared, compared, guarded, summed
 from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.model import NAMES, Batches, Job
-from qeffect.gpu_runtime.parallel.world import Limits, Member, agree_on, join
+from qeffect.gpu_runtime.parallel.world import Limits, Member, agree_on, gathered, join
 from qeffect.gpu_runtime.plan.slots import PROVISIONINGS
 from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
@@ -218,32 +216,14 @@ def _log(folder: str | None, member: Member) -> Path | None:
     return place / f"rank{member.rank}.jsonl"
 
 
-def _gathered(member: Member, own: Any) -> list[Any]:
-    found: list[Any] = [None] * member.world
-    dist.all_gather_object(found, own)
-    return found
-
-
 def _compared(member: Member, what: str, result: Compared) -> Outcome:
     own = {
-        "categories": {
-            c.category: (c.compared, c.mismatched) for c in result.comparison.categories
-        },
-        "losses": (result.losses, result.native_losses),
+        "totals": result.totals(),
         "slots": result.slots,
         "first": [label for c in result.comparison.categories for label in c.first],
     }
-    ranks = _gathered(member, own)
-    totals = {
-        name: [sum(rank["categories"].get(name, (0, 0))[n] for rank in ranks) for n in (0, 1)]
-        for name in CATEGORIES
-    }
-    ours, theirs = ([loss for rank in ranks for loss in rank["losses"][n]] for n in (0, 1))
-    num_losses = sum(map(len, theirs))
-    differ = sum(
-        a != b for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)
-    )
-    totals["losses"] = [num_losses, differ]
+    ranks = gathered(member, own)
+    totals = summed([rank["totals"] for rank in ranks])
     same = not any(bad for _, bad in totals.values()) and all(n for n, _ in totals.values())
     lines = [
         what + ", and torch's own pipeline over native full backwards:",
@@ -286,7 +266,7 @@ def _trained(
         "seconds": seconds,
     }
     worker.close()
-    ranks = _gathered(member, own)
+    ranks = gathered(member, own)
     losses = [sum(rank["losses"][step] for rank in ranks) for step in range(args.steps)]
     slowest = [max(rank["seconds"][step] for rank in ranks) for step in range(args.steps)]
     median = statistics.median(slowest)

@@ -5,7 +5,7 @@ A guarded pipeline against torch's own over native full backwards, every bit of 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import attrs
@@ -15,6 +15,7 @@ from qeffect.gpu_runtime.evidence.comparison import Comparison, Recording, compa
 from qeffect.gpu_runtime.evidence.native import record_step, rule_for
 from qeffect.gpu_runtime.memory.state import live_state
 from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
+from qeffect.gpu_runtime.parallel.channels import transport_of
 from qeffect.gpu_runtime.parallel.executor import Passage, Pipeline
 from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.native import NativePipeline
@@ -22,7 +23,7 @@ from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker
 from qeffect.gpu_runtime.plan.order import Order
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 
-__all__ = ["CATEGORIES", "Compared", "Recorded", "compared", "guarded", "native"]
+__all__ = ["CATEGORIES", "Compared", "Recorded", "compared", "guarded", "native", "summed"]
 
 CATEGORIES = (
     "outputs",
@@ -34,6 +35,17 @@ CATEGORIES = (
     "scales",
     "caches",
 )
+
+
+def summed(ranks: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+    """The totals of all ranks together, every category named."""
+    return {
+        name: (
+            sum(r.get(name, (0, 0))[0] for r in ranks),
+            sum(r.get(name, (0, 0))[1] for r in ranks),
+        )
+        for name in (*CATEGORIES, "losses")
+    }
 
 
 @attrs.frozen
@@ -52,6 +64,16 @@ class Compared:
     losses: list[list[float]]
     native_losses: list[list[float]]
     slots: list[int]
+
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """How many values were compared, and how many differ, by category and of the losses."""
+        found = {c.category: (c.compared, c.mismatched) for c in self.comparison.categories}
+        differ = sum(
+            a != b
+            for x, y in zip(self.losses, self.native_losses, strict=True)
+            for a, b in zip(x, y, strict=True)
+        )
+        return {**found, "losses": (sum(map(len, self.native_losses)), differ)}
 
     @property
     def same(self) -> bool:
@@ -107,7 +129,9 @@ class Recorded(Pipeline):
 def native(member: Member, job: Job, steps: int, backend: str, recording: Recording) -> Any:
     """Train a job natively under torch's schedule class; every rank calls it."""
     replica, place = divmod(member.rank, job.pp)
-    groups = [dist.new_group(job.ranks(r), backend=_backend(member)) for r in range(job.dp)]
+    groups = [
+        dist.new_group(job.ranks(r), backend=transport_of(member.device)) for r in range(job.dp)
+    ]
     order = Order.of_rank(job.table(), place)
     fuse = rule_for(order, job.rule) == "main_grad"
     run = NativePipeline(
@@ -211,7 +235,7 @@ def compared(
 def _sum_over(member: Member, job: Job, place: int) -> Callable[[Gradients], None]:
     """The plain sum over replicas, one tensor after another, when everything has run."""
     groups = [
-        dist.new_group(list(range(p, job.world, job.pp)), backend=_backend(member))
+        dist.new_group(list(range(p, job.world, job.pp)), backend=transport_of(member.device))
         for p in range(job.pp)
     ]
 
@@ -221,7 +245,3 @@ def _sum_over(member: Member, job: Job, place: int) -> Callable[[Gradients], Non
                 dist.all_reduce(gradient, group=groups[place])
 
     return reduce
-
-
-def _backend(member: Member) -> str:
-    return "gloo" if member.device.type == "cpu" else "nccl"

@@ -2,12 +2,12 @@
 Two kernels of one thread block for a step that is one launch: compare, and publish.
 """
 
-from typing import Any
-
 import torch
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 from torch import Tensor
+
+from qeffect.gpu_runtime.memory.counters_kernel import block_of
 
 
 @triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
@@ -66,7 +66,7 @@ def compare(
     size = values.numel()
     with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
         _compare[(1,)](
-            values, wanted, factors, terms, differs, SIZE=size, BLOCK=_power(size), num_warps=1
+            values, wanted, factors, terms, differs, SIZE=size, BLOCK=block_of(size), num_warps=1
         )
 
 
@@ -90,13 +90,9 @@ def publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: T
             ring,
             number,
             SIZE=size,
-            BLOCK=_power(size),
+            BLOCK=block_of(size),
             WORLD=world,
-            RANKS=_power(world),
+            RANKS=block_of(world),
             ROWS=ring.shape[0],
             num_warps=1,
         )
-
-
-def _power(size: int) -> Any:
-    return triton.next_power_of_2(size)

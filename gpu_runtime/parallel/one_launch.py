@@ -31,12 +31,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qeffect.counts import COUNTED, MULTIPLIER, DeviceCounts
+from qeffect.counts import MULTIPLIER, DeviceCounts, wrap
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor, no_collection
 from qeffect.gpu_runtime.execute.nested import obstacle
+from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.memory.slots import fill
-from qeffect.gpu_runtime.parallel.channels import LostError, end_group
+from qeffect.gpu_runtime.parallel.channels import LostError, end_group, transport_of
 from qeffect.gpu_runtime.parallel.consent import DisagreementError, StoppedError
 from qeffect.gpu_runtime.parallel.executor import Feed, Passage
 from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
@@ -86,13 +87,12 @@ class OneLaunch:
             raise BackendError(f"the step cannot be one graph: {'; '.join(problems)}")
         self.worker = worker
         self.runtime, self.pipeline = worker.runtime, worker.pipeline
-        self.stream: Any = self.runtime.handoff.stream  # type: ignore[attr-defined]
         self.feed = _Staged(self.pipeline.feed)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.capture_seconds = 0.0
         self.steps = 0
         assert self.runtime.counters is not None
-        self._gate = _Gate(self.runtime.counters.values, worker)
+        self._gate = _Gate(self.runtime.counters, worker)
         self._launched: list[Any] = []
         self._left: int | None = None
         self._asking = 0  # 1 while the step before is asked about
@@ -172,12 +172,11 @@ class OneLaunch:
     def _baked(self) -> tuple[list[int], list[dict[str, Any]]]:
         """Where the optimizer's state is, and its numbers: the graph holds both."""
         optimizer = self.worker.optimizer
-        places = [tensor.data_ptr() for tensor in optimizer.state_tensors().values()]
         groups = [
             {name: value for name, value in group.items() if name != "params"}
             for group in optimizer.adamw.param_groups
         ]
-        return places, groups
+        return optimizer.addresses(), groups
 
     def _require_unmoved(self) -> None:
         """
@@ -196,7 +195,7 @@ class OneLaunch:
         """Capture this step, guards and all; what it launches, it launches like every other."""
         runtime, pipeline, contract = self.runtime, self.pipeline, self.runtime.contract
         runtime.confirm()
-        (domain,) = contract.committed_counts()
+        domain = runtime.domain_name
         before = contract.committed_counts()[domain]
         pipeline.feed = self.feed
         self._gate.warm()
@@ -234,8 +233,7 @@ class OneLaunch:
         self._asking = 1
         self._await(done)
         counted, said = self._gate.read()
-        (domain,) = self.runtime.contract.committed_counts()
-        self.runtime.contract.present_counts({domain: counted})
+        self.runtime.contract.present_counts({self.runtime.domain_name: counted})
         odd = [rank for rank, word in enumerate(said) if word]
         if odd:
             raise DisagreementError(
@@ -310,14 +308,11 @@ class _Staged:
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
         """What the inner feed gives, held."""
-        return self._hold("inputs", stage, step, microbatch)
+        return self._held["inputs", stage.index, microbatch][1]
 
     def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
         """Likewise."""
-        return self._hold("output_gradients", stage, step, microbatch)
-
-    def _hold(self, what: str, stage: StageBackend, step: int, m: int) -> Sequence[Tensor]:
-        return self._held[what, stage.index, m][1]
+        return self._held["output_gradients", stage.index, microbatch][1]
 
     def outputs(
         self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
@@ -349,16 +344,17 @@ class _Staged:
 class _Gate:
     """What the device compares in each step, and tells all ranks and the host."""
 
-    def __init__(self, values: Tensor, worker: Worker) -> None:
+    def __init__(self, counters: DeviceCounters, worker: Worker) -> None:
         from qeffect.gpu_runtime.parallel import gate_kernel
 
         self.kernels = gate_kernel
-        self.values, self.rank, self.world = values, worker.member.rank, worker.member.world
-        self.stages = worker.runtime.counters.stages  # type: ignore[union-attr]
+        self.counters, self.world = counters, worker.member.world
+        values = self.values = counters.values
         device = values.device
         self.group: Any = None
         if self.world > 1:
-            self.group = dist.new_group(list(range(self.world)), backend="nccl")
+            ranks = list(range(self.world))
+            self.group = dist.new_group(ranks, backend=transport_of(device))
         self.wanted, self.factors, self.terms = (torch.zeros_like(values) for _ in range(3))
         self.own = torch.zeros(1, device=device)
         self.heard = torch.ones(self.world, device=device)
@@ -388,16 +384,13 @@ class _Gate:
 
     def begin(self, before: DeviceCounts, after: DeviceCounts) -> None:
         """Learn from one step what each adds: counters a number, the digest an affine map."""
-        first, then = self._numbers(before), self._numbers(after)
+        first, then = self.counters.numbers_of(before), self.counters.numbers_of(after)
         factors, terms = advance(first, then)
         for tensor, numbers in ((self.wanted, first), (self.factors, factors), (self.terms, terms)):
             tensor.copy_(torch.tensor(numbers, dtype=torch.int64))
         self.number.zero_()
         self.ring.fill_(-1)
         self.read_steps = 0
-
-    def _numbers(self, counts: DeviceCounts) -> list[int]:
-        return [counts.digest, *(n for stage in self.stages for n in counts.stages[stage])]
 
     def read(self) -> tuple[DeviceCounts, list[int]]:
         """
@@ -410,13 +403,8 @@ class _Gate:
         if row[0] != self.read_steps:
             raise LostError("commit", -1, False, f"step {self.read_steps} was not published")
         self.read_steps += 1
-        size, width = self.values.numel(), len(COUNTED)
-        digest, *numbers = row[1 : 1 + size]
-        stages = {
-            stage: tuple(numbers[n * width : (n + 1) * width])
-            for n, stage in enumerate(self.stages)
-        }
-        return DeviceCounts(digest, stages), row[1 + size :]
+        size = self.values.numel()
+        return self.counters.counts_of(row[1 : 1 + size]), row[1 + size :]
 
     def close(self, *, abort: bool = False) -> None:
         """End the group; aborted, whoever waits in it wakes up."""
@@ -442,10 +430,5 @@ def advance(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], lis
     """
     actions = sum(after[1:]) - sum(before[1:])
     factors = [pow(MULTIPLIER, actions, 1 << 64), *[1] * (len(before) - 1)]
-    terms = [_signed(b - a * f) for a, b, f in zip(before, after, factors, strict=True)]
-    return [_signed(factor) for factor in factors], terms
-
-
-def _signed(number: int) -> int:
-    half, mask = 1 << 63, (1 << 64) - 1
-    return ((number + half) & mask) - half
+    terms = [wrap(b - a * f) for a, b, f in zip(before, after, factors, strict=True)]
+    return [wrap(factor) for factor in factors], terms

@@ -29,13 +29,14 @@ from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.memory.state import live_state
 from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.parallel.channels import transport_of
 from qeffect.gpu_runtime.parallel.command import mute
-from qeffect.gpu_runtime.parallel.compare import CATEGORIES, compared
+from qeffect.gpu_runtime.parallel.compare import compared, summed
 from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.native import NativePipeline
 from qeffect.gpu_runtime.parallel.one_launch import OneLaunch
-from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, join
+from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, gathered, join
 from qeffect.gpu_runtime.plan.order import Order
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.report import UnusableError
@@ -191,25 +192,13 @@ def _compare(member: Member, args: argparse.Namespace, schedule: str, name: str)
     job = _job(args, schedule, config, 2 * args.pp)
     with _released(member):
         found = compared(member, job, steps, _backend(args.device), captured=args.device == "cuda")
-    own = {c.category: [c.compared, c.mismatched] for c in found.comparison.categories}
-    own["losses"] = [
-        sum(map(len, found.native_losses)),
-        sum(
-            a != b
-            for x, y in zip(found.losses, found.native_losses, strict=True)
-            for a, b in zip(x, y, strict=True)
-        ),
-    ]
-    ranks = _gathered(member, (own, found.slots))
+    ranks = gathered(member, (found.totals(), found.slots))
     return {
         "name": name,
         "schedule": schedule,
         "steps": steps,
         "microbatches": job.microbatches,
-        "categories": {
-            c: [sum(rank.get(c, (0, 0))[n] for rank, _ in ranks) for n in (0, 1)]
-            for c in (*CATEGORIES, "losses")
-        },
+        "categories": {c: list(of) for c, of in summed([rank for rank, _ in ranks]).items()},
         "slots": [slots for _, slots in ranks],
     }
 
@@ -233,7 +222,7 @@ def _native(member: Member, args: argparse.Namespace, name: str) -> dict[str, An
     """torch's Interleaved 1F1B over full backwards: what users run today."""
     config, microbatches = CELLS[name]
     job = _job(args, "il", config, microbatches)
-    group = dist.new_group(list(range(member.world)), backend=_transport(member))
+    group = dist.new_group(list(range(member.world)), backend=transport_of(member.device))
     began = time.perf_counter()
     order = Order.of_rank(job.table(), member.rank)
     side = NativePipeline(
@@ -302,7 +291,7 @@ def _one_launch(
     whole.resume()
     found = _timed(member, args, name, "one launch", schedule, whole.step, args.steps, made, facts)
     whole.leave()
-    ranks = _gathered(member, (len(final), len(odd)))
+    ranks = gathered(member, (len(final), len(odd)))
     found["final"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
     found["alone_ms"], found["update_ms"] = guarded["alone_ms"], guarded["update_ms"]
     found["bound_ms"] = guarded["bound_ms"]
@@ -326,16 +315,12 @@ def _guarded(
     final = _final(worker)
     facts: dict[str, Any] = {"slots": [s.slots for s in worker.runtime.contract.stages]}
     found = _timed(member, args, name, "guarded", schedule, worker.step, args.steps, made, facts)
-    ranks = _gathered(member, _alone(worker))
+    ranks = gathered(member, _alone(worker))
     found["alone_ms"] = {stage: times for rank, _ in ranks for stage, times in rank.items()}
     found["update_ms"] = [update for _, update in ranks]
     found["bound_ms"] = _bound_ms(job, found["alone_ms"], found["update_ms"])
     worker.close()
     return found, final
-
-
-def _transport(member: Member) -> str:
-    return "gloo" if member.device.type == "cpu" else "nccl"
 
 
 def _timed(
@@ -367,7 +352,7 @@ def _timed(
         _synchronize(member)
         singles.append(1e3 * (time.perf_counter() - began))
     peak = torch.cuda.max_memory_reserved(member.device) if member.device.type == "cuda" else 0
-    ranks = _gathered(member, (turns, singles, hosts, made, peak, facts))
+    ranks = gathered(member, (turns, singles, hosts, made, peak, facts))
     return {
         "cell": name,
         "side": side,
@@ -428,12 +413,6 @@ def _wait(member: Member) -> None:
 def _synchronize(member: Member) -> None:
     if member.device.type == "cuda":
         torch.cuda.synchronize(member.device)
-
-
-def _gathered(member: Member, own: Any) -> list[Any]:
-    found: list[Any] = [None] * member.world
-    dist.all_gather_object(found, own)
-    return found
 
 
 def _lines(derived: dict[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.parallel.channels import Channels, channels_of, end_group
+from qeffect.gpu_runtime.parallel.channels import Channels, channels_of, end_group, transport_of
 from qeffect.gpu_runtime.parallel.consent import Consent, StoppedError, TerminatedError
 from qeffect.gpu_runtime.parallel.executor import Feed, Pipeline
 from qeffect.gpu_runtime.parallel.model import require_meeting
@@ -118,11 +118,16 @@ def agree_on(member: Member, problem: str) -> None:
     Raises:
         BackendError: A rank has a problem; the first one's words.
     """
-    said: list[Any] = [None] * member.world
-    dist.all_gather_object(said, problem)
-    for text in said:
+    for text in gathered(member, problem):
         if text:
             raise BackendError(text)
+
+
+def gathered(member: Member, own: Any) -> list[Any]:
+    """What every rank brings, by rank; all ranks call it."""
+    found: list[Any] = [None] * member.world
+    dist.all_gather_object(found, own)
+    return found
 
 
 class Worker:
@@ -223,8 +228,7 @@ class Worker:
             )
             for stage in stages
         ]
-        ends: list[Any] = [None] * self.member.world
-        dist.all_gather_object(ends, own)
+        ends = gathered(self.member, own)
         require_meeting([end for rank in self.ranks for end in ends[rank]])
         if "main" not in config.callers:
             problem = f"callers are {config.callers}; a pipeline calls as 'main': name it too"
@@ -256,7 +260,7 @@ class Worker:
         for place in range(pp):
             ranks = list(range(place, member.world, pp))
             limit = datetime.timedelta(seconds=self.limits.message) if host else None
-            group = dist.new_group(ranks, backend="gloo" if host else "nccl", timeout=limit)
+            group = dist.new_group(ranks, backend=transport_of(member.device), timeout=limit)
             own = group if member.rank in ranks else own
             del group
         return Replicas(own, host=host, deadline=self.limits.message)
