@@ -146,7 +146,8 @@ def clipped(
             assert worker.norm is not None
             norms.append([repr(worker.norm.total), worker.norm.factor, worker.norm.skipped])
             kept = live_state(worker.runtime.domain)
-            moved.append(sum(before.get(n, d) != d for n, d in bits(worker).items() if n not in kept))
+            after = {n: d for n, d in bits(worker).items() if n not in kept}
+            moved.append(sum(before.get(n, d) != d for n, d in after.items()))
         ours = bits(worker)
         theirs = _bits(oracle.stages, oracle.domain, oracle.optimizer)
         steps_of = {float(v) for n, v in worker.optimizer.state_tensors().items() if ".step" in n}
