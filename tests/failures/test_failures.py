@@ -42,11 +42,11 @@ ACCEPTED = [f.name for f in FAILURES if f.verdict != "refused" and f.enact is no
 #: The counts that the README gives; a change of one is a change of what is claimed.
 COUNTS = {
     "failures": 80,
-    "refused": 61,
-    "given_a_report": 34,
-    "not_caught": 16,
+    "refused": 62,
+    "given_a_report": 35,
+    "not_caught": 15,
     "unexplained": 3,
-    "guessed": 13,
+    "guessed": 14,
     "refused_by_guess": 2,
 }
 REFERENCE = re.compile(r"[\w-]+/[\w.-]+(#\d+|!\d+|@[0-9a-f]{8})")

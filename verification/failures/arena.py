@@ -313,14 +313,32 @@ def the_bucket_in_flight_is_filled(h: History) -> None:
     h.end()
 
 
-ROWS.untold(
+@ROWS.enacted(
     "deepspeed-7965",
     "deepspeedai/DeepSpeed#7965",
     state="fixed 2026-04",
     what="storage of a bucket is recycled under its reduction",
-    cause="The allocator was not told that another stream still uses the storage.",
+    cause="The allocator was not told that the reduction's stream still uses the storage, and gave "
+    "it to a later tensor of the stream that it came from, which waited for nothing.",
+    guessed="which tensor got the storage: shown is the next microbatch's buffer, taken and given "
+    "back with the slot of its tape; so it is refused at that tape's forward",
     consequence="NaN in the third step",
-    fix="tell it (record_stream)",
-    kind="memory",
-    why="The bucket's name stays its own; only the allocator knows that its bytes do not.",
+    fix="tell it (record_stream), so that the storage is given out behind the reduction",
+    clause="completion.transfer-to-graph",
+    at="check_forward 0F1",
+    reports=f"{AS_SLOTS}, and the reduction of one as a read of it, on the stream that reduces",
 )
+def storage_recycled_under_its_reduction(h: History) -> None:
+    # The host drops the storage as soon as the reduction is enqueued; only its stream knows the
+    # end. With the storage recorded there, it is given out once that stream has come so far.
+    h.process(slots=1, sends_gradient=True, callers=("main", "reduce"))
+    h.refresh()
+    for microbatch in (0, 1):
+        h.forward(microbatch, slot=0)
+        h.backward(microbatch)
+        h.await_replays("reduce")
+        h.send(microbatch, gradient=True, caller="reduce")
+        h.sent(microbatch, gradient=True, caller="reduce")
+        if h.legal:
+            h.join("reduce")
+    h.end()

@@ -303,17 +303,41 @@ class History:
         name = self._name(f"{stage}RECV_F{microbatch}", key.epoch)
         self.step(name, lambda: self.contract.reserve(key, slot), f"into slot {slot}")
 
-    def send(self, microbatch: int, *, stage: int = 0, gradient: bool = False) -> None:
-        """Post a send of a tape's output (or input gradient)."""
+    def send(
+        self,
+        microbatch: int,
+        *,
+        stage: int = 0,
+        gradient: bool = False,
+        caller: Hashable = "main",
+    ) -> None:
+        """Post a send of a tape's output (or input gradient) on a calling stream."""
         key = self.key(microbatch, stage)
         name = self._name(f"{stage}SEND_{'B' if gradient else 'F'}{microbatch}", key.epoch)
-        self.step(name, lambda: self.contract.read(key, self.refs[key], gradient=gradient))
+        link = self._link(stage, caller)
+        self.step(
+            name,
+            lambda: self.contract.read(key, self.refs[key], gradient=gradient, link=link),
+            _on(caller),
+        )
 
-    def sent(self, microbatch: int, *, stage: int = 0, gradient: bool = False) -> None:
-        """A send has completed, and its handle was awaited."""
+    def sent(
+        self,
+        microbatch: int,
+        *,
+        stage: int = 0,
+        gradient: bool = False,
+        caller: Hashable = "main",
+    ) -> None:
+        """A send has completed, and a calling stream awaited its handle."""
         key = self.key(microbatch, stage)
         name = self._name(f"{stage}WAIT_SEND_{'B' if gradient else 'F'}{microbatch}", key.epoch)
-        self.step(name, lambda: self.contract.finish_read(key, self.refs[key], gradient=gradient))
+        link = self._link(stage, caller)
+        self.step(
+            name,
+            lambda: self.contract.finish_read(key, self.refs[key], gradient=gradient, link=link),
+            _on(caller),
+        )
 
     # Streams
 
@@ -524,6 +548,10 @@ def _after(token: int | None) -> str:
 def _of(bucket: int | str) -> str:
     """Name a bucket as a place; one with a number is a stage's only one."""
     return f"s{bucket}" if isinstance(bucket, int) else f"bucket {bucket}"
+
+
+def _on(caller: Hashable) -> str:
+    return "" if caller == "main" else f"on {caller}"
 
 
 def _not(joined: bool | None) -> str:
