@@ -1,1 +1,1 @@
-"""Training over the pipeline: what is trained, what persists of it, and how it goes on."""
+"""Training of a decoder language model over the guarded pipeline: model, data, loop, command."""

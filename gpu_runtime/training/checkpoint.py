@@ -24,17 +24,16 @@ from typing import Any, Literal
 import attrs
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from qeffect.checkpoint import Checkpoint
 from qeffect.configuration import Configuration
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.memory.state import NumericalState
 from qeffect.gpu_runtime.parallel.channels import LostError, end_group
-from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.world import Worker
 from qeffect.gpu_runtime.training.files import (
     FACTS,
@@ -256,7 +255,7 @@ class Checkpoints:
 
     def _write(self, worker: Worker, writer: Writer, tensors: dict[str, Tensor]) -> None:
         if self.asynchronous:
-            future = dcp.async_save(
+            future = state_dict_saver.async_save(
                 tensors, storage_writer=writer, process_group=self._group, async_stager=writer
             )
             assert isinstance(future, Future)
@@ -264,7 +263,7 @@ class Checkpoints:
             future.add_done_callback(self._ended)
             return
         try:
-            dcp.save(tensors, storage_writer=writer, process_group=self._group)
+            state_dict_saver.save(tensors, storage_writer=writer, process_group=self._group)
         except CheckpointException as error:
             raise BackendError(self._failed(writer.final, error)) from None
 
@@ -370,7 +369,9 @@ class Checkpoints:
                 for one in wanted.values()
             }
             try:
-                dcp.load(staged, storage_reader=FileSystemReader(path), process_group=self._group)
+                state_dict_loader.load(
+                    staged, storage_reader=FileSystemReader(path), process_group=self._group
+                )
             except CheckpointException as error:
                 rank, (cause, _) = min(error.failures.items())
                 raise BackendError(f"{path} cannot be read: rank {rank}: {cause}") from None

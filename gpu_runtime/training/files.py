@@ -23,8 +23,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -153,7 +152,7 @@ def _root(error: BaseException) -> str:
     return " ".join(str(found).split())[:200]
 
 
-class Writer(FileSystemWriter):  # type: ignore[misc]
+class Writer(FileSystemWriter):
     """
     DCP's writer into a hidden folder that gets its name when all of it is on the disk.
 
@@ -167,7 +166,7 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         self.final, self.facts, self.keep = final, facts, keep
         self.partial = final.with_name(f"{_PARTIAL}{final.name}")
         super().__init__(self.partial, overwrite=False)
-        self.fs = _Hashed()
+        self.fs = self.hashed = _Hashed()
 
     def stage(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy everything to the host, now: what is written later is of this moment."""
@@ -177,7 +176,7 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
     def write_data(self, plan: Any, planner: Any) -> Any:
         """Write this rank's tensors; the marks of its files travel with the results."""
         future = super().write_data(plan, planner)
-        marks = {name: [mark.size, mark.sha256] for name, mark in self.fs.marks.items()}
+        marks = {name: [mark.size, mark.sha256] for name, mark in self.hashed.marks.items()}
         told = WriteResult(index=MetadataIndex(f"marks of {id(self)}"), size_in_bytes=0,
                            storage_data=marks)  # fmt: skip
         results = [*future.value(), told]
@@ -196,7 +195,7 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
                     marks |= r.storage_data
         super().finish(metadata, own)
         self._write(FACTS, canonical(self.facts))
-        marks |= {name: [mark.size, mark.sha256] for name, mark in self.fs.marks.items()}
+        marks |= {name: [mark.size, mark.sha256] for name, mark in self.hashed.marks.items()}
         found = {path.name for path in self.partial.iterdir()}
         if odd := sorted(found ^ marks.keys()):
             raise BackendError(f"{odd[0]} was written and not marked, or marked and not written")

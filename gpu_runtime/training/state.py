@@ -1,10 +1,11 @@
 """
 Which tensors of a rank persist, under names in which no mapping of stages to ranks appears.
 
-`model.layers.5.qkv.weight`, `optim.layers.5.qkv.weight.exp_avg`, `fp8.dp0.layers.5.forward.scale`: a
-layer counts over the whole model, so any rank of any mapping finds what it needs, and what replicas
-hold alike has one name. Scaling state differs between replicas and is named by replica. Random
-states belong to a process: theirs are the only names with a place in the pipeline.
+`model.layers.5.qkv.weight`, `optim.layers.5.qkv.weight.exp_avg`,
+`fp8.dp0.layers.5.forward.scale`: a layer counts over the whole model, so any rank of any mapping
+finds what it needs, and what replicas hold alike has one name. Scaling state differs between
+replicas and is named by replica. Random states belong to a process: theirs are the only names with
+a place in the pipeline.
 
 Tokens, generations, tapes, graphs, streams, events, addresses and weight caches have no name here:
 they are of a process, and a restore makes them anew.

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import attrs
-import torch
-
-from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.parallel.compare import guarded
-from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.model import Job
 from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints
