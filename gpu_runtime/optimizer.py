@@ -170,7 +170,11 @@ class Optimizer:
                     target.copy_(state[f"{name}.master"])
             held = self.adamw.state[target]
             for key in _ADAMW_STATE:
-                held[key] = state[f"{name}.{key}"].detach().clone().to(target.device)
+                saved = state[f"{name}.{key}"].detach()
+                if key in held:  # in place: a graph that holds the update reads it there
+                    held[key].copy_(saved)
+                else:
+                    held[key] = saved.to(target.device, copy=True)
 
 
 _ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")

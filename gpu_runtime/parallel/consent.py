@@ -185,7 +185,13 @@ class Consent:
     # Where there is none
 
     def stop(
-        self, error: BaseException, epoch: int, atom: Atom | None, passed: int
+        self,
+        error: BaseException,
+        epoch: int,
+        atom: Atom | None,
+        passed: int,
+        *,
+        at: str = "commit",
     ) -> StoppedError:
         """
         Publish why this rank cannot go on, wake its peers, and agree on one cause.
@@ -195,11 +201,12 @@ class Consent:
             epoch: The epoch that it happened in.
             atom: The action that it happened at; None at the commit.
             passed: How many steps of its row this rank has behind it.
+            at: What it was at, where that is no action.
         """
         if isinstance(error, StoppedError):
             return error
         self.ending = True
-        verdict = _verdict(error, epoch, atom, passed, self.channels.posted())
+        verdict = _verdict(error, epoch, atom, passed, self.channels.posted(), at)
         verdict["row"] = self.ranks.index(self.rank) if self.rank in self.ranks else None
         with suppress(RuntimeError):  # the store may have died with a rank
             self.store.set(f"verdict/{self.rank}", json.dumps(verdict))
@@ -395,6 +402,7 @@ def _verdict(
     atom: Atom | None,
     passed: int,
     posted: Mapping[Ends, Sequence[int]],
+    at: str,
 ) -> dict[str, Any]:
     """What a rank says of its own end, as plain data."""
     kind = "refused" if isinstance(error, Refused) else "raised"
@@ -409,7 +417,7 @@ def _verdict(
         "kind": kind,
         "epoch": epoch,
         "stage": None if atom is None else atom.stage,
-        "action": "commit" if atom is None else name_of(atom),
+        "action": at if atom is None else name_of(atom),
         "clause": getattr(error, "clause", None),
         "text": f"{type(error).__name__}: {text}" if kind == "raised" else text,
         "peer": getattr(error, "peer", None),
