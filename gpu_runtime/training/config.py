@@ -20,7 +20,7 @@ from qeffect.gpu_runtime.parallel.model import NAMES
 from qeffect.gpu_runtime.plan.slots import PROVISIONINGS
 from qeffect.report import UnusableError
 
-__all__ = ["Checkpointing", "Config", "Data", "Model", "Optimizing", "Parallel", "Run", "read"]
+__all__ = ["Config", "Data", "Model", "Optimizing", "Parallel", "Run", "read"]
 
 _T = TypeVar("_T")
 
@@ -55,14 +55,20 @@ def _one_of(default: str, *options: str) -> Any:
     return _field(default, expected, lambda v: type(v) is str and v in options)
 
 
-def _schedule(value: Any) -> bool:
-    return type(value) is str and (value in NAMES or value.startswith("Schedule"))
+def _class(default: str) -> Any:
+    def fits(value: Any) -> bool:
+        return type(value) is str and (value in NAMES or value.startswith("Schedule"))
+
+    return _field(default, f"one of {', '.join(NAMES)}, or a schedule class of torch", fits)
 
 
-def _cut(value: Any) -> bool:
-    if type(value) is list:
-        return bool(value) and all(type(n) is int and n >= 1 for n in value)
-    return value in ("even", "balanced")
+def _layers_of_stages() -> Any:
+    def fits(value: Any) -> bool:
+        if type(value) is list:
+            return bool(value) and all(type(n) is int and n >= 1 for n in value)
+        return value in ("even", "balanced")
+
+    return _field("even", "'even', 'balanced', or a list of layers a stage", fits)
 
 
 @attrs.frozen(kw_only=True)
@@ -111,13 +117,13 @@ class Parallel:
         captured: On cuda, replay graphs.
     """
 
-    schedule: str = _field("zbv", f"one of {', '.join(NAMES)}, or a class of torch", _schedule)
+    schedule: str = _class("zbv")
     pp: int = _whole(1)
     vpp: int = _whole(0, 0)
     dp: int = _whole(1)
     microbatches: int = _whole(4)
     batch: int = _whole(1)
-    cut: Any = _field("even", "'even', 'balanced', or a list of layers a stage", _cut)
+    cut: Any = _layers_of_stages()  # noqa: RUF009 - a field of attrs
     embedding_cost: float = _number(0.0)
     head_cost: float = _number(1.0)
     rule: str = _one_of("accumulate", *RULES)
@@ -272,7 +278,7 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
             raise UnusableError(
                 f"{path}: there is no table [{name}]; there are {', '.join(TABLES)}"
             )
-    tables = {}
+    tables: dict[str, Any] = {}
     for name, kind in TABLES.items():
         found = given.get(name, {})
         if not isinstance(found, dict):

@@ -145,7 +145,7 @@ class Language(Job):
 
     Args:
         vocabulary: Tokens.
-        cut: Layers of each stage.
+        cut: Layers of each stage; one of each when it is left out.
         loader: The data.
         rate: The learning rate of each step.
         weight_decay: Of the matrices.
@@ -156,11 +156,15 @@ class Language(Job):
     """
 
     vocabulary: int = 256
-    cut: tuple[int, ...] = (1, 1)
+    cut: tuple[int, ...] = attrs.field()
     loader: Loader | None = attrs.field(default=None, eq=False)
     rate: Rate = attrs.field(factory=Rate)
     weight_decay: float = 0.01
     master: bool = False
+
+    @cut.default
+    def _one_each(self) -> tuple[int, ...]:
+        return (1,) * self.num_stages
 
     def __attrs_post_init__(self) -> None:
         if len(self.cut) != self.num_stages or min(self.cut) < 1:
