@@ -97,7 +97,9 @@ class Optimizer:
             else:
                 group["lr"] = rate
 
-    def step(self, gradients: Gradients, *, skip: Tensor | None = None) -> None:
+    def step(
+        self, gradients: Gradients, *, skip: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
         """
         Update every parameter from the gradients of one epoch.
 
@@ -105,6 +107,8 @@ class Optimizer:
             gradients: By stage and parameter name; every parameter needs one.
             skip: Scalar of float32 on the parameters' device. Where it is 1 the device leaves
                 parameters, moments and step counts as they are; no host reads it.
+            scale: Scalar of float32 on the parameters' device, which the gradients are multiplied
+                by, in place where they have their target's type.
 
         Raises:
             BackendError: A parameter has no gradient; nothing was updated.
@@ -115,6 +119,9 @@ class Optimizer:
             named = gradients[index]
             for name, target in targets:
                 target.grad = named[name].to(target.dtype)
+        if scale is not None:
+            held = [target.grad for target in self.named.values() if target.grad is not None]
+            torch._foreach_mul_(held, scale)
         self.adamw.found_inf = skip  # type: ignore[attr-defined]
         try:
             self.update()
@@ -188,7 +195,11 @@ class Optimizer:
                     target.copy_(state[f"{name}.master"])
             held = self.adamw.state[target]
             for key in _ADAMW_STATE:
-                held[key] = state[f"{name}.{key}"].detach().clone().to(target.device)
+                saved = state[f"{name}.{key}"].detach()
+                if key in held:  # in place: a graph that holds the update reads it there
+                    held[key].copy_(saved)
+                else:
+                    held[key] = saved.to(target.device, copy=True)
 
 
 _ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")

@@ -22,6 +22,7 @@ from qeffect.contract import Contract
 from qeffect.counts import DeviceCounts
 from qeffect.engine.stage import OPTIONAL
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, StateDomain
+from qeffect.gpu_runtime.clipping import Norm
 from qeffect.gpu_runtime.execute.actions import GuardedActions
 from qeffect.gpu_runtime.execute.eager import EagerExecutor, Executor, StageMemory
 from qeffect.gpu_runtime.execute.reports import StageReports
@@ -443,7 +444,12 @@ class Runtime:
             memory.arena.start_epoch()
 
     def update(
-        self, optimizer: Optimizer, gradients: Gradients, *, caller: Hashable = "main"
+        self,
+        optimizer: Optimizer,
+        gradients: Gradients,
+        *,
+        caller: Hashable = "main",
+        norm: Norm | None = None,
     ) -> int:
         """
         Commit the epoch and run the optimizer.
@@ -455,6 +461,8 @@ class Runtime:
             optimizer: The optimizer over the same stages.
             gradients: What `finalize` returned.
             caller: Name of the calling stream; the one that `finalize` was called on.
+            norm: What the gradients' norm says: their factor, and whether the update is skipped,
+                on every rank alike. The epoch commits in any case.
 
         Returns:
             The new epoch.
@@ -470,7 +478,12 @@ class Runtime:
         try:
             epoch = self.contract.commit_epoch(caller=caller, counted=counted)
             with self.handoff.scope():
-                optimizer.step(gradients, skip=self._gate() if late else None)
+                skip = self._gate() if late else None
+                scale = None if norm is None else norm.scale(self.domain.device)
+                if norm is not None and norm.skipped:
+                    # Through the optimizer all the same: its first step makes its state.
+                    skip = torch.ones((), device=self.domain.device)
+                optimizer.step(gradients, skip=skip, scale=scale)
                 self._committed, self._before = self._before, self._committed
                 self._committed.take()
                 self.handoff.record_tail()

@@ -165,6 +165,8 @@ def guarded(
     tagged: bool = True,
     pipeline: type[Pipeline] = Pipeline,
     repeat: bool = False,
+    clip_norm: float | None = None,
+    skip_nonfinite: bool = False,
 ) -> Worker:
     """A job's guarded pipeline, ready for its first step; every rank calls it."""
     config = RuntimeConfig(rule=job.rule, provisioning=job.provisioning, captured=captured)
@@ -180,6 +182,8 @@ def guarded(
         event_log=event_log,
         tagged=tagged,
         pipeline=pipeline,
+        clip_norm=clip_norm,
+        skip_nonfinite=skip_nonfinite,
     )
     worker.heed_termination()
     return worker

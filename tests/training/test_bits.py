@@ -11,7 +11,7 @@ import pytest
 from tests.parallel import bodies as pipelines
 from tests.parallel.ranks import launch
 
-from . import bodies
+from . import language_bodies as bodies
 from .helpers import language, noise, text
 
 STEPS = 5

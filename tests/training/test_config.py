@@ -16,7 +16,7 @@ from qeffect.gpu_runtime.training.config import TABLES, read
 from qeffect.report import UnusableError
 from tests.parallel.ranks import launch
 
-from . import bodies
+from . import language_bodies as bodies
 from .helpers import CONFIG, text
 
 
