@@ -9,7 +9,8 @@ retained work, update, next epoch). Actions are in `qeffect.gpu_runtime.execute.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import attrs
@@ -656,6 +657,32 @@ class Runtime:
         self._forget_gradients()
         self._committed.take()
         self.actions.broken = None
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """
+        A context between two epochs in which the backend's stages may be called directly.
+
+        For evaluation: what F moves of the numerical state is put back, and what the backend
+        counts of itself inside is no action's. It runs on the graph stream. Weight caches are the
+        caller's to refresh; the next epoch's refresh comes before its first F in any case.
+
+        Raises:
+            Refused: Something is live, in flight or unfinished; a clause of persistence.
+        """
+        self.confirm()
+        self.drain()
+        self.contract.check_checkpoint()
+        reports = [memory.reports for memory in self.memories.values()]
+        before = [report.updates() for report in reports]
+        self.handoff.wait_for_caller()
+        try:
+            with self.handoff.scope(), preserving(self.domain):
+                yield
+        finally:
+            for report, count in zip(reports, before, strict=True):
+                report.pass_over(count)
+            self.handoff.caller_waits()
 
     def close(self) -> None:
         """End the event log, if one is written."""

@@ -146,8 +146,10 @@ def native(member: Member, job: Job, steps: int, backend: str, recording: Record
         rule=job.rule,
         recording=recording,
         reduce=_sum_over(member, job, place) if job.dp > 1 else None,
+        optimizer=job.optimizer,
     )
-    for _ in range(steps):
+    for step in range(steps):
+        job.prepare(step, run.optimizer)
         run.step()
     return run
 
@@ -176,6 +178,7 @@ def guarded(
         lambda replica: Batches(job.batch(member.device, replica), member.device, repeat=repeat),
         config,
         limits=limits,
+        optimizer=job.optimizer,
         event_log=event_log,
         tagged=tagged,
         pipeline=pipeline,
@@ -221,7 +224,8 @@ def compared(
     )
     assert isinstance(worker.pipeline, Recorded)
     worker.pipeline.recording = ours
-    for _ in range(steps):
+    for step in range(steps):
+        job.prepare(step, worker.optimizer)
         worker.step()
     feed = worker.feed
     assert isinstance(feed, Batches)
