@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -221,10 +222,11 @@ def refused(job: Job, folder: str) -> dict[str, Any]:
             worker.pipeline.program[place] = entry._replace(act=act)
         found = run.attempt(worker.step)
         worker.pipeline.program[:] = program
-        found["moved"] = [name for name in found["moved"] if not name.startswith("fp8.")]
         return found
 
     def again(name: str, found: dict[str, Any]) -> None:
+        # Numerical state is of what ran, until the rebuild.
+        found["moved"] = [name for name in found["moved"] if not name.startswith("fp8.")]
         said[name] = {**found, "files": sorted(p.name for p in Path(folder).glob("*"))}
         worker.rebuild(StoppedError(Cause(**found["cause"])))
         dist.barrier()
@@ -235,16 +237,22 @@ def refused(job: Job, folder: str) -> dict[str, Any]:
         worker.pipeline.actions()
         run.save()
 
-    found = run.attempt(walked)
-    found["moved"] = []
-    again("mid-epoch", found)
+    again("mid-epoch", run.attempt(walked))
 
     def spoiled() -> None:
-        if run.rank == 1:
-            runtime = worker.runtime
-            key = runtime.key(1, 0)
-            runtime.actions.reserve(key)
-            runtime.abort()
+        if run.rank == 0:
+            runtime, executor = worker.runtime, worker.runtime.executor
+            stage = runtime.stages[0]
+
+            def fail(*_: Any) -> None:
+                raise ArithmeticError("an injected failure")
+
+            runtime.actions.refresh(0)
+            executor.forward = fail  # type: ignore[method-assign,assignment]
+            key = runtime.key(0, 0)
+            with suppress(ArithmeticError):
+                runtime.actions.forward(key, worker.feed.inputs(stage, key.epoch, 0))
+            del executor.forward
         run.save()
 
     again("spoiled", run.attempt(spoiled))
@@ -373,7 +381,7 @@ def _in_save(where: str) -> None:
 
         Writer.write_data = half  # type: ignore[method-assign]
     elif where == "before the index":
-        Writer.finish = lambda *_: _die()  # type: ignore[method-assign,assignment]
+        Writer.finish = lambda *_, **__: _die()  # type: ignore[method-assign,assignment]
     elif where == "before the name":
         rename = Path.rename
 
@@ -386,8 +394,8 @@ def _in_save(where: str) -> None:
     else:
         finish = Writer.finish
 
-        def named(self: Any, metadata: Any, results: Any) -> None:
-            finish(self, metadata, results)
+        def named(self: Any, **given: Any) -> None:
+            finish(self, **given)
             _die()
 
         Writer.finish = named  # type: ignore[method-assign]
@@ -455,3 +463,16 @@ def _arm(worker: Worker, place: float) -> None:
     program = worker.pipeline.program
     n = int(place * len(program))
     program[n] = program[n]._replace(act=lambda _: _die())
+
+
+def killed_in(job: Job, folder: str, where: str) -> dict[str, Any]:
+    """The second save kills rank 0; what is left is what the other finds."""
+    run = Run(job, folder)
+    run.worker.step()
+    run.save()
+    run.worker.step()
+    if run.rank == 0:
+        _in_save(where)
+    said = run.attempt(run.save)
+    newest = run.checkpoints.latest()
+    return {"cause": said["cause"]["text"], "latest": newest and newest.name}
