@@ -36,7 +36,7 @@ LIMITS = Limits(start=60.0, message=20.0, commit=20.0, grace=2.0)
 
 def trial(job: Job, **options: Any) -> Trial:
     """A job on the CPU."""
-    return Trial(job=job, limits=LIMITS, **options)
+    return Trial(**{"job": job, "limits": LIMITS, **options})
 
 
 def started(job: Job, folder: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
@@ -57,9 +57,9 @@ def remapped(job: Job, folder: str, options: dict[str, Any]) -> dict[str, Any]:
 class Run:
     """A worker with its checkpoints."""
 
-    def __init__(self, job: Job, folder: str, **options: Any) -> None:
+    def __init__(self, job: Job, folder: str, *, limits: Limits = LIMITS, **options: Any) -> None:
         self.job = job
-        self.worker: Worker = made(join("cpu", LIMITS), trial(job))
+        self.worker: Worker = made(join("cpu", LIMITS), trial(job, limits=limits))
         self.checkpoints = Checkpoints(folder, **options)
         self.naming = by_layer(job.layers)
         self.rank = self.worker.member.rank
@@ -421,7 +421,8 @@ def killed(job: Job, folder: str, until: int, seed: int | None) -> dict[str, Any
         until: The last epoch.
         seed: What the rank and the place are drawn from; None for no kill.
     """
-    run = Run(job, folder)
+    # The dead say nothing: it is not worth waiting for.
+    run = Run(job, folder, limits=attrs.evolve(LIMITS, grace=0.5))
     worker = run.worker
     path = run.checkpoints.latest()
     if path is not None:
@@ -467,7 +468,7 @@ def _arm(worker: Worker, place: float) -> None:
 
 def killed_in(job: Job, folder: str, where: str) -> dict[str, Any]:
     """The second save kills rank 0; what is left is what the other finds."""
-    run = Run(job, folder)
+    run = Run(job, folder, limits=attrs.evolve(LIMITS, grace=0.5))
     run.worker.step()
     run.save()
     run.worker.step()
@@ -476,3 +477,19 @@ def killed_in(job: Job, folder: str, where: str) -> dict[str, Any]:
     said = run.attempt(run.save)
     newest = run.checkpoints.latest()
     return {"cause": said["cause"]["text"], "latest": newest and newest.name}
+
+
+def refused_load(job: Job, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A load that raises."""
+    run = Run(job, folder)
+    path = run.checkpoints.latest()
+    assert path is not None
+    return run.attempt(lambda: run.load(path, **options))
+
+
+def with_masters(
+    body: str, job: Job, folder: str, options: dict[str, Any], masters: bool
+) -> dict[str, Any]:
+    """Another body of these, over master weights in float32."""
+    found: dict[str, Any] = globals()[body](job, folder, options, masters=masters)
+    return found
