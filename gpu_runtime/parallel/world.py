@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.clipping import Clipping, Norm
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.channels import Channels, channels_of, end_group, transport_of
 from qeffect.gpu_runtime.parallel.consent import Consent, StoppedError, TerminatedError
@@ -148,11 +149,15 @@ class Worker:
         event_log: Where this rank's event log goes, as for `Runtime`.
         tagged: Whether messages are tagged where the transport knows tags.
         pipeline: The class of pipeline; a subclass may record.
+        clip_norm: Multiply all gradients by one factor, on every rank the same, so that the norm of
+            all ranks' together is no more than this; None leaves them.
+        skip_nonfinite: Skip the update on every rank where that norm is not finite; the epoch
+            commits, weights and optimizer stay (`qeffect.gpu_runtime.clipping`).
 
     Raises:
         ScheduleError: The table is refused; no rank has begun.
-        BackendError: The world has another size, a stage cannot be built on some rank, or two
-            stages do not meet.
+        BackendError: The world has another size, a stage cannot be built on some rank, two stages
+            do not meet, or the ranks were given different limits of the norm.
     """
 
     def __init__(
@@ -169,8 +174,11 @@ class Worker:
         event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
         tagged: bool = True,
         pipeline: type[Pipeline] = Pipeline,
+        clip_norm: float | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
         self.member, self.limits = member, limits or Limits()
+        self.clipping = Clipping(max_norm=clip_norm, skip_nonfinite=skip_nonfinite)
         config = config or RuntimeConfig()
         table = walked(schedule, config.provisioning)
         if table.num_ranks != pp:
@@ -201,12 +209,23 @@ class Worker:
             ends = [a.stage for a in self.row.atoms if a.kind is Kind.REDUCE_GRAD]
             if sorted(ends) == list(self.row.stages):
                 config = attrs.evolve(config, reductions=tuple(ends))
+        self._require_one_clipping()
         self.runtime = self._runtime(build, config, event_log)
         self.optimizer = optimizer(list(self.runtime.stages.values()))
         self._pipeline = pipeline
         self.attempt, self.name = 0, next(_WORKERS)
         self._stepping = False
         self.pipeline = self._connect()
+
+    def _require_one_clipping(self) -> None:
+        """Refuse ranks that would do different things with one norm."""
+        said = gathered(self.member, attrs.astuple(self.clipping))
+        for rank, word in enumerate(said):
+            if word != said[0]:
+                raise BackendError(
+                    "clip_norm and skip_nonfinite are {} and {} on rank 0, {} and {} on rank {}; "
+                    "give every rank the same".format(*said[0], *word, rank)
+                )
 
     def _runtime(
         self,
@@ -290,7 +309,14 @@ class Worker:
             grace=limits.grace,
             replicas=self._replicas,
         )
-        return self._pipeline(self.runtime, self.row, channels, self.feed, self.ranks, self.consent)
+        return self._pipeline(
+            self.runtime, self.row, channels, self.feed, self.ranks, self.consent, self.clipping
+        )
+
+    @property
+    def norm(self) -> Norm | None:
+        """The norm of the last step's gradients, where it is clipped or looked at."""
+        return self.pipeline.norm
 
     def step(self) -> None:
         """

@@ -21,7 +21,9 @@ import torch.distributed as dist
 LIMIT_S = 100.0
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.parallel.bodies", "tests.parallel.guard_bodies"])
+_CONTEXT.set_forkserver_preload(
+    ["tests.parallel.bodies", "tests.parallel.guard_bodies", "tests.training.bodies"]
+)
 
 
 class Said:

@@ -1,0 +1,331 @@
+"""
+A checkpoint's folder: hashed as it is written, named only when it is whole, compared when it is
+read.
+
+DCP writes the tensors (`*.distcp`, `.metadata`); beside them are `facts.json`, all that is no
+tensor, and `manifest.json`, which has the size and the SHA-256 of every other file, taken of what
+was handed to the file system. The folder is hidden until all of it is on the disk; renaming it is
+what makes a checkpoint. DCP itself has no hash, does not sync its `.metadata`, and reads that as a
+pickle: so it is only read after its hash was compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from qeffect.gpu_runtime.backends.protocol import BackendError
+
+__all__ = [
+    "FACTS",
+    "FORMAT",
+    "MANIFEST",
+    "Mark",
+    "Writer",
+    "canonical",
+    "clear",
+    "manifest",
+    "name_of",
+    "numbered",
+    "problem_of",
+    "read_facts",
+    "retain",
+]
+
+FORMAT = 1
+FACTS, MANIFEST = "facts.json", "manifest.json"
+_METADATA = ".metadata"
+_PARTIAL, _REMOVED = ".partial-", ".removed-"
+_CHUNK = 1 << 20
+
+
+def name_of(epoch: int) -> str:
+    """
+    Name the folder of an epoch's checkpoint.
+
+    >>> name_of(3)
+    'step-00000003'
+    """
+    return f"step-{epoch:08d}"
+
+
+def canonical(value: Any) -> bytes:
+    """The one spelling of plain data."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode()
+
+
+@attrs.frozen
+class Mark:
+    """Size and SHA-256 of a file."""
+
+    size: int
+    sha256: str
+
+
+class _Stream:
+    """A file that is written from its beginning to its end, and what was written."""
+
+    def __init__(self, raw: Any) -> None:
+        self.raw, self.size, self.hash = raw, 0, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        """Write, then take what was written into the hash."""
+        view = memoryview(data).cast("B")
+        self.raw.write(view)
+        self.hash.update(view)
+        self.size += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        """Where the next write goes."""
+        return self.size
+
+    def flush(self) -> None:
+        """Hand everything to the file system."""
+        self.raw.flush()
+
+    def fileno(self) -> int:
+        """The file's descriptor."""
+        number: int = self.raw.fileno()
+        return number
+
+    def close(self) -> None:
+        """End the file."""
+        self.raw.close()
+
+
+class _Hashed(FileSystem):
+    """A file system that marks the files that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks: dict[str, Mark] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """Open a file; one that is written has a mark when it ends."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as raw:
+                yield raw
+            return
+        name = Path(path).name
+        try:
+            with super().create_stream(path, mode) as raw:
+                stream = _Stream(raw)
+                try:
+                    yield stream
+                finally:
+                    raw.close()
+        except (OSError, RuntimeError) as error:
+            # The library says that a write failed, and not why; the system's own word is below.
+            raise BackendError(f"{name} cannot be written: {_root(error)}") from error
+        self.marks[name] = Mark(stream.size, stream.hash.hexdigest())
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """Rename a file, which keeps its mark."""
+        super().rename(path, new_path)
+        if (mark := self.marks.pop(Path(path).name, None)) is not None:
+            self.marks[Path(new_path).name] = mark
+
+
+def _root(error: BaseException) -> str:
+    """What began it: an error of the system if there is one."""
+    found, at = error, error.__cause__ or error.__context__
+    while at is not None and not isinstance(found, OSError):
+        found, at = at, at.__cause__ or at.__context__
+    if isinstance(found, OSError) and found.strerror:
+        return found.strerror
+    return " ".join(str(found).split())[:200]
+
+
+class Writer(FileSystemWriter):
+    """
+    DCP's writer into a hidden folder that gets its name when all of it is on the disk.
+
+    Args:
+        final: The folder's name in the end; nothing has it yet.
+        facts: All that is no tensor, plain data; rank 0 writes it.
+        keep: How many whole checkpoints stay.
+    """
+
+    def __init__(self, final: Path, facts: Mapping[str, Any], keep: int) -> None:
+        self.final, self.facts, self.keep = final, facts, keep
+        self.partial = final.with_name(f"{_PARTIAL}{final.name}")
+        super().__init__(self.partial, overwrite=False)
+        self.fs = self.hashed = _Hashed()
+
+    def stage(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy everything to the host, now: what is written later is of this moment."""
+        self.per_thread_copy_ahead = 0
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state_dict.items()}
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write this rank's tensors; the marks of its files travel with the results."""
+        future = super().write_data(plan, planner)
+        marks = {name: [mark.size, mark.sha256] for name, mark in self.hashed.marks.items()}
+        told = WriteResult(index=MetadataIndex(f"marks of {id(self)}"), size_in_bytes=0,
+                           storage_data=marks)  # fmt: skip
+        results = [*future.value(), told]
+        marked: torch.futures.Future[list[Any]] = torch.futures.Future()
+        marked.set_result(results)
+        return marked
+
+    def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+        """On rank 0, when every rank has written: the index, the facts, the manifest, the name."""
+        marks: dict[str, Any] = {}
+        own: list[list[Any]] = []
+        for told in results:
+            own.append([r for r in told if not isinstance(r.storage_data, dict)])
+            for r in told:
+                if isinstance(r.storage_data, dict):
+                    marks |= r.storage_data
+        super().finish(metadata, own)
+        self._write(FACTS, canonical(self.facts))
+        marks |= {name: [mark.size, mark.sha256] for name, mark in self.hashed.marks.items()}
+        found = {path.name for path in self.partial.iterdir()}
+        if odd := sorted(found ^ marks.keys()):
+            raise BackendError(f"{odd[0]} was written and not marked, or marked and not written")
+        held = {"format": FORMAT, "epoch": self.facts["epoch"], "files": marks}
+        sealed = {**held, "sha256": hashlib.sha256(canonical(held)).hexdigest()}
+        self._write(MANIFEST, canonical(sealed))
+        _sync(self.partial / _METADATA)
+        _sync(self.partial)
+        self.partial.rename(self.final)
+        _sync(self.final.parent)
+        retain(self.final.parent, self.keep)
+
+    def _write(self, name: str, content: bytes) -> None:
+        with self.fs.create_stream(self.partial / name, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# What is in the folder of all checkpoints
+
+
+def numbered(folder: Path) -> list[tuple[int, Path]]:
+    """Every checkpoint that has its name, whole or not, the newest first."""
+    if not folder.is_dir():
+        return []
+    found = [
+        (int(path.name[len("step-") :]), path)
+        for path in folder.iterdir()
+        if path.name.startswith("step-") and path.name[len("step-") :].isdigit()
+    ]
+    return sorted(found, reverse=True)
+
+
+def clear(folder: Path) -> None:
+    """Remove what a save or a removal that was killed left; nobody saves now."""
+    for path in folder.iterdir():
+        if path.name.startswith((_PARTIAL, _REMOVED)):
+            shutil.rmtree(path)
+
+
+def retain(folder: Path, keep: int) -> None:
+    """Remove all but the newest; each loses its name first, so that none is half there."""
+    for _, path in numbered(folder)[keep:]:
+        hidden = path.with_name(f"{_REMOVED}{path.name}")
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+
+
+# What a reader compares
+
+
+def manifest(path: Path) -> dict[str, Mark]:
+    """
+    The marks of a checkpoint's files, when the manifest itself is sound.
+
+    Raises:
+        BackendError: There is no checkpoint, or its manifest is missing, damaged, or of another
+            format.
+    """
+    if not path.is_dir():
+        raise BackendError(f"{path} is no folder; name a checkpoint, such as .../{name_of(3)}")
+    place = path / MANIFEST
+    try:
+        held = json.loads(place.read_bytes())
+        said = held.pop("sha256")
+        found = held["format"]
+    except OSError as error:
+        raise BackendError(
+            f"{place}: {error.strerror}; the folder is no whole checkpoint, take another"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BackendError(f"{place} is damaged and cannot be read; take another") from error
+    if found != FORMAT:
+        raise BackendError(
+            f"{path} was written in format {found}, this version reads format {FORMAT}; load it "
+            "with the version that wrote it"
+        )
+    if said != hashlib.sha256(canonical(held)).hexdigest():
+        raise BackendError(f"{place} is damaged: its hash differs from its content; take another")
+    return {name: Mark(*mark) for name, mark in held["files"].items()}
+
+
+def problem_of(path: Path, marks: Mapping[str, Mark], hashed: Sequence[str]) -> str:
+    """
+    What is wrong with a checkpoint's files, in words; empty where nothing is.
+
+    Args:
+        path: The checkpoint.
+        marks: What its manifest says.
+        hashed: Names of the files whose content is read, beside the sizes of all.
+    """
+    for name, mark in sorted(marks.items()):
+        file = path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size is None:
+            return f"{file} is missing; take another checkpoint"
+        if size != mark.size:
+            return f"{file} has {size} bytes, {mark.size} were written; take another checkpoint"
+    for name in hashed:
+        file, seen = path / name, hashlib.sha256()
+        with file.open("rb") as stream:
+            while chunk := stream.read(_CHUNK):
+                seen.update(chunk)
+        if seen.hexdigest() != marks[name].sha256:
+            return (
+                f"{file} is damaged: its SHA-256 is {seen.hexdigest()[:16]}..., "
+                f"{marks[name].sha256[:16]}... was written; take another checkpoint"
+            )
+    return ""
+
+
+def read_facts(path: Path, marks: Mapping[str, Mark]) -> dict[str, Any]:
+    """
+    All that is no tensor.
+
+    Raises:
+        BackendError: It is missing or damaged.
+    """
+    if FACTS not in marks:
+        raise BackendError(f"{path / MANIFEST} names no {FACTS}; take another checkpoint")
+    if problem := problem_of(path, {FACTS: marks[FACTS]}, (FACTS,)):
+        raise BackendError(problem)
+    facts: dict[str, Any] = json.loads((path / FACTS).read_bytes())
+    return facts
