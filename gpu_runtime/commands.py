@@ -90,6 +90,11 @@ class RuntimeCommands:
                 "train a guarded pipeline over the ranks that torchrun started",
                 "parallel.command",
             ),
+            (
+                "train",
+                "train a language model over the ranks that torchrun started, or alone",
+                "training.command",
+            ),
             ("bench", "measure step time, memory, set-up, copies and guards", "bench.cli"),
             (
                 "scale",

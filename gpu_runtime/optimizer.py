@@ -8,7 +8,8 @@ one then, also those whose gradients stay bf16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,11 @@ class Optimizer:
     Args:
         stages: The stages whose parameters it owns; one that several have is that of the lowest
             index.
-        lr: Learning rate.
+        lr: Learning rate; a scalar tensor on the parameters' device where a graph holds the update
+            and the rate is to change (`set_rate`).
         weight_decay: AdamW's decoupled decay.
+        decays: Which parameters decay, by name within the stage and by the parameter; None for
+            every one.
         master_dtype: Type of the master weights; None updates the parameters themselves.
         capturable: Keep the step count on the device, so that a graph can hold the update.
     """
@@ -36,8 +40,9 @@ class Optimizer:
         self,
         stages: Sequence[StageBackend],
         *,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         weight_decay: float = 0.01,
+        decays: Callable[[str, Tensor], bool] | None = None,
         master_dtype: torch.dtype | None = None,
         capturable: bool = False,
     ) -> None:
@@ -51,6 +56,8 @@ class Optimizer:
             for name, parameter in parameters(stage).items():
                 owner.setdefault(id(parameter), (stage.index, name))
         self._targets: dict[int, list[tuple[str, Tensor]]] = {}
+        decayed: list[Tensor] = []
+        others: list[Tensor] = []
         for stage in stages:
             targets = self._targets[stage.index] = []
             for name, parameter in parameters(stage).items():
@@ -63,16 +70,36 @@ class Optimizer:
                     self._pairs.append((parameter, target))
                 self.named[f"stages.{stage.index}.{name}"] = target
                 targets.append((name, target))
+                (decayed if decays is None or decays(name, parameter) else others).append(target)
         self._expected = {i: {name for name, _ in own} for i, own in self._targets.items()}
+        groups: list[dict[str, Any]] = [{"params": decayed}]
+        if others:
+            groups.append({"params": others, "weight_decay": 0.0})
         self.adamw = torch.optim.AdamW(
-            list(self.named.values()),
+            groups if decayed else groups[1:],
             lr=lr,
             weight_decay=weight_decay,
             fused=True,
             capturable=capturable,
         )
 
-    def step(self, gradients: Gradients, *, skip: Tensor | None = None) -> None:
+    @property
+    def rate(self) -> float:
+        """The learning rate; where it is a tensor of a device, that is waited for."""
+        return float(self.adamw.param_groups[0]["lr"])
+
+    def set_rate(self, rate: float) -> None:
+        """Update with another learning rate from the next step on."""
+        for group in self.adamw.param_groups:
+            held = group["lr"]
+            if isinstance(held, Tensor):
+                held.fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def step(
+        self, gradients: Gradients, *, skip: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
         """
         Update every parameter from the gradients of one epoch.
 
@@ -80,6 +107,8 @@ class Optimizer:
             gradients: By stage and parameter name; every parameter needs one.
             skip: Scalar of float32 on the parameters' device. Where it is 1 the device leaves
                 parameters, moments and step counts as they are; no host reads it.
+            scale: Scalar of float32 on the parameters' device, which the gradients are multiplied
+                by, in place where they have their target's type.
 
         Raises:
             BackendError: A parameter has no gradient; nothing was updated.
@@ -90,6 +119,9 @@ class Optimizer:
             named = gradients[index]
             for name, target in targets:
                 target.grad = named[name].to(target.dtype)
+        if scale is not None:
+            held = [target.grad for target in self.named.values() if target.grad is not None]
+            torch._foreach_mul_(held, scale)
         self.adamw.found_inf = skip  # type: ignore[attr-defined]
         try:
             self.update()

@@ -9,7 +9,8 @@ retained work, update, next epoch). Actions are in `qeffect.gpu_runtime.execute.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 import attrs
@@ -21,6 +22,7 @@ from qeffect.contract import Contract
 from qeffect.counts import DeviceCounts
 from qeffect.engine.stage import OPTIONAL
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, StateDomain
+from qeffect.gpu_runtime.clipping import Norm
 from qeffect.gpu_runtime.execute.actions import GuardedActions
 from qeffect.gpu_runtime.execute.eager import EagerExecutor, Executor, StageMemory
 from qeffect.gpu_runtime.execute.reports import StageReports
@@ -442,7 +444,12 @@ class Runtime:
             memory.arena.start_epoch()
 
     def update(
-        self, optimizer: Optimizer, gradients: Gradients, *, caller: Hashable = "main"
+        self,
+        optimizer: Optimizer,
+        gradients: Gradients,
+        *,
+        caller: Hashable = "main",
+        norm: Norm | None = None,
     ) -> int:
         """
         Commit the epoch and run the optimizer.
@@ -454,6 +461,8 @@ class Runtime:
             optimizer: The optimizer over the same stages.
             gradients: What `finalize` returned.
             caller: Name of the calling stream; the one that `finalize` was called on.
+            norm: What the gradients' norm says: their factor, and whether the update is skipped,
+                on every rank alike. The epoch commits in any case.
 
         Returns:
             The new epoch.
@@ -469,7 +478,12 @@ class Runtime:
         try:
             epoch = self.contract.commit_epoch(caller=caller, counted=counted)
             with self.handoff.scope():
-                optimizer.step(gradients, skip=self._gate() if late else None)
+                skip = self._gate() if late else None
+                scale = None if norm is None else norm.scale(self.domain.device)
+                if norm is not None and norm.skipped:
+                    # Through the optimizer all the same: its first step makes its state.
+                    skip = torch.ones((), device=self.domain.device)
+                optimizer.step(gradients, skip=skip, scale=scale)
                 self._committed, self._before = self._before, self._committed
                 self._committed.take()
                 self.handoff.record_tail()
@@ -643,6 +657,32 @@ class Runtime:
         self._forget_gradients()
         self._committed.take()
         self.actions.broken = None
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """
+        A context between two epochs in which the backend's stages may be called directly.
+
+        For evaluation: what F moves of the numerical state is put back, and what the backend
+        counts of itself inside is no action's. It runs on the graph stream. Weight caches are the
+        caller's to refresh; the next epoch's refresh comes before its first F in any case.
+
+        Raises:
+            Refused: Something is live, in flight or unfinished; a clause of persistence.
+        """
+        self.confirm()
+        self.drain()
+        self.contract.check_checkpoint()
+        reports = [memory.reports for memory in self.memories.values()]
+        before = [report.updates() for report in reports]
+        self.handoff.wait_for_caller()
+        try:
+            with self.handoff.scope(), preserving(self.domain):
+                yield
+        finally:
+            for report, count in zip(reports, before, strict=True):
+                report.pass_over(count)
+            self.handoff.caller_waits()
 
     def close(self) -> None:
         """End the event log, if one is written."""

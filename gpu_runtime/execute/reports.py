@@ -72,6 +72,11 @@ class StageReports:
         self.take_filled()
         self._start = self.updates()
 
+    def pass_over(self, before: int) -> None:
+        """Forget what was done since the count was `before`, which no action of the kernel was."""
+        self.take_filled()
+        self._start += self.updates() - before
+
     def take_filled(self) -> tuple[str, ...] | None:
         """The matrices whose cache was filled since the last call; None without report."""
         return None if self.source.filled is None else tuple(self.source.filled())

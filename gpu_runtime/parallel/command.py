@@ -27,7 +27,7 @@ from qeffect.gpu_runtime.plan.slots import PROVISIONINGS
 from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
 
-__all__ = ["add_pipeline_arguments", "mute", "run_pipeline"]
+__all__ = ["add_pipeline_arguments", "last_word", "mute", "run_pipeline"]
 
 #: How long rank 0 has for its last word.
 _LAST_WORD_S = 5.0
@@ -95,10 +95,14 @@ def run_pipeline(args: argparse.Namespace, progress: Progress) -> Outcome:
     except (BackendError, ScheduleError, UnusableError) as error:
         mute(failed=True)
         raise UnusableError(str(error)) from error
-    cause = outcome.data.get("cause") or {}
-    # Rank 0 has no word where it is the one that is gone, or late.
-    mute(failed=outcome.exit != 0, speaker=int(cause.get("rank") == 0 and cause["kind"] in _DUMB))
+    last_word(outcome)
     return outcome
+
+
+def last_word(outcome: Outcome) -> None:
+    """Leave the word to rank 0, or to rank 1 where rank 0 is the one that is gone, or late."""
+    cause = outcome.data.get("cause") or {}
+    mute(failed=outcome.exit != 0, speaker=int(cause.get("rank") == 0 and cause["kind"] in _DUMB))
 
 
 def mute(*, failed: bool, speaker: int = 0) -> None:

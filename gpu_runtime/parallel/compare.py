@@ -146,8 +146,10 @@ def native(member: Member, job: Job, steps: int, backend: str, recording: Record
         rule=job.rule,
         recording=recording,
         reduce=_sum_over(member, job, place) if job.dp > 1 else None,
+        optimizer=job.optimizer,
     )
-    for _ in range(steps):
+    for step in range(steps):
+        job.prepare(step, run.optimizer)
         run.step()
     return run
 
@@ -163,6 +165,8 @@ def guarded(
     tagged: bool = True,
     pipeline: type[Pipeline] = Pipeline,
     repeat: bool = False,
+    clip_norm: float | None = None,
+    skip_nonfinite: bool = False,
 ) -> Worker:
     """A job's guarded pipeline, ready for its first step; every rank calls it."""
     config = RuntimeConfig(rule=job.rule, provisioning=job.provisioning, captured=captured)
@@ -174,9 +178,12 @@ def guarded(
         lambda replica: Batches(job.batch(member.device, replica), member.device, repeat=repeat),
         config,
         limits=limits,
+        optimizer=job.optimizer,
         event_log=event_log,
         tagged=tagged,
         pipeline=pipeline,
+        clip_norm=clip_norm,
+        skip_nonfinite=skip_nonfinite,
     )
     worker.heed_termination()
     return worker
@@ -217,7 +224,8 @@ def compared(
     )
     assert isinstance(worker.pipeline, Recorded)
     worker.pipeline.recording = ours
-    for _ in range(steps):
+    for step in range(steps):
+        job.prepare(step, worker.optimizer)
         worker.step()
     feed = worker.feed
     assert isinstance(feed, Batches)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
+import struct
 import sys
 import time
 from collections import Counter
@@ -118,17 +120,27 @@ class Consent:
     replicas: Replicas | None = None
     ending: bool = attrs.field(default=False, init=False)
 
-    def agree(self, epoch: int) -> None:
+    def agree(self, epoch: int, parts: Mapping[int, float] | None = None) -> list[float]:
         """
         Say yes to the update, and wait until all have, to the same.
 
+        Args:
+            epoch: The epoch that ends.
+            parts: What each stage of this rank adds to the sum of all gradients' squares, where
+                every rank says that; it travels in the same all-reduce.
+
+        Returns:
+            The parts of all stages in the model's order, the same bits on every rank; nothing where
+            none were given.
+
         Raises:
             LostError: Somebody is gone or late.
-            DisagreementError: Epochs differ, or the two ends of a channel.
+            DisagreementError: Epochs differ, or the two ends of a channel, or what two replicas
+                have for the gradients of one stage, where both are finite.
         """
         if self.world == 1:
             self.channels.commit()
-            return
+            return [] if parts is None else [parts[stage] for stage in sorted(parts)]
         if self.group is None:
             raise LostError("commit", -1, False, "the connections of this rank are closed")
         digests = self.channels.digests()
@@ -137,6 +149,12 @@ class Consent:
         for place, ends in enumerate(self.every):
             if ends in digests:
                 said[self.world + 2 * place + (self.rank != ends.source)] = digests[ends]
+        stages, replicas = self.table.num_stages, self.world // len(self.ranks)
+        words = len(said)
+        if parts is not None:
+            said += [_UNSAID] * (stages * replicas)
+            for stage, part in parts.items():
+                said[words + self.ranks[0] // len(self.ranks) * stages + stage] = _bits_of(part)
         heard = self._exchange(said)
         epochs = heard[: self.world]
         if len(set(epochs)) > 1:
@@ -145,7 +163,10 @@ class Consent:
             sent, received = heard[self.world + 2 * place : self.world + 2 * place + 2]
             if sent != received:
                 raise DisagreementError(f"the two ends of the channel from rank {ends} differ")
+        told = [_of_bits(word) for word in heard[words:]]
+        agreed = _one_of_replicas([told[r : r + stages] for r in range(0, len(told), stages)])
         self.channels.commit()
+        return agreed
 
     def _exchange(self, said: list[int]) -> list[int]:
         vector = torch.tensor(said)
@@ -329,6 +350,39 @@ class Consent:
                         to = message.stage + (-1 if message.gradient else 1)
                         return {"stage": to, "action": message.received}
         return {"stage": None, "action": v["awaits"]}
+
+
+def _bits_of(part: float) -> int:
+    """A sum of squares as a word that is not negative, whatever NaN it is."""
+    held = math.nan if math.isnan(part) else abs(part)
+    return int.from_bytes(struct.pack(">d", held), "big")
+
+
+def _of_bits(word: int) -> float:
+    found: float = struct.unpack(">d", word.to_bytes(8, "big", signed=True))[0]
+    return found
+
+
+def _one_of_replicas(told: Sequence[Sequence[float]]) -> list[float]:
+    """
+    What all replicas say of each stage; what one alone has that is not finite is said by all.
+
+    Raises:
+        DisagreementError: Two have different finite sums: what was reduced is not the same.
+    """
+    if not told:
+        return []
+    agreed = list(told[0])
+    for replica, parts in enumerate(told):
+        for stage, part in enumerate(parts):
+            if not math.isfinite(part):
+                agreed[stage] = part
+            elif math.isfinite(agreed[stage]) and part != agreed[stage]:
+                raise DisagreementError(
+                    f"the reduced gradients of stage {stage} have squares that add up to {part!r} "
+                    f"in replica {replica}, and to {agreed[stage]!r} in the others"
+                )
+    return agreed
 
 
 def _first(said: Mapping[int, dict[str, Any]], v: Mapping[str, Any]) -> int:

@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import attrs
+import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.clipping import Clipping, Norm, square_sums
 from qeffect.gpu_runtime.memory.slots import fill
 from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
 from qeffect.gpu_runtime.parallel.channels import Channels, Message, Transfer
@@ -100,6 +102,8 @@ class Pipeline:
         feed: Data in, losses out.
         ranks: Global rank of each of the table's ranks, in this replica.
         consent: The verdict of all ranks; None lets errors pass as they are, for one rank alone.
+        clipping: What an update does with the norm of all gradients; the same on every rank. The
+            host then waits for them before the commit, as it has to say their norm.
 
     Raises:
         BackendError: The runtime is of another row, or a stage cannot be part of a pipeline.
@@ -113,6 +117,7 @@ class Pipeline:
         feed: Feed,
         ranks: Sequence[int],
         consent: Consent | None = None,
+        clipping: Clipping | None = None,
     ) -> None:
         if runtime.row is not row:
             raise BackendError(
@@ -124,6 +129,8 @@ class Pipeline:
         self.feed = feed
         self.ranks = tuple(ranks)
         self.consent = consent
+        self.clipping = clipping or Clipping()
+        self.norm: Norm | None = None  # of the last step, where one is asked for
         self.position = 0
         self.launched = False  # whether messages are posted by a graph
         self.passages = self._passages()
@@ -198,17 +205,28 @@ class Pipeline:
                 late = self.runtime.config.late_counts
                 counted = self.runtime.counts_now() if late else self.runtime.device_counts()
                 self.runtime.contract.check_commit(caller="main", counted=counted)
-                if self.consent is not None:
-                    self.consent.agree(epoch)
-                else:
-                    self.channels.commit()
-                self.runtime.update(optimizer, gradients)
+                norm = self._agree(epoch, gradients)
+                self.runtime.update(optimizer, gradients, norm=norm)
+                self.norm = norm
         except Exception as error:
             if self.consent is None:
                 raise
             raise self._stopped(error, epoch) from None
         handoff.caller_waits()
         return gradients
+
+    def _agree(self, epoch: int, gradients: Gradients) -> Norm | None:
+        """Every rank's consent, and beside it the norm of all their gradients where one is used."""
+        parts = None
+        if self.clipping:
+            sums = square_sums(gradients)
+            parts = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+        if self.consent is not None:
+            agreed = self.consent.agree(epoch, parts)
+        else:
+            self.channels.commit()
+            agreed = [parts[stage] for stage in sorted(parts)] if parts else []
+        return None if parts is None else Norm.of(agreed, self.clipping)
 
     def actions(self) -> None:
         """Every action and message of the row, in the table's order."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, TensorSpec
 from qeffect.gpu_runtime.memory.arena import Rule
+from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.plan.slots import Provisioning
 from qeffect.schedule.actions import Schedule
 from qeffect.schedule.tables import read_table
@@ -142,6 +143,27 @@ class Job:
                 "seed": self.seed + index,
             }
 
+        return self.built(indices, device, backend, options, fuse=fuse)
+
+    def built(
+        self,
+        indices: Sequence[int],
+        device: torch.device,
+        backend: str,
+        options: Callable[[int], dict[str, object]],
+        *,
+        fuse: bool | None = None,
+    ) -> list[StageBackend]:
+        """
+        Stages of a backend in a state domain of their own.
+
+        Args:
+            indices: Which stages.
+            device: Where they live.
+            backend: `reference` or `transformer-engine`.
+            options: What both backends' stages are made with, by index.
+            fuse: Whether the library accumulates into `main_grad` itself; None lets it choose.
+        """
         if backend == "reference":
             from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 
@@ -165,6 +187,13 @@ class Job:
             )
             for n in indices
         ]
+
+    def optimizer(self, stages: list[StageBackend]) -> Optimizer:
+        """The optimizer over a rank's stages."""
+        return Optimizer(stages)
+
+    def prepare(self, step: int, optimizer: Optimizer) -> None:
+        """What a step changes of the optimizer before it runs: nothing here."""
 
     def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
         """A microbatch's share of the loss; shares of microbatches and replicas add up to it."""

@@ -110,6 +110,7 @@ class NativePipeline:
         dtype: Type of accumulated gradients.
         recording: Where to record, or None.
         reduce: What is done to the gradients of all stages before the update.
+        optimizer: Makes the optimizer over the stages.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class NativePipeline:
         dtype: torch.dtype = torch.bfloat16,
         recording: Recording | None = None,
         reduce: Callable[[Gradients], None] | None = None,
+        optimizer: Callable[[list[StageBackend]], Optimizer] = Optimizer,
     ) -> None:
         self.stages, self.batch, self.microbatches = list(stages), batch, microbatches
         self.recording, self.reduce = recording, reduce
@@ -144,15 +146,14 @@ class NativePipeline:
         with preserving(self.domain):
             for stage in stages:
                 stage.warm()
-        example = torch.zeros_like(batch(0, 0)[0])
         self.piped = [
             _Stage(
                 self,
                 stage,
                 num_stages=num_stages,
-                device=example.device,
-                input_args=example.clone().requires_grad_(stage.index > 0),
-                output_args=example.clone().requires_grad_(),
+                device=self.domain.device,
+                input_args=stage.inputs[0].buffer(),
+                output_args=stage.outputs[0].buffer(),
                 group=group,
             )
             for stage in stages
@@ -165,7 +166,7 @@ class NativePipeline:
             loss_fn=loss,
             scale_grads=False,
         )
-        self.optimizer = Optimizer(self.stages)
+        self.optimizer = optimizer(self.stages)
         self.losses: list[list[float]] = []
 
     def note(

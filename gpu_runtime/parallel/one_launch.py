@@ -33,10 +33,12 @@ from torch import Tensor
 
 from qeffect.counts import MULTIPLIER, DeviceCounts, wrap
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
+from qeffect.gpu_runtime.clipping import DeviceNorm, Norm, square_sums
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor, no_collection
 from qeffect.gpu_runtime.execute.nested import obstacle
 from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.memory.slots import fill
+from qeffect.gpu_runtime.optimizer import Gradients
 from qeffect.gpu_runtime.parallel.channels import LostError, end_group, transport_of
 from qeffect.gpu_runtime.parallel.consent import DisagreementError, StoppedError
 from qeffect.gpu_runtime.parallel.executor import Feed, Passage
@@ -211,8 +213,8 @@ class OneLaunch:
             try:
                 pipeline.actions()
                 gradients = pipeline.finalize()
-                skip = self._gate.capture()
-                self.worker.optimizer.step(gradients, skip=skip)
+                skip = self._gate.capture(gradients)
+                self.worker.optimizer.step(gradients, skip=skip, scale=self._gate.scale)
             except BaseException:
                 with suppress(RuntimeError):  # what ended the capture is to be told, not this
                     graph.capture_end()
@@ -254,6 +256,17 @@ class OneLaunch:
             if time.monotonic() > until:
                 raise LostError("commit", -1, True, "the launched step did not end")
             time.sleep(_POLL_S)
+
+    @property
+    def norm(self) -> Norm | None:
+        """
+        The norm of the last step's gradients, where it is clipped or looked at.
+
+        Waits for the device.
+        """
+        if self._gate.norm is None or self.graph is None:
+            return self.worker.norm
+        return self._gate.norm.read()
 
     def leave(self) -> None:
         """
@@ -358,28 +371,63 @@ class _Gate:
         self.wanted, self.factors, self.terms = (torch.zeros_like(values) for _ in range(3))
         self.own = torch.zeros(1, device=device)
         self.heard = torch.ones(self.world, device=device)
+        self.norm: DeviceNorm | None = None
+        if worker.clipping:
+            self.norm = DeviceNorm.on(device, worker.clipping)
+            # A rank's word, then what each stage of the model adds to the squares; 0 where it is
+            # another rank's.
+            width = 1 + worker.table.num_stages
+            self.row = torch.zeros(width, dtype=torch.float64, device=device)
+            self.rows = torch.ones(self.world, width, dtype=torch.float64, device=device)
         self.skip = torch.ones((), device=device)
         self.number = torch.zeros((), dtype=torch.int64, device=device)
         row = 1 + values.numel() + self.world
-        self.ring = torch.full((ROWS, row), -1, dtype=torch.int64, pin_memory=True)
+        pinned = device.type == "cuda"
+        self.ring = torch.full((ROWS, row), -1, dtype=torch.int64, pin_memory=pinned)
         self.read_steps = 0
         self.open = True
 
-    def capture(self) -> Tensor:
-        """The comparison, every rank's word, and whether the update is skipped."""
+    @property
+    def scale(self) -> Tensor | None:
+        """What the gradients are multiplied by; None where they are not clipped."""
+        if self.norm is None or self.norm.clipping.max_norm is None:
+            return None
+        return self.norm.factor
+
+    def capture(self, gradients: Gradients | None) -> Tensor:
+        """
+        The comparison, every rank's word, and whether the update is skipped.
+
+        Args:
+            gradients: Of this rank's stages, whose norm is looked at; None where there are none.
+        """
         self.kernels.compare(self.values, self.wanted, self.factors, self.terms, self.own)
-        # A word that does not come is no yes: what is gathered stands where a no stood before.
-        self.heard.fill_(1.0)
-        if self.group is None:
-            self.heard.copy_(self.own)
+        if self.norm is None:
+            self._gather(self.heard, self.own)
         else:
-            dist.all_gather_into_tensor(self.heard, self.own, group=self.group)
+            self.row[:1].copy_(self.own)
+            for stage, part in square_sums(gradients or {}).items():
+                self.row[1 + stage].copy_(part)
+            self._gather(self.rows, self.row)
+            self.heard.copy_(self.rows[:, 0])
         self.kernels.publish(self.values, self.heard, self.skip, self.ring, self.number)
+        if self.norm is not None:
+            # One rank has a stage, the others have 0 there: this sum is exact.
+            self.norm.take(self.rows[:, 1:].sum(0))
+            self.skip.copy_(torch.maximum(self.skip, self.norm.skip))
         return self.skip
+
+    def _gather(self, into: Tensor, own: Tensor) -> None:
+        # A word that does not come is no yes: what is gathered stands where a no stood before.
+        into.fill_(1.0)
+        if self.group is None:
+            into.copy_(own)
+        else:
+            dist.all_gather_into_tensor(into, own, group=self.group)
 
     def warm(self) -> None:
         """Once outside of a capture, which can load no kernel and begin no communicator."""
-        self.capture()
+        self.capture(None)
         torch.cuda.synchronize()
 
     def begin(self, before: DeviceCounts, after: DeviceCounts) -> None:

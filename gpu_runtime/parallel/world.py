@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.clipping import Clipping, Norm
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.channels import Channels, channels_of, end_group, transport_of
 from qeffect.gpu_runtime.parallel.consent import Consent, StoppedError, TerminatedError
@@ -148,11 +149,19 @@ class Worker:
         event_log: Where this rank's event log goes, as for `Runtime`.
         tagged: Whether messages are tagged where the transport knows tags.
         pipeline: The class of pipeline; a subclass may record.
+        clip_norm: Multiply all gradients by one factor, on every rank the same, so that the norm of
+            all ranks' together is no more than this; None leaves them.
+        skip_nonfinite: Skip the update on every rank where that norm is not finite; the epoch
+            commits, weights and optimizer stay (`qeffect.gpu_runtime.clipping`).
+        mean: Divide gradients by the number of replicas once they are summed. Without it they are
+            the sum, which is right where each loss is a share of the whole.
+        together: Whether the gradients of a bucket are reduced in one call; None where that moves
+            no bit (`qeffect.gpu_runtime.parallel.reduction`).
 
     Raises:
         ScheduleError: The table is refused; no rank has begun.
-        BackendError: The world has another size, a stage cannot be built on some rank, or two
-            stages do not meet.
+        BackendError: The world has another size, a stage cannot be built on some rank, two stages
+            do not meet, or the ranks were given different limits of the norm.
     """
 
     def __init__(
@@ -169,8 +178,14 @@ class Worker:
         event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
         tagged: bool = True,
         pipeline: type[Pipeline] = Pipeline,
+        clip_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        mean: bool = False,
+        together: bool | None = None,
     ) -> None:
         self.member, self.limits = member, limits or Limits()
+        self.mean, self.together = mean, together
+        self.clipping = Clipping(max_norm=clip_norm, skip_nonfinite=skip_nonfinite)
         config = config or RuntimeConfig()
         table = walked(schedule, config.provisioning)
         if table.num_ranks != pp:
@@ -201,12 +216,25 @@ class Worker:
             ends = [a.stage for a in self.row.atoms if a.kind is Kind.REDUCE_GRAD]
             if sorted(ends) == list(self.row.stages):
                 config = attrs.evolve(config, reductions=tuple(ends))
+        self._require_one_end()
         self.runtime = self._runtime(build, config, event_log)
         self.optimizer = optimizer(list(self.runtime.stages.values()))
         self._pipeline = pipeline
         self.attempt, self.name = 0, next(_WORKERS)
         self._stepping = False
         self.pipeline = self._connect()
+
+    def _require_one_end(self) -> None:
+        """Refuse ranks that would do different things with their gradients."""
+        names = "clip_norm", "skip_nonfinite", "mean", "together"
+        own = (*attrs.astuple(self.clipping), self.mean, self.together)
+        for rank, words in enumerate(said := gathered(self.member, own)):
+            for name, word, first in zip(names, words, said[0], strict=True):
+                if word != first:
+                    raise BackendError(
+                        f"{name} is {first} on rank 0 and {word} on rank {rank}; give every rank "
+                        "the same"
+                    )
 
     def _runtime(
         self,
@@ -263,7 +291,13 @@ class Worker:
             group = dist.new_group(ranks, backend=transport_of(member.device), timeout=limit)
             own = group if member.rank in ranks else own
             del group
-        return Replicas(own, host=host, deadline=self.limits.message)
+        return Replicas(
+            own,
+            host=host,
+            deadline=self.limits.message,
+            mean=self.mean,
+            together=self.together,
+        )
 
     def _connect(self) -> Pipeline:
         member, limits = self.member, self.limits
@@ -290,7 +324,14 @@ class Worker:
             grace=limits.grace,
             replicas=self._replicas,
         )
-        return self._pipeline(self.runtime, self.row, channels, self.feed, self.ranks, self.consent)
+        return self._pipeline(
+            self.runtime, self.row, channels, self.feed, self.ranks, self.consent, self.clipping
+        )
+
+    @property
+    def norm(self) -> Norm | None:
+        """The norm of the last step's gradients, where it is clipped or looked at."""
+        return self.pipeline.norm
 
     def step(self) -> None:
         """

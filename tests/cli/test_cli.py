@@ -61,6 +61,7 @@ OPTIONS = {
         *("--backend", "--eager", "--rule", "--provisioning", "--compare", "--event-logs"),
         *("--layers", "--hidden", "--ffn", "--heads", "--sequence"),
     },
+    "runtime train": {"config", "--device", "--steps", "--compare", "--out", "--commit"},
     "runtime bench": {
         *("table", "--cells", "--columns", "--microbatches", "--rank", "--rounds", "--steps"),
         *("--growth-steps", "--history", "--quick", "--device", "--no-profile", *REPORT),

@@ -175,8 +175,10 @@ class _Product(torch.autograd.Function):
         ctx.rolls, state.first = state.first, False
         # As the library: sampled now, although the gradient is computed much later.
         ctx.overwrite = getattr(call.weights[0], "overwrite_main_grad", False)
-        bias = torch.cat(parameters[len(parameters) // 2 :])
-        return product(quantized, call.workspace.cached, b_t=True).add_(bias).to(x.dtype)
+        made = product(quantized, call.workspace.cached, b_t=True)
+        if call.biases:
+            made.add_(torch.cat(parameters[len(call.weights) :]))
+        return made.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -209,7 +211,7 @@ class _Product(torch.autograd.Function):
                 weights = torch.split(dw, sizes)
         if ctx.rolls:
             FP8GlobalStateManager.roll(forward=False)
-        return dx, None, *weights, *torch.split(db, sizes)
+        return dx, None, *weights, *(torch.split(db, sizes) if call.biases else ())
 
 
 class Call:
@@ -218,7 +220,7 @@ class Call:
     def __init__(self, module: FP8Module, names: Sequence[str], slot: str, index: int) -> None:
         self.module, self.index = module, index
         self.weights = [getattr(module, f"{name}weight") for name in names]
-        self.biases = [getattr(module, f"{name}bias") for name in names]
+        self.biases = [getattr(module, f"{name}bias") for name in names if module.biased]
         self.forward_meta: Meta = module.fp8_meta["scaling_fwd"]
         self.backward_meta: Meta = module.fp8_meta["scaling_bwd"]
         self.first = module.is_first
@@ -242,8 +244,11 @@ class FP8Module(torch.nn.Module):
     tp_size = 1
     primary_weights_in_fp8 = False
 
-    def __init__(self, pieces: dict[str, tuple[int, int]], norm: int | None, fuse: bool) -> None:
+    def __init__(
+        self, pieces: dict[str, tuple[int, int]], norm: int | None, fuse: bool, bias: bool = True
+    ) -> None:
         super().__init__()
+        self.biased = bias
         self.fp8_meta: dict[str, Any] = {}
         self._fp8_workspaces: dict[str, Workspace] = {}
         self.wgrad_store = WeightGradStore()
@@ -253,8 +258,9 @@ class FP8Module(torch.nn.Module):
         for name, (rows, width) in pieces.items():
             weight = (torch.randn(rows, width) * 0.02).bfloat16()
             self.register_parameter(f"{name}weight", torch.nn.Parameter(weight))
-            bias = torch.zeros(rows).bfloat16()
-            self.register_parameter(f"{name}bias", torch.nn.Parameter(bias))
+            if bias:
+                zeros = torch.zeros(rows).bfloat16()
+                self.register_parameter(f"{name}bias", torch.nn.Parameter(zeros))
         if norm is not None:
             self.layer_norm_weight = torch.nn.Parameter(torch.ones(norm).bfloat16())
             self.layer_norm_bias = torch.nn.Parameter(torch.zeros(norm).bfloat16())
@@ -291,6 +297,27 @@ class LayerNormLinear(FP8Module):
         """F."""
         self.begin(first, 1)
         return Call(self, list(self.pieces), "weight", 0)(self.norm(x))
+
+
+class Head(LayerNormLinear):
+    """The library's own `LayerNormLinear`, as it is made by whoever needs one alone."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        params_dtype: torch.dtype,
+        fuse_wgrad_accumulation: bool,
+        device: torch.device,
+    ) -> None:
+        pieces = {"": (out_features, in_features)}
+        super().__init__(pieces, in_features, fuse_wgrad_accumulation, bias)
+
+    def forward(self, x: Tensor, is_first_microbatch: bool) -> Tensor:
+        """F."""
+        return super().forward(x, is_first_microbatch)
 
 
 class Linear(FP8Module):
@@ -428,7 +455,7 @@ def modules(version: str = VERSION) -> dict[str, types.ModuleType]:
             setattr(made[parent], child, module)
     made["transformer_engine"].__version__ = version
     te = made["transformer_engine.pytorch"]
-    te.TransformerLayer, te.autocast = TransformerLayer, autocast
+    te.TransformerLayer, te.LayerNormLinear, te.autocast = TransformerLayer, Head, autocast
     graphs.asked.clear()
     te.make_graphed_callables = graphs.of(version)
     recipe = made["transformer_engine.common.recipe"]

@@ -1,4 +1,4 @@
-"""A pre-norm causal transformer layer over `ScaledLinear`, with fused or split QKV."""
+"""A pre-norm causal transformer layer over `ScaledLinear`, with fused or split QKV, and a head."""
 
 from __future__ import annotations
 
@@ -78,3 +78,54 @@ class ReferenceLayer(torch.nn.Module):
         else:
             mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return mixed.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
+
+
+class ReferenceHead(torch.nn.Module):
+    """Final norm and the product over the vocabulary, with scaling state of its own."""
+
+    def __init__(
+        self,
+        config: LayerConfig,
+        vocabulary: int,
+        domain: ReferenceDomain,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__()
+        self.name = "head"
+        self.forward_scaling = domain.scaling(forward=True, tensors=2)
+        self.backward_scaling = domain.scaling(forward=False, tensors=1)
+        self.norm = torch.nn.LayerNorm(config.hidden, device=domain.device, dtype=config.dtype)
+        self.linear = ScaledLinear(
+            "head",
+            {"": vocabulary},
+            config.hidden,
+            domain,
+            (self.forward_scaling, self.backward_scaling),
+            0,
+            config.dtype,
+            generator,
+            bias=False,
+        )
+
+    @property
+    def linears(self) -> tuple[ScaledLinear, ...]:
+        """The one product."""
+        return (self.linear,)
+
+    @property
+    def units(self) -> tuple[WgradUnit, ...]:
+        """The one unit."""
+        return (self.linear.unit,)
+
+    def non_matrix(self) -> tuple[NonMatrix, ...]:
+        """The norm's weight and bias."""
+        return tuple(
+            NonMatrix(f"{self.name}.{name}", parameter)
+            for name, parameter in self.named_parameters()
+            if parameter.dim() == 1
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of hidden states."""
+        result: Tensor = self.linear(self.norm(x))
+        return result

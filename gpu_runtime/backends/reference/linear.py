@@ -51,6 +51,7 @@ class ScaledLinear(torch.nn.Module):
         scaling: Forward and backward state of its layer.
         first_index: Index of its input in the forward state; its weight is the next one, and its
             output gradient is at half of it in the backward state.
+        bias: Whether it has one.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class ScaledLinear(torch.nn.Module):
         first_index: int,
         dtype: torch.dtype,
         generator: torch.Generator,
+        *,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.domain = domain
@@ -76,13 +79,14 @@ class ScaledLinear(torch.nn.Module):
             stop = start + size
             weight = torch.nn.Parameter(stacked[start:stop].to(device, dtype))
             self.register_parameter(f"{piece}weight", weight)
-            self.register_parameter(
-                f"{piece}bias", torch.nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
-            )
+            if bias:
+                zeros = torch.zeros(size, device=device, dtype=dtype)
+                self.register_parameter(f"{piece}bias", torch.nn.Parameter(zeros))
             rows.append(Matrix(f"{name}.{piece}weight", weight, start, stop))
             start = stop
         self.unit = WgradUnit(name, tuple(rows))
         self.pieces = tuple(sizes)
+        self.biased = bias
         self.cache = Quantized(
             torch.zeros(start, width, device=device, dtype=self.scaling_forward.dtype),
             torch.ones((), device=device),
@@ -118,8 +122,9 @@ class ScaledLinear(torch.nn.Module):
 
     @property
     def biases(self) -> tuple[torch.nn.Parameter, ...]:
-        """The stacked biases."""
-        return tuple(self.get_parameter(f"{piece}bias") for piece in self.pieces)
+        """The stacked biases, or none."""
+        pieces = self.pieces if self.biased else ()
+        return tuple(self.get_parameter(f"{piece}bias") for piece in pieces)
 
     def refresh(self) -> None:
         """Quantize the weight into the cache, in place; its amax joins the open interval."""
@@ -156,11 +161,13 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         quantized = linear.scaling_forward.quantize(x, linear.index)
         ctx.at = linear.quantized_at = linear.domain.rolls
-        bias = torch.cat(parameters[len(parameters) // 2 :])
         ctx.kept = (quantized, linear, linear.store, linear.overwrite)
         ctx.rolls = linear.domain.claim_first()
         ctx.dtype = x.dtype
-        return product(quantized, linear.cache, b_t=True).add_(bias).to(x.dtype)
+        result = product(quantized, linear.cache, b_t=True)
+        if linear.biased:
+            result.add_(torch.cat(parameters[len(linear.pieces) :]))
+        return result.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -172,9 +179,11 @@ class _Product(torch.autograd.Function):
         if live:  # what dW retains is as it was read here
             quantized = Quantized(quantized.data, quantized.scale_inv.clone())
         dx = product(wanted, linear.cache).to(ctx.dtype) if ctx.needs_input_grad[0] else None
-        db = gradient.float().sum(0).to(ctx.dtype)
-        biases = tuple(db[m.start : m.stop] for m in linear.unit.matrices)
-        weights: tuple[Tensor | None, ...] = (None,) * len(biases)
+        biases: tuple[Tensor, ...] = ()
+        if linear.biased:
+            db = gradient.float().sum(0).to(ctx.dtype)
+            biases = tuple(db[m.start : m.stop] for m in linear.unit.matrices)
+        weights: tuple[Tensor | None, ...] = (None,) * len(linear.pieces)
         if store is not None:
             store.append((linear, (wanted, quantized)))
         else:

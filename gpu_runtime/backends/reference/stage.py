@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from qeffect.gpu_runtime.backends.ends import Ends, TokenEmbedding, drawn, stage_ends
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import (
     RELATIONS,
@@ -28,7 +29,7 @@ from qeffect.gpu_runtime.backends.protocol import (
     WgradUnit,
     module_probe,
 )
-from qeffect.gpu_runtime.backends.reference.layer import ReferenceLayer
+from qeffect.gpu_runtime.backends.reference.layer import ReferenceHead, ReferenceLayer
 from qeffect.gpu_runtime.backends.reference.linear import (
     ScaledLinear,
     Store,
@@ -50,9 +51,11 @@ class ReferenceStage(torch.nn.Module):
         config: Dimensions of every layer.
         num_layers: Layers in the stage.
         first: Whether the stage takes data, so that it has no input gradient.
-        loss: On a last stage, maps the hidden states and the stage's further inputs to a scalar.
+        loss: On a last stage, maps the hidden states, or the logits where the stage has a head,
+            and the stage's further inputs to a scalar.
         extra_inputs: The further inputs that `loss` takes (targets).
         seed: Seed of the initial parameters, drawn on the CPU so that devices agree.
+        ends: Which ends of a language model the stage has; None for a stage of layers alone.
     """
 
     relations = frozenset(RELATIONS)
@@ -69,6 +72,7 @@ class ReferenceStage(torch.nn.Module):
         loss: Loss | None = None,
         extra_inputs: Sequence[TensorSpec] = (),
         seed: int = 0,
+        ends: Ends | None = None,
     ) -> None:
         super().__init__()
         self.index = index
@@ -77,27 +81,37 @@ class ReferenceStage(torch.nn.Module):
         self.loss = loss
         domain.join(self)
         generator = torch.Generator().manual_seed(seed)
-        self.layers = torch.nn.ModuleList(
-            ReferenceLayer(f"layers.{n}", config, domain, generator) for n in range(num_layers)
-        )
-        hidden = config.activation(domain.device, differentiable=not first)
-        self.inputs: tuple[TensorSpec, ...] = (hidden, *extra_inputs)
-        self.outputs: tuple[TensorSpec, ...] = (
-            (config.activation(domain.device),)
-            if loss is None
-            else (TensorSpec((), torch.float32, domain.device),)
+        self.embedding: TokenEmbedding | None = None
+        if ends is not None and ends.embedding:
+            self.embedding = TokenEmbedding(config, ends.vocabulary, domain.device, drawn(seed, 0))
+        layers = []
+        for n in range(num_layers):
+            if ends is not None:
+                generator.manual_seed(drawn(seed, 2 + ends.first_layer + n))
+            layers.append(ReferenceLayer(f"layers.{n}", config, domain, generator))
+        self.layers = torch.nn.ModuleList(layers)
+        self.head: ReferenceHead | None = None
+        if ends is not None and ends.head:
+            generator.manual_seed(drawn(seed, 1))
+            self.head = ReferenceHead(config, ends.vocabulary, domain, generator)
+        self.inputs, self.outputs = stage_ends(
+            config, domain.device, ends, first=first, loss=loss is not None, extra=extra_inputs
         )
         self.units: tuple[WgradUnit, ...] = tuple(u for layer in self._layers for u in layer.units)
-        self.non_matrix: tuple[NonMatrix, ...] = tuple(
-            p for layer in self._layers for p in layer.non_matrix()
+        embedded = () if self.embedding is None else self.embedding.named_parameters()
+        self.non_matrix: tuple[NonMatrix, ...] = (
+            *(NonMatrix(f"embedding.{name}", parameter) for name, parameter in embedded),
+            *(p for layer in self._layers for p in layer.non_matrix()),
         )
         self._direct = [p.parameter for p in self.non_matrix]
         self._matrices = [m.parameter for unit in self.units for m in unit.matrices]
         self._refreshed_at: list[int] | None = None
 
     @property
-    def _layers(self) -> tuple[ReferenceLayer, ...]:
-        return tuple(layer for layer in self.layers if isinstance(layer, ReferenceLayer))
+    def _layers(self) -> tuple[ReferenceLayer | ReferenceHead, ...]:
+        """What has products and scaling state, in the order of F."""
+        layers = tuple(layer for layer in self.layers if isinstance(layer, ReferenceLayer))
+        return layers if self.head is None else (*layers, self.head)
 
     @property
     def linears(self) -> tuple[ScaledLinear, ...]:
@@ -142,7 +156,9 @@ class ReferenceStage(torch.nn.Module):
     def _run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         hidden, *extra = inputs
         with self.domain.forward_interval():
-            for layer in self.layers:
+            if self.embedding is not None:
+                hidden = self.embedding(hidden)
+            for layer in self._layers:
                 hidden = layer(hidden)
         return (hidden,) if self.loss is None else (self.loss(hidden, *extra),)
 

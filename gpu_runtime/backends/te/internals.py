@@ -26,6 +26,7 @@ __all__ = [
     "Imported",
     "Member",
     "missing_imports",
+    "missing_in_head",
     "missing_members",
     "missing_state",
 ]
@@ -96,6 +97,11 @@ IMPORTED = (
             "fuse_wgrad_accumulation",
             "device",
         ),
+    ),
+    Imported(
+        _PYTORCH,
+        "LayerNormLinear",
+        ("bias", "params_dtype", "fuse_wgrad_accumulation", "device"),
     ),
     Imported(_PYTORCH, "autocast", ("enabled", "recipe")),
     Imported(
@@ -202,6 +208,12 @@ def missing_members(layer: torch.nn.Module) -> list[str]:
             if path in held and not hasattr(held[path], member.name)
         ]
     return found
+
+
+def missing_in_head(head: torch.nn.Module) -> list[str]:
+    """Attributes that a new `LayerNormLinear` lacks, which stands alone behind the layers."""
+    wanted = [member.name for member in LAYER if _LINEAR[0] in member.paths]
+    return [f"LayerNormLinear.{name}" for name in wanted if not hasattr(head, name)]
 
 
 def missing_state(layer: torch.nn.Module, *, delayed: bool) -> list[str]:

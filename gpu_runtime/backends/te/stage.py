@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qeffect.gpu_runtime.backends.ends import Ends, TokenEmbedding, drawn, stage_ends
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import (
     RELATIONS,
@@ -37,7 +38,13 @@ from qeffect.gpu_runtime.backends.te.domain import (
     refuse_missing,
     reset_process,
 )
-from qeffect.gpu_runtime.backends.te.internals import STATE, STORES, missing_members, missing_state
+from qeffect.gpu_runtime.backends.te.internals import (
+    STATE,
+    STORES,
+    missing_in_head,
+    missing_members,
+    missing_state,
+)
 
 _DIRECTIONS = (("forward", "scaling_fwd"), ("backward", "scaling_bwd"))
 
@@ -54,9 +61,12 @@ class TransformerEngineStage:
         fuse_wgrad_accumulation: Give destinations to the library as `main_grad` at dI. Fused QKV
             only; without it they are bound at dW, as split QKV needs.
         first: Whether the stage takes data, so that it has no input gradient.
-        loss: On a last stage, maps the hidden states and the stage's further inputs to a scalar.
+        loss: On a last stage, maps the hidden states, or the logits where the stage has a head,
+            and the stage's further inputs to a scalar.
         extra_inputs: The further inputs that `loss` takes (targets).
         seed: Seed of the initial parameters.
+        ends: Which ends of a language model the stage has; None for a stage of layers alone. The
+            head, with the final norm, is one `LayerNormLinear` of the library.
 
     Raises:
         BackendError: Split QKV was asked to fuse its accumulation, which the library refuses; or
@@ -77,6 +87,7 @@ class TransformerEngineStage:
         loss: Callable[..., Tensor] | None = None,
         extra_inputs: Sequence[TensorSpec] = (),
         seed: int = 0,
+        ends: Ends | None = None,
     ) -> None:
         fuse = config.fused_qkv if fuse_wgrad_accumulation is None else fuse_wgrad_accumulation
         if fuse and not config.fused_qkv:
@@ -92,29 +103,34 @@ class TransformerEngineStage:
         self.loss = loss
         domain.join(self)
         torch.manual_seed(seed)
-        self.layers = torch.nn.ModuleList(
-            self._lib.te.TransformerLayer(
+        # One tree of all modules: names, parameters, caches and FP8 state are read from it.
+        self.root = torch.nn.Module()
+        self.embedding: TokenEmbedding | None = None
+        if ends is not None and ends.embedding:
+            self.embedding = self.root.embedding = TokenEmbedding(
+                config, ends.vocabulary, domain.device, drawn(seed, 0)
+            )
+        layers = []
+        for n in range(num_layers):
+            if ends is not None:
+                torch.manual_seed(drawn(seed, 2 + ends.first_layer + n))
+            layers.append(self._layer(n, fuse))
+        self.layers = self.root.layers = torch.nn.ModuleList(layers)
+        self.head: Any = None
+        if ends is not None and ends.head:
+            torch.manual_seed(drawn(seed, 1))
+            self.head = self.root.head = self._lib.te.LayerNormLinear(
                 config.hidden,
-                config.ffn,
-                config.heads,
-                layer_number=n + 1,
-                self_attn_mask_type="causal",
-                hidden_dropout=0.0,
-                attention_dropout=0.0,
+                ends.vocabulary,
+                bias=False,
                 params_dtype=config.dtype,
-                fuse_qkv_params=config.fused_qkv,
                 fuse_wgrad_accumulation=fuse,
                 device=domain.device,
             )
-            for n in range(num_layers)
-        )
+            refuse_missing(self._lib.version, missing_in_head(self.head))
         refuse_missing(self._lib.version, missing_members(self.layers[0]))
-        hidden = config.activation(domain.device, differentiable=not first)
-        self.inputs: tuple[TensorSpec, ...] = (hidden, *extra_inputs)
-        self.outputs: tuple[TensorSpec, ...] = (
-            (config.activation(domain.device),)
-            if loss is None
-            else (TensorSpec((), torch.float32, domain.device),)
+        self.inputs, self.outputs = stage_ends(
+            config, domain.device, ends, first=first, loss=loss is not None, extra=extra_inputs
         )
         self._holders: list[torch.nn.Module] = []
         self._queued: list[tuple[WgradUnit, ...]] = []
@@ -125,16 +141,36 @@ class TransformerEngineStage:
                 self._queued.append(
                     tuple(_unit(f"layers.{n}.{path}", module, part) for part in parts)
                 )
+        if self.head is not None:
+            self._holders.append(self.head)
+            self._queued.append((_unit("head", self.head, "head"),))
         self.units: tuple[WgradUnit, ...] = tuple(u for units in self._queued for u in units)
         deferred_names = {m.name for unit in self.units for m in unit.matrices}
         self.non_matrix: tuple[NonMatrix, ...] = tuple(
-            NonMatrix(f"layers.{name}", parameter)
-            for name, parameter in self.layers.named_parameters()
-            if f"layers.{name}" not in deferred_names
+            NonMatrix(name, parameter)
+            for name, parameter in self.root.named_parameters()
+            if name not in deferred_names
         )
         self._direct = [p.parameter for p in self.non_matrix]
         self._off = tuple(self._lib.WeightGradStore(False) for _ in self._holders)
         self._refreshed_at: tuple[int, ...] | None = None
+
+    def _layer(self, n: int, fuse: bool) -> torch.nn.Module:
+        config = self.config
+        layer: torch.nn.Module = self._lib.te.TransformerLayer(
+            config.hidden,
+            config.ffn,
+            config.heads,
+            layer_number=n + 1,
+            self_attn_mask_type="causal",
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            params_dtype=config.dtype,
+            fuse_qkv_params=config.fused_qkv,
+            fuse_wgrad_accumulation=fuse,
+            device=self.domain.device,
+        )
+        return layer
 
     @property
     def relations(self) -> frozenset[str]:
@@ -152,9 +188,9 @@ class TransformerEngineStage:
 
     def fp8_modules(self) -> Iterator[tuple[str, Any]]:
         """Modules that hold FP8 state, once they are warm."""
-        for name, module in self.layers.named_modules():
+        for name, module in self.root.named_modules():
             if getattr(module, "fp8_meta", None):
-                yield f"layers.{name}", module
+                yield name, module
 
     def new_tape(self, slot: int) -> Tape:
         """A tape with stores of its own."""
@@ -166,9 +202,13 @@ class TransformerEngineStage:
 
     def _run(self, inputs: Sequence[Tensor], *, first: bool) -> tuple[Tensor, ...]:
         hidden, *extra = inputs
+        if self.embedding is not None:
+            hidden = self.embedding(hidden)
         with self.domain.autocast():
             for layer in self.layers:
                 hidden = layer(hidden, is_first_microbatch=first)
+            if self.head is not None:
+                hidden = self.head(hidden, is_first_microbatch=first)
         return (hidden,) if self.loss is None else (self.loss(hidden, *extra),)
 
     def warm(self) -> None:
@@ -273,13 +313,13 @@ class TransformerEngineStage:
         return Wgrads(covered, by_unit)
 
     def _caches(self) -> Iterator[tuple[str, Any, Tensor]]:
-        for path, module in self.layers.named_modules():
+        for path, module in self.root.named_modules():
             for name, workspace in getattr(module, "_fp8_workspaces", {}).items():
                 if name == "weight":
                     weight = self._lib.noop_cat(module._get_weight_tensors())
                 else:
                     weight = getattr(module, name)
-                yield f"layers.{path}.{name}", workspace, weight
+                yield f"{path}.{name}", workspace, weight
 
     def refresh_cache(self) -> None:
         """Quantize every weight into its workspace again, in place."""
@@ -323,7 +363,7 @@ class TransformerEngineStage:
     def addresses(self) -> Mapping[str, int]:
         """Parameters, numerical state and caches, by kind and name."""
         kinds: dict[str, Mapping[str, Tensor]] = {
-            "parameter": dict(self.layers.named_parameters()),
+            "parameter": dict(self.root.named_parameters()),
             "state": self.numerical_state(),
             "cache": self.cached_weights(),
         }
@@ -335,8 +375,8 @@ class TransformerEngineStage:
 
     def address_probe(self) -> Callable[[], Sequence[int]]:
         """The module tree, and what the FP8 state and workspaces of its modules hold by then."""
-        tree = module_probe(self.layers)
-        modules: list[Any] = list(self.layers.modules())
+        tree = module_probe(self.root)
+        modules: list[Any] = list(self.root.modules())
         stateful = [module for module in modules if hasattr(module, "fp8_meta")]
         caching = [module for module in modules if hasattr(module, "_fp8_workspaces")]
 
@@ -364,13 +404,13 @@ class TransformerEngineStage:
     def capture_obstacles(self) -> tuple[str, ...]:
         """Modes in which a graph would replay host decisions or another library's streams."""
         found = []
-        for name, module in self.layers.named_modules():
+        for name, module in self.root.named_modules():
             if not module.training:
-                found.append(f"layers.{name} is in evaluation mode, which records no amax")
+                found.append(f"{name} is in evaluation mode, which records no amax")
             if getattr(module, "tp_size", 1) > 1:
-                found.append(f"layers.{name} is tensor parallel; only tp_size 1 is supported")
+                found.append(f"{name} is tensor parallel; only tp_size 1 is supported")
             if getattr(module, "primary_weights_in_fp8", False):
-                found.append(f"layers.{name} has FP8 primary weights, which have no weight cache")
+                found.append(f"{name} has FP8 primary weights, which have no weight cache")
         return tuple(found)
 
     def native_forward(self, inputs: Sequence[Tensor], *, first: bool) -> tuple[Tensor, ...]:

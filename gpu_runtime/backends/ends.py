@@ -1,0 +1,184 @@
+"""
+What a language model has before its first layer and behind its last: common to every backend.
+
+Tokens enter the first stage as integers; the last stage ends in a final norm, a head over the
+vocabulary and a cross entropy. The head is one more product of its backend, with deferred weight
+gradient, cache and scales as every other; the embedding's gradient comes out of dI beside those of
+norms and biases, since nothing of it is a product that could wait: it is a sum of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.protocol import TensorSpec
+
+__all__ = ["Ends", "TokenEmbedding", "cross_entropy", "drawn", "stage_ends"]
+
+_SPREAD = 0.02
+"""Standard deviation of the initial embedding and of the reference backend's initial matrices."""
+
+
+@attrs.frozen(kw_only=True)
+class Ends:
+    """
+    Which ends of a language model a stage has.
+
+    Args:
+        vocabulary: How many tokens there are.
+        embedding: Whether the stage takes tokens.
+        head: Whether final norm and head stand behind its last layer.
+        first_layer: How many layers of the model stand before the stage's own. Each layer is drawn
+            from a seed of its own, so that a model starts with the same bits however it is cut.
+
+    Raises:
+        ValueError: The vocabulary does not fit FP8's blocks of 16.
+    """
+
+    vocabulary: int
+    embedding: bool = False
+    head: bool = False
+    first_layer: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        if self.vocabulary < 16 or self.vocabulary % 16:
+            raise ValueError(f"vocabulary is {self.vocabulary}; FP8 products need a multiple of 16")
+
+    def tokens(self, config: LayerConfig, device: torch.device) -> TensorSpec:
+        """Tokens of a microbatch: sequence first, as the hidden states are."""
+        return TensorSpec((config.sequence, config.batch), torch.int64, device, False)
+
+    def logits(self, config: LayerConfig, device: torch.device) -> TensorSpec:
+        """What the head gives."""
+        shape = config.sequence, config.batch, self.vocabulary
+        return TensorSpec(shape, config.dtype, device)
+
+
+def stage_ends(
+    config: LayerConfig,
+    device: torch.device,
+    ends: Ends | None,
+    *,
+    first: bool,
+    loss: bool,
+    extra: Sequence[TensorSpec],
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """
+    What a stage takes and gives.
+
+    Args:
+        config: Dimensions of its layers.
+        device: Where it lives.
+        ends: Which ends of a language model it has, if any.
+        first: Whether it takes data, so that it has no input gradient.
+        loss: Whether it ends in the loss.
+        extra: Its further inputs.
+
+    Raises:
+        ValueError: It takes tokens and is not the first.
+    """
+    takes = config.activation(device, differentiable=not first)
+    gives = config.activation(device)
+    if ends is not None and ends.embedding:
+        if not first:
+            raise ValueError(
+                "an embedding takes tokens, which no stage gives: first=True is for it"
+            )
+        takes = ends.tokens(config, device)
+    if ends is not None and ends.head:
+        gives = ends.logits(config, device)
+    if loss:
+        gives = TensorSpec((), torch.float32, device)
+    return (takes, *extra), (gives,)
+
+
+def drawn(seed: int, part: int) -> int:
+    """
+    The seed of one part of a model.
+
+    Args:
+        seed: The model's.
+        part: 0 for the embedding, 1 for the head, 2 and more for the layers.
+    """
+    return (seed << 16) + part
+
+
+class TokenEmbedding(torch.nn.Module):
+    """
+    Token and position embeddings, added.
+
+    Args:
+        config: Width, positions and type.
+        vocabulary: Rows of the token embedding.
+        device: Where it lives.
+        seed: What both are drawn from, on the CPU so that devices agree.
+    """
+
+    def __init__(
+        self, config: LayerConfig, vocabulary: int, device: torch.device, seed: int
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def table(rows: int) -> torch.nn.Parameter:
+            values = torch.randn(rows, config.hidden, generator=generator) * _SPREAD
+            return torch.nn.Parameter(values.to(device, config.dtype))
+
+        self.weight = table(vocabulary)
+        self.position = table(config.sequence)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Hidden states of tokens, each `(sequence, batch)`."""
+        rows: Tensor = _Rows.apply(self.weight, tokens)  # type: ignore[no-untyped-call]
+        return rows + self.position.unsqueeze(1)
+
+
+class _Rows(torch.autograd.Function):
+    """
+    Rows of a table; the gradient is summed in fp32, in one order, without a look at the host.
+
+    torch's own backward of an embedding rounds each addition to the table's type, and may add in
+    any order or wait for the device.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.form = table.shape, table.dtype
+        return table[indices]
+
+    @staticmethod
+    def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = output_gradients
+        (indices,) = ctx.saved_tensors
+        shape, dtype = ctx.form
+        total = torch.zeros(shape, dtype=torch.float32, device=gradient.device)
+        flat, rows = indices.reshape(-1), gradient.reshape(-1, shape[1]).float()
+        if total.is_cuda:
+            # Sorts the indices, then adds what is of one row one after the other. Unsafe means
+            # unchecked: the check of the range would wait for the device, which no graph can hold,
+            # and F has read the same rows.
+            torch.ops.aten._index_put_impl_(total, [flat], rows, True, True)
+        else:
+            total.index_add_(0, flat, rows)  # row by row in the order of the indices
+        return total.to(dtype), None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, parts: int) -> Tensor:
+    """
+    A microbatch's share of the mean negative log likelihood, in fp32.
+
+    Args:
+        logits: Of each position, over the vocabulary.
+        targets: The token that follows each position.
+        parts: Microbatches of all replicas together; shares add up to the mean.
+    """
+    flat = logits.reshape(-1, logits.shape[-1]).float()
+    return functional.cross_entropy(flat, targets.reshape(-1)) / parts

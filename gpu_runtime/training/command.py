@@ -1,0 +1,210 @@
+"""
+``qeffect runtime train CONFIG.toml``: a language model over the guarded pipeline.
+
+Under torchrun with as many processes as the file says, or by itself where that is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from qeffect.cli.command import Outcome, Progress
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
+from qeffect.gpu_runtime.measure.report import environment
+from qeffect.gpu_runtime.parallel.command import last_word, mute
+from qeffect.gpu_runtime.parallel.compare import compared, summed
+from qeffect.gpu_runtime.parallel.consent import StoppedError
+from qeffect.gpu_runtime.parallel.world import Limits, Member, gathered, join
+from qeffect.gpu_runtime.training.config import Config, read
+from qeffect.gpu_runtime.training.loop import Trainer, backend_of, job_of
+from qeffect.refusals import Refused
+from qeffect.report import UnusableError
+from qeffect.schedule.actions import ScheduleError
+
+__all__ = ["add_train_arguments", "run_train"]
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `train`."""
+    parser.add_argument("config", type=Path, help="a TOML file; every field has a default")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="instead of the file's")
+    parser.add_argument("--steps", type=int, metavar="N", help="instead of the file's")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="train natively too, under torch's own pipeline, and compare every bit of both",
+    )
+    parser.add_argument("--out", type=Path, metavar="F", help="write a JSON report here")
+    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+
+
+def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """
+    Train; refused where a bit differs or the ranks stopped.
+
+    Rank 0 speaks; the others end with the same exit code.
+
+    Raises:
+        UnusableError: The run cannot be made by these processes; the same on every rank.
+    """
+    try:
+        outcome = _run(args, progress)
+    except (BackendError, ScheduleError, UnusableError) as error:
+        mute(failed=True)
+        raise UnusableError(str(error)) from error
+    last_word(outcome)
+    return outcome
+
+
+def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
+    config = read(args.config, run={"device": args.device, "steps": args.steps})
+    job = job_of(config)  # before any rank waits for another
+    started = os.environ.get("WORLD_SIZE")
+    if started is None and job.world > 1:
+        raise UnusableError(
+            f"{args.config}: [parallel] pp = {job.pp} and dp = {job.dp} take {job.world} "
+            f"processes; start them: torchrun --nproc-per-node {job.world} -m qeffect runtime "
+            f"train {args.config}"
+        )
+    if started is None:
+        _alone()
+    elif int(started) != job.world:
+        raise UnusableError(
+            f"{args.config}: [parallel] pp = {job.pp} and dp = {job.dp} take {job.world} "
+            f"processes, {started} were started; start torchrun with --nproc-per-node {job.world}"
+        )
+    limits = Limits(start=config.run.start_s, commit=config.run.commit_s)
+    member = join(config.run.device, limits)
+    if member.device.type == "cpu":
+        torch.set_num_threads(1)
+    if args.compare:
+        for name, value in DETERMINISTIC.items():
+            os.environ.setdefault(name, value)
+    what = (
+        f"{config.source.name}: {config.model.layers} layers as {list(job.cut)}, "
+        f"{_count(config):,} parameters, {config.parallel.schedule}, PP={job.pp}, DP={job.dp}, "
+        f"{job.microbatches} microbatches, {backend_of(config)} on {config.run.device}"
+    )
+    try:
+        make = _compared if args.compare else _trained
+        outcome = make(config, member, what, progress)
+    except StoppedError as stopped:
+        cause = stopped.cause
+        data = {
+            "clause": cause.clause,
+            "rank": cause.rank,
+            "step": None,
+            "action": cause.action,
+            "cause": attrs.asdict(cause),
+        }
+        outcome = Outcome("refused", data, [what, f"Every rank stopped: {cause.text}"])
+    except Refused as refused:
+        data = {"clause": refused.clause, "rank": member.rank, "step": None, "action": None}
+        outcome = Outcome("refused", data, [what, str(refused)])
+    if args.out is not None and member.rank == 0:
+        _write(args.out, args.commit, config, outcome)
+    return outcome
+
+
+def _trained(config: Config, member: Member, what: str, progress: Progress) -> Outcome:
+    trainer = Trainer(member, config, progress)
+    if member.rank == 0:
+        progress.note(what)
+    trainer.run()
+    record = dict(trainer.record())
+    trainer.close()
+    losses, held_out = record["losses"], record["held_out"]
+    lines = [what]
+    if losses:
+        lines.append(f"  loss {losses[0]:.4f} at first, {losses[-1]:.4f} at the end")
+    lines += [f"  held out, after step {step}: {loss:.4f}" for step, loss in held_out.items()]
+    return Outcome("accepted", record, lines)
+
+
+def _compared(config: Config, member: Member, what: str, progress: Progress) -> Outcome:
+    if member.rank == 0:
+        progress.note(f"{what}, guarded and native")
+    job = job_of(config)
+    captured = config.run.device == "cuda" and config.parallel.captured
+    result = compared(
+        member,
+        job,
+        config.run.steps,
+        backend_of(config),
+        captured=captured,
+        limits=Limits(start=config.run.start_s, commit=config.run.commit_s),
+    )
+    own = {
+        "totals": result.totals(),
+        "first": [label for c in result.comparison.categories for label in c.first],
+        "losses": result.losses,
+        "native_losses": result.native_losses,
+    }
+    ranks = gathered(member, own)
+    totals = summed([rank["totals"] for rank in ranks])
+    # One stage alone has a loss, and neither outputs nor gradients that another stage takes.
+    absent = ("outputs", "input gradients") if job.num_stages == 1 else ()
+    same = all(bad == 0 and (n or name in absent) for name, (n, bad) in totals.items())
+
+    def of(name: str) -> list[float]:
+        steps = range(config.run.steps)
+        return [sum(sum(rank[name][step]) for rank in ranks) for step in steps]
+
+    losses, native = of("losses"), of("native_losses")
+    lines = [
+        f"{what}, {config.run.steps} steps, {'captured' if captured else 'eager'}, and torch's own "
+        "pipeline over native full backwards:",
+        *(f"  {name:20} {bad:6} of {n:8} differ" for name, (n, bad) in totals.items()),
+        f"  loss {losses[0]:.4f} at first, {losses[-1]:.4f} at the end",
+        "The same bits on every rank" if same else "NOT the same",
+    ]
+    data = {
+        "categories": {name: {"compared": n, "differ": bad} for name, (n, bad) in totals.items()},
+        "first": [rank["first"] for rank in ranks],
+        "losses": losses,
+        "native_losses": native,
+        "captured": captured,
+    }
+    return Outcome("accepted" if same else "refused", data, lines)
+
+
+def _count(config: Config) -> int:
+    """Parameters of the model, norms and biases included."""
+    m = config.model
+    layer = m.hidden * (4 * m.hidden + 2 * m.ffn) + 9 * m.hidden + m.ffn
+    return m.layers * layer + (2 * m.vocabulary + m.sequence + 2) * m.hidden
+
+
+def _alone() -> None:
+    """The environment of a job of one process, which torchrun need not start."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+
+
+def _write(path: Path, commit: str | None, config: Config, outcome: Outcome) -> None:
+    record: dict[str, Any] = {
+        "environment": environment(commit),
+        "configuration": config.record(),
+        "outcome": outcome.record(),
+    }
+    try:
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UnusableError(f"--out {path}: {error.strerror or error}") from None

@@ -1,0 +1,303 @@
+"""
+The one file that a training run is configured by.
+
+TOML with five tables. Every field has a default; whatever is wrong is one line that names the
+field, what was expected and what was found. Paths are relative to the file's own folder.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.memory.arena import RULES
+from qeffect.gpu_runtime.parallel.model import NAMES
+from qeffect.gpu_runtime.plan.slots import PROVISIONINGS
+from qeffect.report import UnusableError
+
+__all__ = ["Config", "Data", "Model", "Optimizing", "Parallel", "Run", "read"]
+
+_T = TypeVar("_T")
+
+
+def _field(default: Any, expected: str, fits: Callable[[Any], bool]) -> Any:
+    return attrs.field(default=default, metadata={"expected": expected, "fits": fits})
+
+
+def _whole(default: int, least: int = 1) -> Any:
+    fits = lambda v: type(v) is int and v >= least  # noqa: E731 - one of many alike
+    return _field(default, f"a whole number of at least {least}", fits)
+
+
+def _number(default: float, *, positive: bool = False) -> Any:
+    def fits(value: Any) -> bool:
+        is_number = type(value) in (int, float) and value < float("inf")
+        return is_number and (value > 0 if positive else value >= 0)
+
+    return _field(default, "a number above 0" if positive else "a number of at least 0", fits)
+
+
+def _flag(default: bool) -> Any:
+    return _field(default, "true or false", lambda v: type(v) is bool)
+
+
+def _text(default: str) -> Any:
+    return _field(default, "a text", lambda v: type(v) is str)
+
+
+def _one_of(default: str, *options: str) -> Any:
+    expected = f"one of {', '.join(map(repr, options))}"
+    return _field(default, expected, lambda v: type(v) is str and v in options)
+
+
+def _class(default: str) -> Any:
+    def fits(value: Any) -> bool:
+        return type(value) is str and (value in NAMES or value.startswith("Schedule"))
+
+    return _field(default, f"one of {', '.join(NAMES)}, or a schedule class of torch", fits)
+
+
+def _layers_of_stages() -> Any:
+    def fits(value: Any) -> bool:
+        if type(value) is list:
+            return bool(value) and all(type(n) is int and n >= 1 for n in value)
+        return value in ("even", "balanced")
+
+    return _field("even", "'even', 'balanced', or a list of layers a stage", fits)
+
+
+@attrs.frozen(kw_only=True)
+class Model:
+    """
+    Table `[model]`.
+
+    Args:
+        vocabulary: Tokens; a multiple of 16.
+        layers: Transformer layers of the whole model.
+        hidden: Width; a multiple of 16 and of `heads`.
+        ffn: Width of the MLPs; a multiple of 16.
+        heads: Attention heads.
+        sequence: Tokens of a window.
+        seed: What the parameters are drawn from.
+        history: Entries of an amax history.
+    """
+
+    vocabulary: int = _whole(32768, 16)
+    layers: int = _whole(4)
+    hidden: int = _whole(64)
+    ffn: int = _whole(256)
+    heads: int = _whole(4)
+    sequence: int = _whole(64)
+    seed: int = _whole(0, 0)
+    history: int = _whole(16)
+
+
+@attrs.frozen(kw_only=True)
+class Parallel:
+    """
+    Table `[parallel]`.
+
+    Args:
+        schedule: A short name, or a schedule class of torch.
+        pp: Ranks of the pipeline.
+        vpp: Stages of a rank; 0 takes what is usual of the schedule.
+        dp: Replicas.
+        microbatches: Of a step and replica.
+        batch: Windows of a microbatch.
+        cut: `even` layers a stage, `balanced` costs, or the layers of each stage.
+        embedding_cost: In layers, for `balanced`.
+        head_cost: In layers, for `balanced`.
+        rule: Where dW writes.
+        provisioning: How slots are counted.
+        captured: On cuda, replay graphs.
+    """
+
+    schedule: str = _class("zbv")
+    pp: int = _whole(1)
+    vpp: int = _whole(0, 0)
+    dp: int = _whole(1)
+    microbatches: int = _whole(4)
+    batch: int = _whole(1)
+    cut: Any = _layers_of_stages()  # noqa: RUF009 - a field of attrs
+    embedding_cost: float = _number(0.0)
+    head_cost: float = _number(1.0)
+    rule: str = _one_of("accumulate", *RULES)
+    provisioning: str = _one_of("live", *PROVISIONINGS)
+    captured: bool = _flag(True)
+
+
+@attrs.frozen(kw_only=True)
+class Data:
+    """
+    Table `[data]`.
+
+    Args:
+        train: Token file to learn from.
+        held_out: Token file to evaluate on; empty for no evaluation.
+        seed: What the order of windows is drawn from.
+        shuffle: Whether windows come in an order of their own in each pass.
+    """
+
+    train: str = _text("train.npy")
+    held_out: str = _text("")
+    seed: int = _whole(0, 0)
+    shuffle: bool = _flag(True)
+
+
+@attrs.frozen(kw_only=True)
+class Optimizing:
+    """
+    Table `[optimizer]`.
+
+    Args:
+        rate: The learning rate after the warm-up.
+        warmup: Steps of the warm-up.
+        decay_steps: Steps until the least rate, warm-up among them; 0 takes the run's steps.
+        least_rate: The rate at the end of the cosine.
+        weight_decay: Of the matrices; norms, biases and embeddings have none.
+        master: Whether fp32 copies of the parameters are kept.
+    """
+
+    rate: float = _number(1e-3, positive=True)
+    warmup: int = _whole(10, 0)
+    decay_steps: int = _whole(0, 0)
+    least_rate: float = _number(1e-4)
+    weight_decay: float = _number(0.01)
+    master: bool = _flag(False)
+
+
+@attrs.frozen(kw_only=True)
+class Run:
+    """
+    Table `[run]`.
+
+    Args:
+        steps: Steps of the whole run.
+        device: `cpu` or `cuda`.
+        backend: The layers; `auto` is the reference's on a CPU and Transformer Engine's on a GPU.
+        log: JSON lines of what is measured; empty for none.
+        log_every: Steps between two lines.
+        evaluate_every: Steps between two evaluations; 0 evaluates at the end alone.
+        evaluate_windows: Held-out windows of an evaluation.
+        tensorboard: A folder for TensorBoard; empty for none.
+        event_logs: A folder for each rank's event log; empty for none.
+        start_s: Seconds until all ranks have met.
+        commit_s: Seconds until all ranks have come to a commit.
+    """
+
+    steps: int = _whole(20)
+    device: str = _one_of("cpu", "cpu", "cuda")
+    backend: str = _one_of("auto", "auto", "reference", "transformer-engine")
+    log: str = _text("")
+    log_every: int = _whole(1)
+    evaluate_every: int = _whole(0, 0)
+    evaluate_windows: int = _whole(16)
+    tensorboard: str = _text("")
+    event_logs: str = _text("")
+    start_s: float = _number(120.0, positive=True)
+    commit_s: float = _number(120.0, positive=True)
+
+
+@attrs.frozen(kw_only=True)
+class Config:
+    """
+    A run.
+
+    Args:
+        source: The file.
+        model: The model.
+        parallel: How it is spread.
+        data: What it learns from.
+        optimizer: How it is updated.
+        run: How long, where, and what is told.
+    """
+
+    source: Path = Path("train.toml")
+    model: Model = attrs.field(factory=Model)
+    parallel: Parallel = attrs.field(factory=Parallel)
+    data: Data = attrs.field(factory=Data)
+    optimizer: Optimizing = attrs.field(factory=Optimizing)
+    run: Run = attrs.field(factory=Run)
+
+    def path(self, name: str) -> Path:
+        """A path of the file, from its own folder."""
+        return self.source.parent / name
+
+    def layer(self) -> LayerConfig:
+        """
+        The dimensions of a layer.
+
+        Raises:
+            UnusableError: They do not fit each other or FP8.
+        """
+        m = self.model
+        try:
+            return LayerConfig(m.hidden, m.ffn, m.heads, m.sequence, self.parallel.batch)
+        except ValueError as error:
+            raise UnusableError(f"{self.source}: [model] {error}") from None
+
+    def record(self) -> dict[str, Any]:
+        """The tables as plain data."""
+        return {name: attrs.asdict(getattr(self, name)) for name in TABLES}
+
+
+TABLES: Mapping[str, type] = {
+    "model": Model,
+    "parallel": Parallel,
+    "data": Data,
+    "optimizer": Optimizing,
+    "run": Run,
+}
+
+
+def read(path: Path, **changes: Mapping[str, Any]) -> Config:
+    """
+    Read and check a file.
+
+    Args:
+        path: The file.
+        changes: By table, fields that the command line overrides; None leaves the file's.
+
+    Raises:
+        UnusableError: It is not there or not TOML, or a table or field is unknown or of another
+            kind than expected.
+    """
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UnusableError(f"{path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UnusableError(f"{path}: expected a TOML file, found {error}") from None
+    for name in given:
+        if name not in TABLES:
+            raise UnusableError(
+                f"{path}: there is no table [{name}]; there are {', '.join(TABLES)}"
+            )
+    tables: dict[str, Any] = {}
+    for name, kind in TABLES.items():
+        found = given.get(name, {})
+        if not isinstance(found, dict):
+            raise UnusableError(f"{path}: [{name}]: expected a table, found {found!r}")
+        over = {key: value for key, value in changes.get(name, {}).items() if value is not None}
+        tables[name] = _table(path, name, kind, {**found, **over})
+    return Config(source=path, **tables)
+
+
+def _table(path: Path, name: str, kind: type[_T], given: Mapping[str, Any]) -> _T:
+    fields = {field.name: field for field in attrs.fields(kind)}  # type: ignore[arg-type]
+    for key, value in given.items():
+        if key not in fields:
+            raise UnusableError(
+                f"{path}: [{name}] {key}: there is no such field; there are {', '.join(fields)}"
+            )
+        known = fields[key].metadata
+        if not known["fits"](value):
+            raise UnusableError(
+                f"{path}: [{name}] {key}: expected {known['expected']}, found {value!r}"
+            )
+    return kind(**given)

@@ -1,0 +1,280 @@
+"""
+The training loop: steps of the guarded pipeline, its rate, its log, its evaluation.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from qeffect.gpu_runtime.execute.graphs import GraphExecutor
+from qeffect.gpu_runtime.parallel.compare import guarded
+from qeffect.gpu_runtime.parallel.model import Batches
+from qeffect.gpu_runtime.parallel.world import Limits, Member, agree_on, gathered
+from qeffect.gpu_runtime.training.config import Config
+from qeffect.gpu_runtime.training.data import DataError, Loader, Tokens
+from qeffect.gpu_runtime.training.evaluate import evaluate
+from qeffect.gpu_runtime.training.metrics import Log, memory_bytes
+from qeffect.gpu_runtime.training.model import Language, balanced_cut, even_cut
+from qeffect.gpu_runtime.training.rates import Rate
+from qeffect.report import UnusableError
+from qeffect.schedule.actions import ScheduleError
+
+__all__ = ["Trainer", "backend_of", "job_of"]
+
+
+def backend_of(config: Config) -> str:
+    """The layers that a run has."""
+    if config.run.backend != "auto":
+        return config.run.backend
+    return "reference" if config.run.device == "cpu" else "transformer-engine"
+
+
+def job_of(config: Config) -> Language:
+    """
+    What a configuration trains, with its data open.
+
+    Raises:
+        UnusableError: Fields do not fit each other, or the data do not fit them.
+    """
+    model, parallel, source = config.model, config.parallel, config.source
+    if model.vocabulary % 16:
+        raise UnusableError(
+            f"{source}: [model] vocabulary: expected a multiple of 16, which FP8 products need, "
+            f"found {model.vocabulary}"
+        )
+    steps = config.optimizer.decay_steps or config.run.steps
+    try:
+        job = Language(
+            schedule=parallel.schedule,
+            pp=parallel.pp,
+            vpp=parallel.vpp or None,
+            dp=parallel.dp,
+            microbatches=parallel.microbatches,
+            history=model.history,
+            rule=parallel.rule,  # type: ignore[arg-type]
+            provisioning=parallel.provisioning,  # type: ignore[arg-type]
+            config=config.layer(),
+            seed=model.seed,
+            vocabulary=model.vocabulary,
+            rate=Rate(
+                peak=config.optimizer.rate,
+                warmup=config.optimizer.warmup,
+                steps=steps,
+                least=config.optimizer.least_rate,
+            ),
+            weight_decay=config.optimizer.weight_decay,
+            master=config.optimizer.master,
+        )
+        job.table()
+    except (ScheduleError, ValueError) as error:
+        raise UnusableError(f"{source}: [parallel] {error}") from None
+    cut = _cut(config, job.num_stages)
+    return attrs.evolve(job, cut=cut, loader=_loader(config, config.data.train, "train"))
+
+
+def _cut(config: Config, stages: int) -> tuple[int, ...]:
+    parallel, layers = config.parallel, config.model.layers
+    where = f"{config.source}: [parallel] cut"
+    if isinstance(parallel.cut, list):
+        if len(parallel.cut) != stages or sum(parallel.cut) != layers:
+            raise UnusableError(
+                f"{where}: expected {stages} stages with {layers} layers together, found "
+                f"{parallel.cut}"
+            )
+        return tuple(parallel.cut)
+    try:
+        if parallel.cut == "even":
+            return even_cut(layers, stages)
+        return balanced_cut(
+            [1.0] * layers, stages, embedding=parallel.embedding_cost, head=parallel.head_cost
+        )
+    except ValueError as error:
+        raise UnusableError(f"{where}: {error}; set [model] layers, pp or vpp") from None
+
+
+def _loader(config: Config, name: str, field: str) -> Loader:
+    sequence = config.model.sequence
+    try:
+        tokens = Tokens.open(
+            config.path(name), vocabulary=config.model.vocabulary, sequence=sequence
+        )
+    except DataError as error:
+        raise UnusableError(f"{config.source}: [data] {field}: {error}") from None
+    shuffle = config.data.shuffle and field == "train"
+    return Loader(tokens=tokens, sequence=sequence, seed=config.data.seed, shuffle=shuffle)
+
+
+@attrs.frozen
+class _Passed:
+    """The steps since the last line of the log."""
+
+    first: int
+    seconds: float
+
+
+class Trainer:
+    """
+    One rank of a training run; every rank makes one and calls the same.
+
+    Args:
+        member: This process.
+        config: The run.
+        show: Shows a line on a terminal; only rank 0 does.
+
+    Raises:
+        UnusableError: The configuration or the data cannot be used.
+        BackendError: A stage cannot be built.
+    """
+
+    def __init__(
+        self, member: Member, config: Config, show: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.member, self.config = member, config
+        self.job = job_of(config)
+        self.held_out: Loader | None = None
+        if config.data.held_out:
+            self.held_out = _loader(config, config.data.held_out, "held_out")
+        self.log = self._log(show)
+        self.worker = guarded(
+            member,
+            self.job,
+            backend_of(config),
+            captured=config.run.device == "cuda" and config.parallel.captured,
+            limits=Limits(start=config.run.start_s, commit=config.run.commit_s),
+            event_log=self._event_log(),
+        )
+        feed = self.worker.feed
+        assert isinstance(feed, Batches)
+        self.feed = feed
+        self.losses: list[float] = []
+        self.evaluations: dict[int, float] = {}
+
+    def _log(self, show: Callable[[str], None]) -> Log | None:
+        run, log, problem = self.config.run, None, ""
+        if self.member.rank == 0:
+            try:
+                log = Log(
+                    self.config.path(run.log) if run.log else None,
+                    self.config.path(run.tensorboard) if run.tensorboard else None,
+                    show,
+                )
+            except UnusableError as error:
+                problem = f"{self.config.source}: {error}"
+        agree_on(self.member, problem)
+        return log
+
+    def _event_log(self) -> Path | None:
+        if not self.config.run.event_logs:
+            return None
+        folder = self.config.path(self.config.run.event_logs)
+        problem = ""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"{self.config.source}: [run] event_logs: {folder}: {error.strerror or error}"
+        agree_on(self.member, problem)
+        return folder / f"rank{self.member.rank}.jsonl"
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Tokens that one step learns from."""
+        return self.job.windows_a_step * self.job.config.sequence
+
+    def run(self) -> None:
+        """
+        Train to the last step, and evaluate where the configuration says.
+
+        Raises:
+            StoppedError: A rank could not go on; every rank raises it.
+            BackendError: A rank was lost in an evaluation.
+        """
+        run = self.config.run
+        first, began = self.worker.runtime.epoch, time.perf_counter()
+        for step in range(first, run.steps):
+            self.step(step)
+            if (step + 1) % run.log_every == 0 or step + 1 == run.steps:
+                self._synchronize()
+                now = time.perf_counter()
+                self._tell(_Passed(first, now - began), step)
+                first, began = step + 1, now
+            due = run.evaluate_every and (step + 1) % run.evaluate_every == 0
+            if self.held_out is not None and (due or step + 1 == run.steps):
+                self._evaluate(step + 1)
+                began = time.perf_counter()  # an evaluation is no part of a step
+
+    def step(self, step: int) -> None:
+        """One optimizer step with the rate that is its own."""
+        self.job.prepare(step, self.worker.optimizer)
+        self.worker.step()
+
+    def _synchronize(self) -> None:
+        if self.member.device.type == "cuda":
+            torch.cuda.synchronize(self.member.device)
+
+    def _tell(self, passed: _Passed, step: int) -> None:
+        """Bring the losses of the last steps together, and write a line for each of them."""
+        steps = range(passed.first, step + 1)
+        own = {
+            "losses": [self._taken(one) for one in steps],
+            "memory": memory_bytes(self.member.device),
+        }
+        ranks = gathered(self.member, own)
+        each = passed.seconds / len(steps)
+        for n, one in enumerate(steps):
+            # Of each replica the rank of the last stage has the shares of its microbatches.
+            loss = math.fsum(share for rank in ranks for share in rank["losses"][n])
+            self.losses.append(loss)
+            if self.log is None:
+                continue
+            self.log(
+                {
+                    "step": one,
+                    "loss": loss,
+                    "rate": self.job.rate.at(one),
+                    "tokens": (one + 1) * self.tokens_a_step,
+                    "tokens_per_s": self.tokens_a_step / each,
+                    "step_ms": each * 1e3,
+                    "memory_bytes": max(rank["memory"] for rank in ranks),
+                }
+            )
+
+    def _taken(self, step: int) -> list[float]:
+        found = self.feed.losses_of(step)
+        self.feed.losses.pop(step, None)
+        return found
+
+    def _evaluate(self, step: int) -> None:
+        assert self.held_out is not None
+        loss = evaluate(self.worker, self.job, self.held_out, self.config.run.evaluate_windows)
+        self.evaluations[step] = loss
+        if self.log is not None:
+            self.log({"step": step - 1, "held_out_loss": loss, "perplexity": _exp(loss)})
+
+    def close(self) -> None:
+        """End connections and logs."""
+        self.worker.close()
+        if self.log is not None:
+            self.log.close()
+
+    def record(self) -> Mapping[str, Any]:
+        """What the run came to, for a report."""
+        executor = self.worker.runtime.executor
+        return {
+            "steps": self.worker.runtime.epoch,
+            "losses": self.losses,
+            "held_out": {str(step): loss for step, loss in self.evaluations.items()},
+            "tokens_a_step": self.tokens_a_step,
+            "cut": list(self.job.cut),
+            "captured": isinstance(executor, GraphExecutor),
+        }
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, 700.0))

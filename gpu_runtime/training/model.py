@@ -1,0 +1,256 @@
+"""
+A decoder language model cut into the stages of a pipeline.
+
+The token embedding is in the first stage, final norm, head and cross entropy are in the last. Each
+part is drawn from a seed of its own and named by its place in the model (`layers.5.qkv.weight`), so
+that neither bits nor names know how the model was cut.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from qeffect.gpu_runtime.backends.ends import Ends, cross_entropy
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.training.data import Loader
+from qeffect.gpu_runtime.training.rates import Rate
+
+__all__ = ["Language", "balanced_cut", "decays", "even_cut", "name_of"]
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def even_cut(layers: int, stages: int) -> tuple[int, ...]:
+    """
+    Layers of each stage, as even as can be; the first stages have one more.
+
+    >>> even_cut(10, 4)
+    (3, 3, 2, 2)
+
+    Raises:
+        ValueError: There are fewer layers than stages.
+    """
+    _require_enough(layers, stages)
+    each, more = divmod(layers, stages)
+    return tuple(each + (n < more) for n in range(stages))
+
+
+def balanced_cut(
+    costs: Sequence[float], stages: int, *, embedding: float = 0.0, head: float = 0.0
+) -> tuple[int, ...]:
+    """
+    Layers of each stage, such that the costliest stage costs least.
+
+    Of the cuts that are alike in this, the one whose stages' costs have the least sum of squares;
+    of those the one whose first stages have fewer layers.
+
+    Args:
+        costs: Of each layer, in any unit; measured times for one.
+        stages: How many stages.
+        embedding: Cost of the embedding, which the first stage has.
+        head: Cost of norm, head and loss, which the last stage has.
+
+    >>> balanced_cut([1.0] * 8, 4, head=2.0)
+    (2, 3, 2, 1)
+
+    Raises:
+        ValueError: There are fewer layers than stages, or a cost is negative.
+    """
+    layers = len(costs)
+    _require_enough(layers, stages)
+    if min(*costs, embedding, head, 0.0) < 0:
+        raise ValueError("a cost is negative; costs are times, or multiples of one layer's")
+
+    @functools.cache
+    def cost(stage: int, start: int, stop: int) -> float:
+        ends = embedding * (stage == 0) + head * (stage == stages - 1)
+        return sum(costs[start:stop]) + ends
+
+    @functools.cache
+    def highest(stage: int, start: int) -> float:
+        """The least that the costliest of the stages from this one on can cost."""
+        if stage == stages - 1:
+            return cost(stage, start, layers)
+        stops = range(start + 1, layers - (stages - stage - 1) + 1)
+        return min(max(cost(stage, start, stop), highest(stage + 1, stop)) for stop in stops)
+
+    limit = highest(0, 0)
+
+    @functools.cache
+    def squares(stage: int, start: int) -> tuple[float, tuple[int, ...]] | None:
+        """The least sum of squares below the limit, with its layers; None where there is none."""
+        last = stage == stages - 1
+        stops = range(start + 1, layers - (stages - stage - 1) + 1)
+        best: tuple[float, tuple[int, ...]] | None = None
+        for stop in (layers,) if last else stops:
+            own = cost(stage, start, stop)
+            rest = (0.0, ()) if last else squares(stage + 1, stop)
+            if own > limit or rest is None:
+                continue
+            found = own**2 + rest[0], (stop - start, *rest[1])
+            if best is None or found < best:
+                best = found
+        return best
+
+    found = squares(0, 0)
+    assert found is not None  # the cut of the limit is one
+    return found[1]
+
+
+def _require_enough(layers: int, stages: int) -> None:
+    if stages < 1 or layers < stages:
+        raise ValueError(f"{layers} layers cannot be cut into {stages} stages of one or more each")
+
+
+def name_of(cut: Sequence[int]) -> Callable[[int, str], str]:
+    """
+    The model's names of what its stages have: a function of a stage and a name within it.
+
+    Args:
+        cut: Layers of each stage.
+
+    >>> name_of((3, 1))(1, "layers.0.fc1.weight")
+    'layers.3.fc1.weight'
+    >>> name_of((3, 1))(1, "head.weight")
+    'head.weight'
+    """
+    first = [sum(cut[:stage]) for stage in range(len(cut))]
+
+    def named(stage: int, local: str) -> str:
+        found = _LAYER.match(local)
+        if found is None:
+            return local
+        return f"layers.{first[stage] + int(found[1])}.{local[found.end() :]}"
+
+    return named
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay shrinks a parameter: matrices alone, no norm, bias or embedding."""
+    return parameter.dim() > 1 and not name.startswith("embedding.")
+
+
+@attrs.frozen(kw_only=True)
+class Language(Job):
+    """
+    A pipeline that trains a language model.
+
+    Args:
+        vocabulary: Tokens.
+        cut: Layers of each stage; one of each when it is left out.
+        loader: The data.
+        rate: The learning rate of each step.
+        weight_decay: Of the matrices.
+        master: Whether the optimizer keeps fp32 copies of the parameters.
+
+    Raises:
+        ValueError: The cut is of another number of stages, or a stage has no layer.
+    """
+
+    vocabulary: int = 256
+    cut: tuple[int, ...] = attrs.field()
+    loader: Loader | None = attrs.field(default=None, eq=False)
+    rate: Rate = attrs.field(factory=Rate)
+    weight_decay: float = 0.01
+    master: bool = False
+
+    @cut.default
+    def _one_each(self) -> tuple[int, ...]:
+        return (1,) * self.num_stages
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.cut) != self.num_stages or min(self.cut) < 1:
+            raise ValueError(
+                f"the cut {list(self.cut)} is not of {self.num_stages} stages with a layer each"
+            )
+
+    def name_of(self, stage: int, local: str) -> str:
+        """The model's name of what a stage calls `local`."""
+        return name_of(self.cut)(stage, local)
+
+    def stages(
+        self,
+        indices: Sequence[int],
+        device: torch.device,
+        backend: str,
+        *,
+        loss: bool = True,
+        fuse: bool | None = None,
+    ) -> list[StageBackend]:
+        """As `Job.stages`: the model's stages in a state domain of their own."""
+        last = self.num_stages - 1
+
+        def options(index: int) -> dict[str, object]:
+            ends = Ends(
+                vocabulary=self.vocabulary,
+                embedding=index == 0,
+                head=index == last,
+                first_layer=sum(self.cut[:index]),
+            )
+            closes = loss and index == last
+            return {
+                "num_layers": self.cut[index],
+                "first": index == 0,
+                "loss": self.loss if closes else None,
+                "extra_inputs": (ends.tokens(self.config, device),) if closes else (),
+                "seed": self.seed,
+                "ends": ends,
+            }
+
+        return self.built(indices, device, backend, options, fuse=fuse)
+
+    def optimizer(self, stages: list[StageBackend]) -> Optimizer:
+        """AdamW whose decay leaves norms, biases and embeddings alone."""
+        return Optimizer(
+            stages,
+            lr=self.rate.at(0),
+            weight_decay=self.weight_decay,
+            decays=decays,
+            master_dtype=torch.float32 if self.master else None,
+        )
+
+    def prepare(self, step: int, optimizer: Optimizer) -> None:
+        """Set the step's learning rate."""
+        optimizer.set_rate(self.rate.at(step))
+
+    def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """A microbatch's share of the mean negative log likelihood of a step."""
+        return cross_entropy(hidden, target, self.microbatches * self.dp)
+
+    @property
+    def windows_a_step(self) -> int:
+        """Windows of text that one step takes, all replicas together."""
+        return self.dp * self.microbatches * self.config.batch
+
+    def position(self, step: int) -> int:
+        """Windows that were taken before a step, since the first step of all."""
+        loader = self._loader
+        return loader.position + (step - loader.step) * self.windows_a_step
+
+    @property
+    def _loader(self) -> Loader:
+        if self.loader is None:
+            raise BackendError("this job has no data; give it a loader")
+        return self.loader
+
+    def batch(
+        self, device: torch.device, replica: int = 0
+    ) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+        """Tokens and the tokens that follow them, of a step's microbatch."""
+        loader = self._loader
+
+        def draw(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+            place = replica * self.microbatches + microbatch
+            first = self.position(step) + place * self.config.batch
+            x, y = loader.windows(first, self.config.batch)
+            return x.to(device), y.to(device)
+
+        return draw

@@ -1,0 +1,66 @@
+"""Small texts and small models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.training.data import Loader, Tokens, save
+from qeffect.gpu_runtime.training.model import Language
+from qeffect.gpu_runtime.training.rates import Rate
+
+TINY = LayerConfig(32, 64, 2, 16)
+TEXT = b"the quick brown fox jumps over the lazy dog. "
+
+
+def text(folder: Path, name: str = "train.npy", repeats: int = 200) -> Path:
+    """A token file of bytes, which a model learns in no time."""
+    path = folder / name
+    save(path, np.frombuffer(TEXT * repeats, np.uint8))
+    return path
+
+
+def noise(folder: Path, count: int = 4000, vocabulary: int = 64) -> Path:
+    """A token file of chance."""
+    path = folder / "noise.npy"
+    save(path, np.random.default_rng(7).integers(0, vocabulary, count))
+    return path
+
+
+def language(path: Path, **options: Any) -> Language:
+    """A model of 64 tokens over a file of them."""
+    tokens = Tokens.open(path, vocabulary=64, sequence=16)
+    given = {
+        "vocabulary": 64,
+        "config": TINY,
+        "loader": Loader(tokens=tokens, sequence=16, seed=3),
+        "rate": Rate(peak=1e-2, warmup=2, steps=10, least=1e-3),
+    }
+    return Language(**{**given, **options})
+
+
+CONFIG = """
+[model]
+vocabulary = 256
+layers = 2
+hidden = 32
+ffn = 64
+heads = 2
+sequence = 16
+history = 4
+[parallel]
+schedule = "1f1b"
+batch = 2
+microbatches = 2
+[data]
+train = "train.npy"
+[optimizer]
+rate = 0.02
+warmup = 2
+[run]
+steps = 3
+"""
+"""A run that one process makes in a moment."""

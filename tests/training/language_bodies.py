@@ -1,0 +1,87 @@
+"""What the ranks of a test run."""
+
+from __future__ import annotations
+
+import io
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+import torch
+
+from qeffect.cli import main
+from qeffect.gpu_runtime.backends.protocol import matrices
+from qeffect.gpu_runtime.backends.te import domain as te
+from qeffect.gpu_runtime.evidence.comparison import digests
+from qeffect.gpu_runtime.memory.state import live_state
+from qeffect.gpu_runtime.parallel import command
+from qeffect.gpu_runtime.parallel.compare import compared, guarded
+from qeffect.gpu_runtime.parallel.world import join
+from qeffect.gpu_runtime.training.data import Loader
+from qeffect.gpu_runtime.training.evaluate import evaluate
+from qeffect.gpu_runtime.training.model import Language
+from tests.parallel.bodies import LIMITS, bits
+from tests.runtime import fake_te
+
+
+def evaluating(job: Language, held_out: Loader, steps: int) -> dict[str, Any]:
+    """Steps with evaluations between them, then the same without; what differs, what moved."""
+    member = join("cpu", LIMITS)
+    found, losses, held, moved = [], [], [], []
+    for evaluates in (True, False):
+        worker = guarded(member, job, "reference", limits=LIMITS)
+        for step in range(steps):
+            if evaluates:
+                before = bits(worker)
+                held.append(evaluate(worker, job, held_out, 6))
+                held.append(evaluate(worker, job, held_out, 6))
+                after = bits(worker)
+                moved += [name for name in before if before[name] != after[name]]
+            job.prepare(step, worker.optimizer)
+            worker.step()
+        found.append(bits(worker))
+        losses.append([worker.feed.losses_of(n) for n in range(steps)])
+        live = live_state(worker.runtime.domain)
+        worker.close()
+    return {
+        "differ": [name for name in found[0] if found[0][name] != found[1][name]],
+        "of": len(found[0]),
+        "moved": moved,
+        "same losses": losses[0] == losses[1],
+        "held out": held,
+        "state": len(digests(list(live.values()))),
+    }
+
+
+def library(jobs: list[Language], steps: int) -> list[dict[str, Any]]:
+    """Jobs over a stand-in for Transformer Engine, natively and guarded, compared bit for bit."""
+    sys.modules.update(fake_te.modules())
+    te.library.cache_clear()
+    member = join("cpu", LIMITS)
+    results = [compared(member, job, steps, "transformer-engine", limits=LIMITS) for job in jobs]
+    return [
+        {"totals": one.totals(), "same": one.same, "losses": one.losses, "names": _names(job)}
+        for job, one in zip(jobs, results, strict=True)
+    ]
+
+
+def _names(job: Language) -> dict[str, list[str]]:
+    """What the stand-in's first and last stage call what only they have."""
+    stages = job.stages((0, job.num_stages - 1), torch.device("cpu"), "transformer-engine")
+    return {
+        "matrices": [m.name for m in matrices(stages[1])],
+        "others": [
+            p.name for stage in stages for p in stage.non_matrix if not p.name.startswith("layers.")
+        ],
+        "state": [name for name in stages[1].addresses() if name.startswith("parameter:head")],
+    }
+
+
+def trained(config: str, *options: str) -> tuple[int, str, str]:
+    """`qeffect runtime train` on a rank without TensorBoard: its exit code, and what it said."""
+    sys.modules["tensorboard"] = None  # type: ignore[assignment]
+    command._LAST_WORD_S = 0.0
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(["runtime", "train", config, *options])
+    return code, out.getvalue(), err.getvalue()

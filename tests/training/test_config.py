@@ -1,0 +1,142 @@
+"""The one file: its defaults, and what is said of one that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+
+from qeffect.cli import main
+from qeffect.gpu_runtime.training.config import TABLES, read
+from qeffect.report import UnusableError
+from tests.parallel.ranks import launch
+
+from . import language_bodies as bodies
+from .helpers import CONFIG, text
+
+
+def written(folder: Path, *changes: tuple[str, str]) -> Path:
+    """The small run's file, with places of it changed."""
+    body = CONFIG
+    for old, new in changes:
+        assert old in body
+        body = body.replace(old, new)
+    path = folder / "run.toml"
+    path.write_text(body)
+    text(folder)
+    return path
+
+
+def test_every_field_has_a_default(tmp_path: Path) -> None:
+    """An empty file is a run, and every field of every table knows what it expects."""
+    (tmp_path / "empty.toml").write_text("")
+    config = read(tmp_path / "empty.toml")
+
+    for name, kind in TABLES.items():
+        table = getattr(config, name)
+        for field in attrs.fields(kind):
+            assert field.metadata["fits"](getattr(table, field.name)), (name, field.name)
+            assert f"{field.name}: " in (kind.__doc__ or ""), (name, field.name)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("[model]", "[modle]", "there is no table [modle]; there are model, parallel"),
+        ("[model]", "model = 3\n[x]", "there is no table [x]"),
+        ("layers = 2", "layer = 2", "[model] layer: there is no such field; there are vocab"),
+        ("layers = 2", "layers = 0", "[model] layers: expected a whole number of at least 1, fo"),
+        ("layers = 2", "layers = true", "[model] layers: expected a whole number of at least 1"),
+        ("layers = 2", 'layers = "two"', "found 'two'"),
+        ("hidden = 32", "hidden = 33", "[model] hidden 33 is not a multiple of heads 2"),
+        ("hidden = 32", "hidden = 36", "[model] hidden is 36; FP8 products need a multiple of 16"),
+        ("vocabulary = 256", "vocabulary = 250", "[model] vocabulary: expected a multiple of 16"),
+        ("vocabulary = 256", "vocabulary = 64", "expected tokens below the vocabulary of 64"),
+        ('"1f1b"', '"2f2b"', "[parallel] schedule: expected one of il, izb"),
+        ('"1f1b"', '"ScheduleNone"', "[parallel] "),
+        ("batch = 2", "batch = 2\ncut = [1, 1]", "expected 1 stages with 2 layers together"),
+        ("batch = 2", 'batch = 2\ncut = "odd"', "[parallel] cut: expected 'even', 'balanced'"),
+        ("batch = 2", "batch = 2\npp = 2", "torchrun --nproc-per-node 2"),
+        ("batch = 2", "batch = 2\nvpp = 3", "[parallel] "),
+        ("history = 4", "history = 0", "[model] history: expected a whole number"),
+        ('"train.npy"', '"none.npy"', "none.npy: there is no such file"),
+        ('"train.npy"', "3", "[data] train: expected a text, found 3"),
+        ("rate = 0.02", "rate = 0", "[optimizer] rate: expected a number above 0, found 0"),
+        ("rate = 0.02", "rate = nan", "[optimizer] rate: expected a number above 0, found nan"),
+        ("steps = 3", "steps = 3\ndevice = 'tpu'", "[run] device: expected one of 'cpu', 'cuda'"),
+        ("steps = 3", "steps = ", "expected a TOML file, found"),
+    ],
+)
+def test_a_file_that_cannot_be_used(
+    old: str, new: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line that names the file and the field; exit code 2, and nothing was trained."""
+    code = main(["runtime", "train", str(written(tmp_path, (old, new)))])
+    out, err = capsys.readouterr()
+
+    assert 2 == code
+    assert not out
+    (line,) = [one for one in err.splitlines() if one]
+    assert said in line
+    assert "run.toml" in line
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    """Named, as every path is."""
+    with pytest.raises(UnusableError, match=r"none\.toml: No such file"):
+        read(tmp_path / "none.toml")
+
+
+def test_the_command_line_overrides(tmp_path: Path) -> None:
+    """What is typed counts, and is looked at alike."""
+    path = written(tmp_path)
+
+    assert 7 == read(path, run={"steps": 7, "device": None}).run.steps
+    with pytest.raises(UnusableError, match=r"\[run\] steps: expected a whole number"):
+        read(path, run={"steps": 0})
+
+
+def run(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, which is then the only rank."""
+    command = [sys.executable, "-m", "qeffect", "runtime", "train", str(path), *options]
+    clean = {name: value for name, value in os.environ.items() if name != "RANK"}
+    return subprocess.run(command, capture_output=True, text=True, env=clean, check=False)
+
+
+def test_one_process_trains_alone(tmp_path: Path) -> None:
+    """PP=1 needs no torchrun; its losses are the native run's, which it compares bit for bit."""
+    path = written(tmp_path)
+    done = run(path, "--json", "--quiet", "--compare")
+    said = json.loads(done.stdout)
+
+    assert 0 == done.returncode, done.stderr
+    assert "accepted" == said["verdict"]
+    assert said["losses"] == said["native_losses"]
+    assert 3 == len(said["losses"])
+    assert said["categories"]["parameters"] == {"compared": 3 * 29, "differ": 0}
+
+
+@pytest.mark.parametrize(
+    ("new", "said"),
+    [
+        ('steps = 3\nlog = "train.npy/log"', "[run] log: "),
+        ('steps = 3\nevent_logs = "train.npy/log"', "[run] event_logs: "),
+        ('steps = 3\ntensorboard = "board"', "[run] tensorboard: the package tensorboard"),
+    ],
+)
+def test_a_place_that_cannot_be_written(new: str, said: str, tmp_path: Path) -> None:
+    """What only a rank can find is one line and exit code 2 too."""
+    path = written(tmp_path, ("steps = 3", new))
+    (tmp_path / "said").mkdir()
+    told = launch(1, tmp_path / "said", bodies.trained, str(path))
+
+    code, out, err = told.words[0]
+    assert (2, "") == (code, out)
+    (line,) = err.splitlines()
+    assert said in line
+    assert "run.toml" in line

@@ -1,0 +1,133 @@
+"""Tokens from a file: windows, their order, their position, and files that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qeffect.gpu_runtime.training.data import DataError, Loader, Tokens, save, shuffled
+
+from .helpers import language, noise
+
+
+def counted(folder: Path, count: int = 161) -> Tokens:
+    """Tokens that are their own places."""
+    save(folder / "counted.npy", np.arange(count))
+    return Tokens.open(folder / "counted.npy", vocabulary=1 << 17, sequence=16)
+
+
+class TestOrder:
+    @given(st.integers(1, 400), st.integers(0, 1 << 40))
+    def test_is_a_permutation(self, count: int, key: int) -> None:
+        """Each window once, whatever the key."""
+        assert sorted(shuffled(n, count, key) for n in range(count)) == list(range(count))
+
+    def test_of_a_pass(self, tmp_path: Path) -> None:
+        """A pass has every window once, each in an order of its own."""
+        loader = Loader(tokens=counted(tmp_path), sequence=16, seed=1)
+        passes = [[loader.place(10 * turn + n) for n in range(10)] for turn in range(3)]
+
+        assert all(sorted(one) == list(range(10)) for one in passes)
+        assert len({tuple(one) for one in passes}) == 3
+
+    def test_targets_are_one_ahead(self, tmp_path: Path) -> None:
+        """The target of each place is the token behind it, to the last of the window."""
+        x, y = Loader(tokens=counted(tmp_path), sequence=16, shuffle=False).windows(8, 2)
+
+        assert x.shape == y.shape == (16, 2)
+        assert x.dtype == torch.int64
+        assert torch.equal(x + 1, y)
+        assert [128, 144] == x[0].tolist()
+
+    def test_a_replica_has_its_share(self, tmp_path: Path) -> None:
+        """The windows of a step are those of all replicas and microbatches, each once."""
+        tokens = counted(tmp_path, 16 * 64 + 1)
+        loader = Loader(tokens=tokens, sequence=16, shuffle=False)
+        job = language(noise(tmp_path), schedule="zbv", pp=2, dp=2, microbatches=4, loader=loader)
+        cpu = torch.device("cpu")
+        draws = [job.batch(cpu, replica) for replica in range(2)]
+        taken = [
+            int(draw(step, m)[0][0, 0]) // 16 for step in (0, 1) for draw in draws for m in range(4)
+        ]
+
+        assert taken == list(range(16))
+
+    def test_goes_on_in_the_middle_of_a_pass(self, tmp_path: Path) -> None:
+        """A loader that was given a state has the windows to come of the one that gave it."""
+        tokens = counted(tmp_path, 16 * 40 + 1)
+        whole = language(
+            noise(tmp_path), schedule="zbv", pp=2, loader=Loader(tokens=tokens, sequence=16)
+        )
+        later = Loader(tokens=tokens, sequence=16)
+        assert whole.loader is not None
+        later.load(whole.loader.state(whole.position(3)), 3)
+        # As many windows a step in twice as many microbatches of half the replicas, say.
+        other = language(noise(tmp_path), schedule="zbv", pp=2, loader=later)
+
+        cpu = torch.device("cpu")
+        for step in (3, 4, 12):
+            for m in range(4):
+                a, b = whole.batch(cpu)(step, m), other.batch(cpu)(step, m)
+                assert torch.equal(a[0], b[0])
+        assert 12 == later.position
+
+    def test_another_order_is_refused(self, tmp_path: Path) -> None:
+        """A position means nothing in another order, or another file."""
+        tokens = counted(tmp_path)
+        held = Loader(tokens=tokens, sequence=16, seed=1).state(5)
+
+        with pytest.raises(DataError, match=r"expected seed 1, .* found 2"):
+            Loader(tokens=tokens, sequence=16, seed=2).load(held, 0)
+        other = Tokens.open(noise(tmp_path), vocabulary=64, sequence=16)
+        with pytest.raises(DataError, match="expected tokens 161"):
+            Loader(tokens=other, sequence=16, seed=1).load(held, 0)
+
+
+class TestFiles:
+    def test_large_tokens(self, tmp_path: Path) -> None:
+        """A vocabulary above 65,536 takes four bytes a token."""
+        save(tmp_path / "wide.npy", np.array([70000] * 20))
+        tokens = Tokens.open(tmp_path / "wide.npy", vocabulary=70016, sequence=16)
+
+        assert 4 == tokens.values.dtype.itemsize
+        assert 70000 == int(tokens.window(16, 0)[0])
+
+    @pytest.mark.parametrize(
+        ("made", "said"),
+        [
+            (None, "there is no such file"),
+            (b"", "expected a NumPy array"),
+            (b"not an array", "expected a NumPy array"),
+            (np.zeros((4, 4), np.uint16), "found 2 dimensions of uint16"),
+            (np.zeros(40, np.float32), "found 1 dimensions of float32"),
+            (np.zeros(0, np.uint16), "expected at least 17 tokens, .*; found 0"),
+            (np.zeros(16, np.uint16), "expected at least 17 tokens, .*; found 16"),
+            (np.array([1] * 20 + [64], np.uint16), "found 64 at place 20"),
+        ],
+    )
+    def test_that_cannot_be_used(self, made: object, said: str, tmp_path: Path) -> None:
+        """One line that names the file and what is wrong with it."""
+        path = tmp_path / "tokens.npy"
+        if isinstance(made, bytes):
+            path.write_bytes(made)
+        elif made is not None:
+            np.save(path, made)  # type: ignore[arg-type]
+
+        with pytest.raises(DataError, match=said) as refused:
+            Tokens.open(path, vocabulary=64, sequence=16)
+
+        assert str(refused.value).startswith(str(path))
+        assert "\n" not in str(refused.value)
+
+    def test_a_truncated_one(self, tmp_path: Path) -> None:
+        """A file that ends before its header says is refused."""
+        path = noise(tmp_path)
+        path.write_bytes(path.read_bytes()[:-100])
+
+        with pytest.raises(DataError, match="cannot be read as one"):
+            Tokens.open(path, vocabulary=64, sequence=16)
