@@ -47,6 +47,9 @@ def _timed(row: Raw, native: Raw | None) -> dict[str, Any]:
         "native_over_this": None,
         "above_native_bytes": None,
     }
+    if busy := [own["kernels"] + own["copies"] for own in row.get("busy_ms", ())]:
+        found["busiest_ms"] = round(max(busy), _DIGITS)
+        found["over_busiest"] = round(median / max(busy), _DIGITS)
     if "final" in row:
         found["final_values"], found["final_different"] = row["final"]
     if native is not None and native is not row:

@@ -74,11 +74,50 @@ def summarize(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]
 
 def profile_steps(step: Callable[[], None], synchronize: Callable[[], None], steps: int) -> Any:
     """
-    Run some steps under the profiler with device activities alone.
+    Run some steps under the profiler with device activities alone, and sum up their trace.
 
     Raises:
         RuntimeError: The profiler saw nothing on the device.
     """
+    return summarize(_trace(step, synchronize, steps), steps)
+
+
+def busy(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, float]:
+    """
+    What a device's streams were busy with, in milliseconds a step.
+
+    Args:
+        events: The events of a Chrome trace.
+        steps: How many steps it covers.
+
+    Returns:
+        `kernels`, `copies` (fills too) and `messages`: those of NCCL, whose kernels run for as long
+        as they wait for the other rank.
+    """
+    found = {"kernels": 0.0, "copies": 0.0, "messages": 0.0}
+    for event in events:
+        if event.get("ph") != "X" or event.get("cat") not in DEVICE_CATEGORIES:
+            continue
+        what = "kernels" if event["cat"] == "kernel" else "copies"
+        if "nccl" in str(event["name"]).lower():
+            what = "messages"
+        found[what] += float(event.get("dur", 0.0))
+    return {what: round(us / steps / 1e3, 4) for what, us in found.items()}
+
+
+def profile_busy(
+    step: Callable[[], object], synchronize: Callable[[], None], steps: int
+) -> dict[str, float]:
+    """
+    Run some steps under the profiler; what `busy` says of them.
+
+    Raises:
+        RuntimeError: The profiler saw nothing on the device.
+    """
+    return busy(_trace(step, synchronize, steps), steps)
+
+
+def _trace(step: Callable[[], object], synchronize: Callable[[], None], steps: int) -> Any:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -89,10 +128,9 @@ def profile_steps(step: Callable[[], None], synchronize: Callable[[], None], ste
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    found = summarize(events, steps)
-    if not found["device_events"]:
+    if not any(event.get("cat") in DEVICE_CATEGORIES for event in events):
         raise RuntimeError("the profiler recorded nothing on the device; is another one attached?")
-    return found
+    return events
 
 
 def device_copies(trace: Mapping[str, Any]) -> float:

@@ -27,6 +27,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, pa
 from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.measure.report import Report, environment
+from qeffect.gpu_runtime.measure.tracing import profile_busy
 from qeffect.gpu_runtime.memory.state import live_state
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.channels import transport_of
@@ -63,6 +64,8 @@ WARMUP = 3
 BEFORE = 6
 """Steps whose outcome is compared between replays and one launch a step."""
 REPLAYS = 20
+PROFILED = 2
+"""Steps under the profiler, after those that are timed."""
 
 
 def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
@@ -351,8 +354,11 @@ def _timed(
         hosts.append(1e3 * (time.perf_counter() - began))
         _synchronize(member)
         singles.append(1e3 * (time.perf_counter() - began))
-    peak = torch.cuda.max_memory_reserved(member.device) if member.device.type == "cuda" else 0
-    ranks = gathered(member, (turns, singles, hosts, made, peak, facts))
+    on_device = member.device.type == "cuda"
+    peak = torch.cuda.max_memory_reserved(member.device) if on_device else 0
+    _wait(member)
+    spent = profile_busy(step, lambda: _synchronize(member), PROFILED) if on_device else None
+    ranks = gathered(member, (turns, singles, hosts, made, peak, facts, spent))
     return {
         "cell": name,
         "side": side,
@@ -363,6 +369,7 @@ def _timed(
         "construction_s": max(rank[3] for rank in ranks),
         "peak_bytes": [rank[4] for rank in ranks],
         "facts": [rank[5] for rank in ranks],
+        "busy_ms": [rank[6] for rank in ranks if rank[6] is not None],
     }
 
 

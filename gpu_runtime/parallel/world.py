@@ -153,6 +153,10 @@ class Worker:
             all ranks' together is no more than this; None leaves them.
         skip_nonfinite: Skip the update on every rank where that norm is not finite; the epoch
             commits, weights and optimizer stay (`qeffect.gpu_runtime.clipping`).
+        mean: Divide gradients by the number of replicas once they are summed. Without it they are
+            the sum, which is right where each loss is a share of the whole.
+        together: Whether the gradients of a bucket are reduced in one call; None where that moves
+            no bit (`qeffect.gpu_runtime.parallel.reduction`).
 
     Raises:
         ScheduleError: The table is refused; no rank has begun.
@@ -176,8 +180,11 @@ class Worker:
         pipeline: type[Pipeline] = Pipeline,
         clip_norm: float | None = None,
         skip_nonfinite: bool = False,
+        mean: bool = False,
+        together: bool | None = None,
     ) -> None:
         self.member, self.limits = member, limits or Limits()
+        self.mean, self.together = mean, together
         self.clipping = Clipping(max_norm=clip_norm, skip_nonfinite=skip_nonfinite)
         config = config or RuntimeConfig()
         table = walked(schedule, config.provisioning)
@@ -209,7 +216,7 @@ class Worker:
             ends = [a.stage for a in self.row.atoms if a.kind is Kind.REDUCE_GRAD]
             if sorted(ends) == list(self.row.stages):
                 config = attrs.evolve(config, reductions=tuple(ends))
-        self._require_one_clipping()
+        self._require_one_end()
         self.runtime = self._runtime(build, config, event_log)
         self.optimizer = optimizer(list(self.runtime.stages.values()))
         self._pipeline = pipeline
@@ -217,15 +224,17 @@ class Worker:
         self._stepping = False
         self.pipeline = self._connect()
 
-    def _require_one_clipping(self) -> None:
-        """Refuse ranks that would do different things with one norm."""
-        said = gathered(self.member, attrs.astuple(self.clipping))
-        for rank, word in enumerate(said):
-            if word != said[0]:
-                raise BackendError(
-                    "clip_norm and skip_nonfinite are {} and {} on rank 0, {} and {} on rank {}; "
-                    "give every rank the same".format(*said[0], *word, rank)
-                )
+    def _require_one_end(self) -> None:
+        """Refuse ranks that would do different things with their gradients."""
+        names = "clip_norm", "skip_nonfinite", "mean", "together"
+        own = (*attrs.astuple(self.clipping), self.mean, self.together)
+        for rank, words in enumerate(said := gathered(self.member, own)):
+            for name, word, first in zip(names, words, said[0], strict=True):
+                if word != first:
+                    raise BackendError(
+                        f"{name} is {first} on rank 0 and {word} on rank {rank}; give every rank "
+                        "the same"
+                    )
 
     def _runtime(
         self,
@@ -282,7 +291,13 @@ class Worker:
             group = dist.new_group(ranks, backend=transport_of(member.device), timeout=limit)
             own = group if member.rank in ranks else own
             del group
-        return Replicas(own, host=host, deadline=self.limits.message)
+        return Replicas(
+            own,
+            host=host,
+            deadline=self.limits.message,
+            mean=self.mean,
+            together=self.together,
+        )
 
     def _connect(self) -> Pipeline:
         member, limits = self.member, self.limits

@@ -491,6 +491,9 @@ def _pipelines() -> list[str]:
                 f"{row['host_ms']['median']:.2f}",
                 ratio(row["native_over_this"]),
                 ratio(row["over_bound"]),
+                f"{row['busiest_ms']:.2f}, {ratio(row['over_busiest'])}"
+                if "busiest_ms" in row
+                else "-",
                 f"{row['final_different']} of {row['final_values']}"
                 if "final_values" in row
                 else "-",
@@ -506,12 +509,13 @@ def _pipelines() -> list[str]:
                 f"{machine_of(report)}). `native` is torch's Interleaved 1F1B; `one launch` is "
                 "the whole step as one graph, compared after six steps with guarded replays. The "
                 "bound is the critical path over each stage's graphs alone, with messages for "
-                "nothing; goals are 1.08 and 1.04 of it. Sides did not run in turns:"
+                "nothing; goals are 1.08 and 1.04 of it. Kernels are those of the busiest rank, "
+                "with copies and without messages, under the profiler. Sides did not run in turns:"
             )
             header = (
                 "cell", "schedule", "side", "step, ms", "a single step, ms", "host, ms",
-                "native / this", "over its bound", "tensors that differ from replays",
-                "GB above native",
+                "native / this", "over its bound", "kernels, ms, and the step over them",
+                "tensors that differ from replays", "GB above native",
             )  # fmt: skip
             parts.append(markdown(header, rows))
     return parts

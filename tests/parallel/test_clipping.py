@@ -115,7 +115,7 @@ def test_ranks_with_different_limits_are_refused_before_the_first_step(tmp_path:
     said = launch(2, tmp_path, clip_bodies.unlike, TWO[0])
     assert said.codes == [0, 0]
     assert said.words[0] == said.words[1]
-    assert "1.0 and False on rank 0, 2.0 and False on rank 1" in said.words[0]
+    assert "clip_norm is 1.0 on rank 0 and 2.0 on rank 1" in said.words[0]
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.nan, math.inf])

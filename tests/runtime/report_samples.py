@@ -340,7 +340,18 @@ def scale_report(*, differ: int = 0) -> dict[str, Any]:
         ],
         "timed": [
             timed("native", 50.0, 1000),
-            timed("one launch", 5.0, 1300, bound_ms=4.0, final=[4, 0], update_ms=[0.1, 0.1]),
+            timed(
+                "one launch",
+                5.0,
+                1300,
+                bound_ms=4.0,
+                final=[4, 0],
+                update_ms=[0.1, 0.1],
+                busy_ms=[
+                    {"kernels": 3.5, "copies": 0.5, "messages": 2.0},
+                    {"kernels": 3.0, "copies": 0.5, "messages": 9.0},
+                ],
+            ),
         ],
     }
     return Report("scale", None, ENVIRONMENT, {"pp": 2}, raw).finish()

@@ -44,7 +44,7 @@ from qeffect.gpu_runtime.bench.worker import ColumnError, InlineWorker, ProcessW
 from qeffect.gpu_runtime.measure import device
 from qeffect.gpu_runtime.measure.device import MemoryPoll, parse
 from qeffect.gpu_runtime.measure.report import Report, environment
-from qeffect.gpu_runtime.measure.tracing import matrix_copies, summarize
+from qeffect.gpu_runtime.measure.tracing import busy, matrix_copies, summarize
 from qeffect.gpu_runtime.memory.state import same_bits
 from qeffect.gpu_runtime.plan.slots import plan_slots
 
@@ -372,6 +372,14 @@ class TestTracing:
         assert 4096.0 == found["bytes_per_step"]
         assert 5.25 == found["us_per_step"]
         assert 0 == found["without_size"]
+
+    def test_messages_are_apart_from_other_kernels(self) -> None:
+        """A rank that waits for another one is not busy."""
+        message = {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_SendRecv", "dur": 4000.0}
+        own = {"ph": "X", "cat": "kernel", "name": "gemm", "dur": 3000.0}
+        fill = {"ph": "X", "cat": "gpu_memset", "name": "Memset", "dur": 500.0}
+        found = busy([message, own, fill, {**own, "cat": "cpu_op"}], 2)
+        assert {"kernels": 1.5, "copies": 0.25, "messages": 2.0} == found
 
     def test_a_copy_whose_size_the_trace_lacks_is_reported(self) -> None:
         """It cannot be attributed, so zero is not claimed for it."""

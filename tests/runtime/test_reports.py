@@ -453,6 +453,12 @@ class TestScale:
         assert (4, 0) == (guarded["final_values"], guarded["final_different"])
         assert 300 == guarded["above_native_bytes"]
 
+    def test_the_busiest_rank_is_the_one_with_most_kernels_and_copies(self) -> None:
+        """Messages do not count: their kernels run while they wait for the other rank."""
+        native, guarded = samples.scale_report()["derived"]["timed"]
+        assert (4.0, 1.25) == (guarded["busiest_ms"], guarded["over_busiest"])
+        assert "busiest_ms" not in native
+
     def test_what_differs_is_summed_over_the_categories(self) -> None:
         """One tensor in one category is enough to say that they differ."""
         (row,) = samples.scale_report(differ=1)["derived"]["compared"]
