@@ -61,6 +61,7 @@ OPTIONS = {
         *("--backend", "--eager", "--rule", "--provisioning", "--compare", "--event-logs"),
         *("--layers", "--hidden", "--ffn", "--heads", "--sequence"),
     },
+    "runtime corpus": {"--out", "--tokenizer", "--vocabulary", "--any-version"},
     "runtime train": {"config", "--device", "--steps", "--compare", "--out", "--commit"},
     "runtime bench": {
         *("table", "--cells", "--columns", "--microbatches", "--rank", "--rounds", "--steps"),
