@@ -126,7 +126,9 @@ class Recorded(Pipeline):
         self.recording.add_state(where, live_state(self.runtime.domain))
 
 
-def native(member: Member, job: Job, steps: int, backend: str, recording: Recording) -> Any:
+def native(
+    member: Member, job: Job, steps: int, backend: str, recording: Recording | None
+) -> NativePipeline:
     """Train a job natively under torch's schedule class; every rank calls it."""
     replica, place = divmod(member.rank, job.pp)
     groups = [

@@ -154,6 +154,7 @@ class Trainer:
         assert isinstance(feed, Batches)
         self.feed = feed
         self.losses: list[float] = []
+        self.seconds = 0.0
         self.evaluations: dict[int, float] = {}
 
     def _log(self, show: Callable[[str], None]) -> Log | None:
@@ -197,6 +198,7 @@ class Trainer:
         """
         run = self.config.run
         first, began = self.worker.runtime.epoch, time.perf_counter()
+        started = began
         for step in range(first, run.steps):
             self.step(step)
             if (step + 1) % run.log_every == 0 or step + 1 == run.steps:
@@ -206,8 +208,12 @@ class Trainer:
                 first, began = step + 1, now
             due = run.evaluate_every and (step + 1) % run.evaluate_every == 0
             if self.held_out is not None and (due or step + 1 == run.steps):
+                paused = time.perf_counter()
                 self._evaluate(step + 1)
                 began = time.perf_counter()  # an evaluation is no part of a step
+                started += began - paused
+        self._synchronize()
+        self.seconds = time.perf_counter() - started
 
     def step(self, step: int) -> None:
         """One optimizer step with the rate that is its own."""
@@ -269,6 +275,7 @@ class Trainer:
         return {
             "steps": self.worker.runtime.epoch,
             "losses": self.losses,
+            "seconds": self.seconds,
             "held_out": {str(step): loss for step, loss in self.evaluations.items()},
             "tokens_a_step": self.tokens_a_step,
             "cut": list(self.job.cut),

@@ -247,10 +247,25 @@ class Language(Job):
         """Tokens and the tokens that follow them, of a step's microbatch."""
         loader = self._loader
 
+        held: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def drawn(step: int) -> tuple[Tensor, Tensor]:
+            """A step's microbatches at once, in one copy that no stream is waited for."""
+            c, share = self.config, self.microbatches * self.config.batch
+            both = loader.windows(self.position(step) + replica * share, share)
+            sides = [
+                side.view(c.sequence, self.microbatches, c.batch).transpose(0, 1).contiguous()
+                for side in both
+            ]
+            if device.type == "cuda":
+                sides = [side.pin_memory().to(device, non_blocking=True) for side in sides]
+            return sides[0], sides[1]
+
         def draw(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-            place = replica * self.microbatches + microbatch
-            first = self.position(step) + place * self.config.batch
-            x, y = loader.windows(first, self.config.batch)
-            return x.to(device), y.to(device)
+            if step not in held:
+                held.clear()
+                held[step] = drawn(step)
+            x, y = held[step]
+            return x[microbatch], y[microbatch]
 
         return draw

@@ -62,6 +62,7 @@ OPTIONS = {
         *("--one-launch", "--clip-norm", "--skip-nonfinite", "--trace"),
         *("--layers", "--hidden", "--ffn", "--heads", "--sequence"),
     },
+    "runtime corpus": {"--out", "--tokenizer", "--vocabulary", "--any-version"},
     "runtime train": {"config", "--device", "--steps", "--compare", "--out", "--commit"},
     "runtime bench": {
         *("table", "--cells", "--columns", "--microbatches", "--rank", "--rounds", "--steps"),

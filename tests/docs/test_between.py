@@ -1,0 +1,245 @@
+"""
+The README's list of what lies between the public calls and the proved functions is whole and true.
+
+Every module that a contract imports is either proved, or has its functions in one row of the list;
+a new function belongs to no row until it is put into one.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.docs.blocks import README, ROOT
+
+PACKAGE: Final = ROOT / "qeffect"
+HEADING: Final = "## Between the public calls and the proved functions"
+
+#: What is proved, or is written in words that the proofs read: no row has it.
+PROVED: Final = ("relations.*", "engine.composed.*")
+
+#: The functions of each row, by how its first column begins. Where two rows have one, the longer
+#: pattern counts.
+ROWS: Final[dict[str, tuple[str, ...]]] = {
+    "what a caller may leave out": (
+        "contract.Contract.check_refresh",
+        "contract.Contract.check_forward",
+        "contract.Contract.check_dgrad",
+        "contract.Contract.check_wgrad",
+        "contract.Contract._writes",
+        "contract.Contract.invalidate",
+        "ledgers.epochs.*",
+        "contract.Contract.finalize",
+        "contract.Contract.commit_epoch",
+    ),
+    "which slots are free": ("ledgers.pool.*", "engine.freelist.*"),
+    "evidence": (
+        "contract.Contract.commit",
+        "contract.Contract.abort",
+        "contract.Contract._abort",
+        "contract.Contract._reports_fills",
+        "contract._names",
+        "contract._fills",
+        "contract._redeemed",
+        "tickets.*",
+    ),
+    "the ends of transfers": (
+        "contract.Contract.reserve",
+        "contract.Contract.bind",
+        "contract.Contract.post_receive",
+        "contract.Contract.finish_receive",
+        "contract.Contract.read",
+        "contract.Contract.finish_read",
+        "contract.Contract.drop",
+        "ledgers.tapes.*",
+    ),
+    "purge": (
+        "contract.Contract.purge",
+        "ledgers.tapes.Tapes.purge",
+        "contract.Contract.check_commit",
+        "ledgers.epochs.Epochs.check_commit",
+        "contract.Contract.check_checkpoint",
+        "ledgers.restarts.Restarts.check_checkpoint",
+    ),
+    "names of streams": (
+        "contract.Contract.submit",
+        "contract.Contract.enter",
+        "contract.Contract.join",
+        "contract.Contract.wait",
+        "contract.Contract.drain",
+        "contract.Contract.link",
+        "contract.Contract.default_reader",
+        "contract.Contract.*_reduction",
+        "ledgers.streams.*",
+        "ledgers.epochs.Epochs._index",
+        "ledgers.epochs.Epochs.*reduction",
+    ),
+    "the configuration": (
+        "contract.Contract.__init__",
+        "config.*",
+        "layout.*",
+        "destinations.*",
+        "sharing.*",
+        "carried.*",
+        "engine.stage.*",
+    ),
+    "restarts": (
+        "contract.Contract.checkpoint",
+        "contract.Contract.restore",
+        "checkpoint.*",
+        "configuration.*",
+        "ledgers.restarts.*",
+    ),
+    "classes and ranges": ("arguments.*",),
+    "one call at a time": ("threads.*",),
+    "context managers": (
+        "guarded.*",
+        "contract.Contract.refresh",
+        "contract.Contract.forward",
+        "contract.Contract.dgrad",
+        "contract.Contract.wgrad",
+    ),
+    "observers": (
+        "contract.Contract.observer",
+        "contract.Contract.configuration",
+        "contract.Contract.epoch",
+        "contract.Contract.incarnation",
+        "contract.Contract.token",
+        "contract.Contract.live",
+        "contract.Contract.reference",
+        "contract.Contract.outstanding",
+        "contract.Contract.first_writer",
+        "contract.Contract.first_of_tied",
+        "contract.Contract.snapshot",
+        "ledgers.runner.*",
+        "ledgers.tapes.Tapes.live",
+        "ledgers.tapes.Tapes.outstanding",
+        "ledgers.tapes.Tapes._ticket",
+        "ledgers.tapes.Tapes.reference",
+        "keys.*",
+    ),
+    "the words of a refusal": ("explain.*", "refusals.*", "text.*"),
+    "what a device counted": (
+        "counts.*",
+        "ledgers.counted.*",
+        "contract.Contract.committed_counts",
+        "contract.Contract.counts_awaited",
+        "contract.Contract.present_counts",
+        "contract.Contract._require_counts",
+        "ledgers.restarts.Restarts._require_compared",
+    ),
+    "lists and dictionaries": ("engine.memory.*", "engine.compose.*"),
+    "the recorder": ("log.*",),
+}
+
+
+def _path(module: str) -> Path | None:
+    plain = PACKAGE / f"{module.replace('.', '/')}.py"
+    package = PACKAGE / module.replace(".", "/") / "__init__.py"
+    return next((path for path in (plain, package) if path.exists()), None)
+
+
+def _imported(module: str) -> list[str]:
+    """What a module of the kernel imports of the kernel."""
+    path = _path(module)
+    assert path is not None
+    package = module.split(".")[: None if path.name == "__init__.py" else -1]
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*package[: len(package) - node.level + 1], *filter(None, [node.module])]
+            found += [".".join(base), *(".".join([*base, a.name]) for a in node.names)]
+    return [name for name in found if name and _path(name)]
+
+
+@cache
+def functions() -> frozenset[str]:
+    """Every function of every module that a contract, or the log of one, imports."""
+    modules, found = {"contract", "log.recorder", "log.replayer"}, set()
+    while waiting := [name for m in modules for name in _imported(m) if name not in modules]:
+        modules.update(waiting)
+    for module in modules:
+        path = _path(module)
+        assert path is not None
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            inner = node.body if isinstance(node, ast.ClassDef) else []
+            of = f"{module}.{node.name}." if isinstance(node, ast.ClassDef) else ""
+            found |= {f"{of}{each.name}" for each in inner if isinstance(each, ast.FunctionDef)}
+            if isinstance(node, ast.FunctionDef):
+                found.add(f"{module}.{node.name}")
+    return frozenset(found)
+
+
+def rows_of(function: str) -> list[str]:
+    """The rows that have a function, the most exact first."""
+    found = [
+        (len(pattern), row)
+        for row, patterns in ROWS.items()
+        for pattern in patterns
+        if fnmatchcase(function, pattern)
+    ]
+    return [row for _, row in sorted(found, reverse=True)]
+
+
+def listed() -> list[tuple[str, ...]]:
+    """The README's rows."""
+    _, _, chapter = README.read_text(encoding="utf-8").partition(f"{HEADING}\n")
+    lines = [line for line in chapter.split("\n## ")[0].splitlines() if line.startswith("|")]
+    return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines[2:]]
+
+
+def test_a_contract_imports_what_is_looked_at() -> None:
+    """The walk over imports finds the parts that are known to be there."""
+    assert {
+        "contract.Contract.check_forward",
+        "ledgers.pool.Pool.reclaim",
+        "engine.composed.forward.check_forward",
+        "relations.order.check_forward_guards",
+        "log.player.Player.play",
+    } <= functions()
+
+
+def test_every_function_is_proved_or_in_a_row() -> None:
+    """Nothing that a call runs is in neither."""
+    proved = {f for f in functions() for pattern in PROVED if fnmatchcase(f, pattern)}
+    homeless = sorted(f for f in functions() - proved if not rows_of(f))
+
+    assert [] == homeless
+    assert not [f for f in proved if rows_of(f)]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_pattern_of_a_row_is_of_something(row: str) -> None:
+    """A function that is gone is taken off the list."""
+    for pattern in ROWS[row]:
+        assert any(fnmatchcase(f, pattern) for f in functions()), pattern
+
+
+def test_the_readme_has_these_rows() -> None:
+    """In this order, each with files that exist: where it is done, and what tests it."""
+    assert len(ROWS) == len(listed())
+    for beginning, (what, where, tests) in zip(ROWS, listed(), strict=True):
+        assert what.startswith(beginning)
+        for folder, cell in ((PACKAGE, where), (ROOT / "tests", tests)):
+            named = re.findall(r"`([^`]+)`", cell)
+            assert named
+            for name in named:
+                assert (folder / name).exists(), name
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_names_the_modules_of_its_functions(row: str) -> None:
+    """Where it is done is where its functions are, so far as files are named one by one."""
+    (where,) = (cell for what, cell, _ in listed() if what.startswith(row))
+    named = re.findall(r"`([^`]+)`", where)
+    own = {f for f in functions() if rows_of(f)[:1] == [row]}
+    assert own
+    for name in named:
+        at = name.removesuffix(".py").rstrip("/").replace("/", ".")
+        assert any(f.startswith(f"{at}.") for f in own), name
