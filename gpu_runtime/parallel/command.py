@@ -309,7 +309,8 @@ def _trained(
         skip_nonfinite=args.skip_nonfinite,
         one_launch=args.one_launch,
     )
-    notes, norms = [], []
+    notes: list[str] = []
+    norms = []
     whole = _whole(worker, notes) if args.one_launch else None
     runner = whole or worker
     tracer = None if args.trace is None else Tracer(worker)

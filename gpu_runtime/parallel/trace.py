@@ -290,8 +290,7 @@ def measured_durations(ranks: Sequence[Sequence[Span]]) -> Durations:
 
 
 def _moved(span: Span, by: float) -> Span:
-    message = None if span.message is None else tuple(span.message)
-    return attrs.evolve(span, start=span.start + by, end=span.end + by, message=message)
+    return attrs.evolve(span, start=span.start + by, end=span.end + by)
 
 
 def _ends(spans: Sequence[Span]) -> dict[tuple[int, int, int], tuple[Span, Span]]:
@@ -308,7 +307,7 @@ def _ends(spans: Sequence[Span]) -> dict[tuple[int, int, int], tuple[Span, Span]
 
 
 def _events(ranks: Sequence[Sequence[Span]], table: Schedule) -> Iterator[dict[str, Any]]:
-    threads: dict[int, dict[Span, int]] = {}
+    threads: dict[int, Mapping[Span, int]] = {}
     for rank, spans in enumerate(ranks):
         stages = ", ".join(map(str, table.stages_of(rank % table.num_ranks)))
         yield _named("process_name", rank, 0, f"rank {rank} (stage {stages})")
