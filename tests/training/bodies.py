@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
+from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.parallel.channels import Message
+from qeffect.gpu_runtime.parallel.compare import guarded
 from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.parallel.executor import Passage
 from qeffect.gpu_runtime.parallel.model import Job
@@ -28,8 +30,9 @@ from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
 from qeffect.gpu_runtime.training import restarts
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints
 from qeffect.gpu_runtime.training.files import FACTS, MANIFEST, Writer, canonical
+from qeffect.gpu_runtime.training.model import Language
 from qeffect.gpu_runtime.training.restarts import Trial, bits, facts_of, made
-from qeffect.gpu_runtime.training.state import by_layer
+from qeffect.gpu_runtime.training.state import Persistent, by_layer
 
 LIMITS = Limits(start=60.0, message=20.0, commit=20.0, grace=2.0)
 
@@ -414,6 +417,31 @@ def carried(job: Job, folder: str) -> dict[str, Any]:
     counts.zero_()
     free = run.checkpoints.load(path, *arguments, mine)
     return {"drawn": torch.rand(3).tolist(), "counts": counts.tolist(), "free": free}
+
+
+def language(job: Language, folder: str) -> dict[str, Any]:
+    """Two steps of a language model and a save; or a load, and a step."""
+    member = join("cpu", LIMITS)
+    worker = guarded(member, job, "reference", limits=LIMITS)
+    checkpoints, must = Checkpoints(folder), {"layers": sum(job.cut)}
+
+    def bits_now() -> dict[str, str]:
+        place = member.rank % worker.pp
+        held = Persistent.of(worker.runtime, worker.optimizer, job.name_of, worker.replica, place)
+        return dict(zip(held.tensors, digests([*held.tensors.values()]), strict=True))
+
+    path = checkpoints.latest()
+    if path is not None:
+        checkpoints.load(path, worker, job.name_of, must)
+        found = bits_now()
+        job.prepare(worker.runtime.epoch, worker.optimizer)
+        worker.step()
+        return {"bits": found, "epoch": worker.runtime.epoch}
+    for step in range(2):
+        job.prepare(step, worker.optimizer)
+        worker.step()
+    checkpoints.save(worker, job.name_of, must, {})
+    return {"bits": bits_now(), "epoch": worker.runtime.epoch}
 
 
 # Kills
