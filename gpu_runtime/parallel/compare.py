@@ -169,9 +169,21 @@ def guarded(
     repeat: bool = False,
     clip_norm: float | None = None,
     skip_nonfinite: bool = False,
+    one_launch: bool = False,
 ) -> Worker:
-    """A job's guarded pipeline, ready for its first step; every rank calls it."""
-    config = RuntimeConfig(rule=job.rule, provisioning=job.provisioning, captured=captured)
+    """
+    A job's guarded pipeline, ready for its first step; every rank calls it.
+
+    Args are those of `Worker`; with `one_launch` its steps can be one launch each.
+    """
+    config = RuntimeConfig(
+        rule=job.rule,
+        provisioning=job.provisioning,
+        captured=captured,
+        nested=one_launch,
+        device_counts=one_launch,
+        late_counts=one_launch,
+    )
     worker = Worker(
         member,
         job.table(),
