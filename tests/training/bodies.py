@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
+from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.parallel.channels import Message
+from qeffect.gpu_runtime.parallel.compare import guarded
 from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.parallel.executor import Passage
 from qeffect.gpu_runtime.parallel.model import Job
@@ -28,8 +30,9 @@ from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
 from qeffect.gpu_runtime.training import restarts
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints
 from qeffect.gpu_runtime.training.files import FACTS, MANIFEST, Writer, canonical
+from qeffect.gpu_runtime.training.model import Language
 from qeffect.gpu_runtime.training.restarts import Trial, bits, facts_of, made
-from qeffect.gpu_runtime.training.state import by_layer
+from qeffect.gpu_runtime.training.state import Persistent, by_layer
 
 LIMITS = Limits(start=60.0, message=20.0, commit=20.0, grace=2.0)
 
@@ -207,6 +210,7 @@ def refused(job: Job, folder: str) -> dict[str, Any]:
     run = Run(job, folder)
     worker, said = run.worker, {}
     worker.step()
+    run.save()  # so that connections of saves are there, which a stop may leave on some ranks alone
 
     def inside(action: str, rank: int) -> dict[str, Any]:
         """One rank saves behind an action, in the step of all."""
@@ -359,6 +363,85 @@ def behind_the_next_step(job: Job, folder: str, copied: bool) -> dict[str, Any]:
         "moved": at != moved,
         "loaded": "saved" if run.bits() == at else "moved" if run.bits() == moved else "neither",
     }
+
+
+def stopped_under_way(job: Job, folder: str) -> dict[str, Any]:
+    """A step is stopped and begun again while an asynchronous save of the one before is written."""
+    run = Run(job, folder, asynchronous=True)
+    worker = run.worker
+    rebuilt = threading.Event()
+    written = Writer.write_data
+
+    def late(self: Any, plan: Any, planner: Any) -> Any:
+        rebuilt.wait(30.0)
+        return written(self, plan, planner)
+
+    Writer.write_data = late  # type: ignore[method-assign]
+    worker.step()
+    at = run.bits()
+    path = run.save()
+    program = list(worker.pipeline.program)
+    if run.rank == 1:
+        place = next(n for n, e in enumerate(program) if name_of(e.atom) == "1W1")
+        entry = program[place]
+
+        def act(passage: Passage) -> None:
+            run.save()
+
+        worker.pipeline.program[place] = entry._replace(act=act)
+    found = run.attempt(worker.step)
+    worker.pipeline.program[:] = program
+    worker.rebuild(StoppedError(Cause(**found["cause"])))
+    rebuilt.set()
+    worker.step()
+    second = run.save()
+    run.checkpoints.wait()
+    run.load(path)
+    same = run.bits() == at
+    return {"same": same, "second": second.name, "there": second.exists()}
+
+
+def carried(job: Job, folder: str) -> dict[str, Any]:
+    """What the generators and a tensor of the caller's are, after a load of other processes."""
+    run = Run(job, folder)
+    torch.manual_seed(7 + run.rank)
+    counts = torch.full((3,), 2.0 + run.worker.replica)
+    mine = {f"counts.{run.rank}": counts, "shared": torch.arange(4)}
+    arguments = run.worker, run.naming, facts_of(job)
+    path = run.checkpoints.latest()
+    if path is None:
+        run.worker.step()
+        torch.rand(5)
+        run.checkpoints.save(*arguments, {"rate": 0.1}, mine)
+        return {"drawn": torch.rand(3).tolist()}
+    counts.zero_()
+    free = run.checkpoints.load(path, *arguments, mine)
+    return {"drawn": torch.rand(3).tolist(), "counts": counts.tolist(), "free": free}
+
+
+def language(job: Language, folder: str) -> dict[str, Any]:
+    """Two steps of a language model and a save; or a load, and a step."""
+    member = join("cpu", LIMITS)
+    worker = guarded(member, job, "reference", limits=LIMITS)
+    checkpoints, must = Checkpoints(folder), {"layers": sum(job.cut)}
+
+    def bits_now() -> dict[str, str]:
+        place = member.rank % worker.pp
+        held = Persistent.of(worker.runtime, worker.optimizer, job.name_of, worker.replica, place)
+        return dict(zip(held.tensors, digests([*held.tensors.values()]), strict=True))
+
+    path = checkpoints.latest()
+    if path is not None:
+        checkpoints.load(path, worker, job.name_of, must)
+        found = bits_now()
+        job.prepare(worker.runtime.epoch, worker.optimizer)
+        worker.step()
+        return {"bits": found, "epoch": worker.runtime.epoch}
+    for step in range(2):
+        job.prepare(step, worker.optimizer)
+        worker.step()
+    checkpoints.save(worker, job.name_of, must, {})
+    return {"bits": bits_now(), "epoch": worker.runtime.epoch}
 
 
 # Kills

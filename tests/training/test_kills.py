@@ -4,6 +4,9 @@ A rank is killed anywhere, all are started again: the end is that of the run tha
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,3 +85,25 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path: Path, w
     assert survivor["latest"] == (
         "step-00000002" if where == "behind the name" else "step-00000001"
     )
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it_again_twenty_times(tmp_path: Path) -> None:
+    """Its own restarts, without a hand: the last attempt ends in the uninterrupted run's bits."""
+    words, folder, plain = (tmp_path / name for name in ("words", "checkpoints", "plain"))
+    for place in (words, plain):
+        place.mkdir()
+    until, kills = 40, 20
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "--max-restarts", str(kills), "-m", "tests.training.killed",
+        str(folder), str(words), str(until), str(kills), "400",
+    ]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    whole = launch(2, plain, bodies.killed, JOB, str(tmp_path / "whole"), until, None)
+    for rank in range(2):
+        last = json.loads((words / f"{rank}.{kills}.json").read_text())
+        assert last["attempt"] == kills
+        assert 0 < last["began"] < until
+        assert last["bits"] == whole.words[rank]["bits"]

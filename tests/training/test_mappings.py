@@ -18,6 +18,7 @@ import pytest
 from qeffect.gpu_runtime.parallel.model import Job
 from tests.parallel.ranks import launch
 from tests.training import bodies
+from tests.training.helpers import language, noise
 
 
 def job(schedule: str, pp: int, vpp: int, dp: int = 1) -> Job:
@@ -134,3 +135,21 @@ def test_a_remap_changes_what_the_next_steps_make_of_histories(
     assert any(name.endswith(".master") for name in ours) == masters
     differ = {name.split(".")[0] for name in ours if ours[name] != theirs[name]}
     assert "fp8" in differ
+
+
+def test_a_language_model_is_cut_elsewhere(tmp_path: Path) -> None:
+    """Embedding, norm, head and uneven stages: three layers as 2 and 1, as 3, and as 1, 1 and 1."""
+    path = noise(tmp_path)
+    saved: dict[str, str] = {}
+    for number, (pp, cut) in enumerate([(2, (2, 1)), (1, (3,)), (3, (1, 1, 1))]):
+        model = language(path, schedule="1f1b", pp=pp, microbatches=3, cut=cut)
+        words = tmp_path / f"words {number}"
+        words.mkdir()
+        said = launch(pp, words, bodies.language, model, str(tmp_path / "checkpoints"))
+        assert said.codes == [0] * pp
+        assert {said.words[rank]["epoch"] for rank in range(pp)} == {3 if number else 2}
+        found = merged(said.words, "bits")
+        saved = saved or found
+        assert found == saved
+    names = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
+    assert {"embedding.weight", "head.weight", "layers.2.qkv.weight"} <= names

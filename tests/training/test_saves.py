@@ -41,7 +41,8 @@ def test_a_save_in_the_middle_is_refused_on_all_ranks_with_one_cause(tmp_path: P
         assert found[0]["cause"]["clause"] == clause, name
         assert found[0]["cause"]["recoverable"], name
         for one in found:
-            assert (one["moved"], one["epoch"], one["files"]) == ([], 0, []), name
+            assert (one["moved"], one["epoch"]) == ([], 0), name
+            assert one["files"] == ["step-00000001"], name
     assert "checkpoint" in said[0]["live tape"]["cause"]["text"]
     away = said[0]["message away"]["cause"]
     assert (away["kind"], away["action"]) == ("disagreed", "0SEND_F0")
@@ -94,6 +95,25 @@ def test_an_asynchronous_save_has_what_was_there_when_it_began(
     said = run(tmp_path, JOB, bodies.behind_the_next_step, copied)
     for words in said.values():
         assert words == {"named before": False, "moved": True, "loaded": loaded}
+
+
+def test_a_save_under_way_outlives_a_stop(tmp_path: Path) -> None:
+    """What it writes is of an epoch that all had committed: the next one begins again."""
+    said = run(tmp_path, JOB, bodies.stopped_under_way)
+    for words in said.values():
+        assert words == {"same": True, "second": "step-00000002", "there": True}
+
+
+def test_generators_and_tensors_of_the_caller_come_back(tmp_path: Path) -> None:
+    """In other processes the next numbers are those that the first would have drawn."""
+    words, folder = (tmp_path / name for name in ("words", "checkpoints"))
+    words.mkdir()
+    said = [launch(2, words, bodies.carried, JOB, str(folder)).words for _ in range(2)]
+    for rank in range(2):
+        assert said[1][rank]["drawn"] == said[0][rank]["drawn"]
+        assert said[1][rank]["counts"] == [2.0] * 3
+        assert said[1][rank]["free"] == {"rate": 0.1}
+    assert said[0][0]["drawn"] != said[0][1]["drawn"]
 
 
 def test_sizes_say_what_the_bytes_are(tmp_path: Path) -> None:
