@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 import torch
 
-from qeffect.cli.command import Outcome, Progress
+from qeffect.cli.command import Outcome, Progress, refuse_unused
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
 from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
 from qeffect.gpu_runtime.evidence.comparison import digests
@@ -31,7 +31,7 @@ from qeffect.gpu_runtime.parallel.command import last_word, mute
 from qeffect.gpu_runtime.parallel.compare import compared, native, summed
 from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.world import Limits, Member, gathered, join
-from qeffect.gpu_runtime.training.config import Config, read
+from qeffect.gpu_runtime.training.config import Checkpointing, Config, read
 from qeffect.gpu_runtime.training.loop import Trainer, backend_of, job_of
 from qeffect.refusals import Refused
 from qeffect.report import UnusableError
@@ -50,6 +50,9 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("all", "ends"),
         help="train natively too, under torch's own pipeline, and compare the losses of every step "
         "and every tensor bit for bit: of all steps, or at the end",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint, where there is one"
     )
     parser.add_argument("--out", type=Path, metavar="F", help="write a JSON report here")
     parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
@@ -75,6 +78,9 @@ def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     config = read(args.config, run={"device": args.device, "steps": args.steps})
+    if args.compare is not None:
+        refuse_unused(args, ["--resume"], "--compare begins anew")
+        config = attrs.evolve(config, checkpoint=Checkpointing())
     job = job_of(config)  # before any rank waits for another
     started = os.environ.get("WORLD_SIZE")
     if started is None and job.world > 1:
@@ -108,7 +114,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         elif args.compare == "ends":
             outcome = _both(config, member, what, progress)
         else:
-            outcome = _trained(config, member, what, progress)
+            outcome = _trained(config, member, what, progress, resume=args.resume)
     except StoppedError as stopped:
         cause = stopped.cause
         data = {
@@ -127,8 +133,12 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     return outcome
 
 
-def _trained(config: Config, member: Member, what: str, progress: Progress) -> Outcome:
-    trainer = Trainer(member, config, progress)
+def _trained(
+    config: Config, member: Member, what: str, progress: Progress, *, resume: bool
+) -> Outcome:
+    trainer = Trainer(member, config, progress, resume=resume)
+    if trainer.began:
+        what += f", from step {trainer.began} on"
     if member.rank == 0:
         progress.note(what)
     trainer.run()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.ends import Ends, cross_entropy
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.clipping import Clipping
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.model import Job
 from qeffect.gpu_runtime.training.data import Loader
@@ -150,6 +151,8 @@ class Language(Job):
         rate: The learning rate of each step.
         weight_decay: Of the matrices.
         master: Whether the optimizer keeps fp32 copies of the parameters.
+        clip_norm: Limit of the norm of all gradients, or None.
+        skip_nonfinite: Whether an update is skipped where that norm is not finite.
 
     Raises:
         ValueError: The cut is of another number of stages, or a stage has no layer.
@@ -161,6 +164,8 @@ class Language(Job):
     rate: Rate = attrs.field(factory=Rate)
     weight_decay: float = 0.01
     master: bool = False
+    clip_norm: float | None = None
+    skip_nonfinite: bool = False
 
     @cut.default
     def _one_each(self) -> tuple[int, ...]:
@@ -216,6 +221,11 @@ class Language(Job):
             decays=decays,
             master_dtype=torch.float32 if self.master else None,
         )
+
+    @property
+    def clipping(self) -> Clipping:
+        """As `Job.clipping`."""
+        return Clipping(max_norm=self.clip_norm, skip_nonfinite=self.skip_nonfinite)
 
     def prepare(self, step: int, optimizer: Optimizer) -> None:
         """Set the step's learning rate."""

@@ -63,7 +63,9 @@ OPTIONS = {
         *("--layers", "--hidden", "--ffn", "--heads", "--sequence"),
     },
     "runtime corpus": {"--out", "--tokenizer", "--vocabulary", "--any-version"},
-    "runtime train": {"config", "--device", "--steps", "--compare", "--out", "--commit"},
+    "runtime train": {
+        *("config", "--device", "--steps", "--compare", "--resume", "--out", "--commit"),
+    },
     "runtime bench": {
         *("table", "--cells", "--columns", "--microbatches", "--rank", "--rounds", "--steps"),
         *("--growth-steps", "--history", "--quick", "--device", "--no-profile", *REPORT),
