@@ -4,9 +4,13 @@ A checkpoint that is not right is refused by every rank in the same words, and n
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from qeffect.gpu_runtime.parallel.model import Job
 from tests.parallel.ranks import launch
@@ -42,6 +46,16 @@ TEXTS = {
     "more microbatches": ("was saved with microbatches 8, this run has 4", True),
     "a fact too few": ("was saved with sequence nothing, this run has 16", True),
     "two replicas": ("has the scaling state of 2 replicas, this run has 1", True),
+    "a contract too few": ("1 contracts of 2 ranks and 1 replicas", True),
+    "no epoch": ("facts.json: epoch is None, expected int", True),
+    "an epoch below zero": ("facts.json: epoch is -1, expected int", True),
+    "an epoch that is text": ("facts.json: epoch is 1, expected int", True),
+    "a mapping without its replicas": ("facts.json: mapping has no replicas", True),
+    "a tensor without a size": (
+        "facts.json: model.layers.2.qkv.weight is bf16, expected a type and a size",
+        True,
+    ),
+    "DCP's index is of something else": ("cannot be read: rank 0: Missing key", True),
     "a tensor of another size": (
         "model.layers.2.qkv.weight is torch.bfloat16 [8, 8], here torch.bfloat16 [96, 32]", True,
     ),
@@ -92,3 +106,14 @@ def test_the_sound_one_is_loaded_after_all_that(said: dict[int, Any]) -> None:
     """What was refused has left nothing behind."""
     for words in said.values():
         assert words["sound"] == {"free": {"position": 1}, "same": True, "epoch": 1}
+
+
+def test_dcp_alone_loads_a_flipped_bit(tmp_path: Path) -> None:
+    """Why files are hashed here."""
+    held, found = {"a": torch.arange(1000.0)}, {"a": torch.zeros(1000)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        state_dict_saver.save(held, checkpoint_id=tmp_path, no_dist=True)
+        bodies._flip(tmp_path / "__0_0.distcp")
+        state_dict_loader.load(found, checkpoint_id=tmp_path, no_dist=True)
+    assert int((found["a"] != held["a"]).sum()) == 1
