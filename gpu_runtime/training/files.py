@@ -51,7 +51,7 @@ _METADATA = ".metadata"
 _PARTIAL, _REMOVED = ".partial-", ".removed-"
 _CHUNK = 1 << 20
 #: What facts consist of.
-_PARTS = {
+_PARTS: dict[str, type] = {
     "epoch": int, "must": dict, "free": dict, "mapping": dict, "contracts": list, "made_by": list,
     "tensors": dict,
 }  # fmt: skip
@@ -335,7 +335,7 @@ def read_facts(path: Path, marks: Mapping[str, Mark]) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads((path / FACTS).read_bytes())
     for part, kind in _PARTS.items():
         found = facts.get(part) if isinstance(facts, dict) else None
-        if not isinstance(found, kind) or (part == "epoch" and found < 0):
+        if not isinstance(found, kind) or (isinstance(found, int) and found < 0):
             raise BackendError(
                 f"{path / FACTS}: {part} is {str(found)[:40]}, expected {kind.__name__}; take "
                 "another checkpoint"
