@@ -91,6 +91,11 @@ class RuntimeCommands:
                 "parallel.command",
             ),
             (
+                "corpus",
+                "make token files of the standard library's own text",
+                "training.corpus_command",
+            ),
+            (
                 "train",
                 "train a language model over the ranks that torchrun started, or alone",
                 "training.command",

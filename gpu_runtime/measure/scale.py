@@ -47,6 +47,8 @@ def _timed(row: Raw, native: Raw | None) -> dict[str, Any]:
         "native_over_this": None,
         "above_native_bytes": None,
     }
+    if row.get("message_ms"):
+        found["message_ms"] = round(row["message_ms"], _DIGITS)
     if busy := [own["kernels"] + own["copies"] for own in row.get("busy_ms", ())]:
         found["busiest_ms"] = round(max(busy), _DIGITS)
         found["over_busiest"] = round(median / max(busy), _DIGITS)

@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import attrs
@@ -22,9 +25,11 @@ from qeffect.gpu_runtime.memory.arena import RULES
 from qeffect.gpu_runtime.parallel.compare import Compared, compared, guarded, summed
 from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.model import NAMES, Batches, Job
-from qeffect.gpu_runtime.parallel.world import Limits, Member, agree_on, gathered, join
+from qeffect.gpu_runtime.parallel.one_launch import OneLaunch, obstacles
+from qeffect.gpu_runtime.parallel.trace import Tracer, chrome_trace
+from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, agree_on, gathered, join
 from qeffect.gpu_runtime.plan.slots import PROVISIONINGS
-from qeffect.report import UnusableError
+from qeffect.report import UnusableError, write_text
 from qeffect.schedule.actions import ScheduleError
 
 __all__ = ["add_pipeline_arguments", "last_word", "mute", "run_pipeline"]
@@ -79,6 +84,14 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     )
     # Not --log: torchrun reads an option that could be the beginning of one of its own as such.
     parser.add_argument("--event-logs", metavar="DIR", help="a folder for each rank's event log")
+    parser.add_argument("--one-launch", action="store_true", help="on cuda, a step as one graph")
+    parser.add_argument("--clip-norm", type=float, metavar="X", help="of all ranks' gradients")
+    parser.add_argument(
+        "--skip-nonfinite", action="store_true", help="no update where that norm is not finite"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="F", help="write a Chrome trace of the last step of all ranks"
+    )
 
 
 def run_pipeline(args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -114,6 +127,7 @@ def mute(*, failed: bool, speaker: int = 0) -> None:
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
+    _require_together(args)
     job = _job(args)
     world = os.environ.get("WORLD_SIZE")
     if world is not None and int(world) != job.world:
@@ -130,6 +144,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         for name, value in DETERMINISTIC.items():
             os.environ.setdefault(name, value)
     log = _log(args.event_logs, member)
+    _require_writable(args.trace, member)
     captured = args.device == "cuda" and not args.eager
     what = (
         f"{Path(args.schedule).name}: PP={job.pp}, {job.num_stages} stages, DP={job.dp}, "
@@ -153,6 +168,25 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
             "cause": attrs.asdict(cause),
         }
         return Outcome("refused", data, [what, f"Every rank stopped: {cause.text}"])
+
+
+def _require_together(args: argparse.Namespace) -> None:
+    """Refuse options that say nothing together."""
+    if args.one_launch and args.device != "cuda":
+        raise UnusableError(
+            "--one-launch makes a step one CUDA graph, so it needs --device cuda; leave it out"
+        )
+    clips = args.clip_norm is not None or args.skip_nonfinite
+    for given, name, other, why in (
+        (args.eager, "--one-launch", "--eager", "without graphs there is none of a step"),
+        (args.trace, "--one-launch", "--trace", "the host sees no action of a launch"),
+        (args.compare, "--one-launch", "--compare", "runtime scale compares launches"),
+        (args.compare, "--trace", "--compare", "a comparison is not a step to look at"),
+        (args.compare, "--clip-norm and --skip-nonfinite", "--compare", "torch's side does not"),
+    ):
+        asked = {"--one-launch": args.one_launch, "--trace": args.trace}.get(name, clips)
+        if asked and given:
+            raise UnusableError(f"{name} with {other}: {why}; leave one out")
 
 
 def _job(args: argparse.Namespace) -> Job:
@@ -220,6 +254,17 @@ def _log(folder: str | None, member: Member) -> Path | None:
     return place / f"rank{member.rank}.jsonl"
 
 
+def _require_writable(file: Path | None, member: Member) -> None:
+    """Before the first step, not behind the last: rank 0 writes the trace."""
+    problem = ""
+    if file is not None and member.rank == 0:
+        try:
+            file.touch()
+        except OSError as error:
+            problem = f"--trace {file}: {error.strerror or error}; name a file that can be written"
+    agree_on(member, problem)
+
+
 def _compared(member: Member, what: str, result: Compared) -> Outcome:
     own = {
         "totals": result.totals(),
@@ -253,22 +298,48 @@ def _trained(
     what: str,
 ) -> Outcome:
     worker = guarded(
-        member, job, backend, captured=captured, limits=limits, event_log=log, repeat=True
+        member,
+        job,
+        backend,
+        captured=captured,
+        limits=limits,
+        event_log=log,
+        repeat=True,
+        clip_norm=args.clip_norm,
+        skip_nonfinite=args.skip_nonfinite,
+        one_launch=args.one_launch,
     )
-    seconds = []
-    for _ in range(args.steps):
+    notes: list[str] = []
+    norms = []
+    whole = _whole(worker, notes) if args.one_launch else None
+    runner = whole or worker
+    tracer = None if args.trace is None else Tracer(worker)
+    seconds, losses = [], []
+    for number in range(args.steps):
         began = time.perf_counter()
-        worker.step()
+        last = number == args.steps - 1
+        with tracer.tracing() if tracer is not None and last else nullcontext():
+            runner.step()
         if member.device.type == "cuda":
             torch.cuda.synchronize(member.device)
         seconds.append(time.perf_counter() - began)
-    feed = worker.feed
-    assert isinstance(feed, Batches)
+        losses.append(_loss(worker, whole, number))
+        if (norm := runner.norm) is not None:
+            norms.append(attrs.asdict(norm))
+    if whole is not None:
+        whole.leave()
+        whole.close()
     own = {
-        "losses": [sum(feed.losses_of(step)) for step in range(args.steps)],
+        "losses": losses,
         "slots": [config.slots for config in worker.runtime.contract.stages],
         "seconds": seconds,
     }
+    if tracer is not None:
+        traced = chrome_trace(member, tracer, worker.table)
+        if member.rank == 0:
+            write_text(args.trace, json.dumps(traced, indent=1) + "\n")
+        notes.append(f"{args.trace}: the last step took {traced['otherData']['step']}, simulated "
+                     f"{traced['otherData']['simulated step']}")  # fmt: skip
     worker.close()
     ranks = gathered(member, own)
     losses = [sum(rank["losses"][step] for rank in ranks) for step in range(args.steps)]
@@ -279,6 +350,39 @@ def _trained(
         f"  loss {', '.join(f'{loss:.6f}' for loss in losses)}",
         f"  slots of each rank's stages {[rank['slots'] for rank in ranks]}",
         f"  {median * 1e3:.1f} ms a step (median of {args.steps}, slowest rank, synchronised)",
+        *(f"  {note}" for note in notes),
     ]
     data = {"losses": losses, "slots": [rank["slots"] for rank in ranks], "step_s": slowest}
+    if norms:
+        # A number that is not finite has no place in JSON.
+        data["norms"] = [
+            {**norm, "total": _finite(norm["total"]), "factor": _finite(norm["factor"])}
+            for norm in norms
+        ]
+        totals = ", ".join(f"{norm['total']:.6g}" for norm in norms)
+        skipped = sum(norm["skipped"] for norm in norms)
+        lines.insert(2, f"  norm {totals}; {skipped} updates skipped")
     return Outcome("accepted", data, lines)
+
+
+def _whole(worker: Worker, notes: list[str]) -> OneLaunch | None:
+    """Steps as one launch; or none, and why, where some rank's step cannot be one."""
+    said = gathered(worker.member, obstacles(worker))
+    why = next((found for found in said if found), None)
+    if why is None:
+        return OneLaunch(worker)
+    notes.append(f"guarded replays, as the step cannot be one graph: {'; '.join(why)}")
+    return None
+
+
+def _loss(worker: Worker, whole: OneLaunch | None, step: int) -> float:
+    """The loss of this rank's part of a step that has just run."""
+    if whole is not None and whole.graph is not None:
+        return sum(float(whole.feed.losses[m]) for m in sorted(whole.feed.losses))
+    feed = worker.feed
+    assert isinstance(feed, Batches)
+    return sum(feed.losses_of(step))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -4,13 +4,17 @@ A guarded pipeline against torch's own over native full backwards, every bit of 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import attrs
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from qeffect.gpu_runtime.clipping import EPSILON, square_sums
 from qeffect.gpu_runtime.evidence.comparison import Comparison, Recording, compare
 from qeffect.gpu_runtime.evidence.native import record_step, rule_for
 from qeffect.gpu_runtime.memory.state import live_state
@@ -19,7 +23,7 @@ from qeffect.gpu_runtime.parallel.channels import transport_of
 from qeffect.gpu_runtime.parallel.executor import Passage, Pipeline
 from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.native import NativePipeline
-from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker
+from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, gathered
 from qeffect.gpu_runtime.plan.order import Order
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 
@@ -126,7 +130,9 @@ class Recorded(Pipeline):
         self.recording.add_state(where, live_state(self.runtime.domain))
 
 
-def native(member: Member, job: Job, steps: int, backend: str, recording: Recording) -> Any:
+def native(
+    member: Member, job: Job, steps: int, backend: str, recording: Recording | None
+) -> NativePipeline:
     """Train a job natively under torch's schedule class; every rank calls it."""
     replica, place = divmod(member.rank, job.pp)
     groups = [
@@ -145,7 +151,7 @@ def native(member: Member, job: Job, steps: int, backend: str, recording: Record
         groups[replica],
         rule=job.rule,
         recording=recording,
-        reduce=_sum_over(member, job, place) if job.dp > 1 else None,
+        reduce=_after(member, job, place),
         optimizer=job.optimizer,
     )
     for step in range(steps):
@@ -167,9 +173,21 @@ def guarded(
     repeat: bool = False,
     clip_norm: float | None = None,
     skip_nonfinite: bool = False,
+    one_launch: bool = False,
 ) -> Worker:
-    """A job's guarded pipeline, ready for its first step; every rank calls it."""
-    config = RuntimeConfig(rule=job.rule, provisioning=job.provisioning, captured=captured)
+    """
+    A job's guarded pipeline, ready for its first step; every rank calls it.
+
+    Args are those of `Worker`; with `one_launch` its steps can be one launch each.
+    """
+    config = RuntimeConfig(
+        rule=job.rule,
+        provisioning=job.provisioning,
+        captured=captured,
+        nested=one_launch,
+        device_counts=one_launch,
+        late_counts=one_launch,
+    )
     worker = Worker(
         member,
         job.table(),
@@ -182,8 +200,8 @@ def guarded(
         event_log=event_log,
         tagged=tagged,
         pipeline=pipeline,
-        clip_norm=clip_norm,
-        skip_nonfinite=skip_nonfinite,
+        clip_norm=job.clipping.max_norm if clip_norm is None else clip_norm,
+        skip_nonfinite=skip_nonfinite or job.clipping.skip_nonfinite,
     )
     worker.heed_termination()
     return worker
@@ -238,6 +256,27 @@ def compared(
         oracle.losses,
         [own.slots for own in worker.runtime.contract.stages],
     )
+
+
+def _after(member: Member, job: Job, place: int) -> Callable[[Gradients], Tensor | None] | None:
+    """What native training does when every gradient is there: sum over replicas, and clip."""
+    reduce = _sum_over(member, job, place) if job.dp > 1 else None
+    limit = job.clipping.max_norm
+    if limit is None:
+        return reduce
+    ranks = job.ranks(member.rank // job.pp)
+
+    def clip(gradients: Gradients) -> Tensor:
+        if reduce is not None:
+            reduce(gradients)
+        own = {stage: float(part) for stage, part in square_sums(gradients).items()}
+        said = gathered(member, own)
+        parts = {stage: part for rank in ranks for stage, part in said[rank].items()}
+        norm = math.sqrt(sum(parts[stage] for stage in sorted(parts)))
+        wanted = torch.tensor(limit, dtype=torch.float64) / (norm + EPSILON)
+        return wanted.clamp(max=1.0).float().to(member.device)
+
+    return clip
 
 
 def _sum_over(member: Member, job: Job, place: int) -> Callable[[Gradients], None]:

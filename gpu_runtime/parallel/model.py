@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, TensorSpec
+from qeffect.gpu_runtime.clipping import Clipping
 from qeffect.gpu_runtime.memory.arena import Rule
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.plan.slots import Provisioning
@@ -187,6 +188,11 @@ class Job:
             )
             for n in indices
         ]
+
+    @property
+    def clipping(self) -> Clipping:
+        """What an update does with the norm of all gradients: nothing here."""
+        return Clipping()
 
     def optimizer(self, stages: list[StageBackend]) -> Optimizer:
         """The optimizer over a rank's stages."""

@@ -109,7 +109,8 @@ class NativePipeline:
         rule: Where the guarded side's dW writes.
         dtype: Type of accumulated gradients.
         recording: Where to record, or None.
-        reduce: What is done to the gradients of all stages before the update.
+        reduce: What is done to the gradients of all stages before the update; it returns what the
+            update multiplies them by, or None.
         optimizer: Makes the optimizer over the stages.
     """
 
@@ -127,7 +128,7 @@ class NativePipeline:
         rule: Rule = "accumulate",
         dtype: torch.dtype = torch.bfloat16,
         recording: Recording | None = None,
-        reduce: Callable[[Gradients], None] | None = None,
+        reduce: Callable[[Gradients], Tensor | None] | None = None,
         optimizer: Callable[[list[StageBackend]], Optimizer] = Optimizer,
     ) -> None:
         self.stages, self.batch, self.microbatches = list(stages), batch, microbatches
@@ -194,10 +195,9 @@ class NativePipeline:
         self.schedule.step(*inputs, **options, return_outputs=False)
         self.losses.append([float(loss.detach()) for loss in losses])
         gradients = {p.stage_index: self._gradients(p) for p in self.piped}
-        if self.reduce is not None:
-            self.reduce(gradients)
+        scale = None if self.reduce is None else self.reduce(gradients)
         record_step(self.recording, self.number, self.stages, gradients, before_update=True)
-        self.optimizer.step(gradients)
+        self.optimizer.step(gradients, **({} if scale is None else {"scale": scale}))
         for piped in self.piped:
             for parameter in parameters(piped.backend).values():
                 parameter.grad = None

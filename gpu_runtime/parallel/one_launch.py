@@ -172,10 +172,19 @@ class OneLaunch:
         self.runtime.contract.check_commit(caller="main", guards_alone=True)
 
     def _baked(self) -> tuple[list[int], list[dict[str, Any]]]:
-        """Where the optimizer's state is, and its numbers: the graph holds both."""
+        """
+        Where the optimizer's state is, and its numbers: the graph holds both.
+
+        Of a number that is a tensor of a device, as a learning rate may be, the graph holds the
+        place: what stands there may change.
+        """
         optimizer = self.worker.optimizer
         groups = [
-            {name: value for name, value in group.items() if name != "params"}
+            {
+                name: value.data_ptr() if isinstance(value, Tensor) else value
+                for name, value in group.items()
+                if name != "params"
+            }
             for group in optimizer.adamw.param_groups
         ]
         return optimizer.addresses(), groups
@@ -423,7 +432,7 @@ class _Gate:
         if self.group is None:
             into.copy_(own)
         else:
-            dist.all_gather_into_tensor(into, own, group=self.group)
+            dist.all_gather_into_tensor(into.view(-1), own, group=self.group)
 
     def warm(self) -> None:
         """Once outside of a capture, which can load no kernel and begin no communicator."""

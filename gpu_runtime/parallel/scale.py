@@ -30,7 +30,7 @@ from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.measure.tracing import profile_busy
 from qeffect.gpu_runtime.memory.state import live_state
 from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.parallel.channels import transport_of
+from qeffect.gpu_runtime.parallel.channels import Message, transport_of
 from qeffect.gpu_runtime.parallel.command import mute
 from qeffect.gpu_runtime.parallel.compare import compared, summed
 from qeffect.gpu_runtime.parallel.consent import StoppedError
@@ -64,6 +64,8 @@ WARMUP = 3
 BEFORE = 6
 """Steps whose outcome is compared between replays and one launch a step."""
 REPLAYS = 20
+_QUEUEING_CYCLES = 40_000_000
+"""About 20 ms of a device, in which the host queues messages."""
 PROFILED = 2
 """Steps under the profiler, after those that are timed."""
 
@@ -296,8 +298,8 @@ def _one_launch(
     whole.leave()
     ranks = gathered(member, (len(final), len(odd)))
     found["final"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
-    found["alone_ms"], found["update_ms"] = guarded["alone_ms"], guarded["update_ms"]
-    found["bound_ms"] = guarded["bound_ms"]
+    for what in ("alone_ms", "update_ms", "message_ms", "bound_ms"):
+        found[what] = guarded[what]
     whole.close()
     worker.close()
     return found
@@ -319,9 +321,10 @@ def _guarded(
     facts: dict[str, Any] = {"slots": [s.slots for s in worker.runtime.contract.stages]}
     found = _timed(member, args, name, "guarded", schedule, worker.step, args.steps, made, facts)
     ranks = gathered(member, _alone(worker))
+    found["message_ms"] = max(gathered(member, _message_ms(member, job, worker)))
     found["alone_ms"] = {stage: times for rank, _ in ranks for stage, times in rank.items()}
     found["update_ms"] = [update for _, update in ranks]
-    found["bound_ms"] = _bound_ms(job, found["alone_ms"], found["update_ms"])
+    found["bound_ms"] = _bound_ms(job, found["alone_ms"], found["update_ms"], found["message_ms"])
     worker.close()
     return found, final
 
@@ -397,6 +400,32 @@ def _alone(worker: Worker) -> tuple[dict[str, dict[str, float]], float]:
     return found, update
 
 
+def _message_ms(member: Member, job: Job, worker: Worker) -> float:
+    """
+    What an activation takes from rank 0 to rank 1 or back, when nothing else runs, in milliseconds.
+
+    Back and forth without the host: the device sleeps until all of them are queued. Zero on every
+    other rank, and where there are no GPUs. What is posted here is in no table.
+    """
+    channels = worker.pipeline.channels
+    if member.device.type == "cpu" or job.pp == 1:
+        return 0.0
+    tensor = job.config.activation(member.device).buffer()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    _wait(member)
+    if member.rank > 1:
+        return 0.0
+    torch.cuda._sleep(_QUEUEING_CYCLES)  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(REPLAYS):
+        for source in (0, 1):
+            post = channels.send if member.rank == source else channels.receive
+            channels.wait(post(tensor, 1 - member.rank, Message(source, 0, source == 1)))
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end) / (2 * REPLAYS))
+
+
 def _spent(act: Callable[[], object]) -> float:
     """The device's time for one of several, so that no launch is in it."""
     times = []
@@ -442,10 +471,13 @@ def _lines(derived: dict[str, Any]) -> list[str]:
 
 
 def _bound_ms(
-    job: Job, alone: Mapping[str, Mapping[str, float]], updates: Sequence[float]
+    job: Job,
+    alone: Mapping[str, Mapping[str, float]],
+    updates: Sequence[float],
+    message: float,
 ) -> float | None:
     """
-    The critical path of a schedule over what each stage's graphs take alone, messages for nothing.
+    The critical path of a schedule over what each stage's graphs and a message take alone.
 
     A rank's refreshes stand at its end, with its update. None where nothing was captured.
     """
@@ -461,5 +493,5 @@ def _bound_ms(
         for homes in (table.stage_to_rank,)
         for rank in range(table.num_ranks)
     }
-    times = dict.fromkeys("FIW", 0.0)
+    times = {**dict.fromkeys("FIW", 0.0), "message": message}
     return float(step_time(table, Durations(times, "ms", stages, ranks)).time)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,6 +69,9 @@ that of replica r modulo their number.
 #: How amax is reduced over replicas: it is not. Every backend here rolls what it saw itself.
 AMAX = "each replica its own"
 
+#: How long ranks wait for each other's files, in seconds; one that has died is noticed at once.
+_FILES_S = 1800.0
+
 
 class Checkpoints:
     """
@@ -94,6 +96,7 @@ class Checkpoints:
         self.folder, self.keep, self.asynchronous = Path(folder), keep, asynchronous
         self.changed: tuple[str, ...] = ()
         self._group: Any = None
+        self._group_of: tuple[int, int] | None = None
         self._under_way: tuple[Path, Future[Any]] | None = None
 
     # What there is
@@ -201,7 +204,8 @@ class Checkpoints:
         error.__traceback__ = error.__context__ = error.__cause__ = None
         for passage in worker.pipeline.passages.values():
             passage.forget()
-        self.close()
+        if self._under_way is None:  # one of an earlier epoch goes on: it is whole without us
+            self._end_group()
         if worker.runtime.actions.broken is not None:
             error.unrecoverable = True  # type: ignore[attr-defined]
         stopped = worker.consent.stop(error, worker.runtime.epoch, None, 0, at="checkpoint")
@@ -302,10 +306,8 @@ class Checkpoints:
             raise BackendError(problem)
 
     def close(self) -> None:
-        """End the connections of saves and loads, after a save under way; it raises nothing."""
-        if self._under_way is not None and not self._under_way[1].done():
-            with suppress(BaseException):
-                self._under_way[1].exception(timeout=1.0)
+        """End the connections of saves and loads, behind a save under way; raises nothing."""
+        self._awaited()
         self._end_group()
 
     def _end_group(self) -> None:
@@ -483,12 +485,15 @@ class Checkpoints:
 
     def _gathered(self, worker: Worker, own: Any) -> list[Any]:
         """What every rank brings, over a group of our own: a thread may be in another's."""
-        if self._group is None:
+        of = worker.name, worker.attempt
+        if self._group is None or self._group_of != of:
+            self._end_group()  # some ranks may have lost theirs when all stopped
             self._group = dist.new_group(
                 list(range(worker.member.world)),
                 backend="gloo",
-                timeout=datetime.timedelta(seconds=worker.limits.start),
+                timeout=datetime.timedelta(seconds=max(worker.limits.start, _FILES_S)),
             )
+            self._group_of = of
         found: list[Any] = [None] * worker.member.world
         dist.all_gather_object(found, own, group=self._group)
         return found

@@ -7,24 +7,31 @@ Under torchrun with as many processes as the file says, or by itself where that 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import math
 import os
 import socket
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 
-from qeffect.cli.command import Outcome, Progress
-from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.cli.command import Outcome, Progress, refuse_unused
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
 from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
+from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.measure.report import environment
+from qeffect.gpu_runtime.memory.state import live_state
+from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.command import last_word, mute
-from qeffect.gpu_runtime.parallel.compare import compared, summed
+from qeffect.gpu_runtime.parallel.compare import compared, native, summed
 from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.world import Limits, Member, gathered, join
-from qeffect.gpu_runtime.training.config import Config, read
+from qeffect.gpu_runtime.training.config import Checkpointing, Config, read
 from qeffect.gpu_runtime.training.loop import Trainer, backend_of, job_of
 from qeffect.refusals import Refused
 from qeffect.report import UnusableError
@@ -40,8 +47,12 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="instead of the file's")
     parser.add_argument(
         "--compare",
-        action="store_true",
-        help="train natively too, under torch's own pipeline, and compare every bit of both",
+        choices=("all", "ends"),
+        help="train natively too, under torch's own pipeline, and compare the losses of every step "
+        "and every tensor bit for bit: of all steps, or at the end",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint, where there is one"
     )
     parser.add_argument("--out", type=Path, metavar="F", help="write a JSON report here")
     parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
@@ -67,6 +78,9 @@ def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     config = read(args.config, run={"device": args.device, "steps": args.steps})
+    if args.compare is not None:
+        refuse_unused(args, ["--resume"], "--compare begins anew")
+        config = attrs.evolve(config, checkpoint=Checkpointing())
     job = job_of(config)  # before any rank waits for another
     started = os.environ.get("WORLD_SIZE")
     if started is None and job.world > 1:
@@ -95,8 +109,12 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         f"{job.microbatches} microbatches, {backend_of(config)} on {config.run.device}"
     )
     try:
-        make = _compared if args.compare else _trained
-        outcome = make(config, member, what, progress)
+        if args.compare == "all":
+            outcome = _compared(config, member, what, progress)
+        elif args.compare == "ends":
+            outcome = _both(config, member, what, progress)
+        else:
+            outcome = _trained(config, member, what, progress, resume=args.resume)
     except StoppedError as stopped:
         cause = stopped.cause
         data = {
@@ -115,8 +133,12 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     return outcome
 
 
-def _trained(config: Config, member: Member, what: str, progress: Progress) -> Outcome:
-    trainer = Trainer(member, config, progress)
+def _trained(
+    config: Config, member: Member, what: str, progress: Progress, *, resume: bool
+) -> Outcome:
+    trainer = Trainer(member, config, progress, resume=resume)
+    if trainer.began:
+        what += f", from step {trainer.began} on"
     if member.rank == 0:
         progress.note(what)
     trainer.run()
@@ -175,6 +197,79 @@ def _compared(config: Config, member: Member, what: str, progress: Progress) -> 
         "captured": captured,
     }
     return Outcome("accepted" if same else "refused", data, lines)
+
+
+def _both(config: Config, member: Member, what: str, progress: Progress) -> Outcome:
+    if member.rank == 0:
+        progress.note(f"{what}, native first, then guarded")
+    job = job_of(config)
+    began = time.perf_counter()
+    oracle = native(member, job, config.run.steps, backend_of(config), None)
+    _drain(member)
+    native_s = time.perf_counter() - began
+    theirs = tensors_of({stage.index: stage for stage in oracle.stages}, oracle.optimizer)
+    native_losses = [sum(shares) for shares in oracle.losses]
+    del oracle
+    release(member)
+    trainer = Trainer(member, config, progress)
+    trainer.run()
+    runtime = trainer.worker.runtime
+    ours = tensors_of(runtime.stages, trainer.worker.optimizer)
+    record = dict(trainer.record())
+    trainer.close()
+    differ = sorted(
+        name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)
+    )
+    own = {"losses": native_losses, "of": len(theirs), "differ": differ, "native_s": native_s}
+    ranks = gathered(member, own)
+    losses = [math.fsum(rank["losses"][n] for rank in ranks) for n in range(config.run.steps)]
+    apart = [
+        n for n, pair in enumerate(zip(losses, record["losses"], strict=True)) if pair[0] != pair[1]
+    ]
+    named = [f"rank {n}: {name}" for n, rank in enumerate(ranks) for name in rank["differ"]]
+    same = not apart and not named and all(rank["of"] for rank in ranks)
+    data = {
+        **record,
+        "native_losses": losses,
+        "native_s": max(rank["native_s"] for rank in ranks),
+        "losses_differ": apart,
+        "compared": sum(rank["of"] for rank in ranks),
+        "differ": len(named),
+        "first": named[:8],
+    }
+    lines = [
+        f"{what}, {config.run.steps} steps, and torch's own pipeline over native full backwards:",
+        f"  losses of {len(apart)} of {len(losses)} steps differ",
+        f"  {len(named)} of {data['compared']} tensors differ at the end",
+        f"  {record['seconds']:.1f} s guarded, {data['native_s']:.1f} s native",
+        f"  loss {losses[0]:.4f} at first, {losses[-1]:.4f} at the end",
+        "The same bits on every rank" if same else "NOT the same",
+    ]
+    return Outcome("accepted" if same else "refused", data, lines)
+
+
+def _drain(member: Member) -> None:
+    if member.device.type == "cuda":
+        torch.cuda.synchronize(member.device)
+
+
+def release(member: Member) -> None:
+    """Give back what the side before held."""
+    gc.collect()
+    if member.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def tensors_of(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, str]:
+    """Digests of everything that a step moves: parameters, numerical state, AdamW."""
+    named: dict[str, torch.Tensor] = {
+        f"{index}.{name}": parameter.detach()
+        for index, stage in stages.items()
+        for name, parameter in parameters(stage).items()
+    }
+    named.update(live_state(next(iter(stages.values())).domain))
+    named.update(optimizer.state_tensors())
+    return {name: digests([tensor.cpu()])[0] for name, tensor in named.items()}
 
 
 def _count(config: Config) -> int:

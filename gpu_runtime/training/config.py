@@ -1,7 +1,7 @@
 """
 The one file that a training run is configured by.
 
-TOML with five tables. Every field has a default; whatever is wrong is one line that names the
+TOML with six tables. Every field has a default; whatever is wrong is one line that names the
 field, what was expected and what was found. Paths are relative to the file's own folder.
 """
 
@@ -20,7 +20,7 @@ from qeffect.gpu_runtime.parallel.model import NAMES
 from qeffect.gpu_runtime.plan.slots import PROVISIONINGS
 from qeffect.report import UnusableError
 
-__all__ = ["Config", "Data", "Model", "Optimizing", "Parallel", "Run", "read"]
+__all__ = ["Checkpointing", "Config", "Data", "Model", "Optimizing", "Parallel", "Run", "read"]
 
 _T = TypeVar("_T")
 
@@ -161,6 +161,8 @@ class Optimizing:
         least_rate: The rate at the end of the cosine.
         weight_decay: Of the matrices; norms, biases and embeddings have none.
         master: Whether fp32 copies of the parameters are kept.
+        clip_norm: Limit of the norm of all ranks' gradients; 0 for none.
+        skip_nonfinite: Whether every rank skips an update whose norm is not finite.
     """
 
     rate: float = _number(1e-3, positive=True)
@@ -169,6 +171,8 @@ class Optimizing:
     least_rate: float = _number(1e-4)
     weight_decay: float = _number(0.01)
     master: bool = _flag(False)
+    clip_norm: float = _number(0.0)
+    skip_nonfinite: bool = _flag(False)
 
 
 @attrs.frozen(kw_only=True)
@@ -186,6 +190,7 @@ class Run:
         evaluate_windows: Held-out windows of an evaluation.
         tensorboard: A folder for TensorBoard; empty for none.
         event_logs: A folder for each rank's event log; empty for none.
+        retries: How often in a row a step that all ranks stopped, and survived, is begun again.
         start_s: Seconds until all ranks have met.
         commit_s: Seconds until all ranks have come to a commit.
     """
@@ -199,8 +204,27 @@ class Run:
     evaluate_windows: int = _whole(16)
     tensorboard: str = _text("")
     event_logs: str = _text("")
+    retries: int = _whole(0, 0)
     start_s: float = _number(120.0, positive=True)
     commit_s: float = _number(120.0, positive=True)
+
+
+@attrs.frozen(kw_only=True)
+class Checkpointing:
+    """
+    Table `[checkpoint]`.
+
+    Args:
+        folder: Where checkpoints are; empty for none.
+        every: Steps between two; 0 saves at the end alone.
+        keep: How many stay.
+        asynchronous: Whether a checkpoint is written behind the next steps.
+    """
+
+    folder: str = _text("")
+    every: int = _whole(0, 0)
+    keep: int = _whole(3)
+    asynchronous: bool = _flag(False)
 
 
 @attrs.frozen(kw_only=True)
@@ -215,6 +239,7 @@ class Config:
         data: What it learns from.
         optimizer: How it is updated.
         run: How long, where, and what is told.
+        checkpoint: What is kept.
     """
 
     source: Path = Path("train.toml")
@@ -223,6 +248,7 @@ class Config:
     data: Data = attrs.field(factory=Data)
     optimizer: Optimizing = attrs.field(factory=Optimizing)
     run: Run = attrs.field(factory=Run)
+    checkpoint: Checkpointing = attrs.field(factory=Checkpointing)
 
     def path(self, name: str) -> Path:
         """A path of the file, from its own folder."""
@@ -252,6 +278,7 @@ TABLES: Mapping[str, type] = {
     "data": Data,
     "optimizer": Optimizing,
     "run": Run,
+    "checkpoint": Checkpointing,
 }
 
 

@@ -13,10 +13,13 @@ from typing import Any
 import attrs
 import torch
 
+from qeffect.gpu_runtime.clipping import Norm
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.parallel.compare import guarded
+from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.model import Batches
 from qeffect.gpu_runtime.parallel.world import Limits, Member, agree_on, gathered
+from qeffect.gpu_runtime.training.checkpoint import Checkpoints
 from qeffect.gpu_runtime.training.config import Config
 from qeffect.gpu_runtime.training.data import DataError, Loader, Tokens
 from qeffect.gpu_runtime.training.evaluate import evaluate
@@ -71,6 +74,8 @@ def job_of(config: Config) -> Language:
             ),
             weight_decay=config.optimizer.weight_decay,
             master=config.optimizer.master,
+            clip_norm=config.optimizer.clip_norm or None,
+            skip_nonfinite=config.optimizer.skip_nonfinite,
         )
         job.table()
     except (ScheduleError, ValueError) as error:
@@ -127,20 +132,29 @@ class Trainer:
         member: This process.
         config: The run.
         show: Shows a line on a terminal; only rank 0 does.
+        resume: Go on from the newest checkpoint, where there is one.
 
     Raises:
-        UnusableError: The configuration or the data cannot be used.
-        BackendError: A stage cannot be built.
+        UnusableError: The configuration or the data cannot be used; or there are checkpoints and
+            nobody said to go on from them.
+        BackendError: A stage cannot be built, or the checkpoint cannot be loaded.
+        StoppedError: A rank is gone while it is loaded.
     """
 
     def __init__(
-        self, member: Member, config: Config, show: Callable[[str], None] = lambda _: None
+        self,
+        member: Member,
+        config: Config,
+        show: Callable[[str], None] = lambda _: None,
+        *,
+        resume: bool = False,
     ) -> None:
         self.member, self.config = member, config
         self.job = job_of(config)
         self.held_out: Loader | None = None
         if config.data.held_out:
             self.held_out = _loader(config, config.data.held_out, "held_out")
+        self.checkpoints, self.found = self._checkpoints(resume=resume)
         self.log = self._log(show)
         self.worker = guarded(
             member,
@@ -154,7 +168,68 @@ class Trainer:
         assert isinstance(feed, Batches)
         self.feed = feed
         self.losses: list[float] = []
+        self.seconds = 0.0
         self.evaluations: dict[int, float] = {}
+        self.norms: dict[int, Norm | None] = {}
+        self.began = 0
+        if self.checkpoints is not None and self.found is not None:
+            self._go_on(self.checkpoints, self.found)
+
+    def _checkpoints(self, *, resume: bool) -> tuple[Checkpoints | None, Path | None]:
+        """Where checkpoints go, and the one to go on from."""
+        given = self.config.checkpoint
+        where = f"{self.config.source}: [checkpoint] folder"
+        if not given.folder:
+            if resume:
+                raise UnusableError(f"{where}: --resume needs one; name where checkpoints are")
+            return None, None
+        made = Checkpoints(
+            self.config.path(given.folder), keep=given.keep, asynchronous=given.asynchronous
+        )
+        newest = made.latest()
+        if newest is not None and not resume:
+            raise UnusableError(
+                f"{where}: {newest} is there; go on from it with --resume, or name another folder"
+            )
+        return made, newest
+
+    def _must(self) -> dict[str, Any]:
+        """What has to be equal where a checkpoint is loaded."""
+        model = attrs.asdict(self.config.model)
+        del model["seed"]
+        return {"model": model, "master": self.job.master}
+
+    def _go_on(self, checkpoints: Checkpoints, path: Path) -> None:
+        free = checkpoints.load(path, self.worker, self.job.name_of, self._must())
+        self.began = self.worker.runtime.epoch
+        problem = ""
+        try:
+            assert self.job.loader is not None
+            self.job.loader.load(free["data"], self.began)
+        except DataError as error:
+            problem = f"{self.config.source}: [data] train: {error}"
+        agree_on(self.member, problem)
+        if self.log is not None:
+            changed = list(checkpoints.changed)
+            self.log({"resumed": str(path), "step": self.began, "changed": changed})
+
+    def save(self) -> None:
+        """
+        Write a checkpoint between two steps.
+
+        Raises:
+            BackendError: It cannot be written; those before it are as they were.
+            StoppedError: Something is live, or a rank is gone.
+        """
+        if self.checkpoints is None:
+            return
+        step = self.worker.runtime.epoch
+        assert self.job.loader is not None
+        free = {
+            "data": self.job.loader.state(self.job.position(step)),
+            "configuration": self.config.record(),
+        }
+        self.checkpoints.save(self.worker, self.job.name_of, self._must(), free)
 
     def _log(self, show: Callable[[str], None]) -> Log | None:
         run, log, problem = self.config.run, None, ""
@@ -197,6 +272,8 @@ class Trainer:
         """
         run = self.config.run
         first, began = self.worker.runtime.epoch, time.perf_counter()
+        started = began
+        every = self.config.checkpoint.every
         for step in range(first, run.steps):
             self.step(step)
             if (step + 1) % run.log_every == 0 or step + 1 == run.steps:
@@ -206,13 +283,37 @@ class Trainer:
                 first, began = step + 1, now
             due = run.evaluate_every and (step + 1) % run.evaluate_every == 0
             if self.held_out is not None and (due or step + 1 == run.steps):
+                paused = time.perf_counter()
                 self._evaluate(step + 1)
                 began = time.perf_counter()  # an evaluation is no part of a step
+                started += began - paused
+            if step + 1 == run.steps or (every and (step + 1) % every == 0):
+                self.save()
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        self._synchronize()
+        self.seconds = time.perf_counter() - started
 
     def step(self, step: int) -> None:
-        """One optimizer step with the rate that is its own."""
-        self.job.prepare(step, self.worker.optimizer)
-        self.worker.step()
+        """
+        One optimizer step with the rate that is its own; begun again where that is allowed.
+
+        Raises:
+            StoppedError: It was stopped once more than that, or not every rank survived.
+        """
+        for left in reversed(range(self.config.run.retries + 1)):
+            self.job.prepare(step, self.worker.optimizer)
+            try:
+                self.worker.step()
+            except StoppedError as stopped:
+                if not left:
+                    raise
+                self.worker.rebuild(stopped)
+                if self.log is not None:
+                    self.log({"step": step, "stopped": stopped.cause.text})
+                continue
+            self.norms[step] = self.worker.norm
+            return
 
     def _synchronize(self) -> None:
         if self.member.device.type == "cuda":
@@ -233,17 +334,19 @@ class Trainer:
             self.losses.append(loss)
             if self.log is None:
                 continue
-            self.log(
-                {
-                    "step": one,
-                    "loss": loss,
-                    "rate": self.job.rate.at(one),
-                    "tokens": (one + 1) * self.tokens_a_step,
-                    "tokens_per_s": self.tokens_a_step / each,
-                    "step_ms": each * 1e3,
-                    "memory_bytes": max(rank["memory"] for rank in ranks),
-                }
-            )
+            line = {
+                "step": one,
+                "loss": loss,
+                "rate": self.job.rate.at(one),
+                "tokens": self.job.position(one + 1) * self.job.config.sequence,
+                "tokens_per_s": self.tokens_a_step / each,
+                "step_ms": each * 1e3,
+                "memory_bytes": max(rank["memory"] for rank in ranks),
+            }
+            if (norm := self.norms.get(one)) is not None:
+                line.update(norm=norm.total, skipped=norm.skipped)
+            self.log(line)
+        self.norms.clear()
 
     def _taken(self, step: int) -> list[float]:
         found = self.feed.losses_of(step)
@@ -259,6 +362,8 @@ class Trainer:
 
     def close(self) -> None:
         """End connections and logs."""
+        if self.checkpoints is not None:
+            self.checkpoints.close()
         self.worker.close()
         if self.log is not None:
             self.log.close()
@@ -267,8 +372,10 @@ class Trainer:
         """What the run came to, for a report."""
         executor = self.worker.runtime.executor
         return {
+            "began": self.began,
             "steps": self.worker.runtime.epoch,
             "losses": self.losses,
+            "seconds": self.seconds,
             "held_out": {str(step): loss for step, loss in self.evaluations.items()},
             "tokens_a_step": self.tokens_a_step,
             "cut": list(self.job.cut),

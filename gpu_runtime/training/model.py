@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.ends import Ends, cross_entropy
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.clipping import Clipping
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.model import Job
 from qeffect.gpu_runtime.training.data import Loader
@@ -150,6 +151,8 @@ class Language(Job):
         rate: The learning rate of each step.
         weight_decay: Of the matrices.
         master: Whether the optimizer keeps fp32 copies of the parameters.
+        clip_norm: Limit of the norm of all gradients, or None.
+        skip_nonfinite: Whether an update is skipped where that norm is not finite.
 
     Raises:
         ValueError: The cut is of another number of stages, or a stage has no layer.
@@ -161,6 +164,8 @@ class Language(Job):
     rate: Rate = attrs.field(factory=Rate)
     weight_decay: float = 0.01
     master: bool = False
+    clip_norm: float | None = None
+    skip_nonfinite: bool = False
 
     @cut.default
     def _one_each(self) -> tuple[int, ...]:
@@ -217,6 +222,11 @@ class Language(Job):
             master_dtype=torch.float32 if self.master else None,
         )
 
+    @property
+    def clipping(self) -> Clipping:
+        """As `Job.clipping`."""
+        return Clipping(max_norm=self.clip_norm, skip_nonfinite=self.skip_nonfinite)
+
     def prepare(self, step: int, optimizer: Optimizer) -> None:
         """Set the step's learning rate."""
         optimizer.set_rate(self.rate.at(step))
@@ -247,10 +257,25 @@ class Language(Job):
         """Tokens and the tokens that follow them, of a step's microbatch."""
         loader = self._loader
 
+        held: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def drawn(step: int) -> tuple[Tensor, Tensor]:
+            """A step's microbatches at once, in one copy that no stream is waited for."""
+            c, share = self.config, self.microbatches * self.config.batch
+            both = loader.windows(self.position(step) + replica * share, share)
+            sides = [
+                side.view(c.sequence, self.microbatches, c.batch).transpose(0, 1).contiguous()
+                for side in both
+            ]
+            if device.type == "cuda":
+                sides = [side.pin_memory().to(device, non_blocking=True) for side in sides]
+            return sides[0], sides[1]
+
         def draw(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-            place = replica * self.microbatches + microbatch
-            first = self.position(step) + place * self.config.batch
-            x, y = loader.windows(first, self.config.batch)
-            return x.to(device), y.to(device)
+            if step not in held:
+                held.clear()
+                held[step] = drawn(step)
+            x, y = held[step]
+            return x[microbatch], y[microbatch]
 
         return draw

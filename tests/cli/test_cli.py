@@ -59,9 +59,13 @@ OPTIONS = {
     "runtime pipeline": {
         *("--schedule", "--pp", "--vpp", "--dp", "--microbatches", "--steps", "--device"),
         *("--backend", "--eager", "--rule", "--provisioning", "--compare", "--event-logs"),
+        *("--one-launch", "--clip-norm", "--skip-nonfinite", "--trace"),
         *("--layers", "--hidden", "--ffn", "--heads", "--sequence"),
     },
-    "runtime train": {"config", "--device", "--steps", "--compare", "--out", "--commit"},
+    "runtime corpus": {"--out", "--tokenizer", "--vocabulary", "--any-version"},
+    "runtime train": {
+        *("config", "--device", "--steps", "--compare", "--resume", "--out", "--commit"),
+    },
     "runtime bench": {
         *("table", "--cells", "--columns", "--microbatches", "--rank", "--rounds", "--steps"),
         *("--growth-steps", "--history", "--quick", "--device", "--no-profile", *REPORT),

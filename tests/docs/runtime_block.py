@@ -504,13 +504,16 @@ def _pipelines() -> list[str]:
             for row in derived["timed"]
         ]
         if rows:
+            took = [row["message_ms"] * 1e3 for row in derived["timed"] if "message_ms" in row]
+            messages = f"a message ({min(took):.0f} to {max(took):.0f} µs)" if took else ""
+            alone = f"graphs and {messages} alone" if took else "graphs alone, messages for nothing"
             parts.append(
                 f"A step over {ranks}, {asked['vpp']} stages of one layer each ({name}; "
                 f"{machine_of(report)}). `native` is torch's Interleaved 1F1B; `one launch` is "
                 "the whole step as one graph, compared after six steps with guarded replays. The "
-                "bound is the critical path over each stage's graphs alone, with messages for "
-                "nothing; goals are 1.08 and 1.04 of it. Kernels are those of the busiest rank, "
-                "with copies and without messages, under the profiler. Sides did not run in turns:"
+                f"bound is the critical path over what each stage's {alone} take; goals are 1.08 "
+                "and 1.04 of it. Kernels are those of the busiest rank, with copies and without "
+                "messages, under the profiler. Sides did not run in turns:"
             )
             header = (
                 "cell", "schedule", "side", "step, ms", "a single step, ms", "host, ms",

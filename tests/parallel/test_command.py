@@ -42,6 +42,22 @@ def test_torchrun_trains_replicas_with_the_bits_of_torchs_pipeline(tmp_path: Pat
         assert main(["replay", str(log)]) == 0
 
 
+def test_torchrun_clips_and_writes_one_trace_of_all_ranks(tmp_path: Path) -> None:
+    """No option is taken by torchrun for one of its own; rank 0 writes the file."""
+    small = ("--hidden", "32", "--ffn", "64", "--sequence", "16", "--steps", "2")
+    file = tmp_path / "trace.json"
+    clip = ("--clip-norm", "0.01", "--skip-nonfinite")
+    done = torchrun(2, "--trace", str(file), *clip, "--json", *small)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.strip().splitlines()
+    norms = json.loads(line)["norms"]
+    assert [norm["skipped"] for norm in norms] == [False, False]
+    assert all(0 < norm["factor"] < 1 for norm in norms)
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {e["pid"] for e in events} == {0, 1, 2, 3}  # and two that are simulated
+    assert any(e["ph"] == "f" for e in events)
+
+
 def test_what_cannot_run_is_one_line_of_rank_0(tmp_path: Path) -> None:
     """Exit code 2 on every rank, one line from the first, and no rank waits for another."""
     table = tmp_path / "four.csv"
@@ -55,6 +71,10 @@ def test_what_cannot_run_is_one_line_of_rank_0(tmp_path: Path) -> None:
         (["--schedule", "zigzag"], None, "unknown schedule class 'zigzag'"),
         (["--vpp", "3"], None, "2 stages a rank; expected vpp=2"),
         (["--device", "cuda"], None, "this torch has no NCCL"),
+        (["--one-launch"], 2, "--one-launch makes a step one CUDA graph"),
+        (["--clip-norm", "-1"], 2, "clip_norm is -1.0; expected a positive finite number"),
+        (["--clip-norm", "1", "--compare"], 2, "--clip-norm and --skip-nonfinite with --compare"),
+        (["--trace", str(tmp_path / "no" / "t")], 2, "No such file or directory; name a file"),
         (["--device", "cuda"], 1, "rank 1 wants GPU 1 of this host, which has 1"),
     ]
     (tmp_path / "said").mkdir()

@@ -345,6 +345,7 @@ def scale_report(*, differ: int = 0) -> dict[str, Any]:
                 5.0,
                 1300,
                 bound_ms=4.0,
+                message_ms=0.03,
                 final=[4, 0],
                 update_ms=[0.1, 0.1],
                 busy_ms=[

@@ -2,103 +2,577 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import attrs
+import torch
+import torch.distributed as dist
+
+from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.evidence.comparison import digests
+from qeffect.gpu_runtime.parallel.channels import Message
 from qeffect.gpu_runtime.parallel.compare import guarded
+from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError, name_of
+from qeffect.gpu_runtime.parallel.executor import Passage
 from qeffect.gpu_runtime.parallel.model import Job
 from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
+from qeffect.gpu_runtime.training import restarts
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints
+from qeffect.gpu_runtime.training.files import FACTS, MANIFEST, Writer, canonical
+from qeffect.gpu_runtime.training.model import Language
+from qeffect.gpu_runtime.training.restarts import Trial, bits, facts_of, made
 from qeffect.gpu_runtime.training.state import Persistent, by_layer
 
 LIMITS = Limits(start=60.0, message=20.0, commit=20.0, grace=2.0)
 
 
-def must(job: Job) -> dict[str, Any]:
-    """What numbers mean in a job, whatever its mapping: what a step takes, and of which model."""
-    c = job.config
-    return {
-        "layers": job.layers * job.num_stages,
-        "hidden": c.hidden,
-        "ffn": c.ffn,
-        "heads": c.heads,
-        "sequence": c.sequence,
-        "batch": c.batch,
-        "microbatches": job.microbatches * job.dp,
-        "seed": job.seed,
-    }
+def trial(job: Job, **options: Any) -> Trial:
+    """A job on the CPU."""
+    return Trial(**{"job": job, "limits": LIMITS, **options})
 
 
-def named(worker: Worker, job: Job) -> Persistent:
-    """The tensors of a rank by the model's names."""
-    place = worker.member.rank % worker.pp
-    naming = by_layer(job.layers)
-    return Persistent.of(worker.runtime, worker.optimizer, naming, worker.replica, place)
+def started(job: Job, folder: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
+    """A run from the beginning."""
+    return restarts.started(join("cpu", LIMITS), trial(job, **how), folder, **options)
 
 
-def bits(worker: Worker, job: Job) -> dict[str, str]:
-    """A digest of each."""
-    held = named(worker, job).tensors
-    return dict(zip(held, digests(list(held.values())), strict=True))
+def gone_on(job: Job, folder: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
+    """A run from the latest checkpoint."""
+    return restarts.gone_on(join("cpu", LIMITS), trial(job, **how), folder, **options)
 
 
-def train(
-    job: Job,
-    folder: str,
-    until: int,
-    *,
-    save_at: tuple[int, ...] = (),
-    resume: bool = False,
-    replicas: Any = "same",
-    asynchronous: bool = False,
-) -> dict[str, Any]:
-    """
-    Train to an epoch, saving after some and going on from the latest where asked.
+def remapped(job: Job, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A step from the latest checkpoint, and the same step set up by hand."""
+    return restarts.remapped(join("cpu", LIMITS), trial(job), folder, **options)
 
-    Returns:
-        Where it began and ended, the losses of each step, and every persistent tensor as digests
-        at the beginning and at the end.
-    """
-    member = join("cpu", LIMITS)
-    worker = guarded(member, job, "reference", limits=LIMITS)
-    checkpoints = Checkpoints(folder, asynchronous=asynchronous)
-    naming = by_layer(job.layers)
-    free: Mapping[str, Any] = {}
-    if resume:
-        path = checkpoints.latest()
-        assert path is not None
-        free = checkpoints.load(path, worker, naming, must(job), replicas=replicas)
-    began, first = worker.runtime.epoch, bits(worker, job)
-    saved = {}
-    while worker.runtime.epoch < until:
-        worker.step()
-        epoch = worker.runtime.epoch
-        if epoch in save_at:
-            saved[epoch] = bits(worker, job)
-            checkpoints.save(worker, naming, must(job), {"position": epoch * 7})
-    checkpoints.wait()
-    feed: Any = worker.feed
-    said = {
-        "began": began,
-        "epoch": worker.runtime.epoch,
-        "free": free,
-        "changed": checkpoints.changed,
-        "losses": {step: feed.losses_of(step) for step in range(began, until)},
-        "first": first,
-        "saved": saved,
-        "last": bits(worker, job),
-    }
-    checkpoints.close()
-    worker.close()
+
+class Run:
+    """A worker with its checkpoints."""
+
+    def __init__(self, job: Job, folder: str, *, limits: Limits = LIMITS, **options: Any) -> None:
+        self.job = job
+        self.worker: Worker = made(join("cpu", LIMITS), trial(job, limits=limits))
+        self.checkpoints = Checkpoints(folder, **options)
+        self.naming = by_layer(job.layers)
+        self.rank = self.worker.member.rank
+
+    def save(self, **free: Any) -> Path:
+        """Save; every rank."""
+        return self.checkpoints.save(self.worker, self.naming, facts_of(self.job), free)
+
+    def load(self, path: Path, **changes: Any) -> dict[str, Any]:
+        """Load; every rank. `changes` are made to the facts that must be equal."""
+        must = {**facts_of(self.job), **changes}
+        return self.checkpoints.load(path, self.worker, self.naming, must)
+
+    def bits(self) -> dict[str, str]:
+        """Every persistent tensor's digest."""
+        return bits(self.worker, self.job)
+
+    def attempt(self, act: Callable[[], Any]) -> dict[str, Any]:
+        """What an act raises, and whether it moved anything."""
+        before, epoch = self.bits(), self.worker.runtime.epoch
+        said: dict[str, Any] = {"error": None, "cause": None}
+        try:
+            act()
+        except StoppedError as stopped:
+            said["cause"] = attrs.asdict(stopped.cause)
+        except BackendError as error:
+            said["error"] = str(error)
+        after = self.bits()
+        said["moved"] = [name for name in before if before[name] != after[name]]
+        said["epoch"] = self.worker.runtime.epoch - epoch
+        return said
+
+
+# Bad checkpoints
+
+
+def _sealed(path: Path, facts: Callable[[Any], Any], held: Callable[[Any], Any]) -> None:
+    """Edit facts and manifest, and hash both again: only what they say is wrong then."""
+    told = json.loads((path / FACTS).read_text())
+    facts(told)
+    (path / FACTS).write_bytes(canonical(told))
+    manifest = json.loads((path / MANIFEST).read_text())
+    content = (path / FACTS).read_bytes()
+    manifest["files"][FACTS] = [len(content), hashlib.sha256(content).hexdigest()]
+    del manifest["sha256"]
+    held(manifest)
+    manifest["sha256"] = hashlib.sha256(canonical(manifest)).hexdigest()
+    (path / MANIFEST).write_bytes(canonical(manifest))
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _as_it_is(_: Any) -> None:
+    pass
+
+
+def _fact(edit: Callable[[Any], Any]) -> Callable[[Path], None]:
+    return lambda path: _sealed(path, edit, _as_it_is)
+
+
+_WEIGHT = "model.layers.2.qkv.weight"
+
+#: What is done to a checkpoint, by name.
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "a file is cut": lambda path: _cut(path / "__1_0.distcp"),
+    "a bit of a file is flipped": lambda path: _flip(path / "__1_0.distcp"),
+    "a file is missing": lambda path: (path / "__0_0.distcp").unlink(),
+    "a bit of DCP's index is flipped": lambda path: _flip(path / ".metadata"),
+    "DCP's index is missing": lambda path: (path / ".metadata").unlink(),
+    "a bit of the facts is flipped": lambda path: _flip(path / FACTS),
+    "the manifest is cut": lambda path: _cut(path / MANIFEST),
+    "the manifest is edited": lambda path: (path / MANIFEST).write_text(
+        (path / MANIFEST).read_text().replace('"epoch":1', '"epoch":2')
+    ),
+    "the manifest is missing": lambda path: (path / MANIFEST).unlink(),
+    "nothing is there": lambda path: shutil.rmtree(path),
+    "another format": lambda path: _sealed(path, _as_it_is, lambda held: held.update(format=2)),
+    "another backend": _fact(lambda facts: facts["must"].update(backend="transformer-engine")),
+    "another recipe": _fact(lambda facts: facts["must"]["recipe"].update(amax_history_len=1024)),
+    "amax reduced over replicas": _fact(lambda facts: facts["must"].update(amax="maximum of all")),
+    "master weights": _fact(lambda facts: facts["must"].update(masters="torch.float32")),
+    "another model": _fact(lambda facts: facts["must"]["given"].update(hidden=64)),
+    "more microbatches": _fact(lambda facts: facts["must"]["given"].update(microbatches=8)),
+    "a fact too few": _fact(lambda facts: facts["must"]["given"].pop("sequence")),
+    "two replicas": _fact(lambda facts: facts["mapping"].update(replicas=2)),
+    "a tensor of another size": _fact(
+        lambda facts: facts["tensors"].update({_WEIGHT: ["torch.bfloat16", [8, 8]]})
+    ),
+    "a tensor of another type": _fact(
+        lambda facts: facts["tensors"][_WEIGHT].__setitem__(0, "torch.float32")
+    ),
+    "a tensor too few": _fact(lambda facts: facts["tensors"].pop(_WEIGHT)),
+    "a tensor too many": _fact(
+        lambda facts: facts["tensors"].update({"model.layers.9.x": ["torch.bfloat16", [1]]})
+    ),
+}
+
+
+def damaged(job: Job, folder: str) -> dict[str, Any]:
+    """Every damage in turn, each tried by every rank; then the sound one."""
+    run = Run(job, folder)
+    run.worker.step()
+    sound = run.save(position=1)
+    saved = run.bits()
+    run.worker.step()
+    said: dict[str, Any] = {}
+    for name, damage in DAMAGE.items():
+        bad = Path(folder) / "step-00000009"
+        if run.rank == 0:
+            shutil.rmtree(bad, ignore_errors=True)
+            shutil.copytree(sound, bad)
+            damage(bad)
+        dist.barrier()
+        said[name] = run.attempt(lambda bad=bad: run.load(bad))
+        newest = run.checkpoints.latest()
+        said[name]["latest"] = newest is not None and newest.name
+        dist.barrier()
+    if run.rank == 0:
+        shutil.rmtree(bad, ignore_errors=True)
+    dist.barrier()
+    other = sound if run.rank == 0 else sound.with_name("step-00000000")
+    if run.rank == 0:
+        shutil.copytree(sound, sound.with_name("step-00000000"))
+    dist.barrier()
+    said["ranks load different ones"] = run.attempt(lambda: run.load(other))
+    free = run.load(sound)
+    said["sound"] = {"free": free, "same": run.bits() == saved, "epoch": run.worker.runtime.epoch}
+    run.worker.step()
     return said
 
 
-def train_saving(job: Job, folder: str, until: int, save_at: tuple[int, ...]) -> dict[str, Any]:
-    """A run from the beginning."""
-    return train(job, folder, until, save_at=save_at)
+# Saves that are refused
 
 
-def train_on(job: Job, folder: str, until: int) -> dict[str, Any]:
-    """A run from the latest checkpoint."""
-    return train(job, folder, until, resume=True)
+def refused(job: Job, folder: str) -> dict[str, Any]:
+    """A save in the middle of each thing that may not be in the middle of, and after it."""
+    run = Run(job, folder)
+    worker, said = run.worker, {}
+    worker.step()
+    run.save()  # so that connections of saves are there, which a stop may leave on some ranks alone
+
+    def inside(action: str, rank: int) -> dict[str, Any]:
+        """One rank saves behind an action, in the step of all."""
+        program = list(worker.pipeline.program)
+        if run.rank == rank:
+            place = next(n for n, e in enumerate(program) if name_of(e.atom) == action)
+            entry = program[place]
+
+            def act(passage: Passage) -> None:
+                entry.act(passage)
+                run.save()
+
+            worker.pipeline.program[place] = entry._replace(act=act)
+        found = run.attempt(worker.step)
+        worker.pipeline.program[:] = program
+        return found
+
+    def again(name: str, found: dict[str, Any]) -> None:
+        # Numerical state is of what ran, until the rebuild.
+        found["moved"] = [name for name in found["moved"] if not name.startswith("fp8.")]
+        said[name] = {**found, "files": sorted(p.name for p in Path(folder).glob("*"))}
+        worker.rebuild(StoppedError(Cause(**found["cause"])))
+        dist.barrier()
+
+    again("live tape", inside("3I1", 0))
+
+    def walked() -> None:
+        worker.pipeline.actions()
+        run.save()
+
+    again("mid-epoch", run.attempt(walked))
+
+    def spoiled() -> None:
+        if run.rank == 0:
+            runtime, executor = worker.runtime, worker.runtime.executor
+            stage = runtime.stages[0]
+
+            def fail(*_: Any) -> None:
+                raise ArithmeticError("an injected failure")
+
+            runtime.actions.refresh(0)
+            executor.forward = fail  # type: ignore[method-assign,assignment]
+            key = runtime.key(0, 0)
+            with suppress(ArithmeticError):
+                runtime.actions.forward(key, worker.feed.inputs(stage, key.epoch, 0))
+            del executor.forward
+        run.save()
+
+    again("spoiled", run.attempt(spoiled))
+
+    def sending() -> None:
+        if run.rank == 0:
+            worker.pipeline.channels.send(torch.zeros(4), 1, Message(0, 0, False))
+        run.save()
+
+    again("message away", run.attempt(sending))
+    worker.step()
+    said["after"] = {"epoch": worker.runtime.epoch, "saved": run.save().name}
+    said["at once again"] = run.attempt(run.save)
+    said["no JSON"] = run.attempt(lambda: run.save(rate=torch.ones(())))
+    return said
+
+
+def full(job: Job, folder: str, asynchronous: bool) -> dict[str, Any]:
+    """One rank can write no more than a few thousand bytes a file; then it can again."""
+    run = Run(job, folder, asynchronous=asynchronous)
+    run.worker.step()
+    first = run.save()
+    run.checkpoints.wait()
+    run.worker.step()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said: dict[str, Any] = {}
+    for rank in (1, 0):
+        if run.rank == rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+
+        def act() -> None:
+            run.save()
+            run.checkpoints.wait()
+
+        said[str(rank)] = run.attempt(act)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        dist.barrier()
+        said[str(rank)]["latest"] = run.checkpoints.latest() == first
+    path = run.save()
+    run.checkpoints.wait()
+    said["then"] = run.checkpoints.latest() == path
+    said["files"] = sorted(p.name for p in Path(folder).iterdir())
+    run.worker.step()
+    return said
+
+
+def drifted(job: Job, folder: str) -> dict[str, Any]:
+    """A weight of the second replica is another one."""
+    run = Run(job, folder)
+    run.worker.step()
+    if run.worker.replica == 1:
+        with torch.no_grad():
+            for stage in run.worker.runtime.stages.values():
+                next(iter(parameters(stage).values()))[0, 0] += 1.0
+    said = run.attempt(run.save)
+    said["files"] = sorted(p.name for p in Path(folder).glob("step-*"))
+    return said
+
+
+def kept(job: Job, folder: str) -> dict[str, Any]:
+    """Five saves where two stay, and one behind them."""
+    run = Run(job, folder, keep=2)
+    for _ in range(4):
+        run.worker.step()
+        run.save()
+    said = {"names": sorted(p.name for p in Path(folder).iterdir())}
+    dist.barrier()
+    run.load(run.checkpoints.folder / "step-00000003")
+    said["behind"] = run.attempt(run.save)["error"]
+    return said
+
+
+def behind_the_next_step(job: Job, folder: str, copied: bool) -> dict[str, Any]:
+    """
+    An asynchronous save that writes only when the next step has run.
+
+    Args:
+        job: What to train.
+        folder: Where to.
+        copied: Whether the save copies; without, the files have what they should not.
+    """
+    run = Run(job, folder, asynchronous=True)
+    stepped = threading.Event()
+    written = Writer.write_data
+
+    def late(self: Any, plan: Any, planner: Any) -> Any:
+        stepped.wait(30.0)
+        return written(self, plan, planner)
+
+    Writer.write_data = late  # type: ignore[method-assign]
+    if not copied:
+        Writer.stage = lambda self, held: dict(held)  # type: ignore[method-assign,assignment]
+    run.worker.step()
+    at = run.bits()
+    path = run.save()
+    there = path.exists()
+    run.worker.step()
+    moved = run.bits()
+    stepped.set()
+    run.checkpoints.wait()
+    run.load(path)
+    return {
+        "named before": there,
+        "moved": at != moved,
+        "loaded": "saved" if run.bits() == at else "moved" if run.bits() == moved else "neither",
+    }
+
+
+def stopped_under_way(job: Job, folder: str) -> dict[str, Any]:
+    """A step is stopped and begun again while an asynchronous save of the one before is written."""
+    run = Run(job, folder, asynchronous=True)
+    worker = run.worker
+    rebuilt = threading.Event()
+    written = Writer.write_data
+
+    def late(self: Any, plan: Any, planner: Any) -> Any:
+        rebuilt.wait(30.0)
+        return written(self, plan, planner)
+
+    Writer.write_data = late  # type: ignore[method-assign]
+    worker.step()
+    at = run.bits()
+    path = run.save()
+    program = list(worker.pipeline.program)
+    if run.rank == 1:
+        place = next(n for n, e in enumerate(program) if name_of(e.atom) == "1W1")
+        entry = program[place]
+
+        def act(passage: Passage) -> None:
+            run.save()
+
+        worker.pipeline.program[place] = entry._replace(act=act)
+    found = run.attempt(worker.step)
+    worker.pipeline.program[:] = program
+    worker.rebuild(StoppedError(Cause(**found["cause"])))
+    rebuilt.set()
+    worker.step()
+    second = run.save()
+    run.checkpoints.wait()
+    run.load(path)
+    same = run.bits() == at
+    return {"same": same, "second": second.name, "there": second.exists()}
+
+
+def carried(job: Job, folder: str) -> dict[str, Any]:
+    """What the generators and a tensor of the caller's are, after a load of other processes."""
+    run = Run(job, folder)
+    torch.manual_seed(7 + run.rank)
+    counts = torch.full((3,), 2.0 + run.worker.replica)
+    mine = {f"counts.{run.rank}": counts, "shared": torch.arange(4)}
+    arguments = run.worker, run.naming, facts_of(job)
+    path = run.checkpoints.latest()
+    if path is None:
+        run.worker.step()
+        torch.rand(5)
+        run.checkpoints.save(*arguments, {"rate": 0.1}, mine)
+        return {"drawn": torch.rand(3).tolist()}
+    counts.zero_()
+    free = run.checkpoints.load(path, *arguments, mine)
+    return {"drawn": torch.rand(3).tolist(), "counts": counts.tolist(), "free": free}
+
+
+def language(job: Language, folder: str) -> dict[str, Any]:
+    """Two steps of a language model and a save; or a load, and a step."""
+    member = join("cpu", LIMITS)
+    worker = guarded(member, job, "reference", limits=LIMITS)
+    checkpoints, must = Checkpoints(folder), {"layers": sum(job.cut)}
+
+    def bits_now() -> dict[str, str]:
+        place = member.rank % worker.pp
+        held = Persistent.of(worker.runtime, worker.optimizer, job.name_of, worker.replica, place)
+        return dict(zip(held.tensors, digests([*held.tensors.values()]), strict=True))
+
+    path = checkpoints.latest()
+    if path is not None:
+        checkpoints.load(path, worker, job.name_of, must)
+        found = bits_now()
+        job.prepare(worker.runtime.epoch, worker.optimizer)
+        worker.step()
+        return {"bits": found, "epoch": worker.runtime.epoch}
+    for step in range(2):
+        job.prepare(step, worker.optimizer)
+        worker.step()
+    checkpoints.save(worker, job.name_of, must, {})
+    return {"bits": bits_now(), "epoch": worker.runtime.epoch}
+
+
+# Kills
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _in_save(where: str) -> None:
+    """Let the next save of this process be its end."""
+    if where == "before its file":
+        Writer.write_data = lambda *_: _die()  # type: ignore[method-assign,assignment]
+    elif where == "behind its file":
+        write = Writer.write_data
+
+        def half(self: Any, plan: Any, planner: Any) -> Any:
+            write(self, plan, planner)
+            _die()
+
+        Writer.write_data = half  # type: ignore[method-assign]
+    elif where == "before the index":
+        Writer.finish = lambda *_, **__: _die()  # type: ignore[method-assign,assignment]
+    elif where == "before the name":
+        rename = Path.rename
+
+        def renamed(self: Path, to: Any) -> Any:
+            if Path(to).name.startswith("step-"):
+                _die()
+            return rename(self, to)
+
+        Path.rename = renamed  # type: ignore[method-assign,assignment]
+    else:
+        finish = Writer.finish
+
+        def named(self: Any, **given: Any) -> None:
+            finish(self, **given)
+            _die()
+
+        Writer.finish = named  # type: ignore[method-assign]
+
+
+#: Where a save can be killed, and by which rank; None for any.
+IN_SAVES: dict[str, int | None] = {
+    "before its file": None,
+    "behind its file": None,
+    "before the index": 0,
+    "before the name": 0,
+    "behind the name": 0,
+}
+
+
+def killed(job: Job, folder: str, until: int, seed: int | None) -> dict[str, Any]:
+    """
+    Go on from what is there and save after each step; a rank is killed on the way.
+
+    Args:
+        job: What to train.
+        folder: Of the checkpoints.
+        until: The last epoch.
+        seed: What the rank and the place are drawn from; None for no kill.
+    """
+    # The dead say nothing: it is not worth waiting for.
+    run = Run(job, folder, limits=attrs.evolve(LIMITS, grace=0.5))
+    worker = run.worker
+    path = run.checkpoints.latest()
+    if path is not None:
+        run.load(path)
+    began = worker.runtime.epoch
+    kill_at, arm = -1, _die
+    if seed is not None:
+        draw = random.Random(seed)
+        kill_at = began + draw.randrange(2)
+        where = draw.choice(["step", "step", *IN_SAVES])
+        victim = draw.randrange(job.world)
+        if where == "step":
+            place = draw.random()
+        else:
+            victim = victim if IN_SAVES[where] is None else IN_SAVES[where] or 0
+        if run.rank != victim:
+            kill_at = -1
+        elif where == "step":
+            arm = lambda: _arm(worker, place)  # noqa: E731
+        else:
+            arm = lambda: _in_save(where)  # noqa: E731
+    losses = {}
+    feed: Any = worker.feed
+    try:
+        while (epoch := worker.runtime.epoch) < until:
+            if epoch == kill_at:
+                arm()
+            worker.step()
+            losses[epoch] = feed.losses_of(epoch)
+            run.save(position=epoch)
+    except StoppedError as stopped:
+        return {"cause": stopped.cause.text, "recoverable": stopped.cause.recoverable}
+    run.checkpoints.close()
+    return {"cause": None, "began": began, "losses": losses, "bits": run.bits()}
+
+
+def _arm(worker: Worker, place: float) -> None:
+    """Die at some action of the next step."""
+    program = worker.pipeline.program
+    n = int(place * len(program))
+    program[n] = program[n]._replace(act=lambda _: _die())
+
+
+def killed_in(job: Job, folder: str, where: str) -> dict[str, Any]:
+    """The second save kills rank 0; what is left is what the other finds."""
+    run = Run(job, folder, limits=attrs.evolve(LIMITS, grace=0.5))
+    run.worker.step()
+    run.save()
+    run.worker.step()
+    if run.rank == 0:
+        _in_save(where)
+    said = run.attempt(run.save)
+    newest = run.checkpoints.latest()
+    return {"cause": said["cause"]["text"], "latest": newest and newest.name}
+
+
+def refused_load(job: Job, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A load that raises."""
+    run = Run(job, folder)
+    path = run.checkpoints.latest()
+    assert path is not None
+    return run.attempt(lambda: run.load(path, **options))
+
+
+def with_masters(
+    body: str, job: Job, folder: str, options: dict[str, Any], masters: bool
+) -> dict[str, Any]:
+    """Another body of these, over master weights in float32."""
+    found: dict[str, Any] = globals()[body](job, folder, options, masters=masters)
+    return found

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 
 from qeffect.cli import main
@@ -17,10 +20,12 @@ from qeffect.gpu_runtime.memory.state import live_state
 from qeffect.gpu_runtime.parallel import command
 from qeffect.gpu_runtime.parallel.compare import compared, guarded
 from qeffect.gpu_runtime.parallel.world import join
+from qeffect.gpu_runtime.training.config import read
 from qeffect.gpu_runtime.training.data import Loader
 from qeffect.gpu_runtime.training.evaluate import evaluate
+from qeffect.gpu_runtime.training.loop import Trainer
 from qeffect.gpu_runtime.training.model import Language
-from tests.parallel.bodies import LIMITS, bits
+from tests.parallel.bodies import LIMITS, bits, parameters_of
 from tests.runtime import fake_te
 
 
@@ -85,3 +90,53 @@ def trained(config: str, *options: str) -> tuple[int, str, str]:
     with redirect_stdout(out), redirect_stderr(err):
         code = main(["runtime", "train", config, *options])
     return code, out.getvalue(), err.getvalue()
+
+
+def in_turn(cases: list[list[str]]) -> list[tuple[int, str, str]]:
+    """Several runs of the command, one after the other, in the same processes."""
+    return [trained(*case) for case in cases]
+
+
+def exact(jobs: list[Language], steps: int) -> list[dict[str, Any]]:
+    """Jobs natively and guarded, compared bit for bit, with the parameters that each ends in."""
+    member = join("cpu", LIMITS)
+    said = []
+    for job in jobs:
+        result = compared(member, job, steps, limits=LIMITS)
+        worker = guarded(member, job, "reference", limits=LIMITS)
+        for step in range(steps):
+            job.prepare(step, worker.optimizer)
+            worker.step()
+        said.append({"same": result.same, "parameters": parameters_of(worker)})
+        worker.close()
+    return said
+
+
+def stumbling(config: str) -> dict[str, Any]:
+    """A run in which an action of rank 1 fails in one step, and in another's second attempt."""
+    member = join("cpu", LIMITS)
+    settings = read(Path(config))
+    trainer = Trainer(member, settings)
+    executor: Any = trainer.worker.runtime.executor
+    calls = itertools.count()
+
+    def fail(*given: Any) -> Any:
+        if next(calls) in (5, 20):
+            raise ArithmeticError("an injected failure")
+        return type(executor).wgrad(executor, *given)
+
+    if member.rank == 1:
+        executor.wgrad = fail
+    trainer.run()
+    disturbed, losses = bits(trainer.worker), trainer.losses
+    trainer.close()
+    plain = Trainer(member, attrs.evolve(settings, run=attrs.evolve(settings.run, log="")))
+    plain.run()
+    clean = bits(plain.worker)
+    plain.close()
+    return {
+        "losses": losses,
+        "undisturbed": plain.losses,
+        "differ": [name for name in clean if clean[name] != disturbed[name]],
+        "stopped twice": trainer.worker.attempt == 2,
+    }

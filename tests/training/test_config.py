@@ -111,7 +111,7 @@ def run(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def test_one_process_trains_alone(tmp_path: Path) -> None:
     """PP=1 needs no torchrun; its losses are the native run's, which it compares bit for bit."""
     path = written(tmp_path)
-    done = run(path, "--json", "--quiet", "--compare")
+    done = run(path, "--json", "--quiet", "--compare", "all")
     said = json.loads(done.stdout)
 
     assert 0 == done.returncode, done.stderr

@@ -5,36 +5,45 @@ Training that stops and goes on in other processes ends in the same bits.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qeffect.gpu_runtime.parallel.model import Job
-from tests.parallel.ranks import launch
+from tests.parallel.ranks import Said, launch
 from tests.training import bodies
 
 
-@pytest.mark.parametrize("schedule", ["il", "zbv"])
-@pytest.mark.parametrize("dp", [1, 2])
+def part(tmp_path: Path, name: str, job: Job, body: Any, *args: Any) -> Said:
+    """One launch: fresh processes, which all end well."""
+    folder = tmp_path / name
+    folder.mkdir()
+    said = launch(job.world, folder, body, job, str(tmp_path / "checkpoints"), *args)
+    assert said.codes == [0] * job.world
+    return said
+
+
+@pytest.mark.parametrize(
+    ("schedule", "dp", "asynchronous"),
+    [("il", 1, False), ("zbv", 1, True), ("il", 2, True), ("zbv", 2, False)],
+)
 def test_save_at_3_resume_to_8_is_the_uninterrupted_run(
-    tmp_path: Path, schedule: str, dp: int
+    tmp_path: Path, schedule: str, dp: int, asynchronous: bool
 ) -> None:
-    """Losses, weights, AdamW, histories and scales, on every rank."""
+    """Losses, weights, AdamW, histories, scales and random states, on every rank."""
     job = Job(schedule=schedule, pp=2, dp=dp, microbatches=4 // dp)
-    where = [tmp_path / name for name in ("whole", "resumed", "checkpoints")]
-    for folder in where:
-        folder.mkdir()
-    ranks = job.world
-    whole = launch(ranks, where[0], bodies.train_saving, job, str(where[2]), 8, (3,))
-    assert whole.codes == [0] * ranks
-    resumed = launch(ranks, where[1], bodies.train_on, job, str(where[2]), 8)
-    assert resumed.codes == [0] * ranks
-    for rank in range(ranks):
+    options = {"until": 8, "save_at": (3,), "asynchronous": asynchronous}
+    whole = part(tmp_path, "whole", job, bodies.started, options)
+    resumed = part(tmp_path, "resumed", job, bodies.gone_on, {"until": 8})
+    for rank in range(job.world):
         a, b = whole.words[rank], resumed.words[rank]
-        assert (b["began"], b["epoch"], b["free"]) == (3, 8, {"position": 21})
+        assert (b["began"], b["epoch"], b["free"]) == (3, 8, {"position": 12})
         assert b["first"] == a["saved"]["3"]
         assert b["first"] != a["last"]
         assert len(b["last"]) > 50
         assert b["last"] == a["last"]
         assert b["losses"] == {step: a["losses"][step] for step in ("3", "4", "5", "6", "7")}
         assert b["changed"] == []
-    assert any(resumed.words[rank]["losses"]["7"] for rank in range(ranks))
+    assert any(resumed.words[rank]["losses"]["7"] for rank in range(job.world))
+    kinds = {name.split(".")[0] for name in resumed.words[0]["last"]}
+    assert kinds == {"model", "optim", "fp8"}

@@ -1,0 +1,263 @@
+"""
+Real text that every machine has: the sources and texts of CPython's own standard library.
+
+Nothing of it is copied into this repository: a list names each file with its length and the
+beginning of its SHA-256, for one exact version of Python, and files are read from the interpreter
+that runs. Files are held out whole, by a hash of their names. They are encoded by a byte-pair
+encoding that is trained on what is not held out, or byte by byte, which needs no package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import attrs
+import numpy as np
+
+from qeffect.gpu_runtime.training.data import save
+from qeffect.report import UnusableError
+
+__all__ = ["Bytes", "Listed", "differences", "listing", "make", "stdlib"]
+
+LISTS = Path(__file__).parent / "corpora"
+END = "<|end|>"
+"""Stands behind each file."""
+_SKIPPED = ("site-packages", "dist-packages", "__pycache__", "lib-dynload", "ensurepip")
+_HELD_OUT = 1 / 50
+_SUFFIXES = (".py", ".txt")
+
+
+@attrs.frozen
+class Listed:
+    """
+    A file of a list.
+
+    Args:
+        name: Its path below the standard library's folder.
+        size: Its length in bytes.
+        sha256: The first 16 digits of its hash.
+    """
+
+    name: str
+    size: int
+    sha256: str
+
+    @property
+    def held_out(self) -> bool:
+        """Whether it is for evaluation alone."""
+        share = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big") / 2**32
+        return share < _HELD_OUT
+
+    def __str__(self) -> str:
+        return f"{self.sha256} {self.size} {self.name}"
+
+
+def stdlib() -> Path:
+    """The folder of the running interpreter's standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def listing(folder: Path) -> Iterator[Listed]:
+    """The texts of a standard library, by name; what a build writes itself is left out."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        parts = name.split("/")
+        if path.suffix not in _SUFFIXES or any(part in _SKIPPED for part in parts):
+            continue
+        if parts[-1].startswith("_sysconfigdata") or parts[0].startswith("config-"):
+            continue
+        content = path.read_bytes()
+        try:
+            content.decode("utf-8")
+        except UnicodeDecodeError:
+            continue  # the library's own tests of other encodings
+        yield Listed(name, len(content), hashlib.sha256(content).hexdigest()[:16])
+
+
+def known(version: str) -> list[Listed] | None:
+    """The list of a version of Python; None where there is none."""
+    path = LISTS / f"cpython-{version}.txt"
+    if not path.exists():
+        return None
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = [line.split(" ", 2) for line in lines if line and not line.startswith("#")]
+    return [Listed(name, int(size), digest) for digest, size, name in rows]
+
+
+def versions() -> list[str]:
+    """The versions of Python that there is a list of."""
+    return sorted(path.stem.removeprefix("cpython-") for path in LISTS.glob("cpython-*.txt"))
+
+
+def differences(found: Iterable[Listed], expected: Iterable[Listed]) -> list[str]:
+    """What two lists disagree on, each in words."""
+    here, there = ({one.name: one for one in side} for side in (found, expected))
+    said = []
+    for name in sorted(here.keys() | there.keys()):
+        if name not in here:
+            said.append(f"{name} is missing")
+        elif name not in there:
+            said.append(f"{name} is not on the list")
+        elif here[name] != there[name]:
+            said.append(
+                f"{name}: expected {there[name].size} bytes with hash {there[name].sha256}, found "
+                f"{here[name].size} with {here[name].sha256}"
+            )
+    return said
+
+
+class Tokenizer(Protocol):
+    """Text to tokens."""
+
+    name: str
+    vocabulary: int
+
+    def encode(self, texts: Sequence[str]) -> Iterator[Sequence[int]]:
+        """The tokens of each text."""
+
+    def describe(self) -> dict[str, Any]:
+        """What identifies it."""
+
+
+class Bytes:
+    """A token for each byte, one for the end of a file, the rest of 272 unused."""
+
+    name = "bytes"
+    vocabulary = 272
+    end = 256
+
+    def encode(self, texts: Sequence[str]) -> Iterator[Sequence[int]]:
+        """The bytes of each text, then the end."""
+        for text in texts:
+            yield [*text.encode("utf-8"), self.end]
+
+    def describe(self) -> dict[str, Any]:
+        """Its name says all."""
+        return {"tokenizer": self.name, "vocabulary": self.vocabulary}
+
+
+class Pairs:
+    """
+    Byte-pair encoding, trained here by the package `tokenizers`.
+
+    Args:
+        texts: What to train on.
+        vocabulary: How many tokens; a multiple of 16.
+
+    Raises:
+        UnusableError: The package is not installed.
+    """
+
+    name = "bpe"
+
+    def __init__(self, texts: Sequence[str], vocabulary: int) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise UnusableError(
+                "--tokenizer bpe: the package tokenizers is not installed; pip install "
+                "'qeffect[train]', or take --tokenizer bytes"
+            ) from None
+        self._made = tokenizers.Tokenizer(tokenizers.models.BPE())
+        self._made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._made.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=[END],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        self._made.train_from_iterator(texts, trainer)
+        self.vocabulary = vocabulary
+        self.end = self._made.token_to_id(END)
+
+    def encode(self, texts: Sequence[str]) -> Iterator[Sequence[int]]:
+        """The tokens of each text, then the end."""
+        for found in self._made.encode_batch(list(texts)):
+            yield [*found.ids, self.end]
+
+    def describe(self) -> dict[str, Any]:
+        """Its tokens and merges by their hash, since they are trained where it runs."""
+        text = self._made.to_str()
+        return {
+            "tokenizer": self.name,
+            "vocabulary": self.vocabulary,
+            "tokens": self._made.get_vocab_size(),
+            "sha256": hashlib.sha256(text.encode("utf-8")).hexdigest(),
+        }
+
+    def save(self, path: Path) -> None:
+        """Write it as the package reads it."""
+        self._made.save(str(path))
+
+
+def make(
+    out: Path, *, tokenizer: str = "bpe", vocabulary: int = 32768, any_version: bool = False
+) -> dict[str, Any]:
+    """
+    Write `train.npy`, `held_out.npy` and `corpus.json` from the running interpreter's library.
+
+    Args:
+        out: A folder; made where it is not there.
+        tokenizer: `bpe` or `bytes`.
+        vocabulary: Tokens of the byte-pair encoding.
+        any_version: Go on where the files are not those of the list.
+
+    Returns:
+        What `corpus.json` says.
+
+    Raises:
+        UnusableError: There is no list of this Python, or the files differ from it; the package of
+            the tokenizer is missing; or the folder cannot be written.
+    """
+    if vocabulary < 272 or vocabulary % 16:
+        raise UnusableError(
+            f"--vocabulary: expected a multiple of 16 of at least 272, found {vocabulary}"
+        )
+    version, folder = platform.python_version(), stdlib()
+    files, expected = list(listing(folder)), known(version)
+    odd = ["there is no list"] if expected is None else differences(files, expected)
+    if odd and not any_version:
+        raise UnusableError(_odd(version, folder, expected, odd))
+    parts: dict[str, list[str]] = {"train": [], "held_out": []}
+    for one in files:
+        text = (folder / one.name).read_text(encoding="utf-8")
+        parts["held_out" if one.held_out else "train"].append(text)
+    made: Tokenizer = Bytes() if tokenizer == "bytes" else Pairs(parts["train"], vocabulary)
+    record: dict[str, Any] = {
+        "python": version,
+        "listed": not odd,
+        "files": {name: len(texts) for name, texts in parts.items()},
+        "bytes": sum(one.size for one in files),
+        **made.describe(),
+    }
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, texts in parts.items():
+            tokens = [np.asarray(ids, np.uint32) for ids in made.encode(texts)]
+            record[f"{name}_tokens"] = sum(map(len, tokens))
+            save(out / f"{name}.npy", np.concatenate(tokens))
+        if isinstance(made, Pairs):
+            made.save(out / "tokenizer.json")
+        (out / "corpus.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UnusableError(f"--out {out}: {error.strerror or error}") from None
+    return record
+
+
+def _odd(version: str, folder: Path, expected: list[Listed] | None, odd: list[str]) -> str:
+    if expected is None:
+        return (
+            f"this is Python {version}, and there are lists of {', '.join(versions())}; take one "
+            "of these, or --any-version for other text"
+        )
+    return (
+        f"{len(odd)} files of {folder} are not those of Python {version} as released, first: "
+        f"{'; '.join(odd[:3])}; take an interpreter as released, or --any-version for other text"
+    )

@@ -1,0 +1,440 @@
+"""
+Stop and go on, and every bit compared: `python -m qeffect.gpu_runtime.training.restarts`.
+
+Without torchrun's environment it is the driver: it starts ranks with torchrun for each part, so
+that every part runs in processes of its own, and compares what they wrote. A part trains from the
+beginning and saves on its way, or goes on from that checkpoint; the second has to end in the bits
+of the first. A third part loads the checkpoint into another mapping, and takes one step beside a
+pipeline whose state was copied by hand, from a file that torch made of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from qeffect.checkpoint import Checkpoint
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
+from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
+from qeffect.gpu_runtime.evidence.comparison import digests
+from qeffect.gpu_runtime.memory.state import NumericalState, live_state
+from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.parallel.model import Batches, Job
+from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, join
+from qeffect.gpu_runtime.runtime import RuntimeConfig
+from qeffect.gpu_runtime.training.checkpoint import Checkpoints, Replicas, sizes
+from qeffect.gpu_runtime.training.state import Persistent, by_layer, optimizer_state
+
+__all__ = ["Trial", "bits", "facts_of", "gone_on", "made", "main", "remapped", "started"]
+
+SAVED_AT, UNTIL = 3, 8
+
+
+@attrs.frozen(kw_only=True)
+class Trial:
+    """
+    What is trained, and how.
+
+    Args:
+        job: The model, its mapping and its data.
+        device: `cpu` or `cuda`.
+        captured: Replay CUDA graphs.
+        masters: Accumulate in float32, over master weights of float32.
+        limits: How long anything may take.
+    """
+
+    job: Job = attrs.field(factory=Job)
+    device: str = "cpu"
+    captured: bool = False
+    masters: bool = False
+    limits: Limits = attrs.field(factory=Limits)
+
+    @property
+    def backend(self) -> str:
+        """The layers of the device."""
+        return "reference" if self.device == "cpu" else "transformer-engine"
+
+
+def facts_of(job: Job) -> dict[str, Any]:
+    """What numbers mean in a job, whatever its mapping: the model, and what a step takes."""
+    c = job.config
+    return {
+        "layers": job.layers * job.num_stages,
+        "hidden": c.hidden,
+        "ffn": c.ffn,
+        "heads": c.heads,
+        "sequence": c.sequence,
+        "batch": c.batch,
+        "microbatches": job.microbatches * job.dp,
+        "seed": job.seed,
+    }
+
+
+def made(member: Member, trial: Trial) -> Worker:
+    """A worker before its first step; every rank calls it."""
+    job = trial.job
+    wide = torch.float32 if trial.masters else torch.bfloat16
+
+    def optimizer(stages: list[StageBackend]) -> Optimizer:
+        if not trial.masters:
+            return Optimizer(stages)
+        return Optimizer(stages, master_dtype=wide, capturable=trial.device == "cuda")
+
+    worker = Worker(
+        member,
+        job.table(),
+        job.pp,
+        lambda indices: job.stages(
+            indices, member.device, trial.backend, fuse=False if trial.masters else None
+        ),
+        lambda replica: Batches(job.batch(member.device, replica), member.device),
+        RuntimeConfig(
+            rule=job.rule, provisioning=job.provisioning, captured=trial.captured, dtype=wide
+        ),
+        limits=trial.limits,
+        optimizer=optimizer,
+    )
+    worker.heed_termination()
+    return worker
+
+
+def bits(worker: Worker, job: Job) -> dict[str, str]:
+    """A digest of every tensor that persists, by the model's names."""
+    worker.runtime.drain()
+    place = worker.member.rank % worker.pp
+    naming = by_layer(job.layers)
+    held = Persistent.of(worker.runtime, worker.optimizer, naming, worker.replica, place).tensors
+    return dict(zip(held, (digests([tensor])[0] for tensor in held.values()), strict=True))
+
+
+def _losses(worker: Worker, steps: Sequence[int]) -> dict[str, list[float]]:
+    feed = worker.feed
+    assert isinstance(feed, Batches)
+    return {str(step): feed.losses_of(step) for step in steps}
+
+
+def started(
+    member: Member,
+    trial: Trial,
+    folder: str,
+    *,
+    until: int = UNTIL,
+    save_at: Sequence[int] = (SAVED_AT,),
+    asynchronous: bool = False,
+) -> dict[str, Any]:
+    """Train from the beginning, and save after some steps."""
+    worker = made(member, trial)
+    checkpoints = Checkpoints(folder, asynchronous=asynchronous)
+    said = _trained(worker, trial, checkpoints, until, save_at)
+    checkpoints.close()
+    worker.close()
+    return said
+
+
+def gone_on(
+    member: Member,
+    trial: Trial,
+    folder: str,
+    *,
+    until: int = UNTIL,
+    save_at: Sequence[int] = (),
+    replicas: Replicas = "same",
+) -> dict[str, Any]:
+    """Go on from the latest checkpoint."""
+    worker = made(member, trial)
+    checkpoints = Checkpoints(folder)
+    free = _loaded(worker, trial, checkpoints, replicas)
+    said = {**_trained(worker, trial, checkpoints, until, save_at), "free": free}
+    said["changed"] = list(checkpoints.changed)
+    checkpoints.close()
+    worker.close()
+    return said
+
+
+def _loaded(
+    worker: Worker, trial: Trial, checkpoints: Checkpoints, replicas: Replicas
+) -> dict[str, Any]:
+    path = checkpoints.latest()
+    assert path is not None, f"{checkpoints.folder} has no checkpoint"
+    job = trial.job
+    return checkpoints.load(path, worker, by_layer(job.layers), facts_of(job), replicas=replicas)
+
+
+def _trained(
+    worker: Worker, trial: Trial, checkpoints: Checkpoints, until: int, save_at: Sequence[int]
+) -> dict[str, Any]:
+    job = trial.job
+    began, first, saved = worker.runtime.epoch, bits(worker, job), {}
+    while worker.runtime.epoch < until:
+        worker.step()
+        if (epoch := worker.runtime.epoch) in save_at:
+            saved[str(epoch)] = bits(worker, job)
+            free = {"position": epoch * job.microbatches * job.dp}
+            checkpoints.save(worker, by_layer(job.layers), facts_of(job), free)
+    checkpoints.wait()
+    last = bits(worker, job)
+    return {
+        "began": began,
+        "epoch": worker.runtime.epoch,
+        "losses": _losses(worker, range(began, until)),
+        "first": first,
+        "saved": saved,
+        "last": last,
+    }
+
+
+def remapped(
+    member: Member,
+    trial: Trial,
+    folder: str,
+    *,
+    replicas: Replicas = "same",
+    save: bool = False,
+) -> dict[str, Any]:
+    """
+    Load the latest checkpoint, take a step; then the same step of a pipeline set up by hand.
+
+    Args:
+        member: This process.
+        trial: The new mapping.
+        folder: Of the checkpoints.
+        replicas: Whose scaling state each replica takes.
+        save: Whether the state after the step is saved.
+    """
+    worker = made(member, trial)
+    checkpoints = Checkpoints(folder)
+    path = checkpoints.latest()
+    assert path is not None
+    whole = Path(f"{path}-{os.getppid()}.pt")
+    if member.rank == 0:
+        dcp_to_torch_save(path, whole)
+    free = _loaded(worker, trial, checkpoints, replicas)
+    epoch = worker.runtime.epoch
+    loaded = bits(worker, trial.job)
+    said = _trained(worker, trial, checkpoints, epoch + 1, (epoch + 1,) if save else ())
+    checkpoints.close()
+    worker.close()
+    held = torch.load(whole, weights_only=True, map_location="cpu")
+    there = json.loads((path / "facts.json").read_text())["mapping"]["replicas"]
+    by_hand = made(member, trial)
+    _copy(by_hand, trial.job, held, epoch, by_hand.replica % there)
+    copied = bits(by_hand, trial.job)
+    by_hand.step()
+    theirs, losses = bits(by_hand, trial.job), _losses(by_hand, [epoch])
+    by_hand.close()
+    dist.barrier()
+    if member.rank == 0:
+        whole.unlink()
+    return {
+        **said,
+        "free": free,
+        "changed": list(checkpoints.changed),
+        "loaded otherwise": _differing(loaded, copied),
+        "differ": _differing(said["last"], theirs),
+        "moved": len(_differing(loaded, said["last"])),
+        "same losses": losses == said["losses"],
+    }
+
+
+def _copy(worker: Worker, job: Job, held: Mapping[str, Tensor], epoch: int, replica: int) -> None:
+    """By hand: layers counted here, tensors copied one after the other."""
+    runtime = worker.runtime
+
+    def there(stage: int, local: str) -> str:
+        words = local.split(".")
+        return ".".join([words[0], str(stage * job.layers + int(words[1])), *words[2:]])
+
+    moments: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for stage in runtime.stages.values():
+            for local, parameter in parameters(stage).items():
+                parameter.copy_(held[f"model.{there(stage.index, local)}"])
+    for name in optimizer_state(worker.optimizer):
+        _, index, local = name.split(".", 2)
+        moments[name] = held[f"optim.{there(int(index), local)}"]
+    worker.optimizer.load_state(moments)
+    scaling = {}
+    for name in live_state(runtime.domain):
+        _, index, local = name.split(".", 2)
+        scaling[name] = held[f"fp8.dp{replica}.{there(int(index), local)}"]
+    recipe = dict(runtime.domain.recipe())
+    runtime.restore(
+        Checkpoint(epoch, runtime.contract.configuration), NumericalState(scaling, recipe)
+    )
+
+
+def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
+    """Names of which only one side has a value, or another one."""
+    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+
+
+# The driver
+
+
+_PARTS: dict[str, Any] = {"started": started, "gone-on": gone_on, "remapped": remapped}
+
+
+def _trial(args: argparse.Namespace, schedule: str, layers: int, vpp: int | None) -> Trial:
+    hidden, ffn, heads, sequence = (
+        (64, 128, 2, 32) if args.device == "cpu" else (args.hidden, 4 * args.hidden, 8, 512)
+    )
+    job = Job(
+        schedule=schedule,
+        pp=2,
+        vpp=vpp,
+        microbatches=4,
+        layers=layers,
+        history=args.history,
+        rule="accumulate",
+        config=LayerConfig(hidden, ffn, heads, sequence),
+    )
+    return Trial(
+        job=job,
+        device=args.device,
+        captured=args.device == "cuda" and not args.eager,
+        masters=args.masters,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The driver, or one rank of one part; 1 where a bit differs."""
+    parser = argparse.ArgumentParser(prog="python -m qeffect.gpu_runtime.training.restarts")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--eager", action="store_true", help="on cuda, without graphs")
+    parser.add_argument("--masters", action="store_true", help="float32 gradients and masters")
+    parser.add_argument("--asynchronous", action="store_true", help="save behind the next steps")
+    parser.add_argument("--hidden", type=int, default=1024, help="width of a layer, on cuda")
+    parser.add_argument("--history", type=int, default=16, help="entries of an amax history")
+    parser.add_argument("--schedules", nargs="+", default=["il", "zbv"])
+    parser.add_argument("--out", help="where the report goes")
+    parser.add_argument("--part", choices=[*_PARTS], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--words", help=argparse.SUPPRESS)
+    parser.add_argument("--layers", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--vpp", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.part is None:
+        return _drive(args)
+    trial = _trial(args, args.schedules[0], args.layers, args.vpp)
+    member = join(args.device, trial.limits)
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    options = {"asynchronous": True} if args.asynchronous and args.part == "started" else {}
+    words = _PARTS[args.part](member, trial, args.folder, **options)
+    Path(args.words, f"{member.rank}.json").write_text(json.dumps(words), encoding="utf-8")
+    return 0
+
+
+def _launch(args: argparse.Namespace, part: str, folder: Path, *options: str) -> list[Any]:
+    """One part, on two fresh processes; what each rank says."""
+    words = Path(tempfile.mkdtemp(prefix=f"{part}-", dir=folder.parent))
+    given = ["--device", args.device, "--hidden", str(args.hidden), "--history", str(args.history)]
+    given += [
+        flag for flag in ("--eager", "--masters", "--asynchronous") if getattr(args, flag[2:])
+    ]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", "qeffect.gpu_runtime.training.restarts", "--part", part, "--folder", str(folder),
+        "--words", str(words), *given, *options,
+    ]  # fmt: skip
+    subprocess.run(command, check=True, env={**DETERMINISTIC, **os.environ})
+    return [json.loads((words / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def _drive(args: argparse.Namespace) -> int:
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="qeffect-restarts-") as place:
+        for schedule in args.schedules:
+            folder = Path(place, schedule)
+            whole = _launch(args, "started", folder, "--schedules", schedule)
+            again = _launch(args, "gone-on", folder, "--schedules", schedule)
+            rows.append(_resumed(schedule, whole, again, sizes(Checkpoints(folder).latest() or "")))
+            print(json.dumps(rows[-1]), flush=True)
+            for other, layers, vpp in _others(schedule):
+                asked = ["--schedules", other, "--layers", str(layers), "--vpp", str(vpp)]
+                rows.append(
+                    _moved(schedule, other, layers, vpp, whole, _launch(args, "remapped", folder,
+                                                                        *asked))
+                )  # fmt: skip
+                print(json.dumps(rows[-1]), flush=True)
+    report = {
+        "kind": "restarts",
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "backend": _trial(args, "il", 1, None).backend,
+        "captured": args.device == "cuda" and not args.eager,
+        "masters": args.masters,
+        "asynchronous": args.asynchronous,
+        "hidden": args.hidden if args.device == "cuda" else 64,
+        "rows": rows,
+    }
+    if args.out:
+        Path(args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    good = all(row["differ"] == 0 and row["compared"] > 0 for row in rows)
+    print("the same bits" if good else "NOT the same bits")
+    return 0 if good else 1
+
+
+def _others(schedule: str) -> list[tuple[str, int, int]]:
+    """Other mappings of four layers onto two ranks: the table, layers of a stage, stages a rank."""
+    return [("zbv" if schedule == "il" else "il", 1, 2), ("1f1b", 2, 1)]
+
+
+def _resumed(
+    schedule: str, whole: list[Any], again: list[Any], weighed: Mapping[str, int]
+) -> dict[str, Any]:
+    compared, differ = 0, []
+    for a, b in zip(whole, again, strict=True):
+        assert (b["began"], b["epoch"]) == (SAVED_AT, UNTIL)
+        compared += len(a["saved"][str(SAVED_AT)]) + len(a["last"])
+        differ += _differing(a["saved"][str(SAVED_AT)], b["first"])
+        differ += _differing(a["last"], b["last"])
+        for step, losses in b["losses"].items():
+            compared += len(losses)
+            differ += [f"loss of step {step}"] * (losses != a["losses"][step])
+    return {
+        "what": f"save at {SAVED_AT}, go on to {UNTIL}, {schedule}",
+        "compared": compared,
+        "differ": len(differ),
+        "first": differ[:3],
+        "changed": again[0]["changed"],
+        "losses": [sum(sum(r["losses"][str(s)]) for r in again) for s in range(SAVED_AT, UNTIL)],
+        "bytes": dict(weighed),
+    }
+
+
+def _moved(
+    schedule: str, other: str, layers: int, vpp: int, whole: list[Any], moved: list[Any]
+) -> dict[str, Any]:
+    saved = {name: bit for rank in whole for name, bit in rank["saved"][str(SAVED_AT)].items()}
+    loaded = {name: bit for rank in moved for name, bit in rank["first"].items()}
+    differ = _differing(saved, loaded)
+    for rank in moved:
+        differ += rank["loaded otherwise"] + rank["differ"] + ["losses"] * (not rank["same losses"])
+    return {
+        "what": f"saved under {schedule}, loaded under {other} with {vpp} stages a rank of "
+        f"{layers} layers, one step beside a pipeline set up by hand",
+        "compared": len(saved) + sum(len(rank["last"]) for rank in moved),
+        "differ": len(differ),
+        "first": differ[:3],
+        "moved_by_the_step": sum(rank["moved"] for rank in moved),
+        "changed": moved[0]["changed"],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""
+A step as one launch, on real graphs: the bits of replays, and what ends it on every rank.
+
+The bodies are those of `tests/parallel/test_launch_bodies.py`, which takes them through replays on
+CPUs. Every launch of ranks ends within `LIMIT_S`: a rank that hangs is killed and fails its test.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.parallel.model import Job
+from tests.parallel import launch_bodies, ranks
+from tests.parallel.ranks import launch
+from tests.parallel.test_launch_bodies import one_cause
+
+LIMIT_S = 240.0  # a rank loads the library, captures every slot, and the step twice
+CONFIG = LayerConfig(128, 256, 2, 128)
+ONE = Job(schedule="il", pp=1, vpp=2, microbatches=4, config=CONFIG)
+TWO = Job(schedule="zbv", pp=2, microbatches=4, config=CONFIG)
+STEPS = 5  # a guarded step, a captured one, and three launches of what was captured
+
+two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="two ranks want two GPUs of one host"
+)
+
+
+@pytest.fixture(autouse=True)
+def _bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "LIMIT_S", LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        ONE,
+        pytest.param(TWO, marks=two_gpus),
+        pytest.param(Job(schedule="il", pp=2, microbatches=4, config=CONFIG), marks=two_gpus),
+        pytest.param(Job(schedule="izb", pp=2, microbatches=4, config=CONFIG), marks=two_gpus),
+    ],
+    ids=["one rank", "zbv", "il", "izb"],
+)
+def test_launches_leave_the_bits_of_replays(job: Job, tmp_path: Path) -> None:
+    """Parameters, AdamW with its step counts, scales and histories, after three of them."""
+    said = launch(job.world, tmp_path, launch_bodies.launched, job, "cuda", STEPS, None, None, -1)
+    assert said.codes == [0] * job.world
+    for rank in range(job.world):
+        word = said.words[rank]
+        assert word["differ"] == []
+        assert word["of"] > 20
+        assert word["launches"]["steps"] == [float(STEPS)]
+
+
+@pytest.mark.parametrize(
+    "job", [ONE, pytest.param(TWO, marks=two_gpus)], ids=["one rank", "two ranks"]
+)
+def test_rates_and_the_norm_are_values_of_the_device(job: Job, tmp_path: Path) -> None:
+    """A rate that changes each step, a limit that clips each, and a step that is skipped."""
+    rates = [1e-3, 2e-3, 5e-4, 1e-3, 3e-3]
+    said = launch(job.world, tmp_path, launch_bodies.launched, job, "cuda", STEPS, rates, 0.01, 3)
+    assert said.codes == [0] * job.world
+    for rank in range(job.world):
+        word = said.words[rank]
+        assert word["launches"]["norms"] == word["replays"]["norms"]
+        assert word["launches"]["norms"] == said.words[0]["launches"]["norms"]
+        assert word["launches"]["norms"][3] == repr((math.nan, 1.0, True))
+        assert word["launches"]["moved"][3] == 0
+        assert min(word["launches"]["moved"][:3]) > 0
+        assert word["launches"]["steps"] == word["replays"]["steps"]
+        assert word["differ"] == []
+
+
+@two_gpus
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_device_that_ran_something_else_updates_no_rank(victim: int, tmp_path: Path) -> None:
+    """Every rank's device skips; the next step names the rank and the clause on all."""
+    said = launch(2, tmp_path, launch_bodies.differing, TWO, "cuda", victim)
+    assert said.codes == [0, 0]
+    cause = one_cause(said, [0, 1])
+    assert (cause["clause"], cause["rank"]) == ("epoch.device-count", victim)
+    assert not cause["recoverable"]
+    assert [said.words[rank]["after"] for rank in range(2)] == [1, 1]
+
+
+@two_gpus
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_refused_rehearsal_launches_nothing(victim: int, tmp_path: Path) -> None:
+    """The other rank's launch waits for messages that never come, and is woken."""
+    action = "1W1" if victim else "0W1"
+    said = launch(2, tmp_path, launch_bodies.refused, TWO, "cuda", victim, action)
+    assert said.codes == [0, 0]
+    cause = one_cause(said, [0, 1])
+    assert (cause["clause"], cause["rank"]) == ("ownership.duplicate-wgrad", victim)
+    assert said.words[victim]["launched"] == 0
+    assert said.words[victim]["after"] == 0
+
+
+@two_gpus
+@pytest.mark.parametrize("action", ["1F1", None], ids=["in its replays", "between launches"])
+def test_a_rank_that_is_killed_under_nccl_stops_the_other(
+    action: str | None, tmp_path: Path
+) -> None:
+    """Within limits that are set, with one cause that names it; and the process ends."""
+    said = launch(2, tmp_path, launch_bodies.killed, TWO, "cuda", 1, action)
+    assert said.codes == [0, -9]
+    cause = one_cause(said, [0])
+    assert cause["rank"] == 1
+    assert cause["kind"] in ("gone", "late")
+    assert not cause["recoverable"]
+
+
+def test_a_rate_that_a_graph_holds_may_not_change(tmp_path: Path) -> None:
+    """A number of the host is baked in: the launch is refused, and nothing moves."""
+    said = launch(1, tmp_path, launch_bodies.changed, ONE, "cuda")
+    assert said.codes == [0]
+    cause = one_cause(said, [0])
+    assert "one of its numbers has changed" in cause["text"]
+
+
+def test_launches_are_left_for_a_checkpoint_and_taken_up(tmp_path: Path) -> None:
+    """Behind a guarded step of the worker they are not."""
+    said = launch(1, tmp_path, launch_bodies.resumed, ONE, "cuda")
+    assert said.codes == [0]
+    word = said.words[0]
+    assert (word["checkpoint"], word["epoch"]) == (3, 5)
+    assert "steps were taken since launches were left" in word["refusal"]

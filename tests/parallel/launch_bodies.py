@@ -1,0 +1,323 @@
+"""
+What the ranks of the tests of one launch a step run: on GPUs by launches, on CPUs by replays.
+
+Every body is given the device, and takes the same steps on both, so that all of it but the launch
+itself runs where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.clipping import Clipping, Norm, square_sums
+from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
+from qeffect.gpu_runtime.memory.counters import DeviceCounters
+from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.parallel.consent import StoppedError
+from qeffect.gpu_runtime.parallel.model import Batches, Job
+from qeffect.gpu_runtime.parallel.one_launch import OneLaunch, _Gate
+from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
+from qeffect.gpu_runtime.runtime import RuntimeConfig
+from tests.parallel import bodies
+from tests.parallel.bodies import bits, parameters_of
+
+#: Nothing takes a second but where a rank is gone: then the host asks for as long as this.
+LIMITS = Limits(start=90.0, message=15.0, commit=15.0, grace=3.0)
+BACKENDS = {"cpu": "reference", "cuda": "transformer-engine"}
+BEFORE = 3  # a guarded step, a captured one, and a launch of what was captured
+
+
+class _Poisoned(Batches):
+    """Data whose targets are no number in one step."""
+
+    poisoned = -1
+
+    def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
+        found = super().inputs(stage, step, microbatch)
+        if step != self.poisoned or (stage.index == 0 and len(found) == 1):
+            return found
+        return (*found[:-1], torch.full_like(found[-1], math.nan))
+
+
+def _made(job: Job, device: str, *, one: bool, rate: float | None = None, **options: Any) -> Worker:
+    os.environ.update(DETERMINISTIC)
+    member = join(device, LIMITS)
+    cuda = device == "cuda"
+
+    def optimizer(stages: Any) -> Optimizer:
+        lr = 1e-3 if rate is None else torch.full((), rate, device=member.device)
+        return Optimizer(stages, lr=lr, capturable=cuda and (one or rate is not None))
+
+    return Worker(
+        member,
+        job.table(),
+        job.pp,
+        lambda indices: job.stages(indices, member.device, BACKENDS[device]),
+        lambda replica: _Poisoned(job.batch(member.device, replica), member.device),
+        RuntimeConfig(
+            rule=job.rule,
+            provisioning=job.provisioning,
+            captured=cuda,
+            nested=one,
+            device_counts=one,
+            late_counts=one,
+        ),
+        limits=LIMITS,
+        optimizer=optimizer,
+        **options,
+    )
+
+
+def _runner(worker: Worker) -> OneLaunch | Worker:
+    """Launches on a GPU; on a CPU what launches are compared with."""
+    return OneLaunch(worker) if worker.member.device.type == "cuda" else worker
+
+
+def _quiet(worker: Worker) -> None:
+    if worker.member.device.type == "cuda":
+        torch.cuda.synchronize(worker.member.device)
+
+
+def _end(runner: OneLaunch | Worker) -> None:
+    if isinstance(runner, OneLaunch):
+        runner.leave()
+
+
+def launched(
+    job: Job,
+    device: str,
+    steps: int,
+    *given: Any,
+) -> dict[str, Any]:
+    """
+    Steps as replays, then the same ones as launches: what each leaves, and what differs.
+
+    Args:
+        job: What to train.
+        device: `cpu` or `cuda`.
+        steps: Optimizer steps.
+        given: The learning rate of each step, or None for one that is no tensor; the limit of the
+            norm or None; the step whose data are poisoned, or -1.
+    """
+    runs = [_run(job, device, steps, one, *given) for one in (False, True)]
+    found, words = [left for left, _ in runs], [word for _, word in runs]
+    names = found[0].keys() | found[1].keys()
+    return {
+        "differ": sorted(n for n in names if found[0].get(n) != found[1].get(n)),
+        "of": len(names),
+        "replays": words[0],
+        "launches": words[1],
+    }
+
+
+def _run(
+    job: Job,
+    device: str,
+    steps: int,
+    one: bool,
+    rates: Sequence[float] | None,
+    limit: float | None,
+    poisoned: int,
+) -> tuple[dict[str, str], dict[str, Any]]:
+    gc.collect()  # one runtime at a time shares the library's state
+    rate = None if rates is None else rates[0]
+    worker = _made(job, device, one=one, rate=rate, clip_norm=limit, skip_nonfinite=poisoned >= 0)
+    assert isinstance(worker.feed, _Poisoned)
+    worker.feed.poisoned = poisoned
+    runner = _runner(worker) if one else worker
+    moved, norms = [], []
+    for step in range(steps):
+        if rates is not None:
+            worker.optimizer.set_rate(rates[step])
+        _quiet(worker)
+        before = parameters_of(worker)
+        runner.step()
+        _quiet(worker)
+        moved.append(sum(before.get(n, d) != d for n, d in parameters_of(worker).items()))
+        norms.append(repr(None if runner.norm is None else attrs.astuple(runner.norm)))
+    _end(runner)
+    _quiet(worker)
+    left = bits(worker)
+    state = worker.optimizer.state_tensors()
+    counted = sorted({float(v) for n, v in state.items() if n.endswith(".step")})
+    if isinstance(runner, OneLaunch):
+        runner.close()
+    worker.close()
+    return left, {"moved": moved, "norms": norms, "steps": counted}
+
+
+def _until_stopped(worker: Worker, runner: OneLaunch | Worker, most: int) -> dict[str, Any]:
+    """Steps until all stop: the cause, after how many, and what of the weights moved meanwhile."""
+    _quiet(worker)
+    before = parameters_of(worker)
+    for step in range(most):
+        try:
+            runner.step()
+        except StoppedError as stopped:
+            _quiet(worker)
+            moved = [n for n, d in parameters_of(worker).items() if before[n] != d]
+            return {"cause": attrs.asdict(stopped.cause), "moved": moved, "after": step}
+    return {"cause": None, "moved": [], "after": most}
+
+
+def _begun(job: Job, device: str) -> tuple[Worker, OneLaunch | Worker]:
+    worker = _made(job, device, one=True)
+    runner = _runner(worker)
+    for _ in range(BEFORE):
+        runner.step()
+    return worker, runner
+
+
+def differing(job: Job, device: str, victim: int) -> dict[str, Any]:
+    """One rank's device runs something that was not committed."""
+    worker, runner = _begun(job, device)
+    counters = worker.runtime.counters
+    assert counters is not None
+    if worker.member.rank == victim:
+        with worker.runtime.caller_scope():
+            counters.ran("F", 0)
+    return _until_stopped(worker, runner, 3)
+
+
+def refused(job: Job, device: str, victim: int, action: str) -> dict[str, Any]:
+    """One rank's program has an action twice, which its rehearsal refuses."""
+    worker, runner = _begun(job, device)
+    published = None
+    if worker.member.rank == victim:
+        bodies.twice(action)(worker)
+        _quiet(worker)
+        published = _published(runner)
+    said = _until_stopped(worker, runner, 3)
+    if worker.member.rank == victim:
+        said["launched"] = _published(runner) - (published or 0)
+    return said
+
+
+def _published(runner: OneLaunch | Worker) -> int:
+    """Steps that the device has run as launches, by its own count."""
+    return int(runner._gate.number) if isinstance(runner, OneLaunch) else 0
+
+
+def killed(job: Job, device: str, victim: int, action: str | None) -> dict[str, Any]:
+    """
+    A rank ends as a crash would.
+
+    Args:
+        job: What to train.
+        device: `cpu` or `cuda`.
+        victim: The rank.
+        action: Where in its replays; None between two launches.
+    """
+    if action is None:
+        worker, runner = _begun(job, device)
+        if worker.member.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        worker = _made(job, device, one=False)
+        runner = worker
+        for _ in range(BEFORE):
+            runner.step()
+        if worker.member.rank == victim:
+            bodies.killed(action)(worker)
+    return _until_stopped(worker, runner, 3)
+
+
+def changed(job: Job, device: str) -> dict[str, Any]:
+    """A learning rate that is a number of the host changes behind a capture."""
+    worker, runner = _begun(job, device)
+    worker.optimizer.set_rate(5e-4)
+    return _until_stopped(worker, runner, 1)
+
+
+def resumed(job: Job, device: str) -> dict[str, Any]:
+    """Launches are left for a checkpoint and taken up again; and a launch after a guarded step."""
+    worker, runner = _begun(job, device)
+    _end(runner)
+    checkpoint, _ = worker.runtime.checkpoint()
+    if isinstance(runner, OneLaunch):
+        runner.resume()
+    runner.step()
+    _end(runner)
+    worker.step()
+    refusal = ""
+    if isinstance(runner, OneLaunch):
+        try:
+            runner.resume()
+        except BackendError as error:
+            refusal = str(error)
+        runner.close()
+    epoch = worker.runtime.epoch
+    worker.close()
+    return {"checkpoint": checkpoint.epoch, "epoch": epoch, "refusal": refusal}
+
+
+# The gate of a launch, over ranks, without its kernels
+
+
+def _compare(
+    values: Tensor, wanted: Tensor, factors: Tensor, terms: Tensor, differs: Tensor
+) -> None:
+    now = wanted * factors + terms
+    differs.copy_((values != now).any())
+    wanted.copy_(now)
+
+
+def _publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: Tensor) -> None:
+    skip.copy_(heard.max())
+    ring[int(number) % len(ring)] = torch.cat([number[None], values, heard.long()])
+    number.add_(1)
+
+
+def gated(limit: float | None) -> list[dict[str, Any]]:
+    """
+    The gate's word on each rank: all well, a value that is no number, and a device that differs.
+
+    Beside it what the host says of the same gradients.
+    """
+    member = join("cpu", LIMITS)
+    name = "qeffect.gpu_runtime.parallel.gate_kernel"
+    kernels: Any = sys.modules.setdefault(name, ModuleType(name))
+    kernels.compare, kernels.publish = _compare, _publish
+    clipping = Clipping(max_norm=limit, skip_nonfinite=True)
+    stages = 2 * member.world
+    worker: Any = SimpleNamespace(
+        member=member, clipping=clipping, table=SimpleNamespace(num_stages=stages)
+    )
+    found = []
+    for case in ("well", "no number", "differs"):
+        counters = DeviceCounters([(0, 0)], member.device)
+        gate = _Gate(counters, worker)
+        every = {}
+        for stage in range(stages):
+            g = torch.Generator().manual_seed(stage)
+            every[stage] = {"w": torch.randn(7, 5, generator=g), "b": torch.randn(3, generator=g)}
+        if case == "no number":
+            every[1]["w"][2, 2] = math.inf
+        if case == "differs" and member.rank == 0:
+            counters.ran("F", 0)
+        skip = gate.capture({s: every[s] for s in every if s % member.world == member.rank})
+        parts = [float(part) for part in square_sums(every).values()]
+        assert gate.norm is not None
+        found.append(
+            {
+                "skip": float(skip),
+                "scale": None if gate.scale is None else float(gate.scale),
+                "norm": repr(gate.norm.read()),
+                "host": repr(Norm.of(parts, clipping)),
+                "said": gate.ring[0].tolist()[-member.world :],
+            }
+        )
+        gate.close()
+    return found

@@ -1,0 +1,92 @@
+"""
+What the tests of one launch do on GPUs (`tests/gpu/test_one_launch.py`), on CPUs, by replays.
+
+The launch itself is not here; that the injections inject, and what they are to end in, is.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qeffect.gpu_runtime.parallel.model import Job
+from tests.parallel import launch_bodies
+from tests.parallel.ranks import launch
+
+ONE = Job(schedule="il", pp=1, vpp=2, microbatches=2)
+TWO = Job(schedule="zbv", pp=2, microbatches=2)
+
+
+def one_cause(said: Any, ranks: list[int]) -> dict[str, Any]:
+    """What the ranks that are left say alike; no weight of theirs has moved."""
+    causes = [said.words[rank]["cause"] for rank in ranks]
+    assert causes[0] is not None
+    assert causes == [causes[0]] * len(ranks)
+    assert all(said.words[rank]["moved"] == [] for rank in ranks)
+    found: dict[str, Any] = causes[0]
+    return found
+
+
+def test_a_rate_a_limit_and_poisoned_data(tmp_path: Path) -> None:
+    """A real loss that is no number: no rank's weights move in that step."""
+    rates = [1e-3, 2e-3, 0.0, 1e-3]
+    said = launch(2, tmp_path, launch_bodies.launched, TWO, "cpu", 4, rates, 0.01, 1)
+    assert said.codes == [0, 0]
+    for rank in range(2):
+        word = said.words[rank]
+        assert word["differ"] == []
+        assert word["launches"] == word["replays"]
+        assert word["launches"]["moved"][1] == 0
+        assert word["launches"]["moved"][0] > 0
+        assert word["launches"]["norms"][1] == repr((math.nan, 1.0, True))
+
+
+def test_a_device_that_ran_something_else(tmp_path: Path) -> None:
+    """The rank is named, and the clause."""
+    said = launch(2, tmp_path, launch_bodies.differing, TWO, "cpu", 1)
+    assert said.codes == [0, 0]
+    cause = one_cause(said, [0, 1])
+    assert (cause["clause"], cause["rank"]) == ("epoch.device-count", 1)
+
+
+def test_an_action_twice(tmp_path: Path) -> None:
+    """By its clause, on every rank."""
+    said = launch(2, tmp_path, launch_bodies.refused, TWO, "cpu", 1, "1W1")
+    assert said.codes == [0, 0]
+    assert one_cause(said, [0, 1])["clause"] == "ownership.duplicate-wgrad"
+
+
+@pytest.mark.parametrize("action", ["1F1", None])
+def test_a_rank_that_is_killed(action: str | None, tmp_path: Path) -> None:
+    """In mid-step, or between two steps: the other stops, and says who."""
+    said = launch(2, tmp_path, launch_bodies.killed, TWO, "cpu", 1, action)
+    assert said.codes == [0, -9]
+    cause = one_cause(said, [0])
+    assert (cause["kind"], cause["rank"]) == ("gone", 1)
+
+
+def test_steps_that_are_left_and_taken_up(tmp_path: Path) -> None:
+    """A checkpoint between them has the epoch of the last."""
+    said = launch(1, tmp_path, launch_bodies.resumed, ONE, "cpu")
+    assert said.codes == [0]
+    assert said.words[0] == {"checkpoint": 3, "epoch": 5, "refusal": ""}
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_the_gate_of_a_launch_says_on_every_rank_what_the_host_would(
+    limit: float | None, tmp_path: Path
+) -> None:
+    """Its kernels stand in; every rank's word and every stage's squares go to all ranks."""
+    said = launch(2, tmp_path, launch_bodies.gated, limit)
+    assert said.codes == [0, 0]
+    assert said.words[0] == said.words[1]
+    well, odd, differs = said.words[0]
+    assert [case["skip"] for case in (well, odd, differs)] == [0.0, 1.0, 1.0]
+    for case in (well, odd, differs):
+        assert case["norm"] == case["host"]
+    assert "skipped=True" in odd["norm"]
+    assert (well["scale"] is None) == (limit is None)
+    assert [case["said"] for case in (well, odd, differs)] == [[0, 0], [0, 0], [1, 0]]

@@ -1,0 +1,94 @@
+"""
+A checkpoint that is not right is refused by every rank in the same words, and nothing is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from qeffect.gpu_runtime.parallel.model import Job
+from tests.parallel.ranks import launch
+from tests.training import bodies
+
+JOB = Job(schedule="zbv", pp=2, microbatches=4)
+
+#: What is wrong, what the error has to say, and whether `latest` still offers the checkpoint: it
+#: looks at the manifest and at sizes, and reads no content.
+TEXTS = {
+    "a file is cut": ("__1_0.distcp has ... bytes, ... were written", False),
+    "a bit of a file is flipped": ("__1_0.distcp is damaged: its SHA-256 is", True),
+    "a file is missing": ("__0_0.distcp is missing; take another checkpoint", False),
+    "a bit of DCP's index is flipped": (".metadata is damaged: its SHA-256 is", True),
+    "DCP's index is missing": (".metadata is missing", False),
+    "a bit of the facts is flipped": ("facts.json is damaged: its SHA-256 is", True),
+    "the manifest is cut": ("manifest.json is damaged and cannot be read", False),
+    "the manifest is edited": (
+        "manifest.json is damaged: its hash differs from its content", False,
+    ),
+    "the manifest is missing": (
+        "manifest.json: No such file or directory; the folder is no whole checkpoint", False,
+    ),
+    "nothing is there": ("is no folder; name a checkpoint", False),
+    "another format": ("was written in format 2, this version reads format 1", False),
+    "another backend": ("was saved with backend transformer-engine, this run has reference", True),
+    "another recipe": ("was saved with recipe.amax_history_len 1024, this run has 4", True),
+    "amax reduced over replicas": (
+        "was saved with amax maximum of all, this run has each replica its own", True,
+    ),
+    "master weights": ("was saved with masters torch.float32, this run has None", True),
+    "another model": ("was saved with hidden 64, this run has 32", True),
+    "more microbatches": ("was saved with microbatches 8, this run has 4", True),
+    "a fact too few": ("was saved with sequence nothing, this run has 16", True),
+    "two replicas": ("has the scaling state of 2 replicas, this run has 1", True),
+    "a tensor of another size": (
+        "model.layers.2.qkv.weight is torch.bfloat16 [8, 8], here torch.bfloat16 [96, 32]", True,
+    ),
+    "a tensor of another type": (
+        "model.layers.2.qkv.weight is torch.float32 [96, 32], here torch.bfloat16", True,
+    ),
+    "a tensor too few": ("has no model.layers.2.qkv.weight", True),
+    "a tensor too many": ("has model.layers.9.x, which this run has nowhere", True),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """What both ranks said to each."""
+    words, folder = (tmp_path_factory.mktemp(name) for name in ("words", "checkpoints"))
+    found = launch(2, words, bodies.damaged, JOB, str(folder))
+    assert found.codes == [0, 0]
+    return found.words
+
+
+def test_every_damage_is_tried() -> None:
+    """The table here and the one of the ranks have the same rows."""
+    assert TEXTS.keys() == bodies.DAMAGE.keys()
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_it_is_named_and_nothing_is_loaded(said: dict[int, Any], name: str) -> None:
+    """Also by the rank whose own share of it is sound."""
+    text, offered = TEXTS[name]
+    for words in said.values():
+        found = words[name]
+        assert found["error"] == said[0][name]["error"]
+        assert all(piece in found["error"] for piece in text.split("...") if piece)
+        assert found["moved"] == []
+        assert found["epoch"] == 0
+        assert found["latest"] == ("step-00000009" if offered else "step-00000001")
+
+
+def test_ranks_that_load_different_ones_are_refused(said: dict[int, Any]) -> None:
+    """One of them was given another path."""
+    for words in said.values():
+        found = words["ranks load different ones"]
+        assert "ranks load different checkpoints" in found["error"]
+        assert found["moved"] == []
+
+
+def test_the_sound_one_is_loaded_after_all_that(said: dict[int, Any]) -> None:
+    """What was refused has left nothing behind."""
+    for words in said.values():
+        assert words["sound"] == {"free": {"position": 1}, "same": True, "epoch": 1}

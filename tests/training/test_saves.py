@@ -1,0 +1,158 @@
+"""
+A save happens between two steps on all ranks, or on none; what was saved before stays usable.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.training.checkpoint import Checkpoints, plain, sizes
+from tests.parallel.ranks import launch
+from tests.training import bodies
+
+JOB = Job(schedule="zbv", pp=2, microbatches=4)
+
+
+def run(tmp_path: Path, job: Job, body: Any, *args: Any) -> dict[int, Any]:
+    """One launch, which ends well."""
+    words, folder = tmp_path / "words", tmp_path / "checkpoints"
+    words.mkdir()
+    found = launch(job.world, words, body, job, str(folder), *args)
+    assert found.codes == [0] * job.world
+    return found.words
+
+
+def test_a_save_in_the_middle_is_refused_on_all_ranks_with_one_cause(tmp_path: Path) -> None:
+    """A tape that lives, an epoch half done or spoiled, a message away; each is rebuilt from."""
+    said = run(tmp_path, JOB, bodies.refused)
+    for name, clause in (
+        ("live tape", "persistence.live-tape"),
+        ("mid-epoch", "persistence.mid-epoch"),
+        ("spoiled", "persistence.mid-epoch"),
+        ("message away", None),
+    ):
+        found = [said[rank][name] for rank in range(2)]
+        assert found[0]["cause"] == found[1]["cause"], name
+        assert found[0]["cause"]["clause"] == clause, name
+        assert found[0]["cause"]["recoverable"], name
+        for one in found:
+            assert (one["moved"], one["epoch"]) == ([], 0), name
+            assert one["files"] == ["step-00000001"], name
+    assert "checkpoint" in said[0]["live tape"]["cause"]["text"]
+    away = said[0]["message away"]["cause"]
+    assert (away["kind"], away["action"]) == ("disagreed", "0SEND_F0")
+    for rank in range(2):
+        assert said[rank]["after"] == {"epoch": 2, "saved": "step-00000002"}
+        again = said[rank]["at once again"]
+        assert "step-00000002 is there, of this epoch or a later one" in again["error"]
+        assert "free.rate is tensor(1.)" in said[rank]["no JSON"]["error"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_that_is_full_is_named_on_all_ranks(tmp_path: Path, asynchronous: bool) -> None:
+    """The system refuses a write of one rank; the run goes on, and so does the save after it."""
+    said = run(tmp_path, JOB, bodies.full, asynchronous)
+    for rank, words in said.items():
+        for victim in ("0", "1"):
+            found = words[victim]
+            assert found["error"] == said[0][victim]["error"], rank
+            assert f"rank {victim}: __{victim}_0.distcp cannot be written" in found["error"]
+            assert "File too large" in found["error"]
+            assert "step-00000001" in found["error"]
+            assert (found["moved"], found["latest"]) == ([], True)
+        assert words["then"]
+        assert words["files"] == ["step-00000001", "step-00000002"]
+
+
+def test_replicas_that_drifted_apart_are_not_written_as_one(tmp_path: Path) -> None:
+    """Their weights have one name, and one of them would be lost."""
+    job = Job(schedule="1f1b", pp=1, dp=2, microbatches=2)
+    said = run(tmp_path, job, bodies.drifted)
+    for words in said.values():
+        assert "is not the same on ranks 0 and 1" in words["error"]
+        assert "model.layers.0" in words["error"]
+        assert words["files"] == []
+
+
+def test_the_newest_stay_and_no_other_run_is_overtaken(tmp_path: Path) -> None:
+    """Who goes back behind a checkpoint cannot save beneath it: `latest` would be the wrong one."""
+    said = run(tmp_path, JOB, bodies.kept)
+    for words in said.values():
+        assert words["names"] == ["step-00000003", "step-00000004"]
+        assert "step-00000004 is there, of this epoch or a later one" in words["behind"]
+
+
+@pytest.mark.parametrize(("copied", "loaded"), [(True, "saved"), (False, "moved")])
+def test_an_asynchronous_save_has_what_was_there_when_it_began(
+    tmp_path: Path, copied: bool, loaded: str
+) -> None:
+    """It writes behind the next step; without its copy it would write what that step left."""
+    said = run(tmp_path, JOB, bodies.behind_the_next_step, copied)
+    for words in said.values():
+        assert words == {"named before": False, "moved": True, "loaded": loaded}
+
+
+def test_a_save_under_way_outlives_a_stop(tmp_path: Path) -> None:
+    """What it writes is of an epoch that all had committed: the next one begins again."""
+    said = run(tmp_path, JOB, bodies.stopped_under_way)
+    for words in said.values():
+        assert words == {"same": True, "second": "step-00000002", "there": True}
+
+
+def test_generators_and_tensors_of_the_caller_come_back(tmp_path: Path) -> None:
+    """In other processes the next numbers are those that the first would have drawn."""
+    words, folder = (tmp_path / name for name in ("words", "checkpoints"))
+    words.mkdir()
+    said = [launch(2, words, bodies.carried, JOB, str(folder)).words for _ in range(2)]
+    for rank in range(2):
+        assert said[1][rank]["drawn"] == said[0][rank]["drawn"]
+        assert said[1][rank]["counts"] == [2.0] * 3
+        assert said[1][rank]["free"] == {"rate": 0.1}
+    assert said[0][0]["drawn"] != said[0][1]["drawn"]
+
+
+def test_sizes_say_what_the_bytes_are(tmp_path: Path) -> None:
+    """Histories and scales are a small part; the sum of the files is the folder's."""
+    job = Job(schedule="il", pp=2, microbatches=2)
+    run(tmp_path, job, bodies.started, {"until": 1, "save_at": (1,)})
+    path = Checkpoints(tmp_path / "checkpoints").latest()
+    assert path is not None
+    found = sizes(path)
+    assert found["total"] == sum(file.stat().st_size for file in path.iterdir())
+    # Two histories of 4 entries and two scales, of 11 tensors a layer in float32, four layers.
+    assert found["numerical"] == 4 * 4 * (4 + 1) * _tensors_a_layer(path)
+    assert found["optimizer"] > 2 * found["weights"]
+    assert 0 < found["numerical"] < found["weights"] < found["total"]
+
+
+def _tensors_a_layer(path: Path) -> int:
+    """How many scaled tensors a layer has."""
+    import json
+
+    tensors = json.loads((path / "facts.json").read_text())["tensors"]
+    ways = ("forward", "backward")
+    return sum(tensors[f"fp8.dp0.layers.0.{way}.scale"][1][0] for way in ways)
+
+
+def test_what_is_no_plain_data_is_named() -> None:
+    """Facts are JSON: a tensor, a NaN or a number as a key would come back as something else."""
+    assert plain({"a": (1, None, 2.5, "x")}, "free") == {"a": [1, None, 2.5, "x"]}
+    for value, text in (
+        ({"a": {"b": float("nan")}}, "free.a.b is nan"),
+        ({"a": [object]}, r"free.a\[0\] is <class"),
+        ({"a": {3: 1}}, "free.a has the key 3"),
+    ):
+        with pytest.raises(BackendError, match=text):
+            plain(value, "free")
+
+
+def test_at_least_one_checkpoint_stays(tmp_path: Path) -> None:
+    """Keeping none would remove what was just written."""
+    with pytest.raises(BackendError, match="keep is 0"):
+        Checkpoints(tmp_path, keep=0)
+    assert Checkpoints(tmp_path / "nowhere").latest() is None
