@@ -22,6 +22,7 @@ from qeffect.gpu_runtime.measure.host import derive_host
 from qeffect.gpu_runtime.measure.scale import derive_scale
 from qeffect.gpu_runtime.measure.targets import judge_cells, judge_sweep
 from qeffect.gpu_runtime.measure.tracing import device_copies, matrix_copies
+from qeffect.gpu_runtime.measure.train import derive_train
 
 Raw = Mapping[str, Any]
 _DIGITS = 4
@@ -547,5 +548,6 @@ DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {
     "pools": derive_pools,
     "probes": derive_probes,
     "scale": derive_scale,
+    "train": derive_train,
 }
 """What computes the derived part of each kind of report."""

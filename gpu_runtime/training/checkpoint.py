@@ -15,6 +15,7 @@ after are those of the new mapping.
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -69,8 +70,17 @@ that of replica r modulo their number.
 #: How amax is reduced over replicas: it is not. Every backend here rolls what it saw itself.
 AMAX = "each replica its own"
 
+#: What the name of a table made by torch begins with: a version is no mapping.
+_TORCH = re.compile(r"^torch \S+ ")
+
 #: How long ranks wait for each other's files, in seconds; one that has died is noticed at once.
 _FILES_S = 1800.0
+
+
+class HalfLoadedError(RuntimeError):
+    """A load that all ranks found right failed while it was written, on this one."""
+
+    unrecoverable = True
 
 
 class Checkpoints:
@@ -344,7 +354,8 @@ class Checkpoints:
         Raises:
             BackendError: A file, a fact, a name, a size or a type is not right, on any rank; all
                 ranks raise it, and nothing was written on any.
-            StoppedError: A rank is gone, or at another epoch after it.
+            StoppedError: A rank is gone, at another epoch after it, or failed while it wrote what
+                it had read: begin again in new processes.
         """
         path = Path(path)
         own: dict[str, Any] = {"problem": self._awaited(), "path": str(path)}
@@ -381,12 +392,18 @@ class Checkpoints:
             raise self._stopped(worker, _lost(error)) from None
         assert held is not None
         found = {name: staged[one.saved] for name, one in wanted.items()}
-        self._take(worker, facts, held, found, extra_tensors or {})
-        self.changed = _changes(worker, facts)
         try:
+            try:
+                self._take(worker, facts, held, found, extra_tensors or {})
+            except Exception as error:
+                raise HalfLoadedError(
+                    f"{path} is half loaded ({type(error).__name__}: {error}); begin again in new "
+                    "processes"
+                ) from None
             worker.consent.agree(worker.runtime.epoch)
         except Exception as error:
             raise self._stopped(worker, error) from None
+        self.changed = _changes(worker, facts)
         free: dict[str, Any] = facts["free"]
         return free
 
@@ -432,7 +449,7 @@ class Checkpoints:
             wanted[name] = Wanted(saved, tensor)
         for name, tensor in extra.items():
             wanted[f"{EXTRA}.{name}"] = Wanted(f"{EXTRA}.{name}", tensor)
-        if facts["mapping"] == _mapping(worker):
+        if _places(facts["mapping"]) == _places(_mapping(worker)):
             for kind, tensor in random_states(worker.member.device).items():
                 name = _random(worker, kind)
                 if name in facts["tensors"]:
@@ -593,13 +610,18 @@ def _mapping(worker: Worker) -> dict[str, Any]:
     """How stages and microbatches lie on ranks: what may differ."""
     table = worker.table
     return {
-        "schedule": Path(table.source).name,
+        "schedule": _TORCH.sub("", Path(table.source).name),
         "ranks": worker.pp,
         "replicas": worker.member.world // worker.pp,
         "stages": table.num_stages,
         "stage_to_rank": [table.stage_to_rank[stage] for stage in range(table.num_stages)],
         "microbatches": table.num_microbatches,
     }
+
+
+def _places(mapping: Mapping[str, Any]) -> list[Any]:
+    """Which processes there are, and what is on each."""
+    return [mapping[key] for key in ("ranks", "replicas", "stage_to_rank")]
 
 
 def _contract(worker: Worker) -> dict[str, Any]:

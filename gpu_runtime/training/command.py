@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
 import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
@@ -24,7 +22,7 @@ from qeffect.cli.command import Outcome, Progress, refuse_unused
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
 from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
 from qeffect.gpu_runtime.evidence.comparison import digests
-from qeffect.gpu_runtime.measure.report import environment
+from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.memory.state import live_state
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.command import last_word, mute
@@ -82,6 +80,10 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         refuse_unused(args, ["--resume"], "--compare begins anew")
         config = attrs.evolve(config, checkpoint=Checkpointing())
     job = job_of(config)  # before any rank waits for another
+    if args.out is not None:
+        environment(args.commit)  # says now what would be said when all is trained
+        if not args.out.absolute().parent.is_dir():
+            raise UnusableError(f"--out {args.out}: there is no folder {args.out.parent}")
     started = os.environ.get("WORLD_SIZE")
     if started is None and job.world > 1:
         raise UnusableError(
@@ -128,8 +130,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     except Refused as refused:
         data = {"clause": refused.clause, "rank": member.rank, "step": None, "action": None}
         outcome = Outcome("refused", data, [what, str(refused)])
-    if args.out is not None and member.rank == 0:
-        _write(args.out, args.commit, config, outcome)
+    if args.out is not None and member.rank == 0 and outcome.data.get("losses"):
+        _write(args.out, args.commit, args.compare or "train", config, outcome)
     return outcome
 
 
@@ -191,7 +193,9 @@ def _compared(config: Config, member: Member, what: str, progress: Progress) -> 
     ]
     data = {
         "categories": {name: {"compared": n, "differ": bad} for name, (n, bad) in totals.items()},
-        "first": [rank["first"] for rank in ranks],
+        "compared": sum(n for n, _ in totals.values()),
+        "differ": sum(bad for _, bad in totals.values()),
+        "first": [label for rank in ranks for label in rank["first"]],
         "losses": losses,
         "native_losses": native,
         "captured": captured,
@@ -220,7 +224,7 @@ def _both(config: Config, member: Member, what: str, progress: Progress) -> Outc
     differ = sorted(
         name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)
     )
-    own = {"losses": native_losses, "of": len(theirs), "differ": differ, "native_s": native_s}
+    own = {"losses": native_losses, "of": len(theirs), "differ": differ, "native_seconds": native_s}
     ranks = gathered(member, own)
     losses = [math.fsum(rank["losses"][n] for rank in ranks) for n in range(config.run.steps)]
     apart = [
@@ -231,7 +235,7 @@ def _both(config: Config, member: Member, what: str, progress: Progress) -> Outc
     data = {
         **record,
         "native_losses": losses,
-        "native_s": max(rank["native_s"] for rank in ranks),
+        "native_seconds": max(rank["native_seconds"] for rank in ranks),
         "losses_differ": apart,
         "compared": sum(rank["of"] for rank in ranks),
         "differ": len(named),
@@ -241,7 +245,7 @@ def _both(config: Config, member: Member, what: str, progress: Progress) -> Outc
         f"{what}, {config.run.steps} steps, and torch's own pipeline over native full backwards:",
         f"  losses of {len(apart)} of {len(losses)} steps differ",
         f"  {len(named)} of {data['compared']} tensors differ at the end",
-        f"  {record['seconds']:.1f} s guarded, {data['native_s']:.1f} s native",
+        f"  {record['seconds']:.1f} s guarded, {data['native_seconds']:.1f} s native",
         f"  loss {losses[0]:.4f} at first, {losses[-1]:.4f} at the end",
         "The same bits on every rank" if same else "NOT the same",
     ]
@@ -293,13 +297,30 @@ def _alone() -> None:
     )
 
 
-def _write(path: Path, commit: str | None, config: Config, outcome: Outcome) -> None:
-    record: dict[str, Any] = {
-        "environment": environment(commit),
-        "configuration": config.record(),
-        "outcome": outcome.record(),
+def _write(path: Path, commit: str | None, how: str, config: Config, outcome: Outcome) -> None:
+    """The report of a run that came to its end, whatever it found."""
+    data = outcome.data
+    job = job_of(config)
+    run = {
+        "how": how,
+        "schedule": job.schedule,
+        "pp": job.pp,
+        "dp": job.dp,
+        "cut": list(job.cut),
+        "microbatches": job.microbatches,
+        "captured": data["captured"],
+        "parameters": _count(config),
+        "tokens_a_step": job.windows_a_step * job.config.sequence,
+        "losses": data["losses"],
+        "native_losses": data.get("native_losses"),
+        "held_out": [[int(step), loss] for step, loss in data.get("held_out", {}).items()],
+        "seconds": data.get("seconds"),
+        "native_seconds": data.get("native_seconds"),
+        "compared": data.get("compared"),
+        "differ": data.get("differ"),
+        "first": data.get("first", []),
     }
     try:
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        Report("train", path, environment(commit), config.record(), {"runs": [run]}).finish()
     except OSError as error:
         raise UnusableError(f"--out {path}: {error.strerror or error}") from None

@@ -356,3 +356,37 @@ def scale_report(*, differ: int = 0) -> dict[str, Any]:
         ],
     }
     return Report("scale", None, ENVIRONMENT, {"pp": 2}, raw).finish()
+
+
+def train_report(*, differ: int = 0) -> dict[str, Any]:
+    """A run beside native, and one by itself."""
+    alone = {
+        "how": "train",
+        "schedule": "il",
+        "pp": 2,
+        "dp": 1,
+        "cut": [2, 2, 2, 2],
+        "microbatches": 8,
+        "captured": True,
+        "parameters": 1000,
+        "tokens_a_step": 256,
+        "losses": [5.0, 4.0, 3.0],
+        "native_losses": None,
+        "held_out": [[2, 3.5], [3, 3.25]],
+        "seconds": 2.0,
+        "native_seconds": None,
+        "compared": None,
+        "differ": None,
+        "first": [],
+    }
+    both = {
+        **alone,
+        "how": "ends",
+        "native_losses": [5.0, 4.0, 3.0 + differ],
+        "native_seconds": 6.0,
+        "compared": 100,
+        "differ": differ,
+    }
+    tables = ("model", "parallel", "data", "optimizer", "run", "checkpoint")
+    asked: dict[str, Any] = {name: {} for name in tables}
+    return Report("train", None, ENVIRONMENT, asked, {"runs": [both, alone]}).finish()

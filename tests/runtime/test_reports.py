@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -44,6 +45,7 @@ SAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "pools": samples.pools_report,
     "probes": samples.probes_report,
     "scale": samples.scale_report,
+    "train": samples.train_report,
 }
 
 
@@ -70,6 +72,18 @@ def change_a_number(derived: Any) -> bool:
             derived[place] += "1"
             return True
     return False
+
+
+def test_a_training_run_beside_native() -> None:
+    """Speed is the ratio of both sides' seconds; a loss that is another is counted."""
+    same, alone = samples.train_report()["derived"]["runs"]
+    other, _ = samples.train_report(differ=1)["derived"]["runs"]
+
+    assert 3.0 == same["native_over_this"]
+    assert (0, 1) == (same["losses_differ"], other["losses_differ"])
+    assert 384 == same["tokens_per_s"]
+    assert alone["losses_differ"] is alone["native_over_this"] is alone["differ"] is None
+    assert math.isclose(alone["perplexity"], math.exp(3.25), rel_tol=1e-6)
 
 
 class TestSchema:

@@ -21,12 +21,16 @@ import torch.distributed as dist
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.evidence.comparison import digests
+from qeffect.gpu_runtime.evidence.native import rule_for
+from qeffect.gpu_runtime.memory.state import live_state
 from qeffect.gpu_runtime.parallel.channels import Message
 from qeffect.gpu_runtime.parallel.compare import guarded
 from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.parallel.executor import Passage
 from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.parallel.native import NativePipeline
 from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
+from qeffect.gpu_runtime.plan.order import Order
 from qeffect.gpu_runtime.training import restarts
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints
 from qeffect.gpu_runtime.training.files import FACTS, MANIFEST, Writer, canonical
@@ -442,6 +446,102 @@ def language(job: Language, folder: str) -> dict[str, Any]:
         worker.step()
     checkpoints.save(worker, job.name_of, must, {})
     return {"bits": bits_now(), "epoch": worker.runtime.epoch}
+
+
+def beside_torch(job: Job, folder: str) -> dict[str, Any]:
+    """Two steps from a checkpoint, and torch's own pipeline from the same tensors."""
+    run = Run(job, folder)
+    path = run.checkpoints.latest()
+    assert path is not None
+    run.load(path)
+    worker = run.worker
+    epoch, stages = worker.runtime.epoch, worker.runtime.stages
+    held = {
+        "weights": {i: {n: p.detach().clone() for n, p in parameters(stages[i]).items()}
+                    for i in stages},
+        "moments": {n: t.clone() for n, t in worker.optimizer.state_tensors().items()},
+        "scaling": {n: t.clone() for n, t in live_state(worker.runtime.domain).items()},
+    }  # fmt: skip
+    member = worker.member
+    groups = [dist.new_group(job.ranks(replica)) for replica in range(job.dp)]
+    order = Order.of_rank(job.table(), member.rank % job.pp)
+    fuse = rule_for(order, job.rule) == "main_grad"
+    theirs = NativePipeline(
+        job.cls_name,
+        job.stages(order.stages, member.device, "reference", loss=False, fuse=fuse),
+        job.num_stages,
+        order,
+        job.microbatches,
+        job.batch(member.device, worker.replica),
+        job.loss,
+        groups[worker.replica],
+        rule=job.rule,
+    )
+    with torch.no_grad():
+        for stage in theirs.stages:
+            for name, parameter in parameters(stage).items():
+                parameter.copy_(held["weights"][stage.index][name])
+        for name, tensor in live_state(theirs.domain).items():
+            tensor.copy_(held["scaling"][name])
+    theirs.optimizer.load_state(held["moments"])
+    theirs.number = epoch
+    for _ in range(2):
+        worker.step()
+        theirs.step()
+    found = []
+    for own, optimizer, domain in (
+        (list(stages.values()), worker.optimizer, worker.runtime.domain),
+        (theirs.stages, theirs.optimizer, theirs.domain),
+    ):
+        named = {f"{s.index}.{n}": p for s in own for n, p in parameters(s).items()}
+        named.update(optimizer.state_tensors())
+        named.update(live_state(domain))
+        found.append(dict(zip(named, digests([*named.values()]), strict=True)))
+    feed: Any = worker.feed
+    return {
+        "of": len(found[0]),
+        "differ": sorted(n for n in found[0] if found[0][n] != found[1].get(n)),
+        "same losses": [feed.losses_of(epoch + n) for n in range(2)] == theirs.losses,
+    }
+
+
+def unasked(job: Job, folder: str) -> dict[str, Any]:
+    """A save in the middle of a step, of ranks whose contracts are not asked."""
+    run = Run(job, folder)
+    run.worker.step()
+    runtime = run.worker.runtime
+    before = run.bits()
+    run.worker.pipeline.actions()
+    runtime.contract.check_checkpoint = lambda: None  # type: ignore[method-assign]
+    path = run.save()
+    after = run.bits()
+    moved = [name for name in before if before[name] != after[name]]
+    return {"saved": path.exists(), "moved": moved}
+
+
+def reducing(job: Job, folder: str) -> dict[str, Any]:
+    """A save while gradients are summed over replicas."""
+    run = Run(job, folder)
+    run.worker.step()
+    run.worker.pipeline.actions()
+    started = [s for s in run.worker._replicas._started if s.works]  # type: ignore[union-attr]
+    said = run.attempt(run.save)
+    return {**said, "started": len(started), "files": [p.name for p in Path(folder).glob("*")]}
+
+
+def half_loaded(job: Job, folder: str) -> dict[str, Any]:
+    """A load that fails on one rank when all have found it right."""
+    run = Run(job, folder)
+    run.worker.step()
+    path = run.save()
+    run.worker.step()
+    if run.rank == 1:
+
+        def fail(*_: Any) -> None:
+            raise MemoryError("an injected failure")
+
+        run.worker.optimizer.load_state = fail  # type: ignore[method-assign]
+    return run.attempt(lambda: run.load(path))
 
 
 # Kills

@@ -4,9 +4,13 @@ A checkpoint that is not right is refused by every rank in the same words, and n
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from qeffect.gpu_runtime.parallel.model import Job
 from tests.parallel.ranks import launch
@@ -92,3 +96,14 @@ def test_the_sound_one_is_loaded_after_all_that(said: dict[int, Any]) -> None:
     """What was refused has left nothing behind."""
     for words in said.values():
         assert words["sound"] == {"free": {"position": 1}, "same": True, "epoch": 1}
+
+
+def test_dcp_alone_loads_a_flipped_bit(tmp_path: Path) -> None:
+    """Why files are hashed here."""
+    held, found = {"a": torch.arange(1000.0)}, {"a": torch.zeros(1000)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        state_dict_saver.save(held, checkpoint_id=tmp_path, no_dist=True)
+        bodies._flip(tmp_path / "__0_0.distcp")
+        state_dict_loader.load(found, checkpoint_id=tmp_path, no_dist=True)
+    assert int((found["a"] != held["a"]).sum()) == 1

@@ -55,7 +55,8 @@ def launched(tmp_path: Path, number: int, mapping: Job, body: Any, options: Any)
     """One part in fresh processes."""
     words = tmp_path / f"words {number}"
     words.mkdir()
-    found = launch(mapping.world, words, body, mapping, str(tmp_path / "checkpoints"), options)
+    given = () if options is None else (options,)
+    found = launch(mapping.world, words, body, mapping, str(tmp_path / "checkpoints"), *given)
     assert found.codes == [0] * mapping.world
     return found.words
 
@@ -95,6 +96,22 @@ def test_pp_2_to_4_to_1_and_back(tmp_path: Path) -> None:
 def test_other_chunks_replicas_and_splits(tmp_path: Path) -> None:
     """Four chunks a rank; two replicas of half the microbatches; another pipeline of two; one."""
     chained(tmp_path, FIRST, CHAIN[3:], 2)
+
+
+@pytest.mark.parametrize("mapping", [job("zbv", 4, 2), job("1f1b", 2, 1)])
+def test_steps_after_a_remap_are_those_of_torchs_own_pipeline(tmp_path: Path, mapping: Job) -> None:
+    """Torch's pipeline over native full backwards, which knows nothing of slots and checkpoints."""
+    launched(tmp_path, 0, FIRST, bodies.started, {"until": 2, "save_at": (2,)})
+    words = tmp_path / "words 1"
+    words.mkdir()
+    found = launch(
+        mapping.world, words, bodies.beside_torch, mapping, str(tmp_path / "checkpoints")
+    )
+    assert found.codes == [0] * mapping.world
+    for one in found.words.values():
+        assert one["differ"] == []
+        assert one["of"] > 50
+        assert one["same losses"]
 
 
 def test_another_number_of_replicas_is_refused_unless_asked_for(tmp_path: Path) -> None:

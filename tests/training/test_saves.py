@@ -53,6 +53,35 @@ def test_a_save_in_the_middle_is_refused_on_all_ranks_with_one_cause(tmp_path: P
         assert "free.rate is tensor(1.)" in said[rank]["no JSON"]["error"]
 
 
+def test_a_save_while_gradients_are_summed_is_refused(tmp_path: Path) -> None:
+    """All forwards of the epoch have run, its commit has not; reductions are under way."""
+    job = Job(schedule="1f1b", pp=1, dp=2, microbatches=2)
+    said = run(tmp_path, job, bodies.reducing)
+    assert said[0]["cause"] == said[1]["cause"]
+    assert said[0]["cause"]["clause"].startswith("persistence.")
+    for words in said.values():
+        assert words["started"] > 0
+        assert words["files"] == []
+
+
+def test_without_the_question_half_a_step_is_saved(tmp_path: Path) -> None:
+    """Scaling state of the middle of an epoch, under the name of the one before: it is needed."""
+    said = run(tmp_path, JOB, bodies.unasked)
+    for words in said.values():
+        assert words["saved"]
+        assert words["moved"]
+        assert all(name.startswith("fp8.") for name in words["moved"])
+
+
+def test_a_load_that_fails_half_way_stops_all_ranks_for_good(tmp_path: Path) -> None:
+    """It cannot be begun again from what is in memory: relaunch, and load."""
+    said = run(tmp_path, JOB, bodies.half_loaded)
+    assert said[0]["cause"] == said[1]["cause"]
+    cause = said[0]["cause"]
+    assert (cause["kind"], cause["rank"], cause["recoverable"]) == ("raised", 1, False)
+    assert "step-00000001 is half loaded (MemoryError" in cause["text"]
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_disk_that_is_full_is_named_on_all_ranks(tmp_path: Path, asynchronous: bool) -> None:
     """The system refuses a write of one rank; the run goes on, and so does the save after it."""

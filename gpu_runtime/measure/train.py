@@ -1,0 +1,44 @@
+"""
+What follows from the raw numbers of a training run: how far it learned, how fast, how far from
+native.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["derive_train"]
+
+Raw = Mapping[str, Any]
+_DIGITS = 6
+
+
+def derive_train(raw: Raw) -> dict[str, Any]:
+    """Of each run: its losses at both ends, held-out perplexity, speed, and what differs."""
+    return {"runs": [_run(run) for run in raw["runs"]]}
+
+
+def _run(run: Raw) -> dict[str, Any]:
+    losses, native = run["losses"], run["native_losses"]
+    few = max(1, len(losses) // 20)
+    held_out = run["held_out"][-1][1] if run["held_out"] else None
+    seconds, theirs = run["seconds"], run["native_seconds"]
+    return {
+        "how": run["how"],
+        "schedule": run["schedule"],
+        "steps": len(losses),
+        "first_loss": round(losses[0], _DIGITS),
+        "last_loss": round(statistics.fmean(losses[-few:]), _DIGITS),
+        "held_out_loss": None if held_out is None else round(held_out, _DIGITS),
+        "perplexity": None if held_out is None else round(math.exp(held_out), _DIGITS),
+        "tokens_per_s": round(len(losses) * run["tokens_a_step"] / seconds) if seconds else None,
+        "native_over_this": round(theirs / seconds, _DIGITS) if seconds and theirs else None,
+        "losses_differ": (
+            None if native is None else sum(a != b for a, b in zip(losses, native, strict=True))
+        ),
+        "compared": run["compared"],
+        "differ": run["differ"],
+    }
