@@ -120,8 +120,7 @@ class Optimizer:
             for name, target in targets:
                 target.grad = named[name].to(target.dtype)
         if scale is not None:
-            held = [target.grad for target in self.named.values() if target.grad is not None]
-            torch._foreach_mul_(held, scale)
+            _multiply([t.grad for t in self.named.values() if t.grad is not None], scale)
         self.adamw.found_inf = skip  # type: ignore[attr-defined]
         try:
             self.update()
@@ -200,6 +199,16 @@ class Optimizer:
                     held[key].copy_(saved)
                 else:
                     held[key] = saved.to(target.device, copy=True)
+
+
+def _multiply(gradients: Sequence[Tensor], scale: Tensor) -> None:
+    """Multiply in place, in float32: a device would round a factor of another type to theirs."""
+    same = [g for g in gradients if g.dtype == scale.dtype]
+    if same:
+        torch._foreach_mul_(same, scale)
+    for gradient in gradients:
+        if gradient.dtype != scale.dtype:
+            gradient.copy_(gradient.to(scale.dtype) * scale)
 
 
 _ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from qeffect.gpu_runtime.measure.host import derive_host
+from qeffect.gpu_runtime.measure.restarts import derive_restarts
 from qeffect.gpu_runtime.measure.scale import derive_scale
 from qeffect.gpu_runtime.measure.targets import judge_cells, judge_sweep
 from qeffect.gpu_runtime.measure.tracing import device_copies, matrix_copies
@@ -549,5 +550,6 @@ DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {
     "probes": derive_probes,
     "scale": derive_scale,
     "train": derive_train,
+    "restarts": derive_restarts,
 }
 """What computes the derived part of each kind of report."""

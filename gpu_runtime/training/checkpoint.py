@@ -416,6 +416,12 @@ class Checkpoints:
             raise BackendError(problem)
         facts = read_facts(path, marks)
         here = {**_own(worker), "given": plain(must, "must")}
+        if len(facts["contracts"]) != facts["mapping"]["ranks"] * facts["mapping"]["replicas"]:
+            raise BackendError(
+                f"{path / FACTS}: {len(facts['contracts'])} contracts of "
+                f"{facts['mapping']['ranks']} ranks and {facts['mapping']['replicas']} replicas; "
+                "take another checkpoint"
+            )
         if (odd := _first_difference(facts["must"], here, "")) is not None:
             name = odd[0].removeprefix("given.")
             raise BackendError(

@@ -219,12 +219,15 @@ class Checkpointing:
         every: Steps between two; 0 saves at the end alone.
         keep: How many stay.
         asynchronous: Whether a checkpoint is written behind the next steps.
+        replicas: Whose scaling state a replica takes where there were others: `same` refuses that,
+            `modulo` takes that of replica r modulo their number.
     """
 
     folder: str = _text("")
     every: int = _whole(0, 0)
     keep: int = _whole(3)
     asynchronous: bool = _flag(False)
+    replicas: str = _one_of("same", "same", "modulo")
 
 
 @attrs.frozen(kw_only=True)

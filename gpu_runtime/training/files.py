@@ -50,6 +50,11 @@ FACTS, MANIFEST = "facts.json", "manifest.json"
 _METADATA = ".metadata"
 _PARTIAL, _REMOVED = ".partial-", ".removed-"
 _CHUNK = 1 << 20
+#: What facts consist of.
+_PARTS: dict[str, type] = {
+    "epoch": int, "must": dict, "free": dict, "mapping": dict, "contracts": list, "made_by": list,
+    "tensors": dict,
+}  # fmt: skip
 
 
 def name_of(epoch: int) -> str:
@@ -321,11 +326,27 @@ def read_facts(path: Path, marks: Mapping[str, Mark]) -> dict[str, Any]:
     All that is no tensor.
 
     Raises:
-        BackendError: It is missing or damaged.
+        BackendError: It is missing, damaged, or lacks a part.
     """
     if FACTS not in marks:
         raise BackendError(f"{path / MANIFEST} names no {FACTS}; take another checkpoint")
     if problem := problem_of(path, {FACTS: marks[FACTS]}, (FACTS,)):
         raise BackendError(problem)
     facts: dict[str, Any] = json.loads((path / FACTS).read_bytes())
+    for part, kind in _PARTS.items():
+        found = facts.get(part) if isinstance(facts, dict) else None
+        if not isinstance(found, kind) or (isinstance(found, int) and found < 0):
+            raise BackendError(
+                f"{path / FACTS}: {part} is {str(found)[:40]}, expected {kind.__name__}; take "
+                "another checkpoint"
+            )
+    for name, mark in facts["tensors"].items():
+        if not (isinstance(mark, list) and len(mark) == 2 and isinstance(mark[1], list)):
+            raise BackendError(
+                f"{path / FACTS}: {name} is {str(mark)[:40]}, expected a type and a size; take "
+                "another checkpoint"
+            )
+    for key in ("replicas", "ranks", "stage_to_rank"):
+        if key not in facts["mapping"]:
+            raise BackendError(f"{path / FACTS}: mapping has no {key}; take another checkpoint")
     return facts

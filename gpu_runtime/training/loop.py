@@ -200,7 +200,8 @@ class Trainer:
         return {"model": model, "master": self.job.master}
 
     def _go_on(self, checkpoints: Checkpoints, path: Path) -> None:
-        free = checkpoints.load(path, self.worker, self.job.name_of, self._must())
+        whose: Any = self.config.checkpoint.replicas
+        free = checkpoints.load(path, self.worker, self.job.name_of, self._must(), replicas=whose)
         self.began = self.worker.runtime.epoch
         problem = ""
         try:

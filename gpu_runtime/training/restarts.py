@@ -31,6 +31,7 @@ from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
 from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
 from qeffect.gpu_runtime.evidence.comparison import digests
+from qeffect.gpu_runtime.measure.report import Report, UnusableError, environment
 from qeffect.gpu_runtime.memory.state import NumericalState, live_state
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.model import Batches, Job
@@ -39,7 +40,18 @@ from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints, Replicas, sizes
 from qeffect.gpu_runtime.training.state import Persistent, by_layer, optimizer_state
 
-__all__ = ["Trial", "bits", "facts_of", "gone_on", "made", "main", "remapped", "started"]
+__all__ = [
+    "Trial",
+    "bits",
+    "facts_of",
+    "gone_on",
+    "made",
+    "main",
+    "remapped",
+    "remapped_row",
+    "resumed_row",
+    "started",
+]
 
 SAVED_AT, UNTIL = 3, 8
 
@@ -320,6 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, default=1024, help="width of a layer, on cuda")
     parser.add_argument("--history", type=int, default=16, help="entries of an amax history")
     parser.add_argument("--schedules", nargs="+", default=["il", "zbv"])
+    parser.add_argument("--commit", metavar="SHA", help="where this is no git checkout")
     parser.add_argument("--out", help="where the report goes")
     parser.add_argument("--part", choices=[*_PARTS], help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -356,34 +369,42 @@ def _launch(args: argparse.Namespace, part: str, folder: Path, *options: str) ->
 
 
 def _drive(args: argparse.Namespace) -> int:
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="qeffect-restarts-") as place:
-        for schedule in args.schedules:
-            folder = Path(place, schedule)
-            whole = _launch(args, "started", folder, "--schedules", schedule)
-            again = _launch(args, "gone-on", folder, "--schedules", schedule)
-            rows.append(_resumed(schedule, whole, again, sizes(Checkpoints(folder).latest() or "")))
-            print(json.dumps(rows[-1]), flush=True)
-            for other, layers, vpp in _others(schedule):
-                asked = ["--schedules", other, "--layers", str(layers), "--vpp", str(vpp)]
-                rows.append(
-                    _moved(schedule, other, layers, vpp, whole, _launch(args, "remapped", folder,
-                                                                        *asked))
-                )  # fmt: skip
-                print(json.dumps(rows[-1]), flush=True)
-    report = {
-        "kind": "restarts",
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-        "torch": torch.__version__,
+    try:
+        where = environment(args.commit)
+    except UnusableError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    asked = {
+        "device": args.device,
         "backend": _trial(args, "il", 1, None).backend,
         "captured": args.device == "cuda" and not args.eager,
         "masters": args.masters,
         "asynchronous": args.asynchronous,
         "hidden": args.hidden if args.device == "cuda" else 64,
-        "rows": rows,
+        "history": args.history,
+        "schedules": args.schedules,
+        "saved_at": SAVED_AT,
+        "until": UNTIL,
     }
-    if args.out:
-        Path(args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    rows: list[dict[str, Any]] = []
+    report = Report("restarts", Path(args.out) if args.out else None, where, asked, {"rows": rows})
+    with tempfile.TemporaryDirectory(prefix="qeffect-restarts-") as place:
+        for schedule in args.schedules:
+            folder = Path(place, schedule)
+            whole = _launch(args, "started", folder, "--schedules", schedule)
+            weighed = sizes(Checkpoints(folder).latest() or folder)
+            again = _launch(args, "gone-on", folder, "--schedules", schedule)
+            rows.append(resumed_row(schedule, whole, again, weighed))
+            print(json.dumps(rows[-1]), flush=True)
+            report.save()
+            for other, layers, vpp in _others(schedule):
+                asked_for = ["--schedules", other, "--layers", str(layers), "--vpp", str(vpp)]
+                moved = _launch(args, "remapped", folder, *asked_for)
+                there = f"{other}, {vpp} stages a rank of {layers} layers"
+                rows.append(remapped_row(schedule, there, whole, moved, weighed))
+                print(json.dumps(rows[-1]), flush=True)
+                report.save()
+    report.finish()
     good = all(row["differ"] == 0 and row["compared"] > 0 for row in rows)
     print("the same bits" if good else "NOT the same bits")
     return 0 if good else 1
@@ -394,45 +415,57 @@ def _others(schedule: str) -> list[tuple[str, int, int]]:
     return [("zbv" if schedule == "il" else "il", 1, 2), ("1f1b", 2, 1)]
 
 
-def _resumed(
+def resumed_row(
     schedule: str, whole: list[Any], again: list[Any], weighed: Mapping[str, int]
 ) -> dict[str, Any]:
+    """What a run that went on has beside the one that never stopped, all ranks together."""
     compared, differ = 0, []
     for a, b in zip(whole, again, strict=True):
-        assert (b["began"], b["epoch"]) == (SAVED_AT, UNTIL)
+        if (b["began"], b["epoch"]) != (SAVED_AT, UNTIL):
+            differ.append(f"steps {b['began']} to {b['epoch']}")
         compared += len(a["saved"][str(SAVED_AT)]) + len(a["last"])
         differ += _differing(a["saved"][str(SAVED_AT)], b["first"])
         differ += _differing(a["last"], b["last"])
         for step, losses in b["losses"].items():
             compared += len(losses)
             differ += [f"loss of step {step}"] * (losses != a["losses"][step])
+    return _row("resumed", schedule, schedule, compared, differ, again, weighed)
+
+
+def remapped_row(
+    schedule: str, there: str, whole: list[Any], moved: list[Any], weighed: Mapping[str, int]
+) -> dict[str, Any]:
+    """What was loaded beside what was saved, and a step beside that of one set up by hand."""
+    saved = {name: bit for rank in whole for name, bit in rank["saved"][str(SAVED_AT)].items()}
+    loaded = {name: bit for rank in moved for name, bit in rank["first"].items()}
+    compared, differ = len(saved), _differing(saved, loaded)
+    for rank in moved:
+        compared += len(rank["last"]) + sum(map(len, rank["losses"].values()))
+        differ += rank["loaded otherwise"] + rank["differ"]
+        differ += ["losses"] * (not rank["same losses"]) + ["no step"] * (not rank["moved"])
+    return _row("remapped", schedule, there, compared, differ, moved, weighed)
+
+
+def _row(
+    how: str,
+    saved_under: str,
+    loaded_under: str,
+    compared: int,
+    differ: list[str],
+    ranks: list[Any],
+    weighed: Mapping[str, int],
+) -> dict[str, Any]:
+    steps = sorted(ranks[0]["losses"], key=int)
     return {
-        "what": f"save at {SAVED_AT}, go on to {UNTIL}, {schedule}",
+        "how": how,
+        "saved_under": saved_under,
+        "loaded_under": loaded_under,
         "compared": compared,
         "differ": len(differ),
         "first": differ[:3],
-        "changed": again[0]["changed"],
-        "losses": [sum(sum(r["losses"][str(s)]) for r in again) for s in range(SAVED_AT, UNTIL)],
+        "changed": list(ranks[0]["changed"]),
+        "losses": [sum(sum(rank["losses"][step]) for rank in ranks) for step in steps],
         "bytes": dict(weighed),
-    }
-
-
-def _moved(
-    schedule: str, other: str, layers: int, vpp: int, whole: list[Any], moved: list[Any]
-) -> dict[str, Any]:
-    saved = {name: bit for rank in whole for name, bit in rank["saved"][str(SAVED_AT)].items()}
-    loaded = {name: bit for rank in moved for name, bit in rank["first"].items()}
-    differ = _differing(saved, loaded)
-    for rank in moved:
-        differ += rank["loaded otherwise"] + rank["differ"] + ["losses"] * (not rank["same losses"])
-    return {
-        "what": f"saved under {schedule}, loaded under {other} with {vpp} stages a rank of "
-        f"{layers} layers, one step beside a pipeline set up by hand",
-        "compared": len(saved) + sum(len(rank["last"]) for rank in moved),
-        "differ": len(differ),
-        "first": differ[:3],
-        "moved_by_the_step": sum(rank["moved"] for rank in moved),
-        "changed": moved[0]["changed"],
     }
 
 

@@ -390,3 +390,32 @@ def train_report(*, differ: int = 0) -> dict[str, Any]:
     tables = ("model", "parallel", "data", "optimizer", "run", "checkpoint")
     asked: dict[str, Any] = {name: {} for name in tables}
     return Report("train", None, ENVIRONMENT, asked, {"runs": [both, alone]}).finish()
+
+
+def restarts_report() -> dict[str, Any]:
+    """A run that went on, and one whose stages lie elsewhere."""
+    weighed = {"weights": 600, "optimizer": 1200, "numerical": 20, "random": 10, "extra": 0,
+               "facts": 70, "total": 2000}  # fmt: skip
+    resumed = {
+        "how": "resumed",
+        "saved_under": "il",
+        "loaded_under": "il",
+        "compared": 100,
+        "differ": 0,
+        "first": [],
+        "changed": [],
+        "losses": [3.0, 2.0],
+        "bytes": weighed,
+    }
+    remapped = {
+        **resumed,
+        "how": "remapped",
+        "loaded_under": "zbv",
+        "compared": 50,
+        "differ": 1,
+        "first": ["losses"],
+        "changed": ["schedule: il -> zbv"],
+    }
+    asked = {"device": "cpu", "captured": False, "masters": False, "asynchronous": False,
+             "hidden": 64, "history": 4}  # fmt: skip
+    return Report("restarts", None, ENVIRONMENT, asked, {"rows": [resumed, remapped]}).finish()

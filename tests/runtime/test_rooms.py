@@ -68,3 +68,10 @@ def test_benchmarks_and_evidence_do_not_know_each_other() -> None:
             assert not any(
                 name.startswith(f"{NAME}.{other}") for name in imported(path, lazy=True)
             ), path
+
+
+@pytest.mark.parametrize("room", [*BELOW, *MEASURING, "parallel"])
+def test_training_stands_over_all_other_rooms(room: str) -> None:
+    """None of them knows what is trained."""
+    for path in modules(room):
+        assert not any(n.startswith(f"{NAME}.training") for n in imported(path, lazy=True)), path

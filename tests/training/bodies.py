@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import random
 import resource
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.evidence.comparison import digests
@@ -135,6 +137,14 @@ def _fact(edit: Callable[[Any], Any]) -> Callable[[Path], None]:
     return lambda path: _sealed(path, edit, _as_it_is)
 
 
+def _foreign(path: Path) -> None:
+    """An index that DCP reads well, and that has none of the tensors; its hash is right."""
+    content = pickle.dumps(Metadata({}, None, {}))
+    (path / ".metadata").write_bytes(content)
+    mark = [len(content), hashlib.sha256(content).hexdigest()]
+    _sealed(path, _as_it_is, lambda held: held["files"].update({".metadata": mark}))
+
+
 _WEIGHT = "model.layers.2.qkv.weight"
 
 #: What is done to a checkpoint, by name.
@@ -159,7 +169,18 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "another model": _fact(lambda facts: facts["must"]["given"].update(hidden=64)),
     "more microbatches": _fact(lambda facts: facts["must"]["given"].update(microbatches=8)),
     "a fact too few": _fact(lambda facts: facts["must"]["given"].pop("sequence")),
-    "two replicas": _fact(lambda facts: facts["mapping"].update(replicas=2)),
+    "two replicas": _fact(
+        lambda facts: facts.update(
+            mapping={**facts["mapping"], "replicas": 2}, contracts=facts["contracts"] * 2
+        )
+    ),
+    "a contract too few": _fact(lambda facts: facts["contracts"].pop()),
+    "no epoch": _fact(lambda facts: facts.pop("epoch")),
+    "an epoch below zero": _fact(lambda facts: facts.update(epoch=-1)),
+    "an epoch that is text": _fact(lambda facts: facts.update(epoch="1")),
+    "a mapping without its replicas": _fact(lambda facts: facts["mapping"].pop("replicas")),
+    "a tensor without a size": _fact(lambda facts: facts["tensors"].update({_WEIGHT: "bf16"})),
+    "DCP's index is of something else": lambda path: _foreign(path),
     "a tensor of another size": _fact(
         lambda facts: facts["tensors"].update({_WEIGHT: ["torch.bfloat16", [8, 8]]})
     ),

@@ -46,6 +46,16 @@ TEXTS = {
     "more microbatches": ("was saved with microbatches 8, this run has 4", True),
     "a fact too few": ("was saved with sequence nothing, this run has 16", True),
     "two replicas": ("has the scaling state of 2 replicas, this run has 1", True),
+    "a contract too few": ("1 contracts of 2 ranks and 1 replicas", True),
+    "no epoch": ("facts.json: epoch is None, expected int", True),
+    "an epoch below zero": ("facts.json: epoch is -1, expected int", True),
+    "an epoch that is text": ("facts.json: epoch is 1, expected int", True),
+    "a mapping without its replicas": ("facts.json: mapping has no replicas", True),
+    "a tensor without a size": (
+        "facts.json: model.layers.2.qkv.weight is bf16, expected a type and a size",
+        True,
+    ),
+    "DCP's index is of something else": ("cannot be read: rank 0: Missing key", True),
     "a tensor of another size": (
         "model.layers.2.qkv.weight is torch.bfloat16 [8, 8], here torch.bfloat16 [96, 32]", True,
     ),

@@ -30,7 +30,7 @@ def part(tmp_path: Path, name: str, job: Job, body: Any, *args: Any) -> Said:
 def test_save_at_3_resume_to_8_is_the_uninterrupted_run(
     tmp_path: Path, schedule: str, dp: int, asynchronous: bool
 ) -> None:
-    """Losses, weights, AdamW, histories, scales and random states, on every rank."""
+    """Losses, weights, AdamW, histories and scales, on every rank."""
     job = Job(schedule=schedule, pp=2, dp=dp, microbatches=4 // dp)
     options = {"until": 8, "save_at": (3,), "asynchronous": asynchronous}
     whole = part(tmp_path, "whole", job, bodies.started, options)

@@ -1,0 +1,82 @@
+"""
+The evidence's own comparison: it finds what differs, and a row that compared nothing is not good.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qeffect.gpu_runtime.training.restarts import remapped_row, resumed_row
+
+BYTES = {"numerical": 1, "total": 2}
+
+
+def rank(**changes: Any) -> dict[str, Any]:
+    """What one rank of a part says."""
+    return {
+        "began": 3, "epoch": 8, "first": {"a": "x"}, "last": {"a": "y"}, "saved": {"3": {"a": "x"}},
+        "losses": {"3": [1.0, 2.0]}, "changed": [], "loaded otherwise": [], "differ": [],
+        "moved": 1, "same losses": True, **changes,
+    }  # fmt: skip
+
+
+def test_a_run_that_went_on_alike_is_so() -> None:
+    """Two tensors and two losses of each of two ranks."""
+    row = resumed_row("il", [rank()] * 2, [rank()] * 2, BYTES)
+    assert (row["compared"], row["differ"], row["losses"]) == (8, 0, [6.0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({"first": {"a": "z"}}, "a"),
+        ({"last": {"a": "z"}}, "a"),
+        ({"last": {}}, "a"),
+        ({"losses": {"3": [1.0, 2.5]}}, "loss of step 3"),
+        ({"began": 0}, "steps 0 to 8"),
+    ],
+)
+def test_what_differs_is_counted(changes: dict[str, Any], first: str) -> None:
+    """One bit of one rank."""
+    row = resumed_row("il", [rank()] * 2, [rank(), rank(**changes)], BYTES)
+    assert (row["differ"], row["first"]) == (1, [first])
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({"first": {"a": "z"}}, "a"),
+        ({"first": {"a": "x", "b": "x"}}, "b"),
+        ({"loaded otherwise": ["c"]}, "c"),
+        ({"differ": ["d"]}, "d"),
+        ({"same losses": False}, "losses"),
+        ({"moved": 0}, "no step"),
+    ],
+)
+def test_what_differs_under_another_mapping_is_counted(changes: dict[str, Any], first: str) -> None:
+    """In what was loaded, or in the step; or there was no step."""
+    good = remapped_row("il", "zbv", [rank()], [rank()], BYTES)
+    assert (good["compared"], good["differ"]) == (4, 0)
+    row = remapped_row("il", "zbv", [rank()], [rank(**changes)], BYTES)
+    assert (row["differ"], row["first"]) == (1, [first])
+
+
+@pytest.mark.slow
+def test_the_driver_runs_on_a_cpu(tmp_path: Path) -> None:
+    """Under torchrun, in fresh processes of their own; the report is whole."""
+    out = tmp_path / "restarts.json"
+    command = [sys.executable, "-m", "qeffect.gpu_runtime.training.restarts", "--schedules", "il",
+               "--masters", "--asynchronous", "--commit", "0" * 40, "--out", str(out)]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    report = json.loads(out.read_text())
+    assert report["complete"]
+    found = report["derived"]
+    assert (found["resumed"], found["remapped"], found["differ"]) == (1, 2, 0)
+    assert found["compared"] > 1000
