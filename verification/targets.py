@@ -54,10 +54,6 @@ class Covered:
 
 
 _RESERVED = "the slot was reserved for this key, and the reservation was asked the same"
-_BUSY = (
-    "a busy domain has an F or dI in flight, which is a live tape, or a refresh, which is "
-    "version's; needed where version is left out"
-)
 
 #: Refusals of the full composition that no state meets, by clause and condition.
 COVERED: Final[tuple[Covered, ...]] = (
@@ -65,22 +61,11 @@ COVERED: Final[tuple[Covered, ...]] = (
     Covered("check_forward", "ownership.generation-exhausted", "reserved", _RESERVED),
     Covered("check_forward", "version.wrong-epoch", "reserved", _RESERVED),
     Covered(
-        "check_dgrad",
-        "version.wrong-epoch",
-        "",
-        "a live tape's key is of the current epoch, and ownership.wrong-key compares the whole "
-        "key; the clause keeps version's promise by itself",
-    ),
-    Covered("check_wgrad", "version.wrong-epoch", "", "as in check_dgrad"),
-    Covered("commit_epoch", "order.in-flight", "", _BUSY),
-    Covered("checkpoint", "persistence.action-in-flight", "busy domain", _BUSY),
-    Covered(
         "checkpoint",
         "persistence.mid-epoch",
         "dW without F",
         "dW that ran had its F; needed where order, which counts those, is left out",
     ),
-    Covered("restore", "order.in-flight", "", _BUSY),
 )
 
 

@@ -102,7 +102,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     member = join(config.run.device, limits)
     if member.device.type == "cpu":
         torch.set_num_threads(1)
-    if args.compare:
+    if args.compare or config.run.deterministic:  # before the library is imported
         for name, value in DETERMINISTIC.items():
             os.environ.setdefault(name, value)
     what = (

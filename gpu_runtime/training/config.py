@@ -190,6 +190,9 @@ class Run:
         evaluate_windows: Held-out windows of an evaluation.
         tensorboard: A folder for TensorBoard; empty for none.
         event_logs: A folder for each rank's event log; empty for none.
+        deterministic: Whether libraries may only choose kernels that give the same bits each time,
+            without which a run that goes on from a checkpoint ends in other bits than one that
+            never stopped; `--compare` always does.
         retries: How often in a row a step that all ranks stopped, and survived, is begun again.
         start_s: Seconds until all ranks have met.
         commit_s: Seconds until all ranks have come to a commit.
@@ -204,6 +207,7 @@ class Run:
     evaluate_windows: int = _whole(16)
     tensorboard: str = _text("")
     event_logs: str = _text("")
+    deterministic: bool = _flag(True)
     retries: int = _whole(0, 0)
     start_s: float = _number(120.0, positive=True)
     commit_s: float = _number(120.0, positive=True)

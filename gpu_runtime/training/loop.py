@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import torch
 
+from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.clipping import Norm
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.parallel.compare import guarded
@@ -214,6 +215,16 @@ class Trainer:
             changed = list(checkpoints.changed)
             self.log({"resumed": str(path), "step": self.began, "changed": changed})
 
+    def _save(self, step: int, *, last: bool) -> None:
+        """Save; where that cannot be written, say so and go on, unless nothing comes after it."""
+        try:
+            self.save()
+        except BackendError as error:
+            if last:
+                raise
+            if self.log is not None:
+                self.log({"step": step, "not_saved": str(error)})
+
     def save(self) -> None:
         """
         Write a checkpoint between two steps.
@@ -289,7 +300,7 @@ class Trainer:
                 began = time.perf_counter()  # an evaluation is no part of a step
                 started += began - paused
             if step + 1 == run.steps or (every and (step + 1) % every == 0):
-                self.save()
+                self._save(step + 1, last=step + 1 == run.steps)
         if self.checkpoints is not None:
             self.checkpoints.wait()
         self._synchronize()

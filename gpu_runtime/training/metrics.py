@@ -65,6 +65,8 @@ class Log:
             for name, value in line.items():
                 if name != "step" and type(value) in (int, float):
                     self._writer.add_scalar(name, value, step)
+        if "not_saved" in line:
+            self._show(f"step {step}  NOT SAVED: {line['not_saved']}")
         if "loss" in line:
             self._show(
                 f"step {step}  loss {line['loss']:.4f}  rate {line['rate']:.3g}  "

@@ -54,9 +54,9 @@ def check_wgrad_guards(st: State, key, ref, link, destination, first):
         raise Refused("arena.spoiled")
     if st.destination_of[c] != destination:
         raise Refused("arena.mismatch")
-    if st.writing[b] != 0 or st.writing[t] != 0:
+    # Every dW writes both buffers: where the own is in flight, or open, the shared one is too.
+    if st.writing[t] != 0:
         raise Refused("arena.in-flight")
-    # Every dW writes both buffers, so that the shared one is open wherever the stage's own is.
     own = st.opened[b]
     shared = st.opened[t]
     if (first == JOINS and own == e) or (first != ADDS and first != JOINS and shared == e):

@@ -145,13 +145,9 @@ def finalize_guards(st: State, stage, link):
     d = st.domain_of[stage]
     if st.poisoned[d] != 0:
         raise Refused("order.poisoned")
-    if st.forwards[stage] != st.cells[stage] or st.dgrads[stage] != st.cells[stage]:
+    # Every dI had its F.
+    if st.dgrads[stage] != st.cells[stage]:
         raise Refused("order.incomplete")
-
-
-def commit_epoch_guards(st: State, epoch, caller):
-    if not st.every(st.busy, 0):
-        raise Refused("order.in-flight")
 
 
 def commit_epoch_writes(st: State, epoch, caller):
@@ -163,11 +159,6 @@ def commit_epoch_writes(st: State, epoch, caller):
 def checkpoint_guards(st: State):
     if not st.every(st.poisoned, 0):
         raise Refused("order.poisoned")
-
-
-def restore_guards(st: State, epoch, incarnation):
-    if not st.every(st.busy, 0):
-        raise Refused("order.in-flight")
 
 
 def restore_writes(st: State, epoch, incarnation):

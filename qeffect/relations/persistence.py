@@ -23,8 +23,6 @@ def checkpoint_before_order_guards(st: State):
         raise Refused("persistence.action-in-flight")
     if not st.every(st.refreshed, NO_STAGE):
         raise Refused("persistence.mid-epoch")
-    if not st.every(st.busy, 0):
-        raise Refused("persistence.action-in-flight")
 
 
 def checkpoint_guards(st: State):

@@ -30,8 +30,9 @@ all its modules. A forward that finds the cache stale and does not refresh it is
             number="2.1",
             title="A key's epoch is the weight epoch",
             invariant="F, dI, dW, a bind and a reservation carry a key of the stage's weight "
-            "epoch.",
-            transitions=("reserve", "bind", "check_forward", "check_dgrad", "check_wgrad"),
+            "epoch. dI and dW name the key of a live tape, and no tape outlives its epoch, so that "
+            "`ownership.wrong-key` asks them.",
+            transitions=("reserve", "bind", "check_forward"),
             argument="key.epoch",
             unchanged="The weight epochs, the slots and the bindings.",
             section="III-C",

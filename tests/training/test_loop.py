@@ -118,6 +118,22 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert json.loads(out)["losses"][0] == pytest.approx(whole["losses"][-1], abs=0.3)
 
 
+def test_a_checkpoint_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    """In the middle the run goes on and its log says so; at the end it is one line and 2."""
+    made = files(tmp_path)["run"]
+    (tmp_path / "kept").write_text("a file is where the folder would be")
+    (tmp_path / "said").mkdir()
+    said = launch(2, tmp_path / "said", bodies.in_turn, [[str(made), "--json", "--quiet"]])
+    assert said.codes == [0, 0]
+    code, out, err = said.words[0][0]
+    assert code == 2
+    (line,) = err.splitlines() or [out]
+    assert "cannot save step-00000006" in line
+    log = lines(tmp_path / "log.jsonl")
+    assert [line["step"] for line in log if "not_saved" in line] == [2, 4]
+    assert [line["step"] for line in log if "loss" in line] == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_stopped_step_is_begun_again(tmp_path: Path) -> None:
     """With `retries`, a step that all ranks survived has the bits of one that was not stopped."""
     made = files(tmp_path)["nowhere"]

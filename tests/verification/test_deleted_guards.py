@@ -33,17 +33,6 @@ BUDGET = 300
 
 GUARDS = [site for site in sites() if site.kind == "guard"]
 
-#: Guards that no state comes to, as (half, test): the proofs show that an earlier guard always
-#: refuses first, and `COVERED` says why they stay.
-UNREACHED = {
-    ("version.check_dgrad_guards", "e != st.weight_epoch[s]"),
-    ("version.check_wgrad_guards", "e != st.weight_epoch[s]"),
-    ("order.commit_epoch_guards", "not st.every(st.busy, 0)"),
-    # What keeps a domain busy is an F or dI, whose tape is live, or a refresh, with a guard before.
-    ("persistence.checkpoint_before_order_guards", "not st.every(st.busy, 0)"),
-    ("order.restore_guards", "not st.every(st.busy, 0)"),
-}
-
 #: One guard of each relation, and one whose clause other transitions keep.
 SAMPLE = [
     ("check_dgrad", "ownership.stale-reference"),
@@ -99,13 +88,9 @@ def test_the_sample_is_of_guards() -> None:
         assert 1 == [(site.transition, site.clause) for site in GUARDS].count(wanted)
 
 
-def test_what_is_not_reached_is_proved_to_be_covered() -> None:
-    """Every guard that no search can miss is an entry of what the proofs show to be covered."""
-    covered = {(entry.transition, entry.clause) for entry in COVERED}
-    unreached = [site for site in GUARDS if (site.half, site.text) in UNREACHED]
-
-    assert {(site.half, site.text) for site in unreached} == UNREACHED
-    assert {(site.transition, site.clause) for site in unreached} <= covered
+def test_some_state_comes_to_every_guard() -> None:
+    """No guard is covered by an earlier one in all states: what is, is not in the contract."""
+    assert [] == [entry for entry in COVERED if not entry.condition]
 
 
 @pytest.mark.parametrize(("transition", "clause"), SAMPLE)
@@ -131,13 +116,8 @@ def test_the_explorer_misses_a_deleted_guard() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("site", GUARDS, ids=lambda s: f"{s.transition}-{s.clause}")
 def test_every_deleted_guard_is_found(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each guard in turn: the machine finds it, else the explorer, else no state comes there."""
-    reached = (site.half, site.text) not in UNREACHED
-    found = found_at_random(site, monkeypatch)
-    if not found and reached:
-        found = found_by_exploring(site)
-
-    assert bool(found) is reached, found
+    """Each guard in turn: the machine finds it, else the explorer."""
+    assert found_at_random(site, monkeypatch) or found_by_exploring(site)
 
 
 def delete_clause(folder: Path, clause: str) -> int:

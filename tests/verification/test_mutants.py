@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 
 
 #: Deleted in turn: change these when the contract changes, after reading what survives.
-MUTANTS = {"guard": 184, "operand": 182, "update": 206, "condition": 14}
-KILLED = 579
+MUTANTS = {"guard": 179, "operand": 178, "update": 206, "condition": 14}
+KILLED = 577
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,26 +108,16 @@ def test_every_kill_is_concrete(report: MutantReport) -> None:
     assert all(verdict.probe is not None for verdict in report.verdicts)
 
 
-def test_equivalent_ones_are_known(report: MutantReport) -> None:
+def test_none_is_equivalent(report: MutantReport) -> None:
     """
-    Seven do nothing by themselves; each refuses where the guard that covers it is deleted.
+    Nothing does no work: what was proved to do nothing in any composition is gone.
 
-    A busy domain is one with a live tape or, where version takes part, a refresh in flight: both
-    are asked for before it. What writes a stage's own gradient writes the shared one with it.
+    dI and dW did not need to ask for the weight epoch, since a live tape's key is of it; commit,
+    checkpoint and restore for a busy domain, which has a live tape or a refresh in flight;
+    finalize for F, since every dI had one; and dW for its stage's own buffer, since the shared one
+    is written with it.
     """
-    found = {
-        (v.mutant.site.half, v.mutant.site.kind): v.by.partition(";")[0] for v in report.equivalent
-    }
-
-    assert found == {
-        ("version.check_dgrad_guards", "guard"): "covered by ownership.wrong-key",
-        ("version.check_wgrad_guards", "guard"): "covered by ownership.wrong-key",
-        ("arena.check_wgrad_guards", "operand"): "covered by arena.in-flight",
-        ("order.finalize_guards", "operand"): "covered by order.incomplete",
-        ("order.commit_epoch_guards", "guard"): "covered by ownership.live-tape",
-        ("persistence.checkpoint_before_order_guards", "guard"): "covered by persistence.live-tape",
-        ("order.restore_guards", "guard"): "covered by ownership.in-flight",
-    }
+    assert [] == [str(verdict.mutant.site) for verdict in report.equivalent]
 
 
 def test_report_is_plain(report: MutantReport) -> None:
@@ -139,7 +129,7 @@ def test_report_is_plain(report: MutantReport) -> None:
     assert {"half", "kind", "deleted", "clause", "verdict", "by"} <= data["verdicts"][0].keys()
 
 
-@pytest.mark.parametrize("kind", ["state", "history", "step", "legal", "clause", "equivalent"])
+@pytest.mark.parametrize("kind", ["state", "history", "step", "legal", "clause"])
 def test_counterexamples_of_each_class_run_as_programs(
     kind: str, report: MutantReport, tmp_path: Path
 ) -> None:

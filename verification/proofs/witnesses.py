@@ -26,7 +26,6 @@ __all__ = ["CONDITIONS", "witnesses"]
 CONDITIONS: Final[Mapping[str, Callable[[Any, Callable[[str, str], Any]], Any]]] = {
     "": lambda st, argument: True,
     "reserved": lambda st, argument: st.consumers[argument("slot", "slot")] == RESERVED,
-    "busy domain": lambda st, argument: ~st.every(st.busy, 0),
     "received in a free slot": lambda st, argument: (
         (st.consumers[argument("slot", "slot")] == 0)
         & (st.arrived[argument("slot", "slot")] & IN_BIT != 0)

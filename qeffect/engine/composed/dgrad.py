@@ -43,8 +43,6 @@ def check_dgrad(st, key, ref, token, link):
         raise Refused("ownership.receive-missing")
     # version.check_dgrad_guards
     d = st.domain_of[s]
-    if e != st.weight_epoch[s]:
-        raise Refused("version.wrong-epoch")
     if st.cache_epoch[s] != e:
         raise Refused("version.stale-cache")
     if st.refreshed[d] != NO_STAGE:

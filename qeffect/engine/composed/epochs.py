@@ -23,7 +23,7 @@ def finalize(st, stage, link):
     d = st.domain_of[stage]
     if st.poisoned[d] != 0:
         raise Refused("order.poisoned")
-    if st.forwards[stage] != st.cells[stage] or st.dgrads[stage] != st.cells[stage]:
+    if st.dgrads[stage] != st.cells[stage]:
         raise Refused("order.incomplete")
     # arena.finalize_guards
     t = st.sharer_of[stage]
@@ -135,7 +135,7 @@ def commit_epoch(st, epoch, caller):
     """
     With the optimizer's update, which the caller's stream runs: every stage's next epoch.
 
-    Guards: ownership, version, order, epoch, completion, reduction.
+    Guards: ownership, version, epoch, completion, reduction.
     Writes: order, completion, reduction, epoch.
     """
     # ownership.commit_epoch_guards
@@ -144,9 +144,6 @@ def commit_epoch(st, epoch, caller):
     # version.commit_epoch_guards
     if not st.every(st.refreshing, 0):
         raise Refused("version.in-flight")
-    # order.commit_epoch_guards
-    if not st.every(st.busy, 0):
-        raise Refused("order.in-flight")
     # epoch.commit_epoch_guards
     if not st.every(st.weight_epoch, epoch):
         raise Refused("epoch.wrong-epoch")

@@ -26,8 +26,6 @@ def checkpoint(st):
         raise Refused("persistence.action-in-flight")
     if not st.every(st.refreshed, NO_STAGE):
         raise Refused("persistence.mid-epoch")
-    if not st.every(st.busy, 0):
-        raise Refused("persistence.action-in-flight")
     # order.checkpoint_guards
     if not st.every(st.poisoned, 0):
         raise Refused("order.poisoned")
@@ -44,7 +42,7 @@ def restore(st, epoch, incarnation):
     """
     After the numerical state was loaded: a new incarnation with stale caches.
 
-    Guards: ownership, version, order, persistence, reduction.
+    Guards: ownership, version, persistence, reduction.
     Writes: ownership, version, order, arena, capture, completion, reduction, epoch, persistence.
     """
     # ownership.restore_guards
@@ -53,9 +51,6 @@ def restore(st, epoch, incarnation):
     # version.restore_guards
     if not st.every(st.refreshing, 0):
         raise Refused("version.in-flight")
-    # order.restore_guards
-    if not st.every(st.busy, 0):
-        raise Refused("order.in-flight")
     # persistence.restore_before_reduction_guards
     if not st.every(st.undrained, 0):
         raise Refused("persistence.device-work")

@@ -25,7 +25,7 @@ def check_wgrad(st, key, ref, link, destination, first):
     """
     Before dW: reserve tape and destinations; `first` says that it overwrites.
 
-    Guards: ownership, version, arena, capture, completion.
+    Guards: ownership, arena, capture, completion.
     Writes: ownership, arena, capture, tickets.
     """
     # ownership.check_wgrad_guards
@@ -47,18 +47,15 @@ def check_wgrad(st, key, ref, link, destination, first):
         raise Refused("ownership.wgrad-before-dgrad")
     if mask & WGRAD_BIT == 0:
         raise Refused("ownership.duplicate-wgrad")
-    # version.check_wgrad_guards
-    s = key.stage
-    if e != st.weight_epoch[s]:
-        raise Refused("version.wrong-epoch")
     # arena.check_wgrad_guards
+    s = key.stage
     b = st.buffer_of[c]
     t = st.shared_of[b]
     if st.spoiled[s] == e:
         raise Refused("arena.spoiled")
     if st.destination_of[c] != destination:
         raise Refused("arena.mismatch")
-    if st.writing[b] != 0 or st.writing[t] != 0:
+    if st.writing[t] != 0:
         raise Refused("arena.in-flight")
     own = st.opened[b]
     shared = st.opened[t]
