@@ -154,7 +154,15 @@ def test_clipped_training_has_the_bits_of_torchs(tmp_path: Path) -> None:
     """The native side clips by the norm of all ranks' gradients, with the same factor."""
     jobs = [
         language(noise(tmp_path), schedule="zbv", pp=2, clip_norm=0.05),
-        language(noise(tmp_path), schedule="il", pp=2, clip_norm=0.05, master=True),
+        language(
+            noise(tmp_path),
+            schedule="il",
+            pp=2,
+            clip_norm=0.05,
+            master=True,
+            weight_decay=0.1,
+            rule="copied",
+        ),
     ]
     loose = attrs.evolve(jobs[0], clip_norm=None)
     (tmp_path / "said").mkdir()
