@@ -16,6 +16,7 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 from qeffect.gpu_runtime.clipping import Clipping, Norm
@@ -92,7 +93,7 @@ def join(device: str, limits: Limits | None = None) -> Member:
     limits = limits or Limits()
     local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=limits.start))
+        _meet(datetime.timedelta(seconds=limits.start))
     rank, world = dist.get_rank(), dist.get_world_size()
     place = torch.device("cpu")
     problem = ""
@@ -110,6 +111,24 @@ def join(device: str, limits: Limits | None = None) -> Member:
     member = Member(rank, world, local, place, dist.distributed_c10d._get_default_store())
     agree_on(member, problem)
     return member
+
+
+def _meet(timeout: datetime.timedelta) -> None:
+    """
+    Make the world's group, under names of this attempt alone.
+
+    torchrun's agent keeps one store over all its restarts, and this torch makes no difference of
+    attempts there: a rank would find the addresses of dead peers, and causes of the past.
+    """
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore(f"qeffect/attempt/{attempt}", store),
+        rank=rank,
+        world_size=world,
+        timeout=timeout,
+    )
 
 
 def agree_on(member: Member, problem: str) -> None:
