@@ -11,6 +11,7 @@ differ are found when all ranks consent to the step, before a weight moves.
 from __future__ import annotations
 
 import datetime
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
@@ -37,6 +38,8 @@ __all__ = [
 _PRIME = (1 << 61) - 1
 _BASE = 1_000_003
 _STAGES = 1 << 20
+#: Seconds that an abort may take; where a graph still holds a communicator it takes for ever.
+_ABORT_S = 10.0
 
 
 class Ends(NamedTuple):
@@ -344,8 +347,7 @@ class Channels:
         groups = [c.group for c in self._channels.values() if c.group is not None]
         for channel in self._channels.values():
             channel.group = None
-        while groups:
-            end_group(groups.pop(), abort=abort and not self.host)
+        end_groups(groups, abort=abort and not self.host)
 
 
 def transport_of(device: torch.device) -> str:
@@ -353,10 +355,56 @@ def transport_of(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else "nccl"
 
 
-def end_group(group: Any, *, abort: bool) -> None:
-    """Destroy a process group; one that other ranks may have left is aborted first."""
-    if abort:
+class Abort:
+    """
+    The end of an NCCL group that other ranks may have left, in a thread of its own.
+
+    A communicator first lets its kernels go, and then waits for every graph that holds one of them
+    (NCCL's `commDestroySync`). A graph runs until the kernels of *all* its communicators have been
+    let go, so that all are aborted at once, and the graph is dropped meanwhile.
+
+    Args:
+        group: The group; the caller keeps no other reference.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
         # One that was never used has nothing to abort.
         with suppress(AttributeError, RuntimeError):
-            group.abort()
-    dist.destroy_process_group(group)
+            self._group.abort()
+
+    def join(self) -> None:
+        """Wait until it has ended, and destroy the group; what a graph still holds is left."""
+        self._thread.join(_ABORT_S)
+        group, self._group = self._group, None
+        if group is not None and not self._thread.is_alive():
+            dist.destroy_process_group(group)
+
+
+def end_groups(groups: list[Any], *, abort: bool) -> None:
+    """
+    Destroy process groups; ones that other ranks may have left are aborted first, all at once.
+
+    Args:
+        groups: The groups; the list is emptied, as a group ends with its last reference.
+        abort: Whether they may have been left.
+    """
+    aborts = []
+    while groups:
+        if abort:
+            aborts.append(Abort(groups.pop()))
+        else:
+            dist.destroy_process_group(groups.pop())
+    for one in aborts:
+        one.join()
+
+
+def end_group(group: Any, *, abort: bool) -> None:
+    """As `end_groups`, of one."""
+    held = [group]
+    del group
+    end_groups(held, abort=abort)

@@ -17,7 +17,7 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -105,6 +105,7 @@ class Consent:
         deadline: Seconds within which all ranks must have come to the commit.
         grace: Seconds within which the others must have said why they stopped.
         replicas: What else holds connections.
+        release: Drops what connections wait for when they end: a graph that holds their kernels.
     """
 
     store: Any
@@ -118,6 +119,7 @@ class Consent:
     deadline: float = 60.0
     grace: float = 2.0
     replicas: Replicas | None = None
+    release: Callable[[], None] | None = attrs.field(default=None, init=False)
     ending: bool = attrs.field(default=False, init=False)
 
     def agree(self, epoch: int, parts: Mapping[int, float] | None = None) -> list[float]:
@@ -230,6 +232,9 @@ class Consent:
 
     def close(self) -> None:
         """Close every connection; peers that wait on one wake up."""
+        release, self.release = self.release, None
+        if release is not None:
+            release()
         self.channels.close()
         if self.replicas is not None:
             self.replicas.close()

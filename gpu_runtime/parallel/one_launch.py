@@ -39,7 +39,7 @@ from qeffect.gpu_runtime.execute.nested import obstacle
 from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.memory.slots import fill
 from qeffect.gpu_runtime.optimizer import Gradients
-from qeffect.gpu_runtime.parallel.channels import LostError, end_group, transport_of
+from qeffect.gpu_runtime.parallel.channels import Abort, LostError, end_group, transport_of
 from qeffect.gpu_runtime.parallel.consent import DisagreementError, StoppedError
 from qeffect.gpu_runtime.parallel.executor import Feed, Passage
 from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
@@ -238,6 +238,18 @@ class OneLaunch:
         self._captured = self._baked()
         pipeline.launched = True
         self.graph = graph
+        if pipeline.consent is not None:
+            pipeline.consent.release = self._release
+
+    def _release(self) -> None:
+        """After a stop: let the gate's kernels go, and drop the graph, which channels wait for."""
+        self._gate.let_go()
+        self._drop()
+
+    def _drop(self) -> None:
+        graph, self.graph = self.graph, None
+        if graph is not None:
+            graph.reset()  # one that still runs is destroyed when it has ended
 
     def _confirm(self, done: Any) -> None:
         """Learn what the device said of the step before the one that was just launched."""
@@ -312,9 +324,9 @@ class OneLaunch:
         """Drop the graph: it holds connections, which cannot end before it."""
         if self._gate.open:  # after a stop a device may wait for a rank that is gone
             torch.cuda.synchronize()
-        if self.graph is not None:
-            self.graph.reset()
-            self.graph = None
+        self._drop()
+        if self.pipeline.consent is not None:
+            self.pipeline.consent.release = None
         self.pipeline.feed = self.feed.inner
         self._gate.close()
 
@@ -394,6 +406,7 @@ class _Gate:
         pinned = device.type == "cuda"
         self.ring = torch.full((ROWS, row), -1, dtype=torch.int64, pin_memory=pinned)
         self.read_steps = 0
+        self.ending: Abort | None = None
         self.open = True
 
     @property
@@ -463,9 +476,18 @@ class _Gate:
         size = self.values.numel()
         return self.counters.counts_of(row[1 : 1 + size]), row[1 + size :]
 
+    def let_go(self) -> None:
+        """Begin to abort the group, and do not wait: a graph that holds its kernels is to end."""
+        group, self.group = self.group, None
+        if group is not None:
+            self.ending = Abort(group)
+
     def close(self, *, abort: bool = False) -> None:
         """End the group; aborted, whoever waits in it wakes up."""
         self.open = False
+        ending, self.ending = self.ending, None
+        if ending is not None:
+            ending.join()
         if self.group is not None:
             group, self.group = self.group, None
             end_group(group, abort=abort)

@@ -1,0 +1,82 @@
+"""How connections end after a stop: all at once, and not before what holds their kernels."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from qeffect.gpu_runtime.parallel import channels
+from qeffect.gpu_runtime.parallel.channels import Channels, end_groups
+from qeffect.gpu_runtime.parallel.consent import Consent
+
+
+class _Group:
+    """A group whose abort ends when `ends` says so."""
+
+    def __init__(self, ends: Any) -> None:
+        self._ends = ends
+        self.ended = False
+
+    def abort(self) -> None:
+        self._ends()
+        self.ended = True
+
+
+@pytest.fixture(name="destroyed")
+def _destroyed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    found: list[Any] = []
+    monkeypatch.setattr(channels.dist, "destroy_process_group", found.append)
+    return found
+
+
+def test_groups_are_aborted_all_at_once(destroyed: list[Any]) -> None:
+    """A graph ends when the kernels of all its communicators were let go, not of the first."""
+    together = threading.Barrier(3)
+    groups = [_Group(lambda: together.wait(5.0)) for _ in range(3)]
+    end_groups([*groups], abort=True)
+
+    assert [True] * 3 == [group.ended for group in groups]
+    assert {id(group) for group in groups} == {id(group) for group in destroyed}
+
+
+def test_what_a_graph_still_holds_is_left(
+    destroyed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waiting for it would be for ever; the others end."""
+    monkeypatch.setattr(channels, "_ABORT_S", 0.2)
+    never = threading.Event()
+    held, free = _Group(never.wait), _Group(lambda: None)
+    end_groups([held, free], abort=True)
+
+    assert [free] == destroyed
+    never.set()
+
+
+def test_a_graph_is_dropped_before_its_connections_are_closed(destroyed: list[Any]) -> None:
+    """A communicator waits for it; dropped behind the close, both would wait for ever."""
+    dropped = threading.Event()
+    group = _Group(lambda: dropped.wait(5.0))
+    order: list[str] = []
+
+    class Noted(Channels):
+        def close(self, *, abort: bool = True) -> None:
+            order.append("closed")
+            end_groups([group], abort=abort)
+
+    consent = Consent(
+        None, None, 0, 1, (), Noted(0, {}, host=False), None, (0,)  # type: ignore[arg-type]
+    )  # fmt: skip
+
+    def release() -> None:
+        order.append("released")
+        dropped.set()
+
+    consent.release = release
+    consent.close()
+    consent.close()
+
+    assert order == ["released", "closed", "closed"]
+    assert dropped.is_set()
+    assert group.ended
