@@ -524,6 +524,40 @@ def _pipelines() -> list[str]:
     return parts
 
 
+def _training() -> list[str]:
+    """Training runs: what was compared, how fast, and how far they came."""
+    rows = []
+    for name, report in files("train"):
+        model = report["configuration"]["model"]
+        for run, raw in zip(report["derived"]["runs"], report["raw"]["runs"], strict=True):
+            rows.append(
+                (
+                    name,
+                    f"{raw['parameters'] / 1e6:.0f} M, hidden {model['hidden']}, "
+                    f"{model['sequence']} tokens",
+                    f"{run['schedule']}, PP={raw['pp']}, DP={raw['dp']}",
+                    str(run["steps"]),
+                    f"{run['losses_differ']} of {run['steps']}",
+                    f"{run['differ']} of {run['compared']}",
+                    f"{run['tokens_per_s']:,}",
+                    ratio(run["native_over_this"]),
+                    f"{run['first_loss']:.2f} to {run['last_loss']:.2f}",
+                    "-" if run["held_out_loss"] is None else f"{run['held_out_loss']:.2f}",
+                )
+            )
+    if not rows:
+        return []
+    header = (
+        "report", "model", "mapping", "steps", "losses that differ",
+        "tensors that differ at the end", "tokens a second", "native / this", "loss", "held out",
+    )  # fmt: skip
+    return [
+        "**Training** on the sources of the standard library, guarded and captured, and natively "
+        "under torch's own pipeline from the same bits (not in turns):",
+        markdown(header, rows),
+    ]
+
+
 def _captions() -> dict[str, str]:
     """What each picture shows, in words."""
     return {
@@ -554,7 +588,7 @@ def _resources() -> str:
 def runtime() -> str:
     """Return the block."""
     parts = [*_correctness(), *_speed(), *_beyond_floor(), *_behind(), *_host(), *_goals()]
-    parts += _pipelines()
+    parts += [*_pipelines(), *_training()]
     captions = _captions()
     for name in PICTURES:
         path = RUNTIME_REPORTS / f"{name}.svg"
