@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = ["derive_train"]
 
 Raw = Mapping[str, Any]
 _DIGITS = 6
+_MOST = 700.0
+"""A loss whose perplexity is no number that a float holds."""
 
 
 def derive_train(raw: Raw) -> dict[str, Any]:
-    """Of each run: its losses at both ends, held-out perplexity, speed, and what differs."""
+    """
+    Of each run: its losses at both ends, held-out perplexity, speed, and what differs.
+
+    None stands for what is not finite, and for the losses of a run of no steps.
+    """
     return {"runs": [_run(run) for run in raw["runs"]]}
 
 
@@ -30,10 +36,10 @@ def _run(run: Raw) -> dict[str, Any]:
         "how": run["how"],
         "schedule": run["schedule"],
         "steps": len(losses),
-        "first_loss": round(losses[0], _DIGITS),
-        "last_loss": round(statistics.fmean(losses[-few:]), _DIGITS),
+        "first_loss": _mean(losses[:1]),
+        "last_loss": _mean(losses[-few:]),
         "held_out_loss": None if held_out is None else round(held_out, _DIGITS),
-        "perplexity": None if held_out is None else round(math.exp(held_out), _DIGITS),
+        "perplexity": None if held_out is None or held_out >= _MOST else _exp(held_out),
         "tokens_per_s": round(len(losses) * run["tokens_a_step"] / seconds) if seconds else None,
         "native_over_this": round(theirs / seconds, _DIGITS) if seconds and theirs else None,
         "losses_differ": (
@@ -42,3 +48,13 @@ def _run(run: Raw) -> dict[str, Any]:
         "compared": run["compared"],
         "differ": run["differ"],
     }
+
+
+def _mean(losses: Sequence[float | None]) -> float | None:
+    """None where there is none, or one of them was not finite."""
+    known = [loss for loss in losses if loss is not None]
+    return round(statistics.fmean(known), _DIGITS) if known and len(known) == len(losses) else None
+
+
+def _exp(loss: float) -> float:
+    return round(math.exp(loss), _DIGITS)

@@ -23,7 +23,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
 from qeffect.gpu_runtime.memory.arena import RULES
 from qeffect.gpu_runtime.parallel.compare import Compared, compared, guarded, summed
-from qeffect.gpu_runtime.parallel.consent import StoppedError
+from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError
 from qeffect.gpu_runtime.parallel.model import NAMES, Batches, Job
 from qeffect.gpu_runtime.parallel.one_launch import OneLaunch, obstacles
 from qeffect.gpu_runtime.parallel.trace import Tracer, chrome_trace
@@ -32,12 +32,21 @@ from qeffect.gpu_runtime.plan.slots import PROVISIONINGS
 from qeffect.report import UnusableError, write_text
 from qeffect.schedule.actions import ScheduleError
 
-__all__ = ["add_pipeline_arguments", "last_word", "mute", "run_pipeline"]
+__all__ = [
+    "add_pipeline_arguments",
+    "last_word",
+    "mute",
+    "processes",
+    "run_pipeline",
+    "stopped_outcome",
+]
 
 #: How long rank 0 has for its last word.
 _LAST_WORD_S = 5.0
 #: Kinds of causes whose rank cannot speak.
 _DUMB = ("gone", "late")
+#: Kinds of causes that the contract or its ranks found wrong in a step.
+_VIOLATIONS = ("refused", "dropped", "disagreed")
 _SIZES = {"cpu": (64, 128, 2, 32), "cuda": (512, 2048, 8, 256)}
 
 
@@ -96,9 +105,10 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_pipeline(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Train, and compare where asked; refused where a bit differs or the ranks stopped.
+    Train, and compare where asked; refused where a bit differs or the contract was not kept.
 
-    Rank 0 speaks; the others end with the same exit code.
+    Rank 0 speaks; the others end with the same exit code: 1 for a violation, 2 where the ranks
+    stopped for anything else (`stopped_outcome`).
 
     Raises:
         UnusableError: The job cannot be run by these processes; the same on every rank.
@@ -120,7 +130,8 @@ def last_word(outcome: Outcome) -> None:
 
 def mute(*, failed: bool, speaker: int = 0) -> None:
     """Leave the word to one rank: what every rank says alike is said once."""
-    if int(os.environ.get("RANK", "0")) != speaker:
+    rank = os.environ.get("RANK", "0")
+    if rank.isdigit() and int(rank) != speaker:
         sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - until the end
         if failed:  # torchrun ends all ranks when the first one fails, also one that is to speak
             time.sleep(_LAST_WORD_S)
@@ -129,8 +140,8 @@ def mute(*, failed: bool, speaker: int = 0) -> None:
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     _require_together(args)
     job = _job(args)
-    world = os.environ.get("WORLD_SIZE")
-    if world is not None and int(world) != job.world:
+    world = processes()
+    if world is not None and world != job.world:
         raise UnusableError(
             f"{world} processes were started for --pp {job.pp} --dp {job.dp}, which takes "
             f"{job.world}; start torchrun with --nproc-per-node {job.world}"
@@ -159,15 +170,50 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
             return _compared(member, what, result)
         return _trained(args, member, job, backend, captured, limits, log, what)
     except StoppedError as stopped:
-        cause = stopped.cause
-        data = {
-            "clause": cause.clause,
-            "rank": cause.rank,
-            "step": None,
-            "action": cause.action,
-            "cause": attrs.asdict(cause),
-        }
-        return Outcome("refused", data, [what, f"Every rank stopped: {cause.text}"])
+        return stopped_outcome(stopped.cause, what)
+
+
+def stopped_outcome(cause: Cause, what: str) -> Outcome:
+    """
+    What a run comes to that every rank stopped.
+
+    A violation (exit code 1) is what the contract refused, ranks that disagreed and a message that
+    was skipped. A rank that raised, ended, was ended, or came late or whose connection broke has
+    violated nothing: the run could not be made (2).
+
+    Args:
+        cause: Why.
+        what: What was run, in a line.
+    """
+    data = {
+        "clause": cause.clause,
+        "rank": cause.rank,
+        "step": None,
+        "action": cause.action,
+        "cause": attrs.asdict(cause),
+    }
+    said = f"Every rank stopped: {cause.text}"
+    if cause.kind in _VIOLATIONS:
+        return Outcome("refused", data, [what, said])
+    return Outcome("unusable", {"error": said, **data}, [what, said])
+
+
+def processes() -> int | None:
+    """
+    How many processes a launcher started; None where there was none.
+
+    Raises:
+        UnusableError: What it left in the environment are no numbers.
+    """
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        value = os.environ.get(name, "0")
+        if not (value.isascii() and value.isdigit()):
+            raise UnusableError(
+                f"{name}: expected a whole number, as torchrun sets it, found {value!r}; start the "
+                "ranks with torchrun, or leave it out of the environment"
+            )
+    world = os.environ.get("WORLD_SIZE")
+    return None if world is None else int(world)
 
 
 def _require_together(args: argparse.Namespace) -> None:

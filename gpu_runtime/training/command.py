@@ -12,7 +12,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -25,12 +25,13 @@ from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.memory.state import live_state
 from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.parallel.command import last_word, mute
+from qeffect.gpu_runtime.parallel.command import last_word, mute, processes, stopped_outcome
 from qeffect.gpu_runtime.parallel.compare import compared, native, summed
 from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.world import Limits, Member, gathered, join
 from qeffect.gpu_runtime.training.config import Checkpointing, Config, read
-from qeffect.gpu_runtime.training.loop import Trainer, backend_of, job_of
+from qeffect.gpu_runtime.training.loop import Trainer, backend_of, held_out_of, job_of
+from qeffect.gpu_runtime.training.metrics import finite
 from qeffect.refusals import Refused
 from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
@@ -58,9 +59,11 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Train; refused where a bit differs or the ranks stopped.
+    Train; refused where a bit differs or the contract was not kept.
 
-    Rank 0 speaks; the others end with the same exit code.
+    Rank 0 speaks; the others end with the same exit code: 1 for a violation, 2 where the run could
+    not be made or was ended from outside (`stopped_outcome`), 0 also where the loss is no longer
+    finite, which is said, and where a checkpoint has no step left to train.
 
     Raises:
         UnusableError: The run cannot be made by these processes; the same on every rank.
@@ -80,11 +83,12 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         refuse_unused(args, ["--resume"], "--compare begins anew")
         config = attrs.evolve(config, checkpoint=Checkpointing())
     job = job_of(config)  # before any rank waits for another
+    held_out_of(config)
     if args.out is not None:
         environment(args.commit)  # says now what would be said when all is trained
         if not args.out.absolute().parent.is_dir():
             raise UnusableError(f"--out {args.out}: there is no folder {args.out.parent}")
-    started = os.environ.get("WORLD_SIZE")
+    started = processes()
     if started is None and job.world > 1:
         raise UnusableError(
             f"{args.config}: [parallel] pp = {job.pp} and dp = {job.dp} take {job.world} "
@@ -93,7 +97,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         )
     if started is None:
         _alone()
-    elif int(started) != job.world:
+    elif started != job.world:
         raise UnusableError(
             f"{args.config}: [parallel] pp = {job.pp} and dp = {job.dp} take {job.world} "
             f"processes, {started} were started; start torchrun with --nproc-per-node {job.world}"
@@ -118,19 +122,11 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         else:
             outcome = _trained(config, member, what, progress, resume=args.resume)
     except StoppedError as stopped:
-        cause = stopped.cause
-        data = {
-            "clause": cause.clause,
-            "rank": cause.rank,
-            "step": None,
-            "action": cause.action,
-            "cause": attrs.asdict(cause),
-        }
-        outcome = Outcome("refused", data, [what, f"Every rank stopped: {cause.text}"])
+        outcome = stopped_outcome(stopped.cause, what)
     except Refused as refused:
         data = {"clause": refused.clause, "rank": member.rank, "step": None, "action": None}
         outcome = Outcome("refused", data, [what, str(refused)])
-    if args.out is not None and member.rank == 0 and outcome.data.get("losses"):
+    if args.out is not None and member.rank == 0 and "losses" in outcome.data:
         _write(args.out, args.commit, args.compare or "train", config, outcome)
     return outcome
 
@@ -138,7 +134,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
 def _trained(
     config: Config, member: Member, what: str, progress: Progress, *, resume: bool
 ) -> Outcome:
-    trainer = Trainer(member, config, progress, resume=resume)
+    trainer = Trainer(member, config, progress, note=progress.note, resume=resume)
     if trainer.began:
         what += f", from step {trainer.began} on"
     if member.rank == 0:
@@ -146,12 +142,35 @@ def _trained(
     trainer.run()
     record = dict(trainer.record())
     trainer.close()
-    losses, held_out = record["losses"], record["held_out"]
+    losses = trainer.losses
     lines = [what]
     if losses:
-        lines.append(f"  loss {losses[0]:.4f} at first, {losses[-1]:.4f} at the end")
-    lines += [f"  held out, after step {step}: {loss:.4f}" for step, loss in held_out.items()]
+        lines.append(_ends(losses))
+        lines += _not_finite(trainer.began, losses)
+    else:
+        lines.append(
+            f"  no step to train: the checkpoint is of {trainer.began} steps, [run] steps is "
+            f"{config.run.steps}"
+        )
+    lines += [f"  held out, after {n} steps: {loss:.4f}" for n, loss in trainer.evaluations.items()]
+    if trainer.log is not None and trainer.log.ended is not None:
+        lines.append(f"  the log ends before the run: {trainer.log.ended}")
     return Outcome("accepted", record, lines)
+
+
+def _ends(losses: Sequence[float]) -> str:
+    return f"  loss {losses[0]:.4f} at first, {losses[-1]:.4f} at the end"
+
+
+def _not_finite(began: int, losses: Sequence[float]) -> list[str]:
+    """A line where the loss was not finite; a report has null for it."""
+    odd = [began + n for n, loss in enumerate(losses) if not math.isfinite(loss)]
+    return [f"  NOT FINITE: the loss of {len(odd)} steps, step {odd[0]} first"] if odd else []
+
+
+def _unlike(a: float, b: float) -> bool:
+    """Whether two losses differ; that neither is a number makes no difference."""
+    return a != b and not (math.isnan(a) and math.isnan(b))
 
 
 def _compared(config: Config, member: Member, what: str, progress: Progress) -> Outcome:
@@ -188,7 +207,8 @@ def _compared(config: Config, member: Member, what: str, progress: Progress) -> 
         f"{what}, {config.run.steps} steps, {'captured' if captured else 'eager'}, and torch's own "
         "pipeline over native full backwards:",
         *(f"  {name:20} {bad:6} of {n:8} differ" for name, (n, bad) in totals.items()),
-        f"  loss {losses[0]:.4f} at first, {losses[-1]:.4f} at the end",
+        _ends(losses),
+        *_not_finite(0, losses),
         "The same bits on every rank" if same else "NOT the same",
     ]
     data = {
@@ -196,8 +216,8 @@ def _compared(config: Config, member: Member, what: str, progress: Progress) -> 
         "compared": sum(n for n, _ in totals.values()),
         "differ": sum(bad for _, bad in totals.values()),
         "first": [label for rank in ranks for label in rank["first"]],
-        "losses": losses,
-        "native_losses": native,
+        "losses": [finite(loss) for loss in losses],
+        "native_losses": [finite(loss) for loss in native],
         "captured": captured,
     }
     return Outcome("accepted" if same else "refused", data, lines)
@@ -215,7 +235,7 @@ def _both(config: Config, member: Member, what: str, progress: Progress) -> Outc
     native_losses = [sum(shares) for shares in oracle.losses]
     del oracle
     release(member)
-    trainer = Trainer(member, config, progress)
+    trainer = Trainer(member, config, progress, note=progress.note)
     trainer.run()
     runtime = trainer.worker.runtime
     ours = tensors_of(runtime.stages, trainer.worker.optimizer)
@@ -227,14 +247,13 @@ def _both(config: Config, member: Member, what: str, progress: Progress) -> Outc
     own = {"losses": native_losses, "of": len(theirs), "differ": differ, "native_seconds": native_s}
     ranks = gathered(member, own)
     losses = [math.fsum(rank["losses"][n] for rank in ranks) for n in range(config.run.steps)]
-    apart = [
-        n for n, pair in enumerate(zip(losses, record["losses"], strict=True)) if pair[0] != pair[1]
-    ]
+    pairs = zip(losses, trainer.losses, strict=True)
+    apart = [n for n, pair in enumerate(pairs) if _unlike(*pair)]
     named = [f"rank {n}: {name}" for n, rank in enumerate(ranks) for name in rank["differ"]]
     same = not apart and not named and all(rank["of"] for rank in ranks)
     data = {
         **record,
-        "native_losses": losses,
+        "native_losses": [finite(loss) for loss in losses],
         "native_seconds": max(rank["native_seconds"] for rank in ranks),
         "losses_differ": apart,
         "compared": sum(rank["of"] for rank in ranks),
@@ -246,7 +265,8 @@ def _both(config: Config, member: Member, what: str, progress: Progress) -> Outc
         f"  losses of {len(apart)} of {len(losses)} steps differ",
         f"  {len(named)} of {data['compared']} tensors differ at the end",
         f"  {record['seconds']:.1f} s guarded, {data['native_seconds']:.1f} s native",
-        f"  loss {losses[0]:.4f} at first, {losses[-1]:.4f} at the end",
+        _ends(losses),
+        *_not_finite(0, losses),
         "The same bits on every rank" if same else "NOT the same",
     ]
     return Outcome("accepted" if same else "refused", data, lines)

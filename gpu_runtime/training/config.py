@@ -20,26 +20,48 @@ from qeffect.gpu_runtime.parallel.model import NAMES
 from qeffect.gpu_runtime.plan.slots import PROVISIONINGS
 from qeffect.report import UnusableError
 
-__all__ = ["Checkpointing", "Config", "Data", "Model", "Optimizing", "Parallel", "Run", "read"]
+__all__ = [
+    "Checkpointing",
+    "Config",
+    "Data",
+    "Model",
+    "Optimizing",
+    "Parallel",
+    "Run",
+    "differences",
+    "read",
+]
 
 _T = TypeVar("_T")
 
 
-def _field(default: Any, expected: str, fits: Callable[[Any], bool]) -> Any:
-    return attrs.field(default=default, metadata={"expected": expected, "fits": fits})
+_SIZE = 2**20
+"""The most of a dimension, and of what is counted by ranks, stages or microbatches."""
+_COUNT = 2**53
+"""The most of steps and windows."""
+_SEED = 2**63 - 1
+_NUMBER = 1e9
 
 
-def _whole(default: int, least: int = 1) -> Any:
-    fits = lambda v: type(v) is int and v >= least  # noqa: E731 - one of many alike
-    return _field(default, f"a whole number of at least {least}", fits)
+def _field(
+    default: Any, expected: str, fits: Callable[[Any], bool], most: float | None = None
+) -> Any:
+    known = {"expected": expected, "fits": fits, "most": most}
+    return attrs.field(default=default, metadata=known)
+
+
+def _whole(default: int, least: int = 1, most: int = _SIZE) -> Any:
+    fits = lambda v: type(v) is int and least <= v <= most  # noqa: E731 - one of many alike
+    return _field(default, f"a whole number of at least {least}", fits, most)
 
 
 def _number(default: float, *, positive: bool = False) -> Any:
     def fits(value: Any) -> bool:
-        is_number = type(value) in (int, float) and value < float("inf")
+        is_number = type(value) in (int, float) and value <= _NUMBER
         return is_number and (value > 0 if positive else value >= 0)
 
-    return _field(default, "a number above 0" if positive else "a number of at least 0", fits)
+    expected = "a number above 0" if positive else "a number of at least 0"
+    return _field(default, expected, fits, _NUMBER)
 
 
 def _flag(default: bool) -> Any:
@@ -47,7 +69,7 @@ def _flag(default: bool) -> Any:
 
 
 def _text(default: str) -> Any:
-    return _field(default, "a text", lambda v: type(v) is str)
+    return _field(default, "a text", lambda v: type(v) is str and "\0" not in v)
 
 
 def _one_of(default: str, *options: str) -> Any:
@@ -65,7 +87,7 @@ def _class(default: str) -> Any:
 def _layers_of_stages() -> Any:
     def fits(value: Any) -> bool:
         if type(value) is list:
-            return bool(value) and all(type(n) is int and n >= 1 for n in value)
+            return bool(value) and all(type(n) is int and 1 <= n <= _SIZE for n in value)
         return value in ("even", "balanced")
 
     return _field("even", "'even', 'balanced', or a list of layers a stage", fits)
@@ -87,13 +109,13 @@ class Model:
         history: Entries of an amax history.
     """
 
-    vocabulary: int = _whole(32768, 16)
+    vocabulary: int = _whole(32768, 16, 2**31)
     layers: int = _whole(4)
     hidden: int = _whole(64)
     ffn: int = _whole(256)
     heads: int = _whole(4)
     sequence: int = _whole(64)
-    seed: int = _whole(0, 0)
+    seed: int = _whole(0, 0, _SEED)
     history: int = _whole(16)
 
 
@@ -145,7 +167,7 @@ class Data:
 
     train: str = _text("train.npy")
     held_out: str = _text("")
-    seed: int = _whole(0, 0)
+    seed: int = _whole(0, 0, _SEED)
     shuffle: bool = _flag(True)
 
 
@@ -157,8 +179,10 @@ class Optimizing:
     Args:
         rate: The learning rate after the warm-up.
         warmup: Steps of the warm-up.
-        decay_steps: Steps until the least rate, warm-up among them; 0 takes the run's steps.
-        least_rate: The rate at the end of the cosine.
+        decay_steps: Steps until the least rate, warm-up among them; 0 takes the run's steps,
+            and where a run goes on from a checkpoint those of the run that began, so that a run
+            that is made longer keeps its curve.
+        least_rate: The rate at the end of the cosine; no more than `rate`.
         weight_decay: Of the matrices; norms, biases and embeddings have none.
         master: Whether fp32 copies of the parameters are kept.
         clip_norm: Limit of the norm of all ranks' gradients; 0 for none.
@@ -166,8 +190,8 @@ class Optimizing:
     """
 
     rate: float = _number(1e-3, positive=True)
-    warmup: int = _whole(10, 0)
-    decay_steps: int = _whole(0, 0)
+    warmup: int = _whole(10, 0, _COUNT)
+    decay_steps: int = _whole(0, 0, _COUNT)
     least_rate: float = _number(1e-4)
     weight_decay: float = _number(0.01)
     master: bool = _flag(False)
@@ -198,13 +222,13 @@ class Run:
         commit_s: Seconds until all ranks have come to a commit.
     """
 
-    steps: int = _whole(20)
+    steps: int = _whole(20, 1, _COUNT)
     device: str = _one_of("cpu", "cpu", "cuda")
     backend: str = _one_of("auto", "auto", "reference", "transformer-engine")
     log: str = _text("")
-    log_every: int = _whole(1)
-    evaluate_every: int = _whole(0, 0)
-    evaluate_windows: int = _whole(16)
+    log_every: int = _whole(1, 1, _COUNT)
+    evaluate_every: int = _whole(0, 0, _COUNT)
+    evaluate_windows: int = _whole(16, 1, _COUNT)
     tensorboard: str = _text("")
     event_logs: str = _text("")
     deterministic: bool = _flag(True)
@@ -228,7 +252,7 @@ class Checkpointing:
     """
 
     folder: str = _text("")
-    every: int = _whole(0, 0)
+    every: int = _whole(0, 0, _COUNT)
     keep: int = _whole(3)
     asynchronous: bool = _flag(False)
     replicas: str = _one_of("same", "same", "modulo")
@@ -272,7 +296,9 @@ class Config:
         try:
             return LayerConfig(m.hidden, m.ffn, m.heads, m.sequence, self.parallel.batch)
         except ValueError as error:
-            raise UnusableError(f"{self.source}: [model] {error}") from None
+            both = str(error).startswith("sequence * batch")
+            where = "[model] sequence and [parallel] batch:" if both else "[model]"
+            raise UnusableError(f"{self.source}: {where} {error}") from None
 
     def record(self) -> dict[str, Any]:
         """The tables as plain data."""
@@ -305,7 +331,7 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UnusableError(f"{path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also a number of too many digits, and a NUL in the path
         raise UnusableError(f"{path}: expected a TOML file, found {error}") from None
     for name in given:
         if name not in TABLES:
@@ -319,7 +345,32 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
             raise UnusableError(f"{path}: [{name}]: expected a table, found {found!r}")
         over = {key: value for key, value in changes.get(name, {}).items() if value is not None}
         tables[name] = _table(path, name, kind, {**found, **over})
+    rates = tables["optimizer"]
+    if rates.least_rate > rates.rate:
+        raise UnusableError(
+            f"{path}: [optimizer] least_rate: expected at most rate, which is {rates.rate}, found "
+            f"{rates.least_rate}{'' if 'least_rate' in given.get('optimizer', {}) else ', its default'}"
+        )
     return Config(source=path, **tables)
+
+
+def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """
+    What differs between the tables of two runs, each field in a line.
+
+    Args:
+        saved: The tables as `Config.record` gives them, of the run that was saved.
+        own: Those of the run that goes on.
+
+    >>> differences({"run": {"steps": 4, "log": ""}}, {"run": {"steps": 6, "log": ""}})
+    ['[run] steps was 4, is 6']
+    """
+    return [
+        f"[{table}] {name} was {saved.get(table, {}).get(name)!r}, is {value!r}"
+        for table, fields in own.items()
+        for name, value in fields.items()
+        if saved.get(table, {}).get(name) != value
+    ]
 
 
 def _table(path: Path, name: str, kind: type[_T], given: Mapping[str, Any]) -> _T:
@@ -332,6 +383,22 @@ def _table(path: Path, name: str, kind: type[_T], given: Mapping[str, Any]) -> _
         known = fields[key].metadata
         if not known["fits"](value):
             raise UnusableError(
-                f"{path}: [{name}] {key}: expected {known['expected']}, found {value!r}"
+                f"{path}: [{name}] {key}: expected {_expected(known, value)}, found {_shown(value)}"
             )
     return kind(**given)
+
+
+def _expected(known: Mapping[str, Any], value: Any) -> str:
+    said: str = known["expected"]
+    if type(value) is str and "\0" in value and said == "a text":
+        return "a text without NUL, which no path has"
+    if known["most"] is not None and type(value) in (int, float) and value > known["most"]:
+        return f"{said} and at most {known['most']:,}"
+    return said
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python writes no number of so many digits
+        return "a number of too many digits"

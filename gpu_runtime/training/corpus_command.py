@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from qeffect.cli.command import Outcome, Progress
+from qeffect.cli.command import Outcome, Progress, refuse_unused
 from qeffect.gpu_runtime.training.corpus import make
 
 __all__ = ["add_corpus_arguments", "run_corpus"]
@@ -20,9 +20,7 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         default="bpe",
         help="byte pairs, trained here (default), or single bytes, which need no package",
     )
-    parser.add_argument(
-        "--vocabulary", type=int, default=32768, metavar="N", help="of byte pairs (default 32768)"
-    )
+    parser.add_argument("--vocabulary", type=int, metavar="N", help="of byte pairs (default 32768)")
     parser.add_argument(
         "--any-version",
         action="store_true",
@@ -35,13 +33,15 @@ def run_corpus(args: argparse.Namespace, progress: Progress) -> Outcome:
     Read, encode, write.
 
     Raises:
-        UnusableError: The library, the tokenizer or the folder cannot be used.
+        UnusableError: An option means nothing here, or the library, the tokenizer or the folder cannot be used.
     """
+    if args.tokenizer == "bytes":
+        refuse_unused(args, ["--vocabulary"], "bytes have a vocabulary of their own")
     progress.note(f"Reading the standard library, encoding by {args.tokenizer}")
     made = make(
         args.out,
         tokenizer=args.tokenizer,
-        vocabulary=args.vocabulary,
+        vocabulary=32768 if args.vocabulary is None else args.vocabulary,
         any_version=args.any_version,
     )
     lines = [

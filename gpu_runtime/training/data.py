@@ -70,7 +70,7 @@ class Tokens:
         except FileNotFoundError:
             raise DataError(
                 f"{path}: there is no such file; make one with qeffect runtime corpus, or name "
-                "another as [data] train"
+                "another"
             ) from None
         except (OSError, ValueError, EOFError) as error:
             raise DataError(

@@ -22,6 +22,9 @@ from qeffect.gpu_runtime.training.model import Language
 
 __all__ = ["evaluate"]
 
+#: What `torch.nn.functional.cross_entropy` leaves out of its mean.
+_NOT_COUNTED = -100
+
 
 def evaluate(worker: Worker, job: Language, held_out: Loader, windows: int) -> float:
     """
@@ -31,15 +34,17 @@ def evaluate(worker: Worker, job: Language, held_out: Loader, windows: int) -> f
         worker: Between two steps.
         job: What it trains.
         held_out: The text; its first windows in the file's order are taken.
-        windows: How many, rounded up to whole microbatches, and no more than there are.
+        windows: How many, rounded up to whole microbatches, and no more than there are; each
+            counts once, also where those that there are fill no whole microbatch.
 
     Raises:
         Refused: Something of a step is live.
         BackendError: A message between ranks was lost.
     """
     batch = job.config.batch
-    there = held_out.tokens.windows(held_out.sequence) // batch
-    groups = max(1, min(there, -(-windows // batch)))
+    there = held_out.tokens.windows(held_out.sequence)
+    wanted = min(there, -(-windows // batch) * batch)
+    groups = -(-wanted // batch)
     total, count = 0.0, 0
     runtime = worker.runtime
     with runtime.apart():
@@ -48,6 +53,8 @@ def evaluate(worker: Worker, job: Language, held_out: Loader, windows: int) -> f
         committed = Snapshot(tuple(live_state(runtime.domain).values()))
         for group in range(worker.replica, groups, job.dp):
             x, y = held_out.windows(group * batch, batch)
+            taken = min(batch, wanted - group * batch)
+            y[:, taken:] = _NOT_COUNTED  # the first windows again, as shapes stay as they are
             try:
                 loss = _through(worker, x, y)
             except RuntimeError as error:
@@ -56,10 +63,11 @@ def evaluate(worker: Worker, job: Language, held_out: Loader, windows: int) -> f
                 ) from None
             committed.restore()
             if loss is not None:
-                total, count = total + float(loss) * job.microbatches * job.dp, count + 1
+                mean = float(loss) * job.microbatches * job.dp
+                total, count = total + mean * taken, count + taken
     sums = gathered(worker.member, (total, count))
-    losses, taken = (sum(column) for column in zip(*sums, strict=True))
-    return float(losses / max(1, taken))
+    losses, windows = (sum(column) for column in zip(*sums, strict=True))
+    return float(losses / windows)
 
 
 def _through(worker: Worker, tokens: Tensor, targets: Tensor) -> Tensor | None:

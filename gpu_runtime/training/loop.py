@@ -21,16 +21,16 @@ from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.model import Batches
 from qeffect.gpu_runtime.parallel.world import Limits, Member, agree_on, gathered
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints
-from qeffect.gpu_runtime.training.config import Config
+from qeffect.gpu_runtime.training.config import Config, differences
 from qeffect.gpu_runtime.training.data import DataError, Loader, Tokens
 from qeffect.gpu_runtime.training.evaluate import evaluate
-from qeffect.gpu_runtime.training.metrics import Log, memory_bytes
+from qeffect.gpu_runtime.training.metrics import Log, finite, memory_bytes
 from qeffect.gpu_runtime.training.model import Language, balanced_cut, even_cut
 from qeffect.gpu_runtime.training.rates import Rate
 from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
 
-__all__ = ["Trainer", "backend_of", "job_of"]
+__all__ = ["Trainer", "backend_of", "held_out_of", "job_of"]
 
 
 def backend_of(config: Config) -> str:
@@ -53,7 +53,7 @@ def job_of(config: Config) -> Language:
             f"{source}: [model] vocabulary: expected a multiple of 16, which FP8 products need, "
             f"found {model.vocabulary}"
         )
-    steps = config.optimizer.decay_steps or config.run.steps
+    steps, layer = config.optimizer.decay_steps or config.run.steps, config.layer()
     try:
         job = Language(
             schedule=parallel.schedule,
@@ -64,7 +64,7 @@ def job_of(config: Config) -> Language:
             history=model.history,
             rule=parallel.rule,  # type: ignore[arg-type]
             provisioning=parallel.provisioning,  # type: ignore[arg-type]
-            config=config.layer(),
+            config=layer,
             seed=model.seed,
             vocabulary=model.vocabulary,
             rate=Rate(
@@ -105,6 +105,18 @@ def _cut(config: Config, stages: int) -> tuple[int, ...]:
         raise UnusableError(f"{where}: {error}; set [model] layers, pp or vpp") from None
 
 
+def held_out_of(config: Config) -> Loader | None:
+    """
+    The text to evaluate on, where a configuration names one.
+
+    Raises:
+        UnusableError: It cannot be used.
+    """
+    if not config.data.held_out:
+        return None
+    return _loader(config, config.data.held_out, "held_out")
+
+
 def _loader(config: Config, name: str, field: str) -> Loader:
     sequence = config.model.sequence
     try:
@@ -132,7 +144,8 @@ class Trainer:
     Args:
         member: This process.
         config: The run.
-        show: Shows a line on a terminal; only rank 0 does.
+        show: Shows a line on a terminal, unless one has just been shown; only rank 0 does.
+        note: Shows a line in any case; `show` where it is left out.
         resume: Go on from the newest checkpoint, where there is one.
 
     Raises:
@@ -148,15 +161,14 @@ class Trainer:
         config: Config,
         show: Callable[[str], None] = lambda _: None,
         *,
+        note: Callable[[str], None] | None = None,
         resume: bool = False,
     ) -> None:
         self.member, self.config = member, config
         self.job = job_of(config)
-        self.held_out: Loader | None = None
-        if config.data.held_out:
-            self.held_out = _loader(config, config.data.held_out, "held_out")
+        self.held_out = held_out_of(config)
         self.checkpoints, self.found = self._checkpoints(resume=resume)
-        self.log = self._log(show)
+        self.log = self._log(show, note)
         self.worker = guarded(
             member,
             self.job,
@@ -211,19 +223,31 @@ class Trainer:
         except DataError as error:
             problem = f"{self.config.source}: [data] train: {error}"
         agree_on(self.member, problem)
+        saved = free["configuration"]
+        if not self.config.optimizer.decay_steps:  # the curve of the run that began
+            steps = saved["optimizer"]["decay_steps"] or saved["run"]["steps"]
+            self.job = attrs.evolve(self.job, rate=attrs.evolve(self.job.rate, steps=steps))
         if self.log is not None:
-            changed = list(checkpoints.changed)
+            changed = [*checkpoints.changed, *differences(saved, self._configuration())]
             self.log({"resumed": str(path), "step": self.began, "changed": changed})
+            for one in changed:
+                self.log.note(f"since {path.name}: {one}")
+
+    def _configuration(self) -> dict[str, Any]:
+        """The tables of this run, with the steps of its learning rate as they turned out."""
+        tables = self.config.record()
+        tables["optimizer"]["decay_steps"] = self.job.rate.steps
+        return tables
 
     def _save(self, step: int, *, last: bool) -> None:
-        """Save; where that cannot be written, say so and go on, unless nothing comes after it."""
+        """Save after so many steps; where that cannot be written, say so and go on, unless nothing comes after it."""
         try:
             self.save()
         except BackendError as error:
             if last:
                 raise
             if self.log is not None:
-                self.log({"step": step, "not_saved": str(error)})
+                self.log({"step": step - 1, "not_saved": str(error)})
 
     def save(self) -> None:
         """
@@ -239,11 +263,11 @@ class Trainer:
         assert self.job.loader is not None
         free = {
             "data": self.job.loader.state(self.job.position(step)),
-            "configuration": self.config.record(),
+            "configuration": self._configuration(),
         }
         self.checkpoints.save(self.worker, self.job.name_of, self._must(), free)
 
-    def _log(self, show: Callable[[str], None]) -> Log | None:
+    def _log(self, show: Callable[[str], None], note: Callable[[str], None] | None) -> Log | None:
         run, log, problem = self.config.run, None, ""
         if self.member.rank == 0:
             try:
@@ -251,6 +275,7 @@ class Trainer:
                     self.config.path(run.log) if run.log else None,
                     self.config.path(run.tensorboard) if run.tensorboard else None,
                     show,
+                    note,
                 )
             except UnusableError as error:
                 problem = f"{self.config.source}: {error}"
@@ -386,14 +411,15 @@ class Trainer:
         return {
             "began": self.began,
             "steps": self.worker.runtime.epoch,
-            "losses": self.losses,
+            "losses": [finite(loss) for loss in self.losses],
             "seconds": self.seconds,
-            "held_out": {str(step): loss for step, loss in self.evaluations.items()},
+            "held_out": {str(step): finite(loss) for step, loss in self.evaluations.items()},
             "tokens_a_step": self.tokens_a_step,
             "cut": list(self.job.cut),
             "captured": isinstance(executor, GraphExecutor),
         }
 
 
-def _exp(value: float) -> float:
-    return math.exp(min(value, 700.0))
+def _exp(value: float) -> float | None:
+    """None where it is no number that a float holds."""
+    return math.exp(value) if value < 700 else None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 
 from qeffect.report import UnusableError
 
-__all__ = ["Log", "memory_bytes"]
+__all__ = ["Log", "finite", "memory_bytes"]
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -22,21 +24,42 @@ def memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def finite(value: float) -> float | None:
+    """A number for JSON, which has a place for finite ones alone: None of any other."""
+    return value if math.isfinite(value) else None
+
+
 class Log:
     """
     Where the lines of a run go; rank 0 has one.
 
+    A line's `step` is the step that it speaks of, counted from 0; what is said after it, such as an
+    evaluation, has its number too. A number that is not finite is null. A file that can no longer
+    be written ends there: that is told once, and training goes on.
+
     Args:
         path: JSON lines, appended to; None for none.
         board: A folder for TensorBoard; None for none.
-        show: Shows a line on a terminal.
+        show: Shows a line on a terminal, unless one has just been shown.
+        note: Shows a line in any case; `show` where it is left out.
+
+    Attributes:
+        ended: Why the file ended before the run, or None.
 
     Raises:
         UnusableError: The file cannot be written, or TensorBoard is not installed.
     """
 
-    def __init__(self, path: Path | None, board: Path | None, show: Callable[[str], None]) -> None:
-        self._show = show
+    def __init__(
+        self,
+        path: Path | None,
+        board: Path | None,
+        show: Callable[[str], None],
+        note: Callable[[str], None] | None = None,
+    ) -> None:
+        self._show, self.note, self._path = show, note or show, path
+        self.ended: str | None = None
+        self._diverged = False
         self._writer: Any = None
         if board is not None:
             try:
@@ -58,24 +81,43 @@ class Log:
     def __call__(self, line: Mapping[str, Any]) -> None:
         """Write one line; its numbers go to TensorBoard under their names."""
         if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            clean = {k: finite(v) if type(v) is float else v for k, v in line.items()}
+            try:
+                self._file.write(json.dumps(clean, allow_nan=False) + "\n")
+                self._file.flush()
+            except OSError as error:
+                self._end(error)
         step = line.get("step")
         if self._writer is not None and step is not None:
             for name, value in line.items():
                 if name != "step" and type(value) in (int, float):
                     self._writer.add_scalar(name, value, step)
         if "not_saved" in line:
-            self._show(f"step {step}  NOT SAVED: {line['not_saved']}")
+            self.note(f"step {step}  NOT SAVED: {line['not_saved']}")
         if "loss" in line:
+            if not (self._diverged or math.isfinite(line["loss"])):
+                self._diverged = True
+                self.note(f"step {step}  NOT FINITE: the loss is {line['loss']}")
             self._show(
                 f"step {step}  loss {line['loss']:.4f}  rate {line['rate']:.3g}  "
                 f"{line['tokens_per_s']:,.0f} tokens/s  {line['step_ms']:.1f} ms"
             )
 
+    def _end(self, error: OSError) -> None:
+        """Go on without the file, and say so."""
+        self.ended = f"[run] log: {self._path}: {error.strerror or error}"
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # what is left in its buffer
+                file.close()
+        self.note(f"NOT LOGGED from here on: {self.ended}")
+
     def close(self) -> None:
         """End both."""
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:
+                self._end(error)
         if self._writer is not None:
             self._writer.close()
