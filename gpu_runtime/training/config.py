@@ -347,9 +347,10 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
         tables[name] = _table(path, name, kind, {**found, **over})
     rates = tables["optimizer"]
     if rates.least_rate > rates.rate:
+        own = "" if "least_rate" in given.get("optimizer", {}) else ", its default"
         raise UnusableError(
             f"{path}: [optimizer] least_rate: expected at most rate, which is {rates.rate}, found "
-            f"{rates.least_rate}{'' if 'least_rate' in given.get('optimizer', {}) else ', its default'}"
+            f"{rates.least_rate}{own}"
         )
     return Config(source=path, **tables)
 

@@ -33,7 +33,8 @@ def run_corpus(args: argparse.Namespace, progress: Progress) -> Outcome:
     Read, encode, write.
 
     Raises:
-        UnusableError: An option means nothing here, or the library, the tokenizer or the folder cannot be used.
+        UnusableError: The library, the tokenizer or the folder cannot be used, or an option means
+            nothing here.
     """
     if args.tokenizer == "bytes":
         refuse_unused(args, ["--vocabulary"], "bytes have a vocabulary of their own")

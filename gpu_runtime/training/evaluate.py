@@ -54,7 +54,8 @@ def evaluate(worker: Worker, job: Language, held_out: Loader, windows: int) -> f
         for group in range(worker.replica, groups, job.dp):
             x, y = held_out.windows(group * batch, batch)
             taken = min(batch, wanted - group * batch)
-            y[:, taken:] = _NOT_COUNTED  # the first windows again, as shapes stay as they are
+            y = y.clone()  # it has its memory in common with x
+            y[:, taken:] = _NOT_COUNTED  # the first windows again: shapes stay as they are
             try:
                 loss = _through(worker, x, y)
             except RuntimeError as error:
@@ -66,8 +67,8 @@ def evaluate(worker: Worker, job: Language, held_out: Loader, windows: int) -> f
                 mean = float(loss) * job.microbatches * job.dp
                 total, count = total + mean * taken, count + taken
     sums = gathered(worker.member, (total, count))
-    losses, windows = (sum(column) for column in zip(*sums, strict=True))
-    return float(losses / windows)
+    losses, counted = (sum(column) for column in zip(*sums, strict=True))
+    return float(losses / counted)
 
 
 def _through(worker: Worker, tokens: Tensor, targets: Tensor) -> Tensor | None:

@@ -224,8 +224,9 @@ class Trainer:
             problem = f"{self.config.source}: [data] train: {error}"
         agree_on(self.member, problem)
         saved = free["configuration"]
+        steps = saved["optimizer"]["decay_steps"] or saved["run"]["steps"]
+        saved["optimizer"]["decay_steps"] = steps
         if not self.config.optimizer.decay_steps:  # the curve of the run that began
-            steps = saved["optimizer"]["decay_steps"] or saved["run"]["steps"]
             self.job = attrs.evolve(self.job, rate=attrs.evolve(self.job.rate, steps=steps))
         if self.log is not None:
             changed = [*checkpoints.changed, *differences(saved, self._configuration())]
@@ -240,7 +241,11 @@ class Trainer:
         return tables
 
     def _save(self, step: int, *, last: bool) -> None:
-        """Save after so many steps; where that cannot be written, say so and go on, unless nothing comes after it."""
+        """
+        Save after `step` steps.
+
+        Where that cannot be written, say so and go on, unless nothing comes after it.
+        """
         try:
             self.save()
         except BackendError as error:

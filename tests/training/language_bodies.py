@@ -21,7 +21,7 @@ from qeffect.gpu_runtime.parallel import command
 from qeffect.gpu_runtime.parallel.compare import compared, guarded
 from qeffect.gpu_runtime.parallel.world import join
 from qeffect.gpu_runtime.training.config import read
-from qeffect.gpu_runtime.training.data import Loader
+from qeffect.gpu_runtime.training.data import Loader, Tokens
 from qeffect.gpu_runtime.training.evaluate import evaluate
 from qeffect.gpu_runtime.training.loop import Trainer
 from qeffect.gpu_runtime.training.model import Language
@@ -56,6 +56,23 @@ def evaluating(job: Language, held_out: Loader, steps: int) -> dict[str, Any]:
         "held out": held,
         "state": len(digests(list(live.values()))),
     }
+
+
+def held_out(jobs: list[Language], text: Loader) -> list[list[float]]:
+    """Of each job before its first step: the loss of each single window, then of all."""
+    member = join("cpu", LIMITS)
+    said = []
+    for job in jobs:
+        worker = guarded(member, job, "reference", limits=LIMITS)
+        count, each = text.tokens.windows(text.sequence), text.sequence
+        ones = []
+        for n in range(count if job.config.batch == 1 else 0):
+            values = text.tokens.values[n * each : (n + 1) * each + 1]
+            one = Loader(tokens=Tokens(text.tokens.path, values), sequence=each, shuffle=False)
+            ones.append(evaluate(worker, job, one, 1))
+        said.append([*ones, evaluate(worker, job, text, count)])
+        worker.close()
+    return said
 
 
 def library(jobs: list[Language], steps: int) -> list[dict[str, Any]]:

@@ -54,7 +54,12 @@ def test_every_field_has_a_default(tmp_path: Path) -> None:
         ("layers = 2", "layers = true", "[model] layers: expected a whole number of at least 1"),
         ("layers = 2", 'layers = "two"', "found 'two'"),
         ("hidden = 32", "hidden = 33", "[model] hidden 33 is not a multiple of heads 2"),
-        ("hidden = 32", "hidden = 36", "[model] hidden is 36; FP8 products need a multiple of 16"),
+        ("sequence = 16", "sequence = 1", "run.toml: [model] sequence and [parallel] batch: seq"),
+        (
+            "hidden = 32",
+            "hidden = 36",
+            "run.toml: [model] hidden is 36; FP8 products need a multiple of 16",
+        ),
         ("vocabulary = 256", "vocabulary = 250", "[model] vocabulary: expected a multiple of 16"),
         ("vocabulary = 256", "vocabulary = 64", "expected tokens below the vocabulary of 64"),
         ('"1f1b"', '"2f2b"', "[parallel] schedule: expected one of il, izb"),
@@ -69,6 +74,18 @@ def test_every_field_has_a_default(tmp_path: Path) -> None:
         ("rate = 0.02", "rate = 0", "[optimizer] rate: expected a number above 0, found 0"),
         ("rate = 0.02", "rate = nan", "[optimizer] rate: expected a number above 0, found nan"),
         ("steps = 3", "steps = 3\ndevice = 'tpu'", "[run] device: expected one of 'cpu', 'cuda'"),
+        ("steps = 3", f"steps = {10**30}", "a whole number of at least 1 and at most 9,007,199,"),
+        ("steps = 3", f"steps = 0x{16**6000:x}", "found a number of too many digits"),
+        ("steps = 3", f"steps = {'9' * 6000}", "expected a TOML file, found"),
+        ("steps = 3", f"steps = 3\ncommit_s = {10**400}", "above 0 and at most 1,000,000,000"),
+        ("steps = 3", "steps = 3\nstart_s = 1e300", "[run] start_s: expected a number above 0 and"),
+        ("layers = 2", f"layers = 2\nseed = {2**63}", "[model] seed: expected a whole number of"),
+        ("hidden = 32", f"hidden = {2**40}", "[model] hidden: expected a whole number of at l"),
+        ("rate = 0.02", "rate = 1e-5", "[optimizer] least_rate: expected at most rate, which is"),
+        ('"train.npy"', '"a\\u0000b"', "[data] train: expected a text without NUL"),
+        ("steps = 3", 'steps = 3\nlog = "a\\u0000b"', "[run] log: expected a text without NUL"),
+        ('"train.npy"', '"train.npy"\nheld_out = "no.npy"', "[data] held_out: "),
+        ("batch = 2", "batch = 2\npp = 2\n[data]\nheld_out = 'no'\n[x", "expected a TOML file"),
         ("steps = 3", "steps = ", "expected a TOML file, found"),
     ],
 )
@@ -83,7 +100,23 @@ def test_a_file_that_cannot_be_used(
     assert not out
     (line,) = [one for one in err.splitlines() if one]
     assert said in line
-    assert "run.toml" in line
+    assert line.count("run.toml") == 1 or "torchrun" in line
+    assert "qeffect runtime corpus, or name another as [data] train" not in line
+
+
+def test_a_launcher_that_says_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line and 2, of both commands, also where it is the rank itself."""
+    path = written(tmp_path)
+    monkeypatch.setattr("qeffect.gpu_runtime.parallel.command._LAST_WORD_S", 0.0)
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.setenv(name, "abc")
+        for command in (["train", str(path)], ["pipeline"]):
+            assert main(["runtime", *command]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert f"{name}: expected a whole number" in line
+        monkeypatch.delenv(name)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

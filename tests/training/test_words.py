@@ -1,0 +1,197 @@
+"""What a run says of itself: losses that are no numbers, logs that end, what a run went on from."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from qeffect.cli import main
+from qeffect.cli.command import Exit
+from qeffect.gpu_runtime.measure.train import derive_train
+from qeffect.gpu_runtime.parallel.command import stopped_outcome
+from qeffect.gpu_runtime.parallel.consent import Cause
+from qeffect.gpu_runtime.training.data import Loader, Tokens
+from qeffect.gpu_runtime.training.metrics import Log
+from tests.parallel.ranks import launch
+
+from . import language_bodies as bodies
+from .helpers import CONFIG, language, noise, text
+
+
+def strictly(body: str) -> Any:
+    """JSON without the words that it does not have."""
+
+    def refuse(word: str) -> Any:
+        raise ValueError(word)
+
+    return json.loads(body, parse_constant=refuse)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Runs of one process, one after the other: exit code and words of each."""
+    folder = tmp_path_factory.mktemp("runs")
+    text(folder)
+    log = CONFIG + 'log = "{}"\n'
+    kept = log.format("{}.jsonl") + '[checkpoint]\nfolder = "{}"\n'
+    longer = kept.format("kept", "kept").replace("rate = 0.02", "rate = 0.01\nweight_decay = 0.5")
+    made = {
+        "nan": log.format("nan.jsonl").replace("rate = 0.02", "rate = 1e9\nweight_decay = 1e9"),
+        "full": log.format("/dev/full"),
+        "kept": kept.format("kept", "kept"),
+        "longer": longer.replace("steps = 3", "steps = 5"),
+        "again": longer.replace("steps = 3", "steps = 6"),
+    }
+    for name, body in made.items():
+        (folder / f"{name}.toml").write_text(body)
+
+    def case(name: str, *options: str) -> list[str]:
+        return [str(folder / f"{name}.toml"), *options]
+
+    cases = {
+        "nan": case("nan", "--json", "--out", str(folder / "nan.json"), "--commit", "0" * 40),
+        "nan in words": case("nan"),
+        "full": case("full"),
+        "kept": case("kept", "--json", "--quiet"),
+        "past": case("kept", "--resume", "--out", str(folder / "no.json"), "--commit", "0" * 40),
+        "longer": case("longer", "--resume"),
+        "again": case("again", "--resume", "--quiet"),
+    }
+    (folder / "said").mkdir()
+    said = launch(1, folder / "said", bodies.in_turn, list(cases.values()))
+    return folder, dict(zip(cases, said.words[0], strict=True))
+
+
+def test_a_run_that_diverges_is_reported(runs: tuple[Path, dict[str, Any]]) -> None:
+    """Null in every JSON, in words on the terminal; the report is there."""
+    folder, said = runs
+    code, out, err = said["nan"]
+    assert code == 0, err
+    losses = strictly(out)["losses"]
+    assert None in losses
+    assert strictly((folder / "nan.json").read_text())["derived"]["runs"][0]["last_loss"] is None
+    logged = [strictly(line) for line in (folder / "nan.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in logged if "loss" in line][: len(losses)] == losses
+    assert f"step {losses.index(None)}  NOT FINITE: the loss is" in err
+    assert f"NOT FINITE: the loss of {losses.count(None)} steps, step " in said["nan in words"][1]
+
+
+def test_a_log_that_cannot_be_written_ends(runs: tuple[Path, dict[str, Any]]) -> None:
+    """It is told once, training goes on, and the last words say it."""
+    code, out, err = runs[1]["full"]
+    assert code == 0, err
+    assert "at the end" in out
+    assert "the log ends before the run: [run] log: /dev/full: No space left" in out
+    assert err.count("NOT LOGGED from here on") == 1
+
+
+def test_a_run_with_no_step_left_says_so(runs: tuple[Path, dict[str, Any]]) -> None:
+    """Exit code 0, a line, and a report of 0 steps."""
+    folder, said = runs
+    code, out, err = said["past"]
+    assert code == 0, err
+    assert "no step to train: the checkpoint is of 3 steps, [run] steps is 3" in out
+    (run,) = json.loads((folder / "no.json").read_text())["derived"]["runs"]
+    assert (run["steps"], run["first_loss"], run["last_loss"]) == (0, None, None)
+
+
+def test_what_differs_from_the_checkpoint_is_told(runs: tuple[Path, dict[str, Any]]) -> None:
+    """Each field with both values in a line, and in the log; the rate keeps its curve."""
+    folder, said = runs
+    code, _, err = said["longer"]
+    assert code == 0, err
+    told = [line.split(": ", 1)[1] for line in err.splitlines() if line.startswith("since step-")]
+    changed = [
+        "[optimizer] rate was 0.02, is 0.01",
+        "[optimizer] weight_decay was 0.01, is 0.5",
+        "[run] steps was 3, is 5",
+    ]
+    assert told == changed
+    assert said["again"][0] == 0
+    logged = [json.loads(line) for line in (folder / "kept.jsonl").read_text().splitlines()]
+    notes = [line["changed"] for line in logged if "changed" in line]
+    assert notes == [[], changed, ["[run] steps was 5, is 6"]]
+    # The curve of 3 steps is at its end; one of 5 or 6 steps would not be.
+    assert [line["rate"] for line in logged if line.get("step", 0) > 2 and "loss" in line] == [
+        1e-4,
+        1e-4,
+        1e-4,
+    ]
+
+
+@pytest.mark.parametrize("kind", ["refused", "dropped", "disagreed"])
+def test_a_violation_is_1(kind: str) -> None:
+    """What the contract or its ranks found wrong."""
+    outcome = stopped_outcome(Cause(kind, 0, None, None, None, "why", True), "what")
+    assert (outcome.exit, outcome.verdict) == (Exit.VIOLATION, "refused")
+
+
+@pytest.mark.parametrize("kind", ["raised", "gone", "late", "ended", "lost"])
+def test_what_is_no_violation_is_2(kind: str) -> None:
+    """A signal, a full disk, a number that overflows, a process that ended."""
+    outcome = stopped_outcome(Cause(kind, 1, None, None, None, "why", True), "what")
+    assert (outcome.exit, outcome.verdict) == (Exit.UNUSABLE, "unusable")
+    assert outcome.record()["cause"]["rank"] == 1
+    assert "why" in outcome.text[1]
+
+
+def test_a_log_keeps_every_note(tmp_path: Path) -> None:
+    """What must not be missed does not go where lines are dropped."""
+    shown: list[str] = []
+    noted: list[str] = []
+    log = Log(tmp_path / "log", None, shown.append, noted.append)
+    log({"step": 1, "not_saved": "why"})
+    log({"step": 2, "loss": math.inf, "rate": 1.0, "tokens_per_s": 1.0, "step_ms": 1.0})
+    log._end(OSError(errno.ENOSPC, "full"))
+    log({"step": 3})
+    log.close()
+    assert [line.split(":")[0] for line in noted] == [
+        "step 1  NOT SAVED",
+        "step 2  NOT FINITE",
+        "NOT LOGGED from here on",
+    ]
+    assert len(shown) == 1
+    assert [strictly(line)["step"] for line in (tmp_path / "log").read_text().splitlines()] == [
+        1,
+        2,
+    ]
+
+
+def test_a_perplexity_that_no_float_holds() -> None:
+    """Null, as what is not finite is."""
+    run = {
+        "how": "train", "schedule": "zbv", "losses": [1.0, None], "native_losses": None,
+        "held_out": [[2, 800.0]], "seconds": 1.0, "native_seconds": None, "tokens_a_step": 1,
+        "compared": None, "differ": None,
+    }  # fmt: skip
+    (found,) = derive_train({"runs": [run]})["runs"]
+    assert (found["held_out_loss"], found["perplexity"]) == (800.0, None)
+    assert (found["first_loss"], found["last_loss"]) == (1.0, None)
+
+
+def test_every_held_out_window_counts_once(tmp_path: Path) -> None:
+    """Windows that fill no whole microbatch weigh as much as others: the mean of them one by one."""
+    job = language(noise(tmp_path), schedule="1f1b", pp=1, microbatches=2)
+    batch = attrs.evolve(job, config=attrs.evolve(job.config, batch=4))
+    tokens = Tokens.open(noise(tmp_path, count=16 * 6 + 1), vocabulary=64, sequence=16)
+    held_out = Loader(tokens=tokens, sequence=16, shuffle=False)
+    (tmp_path / "said").mkdir()
+    said = launch(1, tmp_path / "said", bodies.held_out, [job, batch], held_out)
+    one_by_one, by_four = said.words[0]
+    assert len({round(loss, 6) for loss in one_by_one[:-1]}) == 6
+    assert by_four[-1] == pytest.approx(one_by_one[-1], rel=1e-5)
+
+
+def test_bytes_have_no_vocabulary_to_choose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused, not left out silently."""
+    argv = ["--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--vocabulary", "1024"]
+    assert main(["runtime", "corpus", *argv]) == 2
+    assert "--vocabulary 1024 given, but" in capsys.readouterr().err
