@@ -58,7 +58,7 @@ def test_every_field_has_a_default(tmp_path: Path) -> None:
         (
             "hidden = 32",
             "hidden = 36",
-            "run.toml: [model] hidden is 36; FP8 products need a multiple of 16",
+            "run.toml: [model] hidden is 36; FP8 products need a mul",
         ),
         ("vocabulary = 256", "vocabulary = 250", "[model] vocabulary: expected a multiple of 16"),
         ("vocabulary = 256", "vocabulary = 64", "expected tokens below the vocabulary of 64"),

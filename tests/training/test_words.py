@@ -176,10 +176,11 @@ def test_a_perplexity_that_no_float_holds() -> None:
 
 
 def test_every_held_out_window_counts_once(tmp_path: Path) -> None:
-    """Windows that fill no whole microbatch weigh as much as others: the mean of them one by one."""
+    """Windows that fill no whole microbatch weigh as others do: the mean of them one by one."""
     job = language(noise(tmp_path), schedule="1f1b", pp=1, microbatches=2)
     batch = attrs.evolve(job, config=attrs.evolve(job.config, batch=4))
-    tokens = Tokens.open(noise(tmp_path, count=16 * 6 + 1), vocabulary=64, sequence=16)
+    (tmp_path / "apart").mkdir()
+    tokens = Tokens.open(noise(tmp_path / "apart", count=16 * 6 + 1), vocabulary=64, sequence=16)
     held_out = Loader(tokens=tokens, sequence=16, shuffle=False)
     (tmp_path / "said").mkdir()
     said = launch(1, tmp_path / "said", bodies.held_out, [job, batch], held_out)
