@@ -208,7 +208,7 @@ class Run:
         steps: Steps of the whole run.
         device: `cpu` or `cuda`.
         backend: The layers; `auto` is the reference's on a CPU and Transformer Engine's on a GPU.
-        log: JSON lines of what is measured; empty for none.
+        log: JSON lines of what is measured, steps counted from 0; empty for none.
         log_every: Steps between two lines.
         evaluate_every: Steps between two evaluations; 0 evaluates at the end alone.
         evaluate_windows: Held-out windows of an evaluation.
