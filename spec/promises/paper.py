@@ -146,6 +146,7 @@ _ALL = (
             "arena.bound-once",
             "arena.bound-destination",
             "arena.right-destination",
+            "arena.alone",
             "arena.not-spoiled",
         ),
         needs=("arena",),

@@ -148,7 +148,7 @@ NEEDED = [
     ("check_dgrad", "ownership.stale-reference", "ownership.right-reference"),
     ("check_forward", "version.stale-cache", "version.cache-of-the-key"),
     ("check_forward", "order.token", "order.threaded"),
-    ("check_wgrad", "arena.in-flight", "arena.right-destination"),
+    ("check_wgrad", "arena.in-flight", "arena.alone"),
     ("check_wgrad", "completion.caller-to-graph", "completion.replay-after-caller"),
     ("commit_epoch", "epoch.not-final", "epoch.commit"),
     ("read", "ownership.read-duplicate", "ownership.right-consumer"),

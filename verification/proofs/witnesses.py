@@ -24,7 +24,6 @@ __all__ = ["CONDITIONS", "witnesses"]
 
 #: The conditions that `COVERED` names, as predicates of the memory and of the flat arguments.
 CONDITIONS: Final[Mapping[str, Callable[[Any, Callable[[str, str], Any]], Any]]] = {
-    "": lambda st, argument: True,
     "reserved": lambda st, argument: st.consumers[argument("slot", "slot")] == RESERVED,
     "received in a free slot": lambda st, argument: (
         (st.consumers[argument("slot", "slot")] == 0)
@@ -106,7 +105,7 @@ def _condition(composition: Composition, name: str) -> Term:
     found = CONDITIONS[name](
         words.state(words.before), lambda flat, sort: enc.sym(enc.const(f"arg.{flat}", sort))
     )
-    return z3.BoolVal(found) if isinstance(found, bool) else raw(found)
+    return raw(found)
 
 
 def _implies(path: Path, condition: Term) -> bool:
