@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -30,12 +31,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from qeffect.checkpoint import Checkpoint
-from qeffect.configuration import Configuration
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.memory.state import NumericalState
 from qeffect.gpu_runtime.parallel.channels import LostError, end_group
 from qeffect.gpu_runtime.parallel.world import Worker
 from qeffect.gpu_runtime.training.files import (
+    AWAY,
     FACTS,
     MANIFEST,
     Writer,
@@ -43,6 +44,7 @@ from qeffect.gpu_runtime.training.files import (
     manifest,
     name_of,
     numbered,
+    partial_of,
     problem_of,
     read_facts,
 )
@@ -59,7 +61,7 @@ from qeffect.gpu_runtime.training.state import (
     set_random_states,
 )
 
-__all__ = ["Checkpoints", "Replicas", "plain", "sizes"]
+__all__ = ["Checkpoints", "EarlierSaveError", "Replicas", "plain", "sizes"]
 
 Replicas = Literal["same", "modulo"]
 """
@@ -83,18 +85,24 @@ class HalfLoadedError(RuntimeError):
     unrecoverable = True
 
 
+class EarlierSaveError(BackendError):
+    """An asynchronous save failed; the one that says so went on, and is under way."""
+
+
 class Checkpoints:
     """
     The checkpoints of one run, in one folder that all ranks reach.
 
     Args:
-        folder: The folder; made at the first save.
+        folder: The folder; made by `prepare`, or at the first save.
         keep: How many stay; the oldest goes when a newer one is whole.
         asynchronous: Return from `save` when everything is copied to the host, and write behind the
             next steps. `wait`, or the next save, says whether it went well.
 
     Attributes:
         changed: What the last load found different and is no reason to refuse, in words.
+        untidy: What the last save that ended could not remove, in words, on rank 0; it is whole
+            all the same.
 
     Raises:
         BackendError: `keep` is less than 1.
@@ -105,26 +113,60 @@ class Checkpoints:
             raise BackendError(f"keep is {keep}; at least 1 checkpoint has to stay")
         self.folder, self.keep, self.asynchronous = Path(folder), keep, asynchronous
         self.changed: tuple[str, ...] = ()
+        self.untidy: tuple[str, ...] = ()
         self._group: Any = None
         self._group_of: tuple[int, int] | None = None
-        self._under_way: tuple[Path, Future[Any]] | None = None
+        self._under_way: tuple[Writer, Future[Any]] | None = None
 
     # What there is
 
+    def prepare(self) -> None:
+        """
+        Make the folder, and see that this process can write there; nothing stays.
+
+        Raises:
+            BackendError: It cannot; why.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder) as probe:
+                probe.write(b"1")
+        except OSError as error:
+            raise BackendError(
+                f"{self.folder} cannot be written to: {error.strerror or error}; name a folder in "
+                "which every rank can write"
+            ) from error
+
     def latest(self) -> Path | None:
         """
-        The newest checkpoint that is whole; None where there is none.
+        The newest checkpoint; None where there is none.
 
-        Whole means that its manifest is sound and every file has its size; `load` reads the
-        contents, too.
+        Its manifest is sound and every file has its size; `load` reads the contents, too. One that
+        is damaged is not passed over: the run would go back behind it unasked, and its saves up
+        to there would be refused.
+
+        Raises:
+            BackendError: The newest is not whole: what is wrong with it, and what to do.
         """
+        try:
+            for _, path in numbered(self.folder)[:1]:
+                if problem := problem_of(path, manifest(path), ()):
+                    raise BackendError(problem)
+                return path
+        except OSError as error:
+            raise BackendError(
+                f"{self.folder} cannot be read: {error.strerror or error}; name a folder in which "
+                "every rank can read and write"
+            ) from error
+        return None
+
+    def _newest_whole(self) -> Path | None:
         for _, path in numbered(self.folder):
             try:
-                marks = manifest(path)
-            except BackendError:
+                if not problem_of(path, manifest(path), ()):
+                    return path
+            except (BackendError, OSError):
                 continue
-            if not problem_of(path, marks, ()):
-                return path
         return None
 
     # Saving
@@ -154,6 +196,8 @@ class Checkpoints:
         Raises:
             StoppedError: A rank has something live, in flight or spoiled, or is gone; all ranks
                 raise it with one cause, and nothing has its name.
+            EarlierSaveError: The asynchronous save before it had failed, which is told now. This
+                one is being written all the same.
             BackendError: It cannot be written, by any rank, for what one of them says; the
                 checkpoints before it are as they were, and the run can go on.
         """
@@ -162,18 +206,20 @@ class Checkpoints:
         final = self.folder / name_of(epoch)
         self._consent(worker)
         said: list[dict[str, Any]]
-        own: dict[str, Any] = {"problem": self._awaited()}
+        own: dict[str, Any] = {"problem": "", "earlier": self._awaited()}
         tensors: dict[str, Tensor] = {}
+        earlier = ""
+        left: tuple[str, ...] = ()
         try:
-            if not own["problem"]:
-                tensors = self._tensors(worker, naming, extra_tensors or {})
-                own.update(self._facts(worker, must, free), sums=checksums(tensors))
-                if worker.member.rank == 0:
-                    self._prepare(final)
+            tensors = self._tensors(worker, naming, extra_tensors or {})
+            own.update(self._facts(worker, must, free), sums=checksums(tensors))
+            if worker.member.rank == 0:
+                left = self._clear_for(final)
         except (BackendError, OSError, ValueError) as error:
-            own = {"problem": f"rank {worker.member.rank} cannot save {final.name}: {error}"}
+            own["problem"] = f"rank {worker.member.rank} cannot save {final.name}: {error}"
         try:
             said = self._gathered(worker, own)
+            earlier = next((one["earlier"] for one in said if one["earlier"]), "")
             self._require_alike(said)
             facts = {
                 **own["facts"],
@@ -181,20 +227,28 @@ class Checkpoints:
                 "made_by": [one["made_by"] for one in said],
                 "tensors": {n: mark[:2] for one in said for n, mark in one["sums"].items()},
             }
-            self._write(worker, Writer(final, facts, self.keep), tensors)
+            self._write(worker, Writer(final, facts, self.keep, left), tensors)
         except RuntimeError as error:
+            if earlier and isinstance(error, BackendError):
+                error = BackendError(f"{error}; and before it: {earlier}")
             raise self._stopped(worker, _lost(error)) from None
+        if earlier:
+            raise EarlierSaveError(f"{earlier}; {final.name} is being written")
         return final
 
-    def _prepare(self, final: Path) -> None:
+    def _clear_for(self, final: Path) -> tuple[str, ...]:
         self.folder.mkdir(parents=True, exist_ok=True)
-        clear(self.folder)
+        left = clear(self.folder)
+        for path in (final, partial_of(final)):
+            if path.is_symlink() or (path.exists() and not (path == final and path.is_dir())):
+                raise BackendError(f"{path} is there and cannot be written over; move it away")
         for epoch, path in numbered(self.folder):
             if epoch >= int(final.name.rpartition("-")[2]):
                 raise BackendError(
                     f"{path} is there, of this epoch or a later one: of another run, or of a run "
                     "that was gone back behind; move it away, or take another folder"
                 )
+        return left
 
     def _consent(self, worker: Worker) -> None:
         """Every rank's contract says yes, and all ranks are at one epoch with no message away."""
@@ -273,13 +327,14 @@ class Checkpoints:
                 tensors, storage_writer=writer, process_group=self._group, async_stager=writer
             )
             assert isinstance(future, Future)
-            self._under_way = writer.final, future
+            self._under_way = writer, future
             future.add_done_callback(self._ended)
             return
         try:
             state_dict_saver.save(tensors, storage_writer=writer, process_group=self._group)
         except CheckpointException as error:
             raise BackendError(self._failed(writer.final, error)) from None
+        self.untidy = writer.words
 
     def _ended(self, future: Future[Any]) -> None:
         """Wake the others where the connection of an asynchronous save broke."""
@@ -293,7 +348,7 @@ class Checkpoints:
             text = f"rank {rank}: {cause}"
         else:
             text = f"a rank is gone ({' '.join(str(error).split())[:80]})"
-        before = self.latest()
+        before = self._newest_whole()
         left = "there is none before it" if before is None else f"the newest is {before}"
         return f"{final} was not saved: {text}; {left}"
 
@@ -301,9 +356,10 @@ class Checkpoints:
         """What went wrong with the save under way, when it has ended; empty where nothing did."""
         if self._under_way is None:
             return ""
-        (final, future), self._under_way = self._under_way, None
+        (writer, future), self._under_way = self._under_way, None
         error = future.exception()
-        return "" if error is None else self._failed(final, error)
+        self.untidy = writer.words
+        return "" if error is None else self._failed(writer.final, error)
 
     def wait(self) -> None:
         """
@@ -420,7 +476,7 @@ class Checkpoints:
             raise BackendError(
                 f"{path / FACTS}: {len(facts['contracts'])} contracts of "
                 f"{facts['mapping']['ranks']} ranks and {facts['mapping']['replicas']} replicas; "
-                "take another checkpoint"
+                f"{AWAY}"
             )
         if (odd := _first_difference(facts["must"], here, "")) is not None:
             name = odd[0].removeprefix("given.")
@@ -444,7 +500,8 @@ class Checkpoints:
         if there != here and replicas == "same":
             raise BackendError(
                 f"{path} has the scaling state of {there} replicas, this run has {here}; "
-                'replicas="modulo" lets replica r take that of r modulo their number'
+                '[checkpoint] replicas = "modulo" of a run, replicas="modulo" of `load`, lets '
+                "replica r take that of r modulo their number"
             )
         mine, theirs = f"{NUMERICAL}.dp{worker.replica}.", (
             f"{NUMERICAL}.dp{worker.replica % there}."
@@ -640,10 +697,9 @@ def _changes(worker: Worker, facts: Mapping[str, Any]) -> tuple[str, ...]:
     saved, own = facts["mapping"], _mapping(worker)
     found = [f"{key}: {saved[key]} -> {own[key]}" for key in own if saved[key] != own[key]]
     if not found:
-        own_contract = _contract(worker)
-        was = Configuration.read(facts["contracts"][worker.member.rank])
-        if (odd := was.difference(Configuration.read(own_contract))) is not None:
-            found.append(f"contract, {odd[0]}: {odd[1]} -> {odd[2]}")
+        here = plain(_contract(worker), "contract")
+        if (odd := _narrowed(facts["contracts"][worker.member.rank], here, "contract")) is not None:
+            found.append(f"{odd[0]}: {odd[1]} -> {odd[2]}")
     environment = plain(worker.runtime.domain.environment(), "environment")
     first = facts["made_by"][0]
     found += [
@@ -691,3 +747,17 @@ def _first_difference(saved: Any, here: Any, where: str) -> tuple[str, Any, Any]
                 return odd
         return None
     return None if type(saved) is type(here) and saved == here else (where, saved, here)
+
+
+def _narrowed(saved: Any, here: Any, where: str) -> tuple[str, str, str] | None:
+    """The first entry at which plain data differ, lists looked into, and both values, short."""
+    if isinstance(saved, list) and isinstance(here, list):
+        if len(saved) != len(here):
+            return where, f"{len(saved)} entries", f"{len(here)} entries"
+        pairs = enumerate(zip(saved, here, strict=True))
+        found = (_narrowed(one, other, f"{where}[{n}]") for n, (one, other) in pairs)
+        return next((odd for odd in found if odd is not None), None)
+    if isinstance(saved, Mapping) and isinstance(here, Mapping) and saved.keys() == here.keys():
+        inner = (_narrowed(saved[key], here[key], f"{where}.{key}") for key in sorted(saved))
+        return next((odd for odd in inner if odd is not None), None)
+    return None if saved == here else (where, str(saved)[:40], str(here)[:40])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from qeffect.gpu_runtime.backends.protocol import BackendError
 
 __all__ = [
+    "AWAY",
     "FACTS",
     "FORMAT",
     "MANIFEST",
@@ -40,6 +42,7 @@ __all__ = [
     "manifest",
     "name_of",
     "numbered",
+    "partial_of",
     "problem_of",
     "read_facts",
     "retain",
@@ -50,6 +53,9 @@ FACTS, MANIFEST = "facts.json", "manifest.json"
 _METADATA = ".metadata"
 _PARTIAL, _REMOVED = ".partial-", ".removed-"
 _CHUNK = 1 << 20
+_NUMBERED = re.compile(r"step-([0-9]{8,})")
+#: What to do about a checkpoint that is not right.
+AWAY = "move that folder away to go on from the one before it"
 #: What facts consist of.
 _PARTS: dict[str, type] = {
     "epoch": int, "must": dict, "free": dict, "mapping": dict, "contracts": list, "made_by": list,
@@ -65,6 +71,11 @@ def name_of(epoch: int) -> str:
     'step-00000003'
     """
     return f"step-{epoch:08d}"
+
+
+def partial_of(final: Path) -> Path:
+    """Name the hidden folder in which a checkpoint is written."""
+    return final.with_name(f"{_PARTIAL}{final.name}")
 
 
 def canonical(value: Any) -> bytes:
@@ -165,11 +176,15 @@ class Writer(FileSystemWriter):
         final: The folder's name in the end; nothing has it yet.
         facts: All that is no tensor, plain data; rank 0 writes it.
         keep: How many whole checkpoints stay.
+        words: What could not be removed before; rank 0 adds what cannot be when all is written.
     """
 
-    def __init__(self, final: Path, facts: Mapping[str, Any], keep: int) -> None:
+    def __init__(
+        self, final: Path, facts: Mapping[str, Any], keep: int, words: tuple[str, ...] = ()
+    ) -> None:
         self.final, self.facts, self.keep = final, facts, keep
-        self.partial = final.with_name(f"{_PARTIAL}{final.name}")
+        self.partial = partial_of(final)
+        self.words = words
         super().__init__(self.partial, overwrite=False)
         self.fs = self.hashed = _Hashed()
 
@@ -211,7 +226,7 @@ class Writer(FileSystemWriter):
         _sync(self.partial)
         self.partial.rename(self.final)
         _sync(self.final.parent)
-        retain(self.final.parent, self.keep)
+        self.words += retain(self.final.parent, self.keep)
 
     def _write(self, name: str, content: bytes) -> None:
         with self.fs.create_stream(self.partial / name, "wb") as stream:
@@ -231,31 +246,75 @@ def _sync(path: Path) -> None:
 # What is in the folder of all checkpoints
 
 
+def _epoch_of(name: str) -> int | None:
+    """The epoch of a name that `name_of` writes; None for any other."""
+    found = _NUMBERED.fullmatch(name)
+    epoch = None if found is None else int(found[1])
+    return epoch if epoch is not None and name_of(epoch) == name else None
+
+
 def numbered(folder: Path) -> list[tuple[int, Path]]:
-    """Every checkpoint that has its name, whole or not, the newest first."""
+    """Every folder that has a checkpoint's name, whole or not, the newest first."""
     if not folder.is_dir():
         return []
-    found = [
-        (int(path.name[len("step-") :]), path)
-        for path in folder.iterdir()
-        if path.name.startswith("step-") and path.name[len("step-") :].isdigit()
-    ]
-    return sorted(found, reverse=True)
+    found = [(_epoch_of(path.name), path) for path in folder.iterdir()]
+    folders = [(n, path) for n, path in found if n is not None and path.is_dir()]
+    return sorted(folders, reverse=True)
 
 
-def clear(folder: Path) -> None:
-    """Remove what a save or a removal that was killed left; nobody saves now."""
-    for path in folder.iterdir():
-        if path.name.startswith((_PARTIAL, _REMOVED)):
+def clear(folder: Path) -> tuple[str, ...]:
+    """
+    Remove what a save or a removal that was killed left; nobody saves now.
+
+    Only folders that have the very names that are written here.
+
+    Returns:
+        What could not be removed, in words.
+    """
+    words = []
+    for path in sorted(folder.iterdir()):
+        bare = path.name.removeprefix(_PARTIAL).removeprefix(_REMOVED)
+        if bare == path.name or _epoch_of(bare) is None or path.is_symlink() or not path.is_dir():
+            continue
+        try:
             shutil.rmtree(path)
+        except OSError as error:
+            words.append(f"{path} is left over and cannot be removed: {error.strerror or error}")
+    return tuple(words)
 
 
-def retain(folder: Path, keep: int) -> None:
-    """Remove all but the newest; each loses its name first, so that none is half there."""
-    for _, path in numbered(folder)[keep:]:
+def retain(folder: Path, keep: int) -> tuple[str, ...]:
+    """
+    Remove all but the newest; each loses its name first, so that none is half there.
+
+    Only what has a sound manifest that names facts: whatever else has such a name is not ours.
+
+    Returns:
+        What could not be removed, in words.
+    """
+    words = []
+    try:
+        ours = [path for _, path in numbered(folder) if _is_ours(path)]
+    except OSError as error:
+        return (f"older checkpoints in {folder} are not removed: {error.strerror or error}",)
+    for path in ours[keep:]:
         hidden = path.with_name(f"{_REMOVED}{path.name}")
-        path.rename(hidden)
-        shutil.rmtree(hidden)
+        try:
+            path.rename(hidden)
+            shutil.rmtree(hidden)
+        except OSError as error:
+            words.append(
+                f"{path} is older than the {keep} that stay and cannot be removed: "
+                f"{error.strerror or error}"
+            )
+    return tuple(words)
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return not path.is_symlink() and FACTS in manifest(path)
+    except BackendError:
+        return False
 
 
 # What a reader compares
@@ -278,17 +337,17 @@ def manifest(path: Path) -> dict[str, Mark]:
         found = held["format"]
     except OSError as error:
         raise BackendError(
-            f"{place}: {error.strerror}; the folder is no whole checkpoint, take another"
+            f"{place}: {error.strerror}; the folder is no whole checkpoint; {AWAY}"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BackendError(f"{place} is damaged and cannot be read; take another") from error
+        raise BackendError(f"{place} is damaged and cannot be read; {AWAY}") from error
     if found != FORMAT:
         raise BackendError(
             f"{path} was written in format {found}, this version reads format {FORMAT}; load it "
             "with the version that wrote it"
         )
     if said != hashlib.sha256(canonical(held)).hexdigest():
-        raise BackendError(f"{place} is damaged: its hash differs from its content; take another")
+        raise BackendError(f"{place} is damaged: its hash differs from its content; {AWAY}")
     return {name: Mark(*mark) for name, mark in held["files"].items()}
 
 
@@ -305,9 +364,9 @@ def problem_of(path: Path, marks: Mapping[str, Mark], hashed: Sequence[str]) -> 
         file = path / name
         size = file.stat().st_size if file.is_file() else None
         if size is None:
-            return f"{file} is missing; take another checkpoint"
+            return f"{file} is missing; {AWAY}"
         if size != mark.size:
-            return f"{file} has {size} bytes, {mark.size} were written; take another checkpoint"
+            return f"{file} has {size} bytes, {mark.size} were written; {AWAY}"
     for name in hashed:
         file, seen = path / name, hashlib.sha256()
         with file.open("rb") as stream:
@@ -316,7 +375,7 @@ def problem_of(path: Path, marks: Mapping[str, Mark], hashed: Sequence[str]) -> 
         if seen.hexdigest() != marks[name].sha256:
             return (
                 f"{file} is damaged: its SHA-256 is {seen.hexdigest()[:16]}..., "
-                f"{marks[name].sha256[:16]}... was written; take another checkpoint"
+                f"{marks[name].sha256[:16]}... was written; {AWAY}"
             )
     return ""
 
@@ -329,7 +388,7 @@ def read_facts(path: Path, marks: Mapping[str, Mark]) -> dict[str, Any]:
         BackendError: It is missing, damaged, or lacks a part.
     """
     if FACTS not in marks:
-        raise BackendError(f"{path / MANIFEST} names no {FACTS}; take another checkpoint")
+        raise BackendError(f"{path / MANIFEST} names no {FACTS}; {AWAY}")
     if problem := problem_of(path, {FACTS: marks[FACTS]}, (FACTS,)):
         raise BackendError(problem)
     facts: dict[str, Any] = json.loads((path / FACTS).read_bytes())
@@ -337,16 +396,14 @@ def read_facts(path: Path, marks: Mapping[str, Mark]) -> dict[str, Any]:
         found = facts.get(part) if isinstance(facts, dict) else None
         if not isinstance(found, kind) or (isinstance(found, int) and found < 0):
             raise BackendError(
-                f"{path / FACTS}: {part} is {str(found)[:40]}, expected {kind.__name__}; take "
-                "another checkpoint"
+                f"{path / FACTS}: {part} is {str(found)[:40]}, expected {kind.__name__}; {AWAY}"
             )
     for name, mark in facts["tensors"].items():
         if not (isinstance(mark, list) and len(mark) == 2 and isinstance(mark[1], list)):
             raise BackendError(
-                f"{path / FACTS}: {name} is {str(mark)[:40]}, expected a type and a size; take "
-                "another checkpoint"
+                f"{path / FACTS}: {name} is {str(mark)[:40]}, expected a type and a size; {AWAY}"
             )
     for key in ("replicas", "ranks", "stage_to_rank"):
         if key not in facts["mapping"]:
-            raise BackendError(f"{path / FACTS}: mapping has no {key}; take another checkpoint")
+            raise BackendError(f"{path / FACTS}: mapping has no {key}; {AWAY}")
     return facts

@@ -20,7 +20,7 @@ from qeffect.gpu_runtime.parallel.compare import guarded
 from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.model import Batches
 from qeffect.gpu_runtime.parallel.world import Limits, Member, agree_on, gathered
-from qeffect.gpu_runtime.training.checkpoint import Checkpoints
+from qeffect.gpu_runtime.training.checkpoint import Checkpoints, EarlierSaveError
 from qeffect.gpu_runtime.training.config import Config, differences
 from qeffect.gpu_runtime.training.data import DataError, Loader, Tokens
 from qeffect.gpu_runtime.training.evaluate import evaluate
@@ -199,7 +199,13 @@ class Trainer:
         made = Checkpoints(
             self.config.path(given.folder), keep=given.keep, asynchronous=given.asynchronous
         )
-        newest = made.latest()
+        newest, problem = None, ""
+        try:
+            made.prepare()
+            newest = made.latest()
+        except BackendError as error:
+            problem = f"{where}: {error}"
+        agree_on(self.member, problem)
         if newest is not None and not resume:
             raise UnusableError(
                 f"{where}: {newest} is there; go on from it with --resume, or name another folder"
@@ -249,7 +255,7 @@ class Trainer:
         try:
             self.save()
         except BackendError as error:
-            if last:
+            if last and not isinstance(error, EarlierSaveError):
                 raise
             if self.log is not None:
                 self.log({"step": step - 1, "not_saved": str(error)})
@@ -271,6 +277,8 @@ class Trainer:
             "configuration": self._configuration(),
         }
         self.checkpoints.save(self.worker, self.job.name_of, self._must(), free)
+        if self.log is not None and self.checkpoints.untidy:
+            self.log({"step": step - 1, "not_removed": list(self.checkpoints.untidy)})
 
     def _log(self, show: Callable[[str], None], note: Callable[[str], None] | None) -> Log | None:
         run, log, problem = self.config.run, None, ""

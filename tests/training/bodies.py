@@ -34,7 +34,7 @@ from qeffect.gpu_runtime.parallel.native import NativePipeline
 from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
 from qeffect.gpu_runtime.plan.order import Order
 from qeffect.gpu_runtime.training import restarts
-from qeffect.gpu_runtime.training.checkpoint import Checkpoints
+from qeffect.gpu_runtime.training.checkpoint import Checkpoints, EarlierSaveError
 from qeffect.gpu_runtime.training.files import FACTS, MANIFEST, Writer, canonical
 from qeffect.gpu_runtime.training.model import Language
 from qeffect.gpu_runtime.training.restarts import Trial, bits, facts_of, made
@@ -210,8 +210,11 @@ def damaged(job: Job, folder: str) -> dict[str, Any]:
             damage(bad)
         dist.barrier()
         said[name] = run.attempt(lambda bad=bad: run.load(bad))
-        newest = run.checkpoints.latest()
-        said[name]["latest"] = newest is not None and newest.name
+        try:
+            newest = run.checkpoints.latest()
+            said[name]["latest"] = newest is not None and newest.name
+        except BackendError as error:
+            said[name]["latest"] = str(error)
         dist.barrier()
     if run.rank == 0:
         shutil.rmtree(bad, ignore_errors=True)
@@ -326,6 +329,52 @@ def full(job: Job, folder: str, asynchronous: bool) -> dict[str, Any]:
     said["files"] = sorted(p.name for p in Path(folder).iterdir())
     run.worker.step()
     return said
+
+
+def lost_before(job: Job, folder: str) -> dict[str, Any]:
+    """An asynchronous save that fails, which nobody waits for; and the save after it."""
+    run = Run(job, folder, asynchronous=True)
+    run.worker.step()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if run.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    run.save()
+    assert run.checkpoints._under_way is not None
+    run.checkpoints._under_way[1].exception()  # it has ended, and nobody was told how
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    run.worker.step()
+    said: dict[str, Any] = {"told": None}
+    try:
+        run.save()
+    except EarlierSaveError as error:
+        said["told"] = str(error)
+    run.checkpoints.wait()
+    dist.barrier()
+    newest = run.checkpoints.latest()
+    return {**said, "latest": newest is not None and newest.name}
+
+
+def untidy(job: Job, folder: str) -> dict[str, Any]:
+    """Two saves where one stays, among things that have names like ours; one cannot be removed."""
+    run = Run(job, folder, keep=1)
+    if run.rank == 0:
+        for name in ("step-7", "step-\u00b2", ".partial-mine", ".removed-step-1", "step-00000000"):
+            (Path(folder) / name).mkdir(parents=True)
+            (Path(folder) / name / "notes").write_text("not of ours")
+        (Path(folder) / ".partial-step-00000009").mkdir()
+        (Path(folder) / "step-00000008").write_text("a file")
+    dist.barrier()
+    run.worker.step()
+    run.save()
+    run.worker.step()
+    if run.rank == 0:  # what is older cannot lose its name
+        (Path(folder) / ".removed-step-00000001").write_text("in the way")
+    second = run.attempt(run.save)
+    return {
+        "error": second["error"],
+        "untidy": run.checkpoints.untidy,
+        "names": sorted(path.name for path in Path(folder).iterdir()),
+    }
 
 
 def drifted(job: Job, folder: str) -> dict[str, Any]:

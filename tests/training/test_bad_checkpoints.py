@@ -4,6 +4,7 @@ A checkpoint that is not right is refused by every rank in the same words, and n
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,22 @@ import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
+from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.training.checkpoint import Checkpoints, _narrowed
+from qeffect.gpu_runtime.training.files import name_of, numbered
 from tests.parallel.ranks import launch
 from tests.training import bodies
 
 JOB = Job(schedule="zbv", pp=2, microbatches=4)
 
 #: What is wrong, what the error has to say, and whether `latest` still offers the checkpoint: it
-#: looks at the manifest and at sizes, and reads no content.
+#: looks at the manifest and at sizes, and reads no content. What it does not offer it refuses, in
+#: the same words; it does not take the one before it.
 TEXTS = {
     "a file is cut": ("__1_0.distcp has ... bytes, ... were written", False),
     "a bit of a file is flipped": ("__1_0.distcp is damaged: its SHA-256 is", True),
-    "a file is missing": ("__0_0.distcp is missing; take another checkpoint", False),
+    "a file is missing": ("__0_0.distcp is missing; move that folder away to go on from", False),
     "a bit of DCP's index is flipped": (".metadata is damaged: its SHA-256 is", True),
     "DCP's index is missing": (".metadata is missing", False),
     "a bit of the facts is flipped": ("facts.json is damaged: its SHA-256 is", True),
@@ -91,7 +96,10 @@ def test_it_is_named_and_nothing_is_loaded(said: dict[int, Any], name: str) -> N
         assert all(piece in found["error"] for piece in text.split("...") if piece)
         assert found["moved"] == []
         assert found["epoch"] == 0
-        assert found["latest"] == ("step-00000009" if offered else "step-00000001")
+        if name == "nothing is there":
+            assert found["latest"] == "step-00000001"
+        else:
+            assert found["latest"] == ("step-00000009" if offered else found["error"])
 
 
 def test_ranks_that_load_different_ones_are_refused(said: dict[int, Any]) -> None:
@@ -106,6 +114,54 @@ def test_the_sound_one_is_loaded_after_all_that(said: dict[int, Any]) -> None:
     """What was refused has left nothing behind."""
     for words in said.values():
         assert words["sound"] == {"free": {"position": 1}, "same": True, "epoch": 1}
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_where_none_is_whole_it_does_not_begin_anew(tmp_path: Path, others: int) -> None:
+    """No checkpoint is None; a damaged one is named, and what to do, however many are before it."""
+    checkpoints = Checkpoints(tmp_path / "kept")
+    assert checkpoints.latest() is None
+    checkpoints.prepare()
+    assert checkpoints.latest() is None
+    assert list(checkpoints.folder.iterdir()) == []
+    for n in range(others + 1):
+        (checkpoints.folder / name_of(n)).mkdir()
+    with pytest.raises(BackendError, match=f"{name_of(others)}/manifest.json: No such file") as bad:
+        checkpoints.latest()
+    assert "move that folder away" in str(bad.value)
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_at_once(tmp_path: Path) -> None:
+    """A file has its name, or that of a folder above it."""
+    (tmp_path / "kept").write_text("a file")
+    for folder in ("kept", "kept/inner"):
+        with pytest.raises(BackendError, match=r"kept.* cannot be written to: "):
+            Checkpoints(tmp_path / folder).prepare()
+
+
+def test_only_folders_with_names_of_ours_are_checkpoints(tmp_path: Path) -> None:
+    """Eight ASCII digits or more, as they are written here; a file is none."""
+    for name in ("step-1", "step-\u00b2", "step-000000001", "step-0000000\u0663", "step-00000001x"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000005").write_text("a file")
+    assert Checkpoints(tmp_path).latest() is None
+    (tmp_path / "step-00000004").mkdir()
+    (tmp_path / "step-123456789").mkdir()
+    assert [epoch for epoch, _ in numbered(tmp_path)] == [123456789, 4]
+
+
+def test_what_changed_is_a_name_and_short_values() -> None:
+    """A rule of all destinations is one word of the first, and not all of them."""
+    one = {"stages": [{"stage": 0, "destinations": [{"mode": "a", "matrix": "x" * 500}] * 9}]}
+    other = json.loads(json.dumps(one).replace('"a"', '"b"'))
+    assert _narrowed(one, other, "contract") == (
+        "contract.stages[0].destinations[0].mode", "a", "b",
+    )  # fmt: skip
+    assert _narrowed(one, one, "contract") is None
+    other["stages"][0]["destinations"].pop()
+    found = _narrowed(one, other, "contract")
+    assert found == ("contract.stages[0].destinations", "9 entries", "8 entries")
+    assert _narrowed({"a": "x" * 500}, {"a": 1}, "contract") == ("contract.a", "x" * 40, "1")
 
 
 def test_dcp_alone_loads_a_flipped_bit(tmp_path: Path) -> None:

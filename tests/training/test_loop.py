@@ -119,13 +119,25 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    """In the middle the run goes on and its log says so; at the end it is one line and 2."""
+    """An unusable folder at once; a save in the middle in the log; one at the end with 2."""
     made = files(tmp_path)["run"]
-    (tmp_path / "kept").write_text("a file is where the folder would be")
+    (tmp_path / "kept").mkdir()
+    for step in (2, 4, 6):
+        (tmp_path / "kept" / f"step-{step:08d}").write_text("a file is where a checkpoint would be")
+    nowhere = tmp_path / "unusable.toml"
+    nowhere.write_text(RUN.replace('"kept"', '"train.npy"').replace("log.jsonl", "unusable.jsonl"))
     (tmp_path / "said").mkdir()
-    said = launch(2, tmp_path / "said", bodies.in_turn, [[str(made), "--json", "--quiet"]])
+    words = ["--json", "--quiet"]
+    cases = [[str(nowhere), *words], [str(made), *words]]
+    said = launch(2, tmp_path / "said", bodies.in_turn, cases)
     assert said.codes == [0, 0]
     code, out, err = said.words[0][0]
+    assert code == 2
+    (line,) = err.splitlines() or [out]
+    assert "[checkpoint] folder: " in line
+    assert "train.npy cannot be written to: File exists" in line
+    assert not (tmp_path / "unusable.jsonl").exists()
+    code, out, err = said.words[0][1]
     assert code == 2
     (line,) = err.splitlines() or [out]
     assert "cannot save step-00000006" in line

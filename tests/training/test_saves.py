@@ -98,6 +98,29 @@ def test_a_disk_that_is_full_is_named_on_all_ranks(tmp_path: Path, asynchronous:
         assert words["files"] == ["step-00000001", "step-00000002"]
 
 
+def test_a_save_that_failed_does_not_cost_the_next_one(tmp_path: Path) -> None:
+    """The failure is told on all ranks when the next begins, which is written all the same."""
+    said = run(tmp_path, JOB, bodies.lost_before)
+    for words in said.values():
+        assert words["told"] == said[0]["told"]
+        assert "step-00000001 was not saved: rank 1: __1_0.distcp cannot be" in words["told"]
+        assert words["told"].endswith("step-00000002 is being written")
+        assert words["latest"] == "step-00000002"
+
+
+def test_what_is_not_ours_stays_and_a_removal_that_fails_is_no_failed_save(tmp_path: Path) -> None:
+    """Only a killed save's own folder goes; what cannot be removed is told beside the save."""
+    said = run(tmp_path, JOB, bodies.untidy)
+    for words in said.values():
+        assert words["error"] is None
+    (told,) = said[0]["untidy"]
+    assert "step-00000001 is older than the 1 that stay and cannot be removed: Not a" in told
+    assert said[0]["names"] == sorted([
+        "step-7", "step-\u00b2", ".partial-mine", ".removed-step-1", "step-00000000",
+        "step-00000008", "step-00000001", "step-00000002", ".removed-step-00000001",
+    ])  # fmt: skip
+
+
 def test_replicas_that_drifted_apart_are_not_written_as_one(tmp_path: Path) -> None:
     """Their weights have one name, and one of them would be lost."""
     job = Job(schedule="1f1b", pp=1, dp=2, microbatches=2)
