@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
@@ -189,6 +190,22 @@ def _tensors_a_layer(path: Path) -> int:
     tensors = json.loads((path / "facts.json").read_text())["tensors"]
     ways = ("forward", "backward")
     return sum(tensors[f"fp8.dp0.layers.0.{way}.scale"][1][0] for way in ways)
+
+
+def test_another_rule_is_a_short_word(tmp_path: Path) -> None:
+    """Where dW writes may differ; what is told of it is one place and two short values."""
+    words, folder = (tmp_path / name for name in ("words", "checkpoints"))
+    words.mkdir()
+    saved = launch(2, words, bodies.started, JOB, str(folder), {"until": 1, "save_at": (1,)})
+    assert saved.codes == [0, 0]
+    job = attrs.evolve(JOB, rule="per_microbatch")
+    said = launch(2, words, bodies.gone_on, job, str(folder), {"until": 2})
+    assert said.codes == [0, 0]
+    for one in said.words.values():
+        (told,) = one["changed"]
+        assert told.startswith("contract.stages[0].")
+        assert " -> " in told
+        assert len(told) < 120
 
 
 def test_what_is_no_plain_data_is_named() -> None:
