@@ -136,15 +136,8 @@ def proofs() -> str:
         + _vacuity(data)
         + "\n\n"
     )
-    seeds = [a for a in data["agreements"] if a["solver"] == "z3"]
-    others = [a for a in data["agreements"] if a["solver"] != "z3"]
-    goals = data["agreements"][0]["goals"]
-    assert all(a["unsat"] == goals for a in data["agreements"])
     text += (
-        f"{len(seeds) + 1} seeds of Z3 agree"
-        + "".join(f", and so does {other['solver']}," for other in others)
-        + f" on the {goals:,} obligations of the full composition. A bounded proof beside them, "
-        f"from the beginning: "
+        f"{_agreements(data['agreements'])} A bounded proof beside them, from the beginning: "
         f"{data['bounded'][-1]['name']}.\n\n" + _mutants(data["mutant_report"])
     )
     return (
@@ -152,6 +145,18 @@ def proofs() -> str:
         f"measured on {where(data['environment'])}. `qeffect prove` makes it again; "
         "`--mutants`, `--seeds 40` and `--cvc5` add the rest."
     )
+
+
+def _agreements(agreements: Sequence[Mapping[str, Any]]) -> str:
+    """Which seeds and solvers agree on the full composition."""
+    if not agreements:
+        return "For this report one seed of Z3 was asked, and no other solver."
+    seeds = [a for a in agreements if a["solver"] == "z3"]
+    others = [a for a in agreements if a["solver"] != "z3"]
+    goals = agreements[0]["goals"]
+    assert all(a["unsat"] == goals for a in agreements)
+    so = "".join(f", and so does {other['solver']}," for other in others)
+    return f"{len(seeds) + 1} seeds of Z3 agree{so} on the {goals:,} obligations of all relations."
 
 
 def _vacuity(data: Mapping[str, Any]) -> str:
