@@ -60,7 +60,7 @@ def balanced_cut(
         head: Cost of norm, head and loss, which the last stage has.
 
     >>> balanced_cut([1.0] * 8, 4, head=2.0)
-    (2, 3, 2, 1)
+    (2, 2, 3, 1)
 
     Raises:
         ValueError: There are fewer layers than stages, or a cost is negative.

@@ -169,6 +169,8 @@ class TestContents:
             *("qeffect/spec/faults.json", "qeffect/spec/event-log.schema.json"),
             "qeffect/gpu_runtime/reports/report.schema.json",
             "qeffect/schedule/durations.schema.json",  # the help of `plan` points there
+            "qeffect/gpu_runtime/training/corpora/cpython-3.11.7.txt",
+            *(f"qeffect/gpu_runtime/training/examples/{n}.toml" for n in ("cpu", "h200")),
         }
         tables = {n for n in data if n.startswith("qeffect/schedule/fixtures/")}
         texts = {n for n in data if n.startswith("qeffect/spec/") and n.endswith(".md")}

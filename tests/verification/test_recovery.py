@@ -39,7 +39,7 @@ def test_the_way_back_is_always_open(omit: tuple[str, ...]) -> None:
 STRONGER = [
     ("persistence.restore_guards", "not st.every(st.weight_epoch, epoch)", "restore"),
     ("ownership.restore_guards", "not st.every(st.consumers, 0)", "restore"),
-    ("order.restore_guards", "not st.every(st.poisoned, 0)", "restore"),
+    ("reduction.restore_guards", "not st.every(st.poisoned, 0)", "restore"),
     ("ownership.abort_forward_guards", "st.generation[slot] == 0", "abort"),
     ("ownership.abort_dgrad_guards", "st.spoiled[st.slot_stage[slot]] == 0", "abort"),
     (
