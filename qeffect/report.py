@@ -8,6 +8,7 @@ message is one line for the person who typed the command, and nothing was measur
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
@@ -110,6 +111,11 @@ def commit(given: str | None = None) -> str:
         return "unknown"
     changed = _git(root, "status", "--porcelain", "--untracked-files=no")
     return head + ("+changes" if changed else "")
+
+
+def finite(value: float) -> float | None:
+    """A number for JSON, which has a place for finite ones alone: None of any other."""
+    return value if math.isfinite(value) else None
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["derive_train"]
+__all__ = ["derive_train", "perplexity"]
 
 Raw = Mapping[str, Any]
 _DIGITS = 6
@@ -31,6 +31,7 @@ def _run(run: Raw) -> dict[str, Any]:
     losses, native = run["losses"], run["native_losses"]
     few = max(1, len(losses) // 20)
     held_out = run["held_out"][-1][1] if run["held_out"] else None
+    perplexed = None if held_out is None else perplexity(held_out)
     seconds, theirs = run["seconds"], run["native_seconds"]
     return {
         "how": run["how"],
@@ -39,7 +40,7 @@ def _run(run: Raw) -> dict[str, Any]:
         "first_loss": _mean(losses[:1]),
         "last_loss": _mean(losses[-few:]),
         "held_out_loss": None if held_out is None else round(held_out, _DIGITS),
-        "perplexity": None if held_out is None or held_out >= _MOST else _exp(held_out),
+        "perplexity": None if perplexed is None else round(perplexed, _DIGITS),
         "tokens_per_s": round(len(losses) * run["tokens_a_step"] / seconds) if seconds else None,
         "native_over_this": round(theirs / seconds, _DIGITS) if seconds and theirs else None,
         "losses_differ": (
@@ -56,5 +57,6 @@ def _mean(losses: Sequence[float | None]) -> float | None:
     return round(statistics.fmean(known), _DIGITS) if known and len(known) == len(losses) else None
 
 
-def _exp(loss: float) -> float:
-    return round(math.exp(loss), _DIGITS)
+def perplexity(loss: float) -> float | None:
+    """None where it is no number that a float holds."""
+    return math.exp(loss) if loss < _MOST else None

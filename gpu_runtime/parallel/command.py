@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -29,15 +29,16 @@ from qeffect.gpu_runtime.parallel.one_launch import OneLaunch, obstacles
 from qeffect.gpu_runtime.parallel.trace import Tracer, chrome_trace
 from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, agree_on, gathered, join
 from qeffect.gpu_runtime.plan.slots import PROVISIONINGS
-from qeffect.report import UnusableError, write_text
+from qeffect.report import UnusableError, finite, write_text
 from qeffect.schedule.actions import ScheduleError
 
 __all__ = [
     "add_pipeline_arguments",
-    "last_word",
+    "begun",
     "mute",
     "processes",
     "run_pipeline",
+    "said_once",
     "stopped_outcome",
 ]
 
@@ -113,19 +114,24 @@ def run_pipeline(args: argparse.Namespace, progress: Progress) -> Outcome:
     Raises:
         UnusableError: The job cannot be run by these processes; the same on every rank.
     """
+    return said_once(lambda: _run(args, progress))
+
+
+def said_once(run: Callable[[], Outcome]) -> Outcome:
+    """
+    What a run comes to, left to one rank to say: 0, or 1 where 0 is the one that is gone, or late.
+
+    Raises:
+        UnusableError: The run cannot be made; rank 0 has the word.
+    """
     try:
-        outcome = _run(args, progress)
+        outcome = run()
     except (BackendError, ScheduleError, UnusableError) as error:
         mute(failed=True)
         raise UnusableError(str(error)) from error
-    last_word(outcome)
-    return outcome
-
-
-def last_word(outcome: Outcome) -> None:
-    """Leave the word to rank 0, or to rank 1 where rank 0 is the one that is gone, or late."""
     cause = outcome.data.get("cause") or {}
     mute(failed=outcome.exit != 0, speaker=int(cause.get("rank") == 0 and cause["kind"] in _DUMB))
+    return outcome
 
 
 def mute(*, failed: bool, speaker: int = 0) -> None:
@@ -147,13 +153,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
             f"{job.world}; start torchrun with --nproc-per-node {job.world}"
         )
     limits = Limits()
-    member = join(args.device, limits)
-    if member.device.type == "cpu":
-        torch.set_num_threads(1)
+    member = begun(args.device, limits, deterministic=args.compare)
     backend = args.backend or ("reference" if args.device == "cpu" else "transformer-engine")
-    if args.compare:
-        for name, value in DETERMINISTIC.items():
-            os.environ.setdefault(name, value)
     log = _log(args.event_logs, member)
     _require_writable(args.trace, member)
     captured = args.device == "cuda" and not args.eager
@@ -196,6 +197,24 @@ def stopped_outcome(cause: Cause, what: str) -> Outcome:
     if cause.kind in _VIOLATIONS:
         return Outcome("refused", data, [what, said])
     return Outcome("unusable", {"error": said, **data}, [what, said])
+
+
+def begun(device: str, limits: Limits, *, deterministic: bool) -> Member:
+    """
+    Meet the other ranks, before the library is imported.
+
+    Args:
+        device: `cpu`, where a rank has one thread, or `cuda`.
+        limits: How long that may take.
+        deterministic: Ask the library for deterministic kernels, where nobody said otherwise.
+    """
+    member = join(device, limits)
+    if member.device.type == "cpu":
+        torch.set_num_threads(1)
+    if deterministic:
+        for name, value in DETERMINISTIC.items():
+            os.environ.setdefault(name, value)
+    return member
 
 
 def processes() -> int | None:
@@ -402,7 +421,7 @@ def _trained(
     if norms:
         # A number that is not finite has no place in JSON.
         data["norms"] = [
-            {**norm, "total": _finite(norm["total"]), "factor": _finite(norm["factor"])}
+            {**norm, "total": finite(norm["total"]), "factor": finite(norm["factor"])}
             for norm in norms
         ]
         totals = ", ".join(f"{norm['total']:.6g}" for norm in norms)
@@ -428,7 +447,3 @@ def _loss(worker: Worker, whole: OneLaunch | None, step: int) -> float:
     feed = worker.feed
     assert isinstance(feed, Batches)
     return sum(feed.losses_of(step))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

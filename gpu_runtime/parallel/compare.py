@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
 from qeffect.gpu_runtime.clipping import EPSILON, square_sums
-from qeffect.gpu_runtime.evidence.comparison import Comparison, Recording, compare
+from qeffect.gpu_runtime.evidence.comparison import Comparison, Recording, compare, digests
 from qeffect.gpu_runtime.evidence.native import record_step, rule_for
 from qeffect.gpu_runtime.memory.state import live_state
 from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
@@ -27,7 +28,16 @@ from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, gathered
 from qeffect.gpu_runtime.plan.order import Order
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 
-__all__ = ["CATEGORIES", "Compared", "Recorded", "compared", "guarded", "native", "summed"]
+__all__ = [
+    "CATEGORIES",
+    "Compared",
+    "Recorded",
+    "compared",
+    "guarded",
+    "native",
+    "summed",
+    "tensors_of",
+]
 
 CATEGORIES = (
     "outputs",
@@ -292,3 +302,15 @@ def _sum_over(member: Member, job: Job, place: int) -> Callable[[Gradients], Non
                 dist.all_reduce(gradient, group=groups[place])
 
     return reduce
+
+
+def tensors_of(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, str]:
+    """Digests of everything that a step moves: parameters, numerical state, AdamW."""
+    named: dict[str, torch.Tensor] = {
+        f"{index}.{name}": parameter.detach()
+        for index, stage in stages.items()
+        for name, parameter in parameters(stage).items()
+    }
+    named.update(live_state(next(iter(stages.values())).domain))
+    named.update(optimizer.state_tensors())
+    return {name: digests([tensor.cpu()])[0] for name, tensor in named.items()}

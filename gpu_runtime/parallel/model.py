@@ -113,6 +113,18 @@ class Job:
         """Global rank of each pipeline rank of a replica; replicas follow each other."""
         return [replica * self.pp + rank for rank in range(self.pp)]
 
+    def options(self, index: int, device: torch.device, *, loss: bool) -> dict[str, object]:
+        """What a stage of either backend is made with, beside its dimensions."""
+        target = attrs.evolve(self.config.activation(device), differentiable=False)
+        ends = loss and index == self.num_stages - 1
+        return {
+            "num_layers": self.layers,
+            "first": index == 0,
+            "loss": self.loss if ends else None,
+            "extra_inputs": (target,) if ends else (),
+            "seed": self.seed + index,
+        }
+
     def stages(
         self,
         indices: Sequence[int],
@@ -132,45 +144,13 @@ class Job:
             loss: Whether the last stage ends in the loss.
             fuse: Whether the library accumulates into `main_grad` itself; None lets it choose.
         """
-        target = attrs.evolve(self.config.activation(device), differentiable=False)
-
-        def options(index: int) -> dict[str, object]:
-            ends = loss and index == self.num_stages - 1
-            return {
-                "num_layers": self.layers,
-                "first": index == 0,
-                "loss": self.loss if ends else None,
-                "extra_inputs": (target,) if ends else (),
-                "seed": self.seed + index,
-            }
-
-        return self.built(indices, device, backend, options, fuse=fuse)
-
-    def built(
-        self,
-        indices: Sequence[int],
-        device: torch.device,
-        backend: str,
-        options: Callable[[int], dict[str, object]],
-        *,
-        fuse: bool | None = None,
-    ) -> list[StageBackend]:
-        """
-        Stages of a backend in a state domain of their own.
-
-        Args:
-            indices: Which stages.
-            device: Where they live.
-            backend: `reference` or `transformer-engine`.
-            options: What both backends' stages are made with, by index.
-            fuse: Whether the library accumulates into `main_grad` itself; None lets it choose.
-        """
+        made = {n: self.options(n, device, loss=loss) for n in indices}
         if backend == "reference":
             from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 
             domain = ReferenceDomain(self.history, device=device)
             return [
-                ReferenceStage(n, domain, self.config, **options(n))  # type: ignore[arg-type]
+                ReferenceStage(n, domain, self.config, **made[n])  # type: ignore[arg-type]
                 for n in indices
             ]
         from qeffect.gpu_runtime.backends.te.domain import TransformerEngineDomain, reset_process
@@ -184,7 +164,7 @@ class Job:
                 te_domain,
                 self.config,
                 fuse_wgrad_accumulation=False if self.rule == "copied" else fuse,
-                **options(n),  # type: ignore[arg-type]
+                **made[n],  # type: ignore[arg-type]
             )
             for n in indices
         ]

@@ -23,16 +23,15 @@ from torch import Tensor
 
 from qeffect.cli.command import Outcome, Progress
 from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.measure.tracing import profile_busy
-from qeffect.gpu_runtime.memory.state import live_state
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.channels import Message, transport_of
 from qeffect.gpu_runtime.parallel.command import mute
-from qeffect.gpu_runtime.parallel.compare import compared, summed
+from qeffect.gpu_runtime.parallel.compare import compared, summed, tensors_of
 from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.native import NativePipeline
@@ -263,12 +262,12 @@ def _final(worker: Worker) -> dict[str, str]:
     """Digests of everything that training has left on this rank; waits for its last step."""
     runtime = worker.runtime
     runtime.handoff.synchronize()
-    held = {f"state {name}": t for name, t in live_state(runtime.domain).items()}
-    for index, stage in runtime.stages.items():
-        held.update((f"parameter {index} {n}", p) for n, p in parameters(stage).items())
-        held.update((f"cache {index} {n}", t) for n, t in stage.cached_weights().items())
-    held.update((f"AdamW {n}", t) for n, t in worker.optimizer.state_tensors().items())
-    return dict(zip(held, digests([t.detach() for t in held.values()]), strict=True))
+    caches = {
+        f"cache {index} {name}": digests([held.detach()])[0]
+        for index, stage in runtime.stages.items()
+        for name, held in stage.cached_weights().items()
+    }
+    return {**tensors_of(runtime.stages, worker.optimizer), **caches}
 
 
 def _one_launch(
@@ -349,18 +348,18 @@ def _timed(
         began = time.perf_counter()
         for _ in range(steps):
             step()
-        _synchronize(member)
+        member.synchronize()
         turns.append(1e3 * (time.perf_counter() - began) / steps)
         _wait(member)
         began = time.perf_counter()
         step()
         hosts.append(1e3 * (time.perf_counter() - began))
-        _synchronize(member)
+        member.synchronize()
         singles.append(1e3 * (time.perf_counter() - began))
     on_device = member.device.type == "cuda"
     peak = torch.cuda.max_memory_reserved(member.device) if on_device else 0
     _wait(member)
-    spent = profile_busy(step, lambda: _synchronize(member), PROFILED) if on_device else None
+    spent = profile_busy(step, member.synchronize, PROFILED) if on_device else None
     ranks = gathered(member, (turns, singles, hosts, made, peak, facts, spent))
     return {
         "cell": name,
@@ -442,13 +441,8 @@ def _spent(act: Callable[[], object]) -> float:
 
 
 def _wait(member: Member) -> None:
-    _synchronize(member)
+    member.synchronize()
     dist.barrier()
-
-
-def _synchronize(member: Member) -> None:
-    if member.device.type == "cuda":
-        torch.cuda.synchronize(member.device)
 
 
 def _lines(derived: dict[str, Any]) -> list[str]:

@@ -74,6 +74,11 @@ class Member:
     device: torch.device
     store: Any
 
+    def synchronize(self) -> None:
+        """Wait for the device, where it is one that runs behind the host."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
 
 def join(device: str, limits: Limits | None = None) -> Member:
     """

@@ -12,29 +12,23 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
 import torch
 
 from qeffect.cli.command import Outcome, Progress, refuse_unused
-from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
-from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
-from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.measure.report import Report, environment
-from qeffect.gpu_runtime.memory.state import live_state
-from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.parallel.command import last_word, mute, processes, stopped_outcome
-from qeffect.gpu_runtime.parallel.compare import compared, native, summed
+from qeffect.gpu_runtime.parallel.command import begun, processes, said_once, stopped_outcome
+from qeffect.gpu_runtime.parallel.compare import compared, native, summed, tensors_of
 from qeffect.gpu_runtime.parallel.consent import StoppedError
-from qeffect.gpu_runtime.parallel.world import Limits, Member, gathered, join
+from qeffect.gpu_runtime.parallel.world import Limits, Member, gathered
 from qeffect.gpu_runtime.training.config import Checkpointing, Config, read
-from qeffect.gpu_runtime.training.loop import Trainer, backend_of, held_out_of, job_of
-from qeffect.gpu_runtime.training.metrics import finite
+from qeffect.gpu_runtime.training.loop import Opened, Trainer, backend_of, opened
+from qeffect.gpu_runtime.training.model import Language
 from qeffect.refusals import Refused
-from qeffect.report import UnusableError
-from qeffect.schedule.actions import ScheduleError
+from qeffect.report import UnusableError, finite
 
 __all__ = ["add_train_arguments", "run_train"]
 
@@ -68,13 +62,7 @@ def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
     Raises:
         UnusableError: The run cannot be made by these processes; the same on every rank.
     """
-    try:
-        outcome = _run(args, progress)
-    except (BackendError, ScheduleError, UnusableError) as error:
-        mute(failed=True)
-        raise UnusableError(str(error)) from error
-    last_word(outcome)
-    return outcome
+    return said_once(lambda: _run(args, progress))
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -82,8 +70,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     if args.compare is not None:
         refuse_unused(args, ["--resume"], "--compare begins anew")
         config = attrs.evolve(config, checkpoint=Checkpointing())
-    job = job_of(config)  # before any rank waits for another
-    held_out_of(config)
+    data = opened(config)  # before any rank waits for another
+    job = data.job
     if args.out is not None:
         environment(args.commit)  # says now what would be said when all is trained
         if not args.out.absolute().parent.is_dir():
@@ -103,12 +91,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
             f"processes, {started} were started; start torchrun with --nproc-per-node {job.world}"
         )
     limits = Limits(start=config.run.start_s, commit=config.run.commit_s)
-    member = join(config.run.device, limits)
-    if member.device.type == "cpu":
-        torch.set_num_threads(1)
-    if args.compare or config.run.deterministic:  # before the library is imported
-        for name, value in DETERMINISTIC.items():
-            os.environ.setdefault(name, value)
+    deterministic = args.compare is not None or config.run.deterministic
+    member = begun(config.run.device, limits, deterministic=deterministic)
     what = (
         f"{config.source.name}: {config.model.layers} layers as {list(job.cut)}, "
         f"{_count(config):,} parameters, {config.parallel.schedule}, PP={job.pp}, DP={job.dp}, "
@@ -116,25 +100,25 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     )
     try:
         if args.compare == "all":
-            outcome = _compared(config, member, what, progress)
+            outcome = _compared(config, data, member, what, progress)
         elif args.compare == "ends":
-            outcome = _both(config, member, what, progress)
+            outcome = _both(config, data, member, what, progress)
         else:
-            outcome = _trained(config, member, what, progress, resume=args.resume)
+            outcome = _trained(config, data, member, what, progress, resume=args.resume)
     except StoppedError as stopped:
         outcome = stopped_outcome(stopped.cause, what)
     except Refused as refused:
-        data = {"clause": refused.clause, "rank": member.rank, "step": None, "action": None}
-        outcome = Outcome("refused", data, [what, str(refused)])
+        facts = {"clause": refused.clause, "rank": member.rank, "step": None, "action": None}
+        outcome = Outcome("refused", facts, [what, str(refused)])
     if args.out is not None and member.rank == 0 and "losses" in outcome.data:
-        _write(args.out, args.commit, args.compare or "train", config, outcome)
+        _write(args.out, args.commit, args.compare or "train", config, job, outcome)
     return outcome
 
 
 def _trained(
-    config: Config, member: Member, what: str, progress: Progress, *, resume: bool
+    config: Config, data: Opened, member: Member, what: str, progress: Progress, *, resume: bool
 ) -> Outcome:
-    trainer = Trainer(member, config, progress, note=progress.note, resume=resume)
+    trainer = Trainer(member, config, progress, data=data, note=progress.note, resume=resume)
     if trainer.began:
         what += f", from step {trainer.began} on"
     if member.rank == 0:
@@ -173,10 +157,12 @@ def _unlike(a: float, b: float) -> bool:
     return a != b and not (math.isnan(a) and math.isnan(b))
 
 
-def _compared(config: Config, member: Member, what: str, progress: Progress) -> Outcome:
+def _compared(
+    config: Config, given: Opened, member: Member, what: str, progress: Progress
+) -> Outcome:
     if member.rank == 0:
         progress.note(f"{what}, guarded and native")
-    job = job_of(config)
+    job = given.job
     captured = config.run.device == "cuda" and config.parallel.captured
     result = compared(
         member,
@@ -223,19 +209,18 @@ def _compared(config: Config, member: Member, what: str, progress: Progress) -> 
     return Outcome("accepted" if same else "refused", data, lines)
 
 
-def _both(config: Config, member: Member, what: str, progress: Progress) -> Outcome:
+def _both(config: Config, given: Opened, member: Member, what: str, progress: Progress) -> Outcome:
     if member.rank == 0:
         progress.note(f"{what}, native first, then guarded")
-    job = job_of(config)
     began = time.perf_counter()
-    oracle = native(member, job, config.run.steps, backend_of(config), None)
-    _drain(member)
+    oracle = native(member, given.job, config.run.steps, backend_of(config), None)
+    member.synchronize()
     native_s = time.perf_counter() - began
     theirs = tensors_of({stage.index: stage for stage in oracle.stages}, oracle.optimizer)
     native_losses = [sum(shares) for shares in oracle.losses]
     del oracle
     release(member)
-    trainer = Trainer(member, config, progress, note=progress.note)
+    trainer = Trainer(member, config, progress, data=given, note=progress.note)
     trainer.run()
     runtime = trainer.worker.runtime
     ours = tensors_of(runtime.stages, trainer.worker.optimizer)
@@ -272,28 +257,11 @@ def _both(config: Config, member: Member, what: str, progress: Progress) -> Outc
     return Outcome("accepted" if same else "refused", data, lines)
 
 
-def _drain(member: Member) -> None:
-    if member.device.type == "cuda":
-        torch.cuda.synchronize(member.device)
-
-
 def release(member: Member) -> None:
     """Give back what the side before held."""
     gc.collect()
     if member.device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def tensors_of(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, str]:
-    """Digests of everything that a step moves: parameters, numerical state, AdamW."""
-    named: dict[str, torch.Tensor] = {
-        f"{index}.{name}": parameter.detach()
-        for index, stage in stages.items()
-        for name, parameter in parameters(stage).items()
-    }
-    named.update(live_state(next(iter(stages.values())).domain))
-    named.update(optimizer.state_tensors())
-    return {name: digests([tensor.cpu()])[0] for name, tensor in named.items()}
 
 
 def _count(config: Config) -> int:
@@ -317,10 +285,11 @@ def _alone() -> None:
     )
 
 
-def _write(path: Path, commit: str | None, how: str, config: Config, outcome: Outcome) -> None:
+def _write(
+    path: Path, commit: str | None, how: str, config: Config, job: Language, outcome: Outcome
+) -> None:
     """The report of a run that came to its end, whatever it found."""
     data = outcome.data
-    job = job_of(config)
     run = {
         "how": how,
         "schedule": job.schedule,

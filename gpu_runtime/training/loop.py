@@ -8,14 +8,14 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
-import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.clipping import Norm
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
+from qeffect.gpu_runtime.measure.train import perplexity
 from qeffect.gpu_runtime.parallel.compare import guarded
 from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.model import Batches
@@ -24,13 +24,13 @@ from qeffect.gpu_runtime.training.checkpoint import Checkpoints, EarlierSaveErro
 from qeffect.gpu_runtime.training.config import Config, differences
 from qeffect.gpu_runtime.training.data import DataError, Loader, Tokens
 from qeffect.gpu_runtime.training.evaluate import evaluate
-from qeffect.gpu_runtime.training.metrics import Log, finite, memory_bytes
+from qeffect.gpu_runtime.training.metrics import Log, memory_bytes
 from qeffect.gpu_runtime.training.model import Language, balanced_cut, even_cut
 from qeffect.gpu_runtime.training.rates import Rate
-from qeffect.report import UnusableError
+from qeffect.report import UnusableError, finite
 from qeffect.schedule.actions import ScheduleError
 
-__all__ = ["Trainer", "backend_of", "held_out_of", "job_of"]
+__all__ = ["Opened", "Trainer", "backend_of", "job_of", "opened"]
 
 
 def backend_of(config: Config) -> str:
@@ -105,16 +105,22 @@ def _cut(config: Config, stages: int) -> tuple[int, ...]:
         raise UnusableError(f"{where}: {error}; set [model] layers, pp or vpp") from None
 
 
-def held_out_of(config: Config) -> Loader | None:
+class Opened(NamedTuple):
+    """What a run trains, and the text it is evaluated on where there is one; read once."""
+
+    job: Language
+    held_out: Loader | None
+
+
+def opened(config: Config) -> Opened:
     """
-    The text to evaluate on, where a configuration names one.
+    What a configuration trains, with its data open.
 
     Raises:
-        UnusableError: It cannot be used.
+        UnusableError: As `job_of`; or the text to evaluate on cannot be used.
     """
-    if not config.data.held_out:
-        return None
-    return _loader(config, config.data.held_out, "held_out")
+    job, text = job_of(config), config.data.held_out
+    return Opened(job, _loader(config, text, "held_out") if text else None)
 
 
 def _loader(config: Config, name: str, field: str) -> Loader:
@@ -145,6 +151,7 @@ class Trainer:
         member: This process.
         config: The run.
         show: Shows a line on a terminal, unless one has just been shown; only rank 0 does.
+        data: What `opened` gave of the configuration; opened here where it is left out.
         note: Shows a line in any case; `show` where it is left out.
         resume: Go on from the newest checkpoint, where there is one.
 
@@ -161,12 +168,12 @@ class Trainer:
         config: Config,
         show: Callable[[str], None] = lambda _: None,
         *,
+        data: Opened | None = None,
         note: Callable[[str], None] | None = None,
         resume: bool = False,
     ) -> None:
         self.member, self.config = member, config
-        self.job = job_of(config)
-        self.held_out = held_out_of(config)
+        self.job, self.held_out = data or opened(config)
         self.checkpoints, self.found = self._checkpoints(resume=resume)
         self.log = self._log(show, note)
         self.worker = guarded(
@@ -327,7 +334,7 @@ class Trainer:
         for step in range(first, run.steps):
             self.step(step)
             if (step + 1) % run.log_every == 0 or step + 1 == run.steps:
-                self._synchronize()
+                self.member.synchronize()
                 now = time.perf_counter()
                 self._tell(_Passed(first, now - began), step)
                 first, began = step + 1, now
@@ -341,7 +348,7 @@ class Trainer:
                 self._save(step + 1, last=step + 1 == run.steps)
         if self.checkpoints is not None:
             self.checkpoints.wait()
-        self._synchronize()
+        self.member.synchronize()
         self.seconds = time.perf_counter() - started
 
     def step(self, step: int) -> None:
@@ -364,10 +371,6 @@ class Trainer:
                 continue
             self.norms[step] = self.worker.norm
             return
-
-    def _synchronize(self) -> None:
-        if self.member.device.type == "cuda":
-            torch.cuda.synchronize(self.member.device)
 
     def _tell(self, passed: _Passed, step: int) -> None:
         """Bring the losses of the last steps together, and write a line for each of them."""
@@ -408,7 +411,7 @@ class Trainer:
         loss = evaluate(self.worker, self.job, self.held_out, self.config.run.evaluate_windows)
         self.evaluations[step] = loss
         if self.log is not None:
-            self.log({"step": step - 1, "held_out_loss": loss, "perplexity": _exp(loss)})
+            self.log({"step": step - 1, "held_out_loss": loss, "perplexity": perplexity(loss)})
 
     def close(self) -> None:
         """End connections and logs."""
@@ -431,8 +434,3 @@ class Trainer:
             "cut": list(self.job.cut),
             "captured": isinstance(executor, GraphExecutor),
         }
-
-
-def _exp(value: float) -> float | None:
-    """None where it is no number that a float holds."""
-    return math.exp(value) if value < 700 else None

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from qeffect.report import UnusableError
+from qeffect.report import UnusableError, finite
 
-__all__ = ["Log", "finite", "memory_bytes"]
+__all__ = ["Log", "memory_bytes"]
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -22,11 +22,6 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def finite(value: float) -> float | None:
-    """A number for JSON, which has a place for finite ones alone: None of any other."""
-    return value if math.isfinite(value) else None
 
 
 class Log:

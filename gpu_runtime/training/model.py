@@ -181,36 +181,24 @@ class Language(Job):
         """The model's name of what a stage calls `local`."""
         return name_of(self.cut)(stage, local)
 
-    def stages(
-        self,
-        indices: Sequence[int],
-        device: torch.device,
-        backend: str,
-        *,
-        loss: bool = True,
-        fuse: bool | None = None,
-    ) -> list[StageBackend]:
-        """As `Job.stages`: the model's stages in a state domain of their own."""
-        last = self.num_stages - 1
-
-        def options(index: int) -> dict[str, object]:
-            ends = Ends(
-                vocabulary=self.vocabulary,
-                embedding=index == 0,
-                head=index == last,
-                first_layer=sum(self.cut[:index]),
-            )
-            closes = loss and index == last
-            return {
-                "num_layers": self.cut[index],
-                "first": index == 0,
-                "loss": self.loss if closes else None,
-                "extra_inputs": (ends.tokens(self.config, device),) if closes else (),
-                "seed": self.seed,
-                "ends": ends,
-            }
-
-        return self.built(indices, device, backend, options, fuse=fuse)
+    def options(self, index: int, device: torch.device, *, loss: bool) -> dict[str, object]:
+        """As `Job.options`: layers by the cut, and the model's ends in its first and last stage."""
+        last = index == self.num_stages - 1
+        ends = Ends(
+            vocabulary=self.vocabulary,
+            embedding=index == 0,
+            head=last,
+            first_layer=sum(self.cut[:index]),
+        )
+        closes = loss and last
+        return {
+            "num_layers": self.cut[index],
+            "first": index == 0,
+            "loss": self.loss if closes else None,
+            "extra_inputs": (ends.tokens(self.config, device),) if closes else (),
+            "seed": self.seed,
+            "ends": ends,
+        }
 
     def optimizer(self, stages: list[StageBackend]) -> Optimizer:
         """AdamW whose decay leaves norms, biases and embeddings alone."""
