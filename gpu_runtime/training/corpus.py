@@ -175,7 +175,7 @@ class Pairs:
         )
         self._made.train_from_iterator(texts, trainer)
         self.vocabulary = vocabulary
-        self.end = self._made.token_to_id(END)
+        self.end: int = self._made.get_vocab()[END]
 
     def encode(self, texts: Sequence[str]) -> Iterator[Sequence[int]]:
         """The tokens of each text, then the end."""

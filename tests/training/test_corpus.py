@@ -107,6 +107,26 @@ def test_a_version_without_a_list(library: Path, tmp_path: Path) -> None:
         make(tmp_path / "out", tokenizer="bytes")
 
 
+def test_by_pairs(library: Path, tmp_path: Path) -> None:
+    """The same library gives the same tokens; they are fewer than bytes, and give the text back."""
+    from tokenizers import Tokenizer
+
+    texts = {
+        one.name: (library / one.name).read_text("utf-8")
+        for one in listing(library)
+        if one.held_out
+    }
+    first, second = (make(tmp_path / name, vocabulary=512) for name in ("a", "b"))
+    found = np.load(tmp_path / "a" / "held_out.npy")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "a" / "tokenizer.json"))
+
+    assert first == second
+    assert found.tobytes() == np.load(tmp_path / "b" / "held_out.npy").tobytes()
+    assert len(found) == first["held_out_tokens"] < sum(map(len, texts.values()))
+    assert "".join(texts.values()) == tokenizer.decode(found.tolist())
+    assert len(texts) == found.tolist().count(tokenizer.token_to_id(corpus.END))
+
+
 def test_without_the_tokenizer(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
