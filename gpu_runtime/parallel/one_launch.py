@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qeffect.counts import MULTIPLIER, DeviceCounts, wrap
+from qeffect.counts import DeviceCounts, advance
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
 from qeffect.gpu_runtime.clipping import DeviceNorm, Norm, square_sums
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor, no_collection
@@ -45,7 +45,7 @@ from qeffect.gpu_runtime.parallel.executor import Feed, Passage
 from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
 from qeffect.gpu_runtime.parallel.world import Worker
 
-__all__ = ["OneLaunch", "advance", "obstacles"]
+__all__ = ["OneLaunch", "obstacles"]
 
 ROWS = 4
 """Steps that the device may be ahead of what the host has read, and more than it ever is."""
@@ -140,9 +140,17 @@ class OneLaunch:
                 yield
         except Exception as error:
             error.unrecoverable = True  # type: ignore[attr-defined]
+            self._stopped()
             stopped = self.pipeline._stopped(error, epoch - self._asking)
             self._gate.close(abort=True)
             raise stopped from None
+
+    def _stopped(self) -> None:
+        self.feed.rehearsing = True
+        try:
+            self.rehearsal.stopped()
+        finally:
+            self.feed.rehearsing = False
 
     def _launch(self) -> None:
         runtime, contract = self.runtime, self.runtime.contract
@@ -169,7 +177,6 @@ class OneLaunch:
             self.rehearsal.run()
         finally:
             self.feed.rehearsing = False
-        self.runtime.contract.check_commit(caller="main", guards_alone=True)
 
     def _baked(self) -> tuple[list[int], list[dict[str, Any]]]:
         """
@@ -491,23 +498,3 @@ class _Gate:
         if self.group is not None:
             group, self.group = self.group, None
             end_group(group, abort=abort)
-
-
-def advance(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[int]]:
-    """
-    What a step multiplies the digest and each counter by, and what it then adds.
-
-    A digest is folded once for each action, so that a step is an affine map of it, modulo 2**64,
-    the same for every step that runs the same actions in the same order.
-
-    Args:
-        before: Digest and counters before a step.
-        after: Those after it.
-
-    >>> advance([0, 0, 2], [7, 1, 2])[1]
-    [7, 1, 0]
-    """
-    actions = sum(after[1:]) - sum(before[1:])
-    factors = [pow(MULTIPLIER, actions, 1 << 64), *[1] * (len(before) - 1)]
-    terms = [wrap(b - a * f) for a, b, f in zip(before, after, factors, strict=True)]
-    return [wrap(factor) for factor in factors], terms
