@@ -35,6 +35,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from attrs import evolve, field, frozen
 
+from .arguments import UNUSABLE
 from .counts import DeviceCounts, advance
 from .engine.memory import Memory
 from .engine.stage import TRANSITIONS, Transitions
@@ -239,9 +240,7 @@ class Recording:
         if contract.observer != self._hear:
             raise ValueError("the contract was given another observer in the step")
         self.drop()
-        return RecordedStep.of(
-            contract.transitions, self._start, self._events, contract.standing()
-        )
+        return RecordedStep.of(contract.transitions, self._start, self._events, contract.standing())
 
 
 class _Seen:
@@ -276,7 +275,7 @@ class _SeenMemory:
 
     @staticmethod
     def every(column: _Seen, value: Any) -> bool:
-        return all([column[index] == value for index in column.indices()])
+        return all(column[index] == value for index in column.indices())
 
     @staticmethod
     def fill(column: _Seen, value: Any) -> None:
@@ -303,16 +302,6 @@ def groups(memory: Memory) -> Iterator[Group]:
             yield family, 0
         else:
             yield from ((family, member) for member in range(len(getattr(memory, name))))
-
-
-def base(memory: Memory, group: Group) -> int:
-    """Return how far a counter has come."""
-    family, member = group
-    column = getattr(memory, BASES[family])
-    if family == "epoch":  # all stages have one, in a step that commits
-        member = next(iter(column)) if isinstance(column, dict) else 0
-    number: int = column[member]
-    return number
 
 
 def translated(memory: Memory, amounts: Amounts) -> Memory:
@@ -461,7 +450,7 @@ class RecordedStep:
         number = {group: n for n, group in enumerate(every)}
         stays = len(every)  # the place of an amount that is 0
         set_(self, "_groups", every)
-        set_(self, "_bases", tuple((*_place(before, g), base(before, g)) for g in every))
+        set_(self, "_bases", tuple(_place(before, group) for group in every))
 
         def looks(memory: Memory, name: str, indices: tuple[Any, ...]) -> tuple[Any, ...]:
             column = getattr(memory, name)
@@ -469,7 +458,8 @@ class RecordedStep:
             found = (group_of(memory, name, i, v) for i, v in zip(indices, entries, strict=True))
             return entries, tuple(stays if g is None else number[g] for g in found)
 
-        still, moving = [], []
+        still: list[_Look] = []
+        moving: list[_Look] = []
         for name, indices in self.reads.items():
             look = _Look(name, indices, _getter(indices), *looks(before, name, indices))
             (moving if name in COUNTERS else still).append(look)
@@ -480,7 +470,8 @@ class RecordedStep:
         touched = {*self.reads.get("generation", ()), *self.writes.get("generation", ())}
         most = [(slot, after.generation[slot]) for slot in sorted(touched)]
         set_(self, "_rising", tuple((number["generation", slot], last) for slot, last in most))
-        left, left_moving = [], []
+        left: list[_Store] = []
+        left_moving: list[_Store] = []
         for name, written in self.writes.items():
             column, read = getattr(after, name), frozenset(self.reads.get(name, ()))
             kept = name not in COUNTERS
@@ -546,9 +537,9 @@ class RecordedStep:
                     f"the step depends on how far its counters are: moved, it leaves another {name}"
                 )
 
-    def amounts(self, memory: Memory) -> Amounts:
+    def moved_by(self, memory: Memory) -> Amounts:
         """By how much each counter of a memory has moved since the step was recorded."""
-        return {g: base(memory, g) - was for g, (*_, was) in zip(self._groups, self._bases)}
+        return dict(zip(self._groups, self._amounts(memory), strict=False))
 
     def differs(self, found: Standing) -> Difference | None:
         """
@@ -560,53 +551,72 @@ class RecordedStep:
         Returns:
             The first difference; None where the step is what its transitions would do.
         """
-        memory = found.memory
-        amounts = [getattr(memory, name)[index] - was for name, index, was in self._bases]
-        if min(amounts) < 0:
-            name, index, was = self._bases[amounts.index(min(amounts))]
-            now = getattr(memory, name)[index]
-            return self._named(Difference(f"{name}[{index}]", now, f"at least {was}"), memory)
+        amounts = self._amounts(found.memory)
+        odd = (
+            self._below(found.memory, amounts)
+            or self._another(found.memory)
+            or self._apart(found.memory, amounts)
+            or self._exhausted(found.memory, amounts)
+        )
+        if odd is not None:
+            return self._named(odd, found.memory)
+        return self._beside(found)
+
+    def _amounts(self, memory: Memory) -> list[int]:
+        """By how much each counter has moved; at the end 0, for what does not move."""
+        return [*(getattr(memory, name)[index] - was for name, index, was in self._bases), 0]
+
+    def _below(self, memory: Memory, amounts: Sequence[int]) -> Difference | None:
+        """A counter that has fallen; what is counted from it could be taken for none."""
+        if min(amounts) >= 0:
+            return None
+        name, index, was = self._bases[amounts.index(min(amounts))]
+        return Difference(f"{name}[{index}]", getattr(memory, name)[index], was)
+
+    def _another(self, memory: Memory) -> Difference | None:
+        """An entry that is no counter and not what it was."""
         for look in self._still:
             if look.get(getattr(memory, look.name)) != look.entries:
-                return self._named(self._odd(look, memory, None), memory)
-        amounts.append(0)
+                return _odd(look, memory, None)
+        return None
+
+    def _apart(self, memory: Memory, amounts: Sequence[int]) -> Difference | None:
+        """An entry that has not moved by as much as its counter."""
         there = [*chain.from_iterable([k.get(getattr(memory, k.name)) for k in self._moving])]
-        if there != [value + amounts[group] for value, group in self._moved]:
-            for look in self._moving:
-                odd = self._odd(look, memory, amounts)
-                if odd.where:
-                    return self._named(odd, memory)
+        if there == [value + amounts[group] for value, group in self._moved]:
+            return None
+        odd = (_odd(look, memory, amounts) for look in self._moving)
+        return next(found for found in odd if found is not None)
+
+    def _exhausted(self, memory: Memory, amounts: Sequence[int]) -> Difference | None:
+        """A slot whose generation would reach the maximum, which no translation leaves alone."""
         most = memory.generation_max[0]
         for group, last in self._rising:
             if last + amounts[group] >= most:
                 slot = self._groups[group][1]
-                odd = Difference(f"generation[{slot}]", memory.generation[slot], f"less of {most}")
-                return self._named(odd, memory)
-        if found.free != self.start.free:
-            return Difference("the free slots", found.free, self.start.free)
-        if found.reserved != self.start.reserved:
-            return Difference("what is reserved", found.reserved, self.start.reserved)
+                return Difference(
+                    f"generation[{slot}]", memory.generation[slot], f"less, for {most} is the last"
+                )
         return None
 
-    @staticmethod
-    def _odd(look: _Look, memory: Memory, amounts: Sequence[int] | None) -> Difference:
-        column = getattr(memory, look.name)
-        for index, value, group in zip(look.indices, look.entries, look.groups, strict=True):
-            wanted = value if amounts is None else value + amounts[group]
-            if column[index] != wanted:
-                return Difference(f"{look.name}[{index}]", column[index], wanted)
-        return Difference("", None, None)
+    def _beside(self, found: Standing) -> Difference | None:
+        """What a contract holds beside its memory, and is not what it was."""
+        if found.free != self.start.free:
+            return Difference("the list of free slots", found.free, self.start.free)
+        if found.reserved != self.start.reserved:
+            return Difference("the list of reserved slots", found.reserved, self.start.reserved)
+        return None
 
     def _named(self, odd: Difference, memory: Memory) -> Difference:
         """Name the clause by which the step's transitions would be refused."""
-        amounts, tried = self.amounts(memory), memory.copy()
+        amounts, tried = self.moved_by(memory), memory.copy()
         for event in self.events:
-            transition, given = translated_event(self.start.memory, event, amounts)
             try:
+                transition, given = translated_event(self.start.memory, event, amounts)
                 self.transitions.functions[transition](tried, *given)
             except Refused as refused:
                 return evolve(odd, clause=refused.clause)
-            except (IndexError, KeyError, TypeError):  # an entry that no configuration has
+            except (*UNUSABLE, ValueError):  # an entry that no contract comes to
                 return odd
         return odd
 
@@ -614,7 +624,7 @@ class RecordedStep:
         """Whether another one is the same step: its start is this one's, moved, and its events."""
         if self.differs(other.start) is not None or len(self.events) != len(other.events):
             return False
-        amounts = self.amounts(other.start.memory)
+        amounts = self.moved_by(other.start.memory)
         memory = self.start.memory
         return all(
             translated_event(memory, own, amounts) == event
@@ -622,9 +632,8 @@ class RecordedStep:
         )
 
     def write(self, memory: Memory) -> None:
-        """Leave in a memory what the step's transitions would; it does not differ from the start."""
-        amounts = [getattr(memory, name)[index] - was for name, index, was in self._bases]
-        amounts.append(0)
+        """Leave in a memory, which does not differ, what the step's transitions would."""
+        amounts = self._amounts(memory)
         for name, indices, entries, _ in self._left:
             column = getattr(memory, name)
             for index, value in zip(indices, entries, strict=True):
@@ -635,10 +644,19 @@ class RecordedStep:
                 column[index] = value + amounts[group]
 
 
-def _place(memory: Memory, group: Group) -> tuple[str, Any]:
-    """Return the column and the index of a counter."""
+def _odd(look: _Look, memory: Memory, amounts: Sequence[int] | None) -> Difference | None:
+    column = getattr(memory, look.name)
+    for index, value, group in zip(look.indices, look.entries, look.groups, strict=True):
+        wanted = value if amounts is None else value + amounts[group]
+        if column[index] != wanted:
+            return Difference(f"{look.name}[{index}]", column[index], wanted)
+    return None
+
+
+def _place(memory: Memory, group: Group) -> tuple[str, Any, int]:
+    """Return the column and the index of a counter, and how far it has come."""
     family, member = group
     column = getattr(memory, BASES[family])
-    if family == "epoch" and isinstance(column, dict):
+    if family == "epoch" and isinstance(column, dict):  # all stages have one, where steps commit
         member = next(iter(column))
-    return BASES[family], member
+    return BASES[family], member, column[member]

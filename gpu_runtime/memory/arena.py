@@ -156,7 +156,7 @@ class Arena:
 
     def in_place(self) -> bool:
         """Whether `present` says of every microbatch what the kernel is configured with."""
-        return all([look.unchanged() for look in self._looks])
+        return all(look.unchanged() for look in self._looks)
 
     def _described(self, index: int) -> tuple[Destination, ...]:
         owner = None if self.rule == "accumulate" else index

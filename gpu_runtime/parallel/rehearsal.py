@@ -24,6 +24,7 @@ from qeffect.gpu_runtime.memory.slots import Slot
 from qeffect.gpu_runtime.parallel.channels import Message, Transfer
 from qeffect.gpu_runtime.parallel.executor import Entry, Pipeline
 from qeffect.gpu_runtime.plan.slots import WgradVariant
+from qeffect.refusals import Refused
 from qeffect.schedule.actions import Kind
 from qeffect.steps import RecordedStep, Recording
 
@@ -99,6 +100,7 @@ class Rehearsal:
     Attributes:
         as_one: Whether the latest step was checked as one, and is to be committed so.
         steps: Steps that were rehearsed, and steps that were checked as one.
+        recurs: The step that recurs, where two in a row were the same; else None.
         difference: Why the latest step that could not be checked as one could not; empty before.
     """
 
@@ -112,7 +114,7 @@ class Rehearsal:
         self.difference = ""
         self._recording: Recording | None = None
         self._last: RecordedStep | None = None  # of the latest step that was rehearsed
-        self._recurs: RecordedStep | None = None
+        self.recurs: RecordedStep | None = None
         self._program: list[Entry] = []
 
     def run(self) -> None:
@@ -123,12 +125,12 @@ class Rehearsal:
             Refused: What the guarded step would raise.
         """
         self.drop()
-        self.as_one = self._recurs is not None and self._same(self._recurs)
+        self.as_one = self.recurs is not None and self._same(self.recurs)
         self.steps[self.as_one] += 1
         if self.as_one:
             self.pipeline.position = len(self.pipeline.program)
             return
-        self._recurs = None
+        self.recurs = None
         contract = self.pipeline.runtime.contract
         if contract.observer is None:
             self._recording = contract.record_step()
@@ -145,8 +147,8 @@ class Rehearsal:
         runtime = self.pipeline.runtime
         contract, link = runtime.contract, runtime.actions.links["main"]
         if self.as_one:
-            assert self._recurs is not None
-            contract.commit_step(self._recurs)
+            assert self.recurs is not None
+            contract.commit_step(self.recurs)
             self.as_one = False
         else:
             contract.enter(link)
@@ -177,24 +179,27 @@ class Rehearsal:
 
     def _same(self, step: RecordedStep) -> bool:
         """Whether the recorded step is what the actions would ask for and leave."""
-        pipeline, runtime = self.pipeline, self.pipeline.runtime
-        self.difference = ""
-        if runtime.actions.broken is not None:
-            self.difference = runtime.actions.broken
-        elif pipeline.program != self._program:
-            self.difference = "the program of the row has changed"
-        elif not all(memory.arena.in_place() for memory in runtime.memories.values()):
-            self.difference = "a gradient destination has moved"
-        else:
-            try:
-                for memory in runtime.memories.values():
-                    self.executor.executor.check_addresses(memory)
-            except BackendError as error:  # the rehearsal's refresh refuses it, and aborts
-                self.difference = str(error)
+        self.difference = self._beside()
         if not self.difference:
-            found = runtime.contract.check_step(step)
+            found = self.pipeline.runtime.contract.check_step(step)
             self.difference = "" if found is None else str(found)
         return not self.difference
+
+    def _beside(self) -> str:
+        """What has changed of all that the actions bring, beside the contract; empty if nothing."""
+        pipeline, runtime = self.pipeline, self.pipeline.runtime
+        if runtime.actions.broken is not None:
+            return runtime.actions.broken
+        if pipeline.program != self._program:
+            return "the program of the row has changed"
+        if not all(memory.arena.in_place() for memory in runtime.memories.values()):
+            return "a gradient destination has moved"
+        try:
+            for memory in runtime.memories.values():
+                self.executor.executor.check_addresses(memory)
+        except BackendError as error:  # the rehearsal's refresh refuses it, and aborts
+            return str(error)
+        return ""
 
     def _keep(self) -> None:
         """Keep a step that was rehearsed; from the second on that is the same, it recurs."""
@@ -208,7 +213,7 @@ class Rehearsal:
             self.difference = str(error)
             return
         if before is not None and before.recurs(self._last):
-            self._recurs, self._program = self._last, [*self.pipeline.program]
+            self.recurs, self._program = self._last, [*self.pipeline.program]
 
     def _walk(self) -> None:
         pipeline, actions = self.pipeline, self.pipeline.runtime.actions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from qeffect.contract import Contract
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.execute.reports import Effects
+from qeffect.gpu_runtime.parallel.channels import Channels, channels_of
 from qeffect.gpu_runtime.parallel.executor import Pipeline
 from qeffect.gpu_runtime.parallel.model import Job
 from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
@@ -57,7 +57,7 @@ class _Slot:
         memory = runtime.memories[stage]
         self.contract, self.index, self.matrices = runtime.contract, index, memory.all_matrices
         self.ran = Effects((), 1, None)
-        self.covered = {variant: self.matrices for variant in memory.variants}
+        self.covered = dict.fromkeys(memory.variants, self.matrices)
 
     @property
     def queued(self) -> tuple[tuple[str, ...], Effects]:
@@ -109,14 +109,22 @@ class Rank:
             row=row,
             rank=rank,
         )
-        channels: Any = SimpleNamespace()
+        ends = [e for e in channels_of(row.table, job.ranks(0)) if rank in e]
+        # Channels without a connection: whatever is posted raises.
+        channels = Channels(rank, dict.fromkeys(ends), host=True)
         self.pipeline = Pipeline(self.runtime, row, channels, Feed(), job.ranks(0))
-        for memory in self.runtime.memories.values():
-            for slot in memory.table:  # what F and dI would have left
-                slot.outputs = _zeros(memory.stage.outputs)
-                slot.dgrads = _zeros([s for s in memory.stage.inputs if s.differentiable])
+        self.fill()
         self.told = Told(self.runtime)
         self.rehearsal = Rehearsal(self.pipeline, self.told)
+        self.every_action = False  # never as one
+        self.late, self.ran = late, {}
+
+    def fill(self) -> None:
+        """Leave in every slot what F and dI would have left."""
+        for memory in self.runtime.memories.values():
+            for slot in memory.table:
+                slot.outputs = _zeros(memory.stage.outputs)
+                slot.dgrads = _zeros([s for s in memory.stage.inputs if s.differentiable])
 
     @property
     def contract(self) -> Contract:
@@ -125,14 +133,18 @@ class Rank:
 
     def ask(self) -> None:
         """What is asked before a launch."""
+        if self.every_action:
+            self.rehearsal = Rehearsal(self.pipeline, self.told)
         self.rehearsal.run()
 
     def tell(self) -> None:
         """What is told behind it: the counts of the step before, then the commit."""
         contract = self.contract
         if contract.counts_awaited:
-            contract.present_counts(contract.committed_counts())
+            contract.present_counts(self.ran)
         self.rehearsal.commit()
+        if self.late:
+            self.ran = contract.committed_counts()
 
     def step(self) -> bool:
         """One step; whether it was checked and committed as one."""
