@@ -14,6 +14,7 @@ import torch
 from qeffect.config import Bucket
 from qeffect.contract import Contract
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.memory.copies import Copies, names_of
 from qeffect.gpu_runtime.memory.tied import Tied
 
 __all__ = ["Reducer", "Reduction", "Reductions", "require_buckets"]
@@ -38,6 +39,7 @@ def require_buckets(
     buckets: Mapping[int, Sequence[Bucket]],
     order: Sequence[int | str],
     tied: Tied,
+    copies: Copies,
     *,
     reduces: bool,
 ) -> dict[int | str, Held]:
@@ -49,6 +51,7 @@ def require_buckets(
         buckets: Those that are configured; a stage that is not named has one of all its gradients.
         order: The declared order of all buckets, or none.
         tied: Which matrices are one parameter.
+        copies: Copies of weights, which leave when all else is reduced, in buckets of their own.
         reduces: Whether anything reduces.
 
     Raises:
@@ -67,7 +70,8 @@ def require_buckets(
         if not given:
             own = (m.name for u in stages[index].units for m in u.matrices)
             every = tuple(name for name in own if tied.owned(index, name))
-            found[index] = index, (*every, *others)
+            copied = names_of(copies, index)
+            found[index] = index, tuple(n for n in (*every, *others) if n not in copied)
         rest = [bucket for bucket in given if not bucket.matrices]
         if given and len(rest) != bool(others):
             raise BackendError(
@@ -95,6 +99,8 @@ class Reductions:
         buckets: What `require_buckets` returned.
         gradients: The gradients of a stage, summed, by name.
         told: Whether the contract is told of reductions; a backend may leave them out.
+        copies: Copies of weights. The reducer is given all of this process's of one weight, under
+            its name, when every other bucket is reduced; it leaves the same sum in each copy.
     """
 
     def __init__(
@@ -104,8 +110,10 @@ class Reductions:
         gradients: Callable[[int], Mapping[str, torch.Tensor]],
         *,
         told: bool,
+        copies: Copies | None = None,
     ) -> None:
         self.contract = contract
+        self.copies = {name: places for name, places in (copies or {}).items() if places}
         self.buckets = buckets
         self.told = told
         self._gradients = gradients
@@ -130,7 +138,7 @@ class Reductions:
     def end(self, reducer: Reducer, link: int) -> None:
         """Start what was not started, and wait for all of it."""
         if not self.told:
-            for bucket in self.buckets:
+            for bucket in (*self.buckets, *self.copies):
                 work = reducer(bucket, self._of(bucket))
                 if work is not None:
                     work.wait()
@@ -142,6 +150,10 @@ class Reductions:
                 self._finish(bucket, link)
         for bucket in list(self._running):
             self._finish(bucket, link)
+        for name in self.copies:
+            if name not in self._ended:
+                self.start(reducer, name, link)
+                self._finish(name, link)
 
     def _finish(self, bucket: int | str, link: int) -> None:
         work = self._running.pop(bucket)
@@ -168,6 +180,11 @@ class Reductions:
         self._ended.clear()
 
     def _of(self, bucket: int | str) -> dict[str, torch.Tensor]:
+        if isinstance(bucket, str) and bucket in self.copies:
+            places = self.copies[bucket]
+            return {
+                f"stages.{index}.{name}": self._gradients(index)[name] for index, name in places
+            }
         stage, names = self.buckets[bucket]
         total = self._gradients(stage)
         return {name: total[name] for name in names}

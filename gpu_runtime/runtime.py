@@ -28,6 +28,7 @@ from qeffect.gpu_runtime.execute.eager import EagerExecutor, Executor, StageMemo
 from qeffect.gpu_runtime.execute.reports import StageReports
 from qeffect.gpu_runtime.execute.streams import Handoff, handoff_for
 from qeffect.gpu_runtime.memory.arena import Arena, Rule, by_matrix
+from qeffect.gpu_runtime.memory.copies import Copies, buckets_of, names_of, require_copies
 from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.memory.state import NumericalState, Snapshot, live_state, preserving
 from qeffect.gpu_runtime.memory.tied import Place, Tied
@@ -74,6 +75,9 @@ class RuntimeConfig:
         tied: Groups of matrices, each by stage and name, that are one parameter: they share one
             destination, and the first has the gradient. What is one parameter undeclared is
             refused.
+        copies: Copies of one weight, each a parameter with a gradient of its own, by the weight's
+            name. The reducer is given all of this process's under that name, when every other
+            bucket is reduced, and has to leave the same sum in all copies, of other ranks too.
     """
 
     rule: Rule = "accumulate"
@@ -91,6 +95,7 @@ class RuntimeConfig:
     buckets: Mapping[int, Sequence[Bucket]] = attrs.field(factory=dict)
     reductions: Sequence[int | str] = ()
     tied: Sequence[Sequence[Place]] = ()
+    copies: Copies = attrs.field(factory=dict)
 
 
 class Runtime:
@@ -144,11 +149,15 @@ class Runtime:
             )
         self.tied = Tied.of(stages, self.config.tied)
         self._require_shareable()
+        require_copies(
+            self.stages, self.config.copies, self.config.buckets, reduces=self.reducer is not None
+        )
         buckets = require_buckets(
             self.stages,
             self.config.buckets,
             self.config.reductions,
             self.tied,
+            self.config.copies,
             reduces=self._guarded_reducer is not None,
         )
         plan = (
@@ -174,7 +183,11 @@ class Runtime:
             late=self.config.late_counts,
         )
         self._reductions = Reductions(
-            self.contract, buckets, self._total, told="reduction" in self.relations
+            self.contract,
+            buckets,
+            self._total,
+            told="reduction" in self.relations,
+            copies=self.config.copies,
         )
         self.counters: DeviceCounters | None = None
         if self.config.device_counts:
@@ -222,6 +235,12 @@ class Runtime:
         reports = memory.reports.source
         row, index = self.row, stage.index
         readers = self.config.readers or row is not None
+        buffers, tied = dict(self.tied.buffers(index)), self.tied.tied(index)
+        buckets = tuple(self.config.buckets.get(index, ()))
+        if "reduction" in self.relations and (own := buckets_of(stage, self.config.copies)):
+            copied = names_of(self.config.copies, index)
+            shared = {name: copied[name] for bucket in own[1:] for name in bucket.matrices}
+            buckets, buffers, tied = own, {**buffers, **shared}, (*tied, *shared)
         return StageConfig(
             stage=stage.index,
             microbatches=self.order.num_microbatches,
@@ -237,9 +256,9 @@ class Runtime:
             reports_updates=reports.updates is not None,
             tape_scales=reports.tape_scales,
             pool=self.config.pool,
-            buckets=tuple(self.config.buckets.get(stage.index, ())),
-            buffers=self.tied.buffers(index) if "arena" in self.relations else {},
-            tied=self.tied.tied(index) if "arena" in self.relations else (),
+            buckets=buckets,
+            buffers=buffers if "arena" in self.relations else {},
+            tied=tied if "arena" in self.relations else (),
         )
 
     def _require_shareable(self) -> None:
