@@ -108,7 +108,7 @@ def _described(stage: int, names: set[str], weight: str, own: Sequence[Tie]) -> 
 
 class Reducers:
     """
-    A rank's reducer: sums over the replicas of a stage, and over the copies of a tied weight.
+    The reducer of a rank that has a copy: sums over the replicas of a stage, and over the copies of a tied weight.
 
     Args:
         replicas: The sum over replicas; None where there is one.
@@ -132,6 +132,10 @@ class Reducers:
         first.add_(second)
         second.copy_(first)
         return None
+
+    def largest(self, words: Tensor) -> Any:
+        """As `Replicas.largest`; one replica's own are the largest."""
+        return None if self.replicas is None else self.replicas.largest(words)
 
     def close(self, *, abort: bool = True) -> None:
         """End the groups, as `Replicas.close`."""

@@ -258,7 +258,7 @@ class Worker:
                 config = attrs.evolve(config, reductions=(*ends, *copies))
         elif config.reductions:
             config = attrs.evolve(config, reductions=(*config.reductions, *copies))
-        self._require_one_end()
+        self._require_one_end(config.amax)
         self.runtime = self._runtime(build, config, event_log)
         self.optimizer = optimizer(list(self.runtime.stages.values()))
         self._pipeline = pipeline
@@ -266,10 +266,11 @@ class Worker:
         self._stepping = False
         self.pipeline = self._connect()
 
-    def _require_one_end(self) -> None:
-        """Refuse ranks that would do different things with their gradients."""
-        names = "clip_norm", "skip_nonfinite", "mean", "together"
-        own = self.clipping.max_norm, self.clipping.skip_nonfinite, self.mean, self.together
+    def _require_one_end(self, amax: str) -> None:
+        """Refuse ranks that would do different things at the end of a step."""
+        names = "clip_norm", "skip_nonfinite", "mean", "together", "amax"
+        clipping = self.clipping.max_norm, self.clipping.skip_nonfinite
+        own = (*clipping, self.mean, self.together, amax)
         for rank, words in enumerate(said := gathered(self.member, own)):
             for name, word, first in zip(names, words, said[0], strict=True):
                 if word != first:
@@ -340,7 +341,7 @@ class Worker:
                         "begin with the same bits; draw both from one seed"
                     )
 
-    def _reducer(self) -> Reducers | None:
+    def _reducer(self) -> Reducers | Replicas | None:
         """What sums over replicas and copies; every rank of the world makes every group."""
         member, pp = self.member, self.pp
         replicas = None
@@ -356,7 +357,7 @@ class Worker:
                     pairs[tie.name] = self._summing(group)
             elif tie.of(self.row.stages):
                 pairs[tie.name] = None
-        return Reducers(replicas, pairs) if replicas is not None or pairs else None
+        return Reducers(replicas, pairs) if pairs else replicas
 
     def _group_of(self, every: Iterable[Iterable[int]]) -> Any:
         """Make these groups on every rank of the world; this rank's own, where it is in one."""
