@@ -108,7 +108,7 @@ def _described(stage: int, names: set[str], weight: str, own: Sequence[Tie]) -> 
 
 class Reducers:
     """
-    The reducer of a rank that has a copy: sums over the replicas of a stage, and over the copies of a tied weight.
+    The reducer of a rank that has a copy: sums over replicas, and over a tied weight's copies.
 
     Args:
         replicas: The sum over replicas; None where there is one.
