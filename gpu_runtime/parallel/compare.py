@@ -34,6 +34,7 @@ __all__ = [
     "Recorded",
     "compared",
     "guarded",
+    "held_by",
     "native",
     "summed",
     "tensors_of",
@@ -304,13 +305,19 @@ def _sum_over(member: Member, job: Job, place: int) -> Callable[[Gradients], Non
     return reduce
 
 
-def tensors_of(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, str]:
-    """Digests of everything that a step moves: parameters, numerical state, AdamW."""
-    named: dict[str, torch.Tensor] = {
+def held_by(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, Tensor]:
+    """Everything that a step moves: parameters, numerical state, AdamW; live, not copied."""
+    named: dict[str, Tensor] = {
         f"{index}.{name}": parameter.detach()
         for index, stage in stages.items()
         for name, parameter in parameters(stage).items()
     }
     named.update(live_state(next(iter(stages.values())).domain))
     named.update(optimizer.state_tensors())
-    return {name: digests([tensor.cpu()])[0] for name, tensor in named.items()}
+    return named
+
+
+def tensors_of(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, str]:
+    """Digests of everything that a step moves."""
+    held = held_by(stages, optimizer)
+    return {name: digests([tensor.cpu()])[0] for name, tensor in held.items()}
