@@ -109,6 +109,7 @@ def _resources(derived: Row) -> list[str]:
     rows = []
     for row in derived["resources"]:
         theirs = row["paper"] or {}
+        captured = theirs["capture_ms"] / 1e3 if theirs else None
         rows.append(
             (
                 str(row["microbatches"]),
@@ -121,7 +122,7 @@ def _resources(derived: Row) -> list[str]:
                 _gigabytes(row["peak_bytes"], sign=False),
                 f"{_ranks(row['peak_live'])} ({theirs.get('live', '-')})",
                 f"{_ranks(row['delayed'])} ({theirs.get('delayed', '-')})",
-                f"{_number(row['capture_s'])} ({_number(theirs.get('capture_ms', 0) / 1e3 or None)})",
+                f"{_number(row['capture_s'])} ({_number(captured)})",
             )
         )
     header = (
