@@ -176,7 +176,7 @@ def _row(pairs: Sequence[_Pair]) -> dict[str, Any]:
 
 
 def _most(row: Raw, what: str) -> int:
-    return max(rank[what] for rank in row["memory"])
+    return max(int(rank[what]) for rank in row["memory"])
 
 
 def _differences(own: Raw, native: Raw, what: str) -> list[int]:
@@ -339,8 +339,12 @@ def _weak(rows: Sequence[Raw]) -> list[dict[str, Any]]:
     for cell in dict.fromkeys(row["cell"] for row in layers):
         both = [_guarded(layers, cell=cell, pp=pp) for pp in (2, 4)]
         sides = dict.fromkeys((row["side"], row["schedule"]) for row in both[0])
-        pairs = [
-            (f"{side}, {schedule}", *(_one(b, side=side, schedule=schedule) for b in both))
+        pairs: list[tuple[str, Raw | None, Raw | None]] = [
+            (
+                f"{side}, {schedule}",
+                _one(both[0], side=side, schedule=schedule),
+                _one(both[1], side=side, schedule=schedule),
+            )
             for side, schedule in sides
         ]
         pairs.append(("fastest", _fastest(both[0]), _fastest(both[1])))
