@@ -109,7 +109,7 @@ class RuntimeCommands:
             (
                 "tables",
                 "measure the paper's complete-step tables over the ranks that torchrun started",
-                "parallel.tables",
+                "bench.tables",
             ),
             ("streams", "count stale reads of one-way and two-way handoffs", "evidence.streams"),
             (

@@ -27,7 +27,6 @@ from qeffect.gpu_runtime.parallel.native import Batch, NativePipeline
 from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, gathered
 from qeffect.gpu_runtime.plan.order import Order
 from qeffect.gpu_runtime.runtime import RuntimeConfig
-from qeffect.gpu_runtime.training.model import Language
 
 __all__ = [
     "Drawn",
@@ -77,24 +76,10 @@ def backend_on(device: str) -> str:
 
 
 def drawn(job: Job, device: torch.device) -> Batch:
-    """
-    One step's input and target of every microbatch, the same at each step and on every rank.
-
-    Tokens of a language model without data of its own are drawn evenly: `(sequence, batch)`, int64.
-    """
-    if isinstance(job, Language) and job.loader is None:
-        held = [_tokens(job, device, m) for m in range(job.microbatches)]
-    else:
-        draw = job.batch(device)
-        held = [draw(0, m) for m in range(job.microbatches)]
+    """One step's input and target of every microbatch, the same at each step and on every rank."""
+    draw = job.batch(device)
+    held = [draw(0, m) for m in range(job.microbatches)]
     return lambda step, microbatch: held[microbatch]
-
-
-def _tokens(job: Language, device: torch.device, microbatch: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed((job.seed << 32) + microbatch)
-    shape = job.config.sequence, job.config.batch
-    x, y = (torch.randint(job.vocabulary, shape, generator=generator) for _ in range(2))
-    return x.to(device), y.to(device)
 
 
 @contextmanager

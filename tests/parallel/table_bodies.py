@@ -9,9 +9,10 @@ from typing import Any
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.parallel import command, tables
+from qeffect.gpu_runtime.bench import tables
+from qeffect.gpu_runtime.bench.tables import Asked
+from qeffect.gpu_runtime.parallel import command
 from qeffect.gpu_runtime.parallel.model import Job
-from qeffect.gpu_runtime.parallel.tables import Asked
 from qeffect.gpu_runtime.parallel.world import join
 
 from .bodies import LIMITS

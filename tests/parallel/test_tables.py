@@ -12,9 +12,9 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.gpu_runtime import reports
+from qeffect.gpu_runtime.bench.tables import Asked, asked
 from qeffect.gpu_runtime.measure.complete import derive_tables
 from qeffect.gpu_runtime.measure.paper import LARGE, SMALL
-from qeffect.gpu_runtime.parallel.tables import Asked, asked
 from qeffect.gpu_runtime.training.model import Language
 from qeffect.schedule.plan import plan
 from qeffect.schedule.torch_tables import torch_schedule
@@ -30,7 +30,7 @@ DELAYED: Mapping[str, Mapping[int, list[int]]] = {
 
 
 @pytest.mark.parametrize("schedule", sorted(DELAYED))
-def test_delayed_weight_gradients_of_torchs_tables(schedule: str) -> None:
+def test_wgrads_that_torchs_tables_delay(schedule: str) -> None:
     """What the report counts, of every schedule and number of microbatches that it measures."""
     found = {
         m: [r.delayed for r in plan(torch_schedule(schedule, pp=2, vpp=2, microbatches=m)).ranks]

@@ -34,7 +34,7 @@ from qeffect.gpu_runtime.parallel.command import mute
 from qeffect.gpu_runtime.parallel.compare import held_by
 from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.model import Job
-from qeffect.gpu_runtime.parallel.native import NativePipeline
+from qeffect.gpu_runtime.parallel.native import Batch, NativePipeline
 from qeffect.gpu_runtime.parallel.one_launch import OneLaunch
 from qeffect.gpu_runtime.parallel.timing import (
     Turns,
@@ -51,7 +51,7 @@ from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
 from qeffect.schedule.plan import plan
 
-__all__ = ["Asked", "add_tables_arguments", "asked", "merged", "run_tables"]
+__all__ = ["Asked", "Tokens", "add_tables_arguments", "asked", "merged", "run_tables"]
 
 LAYERS: Mapping[str, LayerConfig] = {
     "h2048-s256": LayerConfig(2048, 8192, 16, 256),
@@ -74,6 +74,23 @@ REFERENCES = {
     "one launch": "replays",
 }
 """What a side has to have the bits of, under one schedule: each forms the same sums."""
+
+
+@attrs.frozen(kw_only=True)
+class Tokens(Language):
+    """A language model over tokens that are drawn evenly: `(sequence, batch)`, int64."""
+
+    def batch(self, device: torch.device, replica: int = 0) -> Batch:
+        """Tokens and targets of a step's microbatch, the same on every rank that asks."""
+        shape = self.config.sequence, self.config.batch
+
+        def draw(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+            place = (step * self.dp + replica) * self.microbatches + microbatch
+            g = torch.Generator().manual_seed((self.seed << 32) + place)
+            x, y = (torch.randint(self.vocabulary, shape, generator=g) for _ in range(2))
+            return x.to(device), y.to(device)
+
+        return draw
 
 
 @attrs.frozen
@@ -120,7 +137,7 @@ class Asked:
         if self.model == "layers":
             return Job(**common)
         tiny = self.layers == "tiny"
-        return Language(**common, vocabulary=TINY_VOCABULARY if tiny else VOCABULARY)
+        return Tokens(**common, vocabulary=TINY_VOCABULARY if tiny else VOCABULARY)
 
 
 def asked(
