@@ -35,6 +35,7 @@ __all__ = [
     "Recorded",
     "compared",
     "guarded",
+    "held_by",
     "native",
     "summed",
     "tensors_of",
@@ -362,13 +363,19 @@ def _sum_of_copies(member: Member, job: Job, tie: Tie) -> Callable[[Gradients], 
     return reduce
 
 
-def tensors_of(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, str]:
-    """Digests of everything that a step moves: parameters, numerical state, AdamW."""
-    named: dict[str, torch.Tensor] = {
+def held_by(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, Tensor]:
+    """Everything that a step moves: parameters, numerical state, AdamW; live, not copied."""
+    named: dict[str, Tensor] = {
         f"{index}.{name}": parameter.detach()
         for index, stage in stages.items()
         for name, parameter in parameters(stage).items()
     }
     named.update(live_state(next(iter(stages.values())).domain))
     named.update(optimizer.state_tensors())
-    return {name: digests([tensor.cpu()])[0] for name, tensor in named.items()}
+    return named
+
+
+def tensors_of(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, str]:
+    """Digests of everything that a step moves."""
+    held = held_by(stages, optimizer)
+    return {name: digests([tensor.cpu()])[0] for name, tensor in held.items()}
