@@ -14,9 +14,14 @@ import torch
 from qeffect.config import Bucket
 from qeffect.contract import Contract
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.memory.copies import Copies, names_of
+from qeffect.gpu_runtime.memory.scaling import SharedScaling
 from qeffect.gpu_runtime.memory.tied import Tied
 
-__all__ = ["Reducer", "Reduction", "Reductions", "require_buckets"]
+__all__ = ["SCALING", "Reducer", "Reduction", "Reductions", "require_buckets"]
+
+SCALING = "amax"
+"""The bucket that holds no gradient: the scaling state, where replicas share it."""
 
 
 class Reduction(Protocol):
@@ -38,6 +43,7 @@ def require_buckets(
     buckets: Mapping[int, Sequence[Bucket]],
     order: Sequence[int | str],
     tied: Tied,
+    copies: Copies,
     *,
     reduces: bool,
 ) -> dict[int | str, Held]:
@@ -49,6 +55,7 @@ def require_buckets(
         buckets: Those that are configured; a stage that is not named has one of all its gradients.
         order: The declared order of all buckets, or none.
         tied: Which matrices are one parameter.
+        copies: Copies of weights, which leave when all else is reduced, in buckets of their own.
         reduces: Whether anything reduces.
 
     Raises:
@@ -58,6 +65,11 @@ def require_buckets(
     unknown = sorted(buckets.keys() - stages.keys())
     if unknown:
         raise BackendError(f"buckets are of stages {unknown}; there are {sorted(stages)}")
+    if SCALING in (*order, *(bucket.name for given in buckets.values() for bucket in given)):
+        raise BackendError(
+            f"a bucket of gradients is called {SCALING!r}, which is that of the scaling state; "
+            "call it otherwise"
+        )
     if buckets and not reduces:
         raise BackendError("buckets are configured, and nothing reduces: pass a reducer")
     found: dict[int | str, Held] = {}
@@ -67,7 +79,8 @@ def require_buckets(
         if not given:
             own = (m.name for u in stages[index].units for m in u.matrices)
             every = tuple(name for name in own if tied.owned(index, name))
-            found[index] = index, (*every, *others)
+            copied = names_of(copies, index)
+            found[index] = index, tuple(n for n in (*every, *others) if n not in copied)
         rest = [bucket for bucket in given if not bucket.matrices]
         if given and len(rest) != bool(others):
             raise BackendError(
@@ -95,6 +108,9 @@ class Reductions:
         buckets: What `require_buckets` returned.
         gradients: The gradients of a stage, summed, by name.
         told: Whether the contract is told of reductions; a backend may leave them out.
+        copies: Copies of weights. The reducer is given all of this process's of one weight, under
+            its name, behind all other gradients; it leaves the same sum in each copy.
+        scaling: The scaling state, where the replicas share it: reduced behind all gradients.
     """
 
     def __init__(
@@ -104,10 +120,14 @@ class Reductions:
         gradients: Callable[[int], Mapping[str, torch.Tensor]],
         *,
         told: bool,
+        copies: Copies | None = None,
+        scaling: SharedScaling | None = None,
     ) -> None:
         self.contract = contract
+        self.copies = {name: places for name, places in (copies or {}).items() if places}
         self.buckets = buckets
         self.told = told
+        self.scaling = scaling
         self._gradients = gradients
         self._running: dict[int | str, Reduction | None] = {}
         self._ended: set[int | str] = set()
@@ -116,7 +136,7 @@ class Reductions:
         """Start one; what the reducer raises fails it."""
         self.contract.start_reduction(bucket, link)
         try:
-            self._running[bucket] = reducer(bucket, self._of(bucket))
+            self._running[bucket] = self._begun(reducer, bucket)
         except BaseException:
             self.contract.fail_reduction(bucket)
             raise
@@ -130,12 +150,12 @@ class Reductions:
     def end(self, reducer: Reducer, link: int) -> None:
         """Start what was not started, and wait for all of it."""
         if not self.told:
-            for bucket in self.buckets:
-                work = reducer(bucket, self._of(bucket))
+            for bucket in self._every():
+                work = self._begun(reducer, bucket)
                 if work is not None:
                     work.wait()
             return
-        for bucket in self.buckets:
+        for bucket in self._every():
             if bucket not in self._running and bucket not in self._ended:
                 self.start(reducer, bucket, link)
             if bucket in self._running and self._running[bucket] is None:
@@ -167,7 +187,21 @@ class Reductions:
         """What was reduced is of an epoch that is over, or begins again."""
         self._ended.clear()
 
+    def _every(self) -> tuple[int | str, ...]:
+        """All buckets in the order in which they start at the end of an epoch."""
+        return (*self.buckets, *self.copies, *(() if self.scaling is None else (SCALING,)))
+
+    def _begun(self, reducer: Reducer, bucket: int | str) -> Reduction | None:
+        if self.scaling is not None and bucket == SCALING:
+            return self.scaling.start(reducer.largest)  # type: ignore[attr-defined]
+        return reducer(bucket, self._of(bucket))
+
     def _of(self, bucket: int | str) -> dict[str, torch.Tensor]:
+        if isinstance(bucket, str) and bucket in self.copies:
+            places = self.copies[bucket]
+            return {
+                f"stages.{index}.{name}": self._gradients(index)[name] for index, name in places
+            }
         stage, names = self.buckets[bucket]
         total = self._gradients(stage)
         return {name: total[name] for name in names}

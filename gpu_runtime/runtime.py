@@ -28,16 +28,18 @@ from qeffect.gpu_runtime.execute.eager import EagerExecutor, Executor, StageMemo
 from qeffect.gpu_runtime.execute.reports import StageReports
 from qeffect.gpu_runtime.execute.streams import Handoff, handoff_for
 from qeffect.gpu_runtime.memory.arena import Arena, Rule, by_matrix
+from qeffect.gpu_runtime.memory.copies import Copies, buckets_of, names_of, require_copies
 from qeffect.gpu_runtime.memory.counters import DeviceCounters
+from qeffect.gpu_runtime.memory.scaling import AMAX, SharedScaling
 from qeffect.gpu_runtime.memory.state import NumericalState, Snapshot, live_state, preserving
 from qeffect.gpu_runtime.memory.tied import Place, Tied
 from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
 from qeffect.gpu_runtime.plan.order import Kind, Order
 from qeffect.gpu_runtime.plan.rows import Row
 from qeffect.gpu_runtime.plan.slots import Provisioning, SlotPlan, plan_slots
+from qeffect.gpu_runtime.reductions import SCALING, Reductions, require_buckets
 from qeffect.gpu_runtime.reductions import Reducer as Reducer
 from qeffect.gpu_runtime.reductions import Reduction as Reduction
-from qeffect.gpu_runtime.reductions import Reductions, require_buckets
 from qeffect.keys import TapeKey
 from qeffect.log.recorder import Recorder
 from qeffect.refusals import Refused
@@ -74,6 +76,14 @@ class RuntimeConfig:
         tied: Groups of matrices, each by stage and name, that are one parameter: they share one
             destination, and the first has the gradient. What is one parameter undeclared is
             refused.
+        copies: Copies of one weight, each a parameter with a gradient of its own, by the weight's
+            name. The reducer is given all of this process's under that name, behind all other
+            gradients, and has to leave the same sum in all copies, of other ranks too.
+        amax: ``replica`` where scales are made of what a replica saw itself, ``replicas`` where all
+            share theirs at the end of each epoch (`qeffect.gpu_runtime.memory.scaling`). Where a
+            reducer is, the contract's configuration has a bucket ``amax`` then, without which no
+            epoch commits; the reducer then has `largest`, as that of
+            `qeffect.gpu_runtime.parallel.reduction`.
     """
 
     rule: Rule = "accumulate"
@@ -91,6 +101,8 @@ class RuntimeConfig:
     buckets: Mapping[int, Sequence[Bucket]] = attrs.field(factory=dict)
     reductions: Sequence[int | str] = ()
     tied: Sequence[Sequence[Place]] = ()
+    copies: Copies = attrs.field(factory=dict)
+    amax: str = "replica"
 
 
 class Runtime:
@@ -144,11 +156,16 @@ class Runtime:
             )
         self.tied = Tied.of(stages, self.config.tied)
         self._require_shareable()
+        self._require_amax()
+        require_copies(
+            self.stages, self.config.copies, self.config.buckets, reduces=self.reducer is not None
+        )
         buckets = require_buckets(
             self.stages,
             self.config.buckets,
             self.config.reductions,
             self.tied,
+            self.config.copies,
             reduces=self._guarded_reducer is not None,
         )
         plan = (
@@ -164,17 +181,23 @@ class Runtime:
                 stage.warm()
         self.handoff.synchronize()
         self.memories = self._allocate()
+        scaling = SharedScaling(live_state(self.domain)) if self._shares_amax else None
         self.contract = Contract(
             [self._stage_config(memory) for memory in self.memories.values()],
             omit=sorted(OPTIONAL - self.relations),
             callers=self.config.callers,
             declared=self._declared(),
-            reductions=self.config.reductions,
+            reductions=self._reduction_order(),
             counted=self.config.device_counts,
             late=self.config.late_counts,
         )
         self._reductions = Reductions(
-            self.contract, buckets, self._total, told="reduction" in self.relations
+            self.contract,
+            buckets,
+            self._total,
+            told="reduction" in self.relations,
+            copies=self.config.copies,
+            scaling=scaling,
         )
         self.counters: DeviceCounters | None = None
         if self.config.device_counts:
@@ -222,6 +245,11 @@ class Runtime:
         reports = memory.reports.source
         row, index = self.row, stage.index
         readers = self.config.readers or row is not None
+        buffers, tied = dict(self.tied.buffers(index)), self.tied.tied(index)
+        if "reduction" in self.relations:
+            copied = names_of(self.config.copies, index)
+            shared = {m: copied[m] for m in memory.all_matrices if m in copied}
+            buffers, tied = {**buffers, **shared}, (*tied, *shared)
         return StageConfig(
             stage=stage.index,
             microbatches=self.order.num_microbatches,
@@ -237,10 +265,47 @@ class Runtime:
             reports_updates=reports.updates is not None,
             tape_scales=reports.tape_scales,
             pool=self.config.pool,
-            buckets=tuple(self.config.buckets.get(stage.index, ())),
-            buffers=self.tied.buffers(index) if "arena" in self.relations else {},
-            tied=self.tied.tied(index) if "arena" in self.relations else (),
+            buckets=self._buckets(memory),
+            buffers=buffers if "arena" in self.relations else {},
+            tied=tied if "arena" in self.relations else (),
         )
+
+    def _buckets(self, memory: StageMemory) -> tuple[Bucket, ...]:
+        """
+        A stage's buckets as the contract has them; none for one of all its gradients.
+
+        The bucket of the scaling state is the last stage's. In a declared order it starts behind
+        every gradient's, so behind the last F and dI of all stages.
+        """
+        index = memory.stage.index
+        given = tuple(self.config.buckets.get(index, ()))
+        if self._guarded_reducer is not None:
+            given = given or buckets_of(memory.stage, self.config.copies)
+        last = max(self.stages)
+        if not self._shares_amax or self._guarded_reducer is None or index != last:
+            return given
+        return (*(given or (Bucket(index, memory.all_matrices),)), Bucket(SCALING))
+
+    def _reduction_order(self) -> tuple[int | str, ...]:
+        order = tuple(self.config.reductions)
+        shared = order and self._shares_amax and self._guarded_reducer is not None
+        return (*order, SCALING) if shared else order
+
+    @property
+    def _shares_amax(self) -> bool:
+        """Whether there are replicas, and they share their scaling state."""
+        return self.config.amax == "replicas" and self.reducer is not None
+
+    def _require_amax(self) -> None:
+        if self.config.amax not in AMAX:
+            raise BackendError(
+                f"amax is {self.config.amax!r}; expected one of {', '.join(map(repr, AMAX))}"
+            )
+        if self._shares_amax and not callable(getattr(self.reducer, "largest", None)):
+            raise BackendError(
+                "amax='replicas' needs a reducer that has largest(words), as "
+                "qeffect.gpu_runtime.parallel.reduction.Replicas has; or take amax='replica'"
+            )
 
     def _require_shareable(self) -> None:
         """Refuse tied weights where this runtime has no one place for their gradient."""

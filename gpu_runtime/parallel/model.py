@@ -16,6 +16,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, Te
 from qeffect.gpu_runtime.clipping import Clipping
 from qeffect.gpu_runtime.memory.arena import Rule
 from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.parallel.ties import Tie
 from qeffect.gpu_runtime.plan.slots import Provisioning
 from qeffect.schedule.actions import Schedule
 from qeffect.schedule.tables import read_table
@@ -51,6 +52,7 @@ class Job:
         provisioning: How slots are counted.
         config: Dimensions of a layer.
         seed: What parameters and data are drawn from.
+        amax: Whose amax scales are made of: a `replica`'s own, or that of all `replicas`.
     """
 
     schedule: str = "zbv"
@@ -64,6 +66,7 @@ class Job:
     provisioning: Provisioning = "live"
     config: LayerConfig = attrs.field(factory=lambda: LayerConfig(32, 64, 2, 16))
     seed: int = 0
+    amax: str = "replica"
 
     @property
     def cls_name(self) -> str:
@@ -168,6 +171,11 @@ class Job:
             )
             for n in indices
         ]
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Tied weights: none here."""
+        return ()
 
     @property
     def clipping(self) -> Clipping:

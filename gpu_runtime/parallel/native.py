@@ -168,7 +168,12 @@ class NativePipeline:
             scale_grads=False,
         )
         self.optimizer = optimizer(self.stages)
-        self.losses: list[list[float]] = []
+        self._losses: list[list[Tensor]] = []
+
+    @property
+    def losses(self) -> list[list[float]]:
+        """The losses of this rank by step and microbatch; waits for the device, as no step does."""
+        return [[float(loss) for loss in losses] for losses in self._losses]
 
     def note(
         self, stage: _Stage, action: str, category: Any, found: Sequence[Tensor | None]
@@ -193,7 +198,7 @@ class NativePipeline:
         if any(p.is_last for p in self.piped):
             options = {"target": target, "losses": losses}
         self.schedule.step(*inputs, **options, return_outputs=False)
-        self.losses.append([float(loss.detach()) for loss in losses])
+        self._losses.append([loss.detach() for loss in losses])
         gradients = {p.stage_index: self._gradients(p) for p in self.piped}
         scale = None if self.reduce is None else self.reduce(gradients)
         record_step(self.recording, self.number, self.stages, gradients, before_update=True)

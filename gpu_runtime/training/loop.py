@@ -64,9 +64,11 @@ def job_of(config: Config) -> Language:
             history=model.history,
             rule=parallel.rule,  # type: ignore[arg-type]
             provisioning=parallel.provisioning,  # type: ignore[arg-type]
+            amax=parallel.amax,
             config=layer,
             seed=model.seed,
             vocabulary=model.vocabulary,
+            tied=model.tied,
             rate=Rate(
                 peak=config.optimizer.rate,
                 warmup=config.optimizer.warmup,

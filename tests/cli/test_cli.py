@@ -59,7 +59,7 @@ OPTIONS = {
     "runtime pipeline": {
         *("--schedule", "--pp", "--vpp", "--dp", "--microbatches", "--steps", "--device"),
         *("--backend", "--eager", "--rule", "--provisioning", "--compare", "--event-logs"),
-        *("--one-launch", "--clip-norm", "--skip-nonfinite", "--trace"),
+        *("--one-launch", "--clip-norm", "--skip-nonfinite", "--trace", "--amax"),
         *("--layers", "--hidden", "--ffn", "--heads", "--sequence"),
     },
     "runtime corpus": {"--out", "--tokenizer", "--vocabulary", "--any-version"},
@@ -76,6 +76,10 @@ OPTIONS = {
     "runtime scale": {
         *("--pp", "--schedules", "--cells", "--compared", "--rounds", "--steps", "--native-steps"),
         *("--device", *REPORT),
+    },
+    "runtime tables": {
+        *("--pp", "--parts", "--cells", "--microbatches", "--rounds", "--steps", "--native-steps"),
+        *("--no-profile", "--device", "--merge", *REPORT),
     },
     "runtime plots": {"--reports", "--out", "--format"},
 }
