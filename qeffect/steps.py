@@ -17,8 +17,9 @@ Why that is the same as running the transitions one by one:
   references, tokens and tickets. Nothing else about them may differ, or it is no longer this step.
 * *Moving a family decides no guard.* Transitions compare a family's numbers with each other, copy
   them, and add one; beyond that they compare epochs and tickets with the number that stands for
-  none, which is not moved and lies below all others, and generations with their maximum, which a
-  step must not reach. So every guard says what it said, and every write is the recorded one, moved.
+  none, which is not moved and lies below all others (counters never fall), and generations with
+  their maximum, which a step must not reach. So every guard says what it said, and every write is
+  the recorded one, moved.
 
 The last is not only argued: where a step is made, its transitions, the functions in force, are run
 again from starts that are moved far apart, and have to be accepted and to end in the recorded end,
@@ -87,11 +88,7 @@ COUNTERS: Final[Mapping[str, Counter]] = {
             "final",
         )
     },
-    "serial": Counter("ticket", None),
-    **{
-        name: Counter("ticket", None, 0)
-        for name in ("held", "refreshing", "filling", "busy", "writing")
-    },
+    "serial": Counter("ticket", None),  # of those that are out none is where a step begins or ends
     "token": Counter("token"),
     "rolled_at": Counter("token"),
     "scaled_at": Counter("token", ("slot_stage", "domain_of")),
@@ -319,8 +316,14 @@ def translated(memory: Memory, amounts: Amounts) -> Memory:
 
 
 def translated_event(memory: Memory, event: Event, amounts: Amounts) -> Event:
-    """Return a transition whose arguments have moved as the counters have; configuration as in a
-    memory."""
+    """
+    Return a transition whose arguments have moved as the counters have.
+
+    Args:
+        memory: Whose configuration and incarnation it is for.
+        event: The transition.
+        amounts: By how much each counter has moved.
+    """
     transition, given = event
     named = dict(zip(TRANSITIONS[transition], given, strict=True))
     epoch = amounts["epoch", 0]
@@ -330,7 +333,7 @@ def translated_event(memory: Memory, event: Event, amounts: Amounts) -> Event:
             named[name] = evolve(value, epoch=value.epoch + epoch)
         elif name == "ref":
             moved = value.generation + amounts["generation", value.slot]
-            named[name] = TapeRef(value.slot, moved, value.incarnation)
+            named[name] = TapeRef(value.slot, moved, memory.incarnation[0])
         elif name == "epoch" or (name == "fill_epoch" and value >= 0):
             named[name] = value + epoch
         elif name == "ticket":
@@ -440,7 +443,7 @@ class RecordedStep:
             {n: tuple(c.written) for n, c in seen.columns.items() if c.written},
         )
         for far in _FAR:
-            step._try(far)
+            step.try_moved(step._apart_by(far))
         return step
 
     def __attrs_post_init__(self) -> None:
@@ -513,16 +516,28 @@ class RecordedStep:
         """By stage, how much the step adds to its counters."""
         return self._counted
 
-    def _try(self, far: int) -> None:
-        """Run the transitions from a start that is moved, each counter by another amount."""
-        memory, most = self.start.memory, self.start.memory.generation_max[0]
+    def _apart_by(self, far: int) -> Amounts:
+        """Amounts of which no two are the same; a slot keeps away from its last generation."""
         amounts = {group: far * (n + 1) + n for n, group in enumerate(self._groups)}
+        most = self.start.memory.generation_max[0] - 1
         for slot, last in enumerate(self.end.memory.generation):
             group = "generation", slot
-            amounts[group] = max(min(amounts[group], most - 1 - last), 0)
-        found = translated(memory, amounts)
+            amounts[group] = max(min(amounts[group], most - last), 0)
+        return amounts
+
+    def try_moved(self, amounts: Amounts) -> None:
+        """
+        Run the transitions one by one from a start whose counters have moved.
+
+        Args:
+            amounts: By how much each of `counters` has; no slot comes to its last generation.
+
+        Raises:
+            ValueError: One is refused, or they leave something else than what `write` would.
+        """
+        found = translated(self.start.memory, amounts)
         for event in self.events:
-            transition, given = translated_event(memory, event, amounts)
+            transition, given = translated_event(self.start.memory, event, amounts)
             try:
                 self.transitions.functions[transition](found, *given)
             except Refused as refused:
@@ -536,6 +551,11 @@ class RecordedStep:
                 raise ValueError(
                     f"the step depends on how far its counters are: moved, it leaves another {name}"
                 )
+
+    @property
+    def counters(self) -> tuple[Group, ...]:
+        """Every counter of the contract: its family, and the member of the column's index."""
+        return self._groups
 
     def moved_by(self, memory: Memory) -> Amounts:
         """By how much each counter of a memory has moved since the step was recorded."""
@@ -612,7 +632,7 @@ class RecordedStep:
         amounts, tried = self.moved_by(memory), memory.copy()
         for event in self.events:
             try:
-                transition, given = translated_event(self.start.memory, event, amounts)
+                transition, given = translated_event(memory, event, amounts)
                 self.transitions.functions[transition](tried, *given)
             except Refused as refused:
                 return evolve(odd, clause=refused.clause)
