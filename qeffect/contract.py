@@ -1051,6 +1051,7 @@ class Contract:
         """All that the contract holds and a step may move, as it is now."""
         return self._steps.standing()
 
+    @alone
     def record_step(self) -> Recording:
         """
         Begin to record a step, which is then asked and told action by action.
@@ -1101,7 +1102,7 @@ class Contract:
             the actions are then asked for one by one.
 
         Raises:
-            ValueError: It is no step of this contract.
+            TypeError, ValueError: It is no step, or none of this contract.
         """
         return self._steps.differs(step)
 
@@ -1118,7 +1119,8 @@ class Contract:
 
         Raises:
             Refused: ``epoch.uncounted``: the last commit's counts have not come.
-            ValueError: The state differs from the start of the step; nothing was changed.
+            TypeError, ValueError: It is no step of this contract, or the state differs from its
+                start; nothing was changed.
         """
         difference = self._steps.differs(step)
         if difference is not None:

@@ -42,8 +42,11 @@ class Steps:
         Compare a step's start with what is there now.
 
         Raises:
+            TypeError: It is no step.
             ValueError: The step was recorded with other transitions, so of another contract.
         """
+        if not isinstance(step, RecordedStep):
+            raise TypeError(f"expected a step that was recorded, got {step!r}")
         runner = self._runner
         if step.transitions is not runner.transitions:
             raise ValueError("check_step: the step was recorded by a contract of other relations")
