@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from qeffect.gpu_runtime.measure.curves import derive_curves
 from qeffect.gpu_runtime.measure.host import derive_host
 from qeffect.gpu_runtime.measure.restarts import derive_restarts
 from qeffect.gpu_runtime.measure.scale import derive_scale
@@ -551,5 +552,6 @@ DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {
     "scale": derive_scale,
     "train": derive_train,
     "restarts": derive_restarts,
+    "curves": derive_curves,
 }
 """What computes the derived part of each kind of report."""

@@ -35,6 +35,7 @@ __all__ = [
     "compared",
     "guarded",
     "native",
+    "native_pipeline",
     "summed",
     "tensors_of",
 ]
@@ -144,13 +145,28 @@ def native(
     member: Member, job: Job, steps: int, backend: str, recording: Recording | None
 ) -> NativePipeline:
     """Train a job natively under torch's schedule class; every rank calls it."""
+    run = native_pipeline(member, job, backend, recording)
+    for step in range(steps):
+        job.prepare(step, run.optimizer)
+        run.step()
+    return run
+
+
+def native_pipeline(
+    member: Member, job: Job, backend: str, recording: Recording | None = None
+) -> NativePipeline:
+    """
+    A job's native pipeline before its first step; every rank calls it.
+
+    Its process groups last as long as the process.
+    """
     replica, place = divmod(member.rank, job.pp)
     groups = [
         dist.new_group(job.ranks(r), backend=transport_of(member.device)) for r in range(job.dp)
     ]
     order = Order.of_rank(job.table(), place)
     fuse = rule_for(order, job.rule) == "main_grad"
-    run = NativePipeline(
+    return NativePipeline(
         job.cls_name,
         job.stages(order.stages, member.device, backend, loss=False, fuse=fuse),
         job.num_stages,
@@ -164,10 +180,6 @@ def native(
         reduce=_after(member, job, place),
         optimizer=job.optimizer,
     )
-    for step in range(steps):
-        job.prepare(step, run.optimizer)
-        run.step()
-    return run
 
 
 def guarded(

@@ -47,6 +47,7 @@ SAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "scale": samples.scale_report,
     "train": samples.train_report,
     "restarts": samples.restarts_report,
+    "curves": samples.curves_report,
 }
 
 
