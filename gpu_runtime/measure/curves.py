@@ -26,6 +26,7 @@ __all__ = [
     "derive_curves",
     "quantile",
     "reached",
+    "seconds_at",
     "smoothed",
     "upper_bound",
 ]
@@ -103,14 +104,13 @@ def _same_order(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
         steps = min(len(ours["losses"]), len(theirs["losses"]))
         held = dict(map(tuple, theirs["held_out"]))
         pairs = [(loss, held[step]) for step, loss in ours["held_out"] if step in held]
+        both = zip(ours["losses"][:steps], theirs["losses"][:steps], strict=True)
         whole = len(ours["losses"]) == len(theirs["losses"])
         yield {
             "run": name(ours),
             "native": name(theirs),
             "steps": steps,
-            "losses_differ": sum(
-                a != b for a, b in zip(ours["losses"][:steps], theirs["losses"][:steps], strict=True)
-            ),
+            "losses_differ": sum(a != b for a, b in both),
             "held_out": len(pairs),
             "held_out_differ": sum(a != b for a, b in pairs),
             "tensors": ours["tensors"] if whole else None,
@@ -292,14 +292,23 @@ def reached(
     2.0
     """
     step = next((n for n, value in mean.items() if value <= level), None)
-    if step is None:
-        return None
+    return None if step is None else seconds_at(clock, step)
+
+
+def seconds_at(clock: Sequence[Sequence[float]], step: int) -> float:
+    """
+    Seconds of training until so many steps were done, within the clock's.
+
+    >>> seconds_at([[10, 1.0], [20, 3.0]], 15)
+    2.0
+    """
     before, begun = 0.0, 0.0
+    (last, end), *_ = clock
     for last, end in clock:
         if step <= last:
-            return begun + (end - begun) * (step - before) / (last - before)
+            break
         before, begun = last, end
-    return None
+    return begun + (end - begun) * (step - before) / (last - before)
 
 
 def curve_lines(derived: Raw) -> list[str]:

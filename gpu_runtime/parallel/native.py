@@ -172,11 +172,11 @@ class NativePipeline:
 
     @property
     def losses(self) -> list[list[float]]:
-        """The losses of every step by microbatch, on the last stage's rank; waits for the device."""
+        """Of every step as `losses_of`."""
         return [self.losses_of(step) for step in range(self.number)]
 
     def losses_of(self, step: int) -> list[float]:
-        """The losses of a step by microbatch; waits for the device."""
+        """The losses of a step by microbatch, where the last stage is; waits for the device."""
         return [float(loss) for loss in self._kept_losses[step]]
 
     def note(

@@ -1,8 +1,8 @@
 """
 ``qeffect runtime curves``: how models learn, guarded and natively, run after run, in one report.
 
-A run is named SIDE:SCHEDULE:SEED, such as ``guarded:zbv:0``, or SIDE:SCHEDULE:SEED:HEAD. All runs of
-a report have one configuration: the seed is added to those of the parameters and of the order of
+A run is named SIDE:SCHEDULE:SEED, such as ``guarded:zbv:0``, or SIDE:SCHEDULE:SEED:HEAD. All runs
+of a report have one configuration: the seed is added to those of the parameters and of the order of
 the text, so that runs of one seed begin with the same bits and read the same windows. Each run is
 made new in the same processes, and written down whole as soon as it has ended. What follows from
 them is computed by `qeffect.gpu_runtime.measure.curves`.
@@ -321,9 +321,9 @@ def _course(
         ends = over or last == run.steps
         if ends or (run.evaluate_every and last % run.evaluate_every == 0):
             _evaluate(side, course, last, told, ends=ends)
-            loss, held = course.losses[-1], course.held_out[-1][1]
+            now, held = course.losses[-1], course.held_out[-1][1]
             told.note(
-                f"{named}: {last} steps in {seconds:.1f} s, loss {_said(loss)}, held out "
+                f"{named}: {last} steps in {seconds:.1f} s, loss {_said(now)}, held out "
                 f"{_said(held)}" + ", ended by --limit-s" * (over and last < run.steps)
             )
         if ends:
@@ -514,7 +514,9 @@ def merged(paths: Sequence[Path]) -> Report:
             of other versions or of another configuration; or two have a run of one name.
     """
     parts = [_part(path) for path in paths]
-    (first, whence), runs, seen = (parts[0], paths[0]), [], {}
+    first, whence = parts[0], paths[0]
+    runs: list[Any] = []
+    seen: dict[Any, Path] = {}
     for path, part in zip(paths, parts, strict=True):
         own, others = _facts(part), _facts(first)
         for name in sorted(own.keys() | others.keys()):
