@@ -14,9 +14,13 @@ import torch
 from qeffect.config import Bucket
 from qeffect.contract import Contract
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.memory.scaling import SharedScaling
 from qeffect.gpu_runtime.memory.tied import Tied
 
-__all__ = ["Reducer", "Reduction", "Reductions", "require_buckets"]
+__all__ = ["SCALING", "Reducer", "Reduction", "Reductions", "require_buckets"]
+
+SCALING = "amax"
+"""The bucket that holds no gradient: the scaling state, where replicas share it."""
 
 
 class Reduction(Protocol):
@@ -58,6 +62,11 @@ def require_buckets(
     unknown = sorted(buckets.keys() - stages.keys())
     if unknown:
         raise BackendError(f"buckets are of stages {unknown}; there are {sorted(stages)}")
+    if SCALING in (*order, *(bucket.name for given in buckets.values() for bucket in given)):
+        raise BackendError(
+            f"a bucket of gradients is called {SCALING!r}, which is that of the scaling state; "
+            "call it otherwise"
+        )
     if buckets and not reduces:
         raise BackendError("buckets are configured, and nothing reduces: pass a reducer")
     found: dict[int | str, Held] = {}
@@ -95,6 +104,7 @@ class Reductions:
         buckets: What `require_buckets` returned.
         gradients: The gradients of a stage, summed, by name.
         told: Whether the contract is told of reductions; a backend may leave them out.
+        scaling: The scaling state, where the replicas share it: reduced behind all gradients.
     """
 
     def __init__(
@@ -104,10 +114,12 @@ class Reductions:
         gradients: Callable[[int], Mapping[str, torch.Tensor]],
         *,
         told: bool,
+        scaling: SharedScaling | None = None,
     ) -> None:
         self.contract = contract
         self.buckets = buckets
         self.told = told
+        self.scaling = scaling
         self._gradients = gradients
         self._running: dict[int | str, Reduction | None] = {}
         self._ended: set[int | str] = set()
@@ -116,7 +128,7 @@ class Reductions:
         """Start one; what the reducer raises fails it."""
         self.contract.start_reduction(bucket, link)
         try:
-            self._running[bucket] = reducer(bucket, self._of(bucket))
+            self._running[bucket] = self._begun(reducer, bucket)
         except BaseException:
             self.contract.fail_reduction(bucket)
             raise
@@ -130,12 +142,12 @@ class Reductions:
     def end(self, reducer: Reducer, link: int) -> None:
         """Start what was not started, and wait for all of it."""
         if not self.told:
-            for bucket in self.buckets:
-                work = reducer(bucket, self._of(bucket))
+            for bucket in self._every():
+                work = self._begun(reducer, bucket)
                 if work is not None:
                     work.wait()
             return
-        for bucket in self.buckets:
+        for bucket in self._every():
             if bucket not in self._running and bucket not in self._ended:
                 self.start(reducer, bucket, link)
             if bucket in self._running and self._running[bucket] is None:
@@ -166,6 +178,15 @@ class Reductions:
     def forget(self) -> None:
         """What was reduced is of an epoch that is over, or begins again."""
         self._ended.clear()
+
+    def _every(self) -> tuple[int | str, ...]:
+        """All buckets in the order in which they start at the end of an epoch."""
+        return (*self.buckets, *(() if self.scaling is None else (SCALING,)))
+
+    def _begun(self, reducer: Reducer, bucket: int | str) -> Reduction | None:
+        if self.scaling is not None and bucket == SCALING:
+            return self.scaling.start(reducer.largest)  # type: ignore[attr-defined]
+        return reducer(bucket, self._of(bucket))
 
     def _of(self, bucket: int | str) -> dict[str, torch.Tensor]:
         stage, names = self.buckets[bucket]

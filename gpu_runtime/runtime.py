@@ -29,15 +29,16 @@ from qeffect.gpu_runtime.execute.reports import StageReports
 from qeffect.gpu_runtime.execute.streams import Handoff, handoff_for
 from qeffect.gpu_runtime.memory.arena import Arena, Rule, by_matrix
 from qeffect.gpu_runtime.memory.counters import DeviceCounters
+from qeffect.gpu_runtime.memory.scaling import AMAX, SharedScaling
 from qeffect.gpu_runtime.memory.state import NumericalState, Snapshot, live_state, preserving
 from qeffect.gpu_runtime.memory.tied import Place, Tied
 from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
 from qeffect.gpu_runtime.plan.order import Kind, Order
 from qeffect.gpu_runtime.plan.rows import Row
 from qeffect.gpu_runtime.plan.slots import Provisioning, SlotPlan, plan_slots
+from qeffect.gpu_runtime.reductions import SCALING, Reductions, require_buckets
 from qeffect.gpu_runtime.reductions import Reducer as Reducer
 from qeffect.gpu_runtime.reductions import Reduction as Reduction
-from qeffect.gpu_runtime.reductions import Reductions, require_buckets
 from qeffect.keys import TapeKey
 from qeffect.log.recorder import Recorder
 from qeffect.refusals import Refused
@@ -74,6 +75,11 @@ class RuntimeConfig:
         tied: Groups of matrices, each by stage and name, that are one parameter: they share one
             destination, and the first has the gradient. What is one parameter undeclared is
             refused.
+        amax: ``replica`` where scales are made of what a replica saw itself, ``replicas`` where all
+            share theirs at the end of each epoch (`qeffect.gpu_runtime.memory.scaling`). Where a
+            reducer is, the contract's configuration has a bucket ``amax`` then, without which no
+            epoch commits; the reducer then has `largest`, as that of
+            `qeffect.gpu_runtime.parallel.reduction`.
     """
 
     rule: Rule = "accumulate"
@@ -91,6 +97,7 @@ class RuntimeConfig:
     buckets: Mapping[int, Sequence[Bucket]] = attrs.field(factory=dict)
     reductions: Sequence[int | str] = ()
     tied: Sequence[Sequence[Place]] = ()
+    amax: str = "replica"
 
 
 class Runtime:
@@ -144,6 +151,7 @@ class Runtime:
             )
         self.tied = Tied.of(stages, self.config.tied)
         self._require_shareable()
+        self._require_amax()
         buckets = require_buckets(
             self.stages,
             self.config.buckets,
@@ -164,17 +172,22 @@ class Runtime:
                 stage.warm()
         self.handoff.synchronize()
         self.memories = self._allocate()
+        scaling = SharedScaling(live_state(self.domain)) if self._shares_amax else None
         self.contract = Contract(
             [self._stage_config(memory) for memory in self.memories.values()],
             omit=sorted(OPTIONAL - self.relations),
             callers=self.config.callers,
             declared=self._declared(),
-            reductions=self.config.reductions,
+            reductions=self._reduction_order(),
             counted=self.config.device_counts,
             late=self.config.late_counts,
         )
         self._reductions = Reductions(
-            self.contract, buckets, self._total, told="reduction" in self.relations
+            self.contract,
+            buckets,
+            self._total,
+            told="reduction" in self.relations,
+            scaling=scaling,
         )
         self.counters: DeviceCounters | None = None
         if self.config.device_counts:
@@ -237,10 +250,45 @@ class Runtime:
             reports_updates=reports.updates is not None,
             tape_scales=reports.tape_scales,
             pool=self.config.pool,
-            buckets=tuple(self.config.buckets.get(stage.index, ())),
+            buckets=self._buckets(memory),
             buffers=self.tied.buffers(index) if "arena" in self.relations else {},
             tied=self.tied.tied(index) if "arena" in self.relations else (),
         )
+
+    def _buckets(self, memory: StageMemory) -> tuple[Bucket, ...]:
+        """
+        A stage's buckets as the contract has them; none for one of all its gradients.
+
+        The bucket of the scaling state is the last stage's. In a declared order it starts behind
+        every gradient's, so behind the last F and dI of all stages.
+        """
+        index = memory.stage.index
+        given = tuple(self.config.buckets.get(index, ()))
+        last = max(self.stages)
+        if not self._shares_amax or self._guarded_reducer is None or index != last:
+            return given
+        return (*(given or (Bucket(index, memory.all_matrices),)), Bucket(SCALING))
+
+    def _reduction_order(self) -> tuple[int | str, ...]:
+        order = tuple(self.config.reductions)
+        shared = order and self._shares_amax and self._guarded_reducer is not None
+        return (*order, SCALING) if shared else order
+
+    @property
+    def _shares_amax(self) -> bool:
+        """Whether there are replicas, and they share their scaling state."""
+        return self.config.amax == "replicas" and self.reducer is not None
+
+    def _require_amax(self) -> None:
+        if self.config.amax not in AMAX:
+            raise BackendError(
+                f"amax is {self.config.amax!r}; expected one of {', '.join(map(repr, AMAX))}"
+            )
+        if self._shares_amax and not callable(getattr(self.reducer, "largest", None)):
+            raise BackendError(
+                "amax='replicas' needs a reducer that has largest(words), as "
+                "qeffect.gpu_runtime.parallel.reduction.Replicas has; or take amax='replica'"
+            )
 
     def _require_shareable(self) -> None:
         """Refuse tied weights where this runtime has no one place for their gradient."""

@@ -22,6 +22,7 @@ from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
 from qeffect.gpu_runtime.memory.arena import RULES
+from qeffect.gpu_runtime.memory.scaling import AMAX
 from qeffect.gpu_runtime.parallel.compare import Compared, compared, guarded, summed
 from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError
 from qeffect.gpu_runtime.parallel.model import NAMES, Batches, Job
@@ -78,6 +79,9 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rule", choices=RULES, default="accumulate", help="where dW writes")
     parser.add_argument(
         "--provisioning", choices=PROVISIONINGS, default="live", help="how slots are counted"
+    )
+    parser.add_argument(
+        "--amax", choices=AMAX, default="replica", help="whose amax scales are made of"
     )
     for name, text in (
         ("layers", "of a stage (default 1)"),
@@ -241,6 +245,10 @@ def _require_together(args: argparse.Namespace) -> None:
         raise UnusableError(
             "--one-launch makes a step one CUDA graph, so it needs --device cuda; leave it out"
         )
+    if args.amax == "replicas" and args.dp == 1:
+        raise UnusableError(
+            "--amax replicas shares amax between replicas, and --dp 1 has one; give --dp 2 or more"
+        )
     clips = args.clip_norm is not None or args.skip_nonfinite
     for given, name, other, why in (
         (args.eager, "--one-launch", "--eager", "without graphs there is none of a step"),
@@ -280,6 +288,7 @@ def _job(args: argparse.Namespace) -> Job:
         rule=args.rule,
         provisioning=args.provisioning,
         config=config,
+        amax=args.amax,
     )
     if job.cls_name:
         return job

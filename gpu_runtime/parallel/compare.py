@@ -166,7 +166,15 @@ def native_pipeline(
     ]
     order = Order.of_rank(job.table(), place)
     fuse = rule_for(order, job.rule) == "main_grad"
-    return NativePipeline(
+    after = _after(member, job, place)
+    shared = _amax_over(member, job, place) if job.amax == "replicas" and job.dp > 1 else None
+
+    def reduce(gradients: Gradients) -> Tensor | None:
+        if shared is not None:
+            shared(live_state(run.domain))
+        return None if after is None else after(gradients)
+
+    run = NativePipeline(
         job.cls_name,
         job.stages(order.stages, member.device, backend, loss=False, fuse=fuse),
         job.num_stages,
@@ -177,9 +185,10 @@ def native_pipeline(
         groups[replica],
         rule=job.rule,
         recording=recording,
-        reduce=_after(member, job, place),
+        reduce=reduce,
         optimizer=job.optimizer,
     )
+    return run
 
 
 def guarded(
@@ -209,6 +218,7 @@ def guarded(
         nested=one_launch,
         device_counts=one_launch,
         late_counts=one_launch,
+        amax=job.amax,
     )
     worker = Worker(
         member,
@@ -303,17 +313,34 @@ def _after(member: Member, job: Job, place: int) -> Callable[[Gradients], Tensor
 
 def _sum_over(member: Member, job: Job, place: int) -> Callable[[Gradients], None]:
     """The plain sum over replicas, one tensor after another, when everything has run."""
-    groups = [
-        dist.new_group(list(range(p, job.world, job.pp)), backend=transport_of(member.device))
-        for p in range(job.pp)
-    ]
+    group = _replicas_of(member, job, place)
 
     def reduce(gradients: Gradients) -> None:
         for named in gradients.values():
             for gradient in named.values():
-                dist.all_reduce(gradient, group=groups[place])
+                dist.all_reduce(gradient, group=group)
 
     return reduce
+
+
+def _amax_over(member: Member, job: Job, place: int) -> Callable[[Mapping[str, Tensor]], None]:
+    """The largest amax and the smallest scale of the replicas, one tensor after another."""
+    group = _replicas_of(member, job, place)
+
+    def share(state: Mapping[str, Tensor]) -> None:
+        for name, tensor in state.items():
+            least = name.endswith("scale")
+            dist.all_reduce(tensor, dist.ReduceOp.MIN if least else dist.ReduceOp.MAX, group=group)
+
+    return share
+
+
+def _replicas_of(member: Member, job: Job, place: int) -> Any:
+    groups = [
+        dist.new_group(list(range(p, job.world, job.pp)), backend=transport_of(member.device))
+        for p in range(job.pp)
+    ]
+    return groups[place]
 
 
 def tensors_of(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, str]:

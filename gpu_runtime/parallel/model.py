@@ -51,6 +51,7 @@ class Job:
         provisioning: How slots are counted.
         config: Dimensions of a layer.
         seed: What parameters and data are drawn from.
+        amax: Whose amax scales are made of: a `replica`'s own, or that of all `replicas`.
     """
 
     schedule: str = "zbv"
@@ -64,6 +65,7 @@ class Job:
     provisioning: Provisioning = "live"
     config: LayerConfig = attrs.field(factory=lambda: LayerConfig(32, 64, 2, 16))
     seed: int = 0
+    amax: str = "replica"
 
     @property
     def cls_name(self) -> str:

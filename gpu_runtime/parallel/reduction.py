@@ -110,6 +110,17 @@ class Replicas:
             raise started.lost(error) from None
         return started
 
+    def largest(self, words: Tensor) -> _Started:
+        """Begin to replace int32 words in place by the largest of all replicas."""
+        started = _Started(self, "amax ", ())
+        self._started = [s for s in self._started if s.works] + [started]
+        try:
+            work = dist.all_reduce(words, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise started.lost(error) from None
+        started.works.append(work)
+        return started
+
     def close(self, *, abort: bool = True) -> None:
         """End the group; replicas that wait on it wake up. `abort` as for `Channels.close`."""
         for started in self._started:  # they hold connections open

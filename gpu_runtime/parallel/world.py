@@ -240,7 +240,7 @@ class Worker:
             ends = [a.stage for a in self.row.atoms if a.kind is Kind.REDUCE_GRAD]
             if sorted(ends) == list(self.row.stages):
                 config = attrs.evolve(config, reductions=tuple(ends))
-        self._require_one_end()
+        self._require_one_end(config.amax)
         self.runtime = self._runtime(build, config, event_log)
         self.optimizer = optimizer(list(self.runtime.stages.values()))
         self._pipeline = pipeline
@@ -248,10 +248,10 @@ class Worker:
         self._stepping = False
         self.pipeline = self._connect()
 
-    def _require_one_end(self) -> None:
-        """Refuse ranks that would do different things with their gradients."""
-        names = "clip_norm", "skip_nonfinite", "mean", "together"
-        own = (*attrs.astuple(self.clipping), self.mean, self.together)
+    def _require_one_end(self, amax: str) -> None:
+        """Refuse ranks that would do different things at the end of a step."""
+        names = "clip_norm", "skip_nonfinite", "mean", "together", "amax"
+        own = (*attrs.astuple(self.clipping), self.mean, self.together, amax)
         for rank, words in enumerate(said := gathered(self.member, own)):
             for name, word, first in zip(names, words, said[0], strict=True):
                 if word != first:

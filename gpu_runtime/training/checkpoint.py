@@ -59,6 +59,7 @@ from qeffect.gpu_runtime.training.state import (
     checksums,
     random_states,
     set_random_states,
+    shares_amax,
 )
 
 __all__ = ["Checkpoints", "EarlierSaveError", "Replicas", "plain", "sizes"]
@@ -69,8 +70,8 @@ Whose scaling state a replica takes: its own of as many replicas, or of whatever
 that of replica r modulo their number.
 """
 
-#: How amax is reduced over replicas: it is not. Every backend here rolls what it saw itself.
-AMAX = "each replica its own"
+#: Whose amax scales are made of, as facts have it, by what a runtime is configured with.
+AMAX = {"replica": "each replica its own", "replicas": "the largest of all replicas"}
 
 #: What the name of a table made by torch begins with: a version is no mapping.
 _TORCH = re.compile(r"^torch \S+ ")
@@ -497,7 +498,8 @@ class Checkpoints:
     ) -> dict[str, Wanted]:
         """What this rank takes, by its own names, when the checkpoint has it as it is here."""
         there, here = facts["mapping"]["replicas"], worker.member.world // worker.pp
-        if there != here and replicas == "same":
+        shares = shares_amax(worker.runtime)  # what all replicas hold alike is there once
+        if there != here and not shares and replicas == "same":
             raise BackendError(
                 f"{path} has the scaling state of {there} replicas, this run has {here}; "
                 '[checkpoint] replicas = "modulo" of a run, replicas="modulo" of `load`, lets '
@@ -508,7 +510,8 @@ class Checkpoints:
         )  # fmt: skip
         wanted: dict[str, Wanted] = {}
         for name, tensor in held.tensors.items():
-            saved = theirs + name.removeprefix(mine) if name in held.numerical else name
+            own = name in held.numerical and not shares
+            saved = theirs + name.removeprefix(mine) if own else name
             wanted[name] = Wanted(saved, tensor)
         for name, tensor in extra.items():
             wanted[f"{EXTRA}.{name}"] = Wanted(f"{EXTRA}.{name}", tensor)
@@ -663,7 +666,7 @@ def _own(worker: Worker) -> dict[str, Any]:
     return {
         "backend": domain.name,
         "recipe": plain(domain.recipe(), "recipe"),
-        "amax": AMAX,
+        "amax": AMAX[worker.runtime.config.amax],
         "optimizer": type(worker.optimizer.adamw).__name__,
         "masters": None if masters is None else str(masters),
     }

@@ -16,6 +16,7 @@ import attrs
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.memory.arena import RULES
+from qeffect.gpu_runtime.memory.scaling import AMAX
 from qeffect.gpu_runtime.parallel.model import NAMES
 from qeffect.gpu_runtime.plan.slots import PROVISIONINGS
 from qeffect.report import UnusableError
@@ -137,6 +138,8 @@ class Parallel:
         rule: Where dW writes.
         provisioning: How slots are counted.
         captured: On cuda, replay graphs.
+        amax: Whose amax scales are made of: a `replica`'s own, or that of all `replicas`, which
+            then share their scaling state.
     """
 
     schedule: str = _class("zbv")
@@ -151,6 +154,7 @@ class Parallel:
     rule: str = _one_of("accumulate", *RULES)
     provisioning: str = _one_of("live", *PROVISIONINGS)
     captured: bool = _flag(True)
+    amax: str = _one_of("replica", *AMAX)
 
 
 @attrs.frozen(kw_only=True)

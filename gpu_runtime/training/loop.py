@@ -64,6 +64,7 @@ def job_of(config: Config) -> Language:
             history=model.history,
             rule=parallel.rule,  # type: ignore[arg-type]
             provisioning=parallel.provisioning,  # type: ignore[arg-type]
+            amax=parallel.amax,
             config=layer,
             seed=model.seed,
             vocabulary=model.vocabulary,

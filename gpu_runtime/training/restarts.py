@@ -38,7 +38,7 @@ from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, join
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints, Replicas, sizes
-from qeffect.gpu_runtime.training.state import Persistent, by_layer, optimizer_state
+from qeffect.gpu_runtime.training.state import Persistent, by_layer, optimizer_state, shares_amax
 
 __all__ = [
     "Trial",
@@ -115,7 +115,11 @@ def made(member: Member, trial: Trial) -> Worker:
         ),
         lambda replica: Batches(job.batch(member.device, replica), member.device),
         RuntimeConfig(
-            rule=job.rule, provisioning=job.provisioning, captured=trial.captured, dtype=wide
+            rule=job.rule,
+            provisioning=job.provisioning,
+            captured=trial.captured,
+            dtype=wide,
+            amax=job.amax,
         ),
         limits=trial.limits,
         optimizer=optimizer,
@@ -243,7 +247,8 @@ def remapped(
     held = torch.load(whole, weights_only=True, map_location="cpu")
     there = json.loads((path / "facts.json").read_text())["mapping"]["replicas"]
     by_hand = made(member, trial)
-    _copy(by_hand, trial.job, held, epoch, by_hand.replica % there)
+    whose = 0 if shares_amax(by_hand.runtime) else by_hand.replica % there
+    _copy(by_hand, trial.job, held, epoch, whose)
     copied = bits(by_hand, trial.job)
     by_hand.step()
     theirs, losses = bits(by_hand, trial.job), _losses(by_hand, [epoch])

@@ -4,8 +4,8 @@ Which tensors of a rank persist, under names in which no mapping of stages to ra
 `model.layers.5.qkv.weight`, `optim.layers.5.qkv.weight.exp_avg`,
 `fp8.dp0.layers.5.forward.scale`: a layer counts over the whole model, so any rank of any mapping
 finds what it needs, and what replicas hold alike has one name. Scaling state differs between
-replicas and is named by replica. Random states belong to a process: theirs are the only names with
-a place in the pipeline.
+replicas and is named by replica; where they share it, all of them call it the first one's. Random
+states belong to a process: theirs are the only names with a place in the pipeline.
 
 Tokens, generations, tapes, graphs, streams, events, addresses and weight caches have no name here:
 they are of a process, and a restore makes them anew.
@@ -37,6 +37,7 @@ __all__ = [
     "optimizer_state",
     "random_states",
     "set_random_states",
+    "shares_amax",
 ]
 
 Naming = Callable[[int, str], str]
@@ -152,7 +153,7 @@ class Persistent:
                 f"{len(missing)} tensors of the optimizer belong to no parameter, first "
                 f"{missing[0]}; build it over the runtime's stages"
             )
-        scope = f"{NUMERICAL}.dp{replica}"
+        scope = f"{NUMERICAL}.dp{0 if shares_amax(runtime) else replica}"
         for stage in runtime.domain.stages:
             for local, tensor in stage.numerical_state().items():
                 name = f"{scope}.{_named(naming, stage.index, local)}"
@@ -163,6 +164,11 @@ class Persistent:
             add(name, tensor)
             numerical[name] = f"domain.{local}"
         return cls(tensors, tuple(weights), moments, numerical)
+
+
+def shares_amax(runtime: Runtime) -> bool:
+    """Whether all replicas hold the same scaling state, however many they are."""
+    return runtime.config.amax == "replicas"
 
 
 def _named(naming: Naming, stage: int, local: str) -> str:

@@ -59,7 +59,7 @@ OPTIONS = {
     "runtime pipeline": {
         *("--schedule", "--pp", "--vpp", "--dp", "--microbatches", "--steps", "--device"),
         *("--backend", "--eager", "--rule", "--provisioning", "--compare", "--event-logs"),
-        *("--one-launch", "--clip-norm", "--skip-nonfinite", "--trace"),
+        *("--one-launch", "--clip-norm", "--skip-nonfinite", "--trace", "--amax"),
         *("--layers", "--hidden", "--ffn", "--heads", "--sequence"),
     },
     "runtime corpus": {"--out", "--tokenizer", "--vocabulary", "--any-version"},

@@ -72,6 +72,7 @@ def test_what_cannot_run_is_one_line_of_rank_0(tmp_path: Path) -> None:
         (["--vpp", "3"], None, "2 stages a rank; expected vpp=2"),
         (["--device", "cuda"], None, "this torch has no NCCL"),
         (["--one-launch"], 2, "--one-launch makes a step one CUDA graph"),
+        (["--amax", "replicas"], 2, "--amax replicas shares amax between replicas"),
         (["--clip-norm", "-1"], 2, "clip_norm is -1.0; expected a positive finite number"),
         (["--clip-norm", "1", "--compare"], 2, "--clip-norm and --skip-nonfinite with --compare"),
         (["--trace", str(tmp_path / "no" / "t")], 2, "No such file or directory; name a file"),

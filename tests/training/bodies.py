@@ -39,6 +39,7 @@ from qeffect.gpu_runtime.training.files import FACTS, MANIFEST, Writer, canonica
 from qeffect.gpu_runtime.training.model import Language
 from qeffect.gpu_runtime.training.restarts import Trial, bits, facts_of, made
 from qeffect.gpu_runtime.training.state import Persistent, by_layer
+from qeffect.refusals import Refused
 
 LIMITS = Limits(start=60.0, message=20.0, commit=20.0, grace=2.0)
 
@@ -746,3 +747,20 @@ def with_masters(
     """Another body of these, over master weights in float32."""
     found: dict[str, Any] = globals()[body](job, folder, options, masters=masters)
     return found
+
+
+def restored_otherwise(job: Job, _: str) -> dict[str, Any]:
+    """A contract's checkpoint loaded where replicas share amax, and where they do not."""
+    member = join("cpu", LIMITS)
+    own = attrs.evolve(job, amax="replica")
+    workers = [made(member, trial(each)) for each in (own, job)]
+    checkpoint, state = workers[0].runtime.checkpoint()
+    said = {"own": "", "clause": None, "text": ""}
+    workers[0].runtime.restore(checkpoint, state)
+    try:
+        workers[1].runtime.restore(checkpoint, state)
+    except Refused as refused:
+        said.update(clause=refused.clause, text=str(refused))
+    for worker in workers:
+        worker.close()
+    return said
