@@ -27,13 +27,13 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
     captured = "guarded and captured" if any(run["captured"] for run in raw) else "guarded"
     yield (
         f"**Loss curves** ({name}; {machine}), {captured}, and natively under torch's own "
-        f"pipeline: {first['parameters'] / 1e6:.0f} M parameters, {model['layers']} layers of hidden "
-        f"{model['hidden']}, PP={asked['parallel']['pp']}, {first['tokens_a_step']:,} tokens a "
-        f"step, held-out text of {asked['windows']:,} windows of {model['sequence']} tokens. Runs "
-        "of one seed begin with the same bits and read the same windows; they did not run in turns. "
-        "Loss is the mean of the first ten steps and of the last ten; in brackets the one over the "
-        "other. A step is the median of blocks that end with a drained device; building is stages, "
-        "warm-up and capture:"
+        f"pipeline: {first['parameters'] / 1e6:.0f} M parameters, {model['layers']} layers of "
+        f"hidden {model['hidden']}, PP={asked['parallel']['pp']}, {first['tokens_a_step']:,} "
+        f"tokens a step, held-out text of {asked['windows']:,} windows of {model['sequence']} "
+        "tokens. Runs of one seed begin with the same bits and read the same windows; they did not "
+        "run in turns. Loss is the mean of the first ten steps and of the last ten; in brackets "
+        "the one over the other. A step is the median of blocks that end with a drained device; "
+        "building is stages, warm-up and capture:"
     )
     beside = {row["run"]: row for row in derived["same_order"]}
     header = (

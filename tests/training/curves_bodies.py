@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import gc
 import io
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from qeffect.cli import main
+from qeffect.gpu_runtime.backends.te import domain as te
 from qeffect.gpu_runtime.parallel import command
 from qeffect.gpu_runtime.parallel.native import NativePipeline
 from qeffect.gpu_runtime.parallel.world import Worker, join
 from qeffect.gpu_runtime.training.curves import Named, Told, trained
 from qeffect.gpu_runtime.training.loop import opened
 from tests.parallel.bodies import LIMITS
+from tests.runtime import fake_te
 
 
 def in_turn(config: str, names: list[str], limits: list[int]) -> list[dict[str, Any]]:
-    """Runs in the same processes; each with how many pipelines there are when it has ended."""
+    """
+    Runs in the same processes; each with how many pipelines there are when it has ended.
+
+    Over a stand-in for Transformer Engine, whose scales are the process's.
+    """
+    sys.modules.update(fake_te.modules())
+    te.library.cache_clear()
     member = join("cpu", LIMITS)
     said = []
     for text, limit in zip(names, limits, strict=True):

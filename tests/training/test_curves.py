@@ -70,20 +70,23 @@ def test_a_run_is_the_same_whatever_ran_before_it(tmp_path: Path) -> None:
     Native and guarded are the same under one schedule and seed, another seed or order is not. A run
     that ended leaves no pipeline behind, and one that was cut short is the beginning of the whole.
     """
-    path = str(file(tmp_path))
+    config = file(tmp_path)
+    alone = RUN.replace("pp = 2", "pp = 1").replace("layers = 4", "layers = 2")
+    config.write_text(alone.replace("[run]", '[run]\nbackend = "transformer-engine"'))
+    path = str(config)
     names = ["guarded:il:0", "native:il:0", "guarded:zbv:1", "guarded:il:0"]
     (tmp_path / "one").mkdir()
-    said = launch(2, tmp_path / "one", bodies.in_turn, path, names, [99] * 4)
-    assert said.codes == [0, 0]
+    said = launch(1, tmp_path / "one", bodies.in_turn, path, names, [99] * 4)
+    assert said.codes == [0]
     runs = said.words[0]
     assert [run["alive"] for run in runs] == [0] * 4
     assert bits(runs[0]) == bits(runs[3]) == bits(runs[1])
     assert runs[0]["losses"] != runs[2]["losses"]
     (tmp_path / "two").mkdir()
     fresh = launch(
-        2, tmp_path / "two", bodies.in_turn, path, ["guarded:zbv:1", "native:zbv:1"], [99, 2]
+        1, tmp_path / "two", bodies.in_turn, path, ["guarded:zbv:1", "native:zbv:1"], [99, 2]
     )
-    assert fresh.codes == [0, 0]
+    assert fresh.codes == [0]
     alone, short = fresh.words[0]
     assert bits(alone) == bits(runs[2])
     assert short["losses"] == alone["losses"][:3]
