@@ -390,8 +390,8 @@ class _Gate:
             ranks = list(range(self.world))
             self.group = dist.new_group(ranks, backend=transport_of(device))
         self.wanted, self.factors, self.terms = (torch.zeros_like(values) for _ in range(3))
-        self.own = torch.zeros(1, device=device)
-        self.heard = torch.ones(self.world, device=device)
+        self.own = torch.zeros(1, dtype=torch.float64, device=device)
+        self.heard = torch.zeros(self.world, dtype=torch.float64, device=device)
         self.norm: DeviceNorm | None = None
         if worker.clipping:
             self.norm = DeviceNorm.on(device, worker.clipping)
@@ -399,7 +399,7 @@ class _Gate:
             # another rank's.
             width = 1 + worker.table.num_stages
             self.row = torch.zeros(width, dtype=torch.float64, device=device)
-            self.rows = torch.ones(self.world, width, dtype=torch.float64, device=device)
+            self.rows = torch.zeros(self.world, width, dtype=torch.float64, device=device)
         self.skip = torch.ones((), device=device)
         self.number = torch.zeros((), dtype=torch.int64, device=device)
         row = 1 + values.numel() + self.world
@@ -423,7 +423,9 @@ class _Gate:
         Args:
             gradients: Of this rank's stages, whose norm is looked at; None where there are none.
         """
-        self.kernels.compare(self.values, self.wanted, self.factors, self.terms, self.own)
+        self.kernels.compare(
+            self.values, self.wanted, self.factors, self.terms, self.number, self.own
+        )
         if self.norm is None:
             self._gather(self.heard, self.own)
         else:
@@ -440,8 +442,9 @@ class _Gate:
         return self.skip
 
     def _gather(self, into: Tensor, own: Tensor) -> None:
-        # A word that does not come is no yes: what is gathered stands where a no stood before.
-        into.fill_(1.0)
+        # A word that does not come is no yes: what is gathered stands where a no stood before, and
+        # what an aborted group leaves there of a step before has the number of that step.
+        into.fill_(0.0)
         if self.group is None:
             into.copy_(own)
         else:

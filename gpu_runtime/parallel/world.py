@@ -24,6 +24,7 @@ from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.channels import Channels, channels_of, end_group, transport_of
 from qeffect.gpu_runtime.parallel.consent import Consent, StoppedError, TerminatedError
 from qeffect.gpu_runtime.parallel.executor import Feed, Pipeline
+from qeffect.gpu_runtime.parallel.feeds import beside
 from qeffect.gpu_runtime.parallel.model import require_meeting
 from qeffect.gpu_runtime.parallel.reduction import Replicas
 from qeffect.gpu_runtime.plan.rows import Row, walked
@@ -348,8 +349,9 @@ class Worker:
             grace=limits.grace,
             replicas=self._replicas,
         )
+        feed = beside(self.feed, member.device)
         return self._pipeline(
-            self.runtime, self.row, channels, self.feed, self.ranks, self.consent, self.clipping
+            self.runtime, self.row, channels, feed, self.ranks, self.consent, self.clipping
         )
 
     @property

@@ -90,3 +90,12 @@ def test_the_gate_of_a_launch_says_on_every_rank_what_the_host_would(
     assert "skipped=True" in odd["norm"]
     assert (well["scale"] is None) == (limit is None)
     assert [case["said"] for case in (well, odd, differs)] == [[0, 0], [0, 0], [1, 0]]
+
+
+def test_a_word_of_an_earlier_step_is_no_yes(tmp_path: Path) -> None:
+    """An aborted communicator leaves what it had received before: the update is skipped."""
+    said = launch(2, tmp_path, launch_bodies.unheard, None)
+    assert said.codes == [0, 0]
+    assert said.words[0] == said.words[1]
+    assert [step["skip"] for step in said.words[0]] == [0.0, 1.0, 0.0]
+    assert [step["said"] for step in said.words[0]] == [[0, 0], [1, 1], [0, 0]]
