@@ -111,6 +111,11 @@ class RuntimeCommands:
                 "compare and time a pipeline over the ranks that torchrun started",
                 "parallel.scale",
             ),
+            (
+                "tables",
+                "measure the paper's complete-step tables over the ranks that torchrun started",
+                "bench.tables",
+            ),
             ("streams", "count stale reads of one-way and two-way handoffs", "evidence.streams"),
             (
                 "pools",

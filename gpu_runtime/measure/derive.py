@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from qeffect.gpu_runtime.measure.complete import derive_tables
 from qeffect.gpu_runtime.measure.curves import derive_curves
 from qeffect.gpu_runtime.measure.host import derive_host
 from qeffect.gpu_runtime.measure.restarts import derive_restarts
@@ -550,6 +551,7 @@ DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {
     "pools": derive_pools,
     "probes": derive_probes,
     "scale": derive_scale,
+    "tables": derive_tables,
     "train": derive_train,
     "restarts": derive_restarts,
     "curves": derive_curves,

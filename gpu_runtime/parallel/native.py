@@ -168,7 +168,7 @@ class NativePipeline:
             scale_grads=False,
         )
         self.optimizer = optimizer(self.stages)
-        self._kept_losses: list[list[Tensor]] = []
+        self._losses: list[list[Tensor]] = []
 
     @property
     def losses(self) -> list[list[float]]:
@@ -177,7 +177,7 @@ class NativePipeline:
 
     def losses_of(self, step: int) -> list[float]:
         """The losses of a step by microbatch, where the last stage is; waits for the device."""
-        return [float(loss) for loss in self._kept_losses[step]]
+        return [float(loss) for loss in self._losses[step]]
 
     def note(
         self, stage: _Stage, action: str, category: Any, found: Sequence[Tensor | None]
@@ -203,7 +203,7 @@ class NativePipeline:
             options = {"target": target, "losses": losses}
         self.schedule.step(*inputs, **options, return_outputs=False)
         # Read when somebody asks: a step does not wait for its losses.
-        self._kept_losses.append([loss.detach() for loss in losses])
+        self._losses.append([loss.detach() for loss in losses])
         gradients = {p.stage_index: self._gradients(p) for p in self.piped}
         scale = None if self.reduce is None else self.reduce(gradients)
         record_step(self.recording, self.number, self.stages, gradients, before_update=True)

@@ -282,7 +282,7 @@ def _count(config: Config) -> int:
     """Parameters of the model, norms and biases included."""
     m = config.model
     layer = m.hidden * (4 * m.hidden + 2 * m.ffn) + 9 * m.hidden + m.ffn
-    return m.layers * layer + (2 * m.vocabulary + m.sequence + 2) * m.hidden
+    return m.layers * layer + ((2 - m.tied) * m.vocabulary + m.sequence + 2) * m.hidden
 
 
 def _alone() -> None:

@@ -108,6 +108,7 @@ class Model:
         sequence: Tokens of a window.
         seed: What the parameters are drawn from.
         history: Entries of an amax history.
+        tied: Whether the token embedding and the head are one weight, which does not decay.
     """
 
     vocabulary: int = _whole(32768, 16, 2**31)
@@ -118,6 +119,7 @@ class Model:
     sequence: int = _whole(64)
     seed: int = _whole(0, 0, _SEED)
     history: int = _whole(16)
+    tied: bool = _flag(False)
 
 
 @attrs.frozen(kw_only=True)

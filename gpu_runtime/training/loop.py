@@ -68,6 +68,7 @@ def job_of(config: Config) -> Language:
             config=layer,
             seed=model.seed,
             vocabulary=model.vocabulary,
+            tied=model.tied,
             rate=Rate(
                 peak=config.optimizer.rate,
                 warmup=config.optimizer.warmup,

@@ -81,6 +81,10 @@ OPTIONS = {
         *("--pp", "--schedules", "--cells", "--compared", "--rounds", "--steps", "--native-steps"),
         *("--device", *REPORT),
     },
+    "runtime tables": {
+        *("--pp", "--parts", "--cells", "--microbatches", "--rounds", "--steps", "--native-steps"),
+        *("--no-profile", "--device", "--merge", *REPORT),
+    },
     "runtime plots": {"--reports", "--out", "--format"},
 }
 

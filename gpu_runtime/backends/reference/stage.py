@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.ends import Ends, TokenEmbedding, drawn, stage_ends
+from qeffect.gpu_runtime.backends.ends import Ends, TokenEmbedding, drawn, stage_ends, tie_head
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import (
     RELATIONS,
@@ -98,6 +98,7 @@ class ReferenceStage(torch.nn.Module):
             config, domain.device, ends, first=first, loss=loss is not None, extra=extra_inputs
         )
         self.units: tuple[WgradUnit, ...] = tuple(u for layer in self._layers for u in layer.units)
+        tie_head(self.units, ends, config, seed)
         embedded = () if self.embedding is None else self.embedding.named_parameters()
         self.non_matrix: tuple[NonMatrix, ...] = (
             *(NonMatrix(f"embedding.{name}", parameter) for name, parameter in embedded),

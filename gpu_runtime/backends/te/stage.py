@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.ends import Ends, TokenEmbedding, drawn, stage_ends
+from qeffect.gpu_runtime.backends.ends import Ends, TokenEmbedding, drawn, stage_ends, tie_head
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import (
     RELATIONS,
@@ -145,6 +145,7 @@ class TransformerEngineStage:
             self._holders.append(self.head)
             self._queued.append((_unit("head", self.head, "head"),))
         self.units: tuple[WgradUnit, ...] = tuple(u for units in self._queued for u in units)
+        tie_head(self.units, ends, config, seed)
         deferred_names = {m.name for unit in self.units for m in unit.matrices}
         self.non_matrix: tuple[NonMatrix, ...] = tuple(
             NonMatrix(name, parameter)
