@@ -477,7 +477,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         return Outcome("refused", facts, [f"{named} of {args.config.name}", str(refused)])
     if not rows:
         raise UnusableError(f"--limit-s {args.limit_s:g}: no run began within it; give it longer")
-    what = f"{args.config.name}: {len(rows)} runs, {backend_of(first)} on {first.run.device}"
+    count = f"{len(rows)} run{'s' * (len(rows) > 1)}"
+    what = f"{args.config.name}: {count}, {backend_of(first)} on {first.run.device}"
     if left:
         what += f"; not begun within --limit-s {args.limit_s:g}: {', '.join(left)}"
     return _outcome(report.finish(), what)
