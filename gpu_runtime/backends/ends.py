@@ -51,6 +51,8 @@ class Ends:
             from a seed of its own, so that a model starts with the same bits however it is cut.
         tied: Whether the head's matrix begins as a copy of the token table. That both stay alike is
             for the gradients' sum and the update to see to.
+        dynamic: Whether the head is TorchAO's, with dynamic scaling, instead of the layers'
+            library's.
 
     Raises:
         ValueError: The vocabulary does not fit FP8's blocks of 16.
@@ -61,6 +63,7 @@ class Ends:
     head: bool = False
     first_layer: int = 0
     tied: bool = False
+    dynamic: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.vocabulary < 16 or self.vocabulary % 16:

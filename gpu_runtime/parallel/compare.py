@@ -37,6 +37,7 @@ __all__ = [
     "guarded",
     "held_by",
     "native",
+    "native_pipeline",
     "summed",
     "tensors_of",
 ]
@@ -146,6 +147,21 @@ def native(
     member: Member, job: Job, steps: int, backend: str, recording: Recording | None
 ) -> NativePipeline:
     """Train a job natively under torch's schedule class; every rank calls it."""
+    run = native_pipeline(member, job, backend, recording)
+    for step in range(steps):
+        job.prepare(step, run.optimizer)
+        run.step()
+    return run
+
+
+def native_pipeline(
+    member: Member, job: Job, backend: str, recording: Recording | None = None
+) -> NativePipeline:
+    """
+    A job's native pipeline before its first step; every rank calls it.
+
+    Its process groups last as long as the process.
+    """
     replica, place = divmod(member.rank, job.pp)
     groups = [
         dist.new_group(job.ranks(r), backend=transport_of(member.device)) for r in range(job.dp)
@@ -174,9 +190,6 @@ def native(
         reduce=reduce,
         optimizer=job.optimizer,
     )
-    for step in range(steps):
-        job.prepare(step, run.optimizer)
-        run.step()
     return run
 
 

@@ -156,6 +156,7 @@ class Language(Job):
         skip_nonfinite: Whether an update is skipped where that norm is not finite.
         tied: Whether the token embedding and the head's matrix are one weight, called
             `embedding.weight`, of which the first stage and the last have a copy each.
+        dynamic: Whether the head is TorchAO's `Float8Linear` with dynamic scaling.
 
     Raises:
         ValueError: The cut is of another number of stages, or a stage has no layer.
@@ -170,6 +171,7 @@ class Language(Job):
     clip_norm: float | None = None
     skip_nonfinite: bool = False
     tied: bool = False
+    dynamic: bool = False
 
     @cut.default
     def _one_each(self) -> tuple[int, ...]:
@@ -204,6 +206,7 @@ class Language(Job):
             head=last,
             first_layer=sum(self.cut[:index]),
             tied=self.tied,
+            dynamic=self.dynamic,
         )
         closes = loss and last
         return {

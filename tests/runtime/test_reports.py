@@ -48,6 +48,7 @@ SAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "tables": samples.tables_report,
     "train": samples.train_report,
     "restarts": samples.restarts_report,
+    "curves": samples.curves_report,
 }
 
 
