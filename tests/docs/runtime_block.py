@@ -13,7 +13,7 @@ from qeffect.gpu_runtime.measure.plots import swept
 from qeffect.gpu_runtime.reports import cells
 from qeffect.report import package
 from tests.docs.blocks import KERNEL_REPORTS, RUNTIME_REPORTS, load, markdown
-from tests.docs.tables_block import tables
+from tests.docs.tables_block import peers, tables
 
 #: Columns of the step table that the README shows.
 SHOWN = (
@@ -589,7 +589,8 @@ def _resources() -> str:
 def runtime() -> str:
     """Return the block."""
     parts = [*_correctness(), *_speed(), *_beyond_floor(), *_behind(), *_host(), *_goals()]
-    parts += [*_pipelines(), *tables(files("tables"), machine_of), *_training()]
+    parts += [*_pipelines(), *tables(files("tables"), machine_of)]
+    parts += [*peers(files("peers"), machine_of), *_training()]
     captions = _captions()
     for name in PICTURES:
         path = RUNTIME_REPORTS / f"{name}.svg"

@@ -54,7 +54,7 @@ def peers_of_ours(folder: str) -> list[dict[str, Any]]:
     """Native and replays of a small cell, as the peers measure them."""
     member = join("cpu", LIMITS)
     asked = side_by_side.Asked(
-        cells=["tiny-m4"], rounds=1, steps=1, native_steps=1, device="cpu", profile=False, settled=3
+        cells=["tiny-m2"], rounds=1, steps=1, native_steps=1, device="cpu", profile=False, settled=3
     )
     found: list[dict[str, Any]] = []
     peers.ours(member, asked, Path(folder), found.append)
