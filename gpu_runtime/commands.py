@@ -100,6 +100,11 @@ class RuntimeCommands:
                 "train a language model over the ranks that torchrun started, or alone",
                 "training.command",
             ),
+            (
+                "curves",
+                "train run after run, guarded and natively, into one report of loss curves",
+                "training.curves",
+            ),
             ("bench", "measure step time, memory, set-up, copies and guards", "bench.cli"),
             (
                 "scale",

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from qeffect.gpu_runtime.measure.complete import derive_tables
+from qeffect.gpu_runtime.measure.curves import derive_curves
 from qeffect.gpu_runtime.measure.host import derive_host
 from qeffect.gpu_runtime.measure.peers import derive_peers
 from qeffect.gpu_runtime.measure.restarts import derive_restarts
@@ -555,5 +556,6 @@ DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {
     "peers": derive_peers,
     "train": derive_train,
     "restarts": derive_restarts,
+    "curves": derive_curves,
 }
 """What computes the derived part of each kind of report."""

@@ -172,8 +172,12 @@ class NativePipeline:
 
     @property
     def losses(self) -> list[list[float]]:
-        """The losses of this rank by step and microbatch; waits for the device, as no step does."""
-        return [[float(loss) for loss in losses] for losses in self._losses]
+        """Of every step as `losses_of`."""
+        return [self.losses_of(step) for step in range(self.number)]
+
+    def losses_of(self, step: int) -> list[float]:
+        """The losses of a step by microbatch, where the last stage is; waits for the device."""
+        return [float(loss) for loss in self._losses[step]]
 
     def note(
         self, stage: _Stage, action: str, category: Any, found: Sequence[Tensor | None]
@@ -198,6 +202,7 @@ class NativePipeline:
         if any(p.is_last for p in self.piped):
             options = {"target": target, "losses": losses}
         self.schedule.step(*inputs, **options, return_outputs=False)
+        # Read when somebody asks: a step does not wait for its losses.
         self._losses.append([loss.detach() for loss in losses])
         gradients = {p.stage_index: self._gradients(p) for p in self.piped}
         scale = None if self.reduce is None else self.reduce(gradients)

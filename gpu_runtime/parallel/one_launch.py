@@ -64,6 +64,8 @@ def obstacles(worker: Worker) -> list[str]:
         found.append("the update cannot be captured: Optimizer(capturable=True)")
     if runtime.reducer is not None:
         found.append("gradients are reduced over replicas")
+    if worker.ties:
+        found.append("the gradients of a tied weight's copies are summed")
     if runtime.config.rule == "copied":
         found.append("gradients are copied, which is no part of a slot's graphs")
     if (problem := obstacle()) is not None:

@@ -66,6 +66,10 @@ OPTIONS = {
     "runtime train": {
         *("config", "--device", "--steps", "--compare", "--resume", "--out", "--commit"),
     },
+    "runtime curves": {
+        *("config", "--runs", "--steps", "--held-out-steps", "--limit-s", "--device", "--merge"),
+        *REPORT,
+    },
     "runtime bench": {
         *("table", "--cells", "--columns", "--microbatches", "--rank", "--rounds", "--steps"),
         *("--growth-steps", "--history", "--quick", "--device", "--no-profile", *REPORT),

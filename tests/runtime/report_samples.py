@@ -578,3 +578,55 @@ def restarts_report() -> dict[str, Any]:
     asked = {"device": "cpu", "captured": False, "masters": False, "asynchronous": False,
              "hidden": 64, "history": 4}  # fmt: skip
     return Report("restarts", None, ENVIRONMENT, asked, {"rows": [resumed, remapped]}).finish()
+
+
+def curve_run(
+    side: str = "guarded",
+    schedule: str = "il",
+    seed: int = 0,
+    *,
+    steps: int = 40,
+    step_s: float = 0.1,
+    fall: float = 0.1,
+    held_out: Sequence[tuple[int, float | None]] = ((40, 1.25),),
+    **changes: Any,
+) -> dict[str, Any]:
+    """A run whose loss falls from 5 by the same each step, timed in blocks of ten steps."""
+    ends = [*range(10, steps, 10), steps]
+    return {
+        "side": side,
+        "schedule": schedule,
+        "seed": seed,
+        "head": "te",
+        "captured": side == "guarded",
+        "cut": [2, 2, 2, 2],
+        "parameters": 1000,
+        "tokens_a_step": 256,
+        "losses": [5.0 - n * fall for n in range(steps)],
+        "clock": [[end, end * step_s] for end in ends],
+        "held_out": [[*pair] for pair in held_out],
+        "moved": 0,
+        "tensors": 100,
+        "state": ["a" * 64, "b" * 64],
+        "build_s": 2.0,
+        "evaluate_s": 0.5,
+        "peak_bytes": None,
+        "held_bytes": None,
+        **changes,
+    }
+
+
+def curves_report(*runs: dict[str, Any]) -> dict[str, Any]:
+    """Interleaved natively and guarded, and ZB-V beside it, over two seeds."""
+    made = list(runs) or [
+        curve_run("native", step_s=1.0),
+        curve_run(),
+        curve_run(seed=1, held_out=[(40, 1.2)]),
+        curve_run(schedule="zbv", step_s=0.08, held_out=[(40, 1.26)]),
+        curve_run(schedule="zbv", seed=1, held_out=[(40, 1.23)]),
+    ]
+    tables = ("model", "parallel", "data", "optimizer", "run", "checkpoint")
+    asked: dict[str, Any] = {name: {} for name in tables}
+    asked |= {"backend": "reference", "windows": 16, "text": {"train": {}, "held_out": {}}}
+    asked |= {"runs": [f"{r['side']}:{r['schedule']}:{r['seed']}" for r in made], "limit_s": None}
+    return Report("curves", None, ENVIRONMENT, asked, {"runs": made}).finish()

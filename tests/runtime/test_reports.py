@@ -49,6 +49,7 @@ SAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "peers": samples.peers_report,
     "train": samples.train_report,
     "restarts": samples.restarts_report,
+    "curves": samples.curves_report,
 }
 
 
