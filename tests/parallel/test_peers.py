@@ -10,7 +10,7 @@ from tests.parallel.ranks import launch
 
 
 def test_replays_have_natives_gradients_and_another_schedule_is_close(tmp_path: Path) -> None:
-    """Interleaved bit for bit; ZB-V, whose stages lie elsewhere, forms its scales in its order."""
+    """Interleaved bit for bit; ZB-V, whose stages lie on other ranks, may scale in its order."""
     (tmp_path / "kept").mkdir()
     (tmp_path / "said").mkdir()
     body = table_bodies.peers_of_ours
@@ -24,7 +24,6 @@ def test_replays_have_natives_gradients_and_another_schedule_is_close(tmp_path: 
         assert (against["compared"], against["different"], against["not_finite"]) == (53, 0, 0)
         (against,) = zbv["gradients"]
         assert against["compared"] == 53
-        assert against["different"] > 0
-        assert 0 < against["relative"] < 0.25
-        assert verdict(zbv) == "close"
+        assert against["relative"] < 0.1
+        assert verdict(zbv) in ("same bits", "close")
         assert native["loss"] > 0
