@@ -95,7 +95,12 @@ def test_times_belong_to_a_measured_cut(tmp_path: Path) -> None:
 def test_every_part_is_timed(tmp_path: Path) -> None:
     """F, dI and dW of a layer take time; an end's are what its stage takes beyond a layer."""
     job = language(noise(tmp_path), schedule="zbv", pp=2, tied=True)
-    times = measured(job, torch.device("cpu"), "reference", captured=False, repeats=3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for each other where other tests run beside
+    try:
+        times = measured(job, torch.device("cpu"), "reference", captured=False, repeats=3)
+    finally:
+        torch.set_num_threads(threads)
     assert len(times.layer) == len(ACTIONS)
     assert all(one > 0 for one in times.layer)
     assert all(one >= 0 for one in (*times.embedding, *times.head))
