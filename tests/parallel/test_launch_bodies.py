@@ -72,7 +72,7 @@ def test_steps_that_are_left_and_taken_up(tmp_path: Path) -> None:
     """A checkpoint between them has the epoch of the last."""
     said = launch(1, tmp_path, launch_bodies.resumed, ONE, "cpu")
     assert said.codes == [0]
-    assert said.words[0] == {"checkpoint": 3, "epoch": 5, "refusal": ""}
+    assert said.words[0] == {"checkpoint": 5, "epoch": 7, "refusal": ""}
 
 
 @pytest.mark.parametrize("limit", [None, 0.5])
