@@ -31,7 +31,11 @@ __all__ = ["Entry", "Feed", "Passage", "Pipeline"]
 
 
 class Feed(Protocol):
-    """What comes from outside of the pipeline, and what is shown to the outside."""
+    """
+    What comes from outside of the pipeline, and what is shown to the outside.
+
+    A step that is one launch asks for all that it takes before it uses any of it.
+    """
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
         """

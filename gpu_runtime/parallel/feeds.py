@@ -8,7 +8,7 @@ that is gone the host would wait for ever, and could not learn why.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,10 @@ from torch import Tensor
 from qeffect.gpu_runtime.backends.protocol import StageBackend
 from qeffect.gpu_runtime.parallel.executor import Feed
 
-__all__ = ["Beside", "beside"]
+__all__ = ["Beside", "beside", "made"]
+
+#: What is asked for: `inputs` or `output_gradients`, of a stage, in a step, for a microbatch.
+Place = tuple[str, StageBackend, int, int]
 
 
 class Beside:
@@ -55,6 +58,14 @@ class Beside:
             tensor.record_stream(caller)
         return given
 
+    def every(self, places: Iterable[Place]) -> list[Sequence[Tensor]]:
+        """As `made`, with one change of streams."""
+        with self.made_here() as caller:
+            given = [getattr(self.inner, what)(*place) for what, *place in places]
+        for tensor in {id(tensor): tensor for own in given for tensor in own}.values():
+            tensor.record_stream(caller)
+        return given
+
     @contextmanager
     def made_here(self) -> Iterator[torch.cuda.Stream]:
         """In it this feed's stream is current; the caller's, which it gives, waits behind it."""
@@ -62,6 +73,19 @@ class Beside:
         with torch.cuda.stream(self.stream):
             yield caller
         caller.wait_stream(self.stream)
+
+
+def made(feed: Feed, places: Iterable[Place]) -> list[Sequence[Tensor]]:
+    """
+    What a feed gives at several places, ready for the stream that is current.
+
+    Args:
+        feed: The feed.
+        places: `inputs` or `output_gradients`, and the stage, step and microbatch.
+    """
+    if isinstance(feed, Beside):
+        return feed.every(places)
+    return [getattr(feed, what)(*place) for what, *place in places]
 
 
 def beside(feed: Feed, device: torch.device) -> Feed:

@@ -48,6 +48,7 @@ from qeffect.gpu_runtime.optimizer import Gradients
 from qeffect.gpu_runtime.parallel.channels import Abort, LostError, end_group, transport_of
 from qeffect.gpu_runtime.parallel.consent import DisagreementError, StoppedError
 from qeffect.gpu_runtime.parallel.executor import Feed, Passage
+from qeffect.gpu_runtime.parallel.feeds import made
 from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
 from qeffect.gpu_runtime.parallel.world import Worker
 
@@ -404,9 +405,10 @@ class _Staged:
     def load(self, step: int) -> None:
         """Bring a step's data to their places, on the current stream: a copy for each type."""
         alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for (what, _, m), (stage, held) in self._held.items():
-            given = getattr(self.inner, what)(stage, step, m)
-            for place, value in zip(held, given, strict=True):
+        wanted = [(what, stage, step, m) for (what, _, m), (stage, _) in self._held.items()]
+        given = made(self.inner, wanted)
+        for (_, held), values_of in zip(self._held.values(), given, strict=True):
+            for place, value in zip(held, values_of, strict=True):
                 places, values = alike.setdefault(place.dtype, ([], []))
                 places.append(place)
                 values.append(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from qeffect.counts import DeviceCounts
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError
+from qeffect.gpu_runtime.parallel.feeds import Beside, made
 from qeffect.gpu_runtime.parallel.model import Job
 from qeffect.gpu_runtime.parallel.one_launch import PARTS, OneLaunch, _Staged
 from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
@@ -156,3 +157,39 @@ def test_the_data_of_a_step_come_in_a_copy_for_each_type(
     kinds = {tensor.dtype for tensor in held}
     assert len(copies) == len(kinds)
     assert sum(copies) == len(held) > 4
+
+
+def test_data_made_beside_the_stream_change_streams_once() -> None:
+    """However much a step takes; whatever is given, be it twice, lives until it was used."""
+    kept: list[Any] = []
+    entered: list[str] = []
+
+    class _Data:
+        def record_stream(self, stream: Any) -> None:
+            kept.append((self, stream))
+
+    one = _Data()
+
+    class _Inner:
+        def inputs(self, stage: Any, step: int, microbatch: int) -> Any:
+            assert entered[-1] == "in"
+            return (_Data(), one)
+
+    class _Scoped(Beside):
+        def __init__(self) -> None:
+            self.inner = _Inner()  # type: ignore[assignment]
+
+        @contextmanager
+        def made_here(self) -> Iterator[Any]:
+            entered.append("in")
+            yield "caller"
+            entered.append("out")
+
+    stage: Any = None
+    given = made(_Scoped(), [("inputs", stage, 3, m) for m in range(4)])
+
+    assert entered == ["in", "out"]
+    assert len(given) == 4
+    assert len({*kept}) == len(kept) == 5
+    assert {stream for _, stream in kept} == {"caller"}
+    assert {data for data, _ in kept} == {data for own in given for data in own}
