@@ -11,9 +11,8 @@ import gc
 import math
 import os
 import signal
-import sys
 from collections.abc import Sequence
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -32,6 +31,7 @@ from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from tests.parallel import bodies
 from tests.parallel.bodies import bits, parameters_of
+from tests.parallel.recorded import gate_without_kernels
 
 #: Nothing takes a second but where a rank is gone: then the host asks for as long as this.
 LIMITS = Limits(start=90.0, message=15.0, commit=15.0, grace=3.0)
@@ -266,20 +266,6 @@ def resumed(job: Job, device: str) -> dict[str, Any]:
 # The gate of a launch, over ranks, without its kernels
 
 
-def _compare(
-    values: Tensor, wanted: Tensor, factors: Tensor, terms: Tensor, differs: Tensor
-) -> None:
-    now = wanted * factors + terms
-    differs.copy_((values != now).any())
-    wanted.copy_(now)
-
-
-def _publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: Tensor) -> None:
-    skip.copy_(heard.max())
-    ring[int(number) % len(ring)] = torch.cat([number[None], values, heard.long()])
-    number.add_(1)
-
-
 def gated(limit: float | None) -> list[dict[str, Any]]:
     """
     The gate's word on each rank: all well, a value that is no number, and a device that differs.
@@ -287,13 +273,15 @@ def gated(limit: float | None) -> list[dict[str, Any]]:
     Beside it what the host says of the same gradients.
     """
     member = join("cpu", LIMITS)
-    name = "qeffect.gpu_runtime.parallel.gate_kernel"
-    kernels: Any = sys.modules.setdefault(name, ModuleType(name))
-    kernels.compare, kernels.publish = _compare, _publish
+    gate_without_kernels()
     clipping = Clipping(max_norm=limit, skip_nonfinite=True)
     stages = 2 * member.world
     worker: Any = SimpleNamespace(
-        member=member, clipping=clipping, table=SimpleNamespace(num_stages=stages)
+        member=member,
+        clipping=clipping,
+        table=SimpleNamespace(num_stages=stages),
+        pp=member.world,
+        runtime=SimpleNamespace(domain=SimpleNamespace(stages=(), extra_state=dict)),
     )
     found = []
     for case in ("well", "no number", "differs"):

@@ -1,0 +1,104 @@
+"""
+A step that is one launch, with a stand-in for the device's graphs: its bits, and its recovery.
+
+What the device would do is done by `tests.parallel.recorded`; everything else is the launch's own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qeffect.gpu_runtime.parallel.model import Job
+from tests.parallel import recorded_bodies
+from tests.parallel.ranks import launch
+
+PIPE = Job(schedule="zbv", pp=2, microbatches=2)
+REPLICAS = Job(schedule="il", pp=1, vpp=2, dp=2, microbatches=2)
+FOUR = Job(schedule="izb", pp=2, dp=2, microbatches=2, amax="replicas")
+
+
+@pytest.mark.parametrize(
+    ("job", "options"),
+    [
+        (PIPE, {}),
+        (REPLICAS, {"clip_norm": 0.01, "mean": True}),
+        (FOUR, {"clip_norm": 0.01}),
+    ],
+    ids=["pipeline", "replicas", "both"],
+)
+def test_launches_leave_the_bits_of_replays(
+    job: Job, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Parameters, AdamW, histories and scales, with gradients reduced and norms taken inside."""
+    said = launch(job.world, tmp_path, recorded_bodies.launched, job, 5, options)
+    assert said.codes == [0] * job.world
+    for rank in range(job.world):
+        word = said.words[rank]
+        assert word["differ"] == []
+        assert word["of"] > 20
+        assert word["launches"] == 4
+        assert word["norms"][0] == word["norms"][1] == said.words[0]["norms"][0]
+
+
+STEPS = 6
+
+#: Faults before an epoch (0 is a guarded step, 1 is captured, later ones are launched): its rank,
+#: what it is, and the action; and by which clause and of which epoch all ranks stop.
+STOPS: dict[str, tuple[Job, list[tuple[int, int, str, str]], list[tuple[str, int]]]] = {
+    "a refusal before a launch": (
+        PIPE,
+        [(3, 1, "twice", "1W1")],
+        [("ownership.duplicate-wgrad", 3)],
+    ),
+    "a refusal while it is captured": (
+        PIPE,
+        [(1, 0, "twice", "0W1")],
+        [("ownership.duplicate-wgrad", 1)],
+    ),
+    "a device that counted otherwise": (
+        PIPE,
+        [(3, 0, "miscounted", "")],
+        [("epoch.device-count", 3)],
+    ),
+    "the last launch of all": (
+        REPLICAS,
+        [(5, 1, "miscounted", "")],
+        [("epoch.device-count", 5)],
+    ),
+    "three, over replicas": (
+        FOUR,
+        [(0, 3, "twice", "1W1"), (2, 2, "twice", "0W1"), (4, 1, "miscounted", "")],
+        [
+            ("ownership.duplicate-wgrad", 0),
+            ("ownership.duplicate-wgrad", 2),
+            ("epoch.device-count", 4),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STOPS)
+def test_after_a_stop_launches_go_on_bit_for_bit(case: str, tmp_path: Path) -> None:
+    """No update is lost and none is made twice: the end is that of replays without a fault."""
+    job, faults, stops = STOPS[case]
+    options: dict[str, Any] = {"clip_norm": 0.01}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    said = launch(
+        job.world, tmp_path / "a", recorded_bodies.recovering, job, STEPS, options, faults
+    )
+    whole = launch(job.world, tmp_path / "b", recorded_bodies.replayed, job, STEPS, options)
+    assert said.codes == whole.codes == [0] * job.world
+    for rank in range(job.world):
+        word = said.words[rank]
+        assert [stop["cause"] for stop in word["stops"]] == [
+            stop["cause"] for stop in said.words[0]["stops"]
+        ]
+        assert [(stop["cause"]["clause"], stop["again"]) for stop in word["stops"]] == stops
+        assert [stop["cause"]["rank"] for stop in word["stops"]] == [f[1] for f in faults]
+        assert all(stop["moved"] == [] for stop in word["stops"])
+        assert word["epoch"] == STEPS
+        assert word["left"] == whole.words[rank]
