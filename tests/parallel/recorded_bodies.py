@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from qeffect.gpu_runtime.parallel import command
 from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.one_launch import OneLaunch
@@ -15,7 +16,7 @@ from qeffect.gpu_runtime.runtime import RuntimeConfig
 from tests.parallel import bodies, recorded
 from tests.parallel.bodies import bits, parameters_of
 
-LIMITS = Limits(start=20.0, message=10.0, commit=10.0, grace=2.0)
+LIMITS = Limits(start=60.0, message=15.0, commit=15.0, grace=6.0)
 
 
 def _made(job: Job, options: dict[str, Any]) -> Worker:
@@ -79,6 +80,34 @@ def launched(job: Job, steps: int, options: dict[str, Any]) -> dict[str, Any]:
         "launches": int(captured),
         "norms": [norms, found],
     }
+
+
+def uncaptured(job: Job, steps: int) -> dict[str, Any]:
+    """A capture that one rank's library refuses: how the run goes on, and what it leaves."""
+    recorded.install()
+    worker = _made(job, {})
+    runner: OneLaunch | Worker = OneLaunch(worker)
+    assert isinstance(runner, OneLaunch)
+    if worker.member.rank == job.world - 1:
+        capture = runner._gate.capture
+
+        def refuse(gradients: Any) -> Any:
+            if gradients is not None:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return capture(gradients)
+
+        runner._gate.capture = refuse  # type: ignore[method-assign]
+    notes: list[str] = []
+    while worker.runtime.epoch < steps:
+        try:
+            runner.step()
+        except StoppedError as stopped:
+            whole = runner if isinstance(runner, OneLaunch) else None
+            command.uncaptured(whole, stopped, notes)
+            runner = worker
+    left = bits(worker)
+    worker.close()
+    return {"notes": notes, "left": left}
 
 
 def _twice(worker: Worker, action: str) -> Callable[[], None]:

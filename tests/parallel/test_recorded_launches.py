@@ -102,3 +102,17 @@ def test_after_a_stop_launches_go_on_bit_for_bit(case: str, tmp_path: Path) -> N
         assert all(stop["moved"] == [] for stop in word["stops"])
         assert word["epoch"] == STEPS
         assert word["left"] == whole.words[rank]
+
+
+def test_a_step_that_cannot_be_captured_is_taken_by_replays(tmp_path: Path) -> None:
+    """One rank's library refuses it: all ranks go on without launches, and say why."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    said = launch(2, tmp_path / "a", recorded_bodies.uncaptured, PIPE, 3)
+    whole = launch(2, tmp_path / "b", recorded_bodies.replayed, PIPE, 3, {})
+    assert said.codes == whole.codes == [0, 0]
+    for rank in range(2):
+        assert said.words[rank]["left"] == whole.words[rank]
+        (note,) = said.words[rank]["notes"]
+        assert note.startswith("guarded replays, as the step could not be captured: rank 1, step 1")
+        assert "operation not permitted when stream is capturing" in note
