@@ -46,7 +46,7 @@ $(VENV)/.verify: $(BIN)/python pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.verify
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[verify,cvc5,train,plots,test,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[verify,cvc5,train,torchao,plots,test,dev]'
 	touch $@
 
 clean:

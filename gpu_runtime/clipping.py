@@ -15,7 +15,7 @@ replicas count once together.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 import torch
@@ -41,6 +41,8 @@ class Clipping:
             commits all the same: its data are used up and the scaling state has moved, so that the
             caches are stale; weights, moments and step counts stay as they were. Without it a norm
             that is not finite does what it does in torch: it spoils every weight.
+        elsewhere: Gradients, by stage and name, that count where another copy of the same weight
+            is, so not here.
 
     Raises:
         BackendError: The limit is no positive finite number.
@@ -48,6 +50,7 @@ class Clipping:
 
     max_norm: float | None = attrs.field(default=None)
     skip_nonfinite: bool = False
+    elsewhere: frozenset[tuple[int, str]] = frozenset()
 
     def __attrs_post_init__(self) -> None:
         if self.max_norm is not None and not (0 < self.max_norm < math.inf):
@@ -99,16 +102,21 @@ class Norm:
         return None if self.factor == 1.0 else torch.full((), self.factor, device=device)
 
 
-def square_sums(gradients: Mapping[int, Mapping[str, Tensor]]) -> dict[int, Tensor]:
+def square_sums(
+    gradients: Mapping[int, Mapping[str, Tensor]],
+    elsewhere: Collection[tuple[int, str]] = (),
+) -> dict[int, Tensor]:
     """
     Each stage's sum of squares, scalars of float64 where the gradients are; no host waits.
 
     Args:
         gradients: Finalized and reduced, by stage and name, each parameter's once.
+        elsewhere: Those, by stage and name, that count where another copy of the weight is.
     """
     found = {}
     for stage, named in gradients.items():
-        each = torch._foreach_norm(list(named.values()), 2, dtype=torch.float64)
+        own = [gradient for name, gradient in named.items() if (stage, name) not in elsewhere]
+        each = torch._foreach_norm(own, 2, dtype=torch.float64)
         found[stage] = torch.stack(each).square().sum()
     return found
 

@@ -100,11 +100,21 @@ class RuntimeCommands:
                 "train a language model over the ranks that torchrun started, or alone",
                 "training.command",
             ),
+            (
+                "curves",
+                "train run after run, guarded and natively, into one report of loss curves",
+                "training.curves",
+            ),
             ("bench", "measure step time, memory, set-up, copies and guards", "bench.cli"),
             (
                 "scale",
                 "compare and time a pipeline over the ranks that torchrun started",
                 "parallel.scale",
+            ),
+            (
+                "tables",
+                "measure the paper's complete-step tables over the ranks that torchrun started",
+                "bench.tables",
             ),
             ("streams", "count stale reads of one-way and two-way handoffs", "evidence.streams"),
             (

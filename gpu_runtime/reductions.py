@@ -14,6 +14,7 @@ import torch
 from qeffect.config import Bucket
 from qeffect.contract import Contract
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.memory.copies import Copies, names_of
 from qeffect.gpu_runtime.memory.scaling import SharedScaling
 from qeffect.gpu_runtime.memory.tied import Tied
 
@@ -42,6 +43,7 @@ def require_buckets(
     buckets: Mapping[int, Sequence[Bucket]],
     order: Sequence[int | str],
     tied: Tied,
+    copies: Copies,
     *,
     reduces: bool,
 ) -> dict[int | str, Held]:
@@ -53,6 +55,7 @@ def require_buckets(
         buckets: Those that are configured; a stage that is not named has one of all its gradients.
         order: The declared order of all buckets, or none.
         tied: Which matrices are one parameter.
+        copies: Copies of weights, which leave when all else is reduced, in buckets of their own.
         reduces: Whether anything reduces.
 
     Raises:
@@ -76,7 +79,8 @@ def require_buckets(
         if not given:
             own = (m.name for u in stages[index].units for m in u.matrices)
             every = tuple(name for name in own if tied.owned(index, name))
-            found[index] = index, (*every, *others)
+            copied = names_of(copies, index)
+            found[index] = index, tuple(n for n in (*every, *others) if n not in copied)
         rest = [bucket for bucket in given if not bucket.matrices]
         if given and len(rest) != bool(others):
             raise BackendError(
@@ -111,6 +115,8 @@ class Reductions:
         buckets: What `require_buckets` returned.
         gradients: The gradients of a stage, summed, by name.
         told: Whether the contract is told of reductions; a backend may leave them out.
+        copies: Copies of weights. The reducer is given all of this process's of one weight, under
+            its name, behind all other gradients; it leaves the same sum in each copy.
         scaling: The scaling state, where the replicas share it: reduced behind all gradients.
     """
 
@@ -121,9 +127,11 @@ class Reductions:
         gradients: Callable[[int], Mapping[str, torch.Tensor]],
         *,
         told: bool,
+        copies: Copies | None = None,
         scaling: SharedScaling | None = None,
     ) -> None:
         self.contract = contract
+        self.copies = {name: places for name, places in (copies or {}).items() if places}
         self.buckets = buckets
         self.told = told
         self.scaling = scaling
@@ -198,7 +206,7 @@ class Reductions:
 
     def _every(self) -> tuple[int | str, ...]:
         """All buckets in the order in which they start at the end of an epoch."""
-        return (*self.buckets, *(() if self.scaling is None else (SCALING,)))
+        return (*self.buckets, *self.copies, *(() if self.scaling is None else (SCALING,)))
 
     def _begun(self, reducer: Reducer, bucket: int | str) -> Reduction | None:
         if not self._sends:
@@ -208,6 +216,11 @@ class Reductions:
         return reducer(bucket, self._of(bucket))
 
     def _of(self, bucket: int | str) -> dict[str, torch.Tensor]:
+        if isinstance(bucket, str) and bucket in self.copies:
+            places = self.copies[bucket]
+            return {
+                f"stages.{index}.{name}": self._gradients(index)[name] for index, name in places
+            }
         stage, names = self.buckets[bucket]
         total = self._gradients(stage)
         return {name: total[name] for name in names}

@@ -28,6 +28,7 @@ from qeffect.gpu_runtime.execute.eager import EagerExecutor, Executor, StageMemo
 from qeffect.gpu_runtime.execute.reports import StageReports
 from qeffect.gpu_runtime.execute.streams import Handoff, handoff_for
 from qeffect.gpu_runtime.memory.arena import Arena, Rule, by_matrix
+from qeffect.gpu_runtime.memory.copies import Copies, buckets_of, names_of, require_copies
 from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.memory.scaling import AMAX, SharedScaling
 from qeffect.gpu_runtime.memory.state import (
@@ -81,6 +82,9 @@ class RuntimeConfig:
         tied: Groups of matrices, each by stage and name, that are one parameter: they share one
             destination, and the first has the gradient. What is one parameter undeclared is
             refused.
+        copies: Copies of one weight, each a parameter with a gradient of its own, by the weight's
+            name. The reducer is given all of this process's under that name, behind all other
+            gradients, and has to leave the same sum in all copies, of other ranks too.
         amax: ``replica`` where scales are made of what a replica saw itself, ``replicas`` where all
             share theirs at the end of each epoch (`qeffect.gpu_runtime.memory.scaling`). Where a
             reducer is, the contract's configuration has a bucket ``amax`` then, without which no
@@ -103,6 +107,7 @@ class RuntimeConfig:
     buckets: Mapping[int, Sequence[Bucket]] = attrs.field(factory=dict)
     reductions: Sequence[int | str] = ()
     tied: Sequence[Sequence[Place]] = ()
+    copies: Copies = attrs.field(factory=dict)
     amax: str = "replica"
 
 
@@ -158,11 +163,15 @@ class Runtime:
         self.tied = Tied.of(stages, self.config.tied)
         self._require_shareable()
         self._require_amax()
+        require_copies(
+            self.stages, self.config.copies, self.config.buckets, reduces=self.reducer is not None
+        )
         buckets = require_buckets(
             self.stages,
             self.config.buckets,
             self.config.reductions,
             self.tied,
+            self.config.copies,
             reduces=self._guarded_reducer is not None,
         )
         plan = (
@@ -193,6 +202,7 @@ class Runtime:
             buckets,
             self._total,
             told="reduction" in self.relations,
+            copies=self.config.copies,
             scaling=scaling,
         )
         self.counters: DeviceCounters | None = None
@@ -241,6 +251,11 @@ class Runtime:
         reports = memory.reports.source
         row, index = self.row, stage.index
         readers = self.config.readers or row is not None
+        buffers, tied = dict(self.tied.buffers(index)), self.tied.tied(index)
+        if "reduction" in self.relations:
+            copied = names_of(self.config.copies, index)
+            shared = {m: copied[m] for m in memory.all_matrices if m in copied}
+            buffers, tied = {**buffers, **shared}, (*tied, *shared)
         return StageConfig(
             stage=stage.index,
             microbatches=self.order.num_microbatches,
@@ -257,8 +272,8 @@ class Runtime:
             tape_scales=reports.tape_scales,
             pool=self.config.pool,
             buckets=self._buckets(memory),
-            buffers=self.tied.buffers(index) if "arena" in self.relations else {},
-            tied=self.tied.tied(index) if "arena" in self.relations else (),
+            buffers=buffers if "arena" in self.relations else {},
+            tied=tied if "arena" in self.relations else (),
         )
 
     def _buckets(self, memory: StageMemory) -> tuple[Bucket, ...]:
@@ -270,6 +285,8 @@ class Runtime:
         """
         index = memory.stage.index
         given = tuple(self.config.buckets.get(index, ()))
+        if self._guarded_reducer is not None:
+            given = given or buckets_of(memory.stage, self.config.copies)
         last = max(self.stages)
         if not self._shares_amax or self._guarded_reducer is None or index != last:
             return given

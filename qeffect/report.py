@@ -25,6 +25,7 @@ __all__ = ["UnusableError", "commit", "environment", "package", "write_json", "w
 #: Packages that decide what is measured or proved, as their registries spell them.
 PACKAGES = (
     "qeffect", "attrs", "z3-solver", "cvc5", "numpy", "hypothesis", "torch", "transformer-engine",
+    "torchao",
 )  # fmt: skip
 #: What stands for a package that is not installed.
 ABSENT = "not installed"

@@ -18,9 +18,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.backends.protocol import TensorSpec
+from qeffect.gpu_runtime.backends.protocol import TensorSpec, WgradUnit
 
-__all__ = ["Ends", "TokenEmbedding", "cross_entropy", "drawn", "stage_ends"]
+__all__ = [
+    "EMBEDDED",
+    "PROJECTED",
+    "Ends",
+    "TokenEmbedding",
+    "cross_entropy",
+    "drawn",
+    "stage_ends",
+    "tie_head",
+]
+
+EMBEDDED, PROJECTED = "embedding.weight", "head.weight"
+"""What every backend's stages call the token table, and the matrix of the head."""
 
 _SPREAD = 0.02
 """Standard deviation of the initial embedding and of the reference backend's initial matrices."""
@@ -37,6 +49,10 @@ class Ends:
         head: Whether final norm and head stand behind its last layer.
         first_layer: How many layers of the model stand before the stage's own. Each layer is drawn
             from a seed of its own, so that a model starts with the same bits however it is cut.
+        tied: Whether the head's matrix begins as a copy of the token table. That both stay alike is
+            for the gradients' sum and the update to see to.
+        dynamic: Whether the head is TorchAO's, with dynamic scaling, instead of the layers'
+            library's.
 
     Raises:
         ValueError: The vocabulary does not fit FP8's blocks of 16.
@@ -46,6 +62,8 @@ class Ends:
     embedding: bool = False
     head: bool = False
     first_layer: int = 0
+    tied: bool = False
+    dynamic: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.vocabulary < 16 or self.vocabulary % 16:
@@ -110,6 +128,28 @@ def drawn(seed: int, part: int) -> int:
     return (seed << 16) + part
 
 
+def _token_table(config: LayerConfig, rows: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(rows, config.hidden, generator=generator) * _SPREAD
+
+
+def tie_head(units: Sequence[WgradUnit], ends: Ends | None, config: LayerConfig, seed: int) -> None:
+    """
+    Write the bits that the token table begins with into the head's matrix, where they are tied.
+
+    Args:
+        units: A stage's products; the head's is the last.
+        ends: Which ends the stage has.
+        config: Dimensions of its layers.
+        seed: The model's.
+    """
+    if ends is None or not (ends.head and ends.tied):
+        return
+    generator = torch.Generator().manual_seed(drawn(seed, 0))
+    (matrix,) = units[-1].matrices
+    with torch.no_grad():
+        matrix.parameter.copy_(_token_table(config, ends.vocabulary, generator).to(config.dtype))
+
+
 class TokenEmbedding(torch.nn.Module):
     """
     Token and position embeddings, added.
@@ -128,7 +168,7 @@ class TokenEmbedding(torch.nn.Module):
         generator = torch.Generator().manual_seed(seed)
 
         def table(rows: int) -> torch.nn.Parameter:
-            values = torch.randn(rows, config.hidden, generator=generator) * _SPREAD
+            values = _token_table(config, rows, generator)
             return torch.nn.Parameter(values.to(device, config.dtype))
 
         self.weight = table(vocabulary)

@@ -18,6 +18,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from qeffect.gpu_runtime.measure.complete import derive_tables
+from qeffect.gpu_runtime.measure.curves import derive_curves
 from qeffect.gpu_runtime.measure.host import derive_host
 from qeffect.gpu_runtime.measure.restarts import derive_restarts
 from qeffect.gpu_runtime.measure.scale import derive_scale
@@ -549,7 +551,9 @@ DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {
     "pools": derive_pools,
     "probes": derive_probes,
     "scale": derive_scale,
+    "tables": derive_tables,
     "train": derive_train,
     "restarts": derive_restarts,
+    "curves": derive_curves,
 }
 """What computes the derived part of each kind of report."""

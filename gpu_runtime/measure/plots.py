@@ -1,6 +1,7 @@
 """
 Pictures of the reports for the README: step time against its floor, resources against the number of
-microbatches, memory above native. What a mark means stands in the legend below each.
+microbatches, memory above native, loss against steps and seconds. What a mark means stands in the
+legend below each.
 
 Drawn from reports alone; the same reports give the same bytes.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 from qeffect.cli.command import Outcome, Progress
 from qeffect.gpu_runtime import reports
+from qeffect.gpu_runtime.measure.curves import BASE, seconds_at
 from qeffect.report import UnusableError
 
 Report = Mapping[str, Any]
@@ -302,10 +304,98 @@ def swept(found: Iterable[Report]) -> list[str]:
     )
 
 
+ORDERS = {"il": "#08519c", "zbv": "#e07b39"}
+"""Schedules of loss curves by their color; others are green."""
+OTHER_ORDER = "#74a57f"
+NATIVE, GUARDED = {"lw": 5.0, "alpha": 0.3}, {"lw": 1.8}
+"""Native wide and pale, guarded thin over it, so that both are seen where they are the same."""
+THINNER = 0.8
+"""Width of a guarded line of another schedule than the first, over it."""
+_POINTS = 200
+"""About how many points a curve has; each is the mean of the steps since the one before."""
+
+
+def loss(found: Sequence[Report]) -> Any:
+    """Loss against steps and against seconds of training, a row a report; held-out points on it."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(
+        len(found), 2, figsize=(11, 0.9 + 3.1 * len(found)), squeeze=False
+    )
+    orders: dict[str, str] = {}
+    heads: dict[str, str] = {}
+    for (by_step, by_time), report in zip(axes, found, strict=True):
+        runs = report["raw"]["runs"]
+        for run in sorted(runs, key=_drawn_at):
+            color = orders.setdefault(run["schedule"], ORDERS.get(run["schedule"], OTHER_ORDER))
+            style = heads.setdefault(run["head"], ("-", "--", ":")[min(len(heads), 2)])
+            steps, seconds, losses = _course(run)
+            look: dict[str, Any] = dict(NATIVE if run["side"] == "native" else GUARDED)
+            look["color"] = color
+            if run["side"] == "guarded" and run["schedule"] != BASE:
+                look["lw"] = THINNER
+            by_step.plot(steps, losses, ls=style, **look)
+            by_time.plot(seconds, losses, ls=style, **look)
+            held = [(step, loss) for step, loss in run["held_out"] if loss is not None]
+            mark = {"ls": "", "color": color, "mfc": "none" if run["side"] == "native" else color}
+            size = {"marker": "s", "ms": 8} if run["side"] == "native" else {"marker": "o", "ms": 3}
+            for axis, places in (
+                (by_step, [step for step, _ in held]),
+                (by_time, [seconds_at(run["clock"], step) for step, _ in held]),
+            ):
+                axis.plot(places, [loss for _, loss in held], **mark, **size)
+        model = report["configuration"]["model"]
+        count = runs[0]["parameters"] / 1e6
+        by_step.set_title(f"{count:.0f} M parameters" + _shape(model))
+        by_step.set_xlabel("steps")
+        by_time.set_xlabel("seconds of training, without making, capture and evaluation")
+        by_time.set_xscale("log")
+        _plain_ticks(by_time)
+        for axis in (by_step, by_time):
+            axis.set_ylabel("cross entropy, nats a token")
+            axis.grid(color="#e6e6e6", lw=0.6)
+            axis.set_axisbelow(True)
+    handles = [
+        *(_mark("", name, color=color, ls="-", lw=2) for name, color in orders.items()),
+        _mark("", "native eager", ls="-", **NATIVE),
+        _mark("", "guarded", ls="-", **GUARDED),
+        _mark("s", "held out, native", ms=8, mfc="none"),
+        _mark("o", "held out, guarded", ms=3),
+    ]
+    if len(heads) > 1:
+        handles += [_mark("", f"head: {name}", ls=style, lw=1) for name, style in heads.items()]
+    _legend_below(figure, handles, 6)
+    return figure
+
+
+def _drawn_at(run: Mapping[str, Any]) -> tuple[bool, bool, int]:
+    """Native below guarded, the base below other schedules."""
+    return run["side"] == "guarded", run["schedule"] != BASE, run["seed"]
+
+
+def _shape(model: Mapping[str, Any]) -> str:
+    known = [f"{name} {model[name]}" for name in ("layers", "hidden", "sequence") if name in model]
+    return ", ".join(["", *known])
+
+
+def _course(run: Mapping[str, Any]) -> tuple[list[int], list[float], list[float]]:
+    """A run's curve in few points: steps done, seconds by then, mean loss since the one before."""
+    losses, clock = run["losses"], run["clock"]
+    each = max(1, len(losses) // _POINTS)
+    ends = [*range(each, len(losses), each), len(losses)]
+    steps, means = [], []
+    for begun, end in zip([0, *ends], ends, strict=False):
+        block = losses[begun:end]
+        if None not in block:
+            steps.append(end)
+            means.append(sum(block) / len(block))
+    return steps, [seconds_at(clock, step) for step in steps], means
+
+
 PICTURES: dict[str, tuple[str, Callable[[Sequence[Report]], Any]]] = {
     "step_time": ("bench", step_time),
     "memory": ("bench", memory),
     "resources": ("sweep", resources),
+    "loss": ("curves", loss),
 }
 """Pictures by name: the kind of report that each needs, and what draws it."""
 
@@ -338,14 +428,16 @@ def draw(folder: Path, out: Path, *, suffix: str = "svg") -> list[Path]:
         drawn.append(path)
     if not drawn:
         raise UnusableError(
-            f"no step or sweep report is in {folder}; make one with qeffect runtime bench"
+            f"no step, sweep or curves report is in {folder}; make one with qeffect runtime bench "
+            "or curves"
         )
     return drawn
 
 
 def _has_content(report: Report) -> bool:
     derived = report["derived"]
-    return bool(derived.get("points") or any(c["columns"] for c in derived.get("cells", ())))
+    drawn = derived.get("points") or derived.get("runs")
+    return bool(drawn or any(c["columns"] for c in derived.get("cells", ())))
 
 
 def add_plots_arguments(parser: argparse.ArgumentParser) -> None:

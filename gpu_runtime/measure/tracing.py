@@ -105,16 +105,17 @@ def busy(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, float]:
     return {what: round(us / steps / 1e3, 4) for what, us in found.items()}
 
 
-def profile_busy(
+def profiled(
     step: Callable[[], object], synchronize: Callable[[], None], steps: int
-) -> dict[str, float]:
+) -> tuple[dict[str, float], dict[str, Any]]:
     """
-    Run some steps under the profiler; what `busy` says of them.
+    Run some steps under the profiler; what `busy` and `summarize` say of them.
 
     Raises:
         RuntimeError: The profiler saw nothing on the device.
     """
-    return busy(_trace(step, synchronize, steps), steps)
+    events = _trace(step, synchronize, steps)
+    return busy(events, steps), summarize(events, steps)
 
 
 def _trace(step: Callable[[], object], synchronize: Callable[[], None], steps: int) -> Any:

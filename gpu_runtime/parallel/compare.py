@@ -24,6 +24,7 @@ from qeffect.gpu_runtime.parallel.channels import transport_of
 from qeffect.gpu_runtime.parallel.executor import Passage, Pipeline
 from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.native import NativePipeline
+from qeffect.gpu_runtime.parallel.ties import Tie
 from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, gathered
 from qeffect.gpu_runtime.plan.order import Order
 from qeffect.gpu_runtime.runtime import RuntimeConfig
@@ -34,7 +35,9 @@ __all__ = [
     "Recorded",
     "compared",
     "guarded",
+    "held_by",
     "native",
+    "native_pipeline",
     "summed",
     "tensors_of",
 ]
@@ -144,6 +147,21 @@ def native(
     member: Member, job: Job, steps: int, backend: str, recording: Recording | None
 ) -> NativePipeline:
     """Train a job natively under torch's schedule class; every rank calls it."""
+    run = native_pipeline(member, job, backend, recording)
+    for step in range(steps):
+        job.prepare(step, run.optimizer)
+        run.step()
+    return run
+
+
+def native_pipeline(
+    member: Member, job: Job, backend: str, recording: Recording | None = None
+) -> NativePipeline:
+    """
+    A job's native pipeline before its first step; every rank calls it.
+
+    Its process groups last as long as the process.
+    """
     replica, place = divmod(member.rank, job.pp)
     groups = [
         dist.new_group(job.ranks(r), backend=transport_of(member.device)) for r in range(job.dp)
@@ -172,9 +190,6 @@ def native(
         reduce=reduce,
         optimizer=job.optimizer,
     )
-    for step in range(steps):
-        job.prepare(step, run.optimizer)
-        run.step()
     return run
 
 
@@ -221,6 +236,7 @@ def guarded(
         pipeline=pipeline,
         clip_norm=job.clipping.max_norm if clip_norm is None else clip_norm,
         skip_nonfinite=skip_nonfinite or job.clipping.skip_nonfinite,
+        ties=job.ties,
     )
     worker.heed_termination()
     return worker
@@ -278,24 +294,27 @@ def compared(
 
 
 def _after(member: Member, job: Job, place: int) -> Callable[[Gradients], Tensor | None] | None:
-    """What native training does when every gradient is there: sum over replicas, and clip."""
-    reduce = _sum_over(member, job, place) if job.dp > 1 else None
+    """What native training does when every gradient is there: sum over replicas, tie, and clip."""
+    sums = [_sum_over(member, job, place)] if job.dp > 1 else []
+    sums += [_sum_of_copies(member, job, tie) for tie in job.ties]
     limit = job.clipping.max_norm
-    if limit is None:
-        return reduce
     ranks = job.ranks(member.rank // job.pp)
+    second = [place for tie in job.ties for place in tie.copies[1:]]
 
-    def clip(gradients: Gradients) -> Tensor:
-        if reduce is not None:
+    def after(gradients: Gradients) -> Tensor | None:
+        for reduce in sums:
             reduce(gradients)
-        own = {stage: float(part) for stage, part in square_sums(gradients).items()}
+        return None if limit is None else clip(gradients, limit)
+
+    def clip(gradients: Gradients, limit: float) -> Tensor:
+        own = {stage: float(part) for stage, part in square_sums(gradients, second).items()}
         said = gathered(member, own)
         parts = {stage: part for rank in ranks for stage, part in said[rank].items()}
         norm = math.sqrt(sum(parts[stage] for stage in sorted(parts)))
         wanted = torch.tensor(limit, dtype=torch.float64) / (norm + EPSILON)
         return wanted.clamp(max=1.0).float().to(member.device)
 
-    return clip
+    return after if sums or limit is not None else None
 
 
 def _sum_over(member: Member, job: Job, place: int) -> Callable[[Gradients], None]:
@@ -330,13 +349,46 @@ def _replicas_of(member: Member, job: Job, place: int) -> Any:
     return groups[place]
 
 
-def tensors_of(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, str]:
-    """Digests of everything that a step moves: parameters, numerical state, AdamW."""
-    named: dict[str, torch.Tensor] = {
+def _sum_of_copies(member: Member, job: Job, tie: Tie) -> Callable[[Gradients], None]:
+    """The plain sum of a tied weight's two gradients, the first copy's and then the second's."""
+    home = job.table().stage_to_rank
+    places = [home[stage] for stage, _ in tie.copies]
+    own = None
+    for replica in range(job.dp if places[0] != places[1] else 0):
+        ranks = [job.ranks(replica)[place] for place in places]
+        group = dist.new_group(ranks, backend=transport_of(member.device))
+        own = group if member.rank in ranks else own
+
+    def reduce(gradients: Gradients) -> None:
+        mine = [gradients[stage][name] for stage, name in tie.copies if stage in gradients]
+        if not mine:
+            return
+        both = mine
+        if len(mine) == 1:
+            both = [torch.empty_like(mine[0]) for _ in range(2)]
+            dist.all_gather(both, mine[0], group=own)
+            if places[0] > places[1]:  # a group's ranks are in the world's order
+                both.reverse()
+        total = both[0] + both[1]
+        for gradient in mine:
+            gradient.copy_(total)
+
+    return reduce
+
+
+def held_by(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, Tensor]:
+    """Everything that a step moves: parameters, numerical state, AdamW; live, not copied."""
+    named: dict[str, Tensor] = {
         f"{index}.{name}": parameter.detach()
         for index, stage in stages.items()
         for name, parameter in parameters(stage).items()
     }
     named.update(live_state(next(iter(stages.values())).domain))
     named.update(optimizer.state_tensors())
-    return {name: digests([tensor.cpu()])[0] for name, tensor in named.items()}
+    return named
+
+
+def tensors_of(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, str]:
+    """Digests of everything that a step moves."""
+    held = held_by(stages, optimizer)
+    return {name: digests([tensor.cpu()])[0] for name, tensor in held.items()}

@@ -34,6 +34,7 @@ from qeffect.gpu_runtime.parallel.channels import (
     first_difference,
 )
 from qeffect.gpu_runtime.parallel.reduction import Replicas
+from qeffect.gpu_runtime.parallel.ties import Reducers
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import SENDS, Atom, Schedule
 
@@ -118,7 +119,7 @@ class Consent:
     ranks: Sequence[int]
     deadline: float = 60.0
     grace: float = 2.0
-    replicas: Replicas | None = None
+    replicas: Reducers | Replicas | None = None
     release: Callable[[], None] | None = attrs.field(default=None, init=False)
     ending: bool = attrs.field(default=False, init=False)
 

@@ -219,7 +219,7 @@ class Pipeline:
         """Every rank's consent, and beside it the norm of all their gradients where one is used."""
         parts = None
         if self.clipping:
-            sums = square_sums(gradients)
+            sums = square_sums(gradients, self.clipping.elsewhere)
             parts = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
         if self.consent is not None:
             agreed = self.consent.agree(epoch, parts)

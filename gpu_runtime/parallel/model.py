@@ -16,6 +16,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, Te
 from qeffect.gpu_runtime.clipping import Clipping
 from qeffect.gpu_runtime.memory.arena import Rule
 from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.parallel.ties import Tie
 from qeffect.gpu_runtime.plan.slots import Provisioning
 from qeffect.schedule.actions import Schedule
 from qeffect.schedule.tables import read_table
@@ -170,6 +171,11 @@ class Job:
             )
             for n in indices
         ]
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Tied weights: none here."""
+        return ()
 
     @property
     def clipping(self) -> Clipping:

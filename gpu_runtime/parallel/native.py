@@ -168,7 +168,16 @@ class NativePipeline:
             scale_grads=False,
         )
         self.optimizer = optimizer(self.stages)
-        self.losses: list[list[float]] = []
+        self._losses: list[list[Tensor]] = []
+
+    @property
+    def losses(self) -> list[list[float]]:
+        """Of every step as `losses_of`."""
+        return [self.losses_of(step) for step in range(self.number)]
+
+    def losses_of(self, step: int) -> list[float]:
+        """The losses of a step by microbatch, where the last stage is; waits for the device."""
+        return [float(loss) for loss in self._losses[step]]
 
     def note(
         self, stage: _Stage, action: str, category: Any, found: Sequence[Tensor | None]
@@ -193,7 +202,8 @@ class NativePipeline:
         if any(p.is_last for p in self.piped):
             options = {"target": target, "losses": losses}
         self.schedule.step(*inputs, **options, return_outputs=False)
-        self.losses.append([float(loss.detach()) for loss in losses])
+        # Read when somebody asks: a step does not wait for its losses.
+        self._losses.append([loss.detach() for loss in losses])
         gradients = {p.stage_index: self._gradients(p) for p in self.piped}
         scale = None if self.reduce is None else self.reduce(gradients)
         record_step(self.recording, self.number, self.stages, gradients, before_update=True)

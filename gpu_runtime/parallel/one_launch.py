@@ -50,7 +50,7 @@ from qeffect.gpu_runtime.parallel.world import Worker
 __all__ = ["OneLaunch", "advance", "obstacles"]
 
 UNLIKE = 2
-"""In a rank's word: its replica has other reduced gradients than the first."""
+"""What is published of a rank whose replica has other reduced gradients than the first."""
 ROWS = 4
 """Steps that the device may be ahead of what the host has read, and more than it ever is."""
 _POLL_S = 2e-5
@@ -66,6 +66,8 @@ def obstacles(worker: Worker) -> list[str]:
         found.append("the device does not compare: RuntimeConfig(device_counts, late_counts)")
     if not worker.optimizer.capturable:
         found.append("the update cannot be captured: Optimizer(capturable=True)")
+    if worker.ties:
+        found.append("the gradients of a tied weight's copies are summed")
     if runtime.config.rule == "copied":
         found.append("gradients are copied, which is no part of a slot's graphs")
     if (problem := obstacle()) is not None:
@@ -273,12 +275,12 @@ class OneLaunch:
         self._await(done)
         counted, said = self._gate.read()
         self.runtime.contract.present_counts({self.runtime.domain_name: counted})
-        if odd := [rank for rank, word in enumerate(said) if word & 1]:
+        if odd := [rank for rank, word in enumerate(said) if word == 1]:
             raise DisagreementError(
                 f"the device of rank {odd[0]} did not run what was committed, or its word did not "
                 "come"
             )
-        if unlike := [rank for rank, word in enumerate(said) if word & UNLIKE]:
+        if unlike := [rank for rank, word in enumerate(said) if word == UNLIKE]:
             raise DisagreementError(
                 f"the reduced gradients of the replica of rank {unlike[0]} have other squares than "
                 "those of the first replica"
@@ -442,8 +444,8 @@ class _Gate:
             ranks = list(range(self.world))
             self.group = dist.new_group(ranks, backend=transport_of(device))
         self.wanted, self.factors, self.terms = (torch.zeros_like(values) for _ in range(3))
-        self.own = torch.zeros(1, device=device)
-        self.heard = torch.ones(self.world, device=device)
+        self.own = torch.zeros(1, dtype=torch.float64, device=device)
+        self.heard = torch.zeros(self.world, dtype=torch.float64, device=device)
         self.norm: DeviceNorm | None = None
         if worker.clipping:
             self.norm = DeviceNorm.on(device, worker.clipping)
@@ -451,7 +453,7 @@ class _Gate:
             # another rank's.
             width = 1 + worker.table.num_stages
             self.row = torch.zeros(width, dtype=torch.float64, device=device)
-            self.rows = torch.ones(self.world, width, dtype=torch.float64, device=device)
+            self.rows = torch.zeros(self.world, width, dtype=torch.float64, device=device)
         self.skip = torch.ones((), device=device)
         self.updated = torch.zeros((), dtype=torch.int64, device=device)
         self.kept = GatedSnapshot(list(live_state(worker.runtime.domain).values()))
@@ -477,7 +479,9 @@ class _Gate:
         Args:
             gradients: Of this rank's stages, whose norm is looked at; None where there are none.
         """
-        self.kernels.compare(self.values, self.wanted, self.factors, self.terms, self.own)
+        self.kernels.compare(
+            self.values, self.wanted, self.factors, self.terms, self.number, self.own
+        )
         if self.norm is None:
             self._gather(self.heard, self.own)
         else:
@@ -492,11 +496,11 @@ class _Gate:
             if self.replicas > 1:
                 finite = parts.isfinite() & parts[:1].isfinite()
                 unlike = ((parts != parts[:1]) & finite).any(1, keepdim=True)
-                self.heard.view(self.replicas, -1).add_(unlike, alpha=UNLIKE)
+                yes = self.heard.view(self.replicas, -1) == self.number + 1
+                self.heard.view(self.replicas, -1).masked_fill_(yes & unlike, -1.0)
             # All have the same, but for what is not finite in one of them alone.
             self.norm.take(parts.amax(0))
         self.kernels.publish(self.values, self.heard, self.skip, self.ring, self.number)
-        self.skip.clamp_(max=1.0)
         self.updated.add_(self.skip == 0)
         self.kept.take(self.skip)
         if self.norm is not None:
@@ -504,8 +508,9 @@ class _Gate:
         return self.skip
 
     def _gather(self, into: Tensor, own: Tensor) -> None:
-        # A word that does not come is no yes: what is gathered stands where a no stood before.
-        into.fill_(1.0)
+        # A word that does not come is no yes: what is gathered stands where a no stood before, and
+        # what an aborted group leaves there of a step before has the number of that step.
+        into.fill_(0.0)
         if self.group is None:
             into.copy_(own)
         else:

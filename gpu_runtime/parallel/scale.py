@@ -8,36 +8,37 @@ stages whose backward is the library's full one. Both sides train the same model
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from qeffect.cli.command import Outcome, Progress
 from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.measure.report import Report, environment
-from qeffect.gpu_runtime.measure.tracing import profile_busy
-from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.parallel.channels import Message, transport_of
+from qeffect.gpu_runtime.parallel.channels import Message
 from qeffect.gpu_runtime.parallel.command import mute
 from qeffect.gpu_runtime.parallel.compare import compared, summed, tensors_of
 from qeffect.gpu_runtime.parallel.consent import StoppedError
-from qeffect.gpu_runtime.parallel.model import Batches, Job
-from qeffect.gpu_runtime.parallel.native import NativePipeline
+from qeffect.gpu_runtime.parallel.model import Job
 from qeffect.gpu_runtime.parallel.one_launch import OneLaunch
-from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, gathered, join
-from qeffect.gpu_runtime.plan.order import Order
+from qeffect.gpu_runtime.parallel.timing import (
+    Turns,
+    backend_on,
+    native_side,
+    released,
+    timed,
+    waited,
+    worker_side,
+)
+from qeffect.gpu_runtime.parallel.world import Member, Worker, gathered, join
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
@@ -59,14 +60,11 @@ COMPARED: dict[str, tuple[LayerConfig, int]] = {
     "tiny": (LayerConfig(32, 64, 2, 16), 3),
 }
 """Layers and steps of what is compared."""
-WARMUP = 3
 BEFORE = 6
 """Steps whose outcome is compared between replays and one launch a step."""
 REPLAYS = 20
 _QUEUEING_CYCLES = 40_000_000
 """About 20 ms of a device, in which the host queues messages."""
-PROFILED = 2
-"""Steps under the profiler, after those that are timed."""
 
 
 def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +131,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         "vpp": 2,
         "layers_a_stage": 1,
         "device": args.device,
-        "backend": _backend(args.device),
+        "backend": backend_on(args.device),
         "schedules": args.schedules,
         "rounds": args.rounds,
         "steps": args.steps,
@@ -149,16 +147,16 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
             report.save()
     for name in args.cells:
         progress(f"Timing. {name}, native")
-        with _released(member):
+        with released(member):
             raw["timed"].append(_native(member, args, name))
         for schedule in args.schedules:
             progress(f"Timing. {name}, {schedule}")
-            with _released(member):
+            with released(member):
                 guarded, final = _guarded(member, args, schedule, name)
             raw["timed"].append(guarded)
             if args.device == "cuda":
                 progress(f"Timing. {name}, {schedule}, one launch a step")
-                with _released(member):
+                with released(member):
                     raw["timed"].append(_one_launch(member, args, schedule, name, guarded, final))
             report.save()
     finished = report.finish()
@@ -168,34 +166,18 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     return Outcome("accepted" if same else "refused", {"derived": derived}, _lines(derived))
 
 
-def _backend(device: str) -> str:
-    return "reference" if device == "cpu" else "transformer-engine"
-
-
 def _job(args: argparse.Namespace, schedule: str, config: LayerConfig, microbatches: int) -> Job:
     return Job(
         schedule=schedule, pp=args.pp, vpp=2, microbatches=microbatches, config=config, history=16
     )
 
 
-@contextmanager
-def _released(member: Member) -> Iterator[None]:
-    """Nothing of one side is left when the next is made; peaks are counted from here."""
-    if member.device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(member.device)
-    try:
-        yield
-    finally:
-        gc.collect()
-        dist.barrier()
-
-
 def _compare(member: Member, args: argparse.Namespace, schedule: str, name: str) -> dict[str, Any]:
     config, steps = COMPARED[name]
     job = _job(args, schedule, config, 2 * args.pp)
-    with _released(member):
-        found = compared(member, job, steps, _backend(args.device), captured=args.device == "cuda")
+    with released(member):
+        captured = args.device == "cuda"
+        found = compared(member, job, steps, backend_on(args.device), captured=captured)
     ranks = gathered(member, (found.totals(), found.slots))
     return {
         "name": name,
@@ -207,38 +189,12 @@ def _compare(member: Member, args: argparse.Namespace, schedule: str, name: str)
     }
 
 
-class _Drawn(Batches):
-    """Batches that were drawn before, so that no step waits for the host's random numbers."""
-
-    def outputs(
-        self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
-    ) -> None:
-        """The loss is left where it is."""
-
-
-def _drawn(job: Job, member: Member) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-    draw = job.batch(member.device)
-    held = [draw(0, m) for m in range(job.microbatches)]
-    return lambda step, microbatch: held[microbatch]
-
-
 def _native(member: Member, args: argparse.Namespace, name: str) -> dict[str, Any]:
     """torch's Interleaved 1F1B over full backwards: what users run today."""
     config, microbatches = CELLS[name]
     job = _job(args, "il", config, microbatches)
-    group = dist.new_group(list(range(member.world)), backend=transport_of(member.device))
     began = time.perf_counter()
-    order = Order.of_rank(job.table(), member.rank)
-    side = NativePipeline(
-        job.cls_name,
-        job.stages(order.stages, member.device, _backend(args.device), loss=False),
-        job.num_stages,
-        order,
-        job.microbatches,
-        _drawn(job, member),
-        job.loss,
-        group,
-    )
+    side = native_side(member, job, backend_on(args.device))
     made = time.perf_counter() - began
     return _timed(member, args, name, "native", "il", side.step, args.native_steps, made, {})
 
@@ -246,16 +202,7 @@ def _native(member: Member, args: argparse.Namespace, name: str) -> dict[str, An
 def _worker(
     member: Member, args: argparse.Namespace, job: Job, config: RuntimeConfig, *, capturable: bool
 ) -> Worker:
-    return Worker(
-        member,
-        job.table(),
-        job.pp,
-        lambda indices: job.stages(indices, member.device, _backend(args.device)),
-        lambda replica: _Drawn(_drawn(job, member), member.device),
-        config,
-        limits=Limits(message=30.0, commit=30.0),
-        optimizer=lambda stages: Optimizer(stages, capturable=capturable),
-    )
+    return worker_side(member, job, backend_on(args.device), config, capturable=capturable)
 
 
 def _final(worker: Worker) -> dict[str, str]:
@@ -339,40 +286,9 @@ def _timed(
     made: float,
     facts: dict[str, Any],
 ) -> dict[str, Any]:
-    """Back-to-back turns, then single synchronised steps; the slowest rank counts."""
-    for _ in range(WARMUP):
-        step()
-    turns, singles, hosts = [], [], []
-    for _ in range(args.rounds):
-        _wait(member)
-        began = time.perf_counter()
-        for _ in range(steps):
-            step()
-        member.synchronize()
-        turns.append(1e3 * (time.perf_counter() - began) / steps)
-        _wait(member)
-        began = time.perf_counter()
-        step()
-        hosts.append(1e3 * (time.perf_counter() - began))
-        member.synchronize()
-        singles.append(1e3 * (time.perf_counter() - began))
-    on_device = member.device.type == "cuda"
-    peak = torch.cuda.max_memory_reserved(member.device) if on_device else 0
-    _wait(member)
-    spent = profile_busy(step, member.synchronize, PROFILED) if on_device else None
-    ranks = gathered(member, (turns, singles, hosts, made, peak, facts, spent))
-    return {
-        "cell": name,
-        "side": side,
-        "schedule": schedule,
-        "step_ms": [max(rank[0][n] for rank in ranks) for n in range(args.rounds)],
-        "single_ms": [max(rank[1][n] for rank in ranks) for n in range(args.rounds)],
-        "host_ms": [max(rank[2][n] for rank in ranks) for n in range(args.rounds)],
-        "construction_s": max(rank[3] for rank in ranks),
-        "peak_bytes": [rank[4] for rank in ranks],
-        "facts": [rank[5] for rank in ranks],
-        "busy_ms": [rank[6] for rank in ranks if rank[6] is not None],
-    }
+    """A side of a cell, with its names."""
+    found = timed(member, step, Turns(args.rounds, steps), made=made, facts=facts)
+    return {"cell": name, "side": side, "schedule": schedule, **found}
 
 
 def _alone(worker: Worker) -> tuple[dict[str, dict[str, float]], float]:
@@ -411,7 +327,7 @@ def _message_ms(member: Member, job: Job, worker: Worker) -> float:
         return 0.0
     tensor = job.config.activation(member.device).buffer()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    _wait(member)
+    waited(member)
     if member.rank > 1:
         return 0.0
     torch.cuda._sleep(_QUEUEING_CYCLES)  # type: ignore[no-untyped-call]
@@ -438,11 +354,6 @@ def _spent(act: Callable[[], object]) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) / 4)
     return float(statistics.median(times))
-
-
-def _wait(member: Member) -> None:
-    member.synchronize()
-    dist.barrier()
 
 
 def _lines(derived: dict[str, Any]) -> list[str]:

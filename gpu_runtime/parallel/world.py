@@ -8,7 +8,7 @@ import datetime
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
@@ -18,14 +18,17 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
 from qeffect.gpu_runtime.clipping import Clipping, Norm
+from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.channels import Channels, channels_of, end_group, transport_of
 from qeffect.gpu_runtime.parallel.consent import Consent, StoppedError, TerminatedError
 from qeffect.gpu_runtime.parallel.executor import Feed, Pipeline
+from qeffect.gpu_runtime.parallel.feeds import beside
 from qeffect.gpu_runtime.parallel.model import require_meeting
 from qeffect.gpu_runtime.parallel.reduction import Replicas
+from qeffect.gpu_runtime.parallel.ties import Reducers, Tie, require_declared
 from qeffect.gpu_runtime.plan.rows import Row, walked
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.schedule.actions import Kind, Schedule
@@ -181,11 +184,16 @@ class Worker:
             the sum, which is right where each loss is a share of the whole.
         together: Whether the gradients of a bucket are reduced in one call; None where that moves
             no bit (`qeffect.gpu_runtime.parallel.reduction`).
+        ties: Tied weights, whose copies' gradients are added before the update
+            (`qeffect.gpu_runtime.parallel.ties`).
 
     Raises:
         ScheduleError: The table is refused; no rank has begun.
+        Refused: A rank has a copy of a weight that another rank declares tied, and does not
+            declare it so; every rank raises it.
         BackendError: The world has another size, a stage cannot be built on some rank, two stages
-            do not meet, or the ranks were given different limits of the norm.
+            do not meet, the ranks were given different limits of the norm or ties, or copies of a
+            tied weight begin differently.
     """
 
     def __init__(
@@ -206,10 +214,16 @@ class Worker:
         skip_nonfinite: bool = False,
         mean: bool = False,
         together: bool | None = None,
+        ties: Sequence[Tie] = (),
     ) -> None:
         self.member, self.limits = member, limits or Limits()
         self.mean, self.together = mean, together
-        self.clipping = Clipping(max_norm=clip_norm, skip_nonfinite=skip_nonfinite)
+        self.ties = tuple(ties)
+        self.clipping = Clipping(
+            max_norm=clip_norm,
+            skip_nonfinite=skip_nonfinite,
+            elsewhere=frozenset(place for tie in ties for place in tie.copies[1:]),
+        )
         config = config or RuntimeConfig()
         table = walked(schedule, config.provisioning)
         if table.num_ranks != pp:
@@ -234,12 +248,17 @@ class Worker:
         self.row = Row.of(table, place, config.provisioning)
         self.feed = feed(self.replica)
         self.pp = pp
-        self._replicas = self._reducer()
-        if self._replicas is not None and not config.reductions and not config.buckets:
+        require_declared(gathered(member, self.ties), table.stage_to_rank, self.ranks)
+        self._reduces = self._reducer()
+        copies = {tie.name: own for tie in self.ties if (own := tie.of(self.row.stages))}
+        config = attrs.evolve(config, copies=copies)
+        if self._reduces is not None and not config.reductions and not config.buckets:
             # Every replica walks the same row, and the contract holds it to that order.
             ends = [a.stage for a in self.row.atoms if a.kind is Kind.REDUCE_GRAD]
             if sorted(ends) == list(self.row.stages):
-                config = attrs.evolve(config, reductions=tuple(ends))
+                config = attrs.evolve(config, reductions=(*ends, *copies))
+        elif config.reductions:
+            config = attrs.evolve(config, reductions=(*config.reductions, *copies))
         self._require_one_end(config.amax)
         self.runtime = self._runtime(build, config, event_log)
         self.optimizer = optimizer(list(self.runtime.stages.values()))
@@ -251,7 +270,8 @@ class Worker:
     def _require_one_end(self, amax: str) -> None:
         """Refuse ranks that would do different things at the end of a step."""
         names = "clip_norm", "skip_nonfinite", "mean", "together", "amax"
-        own = (*attrs.astuple(self.clipping), self.mean, self.together, amax)
+        clipping = self.clipping.max_norm, self.clipping.skip_nonfinite
+        own = (*clipping, self.mean, self.together, amax)
         for rank, words in enumerate(said := gathered(self.member, own)):
             for name, word, first in zip(names, words, said[0], strict=True):
                 if word != first:
@@ -272,6 +292,7 @@ class Worker:
         except (BackendError, ValueError, RuntimeError) as error:
             problem = f"rank {self.member.rank} cannot build its stages: {error}"
         agree_on(self.member, problem)
+        self._require_alike(stages)
         own = [
             (
                 stage.index,
@@ -292,7 +313,7 @@ class Worker:
                 self.row.order,
                 config,
                 event_log=event_log,
-                reducer=self._replicas,
+                reducer=self._reduces,
                 row=self.row,
                 rank=self.member.rank,
             )
@@ -302,26 +323,60 @@ class Worker:
         assert made is not None
         return made
 
-    def _reducer(self) -> Replicas | None:
-        """What sums gradients over the replicas; every rank of the world makes every group."""
+    def _require_alike(self, stages: Sequence[StageBackend]) -> None:
+        """Refuse copies of one weight that do not begin as one, on any rank."""
+        held = {stage.index: parameters(stage) for stage in stages}
+        own = {
+            place: digests([held[place[0]][place[1]].detach().cpu()])[0]
+            for tie in self.ties
+            for place in tie.of(list(held))
+            if place[1] in held[place[0]]
+        }
+        said = gathered(self.member, own) if self.ties else []
+        for tie in self.ties:
+            bits = [(n, words[p]) for n, words in enumerate(said) for p in tie.copies if p in words]
+            for rank, found in bits:
+                if found != bits[0][1]:
+                    raise BackendError(
+                        f"the copies of {tie.name!r} on the ranks {bits[0][0]} and {rank} do not "
+                        "begin with the same bits; draw both from one seed"
+                    )
+
+    def _reducer(self) -> Reducers | Replicas | None:
+        """What sums over replicas and copies; every rank of the world makes every group."""
         member, pp = self.member, self.pp
-        if member.world == pp:
-            return None
-        host = member.device.type == "cpu"
-        own = None
-        for place in range(pp):
-            ranks = list(range(place, member.world, pp))
-            limit = datetime.timedelta(seconds=self.limits.message) if host else None
-            group = dist.new_group(ranks, backend=transport_of(member.device), timeout=limit)
+        replicas = None
+        if member.world > pp:
+            group = self._group_of([range(place, member.world, pp) for place in range(pp)])
+            replicas = self._summing(group, mean=self.mean, together=self.together)
+        pairs: dict[str, Replicas | None] = {}
+        for tie in self.ties:
+            places = sorted({self.table.stage_to_rank[stage] for stage, _ in tie.copies})
+            if len(places) > 1:
+                every = [[r + p for p in places] for r in range(0, member.world, pp)]
+                if (group := self._group_of(every)) is not None:
+                    pairs[tie.name] = self._summing(group)
+            elif tie.of(self.row.stages):
+                pairs[tie.name] = None
+        return Reducers(replicas, pairs) if pairs else replicas
+
+    def _group_of(self, every: Iterable[Iterable[int]]) -> Any:
+        """Make these groups on every rank of the world; this rank's own, where it is in one."""
+        member, own = self.member, None
+        limit = datetime.timedelta(seconds=self.limits.message)
+        for ranks in map(list, every):
+            group = dist.new_group(
+                ranks,
+                backend=transport_of(member.device),
+                timeout=limit if member.device.type == "cpu" else None,
+            )
             own = group if member.rank in ranks else own
             del group
-        return Replicas(
-            own,
-            host=host,
-            deadline=self.limits.message,
-            mean=self.mean,
-            together=self.together,
-        )
+        return own
+
+    def _summing(self, group: Any, **options: Any) -> Replicas:
+        host = self.member.device.type == "cpu"
+        return Replicas(group, host=host, deadline=self.limits.message, **options)
 
     def _connect(self) -> Pipeline:
         member, limits = self.member, self.limits
@@ -346,10 +401,11 @@ class Worker:
             self.ranks,
             deadline=limits.commit,
             grace=limits.grace,
-            replicas=self._replicas,
+            replicas=self._reduces,
         )
+        feed = beside(self.feed, member.device)
         return self._pipeline(
-            self.runtime, self.row, channels, self.feed, self.ranks, self.consent, self.clipping
+            self.runtime, self.row, channels, feed, self.ranks, self.consent, self.clipping
         )
 
     @property
@@ -439,7 +495,7 @@ class Worker:
                 )
             )
         (restore or self.runtime.rebuild)()
-        self.runtime.reducer = self._replicas = self._reducer()
+        self.runtime.reducer = self._reduces = self._reducer()
         self.pipeline = self._connect()
 
     def close(self) -> None:
@@ -447,8 +503,8 @@ class Worker:
         self.runtime.drain()
         self.runtime.close()
         self.pipeline.channels.close(abort=False)
-        if self._replicas is not None:
-            self._replicas.close(abort=False)
+        if self._reduces is not None:
+            self._reduces.close(abort=False)
         group, self.consent.group = self.consent.group, None
         if group is not None:
             end_group(group, abort=False)

@@ -282,6 +282,7 @@ class Checkpoints:
     ) -> dict[str, Tensor]:
         place = worker.member.rank % worker.pp
         held = Persistent.of(worker.runtime, worker.optimizer, naming, worker.replica, place)
+        held.require_alike()
         own = random_states(worker.member.device)
         return {
             **held.tensors,
@@ -547,10 +548,11 @@ class Checkpoints:
         runtime.drain()
         with torch.no_grad():
             for name in held.parameters:
-                held.tensors[name].copy_(found[name])
+                for into in (held.tensors[name], *held.copies.get(name, ())):
+                    into.copy_(found[name])
             for name, tensor in extra.items():
                 tensor.copy_(found[f"{EXTRA}.{name}"])
-        worker.optimizer.load_state({own: found[name] for name, own in held.optimizer.items()})
+        worker.optimizer.load_state({own: found[name] for own, name in held.optimizer.items()})
         recipe = dict(runtime.domain.recipe())
         state = NumericalState({own: found[name] for name, own in held.numerical.items()}, recipe)
         configuration = runtime.contract.configuration

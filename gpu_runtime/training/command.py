@@ -30,7 +30,7 @@ from qeffect.gpu_runtime.training.model import Language
 from qeffect.refusals import Refused
 from qeffect.report import UnusableError, finite
 
-__all__ = ["add_train_arguments", "run_train"]
+__all__ = ["add_train_arguments", "release", "require_processes", "run_train"]
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,20 +76,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         environment(args.commit)  # says now what would be said when all is trained
         if not args.out.absolute().parent.is_dir():
             raise UnusableError(f"--out {args.out}: there is no folder {args.out.parent}")
-    started = processes()
-    if started is None and job.world > 1:
-        raise UnusableError(
-            f"{args.config}: [parallel] pp = {job.pp} and dp = {job.dp} take {job.world} "
-            f"processes; start them: torchrun --nproc-per-node {job.world} -m qeffect runtime "
-            f"train {args.config}"
-        )
-    if started is None:
-        _alone()
-    elif started != job.world:
-        raise UnusableError(
-            f"{args.config}: [parallel] pp = {job.pp} and dp = {job.dp} take {job.world} "
-            f"processes, {started} were started; start torchrun with --nproc-per-node {job.world}"
-        )
+    require_processes(config, job, f"train {args.config}")
     limits = Limits(start=config.run.start_s, commit=config.run.commit_s)
     deterministic = args.compare is not None or config.run.deterministic
     member = begun(config.run.device, limits, deterministic=deterministic)
@@ -113,6 +100,33 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     if args.out is not None and member.rank == 0 and "losses" in outcome.data:
         _write(args.out, args.commit, args.compare or "train", config, job, outcome)
     return outcome
+
+
+def require_processes(config: Config, job: Language, how: str) -> None:
+    """
+    Require as many processes as a job takes; one that takes one may be started by itself.
+
+    Args:
+        config: The run.
+        job: Its mapping.
+        how: The command and its file, as they are typed.
+
+    Raises:
+        UnusableError: There are others.
+    """
+    started, source = processes(), config.source
+    if started is None and job.world > 1:
+        raise UnusableError(
+            f"{source}: [parallel] pp = {job.pp} and dp = {job.dp} take {job.world} processes; "
+            f"start them: torchrun --nproc-per-node {job.world} -m qeffect runtime {how}"
+        )
+    if started is None:
+        _alone()
+    elif started != job.world:
+        raise UnusableError(
+            f"{source}: [parallel] pp = {job.pp} and dp = {job.dp} take {job.world} processes, "
+            f"{started} were started; start torchrun with --nproc-per-node {job.world}"
+        )
 
 
 def _trained(
@@ -268,7 +282,7 @@ def _count(config: Config) -> int:
     """Parameters of the model, norms and biases included."""
     m = config.model
     layer = m.hidden * (4 * m.hidden + 2 * m.ffn) + 9 * m.hidden + m.ffn
-    return m.layers * layer + (2 * m.vocabulary + m.sequence + 2) * m.hidden
+    return m.layers * layer + ((2 - m.tied) * m.vocabulary + m.sequence + 2) * m.hidden
 
 
 def _alone() -> None:

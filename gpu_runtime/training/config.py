@@ -108,6 +108,9 @@ class Model:
         sequence: Tokens of a window.
         seed: What the parameters are drawn from.
         history: Entries of an amax history.
+        tied: Whether the token embedding and the head are one weight, which does not decay.
+        head: `te`, the layers' own FP8 product with delayed scaling (the reference backend has one
+            of the same rules), or `torchao`, TorchAO's `Float8Linear` with dynamic scaling.
     """
 
     vocabulary: int = _whole(32768, 16, 2**31)
@@ -118,6 +121,8 @@ class Model:
     sequence: int = _whole(64)
     seed: int = _whole(0, 0, _SEED)
     history: int = _whole(16)
+    tied: bool = _flag(False)
+    head: str = _one_of("te", "te", "torchao")
 
 
 @attrs.frozen(kw_only=True)

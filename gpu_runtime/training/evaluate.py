@@ -8,19 +8,21 @@ to rank over the host: an evaluation is rare, and needs no connections of its ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
-from qeffect.gpu_runtime.memory.state import Snapshot, live_state
-from qeffect.gpu_runtime.parallel.world import Worker, gathered
+from qeffect.gpu_runtime.memory.state import Snapshot, live_state, preserving
+from qeffect.gpu_runtime.parallel.native import NativePipeline
+from qeffect.gpu_runtime.parallel.world import Member, Worker, gathered
 from qeffect.gpu_runtime.training.data import Loader
 from qeffect.gpu_runtime.training.model import Language
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "evaluate_native"]
 
 #: What `torch.nn.functional.cross_entropy` leaves out of its mean.
 _NOT_COUNTED = -100
@@ -41,62 +43,118 @@ def evaluate(worker: Worker, job: Language, held_out: Loader, windows: int) -> f
         Refused: Something of a step is live.
         BackendError: A message between ranks was lost.
     """
+    table = worker.table
+    placed = _Placed(
+        worker.member,
+        worker.runtime.stages,
+        [worker.ranks[table.stage_to_rank[index]] for index in range(table.num_stages)],
+        worker.replica,
+    )
+    with worker.runtime.apart():
+        return _evaluated(placed, job, held_out, windows)
+
+
+def evaluate_native(
+    member: Member, pipeline: NativePipeline, job: Language, held_out: Loader, windows: int
+) -> float:
+    """
+    As `evaluate`, of native training: the same windows, with the scales that it has now.
+
+    Args:
+        member: This process.
+        pipeline: Between two steps.
+        job: What it trains.
+        held_out: The text.
+        windows: How many.
+
+    Raises:
+        BackendError: A message between ranks was lost.
+    """
+    replica, table = member.rank // job.pp, job.table()
+    ranks = job.ranks(replica)
+    placed = _Placed(
+        member,
+        {stage.index: stage for stage in pipeline.stages},
+        [ranks[table.stage_to_rank[index]] for index in range(table.num_stages)],
+        replica,
+        loss=job.loss,  # torch's schedule computes it, not the last stage
+    )
+    with preserving(pipeline.domain):
+        return _evaluated(placed, job, held_out, windows)
+
+
+@attrs.frozen
+class _Placed:
+    """
+    A rank's stages between two steps, and where those of the others are.
+
+    Args:
+        member: This process.
+        stages: Its stages by index.
+        homes: The rank of each stage of its replica.
+        replica: Which replica that is.
+        loss: What follows the last stage, where its own F does not end in the loss.
+    """
+
+    member: Member
+    stages: Mapping[int, StageBackend]
+    homes: Sequence[int]
+    replica: int
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+def _evaluated(placed: _Placed, job: Language, held_out: Loader, windows: int) -> float:
+    """The mean over windows, in a context that puts numerical state back."""
     batch = job.config.batch
     there = held_out.tokens.windows(held_out.sequence)
     wanted = min(there, -(-windows // batch) * batch)
     groups = -(-wanted // batch)
     total, count = 0.0, 0
-    runtime = worker.runtime
-    with runtime.apart():
-        for index in sorted(runtime.stages):
-            runtime.stages[index].refresh_cache()
-        committed = Snapshot(tuple(live_state(runtime.domain).values()))
-        for group in range(worker.replica, groups, job.dp):
-            x, y = held_out.windows(group * batch, batch)
-            taken = min(batch, wanted - group * batch)
-            y = y.clone()  # it has its memory in common with x
-            y[:, taken:] = _NOT_COUNTED  # the first windows again: shapes stay as they are
-            try:
-                loss = _through(worker, x, y)
-            except RuntimeError as error:
-                raise BackendError(
-                    f"evaluation: a message between ranks was lost: {error}"
-                ) from None
-            committed.restore()
-            if loss is not None:
-                mean = float(loss) * job.microbatches * job.dp
-                total, count = total + mean * taken, count + taken
-    sums = gathered(worker.member, (total, count))
+    for index in sorted(placed.stages):
+        placed.stages[index].refresh_cache()
+    domain = next(iter(placed.stages.values())).domain
+    committed = Snapshot(tuple(live_state(domain).values()))
+    for group in range(placed.replica, groups, job.dp):
+        x, y = held_out.windows(group * batch, batch)
+        taken = min(batch, wanted - group * batch)
+        y = y.clone()  # it has its memory in common with x
+        y[:, taken:] = _NOT_COUNTED  # the first windows again: shapes stay as they are
+        try:
+            loss = _through(placed, x, y)
+        except RuntimeError as error:
+            raise BackendError(f"evaluation: a message between ranks was lost: {error}") from None
+        committed.restore()
+        if loss is not None:
+            mean = float(loss) * job.microbatches * job.dp
+            total, count = total + mean * taken, count + taken
+    sums = gathered(placed.member, (total, count))
     losses, counted = (sum(column) for column in zip(*sums, strict=True))
     return float(losses / counted)
 
 
-def _through(worker: Worker, tokens: Tensor, targets: Tensor) -> Tensor | None:
+def _through(placed: _Placed, tokens: Tensor, targets: Tensor) -> Tensor | None:
     """One microbatch through all stages; the loss on the rank of the last one."""
-    rank, device = worker.member.rank, worker.member.device
-    homes = [worker.ranks[place] for place in _homes(worker)]
+    rank, device, homes = placed.member.rank, placed.member.device, placed.homes
     hidden: Tensor | None = None
     for index, home in enumerate(homes):
+        last = index + 1 == len(homes)
         if home == rank:
-            stage = worker.runtime.stages[index]
+            stage = placed.stages[index]
             (hidden,) = stage.native_forward(_inputs(stage, hidden, tokens, targets), first=False)
             hidden = hidden.detach()
-        if index + 1 == len(homes) or homes[index + 1] == home:
+            if last and placed.loss is not None:
+                hidden = placed.loss(hidden, targets.to(device))
+        if last or homes[index + 1] == home:
             continue
         if home == rank:
             assert hidden is not None
             dist.send(hidden.cpu(), homes[index + 1])
         elif homes[index + 1] == rank:
-            spec = worker.runtime.stages[index + 1].inputs[0]
+            spec = placed.stages[index + 1].inputs[0]
             arriving = torch.empty(spec.shape, dtype=spec.dtype)
             dist.recv(arriving, home)
             hidden = arriving.to(device)
     return hidden if homes[-1] == rank else None
-
-
-def _homes(worker: Worker) -> Sequence[int]:
-    table = worker.table
-    return [table.stage_to_rank[index] for index in range(table.num_stages)]
 
 
 def _inputs(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
+from qeffect.gpu_runtime.backends.dynamic import library
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.clipping import Norm
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
@@ -53,6 +54,11 @@ def job_of(config: Config) -> Language:
             f"{source}: [model] vocabulary: expected a multiple of 16, which FP8 products need, "
             f"found {model.vocabulary}"
         )
+    if model.head == "torchao":
+        try:
+            library()
+        except BackendError as error:
+            raise UnusableError(f"{source}: [model] head: {error}") from None
     steps, layer = config.optimizer.decay_steps or config.run.steps, config.layer()
     try:
         job = Language(
@@ -68,6 +74,8 @@ def job_of(config: Config) -> Language:
             config=layer,
             seed=model.seed,
             vocabulary=model.vocabulary,
+            tied=model.tied,
+            dynamic=model.head == "torchao",
             rate=Rate(
                 peak=config.optimizer.rate,
                 warmup=config.optimizer.warmup,

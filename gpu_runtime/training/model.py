@@ -16,11 +16,12 @@ import attrs
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.ends import Ends, cross_entropy
+from qeffect.gpu_runtime.backends.ends import EMBEDDED, PROJECTED, Ends, cross_entropy
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 from qeffect.gpu_runtime.clipping import Clipping
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.parallel.ties import Tie
 from qeffect.gpu_runtime.training.data import Loader
 from qeffect.gpu_runtime.training.rates import Rate
 
@@ -153,6 +154,9 @@ class Language(Job):
         master: Whether the optimizer keeps fp32 copies of the parameters.
         clip_norm: Limit of the norm of all gradients, or None.
         skip_nonfinite: Whether an update is skipped where that norm is not finite.
+        tied: Whether the token embedding and the head's matrix are one weight, called
+            `embedding.weight`, of which the first stage and the last have a copy each.
+        dynamic: Whether the head is TorchAO's `Float8Linear` with dynamic scaling.
 
     Raises:
         ValueError: The cut is of another number of stages, or a stage has no layer.
@@ -166,6 +170,8 @@ class Language(Job):
     master: bool = False
     clip_norm: float | None = None
     skip_nonfinite: bool = False
+    tied: bool = False
+    dynamic: bool = False
 
     @cut.default
     def _one_each(self) -> tuple[int, ...]:
@@ -179,7 +185,17 @@ class Language(Job):
 
     def name_of(self, stage: int, local: str) -> str:
         """The model's name of what a stage calls `local`."""
-        return name_of(self.cut)(stage, local)
+        return EMBEDDED if self.tied and local == PROJECTED else name_of(self.cut)(stage, local)
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Embedding and head, where they are tied."""
+        copies = (0, EMBEDDED), (self.num_stages - 1, PROJECTED)
+        return (Tie(EMBEDDED, copies),) if self.tied else ()
+
+    def decays(self, name: str, parameter: Tensor) -> bool:
+        """As `decays`; a tied weight is an embedding in each of its copies."""
+        return decays(EMBEDDED if self.tied and name == PROJECTED else name, parameter)
 
     def options(self, index: int, device: torch.device, *, loss: bool) -> dict[str, object]:
         """As `Job.options`: layers by the cut, and the model's ends in its first and last stage."""
@@ -189,6 +205,8 @@ class Language(Job):
             embedding=index == 0,
             head=last,
             first_layer=sum(self.cut[:index]),
+            tied=self.tied,
+            dynamic=self.dynamic,
         )
         closes = loss and last
         return {
@@ -206,7 +224,7 @@ class Language(Job):
             stages,
             lr=self.rate.at(0),
             weight_decay=self.weight_decay,
-            decays=decays,
+            decays=self.decays,
             master_dtype=torch.float32 if self.master else None,
         )
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
+from qeffect.gpu_runtime.memory.state import same_bits
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.runtime import Runtime
 
@@ -94,14 +95,17 @@ class Persistent:
     Args:
         tensors: Every one of them, live.
         parameters: Names of the weights.
-        optimizer: For each name of AdamW's state, the optimizer's own.
+        optimizer: For each of the optimizer's own names of AdamW's state, the name here.
         numerical: For each name of scaling state, the domain's own.
+        copies: By name, further tensors that hold the same: copies of a tied weight, and AdamW's
+            state of them.
     """
 
     tensors: Mapping[str, Tensor]
     parameters: Sequence[str]
     optimizer: Mapping[str, str]
     numerical: Mapping[str, str]
+    copies: Mapping[str, Sequence[Tensor]] = attrs.field(factory=dict)
 
     @classmethod
     def of(
@@ -125,10 +129,15 @@ class Persistent:
         weights: dict[str, None] = {}
         moments: dict[str, str] = {}
         numerical: dict[str, str] = {}
+        copies: dict[str, list[Tensor]] = {}
 
-        def add(name: str, tensor: Tensor) -> None:
+        def add(name: str, tensor: Tensor, *, copied: bool = False) -> None:
             held = tensors.setdefault(name, tensor)
-            if held is not tensor and held.data_ptr() != tensor.data_ptr():
+            if held is tensor or held.data_ptr() == tensor.data_ptr():
+                return
+            if copied:
+                copies.setdefault(name, []).append(tensor)
+            else:
                 raise BackendError(
                     f"two tensors are called {name}; give a naming that counts layers over the "
                     "whole model"
@@ -139,16 +148,19 @@ class Persistent:
         for key in kept:
             target, _, kind = key.rpartition(".")
             own.setdefault(target, []).append(kind)
+        tied = {place for places in runtime.config.copies.values() for place in places}
         for stage in runtime.stages.values():
             for local, parameter in parameters(stage).items():
                 name = _named(naming, stage.index, local)
-                add(f"{MODEL}.{name}", parameter.detach())
+                copied = (stage.index, local) in tied
+                add(f"{MODEL}.{name}", parameter.detach(), copied=copied)
                 weights[f"{MODEL}.{name}"] = None
                 target = f"stages.{stage.index}.{local}"
                 for kind in own.get(target, ()):
-                    add(f"{OPTIMIZER}.{name}.{kind}", kept[f"{target}.{kind}"])
-                    moments[f"{OPTIMIZER}.{name}.{kind}"] = f"{target}.{kind}"
-        if missing := sorted(kept.keys() - set(moments.values())):
+                    there = f"{OPTIMIZER}.{name}.{kind}"
+                    add(there, kept[f"{target}.{kind}"], copied=copied)
+                    moments[f"{target}.{kind}"] = there
+        if missing := sorted(kept.keys() - moments.keys()):
             raise BackendError(
                 f"{len(missing)} tensors of the optimizer belong to no parameter, first "
                 f"{missing[0]}; build it over the runtime's stages"
@@ -163,7 +175,21 @@ class Persistent:
             name = f"{scope}.process{place}.{local}"
             add(name, tensor)
             numerical[name] = f"domain.{local}"
-        return cls(tensors, tuple(weights), moments, numerical)
+        return cls(tensors, tuple(weights), moments, numerical, copies)
+
+    def require_alike(self) -> None:
+        """
+        Require that what is saved once is the same in every tensor of its name.
+
+        Raises:
+            BackendError: Copies of a tied weight have drifted apart.
+        """
+        for name, more in self.copies.items():
+            if not all(same_bits(self.tensors[name], copy) for copy in more):
+                raise BackendError(
+                    f"the copies of {name} are not the same, and it is written once: they were "
+                    "updated apart"
+                )
 
 
 def shares_amax(runtime: Runtime) -> bool:

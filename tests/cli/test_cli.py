@@ -66,6 +66,10 @@ OPTIONS = {
     "runtime train": {
         *("config", "--device", "--steps", "--compare", "--resume", "--out", "--commit"),
     },
+    "runtime curves": {
+        *("config", "--runs", "--steps", "--held-out-steps", "--limit-s", "--device", "--merge"),
+        *REPORT,
+    },
     "runtime bench": {
         *("table", "--cells", "--columns", "--microbatches", "--rank", "--rounds", "--steps"),
         *("--growth-steps", "--history", "--quick", "--device", "--no-profile", *REPORT),
@@ -76,6 +80,10 @@ OPTIONS = {
     "runtime scale": {
         *("--pp", "--schedules", "--cells", "--compared", "--rounds", "--steps", "--native-steps"),
         *("--device", *REPORT),
+    },
+    "runtime tables": {
+        *("--pp", "--parts", "--cells", "--microbatches", "--rounds", "--steps", "--native-steps"),
+        *("--no-profile", "--device", "--merge", *REPORT),
     },
     "runtime plots": {"--reports", "--out", "--format"},
 }

@@ -13,6 +13,8 @@ from qeffect.gpu_runtime.measure.plots import swept
 from qeffect.gpu_runtime.reports import cells
 from qeffect.report import package
 from tests.docs.blocks import KERNEL_REPORTS, RUNTIME_REPORTS, load, markdown
+from tests.docs.curves_block import curves
+from tests.docs.tables_block import tables
 
 #: Columns of the step table that the README shows.
 SHOWN = (
@@ -29,7 +31,7 @@ SHOWN = (
     "ours_accumulate",
     "ours_two_streams",
 )
-PICTURES = ("step_time", "memory", "resources")
+PICTURES = ("step_time", "memory", "resources", "loss")
 
 
 def files(kind: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -564,6 +566,7 @@ def _captions() -> dict[str, str]:
         "step_time": "Step times beside the floors, on a logarithmic axis.",
         "memory": "Peak memory above the native column with the faster step.",
         "resources": _resources(),
+        "loss": "Loss against steps, and against seconds of training on a logarithmic axis.",
     }
 
 
@@ -588,7 +591,9 @@ def _resources() -> str:
 def runtime() -> str:
     """Return the block."""
     parts = [*_correctness(), *_speed(), *_beyond_floor(), *_behind(), *_host(), *_goals()]
-    parts += [*_pipelines(), *_training()]
+    parts += [*_pipelines(), *tables(files("tables"), machine_of), *_training()]
+    for name, report in files("curves"):
+        parts += curves(name, report, machine_of(report))
     captions = _captions()
     for name in PICTURES:
         path = RUNTIME_REPORTS / f"{name}.svg"

@@ -17,6 +17,7 @@ from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
@@ -27,7 +28,7 @@ from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError
 from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.one_launch import OneLaunch, _Gate
-from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
+from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, join
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from tests.parallel import bodies
 from tests.parallel.bodies import bits, parameters_of
@@ -264,6 +265,8 @@ def killed(job: Job, device: str, victim: int, action: str | None) -> dict[str, 
     """
     if action is None:
         worker, runner = _begun(job, device)
+        _quiet(worker)  # no rank's last launch waits for the victim: the next one does
+        dist.barrier()
         if worker.member.rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
     else:
@@ -314,30 +317,15 @@ def gated(limit: float | None) -> list[dict[str, Any]]:
 
     Beside it what the host says of the same gradients.
     """
-    member = join("cpu", LIMITS)
-    gate_without_kernels()
-    clipping = Clipping(max_norm=limit, skip_nonfinite=True)
-    stages = 2 * member.world
-    worker: Any = SimpleNamespace(
-        member=member,
-        clipping=clipping,
-        table=SimpleNamespace(num_stages=stages),
-        pp=member.world,
-        runtime=SimpleNamespace(domain=SimpleNamespace(stages=(), extra_state=dict)),
-    )
+    member, clipping, made = _gates(limit)
     found = []
     for case in ("well", "no number", "differs"):
-        counters = DeviceCounters([(0, 0)], member.device)
-        gate = _Gate(counters, worker)
-        every = {}
-        for stage in range(stages):
-            g = torch.Generator().manual_seed(stage)
-            every[stage] = {"w": torch.randn(7, 5, generator=g), "b": torch.randn(3, generator=g)}
+        gate, every, own = made()
         if case == "no number":
             every[1]["w"][2, 2] = math.inf
         if case == "differs" and member.rank == 0:
-            counters.ran("F", 0)
-        skip = gate.capture({s: every[s] for s in every if s % member.world == member.rank})
+            gate.counters.ran("F", 0)
+        skip = gate.capture(own)
         parts = [float(part) for part in square_sums(every).values()]
         assert gate.norm is not None
         found.append(
@@ -385,3 +373,47 @@ def gated_replicas(limit: float | None) -> list[dict[str, Any]]:
         )
         gate.close()
     return found
+
+
+def unheard(limit: float | None) -> list[dict[str, Any]]:
+    """Three steps that all go well; in the second, what was gathered in the first stands there."""
+    member, _, made = _gates(limit)
+    gate, _, own = made()
+    found, before, gather = [], torch.empty(0), gate._gather
+
+    def same(into: Tensor, _: Tensor) -> None:
+        into.copy_(before)
+
+    for step in range(3):
+        gate._gather = same if step == 1 else gather  # type: ignore[method-assign]
+        skip = gate.capture(own)
+        before = (gate.heard if gate.norm is None else gate.rows).clone()
+        said = gate.ring[step].tolist()[-member.world :]
+        found.append({"skip": float(skip), "said": said})
+    gate.close()
+    return found
+
+
+def _gates(limit: float | None) -> tuple[Member, Clipping, Any]:
+    """This rank, its limits, and what makes a gate with gradients: of all stages, and its own."""
+    member = join("cpu", LIMITS)
+    gate_without_kernels()
+    clipping = Clipping(max_norm=limit, skip_nonfinite=True)
+    stages = 2 * member.world
+    worker: Any = SimpleNamespace(
+        member=member,
+        clipping=clipping,
+        table=SimpleNamespace(num_stages=stages),
+        pp=member.world,
+        runtime=SimpleNamespace(domain=SimpleNamespace(stages=(), extra_state=dict)),
+    )
+
+    def made() -> tuple[_Gate, dict[int, dict[str, Tensor]], dict[int, dict[str, Tensor]]]:
+        every = {}
+        for stage in range(stages):
+            g = torch.Generator().manual_seed(stage)
+            every[stage] = {"w": torch.randn(7, 5, generator=g), "b": torch.randn(3, generator=g)}
+        own = {s: every[s] for s in every if s % member.world == member.rank}
+        return _Gate(DeviceCounters([(0, 0)], member.device), worker), every, own
+
+    return member, clipping, made

@@ -220,16 +220,17 @@ class RecordingExecutor(EagerExecutor):
 
 
 def _compare(
-    values: Tensor, wanted: Tensor, factors: Tensor, terms: Tensor, differs: Tensor
+    values: Tensor, wanted: Tensor, factors: Tensor, terms: Tensor, number: Tensor, word: Tensor
 ) -> None:
     now = wanted * factors + terms
-    differs.copy_((values != now).any())
+    word.copy_(torch.where((values != now).any(), 0, number + 1))
     wanted.copy_(now)
 
 
 def _publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: Tensor) -> None:
-    skip.copy_(heard.max())
-    row = torch.cat([number[None], values, heard.long()])
+    no = heard != number + 1
+    skip.copy_(no.any())
+    row = torch.cat([number[None], values, torch.where(heard < 0, one_launch.UNLIKE, no.long())])
     ring.index_copy_(0, (number % len(ring))[None], row[None])
     number.add_(1)
 
@@ -269,13 +270,13 @@ def install() -> None:
     gather = one_launch._Gate._gather
 
     def gathered(self: Any, into: Tensor, own: Tensor) -> None:
-        into.fill_(1.0)
+        into.fill_(0.0)
         if self.group is None and self.world > 1:
             raise LostError("commit", -1, False, "its connection is closed")
         try:
             gather(self, into, own)
         except RuntimeError as error:
-            into.fill_(1.0)
+            into.fill_(0.0)
             raise LostError("commit", -1, False, str(error)) from None
 
     stands_in._Gate._gather = gathered

@@ -132,3 +132,12 @@ def test_steps_go_on_after_a_stop(action: str | None, tmp_path: Path) -> None:
         assert word["again"] == 3
         assert word["differ"] == []
         assert word["of"] > 20
+
+
+def test_a_word_of_an_earlier_step_is_no_yes(tmp_path: Path) -> None:
+    """An aborted communicator leaves what it had received before: the update is skipped."""
+    said = launch(2, tmp_path, launch_bodies.unheard, None)
+    assert said.codes == [0, 0]
+    assert said.words[0] == said.words[1]
+    assert [step["skip"] for step in said.words[0]] == [0.0, 1.0, 0.0]
+    assert [step["said"] for step in said.words[0]] == [[0, 0], [1, 1], [0, 0]]

@@ -358,6 +358,95 @@ def scale_report(*, differ: int = 0) -> dict[str, Any]:
     return Report("scale", None, ENVIRONMENT, {"pp": 2}, raw).finish()
 
 
+def table_row(side: str, ms: float, **more: Any) -> dict[str, Any]:
+    """A row of a trial: by default the language model over two ranks at the large cell."""
+    own = side not in ("native", "eager")
+    fact = {"handoffs": 2, "replays": 52, "slots": [4, 2], "arena_bytes": 1000}
+    return {
+        "cell": "h4096-s256-m8",
+        "microbatches": 8,
+        "model": "language",
+        "pp": 2,
+        "vpp": 2,
+        "schedule": "il",
+        "side": side,
+        "error": None,
+        "tokens": 2048,
+        **{key: [ms - 1, ms, ms + 3] for key in ("step_ms", "single_ms", "host_ms")},
+        "construction_s": 1.0 if own else 0.25,
+        "first_step_s": 0.5,
+        "peak_bytes": [3000, 2000],
+        "memory": [
+            {"built": 500, "allocated_peak": 2000 + 700 * own, "grown": 0, "device": 5000},
+            {"built": 400, "allocated_peak": 1000 + 900 * own, "grown": 0, "device": 5000},
+        ],
+        "facts": [
+            {**fact, "graphs": 20, "warmup_s": 0.25, "capture_s": 0.5} if own else fact
+            for _ in range(2)
+        ],
+        "busy_ms": [
+            {"kernels": ms / 2 - 1, "copies": 1.0, "messages": 9.0},
+            {"kernels": ms / 4, "copies": 0.0, "messages": 9.0},
+        ],
+        "copies": [
+            {
+                "per_step": 72.0 if side == "copied" else 0.0,
+                "bytes_per_step": 7200.0 if side == "copied" else 0.0,
+                "us_per_step": 1.0,
+                "without_size": 0,
+            }
+        ]
+        * 2,
+        "planned": [
+            {"peak_live": 6, "peak_deferred": 1, "delayed": 0},
+            {"peak_live": 4, "peak_deferred": 1, "delayed": 3},
+        ],
+        "compared": None,
+        **more,
+    }
+
+
+def tables_report(*, differ: int = 0) -> dict[str, Any]:
+    """Four trials of two ranks and one of four; the last row of the first failed."""
+    small = {"cell": "h2048-s256-m4", "microbatches": 4, "tokens": 1024}
+    fewer = {"cell": "h4096-s256-m2", "microbatches": 2, "tokens": 512}
+
+    def trial(n: int) -> dict[str, Any]:
+        compared = {"with": "native", "values": 40, "different": differ, "first": []}
+        rows = [
+            table_row("native", 100.0 + n),
+            table_row("copied", 25.0),
+            table_row("per_microbatch", 20.0),
+            table_row("replays", 10.0, compared=compared),
+            table_row("replays", 12.5, schedule="zbv"),
+            table_row("replays", 5.0, schedule="zbv", **fewer),
+            table_row("replays", 12.0, model="layers"),
+            table_row("one launch", 11.0, model="layers"),
+            table_row("replays", 4.0, model="layers", **small),
+        ]
+        return {"pp": 2, "date": "2026-11-22T08:00:00Z", "rows": rows}
+
+    four = [
+        table_row("replays", 12.5, model="layers", pp=4),
+        table_row("replays", 5.0, model="layers", pp=4, **small),
+        table_row("replays", 6.25, pp=4, vpp=1, schedule="1f1b"),
+        table_row("replays", 5.0, pp=4, vpp=1, schedule="izb"),
+    ]
+    trials = [trial(n) for n in (0, 2, 4, 6)]
+    trials.append({"pp": 4, "date": "2026-11-22T08:00:00Z", "rows": four})
+    trials[0]["rows"].append(
+        {
+            **{key: four[0][key] for key in ("cell", "microbatches", "model", "pp", "vpp")},
+            "schedule": "il",
+            "side": "one launch",
+            "error": "BackendError: no",
+        }
+    )
+    asked = {"pp": 2, "parts": ["steps"], "cells": ["h4096-s256-m8"], "rounds": 3, "steps": 10,
+             "native_steps": 3}  # fmt: skip
+    return Report("tables", None, ENVIRONMENT, asked, {"trials": trials}).finish()
+
+
 def train_report(*, differ: int = 0) -> dict[str, Any]:
     """A run beside native, and one by itself."""
     alone = {
@@ -419,3 +508,55 @@ def restarts_report() -> dict[str, Any]:
     asked = {"device": "cpu", "captured": False, "masters": False, "asynchronous": False,
              "hidden": 64, "history": 4}  # fmt: skip
     return Report("restarts", None, ENVIRONMENT, asked, {"rows": [resumed, remapped]}).finish()
+
+
+def curve_run(
+    side: str = "guarded",
+    schedule: str = "il",
+    seed: int = 0,
+    *,
+    steps: int = 40,
+    step_s: float = 0.1,
+    fall: float = 0.1,
+    held_out: Sequence[tuple[int, float | None]] = ((40, 1.25),),
+    **changes: Any,
+) -> dict[str, Any]:
+    """A run whose loss falls from 5 by the same each step, timed in blocks of ten steps."""
+    ends = [*range(10, steps, 10), steps]
+    return {
+        "side": side,
+        "schedule": schedule,
+        "seed": seed,
+        "head": "te",
+        "captured": side == "guarded",
+        "cut": [2, 2, 2, 2],
+        "parameters": 1000,
+        "tokens_a_step": 256,
+        "losses": [5.0 - n * fall for n in range(steps)],
+        "clock": [[end, end * step_s] for end in ends],
+        "held_out": [[*pair] for pair in held_out],
+        "moved": 0,
+        "tensors": 100,
+        "state": ["a" * 64, "b" * 64],
+        "build_s": 2.0,
+        "evaluate_s": 0.5,
+        "peak_bytes": None,
+        "held_bytes": None,
+        **changes,
+    }
+
+
+def curves_report(*runs: dict[str, Any]) -> dict[str, Any]:
+    """Interleaved natively and guarded, and ZB-V beside it, over two seeds."""
+    made = list(runs) or [
+        curve_run("native", step_s=1.0),
+        curve_run(),
+        curve_run(seed=1, held_out=[(40, 1.2)]),
+        curve_run(schedule="zbv", step_s=0.08, held_out=[(40, 1.26)]),
+        curve_run(schedule="zbv", seed=1, held_out=[(40, 1.23)]),
+    ]
+    tables = ("model", "parallel", "data", "optimizer", "run", "checkpoint")
+    asked: dict[str, Any] = {name: {} for name in tables}
+    asked |= {"backend": "reference", "windows": 16, "text": {"train": {}, "held_out": {}}}
+    asked |= {"runs": [f"{r['side']}:{r['schedule']}:{r['seed']}" for r in made], "limit_s": None}
+    return Report("curves", None, ENVIRONMENT, asked, {"runs": made}).finish()

@@ -45,8 +45,10 @@ SAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "pools": samples.pools_report,
     "probes": samples.probes_report,
     "scale": samples.scale_report,
+    "tables": samples.tables_report,
     "train": samples.train_report,
     "restarts": samples.restarts_report,
+    "curves": samples.curves_report,
 }
 
 

@@ -595,7 +595,7 @@ def reducing(job: Job, folder: str) -> dict[str, Any]:
     run = Run(job, folder)
     run.worker.step()
     run.worker.pipeline.actions()
-    started = [s for s in run.worker._replicas._started if s.works]  # type: ignore[union-attr]
+    started = [s for s in run.worker._reduces._started if s.works]  # type: ignore[union-attr]
     said = run.attempt(run.save)
     return {**said, "started": len(started), "files": [p.name for p in Path(folder).glob("*")]}
 

@@ -115,6 +115,11 @@ class ScaledLinear(torch.nn.Module):
         own = attrs.evolve(mine[0], parameter=theirs[0].parameter)
         self.unit = attrs.evolve(self.unit, matrices=(own,))
 
+    @staticmethod
+    def product(wanted: Quantized, quantized: Quantized) -> Tensor:
+        """DW, of what dI retained."""
+        return deferred_product(wanted, quantized)
+
     @property
     def weights(self) -> tuple[torch.nn.Parameter, ...]:
         """The stacked weights."""

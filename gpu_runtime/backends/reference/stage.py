@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.ends import Ends, TokenEmbedding, drawn, stage_ends
+from qeffect.gpu_runtime.backends.dynamic import DynamicHead
+from qeffect.gpu_runtime.backends.ends import Ends, TokenEmbedding, drawn, stage_ends, tie_head
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import (
     RELATIONS,
@@ -33,7 +34,6 @@ from qeffect.gpu_runtime.backends.reference.layer import ReferenceHead, Referenc
 from qeffect.gpu_runtime.backends.reference.linear import (
     ScaledLinear,
     Store,
-    deferred_product,
     write_gradient,
 )
 from qeffect.gpu_runtime.backends.reference.scaling import ReferenceDomain
@@ -90,14 +90,17 @@ class ReferenceStage(torch.nn.Module):
                 generator.manual_seed(drawn(seed, 2 + ends.first_layer + n))
             layers.append(ReferenceLayer(f"layers.{n}", config, domain, generator))
         self.layers = torch.nn.ModuleList(layers)
-        self.head: ReferenceHead | None = None
-        if ends is not None and ends.head:
+        self.head: ReferenceHead | DynamicHead | None = None
+        if ends is not None and ends.head and ends.dynamic:
+            self.head = DynamicHead(config, ends.vocabulary, domain.device, drawn(seed, 1))
+        elif ends is not None and ends.head:
             generator.manual_seed(drawn(seed, 1))
             self.head = ReferenceHead(config, ends.vocabulary, domain, generator)
         self.inputs, self.outputs = stage_ends(
             config, domain.device, ends, first=first, loss=loss is not None, extra=extra_inputs
         )
         self.units: tuple[WgradUnit, ...] = tuple(u for layer in self._layers for u in layer.units)
+        tie_head(self.units, ends, config, seed)
         embedded = () if self.embedding is None else self.embedding.named_parameters()
         self.non_matrix: tuple[NonMatrix, ...] = (
             *(NonMatrix(f"embedding.{name}", parameter) for name, parameter in embedded),
@@ -106,17 +109,28 @@ class ReferenceStage(torch.nn.Module):
         self._direct = [p.parameter for p in self.non_matrix]
         self._matrices = [m.parameter for unit in self.units for m in unit.matrices]
         self._refreshed_at: list[int] | None = None
+        self._uncached = 0
 
     @property
-    def _layers(self) -> tuple[ReferenceLayer | ReferenceHead, ...]:
-        """What has products and scaling state, in the order of F."""
+    def _layers(self) -> tuple[ReferenceLayer | ReferenceHead | DynamicHead, ...]:
+        """What has products, in the order of F."""
         layers = tuple(layer for layer in self.layers if isinstance(layer, ReferenceLayer))
         return layers if self.head is None else (*layers, self.head)
 
     @property
-    def linears(self) -> tuple[ScaledLinear, ...]:
+    def _scaled(self) -> tuple[ReferenceLayer | ReferenceHead, ...]:
+        """What has scaling state and caches, in the order of F."""
+        return tuple(layer for layer in self._layers if not isinstance(layer, DynamicHead))
+
+    @property
+    def _all_linears(self) -> tuple[ScaledLinear | DynamicHead, ...]:
         """Every product of the stage, in the order of F."""
         return tuple(linear for layer in self._layers for linear in layer.linears)
+
+    @property
+    def linears(self) -> tuple[ScaledLinear, ...]:
+        """Every product of the stage that has a cache, in the order of F."""
+        return tuple(linear for layer in self._scaled for linear in layer.linears)
 
     @property
     def reports(self) -> Reports:
@@ -139,7 +153,7 @@ class ReferenceStage(torch.nn.Module):
 
     def new_tape(self, slot: int) -> Tape:
         """A tape with one queue for each product."""
-        return Tape(slot, tuple(deque() for _ in self.linears))
+        return Tape(slot, tuple(deque() for _ in self._all_linears))
 
     def warm(self) -> None:
         """Nothing here is made on first use, but the cache holds no weight before a refresh."""
@@ -147,7 +161,7 @@ class ReferenceStage(torch.nn.Module):
 
     def forward(self, tape: Tape, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """F with deferred weight gradients; the outputs and their graph stay on the tape."""
-        for linear, store in zip(self.linears, tape.stores, strict=True):
+        for linear, store in zip(self._all_linears, tape.stores, strict=True):
             linear.store = store
         tape.inputs = tuple(inputs)
         tape.outputs = self._run(inputs)
@@ -180,7 +194,7 @@ class ReferenceStage(torch.nn.Module):
         )
         tape.outputs = ()
         tape.work = [
-            DeferredWork(linear.unit, operands, deferred_product)
+            DeferredWork(linear.unit, operands, linear.product)
             for store in tape.stores
             for linear, operands in _drain(store)
         ]
@@ -238,6 +252,8 @@ class ReferenceStage(torch.nn.Module):
         """Quantize every weight again, within the interval that is open now."""
         for linear in self.linears:
             linear.refresh()
+        if isinstance(self.head, DynamicHead):
+            self._uncached += 1
         self.cache_was_refreshed()
 
     def filled(self) -> tuple[str, ...]:
@@ -245,14 +261,20 @@ class ReferenceStage(torch.nn.Module):
         The matrices whose cache was filled since the last call, each as often as it was.
 
         The host counts the casts that it launched, into the cache that F reads now: one that was
-        replaced since counts for nothing, and a replayed graph's casts are not seen.
+        replaced since counts for nothing, and a replayed graph's casts are not seen. A head without
+        a cache, whose weight every F reads itself, is current by nature: it is named with each
+        refresh.
         """
-        return tuple(
+        uncached, self._uncached = self._uncached, 0
+        found = [
             m.name
             for linear in self.linears
             for _ in range(linear.take_fills())
             for m in linear.unit.matrices
-        )
+        ]
+        if isinstance(self.head, DynamicHead):
+            found += [m.name for _ in range(uncached) for m in self.head.unit.matrices]
+        return tuple(found)
 
     def cache_was_refreshed(self) -> None:
         """Remember the parameters' version counters."""
@@ -273,7 +295,7 @@ class ReferenceStage(torch.nn.Module):
     def numerical_state(self) -> Mapping[str, Tensor]:
         """Histories and scales of every layer, forward and backward."""
         state: dict[str, Tensor] = {}
-        for layer in self._layers:
+        for layer in self._scaled:
             for way, scaling in (
                 ("forward", layer.forward_scaling),
                 ("backward", layer.backward_scaling),
@@ -298,7 +320,7 @@ class ReferenceStage(torch.nn.Module):
     def address_probe(self) -> Callable[[], Sequence[int]]:
         """The module tree, the scaling state of its layers, the caches of their products."""
         tree = module_probe(self)
-        layers, linears = self._layers, self.linears
+        layers, linears = self._scaled, self.linears
 
         def look() -> list[int]:
             found = tree()
@@ -317,7 +339,7 @@ class ReferenceStage(torch.nn.Module):
 
     def native_forward(self, inputs: Sequence[Tensor], *, first: bool) -> tuple[Tensor, ...]:
         """F of the full backward: the first microbatch of an epoch refreshes the cache."""
-        for linear in self.linears:
+        for linear in self._all_linears:
             linear.store = None
             linear.overwrite = first
             if first:
@@ -328,11 +350,11 @@ class ReferenceStage(torch.nn.Module):
 
     def native_bind(self, destinations: Mapping[str, Tensor] | None) -> None:
         """Accumulate into these buffers from inside the full backward; None means `.grad`."""
-        for linear in self.linears:
+        for linear in self._all_linears:
             linear.main_grad = None if destinations is None else destinations[linear.unit.name]
 
 
-def _drain(store: Store) -> list[tuple[ScaledLinear, tuple[object, ...]]]:
+def _drain(store: Store) -> list[tuple[ScaledLinear | DynamicHead, tuple[object, ...]]]:
     drained = list(store)
     store.clear()
     return list(drained)

@@ -9,18 +9,21 @@ addresses are checked.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.ends import Ends, TokenEmbedding, drawn, stage_ends
+from qeffect.gpu_runtime.backends.dynamic import DynamicHead
+from qeffect.gpu_runtime.backends.ends import Ends, TokenEmbedding, drawn, stage_ends, tie_head
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import (
     RELATIONS,
     Adding,
     BackendError,
+    DeferredWork,
     Dgrads,
     Matrix,
     NonMatrix,
@@ -66,7 +69,7 @@ class TransformerEngineStage:
         extra_inputs: The further inputs that `loss` takes (targets).
         seed: Seed of the initial parameters.
         ends: Which ends of a language model the stage has; None for a stage of layers alone. The
-            head, with the final norm, is one `LayerNormLinear` of the library.
+            head, with the final norm, is one `LayerNormLinear` of the library, or TorchAO's.
 
     Raises:
         BackendError: Split QKV was asked to fuse its accumulation, which the library refuses; or
@@ -117,7 +120,12 @@ class TransformerEngineStage:
             layers.append(self._layer(n, fuse))
         self.layers = self.root.layers = torch.nn.ModuleList(layers)
         self.head: Any = None
-        if ends is not None and ends.head:
+        self.dynamic: DynamicHead | None = None
+        if ends is not None and ends.head and ends.dynamic:
+            self.dynamic = self.root.head = DynamicHead(
+                config, ends.vocabulary, domain.device, drawn(seed, 1)
+            )
+        elif ends is not None and ends.head:
             torch.manual_seed(drawn(seed, 1))
             self.head = self.root.head = self._lib.te.LayerNormLinear(
                 config.hidden,
@@ -144,7 +152,9 @@ class TransformerEngineStage:
         if self.head is not None:
             self._holders.append(self.head)
             self._queued.append((_unit("head", self.head, "head"),))
-        self.units: tuple[WgradUnit, ...] = tuple(u for units in self._queued for u in units)
+        last = () if self.dynamic is None else self.dynamic.units
+        self.units: tuple[WgradUnit, ...] = (*(u for units in self._queued for u in units), *last)
+        tie_head(self.units, ends, config, seed)
         deferred_names = {m.name for unit in self.units for m in unit.matrices}
         self.non_matrix: tuple[NonMatrix, ...] = tuple(
             NonMatrix(name, parameter)
@@ -194,10 +204,13 @@ class TransformerEngineStage:
 
     def new_tape(self, slot: int) -> Tape:
         """A tape with stores of its own."""
-        return Tape(slot, tuple(self._lib.WeightGradStore(True) for _ in self._holders))
+        last = () if self.dynamic is None else (deque[Any](),)
+        return Tape(slot, (*(self._lib.WeightGradStore(True) for _ in self._holders), *last))
 
     def _install(self, stores: Sequence[Any]) -> None:
-        for module, store in zip(self._holders, stores, strict=True):
+        if self.dynamic is not None:  # the library's own backward runs where it has no store
+            self.dynamic.store = stores[-1] if len(stores) > len(self._holders) else None
+        for module, store in zip(self._holders, stores, strict=False):
             module.wgrad_store = store
 
     def _run(self, inputs: Sequence[Tensor], *, first: bool) -> tuple[Tensor, ...]:
@@ -209,6 +222,8 @@ class TransformerEngineStage:
                 hidden = layer(hidden, is_first_microbatch=first)
             if self.head is not None:
                 hidden = self.head(hidden, is_first_microbatch=first)
+        if self.dynamic is not None:
+            hidden = self.dynamic(hidden)
         return (hidden,) if self.loss is None else (self.loss(hidden, *extra),)
 
     def warm(self) -> None:
@@ -233,9 +248,10 @@ class TransformerEngineStage:
             BackendError: They do not: a first use would create them inside a captured graph.
         """
         cached = len(list(self._caches()))
-        if cached != len(self.units):
+        expected = len(self.units) - (self.dynamic is not None)
+        if cached != expected:
             raise BackendError(
-                f"stage {self.index} has {cached} weight caches, expected {len(self.units)}; warm "
+                f"stage {self.index} has {cached} weight caches, expected {expected}; warm "
                 "every stage of the process before capture"
             )
 
@@ -286,9 +302,13 @@ class TransformerEngineStage:
         tape.outputs = ()
         tape.work = [
             work
-            for store, units in zip(tape.stores, self._queued, strict=True)
+            for store, units in zip(tape.stores, self._queued, strict=False)
             for work in deferred.take(store, units)
         ]
+        if self.dynamic is not None:
+            for head, operands in tape.stores[-1]:
+                tape.work.append(DeferredWork(head.unit, operands, head.product))
+            tape.stores[-1].clear()
         return Dgrads(gradients[: len(wanted)], gradients[len(wanted) :], tape.queued)
 
     def wgrad(
@@ -306,11 +326,19 @@ class TransformerEngineStage:
             for work in tape.work:
                 destination = None if tape.bound is None else tape.bound[work.unit.name]
                 adding = adds(work.unit, destination)
-                by_unit[work.unit.name] = deferred.run(work, destination, accumulate=adding)
+                by_unit[work.unit.name] = self._run_deferred(work, destination, adding)
         covered = tuple(m.name for work in tape.work for m in work.unit.matrices)
         if not keep:
             tape.clear()
         return Wgrads(covered, by_unit)
+
+    def _run_deferred(self, work: DeferredWork, destination: Tensor | None, adds: bool) -> Tensor:
+        if self.dynamic is None or work.unit is not self.dynamic.unit:
+            return deferred.run(work, destination, accumulate=adds)
+        value: Tensor = work.compute(*work.operands)
+        if destination is None:
+            return value
+        return self.dynamic.write(value, destination, accumulate=adds)
 
     def _caches(self) -> Iterator[tuple[str, Any, Tensor]]:
         for path, module in self.root.named_modules():
@@ -416,6 +444,8 @@ class TransformerEngineStage:
     def native_forward(self, inputs: Sequence[Tensor], *, first: bool) -> tuple[Tensor, ...]:
         """F of the library's full backward with weight caching."""
         self._install(self._off)
+        if self.dynamic is not None:
+            self.dynamic.overwrite = first
         outputs = self._run(inputs, first=first)
         if first:
             self._refreshed_at = self._versions()
@@ -436,6 +466,9 @@ class TransformerEngineStage:
             )
         if destinations is not None:
             self._set_main_grad(destinations)
+        if self.dynamic is not None:
+            unit = self.dynamic.unit.name
+            self.dynamic.main_grad = None if destinations is None else destinations[unit]
 
 
 def check_backend(device: torch.device | str = "cuda") -> None:

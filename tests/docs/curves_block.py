@@ -1,0 +1,120 @@
+"""
+The part of the README's runtime block about loss curves; empty as long as no report has any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tests.docs.blocks import markdown
+
+Report = Mapping[str, Any]
+
+
+def curves(name: str, report: Report, machine: str) -> Iterator[str]:
+    """
+    Runs, schedules over seeds, and times to the same losses.
+
+    Args:
+        name: The report's file.
+        report: The report.
+        machine: What it was measured on, in a line.
+    """
+    derived, raw = report["derived"], report["raw"]["runs"]
+    asked, first = report["configuration"], raw[0]
+    model = asked["model"]
+    captured = "guarded and captured" if any(run["captured"] for run in raw) else "guarded"
+    yield (
+        f"**Loss curves** ({name}; {machine}), {captured}, and natively under torch's own "
+        f"pipeline: {first['parameters'] / 1e6:.0f} M parameters, {model['layers']} layers of "
+        f"hidden {model['hidden']}, PP={asked['parallel']['pp']}, {first['tokens_a_step']:,} "
+        f"tokens a step, held-out text of {asked['windows']:,} windows of {model['sequence']} "
+        "tokens. Runs of one seed begin with the same bits and read the same windows; they did not "
+        "run in turns. Loss is the mean of the first ten steps and of the last ten; in brackets "
+        "the one over the other. A step is the median of blocks that end with a drained device; "
+        "building is stages, warm-up and capture:"
+    )
+    beside = {row["run"]: row for row in derived["same_order"]}
+    header = (
+        "run", "steps", "losses that differ from native's", "held out and tensors at the end",
+        "loss", "held-out loss (perplexity)", "ms a step", "tokens a second", "building, s",
+        "peak, GB",
+    )  # fmt: skip
+    yield markdown(header, [_row(run, beside.get(run["run"])) for run in derived["runs"]])
+    finite = all(run["finite"] for run in derived["runs"])
+    moved = sum(run["moved_by_evaluation"] for run in derived["runs"])
+    yield (
+        f"{'Every loss is finite' if finite else 'NOT every loss is finite'}, and evaluation moved "
+        f"{moved} tensors."
+    )
+    yield from map(_judged, derived["non_inferiority"])
+    rows = [
+        (
+            f"`{row['run']}` beside `{row['native']}`",
+            f"{level['loss']:g}",
+            f"{level['native_seconds']:.1f}",
+            f"{level['seconds']:.1f}",
+            f"{level['native_over_this']:.2f}x",
+            f"{level['with_building']:.2f}x",
+        )
+        for row in derived["to_loss"]
+        for level in row["levels"]
+    ]
+    if rows:
+        yield (
+            "Seconds of training until the mean of ten losses is no higher than a loss; with "
+            "building the ratio is of both together:"
+        )
+        yield markdown(("runs", "loss", "native, s", "this, s", "ratio", "with building"), rows)
+
+
+def _row(run: Mapping[str, Any], beside: Mapping[str, Any] | None) -> Sequence[str]:
+    differ, ends = "-", "-"
+    if beside is not None:
+        differ = f"{beside['losses_differ']} of {beside['steps']}"
+        ends = f"{beside['held_out_differ']} of {beside['held_out']} held-out losses differ"
+        if beside["state_differs"] is not None:
+            same = "differ" if beside["state_differs"] else "are the same"
+            ends += f"; all {beside['tensors']} tensors {same}"
+    share = "-" if run["last_over_first"] is None else f"{run['last_over_first']:.4f}"
+    peak = run["peak_bytes"]
+    return (
+        f"`{run['run']}`",
+        f"{run['steps']:,}",
+        differ,
+        ends,
+        f"{_figure(run['first_ten'])} to {_figure(run['last_ten'])} ({share})",
+        f"{_figure(run['held_out_loss'], 4)} ({_figure(run['perplexity'])})",
+        f"{run['step_ms']:.2f}",
+        f"{run['tokens_per_s']:,}",
+        f"{run['build_s']:.1f}",
+        "-" if peak is None else f"{peak / 1e9:.2f}",
+    )
+
+
+def _figure(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _judged(row: Mapping[str, Any]) -> str:
+    """The paper's criterion, and what the seeds say beyond it."""
+    seeds = len(row["seeds"])
+    head = (
+        f"*Non-inferiority* of {row['schedule']} against {row['against']} ({row['side']}, head "
+        f"{row['head']}) after {row['step']:,} steps, over {seeds} seed{'s' * (seeds > 1)}: "
+    )
+    if row["ratio"] is None:
+        return head + "not to be judged, a held-out loss is not finite."
+    said = (
+        f"perplexity is {row['ratio']:.4f} of the other's (geometric mean), "
+        f"{'within' if row['within'] else 'NOT within'} the margin of {row['margin']:g}"
+    )
+    if row["upper"] is None:
+        return head + said + "; one seed says nothing of variation."
+    return head + (
+        f"{said}; the one-sided 95 % interval of runs paired by seed ends at {row['upper']:.4f}, "
+        f"{'below' if row['shown'] else 'NOT below'} it. From seed to seed the perplexities of "
+        f"{row['schedule']} lie {row['spread']:.4f} apart (highest over lowest), those of "
+        f"{row['against']} {row['spread_against']:.4f}."
+    )

@@ -1,0 +1,188 @@
+"""
+The README's part about the paper's complete-step tables, from reports of `qeffect runtime tables`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tests.docs.blocks import markdown
+
+Row = Mapping[str, Any]
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _gigabytes(value: float | None, *, sign: bool = True) -> str:
+    return "-" if value is None else f"{value / 1e9:{'+' if sign else ''}.2f}"
+
+
+def _ranks(values: Sequence[Any] | None) -> str:
+    """One number where all ranks have it, otherwise each rank's."""
+    if values is None:
+        return "-"
+    said = [str(sum(v) if isinstance(v, list) else v) for v in values]
+    return said[0] if len(set(said)) == 1 else ", ".join(said)
+
+
+def tables(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[str]:
+    """
+    Paragraphs and tables.
+
+    Args:
+        found: Reports of kind `tables`, with the names of their files.
+        machine: Says in a line what a report was measured on.
+    """
+    parts: list[str] = []
+    for name, report in found:
+        derived = report["derived"]
+        parts.append(
+            f"**The paper's tables on this machine** ({name}; {derived['trials']} fresh starts of "
+            f"all ranks; {machine(report)}). The language model has one layer a stage, embedding "
+            "and head over 32,768 tokens; a time is the slowest rank's, the median of the trials' "
+            "medians. The paper's own numbers are of H800 PCIe (resources: RTX 5880)."
+        )
+        for make in (_complete, _attribution, _resources, _weak, _mapping, _bits, _goals):
+            parts += make(derived)
+    return parts
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [markdown(header, rows)] if rows else []
+
+
+def _complete(derived: Row) -> list[str]:
+    rows = [
+        (
+            row["cell"],
+            row["schedule"],
+            row["set"],
+            f"{_number(row['native_ms'])} / {_number(row['ms'])}",
+            _ratio(row["speedup"]),
+            f"{row['paper_native_ms']} / {row['paper_ms']}",
+            _ratio(row["paper_speedup"]),
+            f"{_number(row['break_even_steps'], 1)} ({_number(row['paper_break_even_steps'], 1)})",
+            f"{_gigabytes(row['above_native_bytes'])} ({row['paper_above_native_gb']:+.2f})",
+        )
+        for row in derived["complete"]
+    ]
+    header = (
+        "cell", "schedule", "trials", "native / captured, ms", "speedup", "paper, ms",
+        "paper's speedup", "even after steps (paper)", "GB above native (paper)",
+    )  # fmt: skip
+    return _table(header, rows)
+
+
+def _attribution(derived: Row) -> list[str]:
+    rows = [
+        (
+            row["configuration"],
+            _number(row["ms"]),
+            _ratio(row["native_over_this"]),
+            _ratio(row["copied_over_this"]),
+            _number(row["break_even_steps"], 1),
+            _gigabytes(row["above_native_bytes"]),
+            _number(row["copies"], 0),
+            _ranks(row["graphs"]),
+            _ranks(row["handoffs"]),
+            _ranks(row["replays"]),
+            f"{_number(row['paper_ms'])}, {_ratio(row['paper_native_over_this'])}",
+        )
+        for row in derived["attribution"]
+    ]
+    header = (
+        "configuration", "ms", "native / this", "copied / this", "even after steps",
+        "GB above native", "matrix copies a rank", "graphs", "handoffs a step", "replays a step",
+        "paper",
+    )  # fmt: skip
+    return _table(header, rows)
+
+
+def _resources(derived: Row) -> list[str]:
+    rows = []
+    for row in derived["resources"]:
+        theirs = row["paper"] or {}
+        captured = theirs["capture_ms"] / 1e3 if theirs else None
+        rows.append(
+            (
+                str(row["microbatches"]),
+                f"{_number(row['ms'])} ({_number(theirs.get('ms'))})",
+                f"{row['tokens_per_s']:,}",
+                f"{_ranks(row['graphs'])} ({theirs.get('graphs', '-')})",
+                _ranks(
+                    row["arena_bytes"] and [_gigabytes(n, sign=False) for n in row["arena_bytes"]]
+                ),
+                _gigabytes(row["peak_bytes"], sign=False),
+                f"{_ranks(row['peak_live'])} ({theirs.get('live', '-')})",
+                f"{_ranks(row['delayed'])} ({theirs.get('delayed', '-')})",
+                f"{_number(row['capture_s'])} ({_number(captured)})",
+            )
+        )
+    header = (
+        "microbatches, ZB-V", "ms (paper)", "tokens a second", "graphs a rank (paper)", "arena, GB",
+        "peak, GB", "live tapes by rank (paper)", "delayed dW by rank (paper)",
+        "capture, s (paper)",
+    )  # fmt: skip
+    return _table(header, rows)
+
+
+def _weak(derived: Row) -> list[str]:
+    rows = [
+        (row["cell"], row["side"], _number(row["pp2_ms"]), _number(row["pp4_ms"]),
+         f"{100 * row['rate']:.1f}%")
+        for row in derived["weak"]
+    ]  # fmt: skip
+    return _table(("layers alone, one a stage", "side", "PP=2, ms", "PP=4, ms", "rate kept"), rows)
+
+
+def _mapping(derived: Row) -> list[str]:
+    rows = [
+        (
+            row["model"],
+            f"{row['pp2']} to {row['pp4']}",
+            _number(row["pp2_ms"]),
+            _number(row["pp4_ms"]),
+            _ratio(row["speedup"]),
+            f"{100 * row['efficiency']:.1f}% ({100 * row['paper_efficiency']:.1f}%)",
+        )
+        for row in derived["mapping"]
+    ]
+    header = (
+        "the same four layers", "side", "PP=2, ms", "PP=4, ms", "speedup", "efficiency (paper)",
+    )  # fmt: skip
+    return _table(header, rows)
+
+
+def _bits(derived: Row) -> list[str]:
+    compared = [row for row in derived["rows"] if row["compared_with"] is not None]
+    if not compared:
+        return []
+    values = sum(row["values"] for row in compared)
+    different = sum(row["different"] for row in compared)
+    return [
+        f"After six steps {different} of {values} tensors (parameters, AdamW, scales and "
+        "histories) differ: eager calls and replays from native, per-microbatch destinations from "
+        "copied gradients, one launch from replays."
+    ]
+
+
+def _goals(derived: Row) -> list[str]:
+    goals = derived["targets"]
+    if not goals:
+        return []
+    missed = [g for g in goals if not g["met"]]
+    rows = [
+        (g["goal"], g["cell"], g["column"], f"{g['bound']} {g['value']}", f"{g['measured']:g}")
+        for g in missed
+    ]
+    said = f"{len(goals) - len(missed)} of {len(goals)} goals of these tables are met"
+    if not missed:
+        return [said + "."]
+    return [said + "; the others:", markdown(("goal", "cell", "side", "wanted", "measured"), rows)]

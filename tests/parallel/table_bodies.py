@@ -1,0 +1,49 @@
+"""What the ranks of the tables' tests run."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+from qeffect.cli import main
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.bench import tables
+from qeffect.gpu_runtime.bench.tables import Asked
+from qeffect.gpu_runtime.parallel import command
+from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.parallel.world import join
+
+from .bodies import LIMITS
+
+
+def tables_command(argv: list[str]) -> tuple[int, str, str]:
+    """`qeffect runtime tables`: exit code and what the rank said."""
+    join("cpu", LIMITS)
+    command._LAST_WORD_S = 0.0
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(["runtime", "tables", *argv])
+    return code, out.getvalue(), err.getvalue()
+
+
+def one_fails() -> list[dict[str, Any]]:
+    """Three rows, of which the second cannot be built on rank 1."""
+    member = join("cpu", LIMITS)
+    args = argparse.Namespace(
+        pp=2, device="cpu", rounds=1, steps=1, native_steps=1, no_profile=True
+    )
+    row = Asked("tiny-m2", "layers", 2, "zbv", "replays")
+    build = Job.stages
+
+    def fails(job: Job, *args: Any, **options: Any) -> Any:
+        if member.rank == 1:
+            raise BackendError("not today")
+        return build(job, *args, **options)
+
+    found = []
+    for stages in (build, fails, build):
+        Job.stages = stages  # type: ignore[method-assign]
+        found.append(tables._measured(member, args, row, {}, [row]))
+    return found

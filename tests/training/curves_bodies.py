@@ -1,0 +1,58 @@
+"""What the ranks of a test of loss curves run."""
+
+from __future__ import annotations
+
+import gc
+import io
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from qeffect.cli import main
+from qeffect.gpu_runtime.backends.te import domain as te
+from qeffect.gpu_runtime.parallel import command
+from qeffect.gpu_runtime.parallel.native import NativePipeline
+from qeffect.gpu_runtime.parallel.world import Worker, join
+from qeffect.gpu_runtime.training.curves import Named, Told, trained
+from qeffect.gpu_runtime.training.loop import opened
+from tests.parallel.bodies import LIMITS
+from tests.runtime import fake_te
+
+
+def in_turn(config: str, names: list[str], limits: list[int]) -> list[dict[str, Any]]:
+    """
+    Runs in the same processes; each with how many pipelines there are when it has ended.
+
+    Over a stand-in for Transformer Engine, whose scales are the process's.
+    """
+    sys.modules.update(fake_te.modules())
+    te.library.cache_clear()
+    member = join("cpu", LIMITS)
+    said = []
+    for text, limit in zip(names, limits, strict=True):
+        named, asked = Named.of(text), 0
+
+        def over(limit: int = limit) -> bool:
+            nonlocal asked
+            asked += 1
+            return asked >= limit
+
+        own = named.of_file(Path(config), None, None)
+        record = trained(member, named, own, opened(own), Told(windows=6, over=over))
+        gc.collect()
+        alive = sum(isinstance(one, (Worker, NativePipeline)) for one in gc.get_objects())
+        said.append({**record, "alive": alive})
+    return said
+
+
+def commands(cases: list[list[str]]) -> list[tuple[int, str, str]]:
+    """`qeffect runtime curves`, one after the other: exit codes, and what was said."""
+    command._LAST_WORD_S = 0.0
+    said = []
+    for case in cases:
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            code = main(["runtime", "curves", *case])
+        said.append((code, out.getvalue(), err.getvalue()))
+    return said

@@ -1,0 +1,234 @@
+"""Runs side by side: each is as if it were alone, and reports of parts become one."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from qeffect.cli import main
+from qeffect.gpu_runtime import reports
+from qeffect.gpu_runtime.measure.curves import derive_curves
+from qeffect.gpu_runtime.training.curves import Named
+from qeffect.report import UnusableError
+from tests.parallel.ranks import launch
+from tests.runtime.report_samples import curve_run, curves_report
+
+from . import curves_bodies as bodies
+from .helpers import text
+
+RUN = """
+[model]
+vocabulary = 128
+layers = 4
+hidden = 32
+ffn = 64
+heads = 2
+sequence = 16
+history = 4
+[parallel]
+pp = 2
+[data]
+train = "train.npy"
+held_out = "train.npy"
+[optimizer]
+rate = 0.02
+warmup = 2
+[run]
+steps = 4
+log_every = 2
+evaluate_every = 3
+evaluate_windows = 6
+"""
+COMMIT = "1" * 40
+#: What of a run's record is its own, beside how long it took.
+BITS = ("losses", "held_out", "state", "tensors", "parameters", "moved", "cut")
+
+
+def file(folder: Path) -> Path:
+    """A run that learns a sentence."""
+    text(folder)
+    path = folder / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def bits(record: dict[str, Any]) -> dict[str, Any]:
+    """What a run's record says of its numbers."""
+    return {name: record[name] for name in BITS}
+
+
+def test_a_run_is_the_same_whatever_ran_before_it(tmp_path: Path) -> None:
+    """
+    In processes that had others before, and in fresh ones: losses, held-out losses, every tensor.
+
+    Native and guarded are the same under one schedule and seed, another seed or order is not. A run
+    that ended leaves no pipeline behind, and one that was cut short is the beginning of the whole.
+    """
+    config = file(tmp_path)
+    alone = RUN.replace("pp = 2", "pp = 1").replace("layers = 4", "layers = 2")
+    config.write_text(alone.replace("[run]", '[run]\nbackend = "transformer-engine"'))
+    path = str(config)
+    names = ["guarded:il:0", "native:il:0", "guarded:zbv:1", "guarded:il:0"]
+    (tmp_path / "one").mkdir()
+    said = launch(1, tmp_path / "one", bodies.in_turn, path, names, [99] * 4)
+    assert said.codes == [0]
+    runs = said.words[0]
+    assert [run["alive"] for run in runs] == [0] * 4
+    assert bits(runs[0]) == bits(runs[3]) == bits(runs[1])
+    assert runs[0]["losses"] != runs[2]["losses"]
+    (tmp_path / "two").mkdir()
+    fresh = launch(
+        1, tmp_path / "two", bodies.in_turn, path, ["guarded:zbv:1", "native:zbv:1"], [99, 2]
+    )
+    assert fresh.codes == [0]
+    alone, short = fresh.words[0]
+    assert bits(alone) == bits(runs[2])
+    assert short["losses"] == alone["losses"][:3]
+    assert short["held_out"] == alone["held_out"][:1]
+
+    run = runs[0]
+    assert [step for step, _ in run["clock"]] == [2, 3, 4]
+    assert [step for step, _ in run["held_out"]] == [3, 4]
+    times = [seconds for _, seconds in run["clock"]]
+    assert times == sorted(times)
+    assert len(run["losses"]) == 4
+    assert run["losses"][0] == pytest.approx(4.85, abs=0.1)  # ln 128
+    assert run["moved"] == 0
+    assert run["tensors"] > 100
+    assert run["tokens_a_step"] == 4 * 16
+
+
+def test_parts_become_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command twice, as two launches would be, merged: it says that the bits are the same."""
+    config = str(file(tmp_path))
+    a, b, both = (tmp_path / f"{name}.json" for name in ("a", "b", "both"))
+    words = ["--commit", COMMIT, "--quiet", "--json"]
+    cases = [
+        [config, "--runs", "native:il:0", "guarded:zbv:0", "--out", str(a), *words],
+        [config, "--runs", "guarded:il:0", "--out", str(b), *words],
+        [config, "--runs", "guarded:il:0", "--steps", "2", "--held-out-steps", "2",
+         "--out", str(both), *words],
+        [config, "--runs", "guarded:il:0", "--limit-s", "1e-9", "--out", str(both), *words],
+        [config, "--runs", "guarded:il:0:nowhere", "--out", str(both), *words],
+    ]  # fmt: skip
+    (tmp_path / "said").mkdir()
+    said = launch(2, tmp_path / "said", bodies.commands, cases)
+    assert said.codes == [0, 0]
+    codes, outs, _ = zip(*said.words[0], strict=True)
+    assert [0, 0, 0, 2, 2] == [*codes]
+    assert "no run began" in outs[3]
+    assert "[model] head" in outs[4]
+    short = json.loads(both.read_text())
+    assert short["configuration"]["windows"] == 8
+    assert len(short["raw"]["runs"][0]["losses"]) == 2
+
+    assert 2 == main(["runtime", "curves", "--merge", str(a), str(both), "--out", str(both)])
+    assert "[run] steps is 2, in" in capsys.readouterr().err
+    assert 0 == main(["runtime", "curves", "--merge", str(a), str(b), "--out", str(both)])
+    assert "0 of 4 losses differ" in capsys.readouterr().out
+    report = json.loads(both.read_text())
+    jsonschema.Draft202012Validator(reports.schema()).validate(report)
+    assert report["complete"]
+    assert report["environment"]["commit"] == COMMIT
+    assert report["derived"] == json.loads(json.dumps(derive_curves(report["raw"])))
+    order = [(run["side"], run["schedule"]) for run in report["raw"]["runs"]]
+    assert order == [("native", "il"), ("guarded", "zbv"), ("guarded", "il")]
+    assert [part["runs"] for part in report["configuration"]["parts"]] == [2, 1]
+    (row,) = report["derived"]["same_order"]
+    assert (row["losses_differ"], row["state_differs"]) == (0, False)
+    (row,) = report["derived"]["non_inferiority"]
+    assert row["schedule"] == "zbv"
+
+
+def _other(place: str, name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(report: dict[str, Any]) -> None:
+        report[place][name] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_other("environment", "commit", "2" * 40), "commit is '222"),
+        (_other("environment", "gpu", "another"), "gpu is 'another'"),
+        (_other("environment", "packages", {"torch": "2.99"}), "packages is {'torch': '2.99'}"),
+        (_other("configuration", "model", {"hidden": 64}), "[model] hidden is 64"),
+        (_other("configuration", "windows", 3), "windows is 3"),
+        (lambda report: report.update(kind="train"), "expected a report of kind 'curves'"),
+        (lambda report: report["raw"]["runs"][0].update(seed=0), "guarded:il:0:te is in"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    change: Callable[[dict[str, Any]], None],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In one line that names the file, what differs and what to do; nothing is written."""
+    a, b, out = (tmp_path / f"{name}.json" for name in ("a", "b", "out"))
+    a.write_text(json.dumps(curves_report(curve_run("native"), curve_run())))
+    other = copy.deepcopy(curves_report(curve_run(seed=1)))
+    b.write_text(json.dumps(other))
+    assert 0 == main(["runtime", "curves", "--merge", str(a), str(b), "--out", str(out)])
+    out.unlink()
+    change(other)
+    b.write_text(json.dumps(other))
+    capsys.readouterr()
+    assert 2 == main(["runtime", "curves", "--merge", str(a), str(b), "--out", str(out)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+    assert str(b) in line
+    assert not out.exists()
+
+
+def test_losses_that_differ_are_a_violation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1, and the report says how many; what a part had not finished does not matter."""
+    part, out = tmp_path / "part.json", tmp_path / "out.json"
+    report = curves_report(curve_run("native"), curve_run(losses=[5.0] * 40))
+    report["complete"] = False
+    part.write_text(json.dumps(report))
+    assert 1 == main(["runtime", "curves", "--merge", str(part), "--out", str(out)])
+    assert "39 of 40 losses differ" in capsys.readouterr().out
+    assert json.loads(out.read_text())["complete"]
+
+
+@pytest.mark.parametrize(
+    "name", ["", "guarded", "guarded:il", "guarded:il:x", "ours:il:0", "guarded:no:0",
+             "guarded:il:0:", "guarded:il:-1", "guarded:il:0:te:1"],
+)  # fmt: skip
+def test_a_name_that_is_none_is_refused(name: str) -> None:
+    """It says what a name is."""
+    with pytest.raises(UnusableError, match="expected SIDE:SCHEDULE:SEED"):
+        Named.of(name)
+    assert str(Named.of("native:zbv:3:torchao")) == "native:zbv:3:torchao"
+
+
+def test_what_cannot_be_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before any rank waits for another."""
+    config, out = str(file(tmp_path)), str(tmp_path / "out.json")
+    alone = tmp_path / "alone.toml"
+    alone.write_text(RUN.replace('held_out = "train.npy"\n', ""))
+    run = ["--runs", "guarded:il:0"]
+    for words, told in (
+        ([], "wants a file and --runs"),
+        ([config], "wants a file and --runs"),
+        ([config, "--runs", "guarded:il:0", "guarded:il:0"], "named twice"),
+        ([config, *run, "--steps", "0"], "--steps 0: expected a number above 0"),
+        ([config, *run], "take 2 processes"),
+        ([str(alone), *run], "[data] held_out"),
+        (["--merge", out, *run], "--merge runs nothing"),
+        (["--merge", out], "No such file"),
+    ):
+        commit = [] if "--merge" in words else ["--commit", COMMIT]
+        assert 2 == main(["runtime", "curves", *words, *commit, "--out", out])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert told in line

@@ -1,0 +1,34 @@
+"""What the ranks of a model with TorchAO's head run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qeffect.gpu_runtime.parallel.compare import compared, guarded
+from qeffect.gpu_runtime.parallel.world import join
+from qeffect.gpu_runtime.training.model import Language
+from tests.parallel.bodies import LIMITS
+
+
+def against_native(jobs: list[Language], steps: int) -> list[dict[str, Any]]:
+    """Each job against torch's pipeline, whose head is the library's own module."""
+    member = join("cpu", LIMITS)
+    said = []
+    for job in jobs:
+        result = compared(member, job, steps, limits=LIMITS)
+        worker = guarded(member, job, "reference", limits=LIMITS)
+        said.append(
+            {
+                "same": result.same,
+                "totals": result.totals(),
+                "losses": result.losses,
+                "state": [
+                    name
+                    for stage in worker.runtime.stages.values()
+                    for name in (*stage.numerical_state(), *stage.cached_weights())
+                    if name.startswith("head")
+                ],
+            }
+        )
+        worker.close()
+    return said
