@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -169,7 +170,7 @@ def _recorded(owner: type, name: str) -> None:
             raise LostError(name, -1, False, "its connection is closed")
         try:
             return real(self, *args, **kwargs)
-        except AttributeError as error:  # a transfer that was closed meanwhile has no work
+        except (AttributeError, RuntimeError) as error:  # what the host closed meanwhile
             raise LostError(name, -1, False, str(error)) from None
 
     def stands_in(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -267,14 +268,17 @@ def install() -> None:
         (_Started, "wait"),
     ):
         _recorded(owner, name)
-    gather = one_launch._Gate._gather
 
     def gathered(self: Any, into: Tensor, own: Tensor) -> None:
+        group = self.group  # which the host may let go meanwhile
         into.fill_(0.0)
-        if self.group is None and self.world > 1:
+        if self.world == 1:
+            into.copy_(own)
+            return
+        if group is None:
             raise LostError("commit", -1, False, "its connection is closed")
         try:
-            gather(self, into, own)
+            dist.all_gather_into_tensor(into.view(-1), own, group=group)
         except RuntimeError as error:
             into.fill_(0.0)
             raise LostError("commit", -1, False, str(error)) from None
