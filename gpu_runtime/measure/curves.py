@@ -330,9 +330,9 @@ def curve_lines(derived: Raw) -> list[str]:
         )
     for row in derived["non_inferiority"]:
         lines.append(
-            f"  {row['side']}, {row['schedule']} against {row['against']}, {len(row['seeds'])} "
-            f"seeds, step {row['step']}: perplexity {_spelled(row['ratio'])} of it, at most "
-            f"{_spelled(row['upper'])} (95 %); margin {row['margin']}"
+            f"  {row['side']}, head {row['head']}, {row['schedule']} against {row['against']}, "
+            f"seeds {row['seeds']}, step {row['step']}: perplexity {_spelled(row['ratio'])} of it, "
+            f"at most {_spelled(row['upper'])} (95 %); margin {row['margin']}"
         )
     for row in derived["to_loss"]:
         last = row["levels"][-1]
