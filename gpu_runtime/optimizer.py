@@ -9,6 +9,7 @@ one then, also those whose gradients stay bf16.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -163,12 +164,9 @@ class Optimizer:
 
     def addresses(self) -> list[int]:
         """Where everything of `state_tensors` is: what a graph that holds the update reads."""
-        found = [
-            value.data_ptr()
-            for target in self.named.values()
-            for value in self.adamw.state[target].values()
-            if isinstance(value, Tensor)
-        ]
+        # By the order in which AdamW made it: looked up by parameter this took a step's time.
+        held = chain.from_iterable(map(dict.values, self.adamw.state.values()))
+        found = [value.data_ptr() for value in held if isinstance(value, Tensor)]
         if self._pairs:
             found += [target.data_ptr() for target in self.named.values()]
         return found

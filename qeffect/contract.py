@@ -25,10 +25,12 @@ from .ledgers.epochs import Epochs
 from .ledgers.pool import Pool
 from .ledgers.restarts import Restarts
 from .ledgers.runner import FAILURES, Observer, Runner
+from .ledgers.steps import Steps
 from .ledgers.streams import Streams
 from .ledgers.tapes import Tapes
 from .refusals import Refused
 from .relations.constants import ADDS, GENERATION_MAX, JOINS, NEVER, OPENS, OVERWRITES
+from .steps import Difference, RecordedStep, Recording, Standing
 from .threads import ConcurrentCallError, alone
 from .tickets import ABORTS, COMMITS, Fills, Ticket, issue
 
@@ -137,6 +139,7 @@ class Contract:
         self._streams = Streams(self._runner, tuple(callers), laid.domains, laid.links)
         self._epochs = Epochs(self._runner, self.stages[0].stage, laid.buckets)
         self._restarts = Restarts(self._runner, self._pool, self._epochs, self._counted)
+        self._steps = Steps(self._runner, self._pool, self._counted)
         self.memory.incarnation[0] = secrets.randbits(64)
         self.memory.fill(self.memory.weight_epoch, epoch)
         # What F, dI and dW reach for, bound once: each look-up costs a guard's time.
@@ -1041,6 +1044,93 @@ class Contract:
             self._counted.require_commit(counted, now=now)
         elif counted is not None:
             raise ValueError("counted: the contract was made without counted=True")
+
+    # A step as one
+
+    def standing(self) -> Standing:
+        """All that the contract holds and a step may move, as it is now."""
+        return self._steps.standing()
+
+    @alone
+    def record_step(self) -> Recording:
+        """
+        Begin to record a step, which is then asked and told action by action.
+
+        `Recording.end`, behind its `commit_epoch` and whatever else is told of it, returns it as
+        what `check_step` and `commit_step` take.
+
+        Raises:
+            ValueError: The contract has an observer, which is told of every action.
+
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
+        >>> def run() -> None:
+        ...     key = TapeKey(contract.epoch, stage=0, microbatch=0)
+        ...     contract.join()
+        ...     with contract.refresh(0):
+        ...         pass
+        ...     with contract.forward(key) as f:
+        ...         contract.bind(key)
+        ...     contract.wait()
+        ...     with contract.dgrad(key, f.ref):
+        ...         pass
+        ...     with contract.wgrad(key, f.ref):
+        ...         pass
+        ...     contract.wait()
+        ...     contract.finalize(0)
+        ...     contract.commit_epoch()
+        >>> run()
+        >>> recording = contract.record_step()
+        >>> run()
+        >>> step = recording.end()
+        >>> contract.check_step(step) is None, contract.commit_step(step), contract.token(0)
+        (True, 3, 6)
+        """
+        return Recording(self)
+
+    @alone
+    def check_step(self, step: RecordedStep) -> Difference | None:
+        """
+        Ask whether a recorded step would be accepted now, action by action; nothing changes.
+
+        All that its transitions would read is looked at, once (`qeffect.steps` says why that is as
+        good as every guard of every action). Beside it the caller has to know that the step would
+        ask for the same actions with the same evidence: the order, slots and destinations.
+
+        Returns:
+            None where every guard would pass and `commit_step` would leave what they would; else
+            the first difference, and the clause that would refuse. What differs may be harmless:
+            the actions are then asked for one by one.
+
+        Raises:
+            TypeError, ValueError: It is no step, or none of this contract.
+        """
+        return self._steps.differs(step)
+
+    @alone
+    def commit_step(self, step: RecordedStep) -> int:
+        """
+        Commit every action of a recorded step, and its epoch, at once.
+
+        The state is afterwards what it is when they are asked for and told one by one. It is
+        compared again, since the contract may have been told something since `check_step`.
+
+        Returns:
+            The new epoch.
+
+        Raises:
+            Refused: ``epoch.uncounted``: the last commit's counts have not come.
+            TypeError, ValueError: It is no step of this contract, or the state differs from its
+                start; nothing was changed.
+        """
+        difference = self._steps.differs(step)
+        if difference is not None:
+            raise ValueError(f"commit_step: {difference}; ask check_step before the step is run")
+        if self._counted is not None:
+            self._counted.require_commit(None)
+        self._steps.commit(step)
+        if self._counted is not None:
+            self._counted.committed()
+        return self._epochs.current
 
     @alone
     def check_checkpoint(self) -> None:

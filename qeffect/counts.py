@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from attrs import Attribute, field, frozen
 
-__all__ = ["COUNTED", "MULTIPLIER", "DeviceCounts", "fold", "mark", "wrap"]
+__all__ = ["COUNTED", "MULTIPLIER", "DeviceCounts", "advance", "fold", "mark", "wrap"]
 
 #: Kinds of action, in the order of a stage's counters.
 COUNTED: Final = ("refresh", "F", "dI", "dW")
@@ -59,6 +59,26 @@ def wrap(number: int) -> int:
     (-9223372036854775808, -1)
     """
     return ((number + _HALF) & _MASK) - _HALF
+
+
+def advance(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[int]]:
+    """
+    Return what a step multiplies the digest and each counter by, and what it then adds.
+
+    A digest is folded once for each action, so that a step is an affine map of it, modulo 2**64,
+    the same for every step that runs the same actions in the same order.
+
+    Args:
+        before: Digest and counters before a step.
+        after: Those after it.
+
+    >>> advance([0, 0, 2], [7, 1, 2])[1]
+    [7, 1, 0]
+    """
+    actions = sum(after[1:]) - sum(before[1:])
+    factors = [pow(MULTIPLIER, actions, 1 << 64), *[1] * (len(before) - 1)]
+    terms = [wrap(b - a * f) for a, b, f in zip(before, after, factors, strict=True)]
+    return [wrap(factor) for factor in factors], terms
 
 
 def _whole(counts: Any, attribute: Attribute[Any], value: Any) -> None:

@@ -51,7 +51,7 @@ from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
 from qeffect.schedule.plan import plan
 
-__all__ = ["Asked", "Tokens", "add_tables_arguments", "asked", "merged", "run_tables"]
+__all__ = ["Asked", "DrawnLanguage", "add_tables_arguments", "asked", "merged", "run_tables"]
 
 LAYERS: Mapping[str, LayerConfig] = {
     "h2048-s256": LayerConfig(2048, 8192, 16, 256),
@@ -77,7 +77,7 @@ REFERENCES = {
 
 
 @attrs.frozen(kw_only=True)
-class Tokens(Language):
+class DrawnLanguage(Language):
     """A language model over tokens that are drawn evenly: `(sequence, batch)`, int64."""
 
     def batch(self, device: torch.device, replica: int = 0) -> Batch:
@@ -137,7 +137,7 @@ class Asked:
         if self.model == "layers":
             return Job(**common)
         tiny = self.layers == "tiny"
-        return Tokens(**common, vocabulary=TINY_VOCABULARY if tiny else VOCABULARY)
+        return DrawnLanguage(**common, vocabulary=TINY_VOCABULARY if tiny else VOCABULARY)
 
 
 def asked(

@@ -21,6 +21,7 @@ from typing import Any
 from qeffect.gpu_runtime.measure.complete import derive_tables
 from qeffect.gpu_runtime.measure.curves import derive_curves
 from qeffect.gpu_runtime.measure.host import derive_host
+from qeffect.gpu_runtime.measure.peers import derive_peers
 from qeffect.gpu_runtime.measure.restarts import derive_restarts
 from qeffect.gpu_runtime.measure.scale import derive_scale
 from qeffect.gpu_runtime.measure.targets import judge_cells, judge_sweep
@@ -552,6 +553,7 @@ DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {
     "probes": derive_probes,
     "scale": derive_scale,
     "tables": derive_tables,
+    "peers": derive_peers,
     "train": derive_train,
     "restarts": derive_restarts,
     "curves": derive_curves,

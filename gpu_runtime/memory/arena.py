@@ -154,6 +154,10 @@ class Arena:
         index = 0 if self.rule == "accumulate" else microbatch
         return self._configured[index] if self._looks[index].unchanged() else self._described(index)
 
+    def in_place(self) -> bool:
+        """Whether `present` says of every microbatch what the kernel is configured with."""
+        return all(look.unchanged() for look in self._looks)
+
     def _described(self, index: int) -> tuple[Destination, ...]:
         owner = None if self.rule == "accumulate" else index
         if not self.direct:

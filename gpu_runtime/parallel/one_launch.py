@@ -6,9 +6,14 @@ that no host stands between two actions. What is checked, and when:
 
 * *Once, when the step is captured*: everything that guarded replays check, since the capture is a
   guarded step; and that the two ends of each channel posted the same messages in the same order.
-* *At each launch, before it*: every transition of the step, one after another, by the same guarded
-  actions over the same contract, with an executor that runs nothing (`Rehearsal`); that nothing
-  that a graph bakes in has moved.
+* *At the first two launches, before them*: every transition of the step, one after another, by the
+  same guarded actions over the same contract, with an executor that runs nothing (`Rehearsal`).
+  Both are recorded, and have to be the same step.
+* *At each later launch, before it*: that all which those transitions read is what it was, but for
+  counters that moved alike (`qeffect.steps` says why every guard then says what it said), and that
+  the row's program and the gradient destinations are. What differs is rehearsed. Behind the launch
+  the whole step is committed as one.
+* *At each launch*: that nothing that a graph bakes in has moved.
 * *In each launch, by the device*: whether it ran every action as often and in the order that the
   contract says (`qeffect.counts`), whoever launched it. Each rank's word goes to all ranks; the
   update is skipped on every rank where one rank's differs, or where a rank's word did not come.
@@ -26,13 +31,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qeffect.counts import MULTIPLIER, DeviceCounts, wrap
+from qeffect.counts import DeviceCounts, advance
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
 from qeffect.gpu_runtime.clipping import DeviceNorm, Norm, square_sums
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor, no_collection
@@ -47,12 +53,14 @@ from qeffect.gpu_runtime.parallel.executor import Feed, Passage
 from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
 from qeffect.gpu_runtime.parallel.world import Worker
 
-__all__ = ["OneLaunch", "advance", "obstacles"]
+__all__ = ["OneLaunch", "obstacles"]
 
 UNLIKE = 2
 """What is published of a rank whose replica has other reduced gradients than the first."""
 ROWS = 4
 """Steps that the device may be ahead of what the host has read, and more than it ever is."""
+PARTS = ("data", "guards", "launch", "step before", "commit")
+"""What the host does in a launch: `step before` is its wait for that step, and its verdict."""
 _POLL_S = 2e-5
 _PATIENCE = 50
 
@@ -84,6 +92,11 @@ class OneLaunch:
     Args:
         worker: The rank's worker, captured with graphs that can be nested.
 
+    Attributes:
+        host_ms: What the host's parts of the latest launch took, by the names of `PARTS`.
+        rehearsal: Its guards; it says how many steps were rehearsed, how many checked as one, and
+            why the latest of the former could not be.
+
     Raises:
         BackendError: The step cannot be one graph; every reason is named.
     """
@@ -109,6 +122,7 @@ class OneLaunch:
         self._captured: Any = None
         self._guarded = False  # whether a guarded step was taken over these connections
         self._base: int | None = None  # the epoch of the step that was captured
+        self.host_ms: dict[str, float] = {}
         assert isinstance(self.runtime.executor, GraphExecutor)
         self.rehearsal = Rehearsal(self.pipeline, self.runtime.executor)
 
@@ -149,18 +163,29 @@ class OneLaunch:
             with self.worker.stepping(), self.runtime.caller_scope():
                 yield
         except Exception as error:
+            self._stopped()
             stopped = self.pipeline._stopped(error, epoch, told=epoch - self._asking)
             self._gate.close(abort=True)
             raise stopped from None
 
+    def _stopped(self) -> None:
+        self.feed.rehearsing = True
+        try:
+            self.rehearsal.stopped()
+        finally:
+            self.feed.rehearsing = False
+
     def _launch(self) -> None:
         runtime, contract = self.runtime, self.runtime.contract
+        at = [time.perf_counter()]
         if self.graph is None:
             self.feed.prepare(self.pipeline.passages.values(), runtime.epoch)
             self._capture()
+            at.append(time.perf_counter())
         else:
             try:
                 self.feed.load(runtime.epoch)
+                at.append(time.perf_counter())
                 self._rehearse()
             except Exception:
                 # What the step before came to is told first, and nobody aborts it under way.
@@ -169,14 +194,20 @@ class OneLaunch:
                 raise
         assert self.graph is not None
         self._require_unmoved()
+        at.append(time.perf_counter())
         self.graph.replay()
         runtime.handoff.record_tail()
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
+        at.append(time.perf_counter())
         self._launched.append(done)
         if contract.counts_awaited:
             self._confirm(self._launched.pop(0))
+        at.append(time.perf_counter())
         self.rehearsal.commit()
+        at.append(time.perf_counter())
+        spent = (1e3 * (end - begin) for begin, end in pairwise(at))
+        self.host_ms = dict(zip(PARTS, spent, strict=True))
 
     def _rehearse(self) -> None:
         self.feed.rehearsing = True
@@ -184,7 +215,6 @@ class OneLaunch:
             self.rehearsal.run()
         finally:
             self.feed.rehearsing = False
-        self.runtime.contract.check_commit(caller="main", guards_alone=True)
 
     def _baked(self) -> tuple[list[int], list[dict[str, Any]]]:
         """
@@ -423,9 +453,16 @@ class _Staged:
         self._held[what, p.stage.index, p.microbatch] = p.stage, held
 
     def load(self, step: int) -> None:
-        """Bring a step's data to their places, on the current stream."""
+        """Bring a step's data to their places, on the current stream: a copy for each type."""
+        alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for (what, _, m), (stage, held) in self._held.items():
-            fill(held, getattr(self.inner, what)(stage, step, m))
+            given = getattr(self.inner, what)(stage, step, m)
+            for place, value in zip(held, given, strict=True):
+                places, values = alike.setdefault(place.dtype, ([], []))
+                places.append(place)
+                values.append(value)
+        for places, values in alike.values():
+            fill(places, values)
 
 
 class _Gate:
@@ -562,23 +599,3 @@ class _Gate:
         if self.group is not None:
             group, self.group = self.group, None
             end_group(group, abort=abort)
-
-
-def advance(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[int]]:
-    """
-    What a step multiplies the digest and each counter by, and what it then adds.
-
-    A digest is folded once for each action, so that a step is an affine map of it, modulo 2**64,
-    the same for every step that runs the same actions in the same order.
-
-    Args:
-        before: Digest and counters before a step.
-        after: Those after it.
-
-    >>> advance([0, 0, 2], [7, 1, 2])[1]
-    [7, 1, 0]
-    """
-    actions = sum(after[1:]) - sum(before[1:])
-    factors = [pow(MULTIPLIER, actions, 1 << 64), *[1] * (len(before) - 1)]
-    terms = [wrap(b - a * f) for a, b, f in zip(before, after, factors, strict=True)]
-    return [wrap(factor) for factor in factors], terms

@@ -2,24 +2,31 @@
 A step of a pipeline without its device work: the guards of a step that is one launch.
 
 The transitions are asked for by the code that asks for them in guarded replays, in the same order,
-so that the contract cannot tell one from the other; a test compares the two.
+so that the contract cannot tell one from the other; a test compares the two. Two such steps are
+recorded. Where they are the same step (`qeffect.steps`), later ones are checked by one look at all
+that their transitions would read, and committed at once behind the launch; whatever differs, the
+step is rehearsed again, action by action, and recorded anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.execute.eager import StageMemory
 from qeffect.gpu_runtime.execute.reports import Effects
 from qeffect.gpu_runtime.execute.streams import HostHandoff
 from qeffect.gpu_runtime.memory.slots import Slot
 from qeffect.gpu_runtime.parallel.channels import Message, Transfer
-from qeffect.gpu_runtime.parallel.executor import Pipeline
+from qeffect.gpu_runtime.parallel.executor import Entry, Pipeline
 from qeffect.gpu_runtime.plan.slots import WgradVariant
+from qeffect.refusals import Refused
 from qeffect.schedule.actions import Kind
+from qeffect.steps import RecordedStep, Recording
 
 __all__ = ["Recorded", "Rehearsal"]
 
@@ -83,9 +90,18 @@ class Rehearsal:
     """
     Every transition of a step, through a pipeline's own actions, and no device work.
 
+    Where the contract has an observer, an event log for one, each action of each step is told to
+    it: nothing is recorded, and every step is rehearsed.
+
     Args:
         pipeline: The pipeline; its runtime's contract is asked and told.
         recorded: What the captures recorded of each action's effects.
+
+    Attributes:
+        as_one: Whether the latest step was checked as one, and is to be committed so.
+        steps: Steps that were rehearsed, and steps that were checked as one.
+        recurs: The step that recurs, where two in a row were the same; else None.
+        difference: Why the latest step that could not be checked as one could not; empty before.
     """
 
     def __init__(self, pipeline: Pipeline, recorded: Recorded) -> None:
@@ -93,23 +109,33 @@ class Rehearsal:
         self.executor = _Rehearsed(recorded)
         self.handoff = HostHandoff()
         self.channels = _Silent()
+        self.as_one = False
+        self.steps = [0, 0]
+        self.difference = ""
+        self._recording: Recording | None = None
+        self._last: RecordedStep | None = None  # of the latest step that was rehearsed
+        self.recurs: RecordedStep | None = None
+        self._program: list[Entry] = []
 
     def run(self) -> None:
         """
-        Ask and tell the contract all that the step asks and tells, up to its commit.
+        Ask the contract all that the step asks, up to its commit.
 
         Raises:
             Refused: What the guarded step would raise.
         """
-        pipeline, actions = self.pipeline, self.pipeline.runtime.actions
-        held = actions.executor, actions.handoff, actions.fill, pipeline.channels
-        actions.executor, actions.handoff, actions.fill = self.executor, self.handoff, _nothing
-        pipeline.channels = self.channels  # type: ignore[assignment]
-        try:
-            with pipeline.runtime._reductions.unsent():
-                self._transitions()
-        finally:
-            actions.executor, actions.handoff, actions.fill, pipeline.channels = held
+        self.drop()
+        self.as_one = self.recurs is not None and self._same(self.recurs)
+        self.steps[self.as_one] += 1
+        if self.as_one:
+            self.pipeline.position = len(self.pipeline.program)
+            return
+        self.recurs = None
+        contract = self.pipeline.runtime.contract
+        if contract.observer is None:
+            self._recording = contract.record_step()
+        self._walk()
+        contract.check_commit(caller="main", guards_alone=True)
 
     def commit(self) -> None:
         """
@@ -120,11 +146,85 @@ class Rehearsal:
         """
         runtime = self.pipeline.runtime
         contract, link = runtime.contract, runtime.actions.links["main"]
-        contract.enter(link)
-        contract.commit_epoch(caller="main")
-        contract.join(link)
-        contract.wait(link)
+        if self.as_one:
+            assert self.recurs is not None
+            contract.commit_step(self.recurs)
+            self.as_one = False
+        else:
+            contract.enter(link)
+            contract.commit_epoch(caller="main")
+            contract.join(link)
+            contract.wait(link)
+            self._keep()
         runtime._forget_gradients()
+
+    def stopped(self) -> None:
+        """
+        After a stop: tell the contract the step's actions, where only its guards were asked.
+
+        Device work may have been launched. The contract is left where a step that is rehearsed
+        leaves it, in the middle of an epoch, and takes no step and no checkpoint before a restore.
+        """
+        self.drop()
+        if self.as_one:
+            self.as_one = False
+            with suppress(Refused, BackendError):  # the stop has its cause already
+                self._walk()
+
+    def drop(self) -> None:
+        """Record no more of a step that did not come to its end."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.drop()
+
+    def _same(self, step: RecordedStep) -> bool:
+        """Whether the recorded step is what the actions would ask for and leave."""
+        self.difference = self._beside()
+        if not self.difference:
+            found = self.pipeline.runtime.contract.check_step(step)
+            self.difference = "" if found is None else str(found)
+        return not self.difference
+
+    def _beside(self) -> str:
+        """What has changed of all that the actions bring, beside the contract; empty if nothing."""
+        pipeline, runtime = self.pipeline, self.pipeline.runtime
+        if runtime.actions.broken is not None:
+            return runtime.actions.broken
+        if pipeline.program != self._program:
+            return "the program of the row has changed"
+        if not all(memory.arena.in_place() for memory in runtime.memories.values()):
+            return "a gradient destination has moved"
+        try:
+            for memory in runtime.memories.values():
+                self.executor.executor.check_addresses(memory)
+        except BackendError as error:  # the rehearsal's refresh refuses it, and aborts
+            return str(error)
+        return ""
+
+    def _keep(self) -> None:
+        """Keep a step that was rehearsed; from the second on that is the same, it recurs."""
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        before, self._last = self._last, None
+        try:
+            self._last = recording.end()
+        except ValueError as error:
+            self.difference = str(error)
+            return
+        if before is not None and before.recurs(self._last):
+            self.recurs, self._program = self._last, [*self.pipeline.program]
+
+    def _walk(self) -> None:
+        pipeline, actions = self.pipeline, self.pipeline.runtime.actions
+        held = actions.executor, actions.handoff, actions.fill, pipeline.channels
+        actions.executor, actions.handoff, actions.fill = self.executor, self.handoff, _nothing
+        pipeline.channels = self.channels  # type: ignore[assignment]
+        try:
+            with pipeline.runtime._reductions.unsent():
+                self._transitions()
+        finally:
+            actions.executor, actions.handoff, actions.fill, pipeline.channels = held
 
     def _transitions(self) -> None:
         pipeline, runtime = self.pipeline, self.pipeline.runtime

@@ -241,9 +241,17 @@ def _one_launch(
     facts = {"capture_s": whole.capture_seconds, "first": odd[:3]}
     whole.resume()
     found = _timed(member, args, name, "one launch", schedule, whole.step, args.steps, made, facts)
+    parts: list[dict[str, float]] = []
+    for _ in range(args.rounds):
+        waited(member)
+        whole.step()
+        parts.append(whole.host_ms)
     whole.leave()
-    ranks = gathered(member, (len(final), len(odd)))
+    own_ms = {part: statistics.median(one[part] for one in parts) for part in parts[0]}
+    ranks = gathered(member, (len(final), len(odd), own_ms, whole.rehearsal.steps))
     found["final"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
+    for fact, (_, _, own_ms, counted) in zip(found["facts"], ranks, strict=True):
+        fact["host_parts_ms"], fact["rehearsed_and_as_one"] = own_ms, counted
     for what in ("alone_ms", "update_ms", "message_ms", "bound_ms"):
         found[what] = guarded[what]
     whole.close()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import StageBackend
 from qeffect.gpu_runtime.measure.tracing import matrix_copies, profiled
-from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
 from qeffect.gpu_runtime.parallel.channels import transport_of
 from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.native import Batch, NativePipeline
@@ -95,8 +95,24 @@ def released(member: Member) -> Iterator[None]:
         dist.barrier()
 
 
-def native_side(member: Member, job: Job, backend: str) -> NativePipeline:
-    """torch's own schedule over full backwards: what users run today."""
+def native_side(
+    member: Member,
+    job: Job,
+    backend: str,
+    *,
+    optimizer: Callable[[list[StageBackend]], Optimizer] = Optimizer,
+    look: Callable[[Gradients], None] | None = None,
+) -> NativePipeline:
+    """
+    torch's own schedule over full backwards: what users run today.
+
+    Args:
+        member: This rank.
+        job: The pipeline.
+        backend: Whose layers.
+        optimizer: Makes the optimizer.
+        look: Is shown the gradients of every step, before its update.
+    """
     group = dist.new_group(list(range(member.world)), backend=transport_of(member.device))
     order = Order.of_rank(job.table(), member.rank)
     return NativePipeline(
@@ -109,13 +125,31 @@ def native_side(member: Member, job: Job, backend: str) -> NativePipeline:
         job.loss,
         group,
         rule=job.rule,
+        reduce=look,
+        optimizer=optimizer,
     )
 
 
 def worker_side(
-    member: Member, job: Job, backend: str, config: RuntimeConfig, *, capturable: bool
+    member: Member,
+    job: Job,
+    backend: str,
+    config: RuntimeConfig,
+    *,
+    capturable: bool,
+    optimizer: Callable[..., Optimizer] = Optimizer,
 ) -> Worker:
-    """A guarded rank of a job over batches that were drawn before."""
+    """
+    A guarded rank of a job over batches that were drawn before.
+
+    Args:
+        member: This rank.
+        job: The pipeline.
+        backend: Whose layers.
+        config: How it runs.
+        capturable: Whether a graph can hold the update.
+        optimizer: Makes the optimizer; takes `capturable` too.
+    """
     return Worker(
         member,
         job.table(),
@@ -124,7 +158,7 @@ def worker_side(
         lambda replica: Drawn(drawn(job, member.device), member.device),
         config,
         limits=Limits(message=30.0, commit=30.0),
-        optimizer=lambda stages: Optimizer(stages, capturable=capturable),
+        optimizer=lambda stages: optimizer(stages, capturable=capturable),
     )
 
 

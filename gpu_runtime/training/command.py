@@ -25,7 +25,7 @@ from qeffect.gpu_runtime.parallel.compare import compared, native, summed, tenso
 from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.world import Limits, Member, gathered
 from qeffect.gpu_runtime.training.config import Checkpointing, Config, read
-from qeffect.gpu_runtime.training.loop import Opened, Trainer, backend_of, opened
+from qeffect.gpu_runtime.training.loop import Opened, Trainer, backend_of, opened, settled
 from qeffect.gpu_runtime.training.model import Language
 from qeffect.refusals import Refused
 from qeffect.report import UnusableError, finite
@@ -80,6 +80,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     limits = Limits(start=config.run.start_s, commit=config.run.commit_s)
     deterministic = args.compare is not None or config.run.deterministic
     member = begun(config.run.device, limits, deterministic=deterministic)
+    config, data = settled(member, config, data, resume=args.resume)
+    job = data.job
     what = (
         f"{config.source.name}: {config.model.layers} layers as {list(job.cut)}, "
         f"{_count(config):,} parameters, {config.parallel.schedule}, PP={job.pp}, DP={job.dp}, "

@@ -89,9 +89,20 @@ def _layers_of_stages() -> Any:
     def fits(value: Any) -> bool:
         if type(value) is list:
             return bool(value) and all(type(n) is int and 1 <= n <= _SIZE for n in value)
-        return value in ("even", "balanced")
+        return value in ("even", "balanced", "measured")
 
-    return _field("even", "'even', 'balanced', or a list of layers a stage", fits)
+    expected = "'even', 'balanced', 'measured', or a list of layers a stage"
+    return _field("even", expected, fits)
+
+
+def _times_of_layers() -> Any:
+    def fits(value: Any) -> bool:
+        return type(value) is list and all(
+            type(one) in (int, float) and 0 < one <= _NUMBER for one in value
+        )
+
+    known = {"expected": "a list of numbers above 0", "fits": fits, "most": None}
+    return attrs.field(factory=list, metadata=known)
 
 
 @attrs.frozen(kw_only=True)
@@ -137,9 +148,13 @@ class Parallel:
         dp: Replicas.
         microbatches: Of a step and replica.
         batch: Windows of a microbatch.
-        cut: `even` layers a stage, `balanced` costs, or the layers of each stage.
+        cut: `even` layers a stage, `balanced` costs, `measured` times, or the layers of each stage.
         embedding_cost: In layers, for `balanced`.
         head_cost: In layers, for `balanced`.
+        embedding_time: For `measured`: milliseconds of the embedding's F, dI and dW together.
+        layer_times: For `measured`: of each layer. Where they are left out, all three are measured
+            before the first step, and written to the log and the report under these names.
+        head_time: For `measured`: of norm, head and loss.
         rule: Where dW writes.
         provisioning: How slots are counted.
         captured: On cuda, replay graphs.
@@ -156,6 +171,9 @@ class Parallel:
     cut: Any = _layers_of_stages()  # noqa: RUF009 - a field of attrs
     embedding_cost: float = _number(0.0)
     head_cost: float = _number(1.0)
+    embedding_time: float = _number(0.0)
+    layer_times: Any = _times_of_layers()  # noqa: RUF009 - a field of attrs
+    head_time: float = _number(0.0)
     rule: str = _one_of("accumulate", *RULES)
     provisioning: str = _one_of("live", *PROVISIONINGS)
     captured: bool = _flag(True)

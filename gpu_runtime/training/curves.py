@@ -40,7 +40,7 @@ from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, gathered
 from qeffect.gpu_runtime.training.command import release, require_processes
 from qeffect.gpu_runtime.training.config import Checkpointing, Config, read
 from qeffect.gpu_runtime.training.evaluate import evaluate, evaluate_native
-from qeffect.gpu_runtime.training.loop import Opened, backend_of, opened
+from qeffect.gpu_runtime.training.loop import Opened, backend_of, opened, settled
 from qeffect.gpu_runtime.training.model import Language
 from qeffect.refusals import Refused
 from qeffect.report import UnusableError, finite
@@ -444,6 +444,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     member = begun(first.run.device, _limits(first), deterministic=True)
     if member.rank:
         progress = Progress(enabled=False)
+    cut = [settled(member, *pair) for pair in zip(configs, data, strict=True)]
+    configs, data = [config for config, _ in cut], [own for _, own in cut]
     assert job.loader is not None
     base = read(args.config, run={"device": args.device, "steps": args.steps})
     asked = {

@@ -4,6 +4,7 @@ The training loop: steps of the guarded pipeline, its rate, its log, its evaluat
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import attrs
+import torch
 
 from qeffect.gpu_runtime.backends.dynamic import library
 from qeffect.gpu_runtime.backends.protocol import BackendError
@@ -21,17 +23,19 @@ from qeffect.gpu_runtime.parallel.compare import guarded
 from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.model import Batches
 from qeffect.gpu_runtime.parallel.world import Limits, Member, agree_on, gathered
+from qeffect.gpu_runtime.training.balance import measured, slowest
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints, EarlierSaveError
 from qeffect.gpu_runtime.training.config import Config, differences
 from qeffect.gpu_runtime.training.data import DataError, Loader, Tokens
 from qeffect.gpu_runtime.training.evaluate import evaluate
+from qeffect.gpu_runtime.training.files import manifest, read_facts
 from qeffect.gpu_runtime.training.metrics import Log, memory_bytes
 from qeffect.gpu_runtime.training.model import Language, balanced_cut, even_cut
 from qeffect.gpu_runtime.training.rates import Rate
 from qeffect.report import UnusableError, finite
 from qeffect.schedule.actions import ScheduleError
 
-__all__ = ["Opened", "Trainer", "backend_of", "job_of", "opened"]
+__all__ = ["Opened", "Trainer", "backend_of", "job_of", "opened", "settled"]
 
 
 def backend_of(config: Config) -> str:
@@ -97,15 +101,30 @@ def job_of(config: Config) -> Language:
 def _cut(config: Config, stages: int) -> tuple[int, ...]:
     parallel, layers = config.parallel, config.model.layers
     where = f"{config.source}: [parallel] cut"
-    if isinstance(parallel.cut, list):
+    if isinstance(parallel.cut, list) and not parallel.layer_times:
         if len(parallel.cut) != stages or sum(parallel.cut) != layers:
             raise UnusableError(
                 f"{where}: expected {stages} stages with {layers} layers together, found "
                 f"{parallel.cut}"
             )
         return tuple(parallel.cut)
+    times = parallel.layer_times
+    if times and parallel.cut != "measured":
+        raise UnusableError(
+            f"{config.source}: [parallel] layer_times: times are for cut = 'measured', found cut = "
+            f"{parallel.cut!r}"
+        )
+    if times and len(times) != layers:
+        raise UnusableError(
+            f"{config.source}: [parallel] layer_times: expected one of each of {layers} layers, "
+            f"found {len(times)}"
+        )
     try:
-        if parallel.cut == "even":
+        if times:
+            return balanced_cut(
+                times, stages, embedding=parallel.embedding_time, head=parallel.head_time
+            )
+        if parallel.cut in ("even", "measured"):  # `settled` cuts by what is measured
             return even_cut(layers, stages)
         return balanced_cut(
             [1.0] * layers, stages, embedding=parallel.embedding_cost, head=parallel.head_cost
@@ -130,6 +149,66 @@ def opened(config: Config) -> Opened:
     """
     job, text = job_of(config), config.data.held_out
     return Opened(job, _loader(config, text, "held_out") if text else None)
+
+
+def settled(
+    member: Member, config: Config, data: Opened, *, resume: bool = False
+) -> tuple[Config, Opened]:
+    """
+    Cut a model by measured times, where the file asks for that and has none; every rank calls it.
+
+    Each rank times its own device, and each action takes as long as on the slowest of them. A run
+    that goes on has the times of its newest checkpoint, and so its cut.
+
+    Args:
+        member: This process.
+        config: The run.
+        data: What `opened` gave of it.
+        resume: Whether it goes on from a checkpoint.
+
+    Returns:
+        The configuration with its times, from which the same cut follows anywhere, and the data
+        with the model cut.
+
+    Raises:
+        BackendError: A rank cannot measure; why.
+    """
+    parallel = config.parallel
+    if parallel.cut != "measured" or parallel.layer_times:
+        return config, data
+    job, layers = data.job, config.model.layers
+    saved = _times_saved(config) if resume and member.rank == 0 else None
+    fields = gathered(member, saved)[0]
+    if fields is None:
+        times, problem = None, ""
+        try:
+            captured = config.run.device == "cuda" and parallel.captured
+            times = measured(job, member.device, backend_of(config), captured=captured)
+        except (BackendError, RuntimeError, ValueError) as error:
+            problem = f"{config.source}: [parallel] cut: rank {member.rank} cannot measure: {error}"
+        agree_on(member, problem)
+        fields = slowest(gathered(member, times)).fields(layers)
+        gc.collect()
+        if member.device.type == "cuda":
+            torch.cuda.empty_cache()
+    settled_by = attrs.evolve(config, parallel=attrs.evolve(parallel, **fields))
+    cut = _cut(settled_by, job.num_stages)
+    return settled_by, Opened(attrs.evolve(job, cut=cut), data.held_out)
+
+
+def _times_saved(config: Config) -> dict[str, Any] | None:
+    """The times in the newest checkpoint; None where there is none, or it has none that fit."""
+    folder = config.checkpoint.folder
+    try:
+        path = Checkpoints(config.path(folder)).latest() if folder else None
+        if path is None:
+            return None
+        saved = read_facts(path, manifest(path))["free"]["configuration"]["parallel"]
+    except BackendError:
+        return None  # a load says what is wrong with it
+    fields = {name: saved.get(name) for name in ("embedding_time", "layer_times", "head_time")}
+    times = fields["layer_times"]
+    return fields if times and len(times) == config.model.layers else None
 
 
 def _loader(config: Config, name: str, field: str) -> Loader:
@@ -181,10 +260,12 @@ class Trainer:
         note: Callable[[str], None] | None = None,
         resume: bool = False,
     ) -> None:
+        config, data = settled(member, config, data or opened(config), resume=resume)
         self.member, self.config = member, config
-        self.job, self.held_out = data or opened(config)
+        self.job, self.held_out = data
         self.checkpoints, self.found = self._checkpoints(resume=resume)
         self.log = self._log(show, note)
+        self._tell_cut()
         self.worker = guarded(
             member,
             self.job,
@@ -310,6 +391,14 @@ class Trainer:
                 problem = f"{self.config.source}: {error}"
         agree_on(self.member, problem)
         return log
+
+    def _tell_cut(self) -> None:
+        """Write a cut by measured times with them: a file that has them is cut alike."""
+        parallel = self.config.parallel
+        if self.log is not None and parallel.cut == "measured":
+            names = "embedding_time", "layer_times", "head_time"
+            times = {name: getattr(parallel, name) for name in names}
+            self.log({"cut": list(self.job.cut), **times})
 
     def _event_log(self) -> Path | None:
         if not self.config.run.event_logs:

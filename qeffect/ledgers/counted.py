@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from ..counts import COUNTED, DeviceCounts, fold, mark
+from ..counts import COUNTED, DeviceCounts, fold, mark, wrap
 from ..refusals import refused
 
 __all__ = ["Counted"]
@@ -62,6 +62,21 @@ class Counted:
         stage, domain, at, number = self._places[action, place]
         self._numbers[stage][at] += 1
         self._digests[domain] = fold(self._digests[domain], number)
+
+    def ran_step(
+        self, folds: Mapping[Hashable, tuple[int, int]], counted: Mapping[int, Sequence[int]]
+    ) -> None:
+        """
+        Note all actions of a step that recurs.
+
+        Args:
+            folds: By state domain, what they multiply its digest by, and what they then add.
+            counted: By stage, how many of each kind they are.
+        """
+        for domain, (factor, term) in folds.items():
+            self._digests[domain] = wrap(self._digests[domain] * factor + term)
+        for stage, more in counted.items():
+            self._numbers[stage] = [n + m for n, m in zip(self._numbers[stage], more, strict=True)]
 
     def own(self) -> dict[Hashable, DeviceCounts]:
         """What a device that ran exactly the committed actions, in their order, has counted."""

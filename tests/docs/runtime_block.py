@@ -14,7 +14,7 @@ from qeffect.gpu_runtime.reports import cells
 from qeffect.report import package
 from tests.docs.blocks import KERNEL_REPORTS, RUNTIME_REPORTS, load, markdown
 from tests.docs.curves_block import curves
-from tests.docs.tables_block import tables
+from tests.docs.tables_block import peers, tables
 
 #: Columns of the step table that the README shows.
 SHOWN = (
@@ -591,7 +591,8 @@ def _resources() -> str:
 def runtime() -> str:
     """Return the block."""
     parts = [*_correctness(), *_speed(), *_beyond_floor(), *_behind(), *_host(), *_goals()]
-    parts += [*_pipelines(), *tables(files("tables"), machine_of), *_training()]
+    parts += [*_pipelines(), *tables(files("tables"), machine_of)]
+    parts += [*peers(files("peers"), machine_of), *_training()]
     for name, report in files("curves"):
         parts += curves(name, report, machine_of(report))
     captions = _captions()

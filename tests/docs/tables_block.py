@@ -1,5 +1,5 @@
 """
-The README's part about the paper's complete-step tables, from reports of `qeffect runtime tables`.
+The README's parts about the paper's complete-step tables and about the peers, from their reports.
 """
 
 from __future__ import annotations
@@ -186,3 +186,53 @@ def _goals(derived: Row) -> list[str]:
     if not missed:
         return [said + "."]
     return [said + "; the others:", markdown(("goal", "cell", "side", "wanted", "measured"), rows)]
+
+
+def peers(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[str]:
+    """
+    Ours beside torch's own pipeline and Megatron.
+
+    Args:
+        found: Reports of kind `peers`, with the names of their files.
+        machine: Says in a line what a report was measured on.
+    """
+    parts: list[str] = []
+    for name, report in found:
+        derived = report["derived"]
+        parts.append(
+            f"**Peers** ({name}; {machine(report)}): one language model of four layers, embedding "
+            "and head over 32,768 tokens, from the same bits, over two ranks with two stages each; "
+            "each mode in processes of its own. *Gradients* says whether a mode's gradients have "
+            "the bits of its own framework without graphs (`native` and replays for ours), are "
+            "close to them and to native's, or wrong. Megatron's head is bf16, ours is FP8."
+        )
+        rows = [_peer(row) for row in derived["rows"]]
+        header = (
+            "cell", "side", "schedule", "ms", "native / this", "best Megatron graphs / this",
+            "over the busiest rank's kernels", "from native's gradients", "gradients",
+        )  # fmt: skip
+        parts += _table(header, rows)
+        parts += _table(
+            ("path", "a graph holds", "backward", "observed here", "in the paper"),
+            [
+                (row["path"], row["graph"], row["backward"], row["observed"], row["paper"])
+                for row in derived["capability"]
+            ],
+        )
+        parts += _goals(derived)
+    return parts
+
+
+def _peer(row: Row) -> tuple[str, ...]:
+    named = row["cell"], row["side"], row["schedule"]
+    if row["error"] is not None:
+        return (*named, "-", "-", "-", "-", "-", f"failed: {row['error']}")
+    return (
+        *named,
+        _number(row["step_ms"]["median"]),
+        _ratio(row["native_over_this"]),
+        _ratio(row["best_graphs_over_this"]),
+        _ratio(row["over_busiest"]),
+        _number(row["from_native"], 4),
+        row["verdict"],
+    )

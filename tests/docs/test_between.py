@@ -125,6 +125,14 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "keys.*",
     ),
     "the words of a refusal": ("explain.*", "refusals.*", "text.*"),
+    "a step that recurs": (
+        "steps.*",
+        "ledgers.steps.*",
+        "contract.Contract.standing",
+        "contract.Contract.record_step",
+        "contract.Contract.check_step",
+        "contract.Contract.commit_step",
+    ),
     "what a device counted": (
         "counts.*",
         "ledgers.counted.*",

@@ -1,9 +1,9 @@
-"""What the README says of the paper's tables, from a report that is no measurement."""
+"""What the README says of the paper's tables and of the peers, from reports of no measurement."""
 
 from __future__ import annotations
 
-from tests.docs.tables_block import tables
-from tests.runtime.report_samples import tables_report
+from tests.docs.tables_block import peers, tables
+from tests.runtime.report_samples import peers_report, tables_report
 
 
 def test_every_table_shows_ours_beside_the_papers() -> None:
@@ -28,4 +28,20 @@ def test_every_table_shows_ours_beside_the_papers() -> None:
 
 def test_without_a_report_nothing_is_said() -> None:
     """The block stays as it is."""
-    assert tables([], lambda _: "") == []
+    assert tables([], lambda _: "") == peers([], lambda _: "") == []
+
+
+def test_a_mode_that_is_wrong_or_failed_is_shown_as_that() -> None:
+    """Beside those that are right, and in the capability table."""
+    text = "\n\n".join(peers([("p.json", peers_report())], lambda _: "a machine"))
+    assert (
+        "| h4096-s256-m8 | one launch | il | 10.00 | 10.00x | 4.00x | 1.67x | - | same bits |"
+        in text
+    )
+    assert "| megatron local | il | 20.00 | 5.00x | 2.00x | 1.82x | 0.9000 | wrong |" in text
+    assert "| failed: RuntimeError: no capture |" in text
+    assert (
+        "| Megatron delayed dW | none | delayed dW asked for | refused before training: no |"
+        in text
+    )
+    assert "2 of 3 goals of these tables are met; the others:" in text

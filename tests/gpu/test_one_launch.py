@@ -26,7 +26,7 @@ ONE = Job(schedule="il", pp=1, vpp=2, microbatches=4, config=CONFIG)
 TWO = Job(schedule="zbv", pp=2, microbatches=4, config=CONFIG)
 REPLICAS = Job(schedule="il", pp=1, vpp=2, dp=2, microbatches=4, config=CONFIG, amax="replicas")
 FOUR = Job(schedule="zbv", pp=2, dp=2, microbatches=4, config=CONFIG, amax="replicas")
-STEPS = 5  # a guarded step, a captured one, and three launches of what was captured
+STEPS = 7  # guarded; captured; two launches that are rehearsed, and three checked as one
 
 two_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="two ranks want two GPUs of one host"
@@ -57,7 +57,7 @@ def _bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["one rank", "zbv", "il", "izb", "replicas", "replicas of their own amax", "four ranks"],
 )
 def test_launches_leave_the_bits_of_replays(job: Job, tmp_path: Path) -> None:
-    """Parameters, AdamW with its step counts, scales and histories, after three of them."""
+    """Parameters, AdamW with its step counts, scales and histories, after five of them."""
     said = launch(job.world, tmp_path, launch_bodies.launched, job, "cuda", STEPS, None, None, -1)
     assert said.codes == [0] * job.world
     for rank in range(job.world):
@@ -79,16 +79,16 @@ def test_launches_leave_the_bits_of_replays(job: Job, tmp_path: Path) -> None:
 )
 def test_rates_and_the_norm_are_values_of_the_device(job: Job, tmp_path: Path) -> None:
     """A rate that changes each step, a limit that clips each, and a step that is skipped."""
-    rates = [1e-3, 2e-3, 5e-4, 1e-3, 3e-3]
-    said = launch(job.world, tmp_path, launch_bodies.launched, job, "cuda", STEPS, rates, 0.01, 3)
+    rates = [1e-3, 2e-3, 5e-4, 1e-3, 3e-3, 1e-3, 2e-3]
+    said = launch(job.world, tmp_path, launch_bodies.launched, job, "cuda", STEPS, rates, 0.01, 5)
     assert said.codes == [0] * job.world
     for rank in range(job.world):
         word = said.words[rank]
         assert word["launches"]["norms"] == word["replays"]["norms"]
         assert word["launches"]["norms"] == said.words[0]["launches"]["norms"]
-        assert word["launches"]["norms"][3] == repr((math.nan, 1.0, True))
-        assert word["launches"]["moved"][3] == 0
-        assert min(word["launches"]["moved"][:3]) > 0
+        assert word["launches"]["norms"][5] == repr((math.nan, 1.0, True))
+        assert word["launches"]["moved"][5] == 0
+        assert min(word["launches"]["moved"][:5]) > 0
         assert word["launches"]["steps"] == word["replays"]["steps"]
         assert word["differ"] == []
 
@@ -134,7 +134,7 @@ def test_after_a_stop_launches_go_on_bit_for_bit(
     job: Job, victim: int, action: str | None, tmp_path: Path
 ) -> None:
     """From the last update of all devices: a guarded step, a captured one, and launches of it."""
-    said = launch(job.world, tmp_path, launch_bodies.recovered, job, "cuda", 7, victim, action)
+    said = launch(job.world, tmp_path, launch_bodies.recovered, job, "cuda", 9, victim, action)
     assert said.codes == [0] * job.world
     ranks_of = list(range(job.world))
     cause = one_cause(said, ranks_of)
@@ -142,7 +142,7 @@ def test_after_a_stop_launches_go_on_bit_for_bit(
     assert (cause["clause"], cause["rank"]) == (clause, victim)
     for rank in ranks_of:
         word = said.words[rank]
-        assert word["again"] == 3
+        assert word["again"] == launch_bodies.BEFORE
         assert word["captured"]
         assert word["differ"] == []
         assert word["of"] > 20
@@ -175,5 +175,5 @@ def test_launches_are_left_for_a_checkpoint_and_taken_up(tmp_path: Path) -> None
     said = launch(1, tmp_path, launch_bodies.resumed, ONE, "cuda")
     assert said.codes == [0]
     word = said.words[0]
-    assert (word["checkpoint"], word["epoch"]) == (3, 5)
+    assert (word["checkpoint"], word["epoch"]) == (5, 7)
     assert "steps were taken since launches were left" in word["refusal"]

@@ -78,6 +78,7 @@ def launched(job: Job, steps: int, options: dict[str, Any]) -> dict[str, Any]:
         "differ": [name for name in left if left[name] != own[name]],
         "of": len(left),
         "launches": int(captured),
+        "rehearsed and as one": runner.rehearsal.steps,
         "norms": [norms, found],
     }
 

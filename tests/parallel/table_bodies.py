@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import io
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.bench import tables
+from qeffect.gpu_runtime.bench import peers, side_by_side, tables
 from qeffect.gpu_runtime.bench.tables import Asked
 from qeffect.gpu_runtime.parallel import command
 from qeffect.gpu_runtime.parallel.model import Job
@@ -46,4 +47,15 @@ def one_fails() -> list[dict[str, Any]]:
     for stages in (build, fails, build):
         Job.stages = stages  # type: ignore[method-assign]
         found.append(tables._measured(member, args, row, {}, [row]))
+    return found
+
+
+def peers_of_ours(folder: str) -> list[dict[str, Any]]:
+    """Native and replays of a small cell, as the peers measure them."""
+    member = join("cpu", LIMITS)
+    asked = side_by_side.Asked(
+        cells=["tiny-m2"], rounds=1, steps=1, native_steps=1, device="cpu", profile=False, settled=3
+    )
+    found: list[dict[str, Any]] = []
+    peers.ours(member, asked, Path(folder), found.append)
     return found

@@ -73,7 +73,7 @@ def test_steps_that_are_left_and_taken_up(tmp_path: Path) -> None:
     """A checkpoint between them has the epoch of the last."""
     said = launch(1, tmp_path, launch_bodies.resumed, ONE, "cpu")
     assert said.codes == [0]
-    assert said.words[0] == {"checkpoint": 3, "epoch": 5, "refusal": ""}
+    assert said.words[0] == {"checkpoint": 5, "epoch": 7, "refusal": ""}
 
 
 @pytest.mark.parametrize("limit", [None, 0.5])
@@ -123,13 +123,13 @@ def test_launches_over_replicas_with_a_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("action", ["1W1", None])
 def test_steps_go_on_after_a_stop(action: str | None, tmp_path: Path) -> None:
     """From the epoch that ended, bit for bit."""
-    said = launch(2, tmp_path, launch_bodies.recovered, REPLICAS, "cpu", 6, 1, action)
+    said = launch(2, tmp_path, launch_bodies.recovered, REPLICAS, "cpu", 7, 1, action)
     assert said.codes == [0, 0]
     cause = one_cause(said, [0, 1])
     assert cause["recoverable"]
     for rank in range(2):
         word = said.words[rank]
-        assert word["again"] == 3
+        assert word["again"] == launch_bodies.BEFORE
         assert word["differ"] == []
         assert word["of"] > 20
 

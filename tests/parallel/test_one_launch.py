@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qeffect.counts import fold
+from qeffect.counts import advance, fold
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.parallel.one_launch import OneLaunch, _Staged, advance, obstacles
+from qeffect.gpu_runtime.parallel.one_launch import OneLaunch, _Staged, obstacles
 from qeffect.gpu_runtime.parallel.ties import Tie
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 

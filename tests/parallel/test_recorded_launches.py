@@ -33,25 +33,26 @@ def test_launches_leave_the_bits_of_replays(
     job: Job, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Parameters, AdamW, histories and scales, with gradients reduced and norms taken inside."""
-    said = launch(job.world, tmp_path, recorded_bodies.launched, job, 5, options)
+    said = launch(job.world, tmp_path, recorded_bodies.launched, job, 6, options)
     assert said.codes == [0] * job.world
     for rank in range(job.world):
         word = said.words[rank]
         assert word["differ"] == []
         assert word["of"] > 20
-        assert word["launches"] == 4
+        assert word["launches"] == 5
+        assert word["rehearsed and as one"] == [2, 2]
         assert word["norms"][0] == word["norms"][1] == said.words[0]["norms"][0]
 
 
-STEPS = 6
+STEPS = 8
 
-#: Faults before an epoch (0 is a guarded step, 1 is captured, later ones are launched): its rank,
-#: what it is, and the action; and by which clause and of which epoch all ranks stop.
+#: Faults before an epoch (0 is a guarded step, 1 is captured, 2 and 3 are rehearsed, later ones are
+#: checked as one): its rank, what it is, and the action; by which clause and where all ranks stop.
 STOPS: dict[str, tuple[Job, list[tuple[int, int, str, str]], list[tuple[str, int]]]] = {
     "a refusal before a launch": (
         PIPE,
-        [(3, 1, "twice", "1W1")],
-        [("ownership.duplicate-wgrad", 3)],
+        [(6, 1, "twice", "1W1")],
+        [("ownership.duplicate-wgrad", 6)],
     ),
     "a refusal while it is captured": (
         PIPE,
@@ -60,27 +61,33 @@ STOPS: dict[str, tuple[Job, list[tuple[int, int, str, str]], list[tuple[str, int
     ),
     "a device that counted otherwise": (
         PIPE,
-        [(3, 0, "miscounted", "")],
-        [("epoch.device-count", 3)],
+        [(6, 0, "miscounted", "")],
+        [("epoch.device-count", 6)],
     ),
     "the last launch of all": (
         REPLICAS,
-        [(5, 1, "miscounted", "")],
-        [("epoch.device-count", 5)],
+        [(7, 1, "miscounted", "")],
+        [("epoch.device-count", 7)],
     ),
     "three, over replicas": (
         FOUR,
-        [(0, 3, "twice", "1W1"), (2, 2, "twice", "0W1"), (4, 1, "miscounted", "")],
+        [(0, 3, "twice", "1W1"), (2, 2, "twice", "0W1"), (6, 1, "miscounted", "")],
         [
             ("ownership.duplicate-wgrad", 0),
             ("ownership.duplicate-wgrad", 2),
-            ("epoch.device-count", 4),
+            ("epoch.device-count", 6),
         ],
     ),
 }
 
 
-@pytest.mark.parametrize("case", STOPS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if len(stops) > 1 else [])
+        for case, (_, _, stops) in STOPS.items()
+    ],
+)
 def test_after_a_stop_launches_go_on_bit_for_bit(case: str, tmp_path: Path) -> None:
     """No update is lost and none is made twice: the end is that of replays without a fault."""
     job, faults, stops = STOPS[case]

@@ -447,6 +447,76 @@ def tables_report(*, differ: int = 0) -> dict[str, Any]:
     return Report("tables", None, ENVIRONMENT, asked, {"trials": trials}).finish()
 
 
+def against(name: str, different: int, relative: float | None, odd: int = 0) -> dict[str, Any]:
+    """How far a side's gradients are from those of another."""
+    return {
+        "with": name,
+        "compared": 30,
+        "different": different,
+        "not_finite": odd,
+        "relative": relative,
+        "cosine": None if relative is None else 1.0,
+        "worst": None if relative is None else ["rank 0: head.weight", relative],
+    }
+
+
+def peer_row(
+    side: str, ms: float, *compared: dict[str, Any], schedule: str = "il"
+) -> dict[str, Any]:
+    """A row of the peers at the large cell."""
+    return {
+        "cell": "h4096-s256-m8",
+        "side": side,
+        "schedule": schedule,
+        "error": None,
+        "gradients": list(compared),
+        "loss": 10.5,
+        **{key: [ms - 1, ms, ms + 2] for key in ("step_ms", "single_ms", "host_ms")},
+        "construction_s": 1.0,
+        "peak_bytes": [1000, 2000],
+        "facts": [{}, {}],
+        "busy_ms": [
+            {"kernels": ms / 2, "copies": 1.0, "messages": 9.0},
+            {"kernels": ms / 4, "copies": 1.0, "messages": 9.0},
+        ],
+    }
+
+
+def peers_report() -> dict[str, Any]:
+    """Ours beside Megatron, one of whose modes is fast and wrong, and one of which failed."""
+    eager, graphs = "megatron none", "megatron transformer_engine"
+    same = against("native", 0, 0.0)
+    rows = [
+        peer_row("native", 100.0, same),
+        peer_row("replays", 14.0, same),
+        peer_row("replays", 12.0, against("native", 28, 0.04), schedule="zbv"),
+        peer_row("one launch", 10.0, against("replays", 0, 0.0)),
+        peer_row(eager, 120.0, against("native", 30, 0.05)),
+        peer_row(graphs, 40.0, against("native", 30, 0.05), against(eager, 0, 0.0)),
+        peer_row("megatron local", 20.0, against("native", 30, 0.9), against(eager, 30, 0.9)),
+        {
+            **{"cell": "h4096-s256-m8", "side": "megatron full_iteration", "schedule": "il"},
+            "error": "RuntimeError: no capture",
+        },
+    ]
+    asked = {"cells": ["h4096-s256-m8"], "modes": ["ours"], "limit": 90.0, "rounds": 3, "steps": 10,
+             "native_steps": 3}  # fmt: skip
+    raw = {
+        "rows": rows,
+        "refusals": {"megatron delayed dW": "refused before training: no"},
+        "processes": [
+            {
+                "mode": "ours",
+                "cells": ["h4096-s256-m8"],
+                "codes": [0, None],
+                "seconds": 3.5,
+                "words": ["said"],
+            }
+        ],
+    }
+    return Report("peers", None, ENVIRONMENT, asked, raw).finish()
+
+
 def train_report(*, differ: int = 0) -> dict[str, Any]:
     """A run beside native, and one by itself."""
     alone = {

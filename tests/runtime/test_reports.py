@@ -46,6 +46,7 @@ SAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
     "probes": samples.probes_report,
     "scale": samples.scale_report,
     "tables": samples.tables_report,
+    "peers": samples.peers_report,
     "train": samples.train_report,
     "restarts": samples.restarts_report,
     "curves": samples.curves_report,

@@ -1,0 +1,71 @@
+"""
+Steps that are committed as one: what a contract holds, compared with a recorded step and written.
+"""
+
+from __future__ import annotations
+
+from ..steps import Difference, RecordedStep, Standing
+from .counted import Counted
+from .pool import Pool
+from .runner import Runner
+
+__all__ = ["Steps"]
+
+
+class Steps:
+    """
+    What is asked and told of a whole step at once.
+
+    Args:
+        runner: Its memory is compared and written.
+        pool: The free slots; they take part.
+        counted: What the devices are held to have counted; None where nothing is.
+    """
+
+    __slots__ = ("_counted", "_pool", "_runner")
+
+    def __init__(self, runner: Runner, pool: Pool, counted: Counted | None) -> None:
+        self._runner = runner
+        self._pool = pool
+        self._counted = counted
+
+    def standing(self) -> Standing:
+        """All that a step may move, as it is now; its memory and its free slots are copies."""
+        counts = None if self._counted is None else self._counted.own()
+        return Standing(self._runner.memory.copy(), self._free(), {**self._pool.reserved}, counts)
+
+    def _free(self) -> dict[int, tuple[int, ...]]:
+        return {stage: tuple(own) for stage, own in self._pool.free.items()}
+
+    def differs(self, step: RecordedStep) -> Difference | None:
+        """
+        Compare a step's start with what is there now.
+
+        Raises:
+            TypeError: It is no step.
+            ValueError: The step was recorded with other transitions, so of another contract.
+        """
+        if not isinstance(step, RecordedStep):
+            raise TypeError(f"expected a step that was recorded, got {step!r}")
+        runner = self._runner
+        if step.transitions is not runner.transitions:
+            raise ValueError("check_step: the step was recorded by a contract of other relations")
+        if runner.observer is not None:
+            return Difference("the observer", runner.observer, None)
+        if self._counted is not None and not self._counted.late:
+            return Difference("when counts are compared", "at the commit", "after it: late=True")
+        found = Standing(runner.memory, self._free(), self._pool.reserved, None)
+        return step.differs(found)
+
+    def commit(self, step: RecordedStep) -> None:
+        """Write what a step leaves; it does not differ."""
+        step.write(self._runner.memory)
+        for stage, slots in step.end.free.items():
+            own = self._pool.free[stage]
+            if tuple(own) != slots:
+                own.clear()
+                own.update(dict.fromkeys(slots))
+        self._pool.reserved.clear()
+        self._pool.reserved.update(step.end.reserved)
+        if self._counted is not None:
+            self._counted.ran_step(step.folds, step.counted)

@@ -1,0 +1,296 @@
+"""A step that recurs is checked by one look and committed at once, as if action by action."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qeffect import Refused, StageConfig
+from qeffect.engine.stage import OPTIONAL, STATE, Transitions
+from qeffect.steps import BASES, COUNTERS, RecordedStep
+
+from .helpers import Rig, stage
+
+TIED = {"tied": ("w0",), "buffers": {"w0": "table"}}
+CONTRACTS: dict[str, Callable[[], Rig]] = {
+    "one stage": lambda: Rig(),
+    "one slot": lambda: Rig(stage(slots=1, microbatches=3)),
+    "messages": lambda: Rig(
+        stage(sends_output=True, sends_gradient=True, receives_input=True, receives_gradient=True)
+    ),
+    "reductions": lambda: Rig(stage(reduces=True)),
+    "tied": lambda: Rig(stage(0, **TIED), stage(1, **TIED)),
+    "stages with a gap": lambda: Rig(stage(2), stage(5, domain="other")),
+    "counted": lambda: Rig(counted=True, late=True),
+    **{
+        f"without {name}": (lambda name=name: Rig(omit=(name,)))  # type: ignore[misc]
+        for name in sorted(OPTIONAL)
+    },
+}
+
+
+def run(rig: Rig) -> None:
+    """A step, action by action."""
+    contract = rig.contract
+    if contract.counts_awaited:
+        contract.present_counts(contract.committed_counts())
+    for config in contract.stages:
+        contract.submit()
+        contract.join(rig.link(config.stage))
+        for microbatch in range(config.microbatches):
+            rig.microbatch(microbatch, config.stage)
+            contract.join(rig.link(config.stage))
+    for config in contract.stages:
+        rig.finish(config.stage)
+    contract.commit_epoch()
+    for config in contract.stages:
+        contract.join(rig.link(config.stage))
+
+
+def recorded(rig: Rig, walk: Callable[[Rig], None] = run) -> RecordedStep:
+    """The third step, of which the second was the same."""
+    walk(rig)
+    steps = []
+    for _ in range(2):
+        recording = rig.contract.record_step()
+        walk(rig)
+        steps.append(recording.end())
+    assert steps[0].recurs(steps[1])
+    return steps[1]
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_a_step_as_one_leaves_what_its_actions_leave(name: str) -> None:
+    """Over every relation that may be left out, reductions, messages, tied weights, counts."""
+    one, each = CONTRACTS[name](), CONTRACTS[name]()
+    each.contract.memory.incarnation[0] = one.contract.incarnation
+    step = recorded(one)
+    recorded(each)
+    for _ in range(4):
+        assert one.contract.check_step(step) is None
+        if one.contract.counts_awaited:
+            one.contract.present_counts(one.contract.committed_counts())
+        assert one.contract.commit_step(step) == one.contract.epoch
+        run(each)
+        assert one.contract.standing() == each.contract.standing() or (
+            one.contract.snapshot() == each.contract.snapshot()
+            and one.contract._steps._free() == each.contract._steps._free()
+            and one.contract._reserved == each.contract._reserved
+        )
+        if name == "counted":
+            assert one.contract.committed_counts() == each.contract.committed_counts()
+            assert one.contract.counts_awaited
+    run(one)
+    run(each)
+    assert one.contract.snapshot() == each.contract.snapshot()
+
+
+STEPS = {name: recorded(make()) for name, make in CONTRACTS.items()}
+
+
+@given(st.sampled_from(sorted(STEPS)), st.data())
+def test_counters_that_move_alike_decide_nothing(name: str, data: st.DataObject) -> None:
+    """The transitions in force, from starts that are moved by any amounts, end moved alike."""
+    step = STEPS[name]
+    amounts = {
+        group: data.draw(st.integers(0, 1 << 40), label=str(group)) for group in step.counters
+    }
+    step.try_moved(amounts)
+
+
+def test_a_step_that_depends_on_how_far_a_counter_is_is_not_made() -> None:
+    """The look for it is not blind: a guard, and a write, over a number that moves."""
+    step = STEPS["one stage"]
+    functions = step.transitions.functions
+
+    def refuses(memory: Any, *given: Any) -> None:
+        if memory.token[0] > 1000:
+            raise Refused("order.token")
+        functions["commit_forward"](memory, *given)
+
+    def writes(memory: Any, *given: Any) -> None:
+        functions["commit_forward"](memory, *given)
+        memory.rolled_at[0] = memory.rolled_at[0] + (memory.serial[0] > 1000)
+
+    for odd, said in ((refuses, "refused by order.token"), (writes, "another rolled_at")):
+        changed = Transitions(step.transitions.relations, {**functions, "commit_forward": odd})
+        with pytest.raises(ValueError, match=said):
+            RecordedStep.of(changed, step.start, step.events, step.end)
+
+
+def test_every_counter_is_of_a_family_with_a_base() -> None:
+    """The base of each is its own counter, and stands for nothing else."""
+    assert {*COUNTERS} < {*STATE}
+    assert {counter.family for counter in COUNTERS.values()} == {*BASES}
+    assert all(COUNTERS[name].through in (None, ()) for name in BASES.values())
+
+
+@pytest.mark.parametrize("column", sorted({*COUNTERS} - {"spoiled"}))
+def test_no_counter_is_an_entry_that_stays(column: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken for one, some contract's step is not made, or does not recur."""
+    left = {name: counter for name, counter in COUNTERS.items() if name != column}
+    monkeypatch.setattr("qeffect.steps.COUNTERS", left)
+    failed = 0
+    for make in CONTRACTS.values():
+        try:
+            recorded(make())
+        except (AssertionError, KeyError, ValueError):
+            failed += 1
+    assert failed
+
+
+def test_an_epoch_that_is_spoiled_in_advance_does_not_recur(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Were it no counter, the step would be committed as one in the epoch that it names, too."""
+    rig = Rig()
+    rig.contract.memory.spoiled[0] = 4
+    with pytest.raises(AssertionError):
+        recorded(rig)
+
+    monkeypatch.setattr("qeffect.steps.COUNTERS", {**COUNTERS, "spoiled": None})
+    blind, other = Rig(), Rig()
+    blind.contract.memory.spoiled[0] = other.contract.memory.spoiled[0] = 4
+    step = recorded(blind)
+    for _ in range(2):
+        blind.contract.commit_step(step)
+    assert blind.contract.epoch == 5
+    for _ in range(4):
+        run(other)
+    with pytest.raises(Refused, match=r"arena\.spoiled"):
+        run(other)
+
+
+@pytest.mark.parametrize(("lists", "where"), [("free", "free"), ("reserved", "reserved")])
+def test_what_a_contract_holds_beside_its_memory_is_looked_at(
+    lists: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another order of free slots, or a reservation, has the next F take another slot."""
+    rig, other = Rig(), Rig()
+    other.contract.memory.incarnation[0] = rig.contract.incarnation
+    step = recorded(rig)
+    recorded(other)
+    for contract in (rig.contract, other.contract):
+        if lists == "free":
+            first = next(iter(contract._free[0]))
+            contract._free[0].pop(first)
+            contract._free[0].put(first)
+        else:
+            contract._reserved[0, 0, 0, 0] = next(iter(contract._free[0]))
+    found = rig.contract.check_step(step)
+    assert found is not None
+    assert where in found.where
+
+    monkeypatch.setattr(RecordedStep, "_beside", lambda *_: None)
+    assert rig.contract.check_step(step) is None
+    rig.contract.commit_step(step)
+    run(other)
+    assert rig.contract.snapshot() != other.contract.snapshot()
+
+
+def test_a_commit_looks_again() -> None:
+    """Whatever was told since the check; nothing is written."""
+    rig = Rig()
+    step = recorded(rig)
+    assert rig.contract.check_step(step) is None
+    ticket = rig.contract.check_forward(rig.key(), refresh=True)
+    before = rig.contract.snapshot()
+    with pytest.raises(ValueError, match=r"commit_step: consumers\[\d\] is 16"):
+        rig.contract.commit_step(step)
+    assert rig.contract.snapshot() == before
+    rig.contract.abort(ticket)
+    found = rig.contract.check_step(step)
+    assert found is not None
+    assert found.clause == "ownership.repeated-forward"
+    assert "(ownership.repeated-forward)" in str(found)
+
+
+def test_a_step_is_of_one_contract_and_incarnation() -> None:
+    """Another contract of the same configuration is another incarnation; so is a restored one."""
+    rig, other = Rig(), Rig()
+    step = recorded(rig)
+    recorded(other)
+    found = other.contract.check_step(step)
+    assert found is not None
+    assert (found.where, found.clause) == ("incarnation[0]", None)
+    with pytest.raises(ValueError, match="other relations"):
+        Rig(omit=("capture",)).contract.check_step(step)
+    rig.contract.drain()
+    rig.contract.restore(rig.contract.checkpoint())
+    assert rig.contract.check_step(step) is not None
+
+
+def test_counts_that_are_compared_at_the_commit_leave_no_step_as_one() -> None:
+    """They have to be there before it; a step as one brings none."""
+    rig = Rig(counted=True)
+    recording = rig.contract.record_step()
+    rig.microbatch(0)
+    rig.microbatch(1)
+    rig.finish()
+    rig.contract.commit_epoch(counted=rig.contract.committed_counts())
+    step = recording.end()
+    found = rig.contract.check_step(step)
+    assert found is not None
+    assert "counts" in found.where
+
+
+def test_what_does_not_recur_is_not_recorded() -> None:
+    """A failure, a step without its commit, and one that an observer hears."""
+    rig = Rig()
+    with pytest.raises(ValueError, match="does not commit its epoch"):
+        rig.contract.record_step().end()
+    recording = rig.contract.record_step()
+    with pytest.raises(ValueError, match="an observer is told"):
+        rig.contract.record_step()
+    rig.contract.abort(rig.check_forward())
+    with pytest.raises(ValueError, match="abort_forward does not recur"):
+        recording.end()
+    rig.contract.record_step().drop()
+    assert rig.contract.observer is None
+
+    rig = Rig()
+    told: list[str] = []
+    recording = rig.contract.record_step()
+    rig.contract.observer = lambda transition, *_: told.append(transition)
+    run(rig)
+    with pytest.raises(ValueError, match="another observer"):
+        recording.end()
+    recording.drop()
+    assert rig.contract.observer is not None
+    assert told
+
+
+def calls(call: Callable[[], object]) -> Counter[str]:
+    """How often each Python function is called."""
+    found: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call":
+            found[frame.f_code.co_name] += 1
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_a_look_calls_no_function_for_an_action() -> None:
+    """Four times as many microbatches: the same calls, to check as to commit."""
+    found = []
+    for microbatches in (2, 8):
+        rig = Rig(StageConfig(0, microbatches=microbatches, slots=2, matrices=("w0", "w1")))
+        step = recorded(rig)
+        assert len(step.events) > 8 * microbatches
+        asked = calls(lambda rig=rig, step=step: rig.contract.check_step(step))  # type: ignore[misc]
+        told = calls(lambda rig=rig, step=step: rig.contract.commit_step(step))  # type: ignore[misc]
+        found.append((asked, told))
+    assert found[0] == found[1]
+    assert 5 < sum(found[0][0].values()) < 150

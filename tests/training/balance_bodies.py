@@ -1,0 +1,89 @@
+"""What the ranks of a model that is cut by measured times run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from qeffect.gpu_runtime.parallel.world import join
+from qeffect.gpu_runtime.training import loop
+from qeffect.gpu_runtime.training.balance import Times, measured
+from qeffect.gpu_runtime.training.config import read
+from qeffect.gpu_runtime.training.loop import Trainer, opened, settled
+from tests.parallel.bodies import LIMITS
+
+
+def measuring(path: str) -> dict[str, Any]:
+    """Measure, train; then with the times that were found, where nothing may be measured."""
+    member = join("cpu", LIMITS)
+    config = read(Path(path))
+    trainer = Trainer(member, config)
+    trainer.run()
+    record = trainer.config.record()["parallel"]
+    cut, losses = trainer.job.cut, trainer.losses
+    trainer.close()
+
+    def refused(*_: Any, **__: Any) -> Times:
+        raise AssertionError("times were given")
+
+    loop.measured = refused
+    try:
+        own = {name: record[name] for name in ("embedding_time", "layer_times", "head_time")}
+        again = Trainer(member, read(Path(path), parallel=own, run={"log": ""}))
+        again.run()
+        same = (again.job.cut, again.losses) == (cut, losses)
+        again.close()
+    finally:
+        loop.measured = measured
+    return {"cut": cut, "again": same, "record": record}
+
+
+def unlike(path: str) -> dict[str, Any]:
+    """Ranks whose devices take different times, and one that cannot measure."""
+    member = join("cpu", LIMITS)
+    config = read(Path(path))
+    times = [
+        Times((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (5.0, 1.0, 1.0)),
+        Times((0.5, 0.0, 0.5), (1.0, 0.5, 0.5), (1.0, 4.0, 1.0)),
+    ][member.rank]
+    loop.measured = lambda *_, **__: times  # type: ignore[assignment]
+    done, data = settled(member, config, opened(config))
+
+    def fails(*_: Any, **__: Any) -> Times:
+        if member.rank == 1:
+            raise RuntimeError("out of memory")
+        return times
+
+    loop.measured = fails
+    problem = ""
+    try:
+        settled(member, config, opened(config))
+    except RuntimeError as error:
+        problem = str(error)
+    loop.measured = measured
+    return {"cut": data.job.cut, "record": done.record()["parallel"], "problem": problem}
+
+
+def going_on(path: str) -> dict[str, Any]:
+    """A run whose times were measured goes on with them, whatever the device takes then."""
+    member = join("cpu", LIMITS)
+    config = read(Path(path))
+    alike = Times((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0))
+    loop.measured = lambda *_, **__: alike  # type: ignore[assignment]
+    first = Trainer(member, config)
+    first.run()
+    first.close()
+    slow = Times((900.0, 0.0, 0.0), (0.1, 0.1, 0.1), (0.1, 0.1, 0.1))
+    loop.measured = lambda *_, **__: slow  # type: ignore[assignment]
+    longer = read(Path(path), run={"steps": 4})
+    second = Trainer(member, longer, resume=True)
+    second.run()
+    began, cut, times = second.began, second.job.cut, second.config.parallel.layer_times
+    second.close()
+    fresh, data = settled(member, longer, opened(longer))
+    loop.measured = measured
+    return {
+        "began": began,
+        "cuts": [first.job.cut, cut, data.job.cut],
+        "times": [first.config.parallel.layer_times, times, fresh.parallel.layer_times],
+    }

@@ -1,0 +1,165 @@
+"""A model cut into stages of equal time: by times that are given, or by those of the devices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from qeffect.gpu_runtime.training.balance import ACTIONS, Times, measured, slowest
+from qeffect.gpu_runtime.training.config import read
+from qeffect.gpu_runtime.training.loop import job_of
+from qeffect.report import UnusableError
+from tests.parallel.ranks import launch
+
+from . import balance_bodies as bodies
+from .helpers import language, noise, text
+
+RUN = """
+[model]
+vocabulary = 128
+layers = 8
+hidden = 32
+ffn = 64
+heads = 2
+sequence = 16
+history = 4
+[parallel]
+pp = 2
+schedule = "zbv"
+cut = "measured"
+[data]
+train = "train.npy"
+[run]
+steps = 2
+log = "log.jsonl"
+"""
+
+
+def written(folder: Path, more: str = "") -> Path:
+    """A run, with more in `[parallel]`."""
+    text(folder)
+    path = folder / "run.toml"
+    path.write_text(RUN.replace('cut = "measured"\n', f'cut = "measured"\n{more}\n'))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("times", "cut"),
+    [
+        ("layer_times = [1, 1, 1, 1, 1, 1, 1, 1]", (2, 2, 2, 2)),
+        ("layer_times = [1, 1, 1, 1, 1, 1, 1, 1]\nhead_time = 2", (2, 2, 3, 1)),
+        ("layer_times = [2, 2, 2, 2, 2, 2, 2, 2]\nembedding_time = 4\nhead_time = 4", (1, 3, 3, 1)),
+        ("layer_times = [6, 1, 1, 1, 1, 1, 1, 6]", (1, 3, 3, 1)),
+        ("layer_times = [3, 3, 3, 3, 1, 1, 1, 1]", (1, 1, 2, 4)),
+    ],
+)
+def test_given_times_are_cut_by(tmp_path: Path, times: str, cut: tuple[int, ...]) -> None:
+    """Closed forms: the costliest stage costs least, of those the most even, then the first."""
+    assert job_of(read(written(tmp_path, times))).cut == cut
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("layer_times = [1, 2]", "expected one of each of 8 layers, found 2"),
+        ("layer_times = [0]", "expected a list of numbers above 0, found [0]"),
+        ("layer_times = 3", "expected a list of numbers above 0, found 3"),
+        ("layer_times = [true]", "expected a list of numbers above 0, found [True]"),
+        ("head_time = -1.0", "[parallel] head_time: expected a number of at least 0"),
+        ("microbatches = 2", ""),
+    ],
+)
+def test_times_that_do_not_fit_are_named(tmp_path: Path, more: str, told: str) -> None:
+    """Each in one line; without times the cut waits for the devices."""
+    path = written(tmp_path, more)
+    if not told:
+        assert job_of(read(path)).cut == (2, 2, 2, 2)
+        return
+    with pytest.raises(UnusableError) as error:
+        job_of(read(path))
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_times_belong_to_a_measured_cut(tmp_path: Path) -> None:
+    """They are not passed over where something else cuts."""
+    path = written(tmp_path)
+    path.write_text(RUN.replace('"measured"', '"even"\nlayer_times = [1.0]'))
+    with pytest.raises(UnusableError, match="times are for cut = 'measured', found cut = 'even'"):
+        job_of(read(path))
+
+
+def test_every_part_is_timed(tmp_path: Path) -> None:
+    """F, dI and dW of a layer take time; an end's are what its stage takes beyond a layer."""
+    job = language(noise(tmp_path), schedule="zbv", pp=2, tied=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for each other where other tests run beside
+    try:
+        times = measured(job, torch.device("cpu"), "reference", captured=False, repeats=3)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(times.layer) == len(ACTIONS)
+    assert all(one > 0 for one in times.layer)
+    assert all(one >= 0 for one in (*times.embedding, *times.head))
+    fields = times.fields(4)
+    assert fields["layer_times"] == [round(sum(times.layer), 3)] * 4
+
+
+def test_the_slowest_rank_counts_action_by_action() -> None:
+    """Also where one rank is slow in F and another in dW."""
+    found = slowest(
+        [Times((0, 0, 1), (2, 1, 1), (3, 0, 0)), Times((0, 2, 0), (1, 1, 4), (1, 1, 1))]
+    )
+    assert found == Times((0, 2, 1), (2, 1, 4), (3, 1, 1))
+
+
+def test_two_ranks_measure_and_are_cut_alike(tmp_path: Path) -> None:
+    """A legal cut, in the log with its times; a file that has them gives the same run again."""
+    (tmp_path / "said").mkdir()
+    said = launch(2, tmp_path / "said", bodies.measuring, str(written(tmp_path)))
+    assert said.codes == [0, 0]
+    assert said.words[0] == said.words[1]
+    words = said.words[0]
+    assert words["again"]
+    assert len(words["cut"]) == 4
+    assert sum(words["cut"]) == 8
+    assert min(words["cut"]) >= 1
+    (line,) = [
+        line
+        for line in map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+        if "cut" in line
+    ]
+    assert line["cut"] == words["cut"]
+    names = ("embedding_time", "layer_times", "head_time")
+    assert {name: line[name] for name in names} == {name: words["record"][name] for name in names}
+    assert len(line["layer_times"]) == 8
+
+
+def test_ranks_that_measure_differently_are_cut_alike(tmp_path: Path) -> None:
+    """By the slowest of each action; where one cannot measure, all say so."""
+    (tmp_path / "said").mkdir()
+    said = launch(2, tmp_path / "said", bodies.unlike, str(written(tmp_path)))
+    assert said.codes == [0, 0]
+    assert said.words[0] == said.words[1]
+    words = said.words[0]
+    assert words["record"]["embedding_time"] == 1.0
+    assert words["record"]["layer_times"] == [3.0] * 8
+    assert words["record"]["head_time"] == 10.0
+    assert words["cut"] == [2, 2, 3, 1]
+    assert "rank 1 cannot measure: out of memory" in words["problem"]
+
+
+def test_a_run_that_goes_on_keeps_its_cut(tmp_path: Path) -> None:
+    """The checkpoint has the times; a device that is slower by then makes no other stages."""
+    path = written(tmp_path)
+    path.write_text(path.read_text() + '[checkpoint]\nfolder = "kept"\n')
+    (tmp_path / "said").mkdir()
+    said = launch(2, tmp_path / "said", bodies.going_on, str(path))
+    assert said.codes == [0, 0]
+    words = said.words[0]
+    assert words["began"] == 2
+    assert words["cuts"][0] == words["cuts"][1] != words["cuts"][2]
+    assert words["times"][0] == words["times"][1] != words["times"][2]
