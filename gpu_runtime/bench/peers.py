@@ -62,7 +62,7 @@ __all__ = ["Ended", "last_words", "launched", "main", "ours"]
 LIMIT_S = 90.0
 MEGATRON = "megatron-core==0.19.2"
 OURS = "ours"
-_TAIL = 8
+_TAIL = 16
 
 
 # Ours and torch's

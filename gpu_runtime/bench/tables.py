@@ -342,6 +342,10 @@ def _trial(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     report = Report("tables", own, place, configuration, {"trials": [trial]})
     references: dict[tuple[Any, ...], dict[str, Tensor]] = {}
     at: tuple[Any, ...] | None = None
+    with released(member):
+        # What a process pays once, whichever side is its first, is no side's.
+        first = Asked(args.cells[0], "layers", 2, "il", "native").job(args.pp)
+        _Native(member, first, backend_on(args.device)).step()
     for row in rows:
         progress(f"{row.cell}, {row.model}, {row.schedule}, {row.side}")
         # References live as long as the rows that may be compared with them.
@@ -358,7 +362,14 @@ def _plain(value: Any) -> Any:
 
 
 class _Side(Protocol):
-    """A side that was made: its step, what it left, what is known of it."""
+    """
+    A side that was made: its step, what it left, what is known of it.
+
+    Attributes:
+        opening: Steps that belong to its set-up.
+    """
+
+    opening: int
 
     def step(self) -> object:
         """One step."""
@@ -374,6 +385,8 @@ class _Side(Protocol):
 
 
 class _Native:
+    opening = 1
+
     def __init__(self, member: Member, job: Job, backend: str) -> None:
         self.member = member
         self.pipeline: NativePipeline = native_side(member, job, backend)
@@ -393,6 +406,8 @@ class _Native:
 
 class _Replays:
     """Guarded replays, or eager calls."""
+
+    opening = 1
 
     def __init__(self, member: Member, job: Job, backend: str, config: RuntimeConfig) -> None:
         self.member = member
@@ -431,7 +446,9 @@ class _Replays:
 
 
 class _OneLaunch(_Replays):
-    """The same, each step one launch."""
+    """The same, each step one launch; the first is guarded, the second is captured."""
+
+    opening = 2
 
     def __init__(self, member: Member, job: Job, backend: str, config: RuntimeConfig) -> None:
         super().__init__(member, job, backend, config)
@@ -504,10 +521,11 @@ def _side(
     made = time.perf_counter() - began
     built = _used(member) - before
     began = time.perf_counter()
-    side.step()
+    for _ in range(side.opening):
+        side.step()
     member.synchronize()
     first = time.perf_counter() - began
-    for _ in range(BEFORE - 1):
+    for _ in range(BEFORE - side.opening):
         side.step()
     member.synchronize()
     peak, stood = _peak(member) - before, _used(member)

@@ -92,7 +92,7 @@ def released(member: Member) -> Iterator[None]:
         yield
     finally:
         gc.collect()
-        dist.barrier()
+    dist.barrier()  # not behind an error, which may be this rank's alone
 
 
 def native_side(

@@ -154,9 +154,17 @@ def _agreements(agreements: Sequence[Mapping[str, Any]]) -> str:
     seeds = [a for a in agreements if a["solver"] == "z3"]
     others = [a for a in agreements if a["solver"] != "z3"]
     goals = agreements[0]["goals"]
-    assert all(a["unsat"] == goals for a in agreements)
-    so = "".join(f", and so does {other['solver']}," for other in others)
-    return f"{len(seeds) + 1} seeds of Z3 agree{so} on the {goals:,} obligations of all relations."
+    assert all(a["unsat"] == goals for a in seeds)
+    text = f"{len(seeds) + 1} seeds of Z3 agree on the {goals:,} obligations of all relations"
+    for other in others:
+        left = [row for row in other["open"] if row["verdict"] == "unknown"]
+        assert other["unsat"] + len(left) == goals
+        text += f"; {other['solver']} agrees on {other['unsat']:,} of them"
+        if left:
+            limit = max(row["seconds"] for row in left)
+            names = ", ".join(f"`{row['name']}` at {row['transition']}" for row in left)
+            text += f", and on {len(left)} it gave no answer in {limit:.0f} s ({names})"
+    return text + "."
 
 
 def _vacuity(data: Mapping[str, Any]) -> str:

@@ -74,7 +74,7 @@ alone, refreshes, updates, and the host's time of a step. One layer a stage, two
   host time, waits included, spread over its actions, so an upper bound. Where it is far above the
   step, the host is what breaks first with replays.
 - *Host of one launch* is the measured host time of a launch, for each action too, its wait for the
-  device included. Where it comes near the step, the rehearsal is what breaks first.
+  device included. Where it comes near the step, the host is what breaks first.
 - The consent of guarded replays is one all-reduce of all ranks on the CPU, which adds its latency
   to a step once. One launch gathers a number of each rank inside the graph instead.
 - *Slots* are those of the rank with most, and grow with the ranks: memory breaks first where a slot

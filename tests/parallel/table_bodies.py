@@ -8,6 +8,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.bench import peers, side_by_side, tables
@@ -15,6 +17,8 @@ from qeffect.gpu_runtime.bench.tables import Asked
 from qeffect.gpu_runtime.parallel import command
 from qeffect.gpu_runtime.parallel.model import Job
 from qeffect.gpu_runtime.parallel.world import join
+from qeffect.gpu_runtime.runtime import RuntimeConfig
+from tests.runtime import stand_ins
 
 from .bodies import LIMITS
 
@@ -59,3 +63,21 @@ def peers_of_ours(folder: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     peers.ours(member, asked, Path(folder), found.append)
     return found
+
+
+def captured_facts() -> dict[str, Any]:
+    """What is known of replays of a small cell, over stand-ins for graphs."""
+    member = join("cpu", LIMITS)
+    row = Asked("tiny-m4", "language", 2, "zbv", "replays")
+    with pytest.MonkeyPatch.context() as patch:
+        stand_ins.install(patch)
+        side = tables._Replays(member, row.job(2), "reference", RuntimeConfig(captured=True))
+        side.step()
+        facts = side.facts()
+        slots = sum(memory.table.num_slots for memory in side.worker.runtime.memories.values())
+        variants = sum(
+            len(slot.wgrad)
+            for slot in side.worker.runtime.executor.slots.values()  # type: ignore[union-attr]
+        )
+        side.close()
+    return {**facts, "sum of slots": slots, "variants": variants}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -215,6 +216,18 @@ def test_no_other_state_is_taken_for_the_recorded_one(schedule: str, number: int
     assert counts["over-strict"] < len(every) // 3, counts
     kept.back()
     assert kept.contract.check_step(kept.step) is None
+
+
+def test_no_state_with_several_other_entries_is_taken_for_the_recorded_one() -> None:
+    """Two to four entries at once, of which one could make up for another."""
+    kept = Kept(Job(schedule="zbv", pp=2, microbatches=2, config=SMALL), 0)
+    dice, every = random.Random(0), edits(kept)
+    counts: Counter[str] = Counter()
+    for _ in range(300):
+        counts[kept.try_entries(*dice.sample(every, dice.randint(2, 4)))] += 1
+    assert counts["dangerous"] == 0
+    assert min(counts["same"], counts["over-strict"], counts["other"]) > 0
+    assert counts["named"] + counts["refused"] > 50
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,21 @@ def test_a_side_that_fails_has_its_error_and_the_others_go_on(tmp_path: Path) ->
         assert "rank 1 cannot build its stages: not today" in rows[1]["error"]
 
 
+def test_what_is_counted_of_replays_follows_from_the_schedule(tmp_path: Path) -> None:
+    """A refresh a stage, F, dI and dW of each microbatch; F, dI and dW graphs of the slots."""
+    said = launch(2, tmp_path, table_bodies.captured_facts)
+    assert said.codes == [0, 0]
+    table = torch_schedule("ScheduleZBVZeroBubble", pp=2, vpp=2, microbatches=4, comms=True)
+    for rank, planned in enumerate(plan(table).ranks):
+        facts = said.words[rank]
+        assert facts["replays"] == 2 + 3 * 2 * 4
+        assert facts["handoffs"] >= 2  # on a CPU both halves of every action are counted
+        assert sum(facts["slots"]) == facts["sum of slots"] >= planned.slots
+        assert facts["graphs"] == 2 + 2 * facts["sum of slots"] + facts["variants"]
+        assert facts["arena_bytes"] > 0
+        assert min(facts["capture_s"], facts["warmup_s"]) > 0
+
+
 class TestMerge:
     """Reports of trials become one."""
 

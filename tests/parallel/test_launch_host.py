@@ -1,0 +1,158 @@
+"""What the host does around a launch, on a machine without a device: the graph is a stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from qeffect.counts import DeviceCounts
+from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError
+from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.parallel.one_launch import PARTS, OneLaunch, _Staged
+from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
+from qeffect.refusals import Refused
+from tests.parallel.recurring import SMALL, Rank
+
+FIRST = 4  # launches until one is checked as one: here none comes before that is no launch
+
+
+class _Event:
+    """An event of a device that is always done."""
+
+    def record(self) -> None:
+        """At once."""
+
+    def query(self) -> bool:
+        """It is."""
+        return True
+
+
+class _Launched:
+    """A launch's host side over one rank; the device says what it is told to say."""
+
+    def __init__(self) -> None:
+        self.rank = rank = Rank(
+            Job(schedule="zbv", pp=2, microbatches=2, config=SMALL), 0, late=True
+        )
+        self.replays, self.word = 0, 0
+        self.ran: list[DeviceCounts] = []
+        self.optimizer = Optimizer(list(rank.runtime.stages.values()))
+        feed = _Staged(rank.pipeline.feed)
+        feed.prepare(rank.pipeline.passages.values(), 0)
+        rank.pipeline.feed = feed
+        rank.pipeline.consent = SimpleNamespace(stop=_stop)  # type: ignore[assignment]
+        whole = self.whole = object.__new__(OneLaunch)
+        whole.worker = SimpleNamespace(  # type: ignore[assignment]
+            stepping=nullcontext, limits=SimpleNamespace(commit=1.0), optimizer=self.optimizer
+        )
+        whole.runtime, whole.pipeline, whole.feed = rank.runtime, rank.pipeline, feed
+        whole.graph = SimpleNamespace(replay=self._replay)  # type: ignore[assignment]
+        whole._gate = SimpleNamespace(  # type: ignore[assignment]
+            read=lambda: (self.ran.pop(0), [0, self.word]), close=lambda **_: None
+        )
+        whole._launched, whole._left, whole._asking, whole.steps = [], None, 0, 1
+        whole.rehearsal = rank.rehearsal
+        whole._captured = whole._baked()
+
+    def _replay(self) -> None:
+        self.replays += 1
+
+    def step(self) -> None:
+        """A launch, and a device that runs what is committed."""
+        self.whole.step()
+        self.ran.append(self.rank.contract.committed_counts()[self.rank.runtime.domain_name])
+
+
+def _stop(error: Exception, epoch: int, atom: Any, passed: int) -> StoppedError:
+    return StoppedError(Cause("raised", 0, None, None, None, str(error), False))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Launched]:
+    """Launches of which the next is checked as one."""
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    made = _Launched()
+    for _ in range(FIRST):
+        made.step()
+    assert made.rank.rehearsal.steps == [FIRST - 1, 1]
+    return made
+
+
+def test_launches_commit_their_steps_and_say_what_the_host_took(launched: _Launched) -> None:
+    """One replay, one epoch and one commit as one each; the step before is confirmed behind it."""
+    for _ in range(3):
+        launched.step()
+    contract = launched.rank.contract
+    assert launched.replays == contract.epoch == FIRST + 3
+    assert launched.rank.rehearsal.steps == [FIRST - 1, 4]
+    assert contract.counts_awaited
+    assert len(launched.ran) == 1
+    assert tuple(launched.whole.host_ms) == PARTS
+    assert min(launched.whole.host_ms.values()) >= 0
+
+
+def test_a_device_that_disagrees_stops_the_launch_behind_it(
+    launched: _Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The epoch of a step that was launched and not committed can be neither run nor saved."""
+    epoch, replays = launched.rank.contract.epoch, launched.replays
+    launched.word = 1
+    with pytest.raises(StoppedError, match="the device of rank 1 did not run what was committed"):
+        launched.step()
+    contract = launched.rank.contract
+    assert (contract.epoch, launched.replays) == (epoch, replays + 1)
+    with pytest.raises(Refused, match=r"persistence\.mid-epoch"):
+        launched.rank.runtime.checkpoint()
+
+    monkeypatch.setattr(Rehearsal, "stopped", lambda self: None)
+    blind = _Launched()
+    for _ in range(FIRST):
+        blind.step()
+    blind.word = 1
+    with pytest.raises(StoppedError):
+        blind.step()
+    blind.rank.runtime.checkpoint()  # as though nothing had been launched
+
+
+def _rate(launched: _Launched) -> None:
+    launched.optimizer.set_rate(5e-4)
+
+
+def _state(launched: _Launched) -> None:
+    held = launched.optimizer.adamw.state
+    target = next(iter(launched.optimizer.named.values()))
+    held[target]["exp_avg"] = torch.zeros(3)
+
+
+@pytest.mark.parametrize("happens", [_rate, _state])
+def test_an_optimizer_that_has_changed_stops_before_the_launch(
+    happens: Callable[[_Launched], None], launched: _Launched
+) -> None:
+    """A number that the graph holds, or the place of a moment; nothing is launched."""
+    replays = launched.replays
+    happens(launched)
+    with pytest.raises(StoppedError, match="make a new OneLaunch"):
+        launched.step()
+    assert launched.replays == replays
+
+
+def test_the_data_of_a_step_come_in_a_copy_for_each_type(
+    launched: _Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many microbatches there are."""
+    copies: list[int] = []
+    inner = torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda to, of: (copies.append(len(to)), inner(to, of))[1]
+    )
+    held = [t for _, own in launched.whole.feed._held.values() for t in own]
+    launched.step()
+    kinds = {tensor.dtype for tensor in held}
+    assert len(copies) == len(kinds)
+    assert sum(copies) == len(held) > 4
