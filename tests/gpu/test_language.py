@@ -1,0 +1,98 @@
+"""
+A language model's ends on real graphs: tied, with either head, and cut by measured times.
+
+The command is run as a user runs it, captured, and compares every tensor of every step with torch's
+own pipeline over native full backwards. Each run ends within `LIMIT_S`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qeffect.gpu_runtime.training.data import save
+
+LIMIT_S = 240
+DEVICE = "cuda"
+RUN = """
+[model]
+vocabulary = 512
+layers = 6
+hidden = 128
+ffn = 256
+heads = 2
+sequence = 128
+{model}
+[parallel]
+{parallel}
+[data]
+train = "train.npy"
+[optimizer]
+rate = 0.01
+clip_norm = 0.5
+[run]
+steps = 4
+log = "log.jsonl"
+"""
+
+two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="two ranks want two GPUs of one host"
+)
+
+
+def ran(folder: Path, model: str, parallel: str, *options: str, ranks: int = 1) -> dict[str, Any]:
+    """What the command says of a run; it ended well."""
+    save(folder / "train.npy", np.random.default_rng(3).integers(0, 512, 40000))
+    path = folder / "run.toml"
+    path.write_text(RUN.format(model=model, parallel=f"pp = {ranks}\n{parallel}"))
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(start if ranks > 1 else []), "-m", "qeffect", "runtime", "train"]
+    words = [*command, str(path), "--device", DEVICE, "--json", "--quiet", *options]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
+    return said
+
+
+@pytest.mark.parametrize("head", ["te", "torchao"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [("zbv", 1), pytest.param("zbv", 2, marks=two_gpus), pytest.param("il", 2, marks=two_gpus)],
+)
+def test_either_head_has_the_bits_of_native(
+    tmp_path: Path, schedule: str, ranks: int, tied: bool, head: str
+) -> None:
+    """Gradients, parameters, AdamW, scales and caches of every step, clipped."""
+    if head == "torchao":
+        pytest.importorskip("torchao.float8")
+    model = f'head = "{head}"\ntied = {str(tied).lower()}'
+    said = ran(tmp_path, model, f'schedule = "{schedule}"', "--compare", "all", ranks=ranks)
+    assert said["verdict"] == "accepted"
+    assert said["differ"] == 0
+    assert said["compared"] > 1000
+    assert said["captured"] == (DEVICE == "cuda")
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=two_gpus)])
+def test_a_measured_cut_is_legal_and_in_the_log(tmp_path: Path, ranks: int) -> None:
+    """Each of the four stages has a layer; the times are those of replays."""
+    parallel = 'schedule = "il"\nvpp = 2\ncut = "measured"\nmicrobatches = 4'
+    said = ran(tmp_path, "", parallel, ranks=ranks)
+    (line,) = [
+        line
+        for line in map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+        if "cut" in line
+    ]
+    assert said["cut"] == line["cut"]
+    assert sum(line["cut"]) == 6
+    assert min(line["cut"]) >= 1
+    assert len(line["layer_times"]) == 6
+    assert min(line["layer_times"]) > 0
