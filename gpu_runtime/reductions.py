@@ -5,8 +5,8 @@ end of an epoch, each told to the contract where it starts and where it ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import torch
@@ -99,6 +99,13 @@ def require_buckets(
     return {name: found[name] for name in (order or found) if name in found}
 
 
+class _Unsent:
+    """A reduction that is told and not sent."""
+
+    def wait(self) -> None:
+        """It has ended."""
+
+
 class Reductions:
     """
     The reductions of one process in the current epoch.
@@ -129,6 +136,7 @@ class Reductions:
         self.told = told
         self.scaling = scaling
         self._gradients = gradients
+        self._sends = True
         self._running: dict[int | str, Reduction | None] = {}
         self._ended: set[int | str] = set()
 
@@ -183,6 +191,15 @@ class Reductions:
                     work.wait()
             self.contract.fail_reduction(bucket)
 
+    @contextmanager
+    def unsent(self) -> Iterator[None]:
+        """In it the contract is told of each reduction, and nothing is reduced."""
+        self._sends = False
+        try:
+            yield
+        finally:
+            self._sends = True
+
     def forget(self) -> None:
         """What was reduced is of an epoch that is over, or begins again."""
         self._ended.clear()
@@ -192,6 +209,8 @@ class Reductions:
         return (*self.buckets, *self.copies, *(() if self.scaling is None else (SCALING,)))
 
     def _begun(self, reducer: Reducer, bucket: int | str) -> Reduction | None:
+        if not self._sends:
+            return _Unsent()
         if self.scaling is not None and bucket == SCALING:
             return self.scaling.start(reducer.largest)  # type: ignore[attr-defined]
         return reducer(bucket, self._of(bucket))

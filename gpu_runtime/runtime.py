@@ -31,7 +31,13 @@ from qeffect.gpu_runtime.memory.arena import Arena, Rule, by_matrix
 from qeffect.gpu_runtime.memory.copies import Copies, buckets_of, names_of, require_copies
 from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.memory.scaling import AMAX, SharedScaling
-from qeffect.gpu_runtime.memory.state import NumericalState, Snapshot, live_state, preserving
+from qeffect.gpu_runtime.memory.state import (
+    GatedSnapshot,
+    NumericalState,
+    Snapshot,
+    live_state,
+    preserving,
+)
 from qeffect.gpu_runtime.memory.tied import Place, Tied
 from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
 from qeffect.gpu_runtime.plan.order import Kind, Order
@@ -656,6 +662,27 @@ class Runtime:
             self._committed, self._before = self._before, self._committed
         with self.handoff.scope():
             self._committed.restore()
+        self._restart(epoch)
+
+    def rebuild_from(self, epoch: int, kept: GatedSnapshot) -> None:
+        """
+        As `rebuild`, at an epoch and with a numerical state that the device has kept by itself.
+
+        Args:
+            epoch: How many updates the device ran since the first.
+            kept: The numerical state behind the last of them.
+
+        Raises:
+            BackendError: As `rebuild`.
+        """
+        if self.actions.broken is not None:
+            raise BackendError(self.actions.broken)
+        self._reductions.fail()
+        self.drain()
+        self.contract.purge(self.contract.epoch)
+        with self.handoff.scope():
+            kept.restore()
+            self._committed.take()
         self._restart(epoch)
 
     def _restart(self, epoch: int) -> None:

@@ -147,6 +147,45 @@ class Snapshot:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._kept)
 
 
+class GatedSnapshot:
+    """
+    A copy of live tensors that the device takes, or leaves as it was, by a flag of its own.
+
+    Args:
+        live: The tensors to copy; their addresses must not change.
+    """
+
+    def __init__(self, live: Sequence[Tensor]) -> None:
+        self._parts: list[tuple[list[Tensor], list[Tensor], Tensor, Tensor]] = []
+        for dtype in dict.fromkeys(tensor.dtype for tensor in live):
+            own = [tensor for tensor in live if tensor.dtype == dtype]
+            sizes = [tensor.numel() for tensor in own]
+            now = torch.empty(sum(sizes), dtype=dtype, device=own[0].device)
+            views = torch.split(now, sizes)
+            placed = [view.view(t.shape) for view, t in zip(views, own, strict=True)]
+            self._parts.append((own, placed, now, torch.empty_like(now)))
+
+    def take(self, skip: Tensor | None = None) -> None:
+        """
+        Copy the live tensors.
+
+        Args:
+            skip: Scalar on the device; where it is not 0 the copy stays what it was.
+        """
+        for live, placed, now, kept in self._parts:
+            _copy(placed, live)
+            if skip is None:
+                kept.copy_(now)
+            else:
+                torch.where(skip == 0, now, kept, out=kept)
+
+    def restore(self) -> None:
+        """Put the last copy back."""
+        for live, placed, now, kept in self._parts:
+            now.copy_(kept)
+            _copy(live, placed)
+
+
 def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
     into, out_of = list(targets), list(sources)
     if into:

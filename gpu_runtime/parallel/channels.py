@@ -341,7 +341,7 @@ class Channels:
         Args:
             abort: Whether transfers may be under way; False where all have ended.
         """
-        for transfer in self._under_way:
+        for transfer in list(self._under_way):
             transfer.work = None
         self._under_way.clear()
         groups = [c.group for c in self._channels.values() if c.group is not None]

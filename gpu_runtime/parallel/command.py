@@ -393,7 +393,12 @@ def _trained(
         began = time.perf_counter()
         last = number == args.steps - 1
         with tracer.tracing() if tracer is not None and last else nullcontext():
-            runner.step()
+            try:
+                runner.step()
+            except StoppedError as stopped:
+                uncaptured(whole, stopped, notes)
+                whole, runner = None, worker
+                runner.step()
         if member.device.type == "cuda":
             torch.cuda.synchronize(member.device)
         seconds.append(time.perf_counter() - began)
@@ -447,6 +452,26 @@ def _whole(worker: Worker, notes: list[str]) -> OneLaunch | None:
         return OneLaunch(worker)
     notes.append(f"guarded replays, as the step cannot be one graph: {'; '.join(why)}")
     return None
+
+
+def uncaptured(whole: OneLaunch | None, stopped: StoppedError, notes: list[str]) -> None:
+    """
+    Begin a step again, with guarded replays, which some rank could not capture.
+
+    Args:
+        whole: What was to capture it.
+        stopped: How the step ended, on every rank.
+        notes: Told why.
+
+    Raises:
+        StoppedError: It ended for anything else.
+    """
+    cause = stopped.cause
+    if whole is None or whole.steps != 1 or cause.kind != "raised" or not cause.recoverable:
+        raise stopped
+    whole.rebuild(stopped)
+    whole.close()
+    notes.append(f"guarded replays, as the step could not be captured: {cause.text}")
 
 
 def _loss(worker: Worker, whole: OneLaunch | None, step: int) -> float:

@@ -233,6 +233,8 @@ class Consent:
 
     def close(self) -> None:
         """Close every connection; peers that wait on one wake up."""
+        if self.replicas is not None:
+            self.replicas.let_go()
         release, self.release = self.release, None
         if release is not None:
             release()

@@ -246,7 +246,15 @@ class Pipeline:
         """Whole and reduced gradients of every stage."""
         return self.runtime.finalize()
 
-    def _stopped(self, error: Exception, epoch: int) -> StoppedError:
+    def _stopped(self, error: Exception, epoch: int, *, told: int | None = None) -> StoppedError:
+        """
+        Every rank's one cause.
+
+        Args:
+            error: Why this rank cannot go on.
+            epoch: The epoch that it began; where it is over, weights may have moved.
+            told: The epoch that the error is of, where that is another one.
+        """
         assert self.consent is not None
         for passage in self.passages.values():
             passage.forget()
@@ -259,7 +267,7 @@ class Pipeline:
         passed = len(self.row.atoms) if atom is None else self.row.atoms.index(atom)
         if self.launched or (atom is None and not any(self.channels.posted().values())):
             passed = 0  # what was posted is not known here, or of the past
-        stopped = self.consent.stop(error, epoch, atom, passed)
+        stopped = self.consent.stop(error, epoch if told is None else told, atom, passed)
         self.runtime.abort()
         return stopped
 

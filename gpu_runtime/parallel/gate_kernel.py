@@ -59,7 +59,7 @@ def _publish(  # type: ignore[no-untyped-def]
     row = ring + (step % ROWS) * (1 + SIZE + WORLD)
     tl.store(skip, tl.max(no.to(tl.int32), axis=0).to(tl.float32))
     tl.store(row + 1 + offsets, value, mask=offsets < SIZE)
-    tl.store(row + 1 + SIZE + ranks, no.to(tl.int64), mask=ranks < WORLD)
+    tl.store(row + 1 + SIZE + ranks, tl.where(said < 0, 2, no.to(tl.int64)), mask=ranks < WORLD)
     tl.store(row, step)
     tl.store(number, step + 1)
 
@@ -99,10 +99,11 @@ def publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: T
 
     Args:
         values: Counters, int64, on the device.
-        heard: Each rank's word, float64, on the device.
+        heard: Each rank's word, float64, on the device; below 0 where its replica's reduced
+            gradients are not those of the first.
         skip: Scalar of float32 on the device; 1 where any is not this step's yes, else 0.
         ring: Rows of the step's number, its counters, and for each rank 1 where its word is not
-            this step's yes; int64, pinned.
+            this step's yes, 2 where it is below 0; int64, pinned.
         number: Scalar of int64 on the device: the step's number, advanced in place.
     """
     size, world = values.numel(), heard.numel()

@@ -20,8 +20,10 @@ that no host stands between two actions. What is checked, and when:
 * *A step later, by the host*: the device's counts are presented to the contract, and what a rank
   said of itself ends the training on all ranks with one cause. No weights have moved since.
 
-After such an end the ranks begin again from a checkpoint: a graph that was captured over
-connections that are gone cannot be launched again.
+`OneLaunch.rebuild` then begins the epoch again where all ranks are still there: from the weights
+and scales behind the last update that all devices ran, which the device has kept by itself. Slots'
+graphs stay. A step's graph holds connections that are gone, and is captured again. Where a rank is
+gone, the ranks begin again from a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +34,6 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -44,6 +45,7 @@ from qeffect.gpu_runtime.execute.graphs import GraphExecutor, no_collection
 from qeffect.gpu_runtime.execute.nested import obstacle
 from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.memory.slots import fill
+from qeffect.gpu_runtime.memory.state import GatedSnapshot, live_state
 from qeffect.gpu_runtime.optimizer import Gradients
 from qeffect.gpu_runtime.parallel.channels import Abort, LostError, end_group, transport_of
 from qeffect.gpu_runtime.parallel.consent import DisagreementError, StoppedError
@@ -54,6 +56,8 @@ from qeffect.gpu_runtime.parallel.world import Worker
 
 __all__ = ["OneLaunch", "obstacles"]
 
+UNLIKE = 2
+"""What is published of a rank whose replica has other reduced gradients than the first."""
 ROWS = 4
 """Steps that the device may be ahead of what the host has read, and more than it ever is."""
 PARTS = ("data", "guards", "launch", "step before", "commit")
@@ -71,8 +75,6 @@ def obstacles(worker: Worker) -> list[str]:
         found.append("the device does not compare: RuntimeConfig(device_counts, late_counts)")
     if not worker.optimizer.capturable:
         found.append("the update cannot be captured: Optimizer(capturable=True)")
-    if runtime.reducer is not None:
-        found.append("gradients are reduced over replicas")
     if worker.ties:
         found.append("the gradients of a tied weight's copies are summed")
     if runtime.config.rule == "copied":
@@ -103,18 +105,24 @@ class OneLaunch:
     def __init__(self, worker: Worker) -> None:
         if problems := obstacles(worker):
             raise BackendError(f"the step cannot be one graph: {'; '.join(problems)}")
-        self.worker = worker
-        self.runtime, self.pipeline = worker.runtime, worker.pipeline
-        self.feed = _Staged(self.pipeline.feed)
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.worker, self.runtime = worker, worker.runtime
         self.capture_seconds = 0.0
         self.steps = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Over the worker's connections as they are now; nothing is captured."""
+        self.pipeline = self.worker.pipeline
+        self.feed = _Staged(self.pipeline.feed)
+        self.graph: torch.cuda.CUDAGraph | None = None
         assert self.runtime.counters is not None
-        self._gate = _Gate(self.runtime.counters, worker)
+        self._gate = _Gate(self.runtime.counters, self.worker)
         self._launched: list[Any] = []
         self._left: int | None = None
         self._asking = 0  # 1 while the step before is asked about
         self._captured: Any = None
+        self._guarded = False  # whether a guarded step was taken over these connections
+        self._base: int | None = None  # the epoch of the step that was captured
         self.host_ms: dict[str, float] = {}
         assert isinstance(self.runtime.executor, GraphExecutor)
         self.rehearsal = Rehearsal(self.pipeline, self.runtime.executor)
@@ -128,7 +136,7 @@ class OneLaunch:
         """
         if self._left is not None:
             raise BackendError("launches were left; call resume() first, or step the worker")
-        if self.steps == 0:
+        if not self._guarded:
             self._first()
         else:
             handoff = self.runtime.handoff
@@ -140,13 +148,13 @@ class OneLaunch:
         self.steps += 1
 
     def _first(self) -> None:
-        """A guarded step; after its stop, too, there is no rebuild under this object."""
+        """A guarded step, in which connections that a capture needs come into being."""
         try:
             self.worker.step()
-        except StoppedError as stopped:
+        except StoppedError:
             self._gate.close(abort=True)
-            cause = attrs.evolve(stopped.cause, recoverable=False)
-            raise StoppedError(cause) from None
+            raise
+        self._guarded = True
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -156,9 +164,8 @@ class OneLaunch:
             with self.worker.stepping(), self.runtime.caller_scope():
                 yield
         except Exception as error:
-            error.unrecoverable = True  # type: ignore[attr-defined]
             self._stopped()
-            stopped = self.pipeline._stopped(error, epoch - self._asking)
+            stopped = self.pipeline._stopped(error, epoch, told=epoch - self._asking)
             self._gate.close(abort=True)
             raise stopped from None
 
@@ -177,9 +184,15 @@ class OneLaunch:
             self._capture()
             at.append(time.perf_counter())
         else:
-            self.feed.load(runtime.epoch)
-            at.append(time.perf_counter())
-            self._rehearse()
+            try:
+                self.feed.load(runtime.epoch)
+                at.append(time.perf_counter())
+                self._rehearse()
+            except Exception:
+                # What the step before came to is told first, and nobody aborts it under way.
+                if contract.counts_awaited:
+                    self._confirm(self._launched.pop(0))
+                raise
         assert self.graph is not None
         self._require_unmoved()
         at.append(time.perf_counter())
@@ -242,8 +255,13 @@ class OneLaunch:
         domain = runtime.domain_name
         before = contract.committed_counts()[domain]
         pipeline.feed = self.feed
+        if pipeline.consent is not None:
+            # The host waits for the gate's first collective, which only a rank that came joins.
+            pipeline.consent.agree(runtime.epoch)
+            pipeline.consent.release = self._release
         self._gate.warm()
         torch.cuda.synchronize()
+        self._base = runtime.epoch
         if dist.get_world_size() > 1:
             dist.barrier()
         began = time.perf_counter()
@@ -271,8 +289,6 @@ class OneLaunch:
         self._captured = self._baked()
         pipeline.launched = True
         self.graph = graph
-        if pipeline.consent is not None:
-            pipeline.consent.release = self._release
 
     def _release(self) -> None:
         """After a stop: let the gate's kernels go, and drop the graph, which channels wait for."""
@@ -290,11 +306,15 @@ class OneLaunch:
         self._await(done)
         counted, said = self._gate.read()
         self.runtime.contract.present_counts({self.runtime.domain_name: counted})
-        odd = [rank for rank, word in enumerate(said) if word]
-        if odd:
+        if odd := [rank for rank, word in enumerate(said) if word == 1]:
             raise DisagreementError(
                 f"the device of rank {odd[0]} did not run what was committed, or its word did not "
                 "come"
+            )
+        if unlike := [rank for rank, word in enumerate(said) if word == UNLIKE]:
+            raise DisagreementError(
+                f"the reduced gradients of the replica of rank {unlike[0]} have other squares than "
+                "those of the first replica"
             )
         self._asking = 0
 
@@ -302,11 +322,15 @@ class OneLaunch:
         """Wait for a step that was launched, but not for one that another rank has given up."""
         consent = self.pipeline.consent
         until = time.monotonic() + self.worker.limits.commit
+        given_up = None
         looks = 0
         while not done.query():
             looks += 1
             if looks % _PATIENCE == 0 and consent is not None and consent.stopped():
-                raise LostError("commit", -1, False, "another rank has stopped")
+                # It may have all that it needs to end by itself.
+                given_up = given_up or time.monotonic() + self.worker.limits.grace / 4
+                if time.monotonic() > given_up:
+                    raise LostError("commit", -1, False, "another rank has stopped")
             if time.monotonic() > until:
                 raise LostError("commit", -1, True, "the launched step did not end")
             time.sleep(_POLL_S)
@@ -334,11 +358,37 @@ class OneLaunch:
                 self._confirm(self._launched.pop(0))
             self.runtime.drain()
         self._left, self.pipeline.launched = self.runtime.epoch, False
-        weights = [p for s in self.runtime.stages.values() for p in parameters(s).values()]
-        torch.autograd.graph.increment_version(weights)
+        self._weights_moved()
         self.pipeline.feed = self.feed.inner
         with self.runtime.caller_scope():
             self.runtime._committed.take()
+
+    def _weights_moved(self) -> None:
+        """Launches move weights, and not the version counters by which caches are told stale."""
+        weights = [p for s in self.runtime.stages.values() for p in parameters(s).values()]
+        torch.autograd.graph.increment_version(weights)
+
+    def rebuild(self, stopped: StoppedError) -> None:
+        """
+        Begin the epoch again after a stop that all ranks survived; every rank calls it.
+
+        The next step is a guarded one, the second from here is captured.
+
+        Raises:
+            StoppedError: The cause is not recoverable, or the ranks' devices have updated different
+                numbers of steps: relaunch, and resume from a checkpoint.
+            BackendError: A rank did not come back.
+        """
+        if self._base is None or not stopped.cause.recoverable:
+            self.worker.rebuild(stopped)
+        else:
+            torch.cuda.synchronize()
+            kept, epoch = self._gate.kept, self._base + int(self._gate.updated)
+            self.worker.rebuild(
+                stopped, epoch=epoch, restore=lambda: self.runtime.rebuild_from(epoch, kept)
+            )
+            self._weights_moved()
+        self._begin()
 
     def resume(self) -> None:
         """
@@ -347,7 +397,8 @@ class OneLaunch:
         Raises:
             BackendError: One was: make a new OneLaunch.
         """
-        if self._left not in (None, self.runtime.epoch):
+        rebuilt = self.pipeline is not self.worker.pipeline
+        if rebuilt or self._left not in (None, self.runtime.epoch):
             raise BackendError("steps were taken since launches were left; make a new OneLaunch")
         self._left = None
         if self.graph is not None:
@@ -424,6 +475,7 @@ class _Gate:
 
         self.kernels = gate_kernel
         self.counters, self.world = counters, worker.member.world
+        self.replicas = self.world // worker.pp
         values = self.values = counters.values
         device = values.device
         self.group: Any = None
@@ -442,6 +494,8 @@ class _Gate:
             self.row = torch.zeros(width, dtype=torch.float64, device=device)
             self.rows = torch.zeros(self.world, width, dtype=torch.float64, device=device)
         self.skip = torch.ones((), device=device)
+        self.updated = torch.zeros((), dtype=torch.int64, device=device)
+        self.kept = GatedSnapshot(list(live_state(worker.runtime.domain).values()))
         self.number = torch.zeros((), dtype=torch.int64, device=device)
         row = 1 + values.numel() + self.world
         pinned = device.type == "cuda"
@@ -475,10 +529,20 @@ class _Gate:
                 self.row[1 + stage].copy_(part)
             self._gather(self.rows, self.row)
             self.heard.copy_(self.rows[:, 0])
+            # One rank of a replica has a stage, the others have 0 there: this sum is exact.
+            width = self.rows.shape[1] - 1
+            parts = self.rows[:, 1:].reshape(self.replicas, -1, width).sum(1)
+            if self.replicas > 1:
+                finite = parts.isfinite() & parts[:1].isfinite()
+                unlike = ((parts != parts[:1]) & finite).any(1, keepdim=True)
+                yes = self.heard.view(self.replicas, -1) == self.number + 1
+                self.heard.view(self.replicas, -1).masked_fill_(yes & unlike, -1.0)
+            # All have the same, but for what is not finite in one of them alone.
+            self.norm.take(parts.amax(0))
         self.kernels.publish(self.values, self.heard, self.skip, self.ring, self.number)
+        self.updated.add_(self.skip == 0)
+        self.kept.take(self.skip)
         if self.norm is not None:
-            # One rank has a stage, the others have 0 there: this sum is exact.
-            self.norm.take(self.rows[:, 1:].sum(0))
             self.skip.copy_(torch.maximum(self.skip, self.norm.skip))
         return self.skip
 
@@ -494,6 +558,8 @@ class _Gate:
     def warm(self) -> None:
         """Once outside of a capture, which can load no kernel and begin no communicator."""
         self.capture(None)
+        self.kept.take()
+        self.updated.zero_()
         torch.cuda.synchronize()
 
     def begin(self, before: DeviceCounts, after: DeviceCounts) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from qeffect.gpu_runtime.parallel.channels import LostError, end_group
+from qeffect.gpu_runtime.parallel.channels import Abort, LostError, end_group
 
 __all__ = ["Replicas", "calls_of"]
 
@@ -90,6 +90,7 @@ class Replicas:
         self.host = host
         self.deadline = datetime.timedelta(seconds=deadline)
         self._started: list[_Started] = []
+        self._ending: Abort | None = None
 
     def __call__(self, bucket: int | str, gradients: Mapping[str, Tensor]) -> _Started:
         """Begin to sum a bucket's gradients in place."""
@@ -121,10 +122,28 @@ class Replicas:
         started.works.append(work)
         return started
 
-    def close(self, *, abort: bool = True) -> None:
-        """End the group; replicas that wait on it wake up. `abort` as for `Channels.close`."""
+    def let_go(self) -> None:
+        """
+        Begin to abort the group, and do not wait: a graph may hold kernels of other groups too,
+        and ends when those of all have been let go.
+        """
+        self._forget()
+        group, self.group = self.group, None
+        if group is not None and not self.host:
+            self._ending = Abort(group)
+        else:
+            self.group = group
+
+    def _forget(self) -> None:
         for started in self._started:  # they hold connections open
             started.works.clear()
+
+    def close(self, *, abort: bool = True) -> None:
+        """End the group; replicas that wait on it wake up. `abort` as for `Channels.close`."""
+        self._forget()
+        ending, self._ending = self._ending, None
+        if ending is not None:
+            ending.join()
         group, self.group = self.group, None
         if group is not None:
             end_group(group, abort=abort and not self.host)

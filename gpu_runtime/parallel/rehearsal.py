@@ -221,7 +221,8 @@ class Rehearsal:
         actions.executor, actions.handoff, actions.fill = self.executor, self.handoff, _nothing
         pipeline.channels = self.channels  # type: ignore[assignment]
         try:
-            self._transitions()
+            with pipeline.runtime._reductions.unsent():
+                self._transitions()
         finally:
             actions.executor, actions.handoff, actions.fill, pipeline.channels = held
 
@@ -237,6 +238,8 @@ class Rehearsal:
                 final.add(atom.stage)
                 contract.enter(link)
                 contract.finalize(atom.stage, link)
+                if (reducer := runtime._guarded_reducer) is not None:
+                    runtime._reductions.start_of(reducer, atom.stage, link)
                 contract.wait(link)
             else:
                 act(passage)
@@ -245,6 +248,8 @@ class Rehearsal:
         for index in runtime.memories:
             if index not in final:
                 contract.finalize(index, link)
+        if runtime.reducer is not None:
+            runtime._reductions.end(runtime.reducer, link)
         contract.wait(link)
 
 

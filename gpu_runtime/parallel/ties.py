@@ -137,8 +137,15 @@ class Reducers:
         """As `Replicas.largest`; one replica's own are the largest."""
         return None if self.replicas is None else self.replicas.largest(words)
 
+    def let_go(self) -> None:
+        """As `Replicas.let_go`, of all groups at once."""
+        for held in self._held():
+            held.let_go()
+
     def close(self, *, abort: bool = True) -> None:
         """End the groups, as `Replicas.close`."""
-        for held in (self.replicas, *self.pairs.values()):
-            if held is not None:
-                held.close(abort=abort)
+        for held in self._held():
+            held.close(abort=abort)
+
+    def _held(self) -> list[Replicas]:
+        return [held for held in (self.replicas, *self.pairs.values()) if held is not None]

@@ -449,11 +449,23 @@ class Worker:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def rebuild(self, stopped: StoppedError) -> None:
+    def rebuild(
+        self,
+        stopped: StoppedError,
+        *,
+        epoch: int | None = None,
+        restore: Callable[[], None] | None = None,
+    ) -> None:
         """
         Begin the epoch again after a stop that all ranks survived.
 
         All ranks call it. Every message is dead by then; the numerical state is the last commit's.
+
+        Args:
+            stopped: What ended the step.
+            epoch: The epoch that is begun again, where the device knows it better than the
+                contract: all ranks have to say the same.
+            restore: Begins it in the runtime; `Runtime.rebuild` where it is left out.
 
         Raises:
             StoppedError: The cause is not recoverable: relaunch, and resume from a checkpoint.
@@ -463,7 +475,7 @@ class Worker:
             raise stopped
         self.attempt += 1
         store = PrefixStore(f"qeffect/{self.name}/again/{self.attempt}", self.member.store)
-        store.set(str(self.member.rank), "ready")
+        store.set(str(self.member.rank), "ready" if epoch is None else str(epoch))
         limit = datetime.timedelta(seconds=self.limits.start)
         try:
             store.wait([str(rank) for rank in range(self.member.world)], limit)
@@ -472,7 +484,17 @@ class Worker:
                 f"not every rank came back within {self.limits.start:g} s of the stop; relaunch, "
                 "and resume from a checkpoint"
             ) from error
-        self.runtime.rebuild()
+        said = [store.get(str(rank)).decode() for rank in range(self.member.world)]
+        if odd := [rank for rank, word in enumerate(said) if word != said[0]]:
+            raise StoppedError(
+                attrs.evolve(
+                    stopped.cause,
+                    recoverable=False,
+                    text=f"{stopped.cause.text}; rank 0 begins again at {said[0]}, rank {odd[0]} "
+                    f"at {said[odd[0]]}",
+                )
+            )
+        (restore or self.runtime.rebuild)()
         self.runtime.reducer = self._reduces = self._reducer()
         self.pipeline = self._connect()
 

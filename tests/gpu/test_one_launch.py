@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 
@@ -23,10 +24,17 @@ LIMIT_S = 240.0  # a rank loads the library, captures every slot, and the step t
 CONFIG = LayerConfig(128, 256, 2, 128)
 ONE = Job(schedule="il", pp=1, vpp=2, microbatches=4, config=CONFIG)
 TWO = Job(schedule="zbv", pp=2, microbatches=4, config=CONFIG)
+REPLICAS = Job(schedule="il", pp=1, vpp=2, dp=2, microbatches=4, config=CONFIG, amax="replicas")
+FOUR = Job(schedule="zbv", pp=2, dp=2, microbatches=4, config=CONFIG, amax="replicas")
 STEPS = 7  # guarded; captured; two launches that are rehearsed, and three checked as one
 
 two_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="two ranks want two GPUs of one host"
+)
+
+
+four_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 4, reason="four ranks want four GPUs of one host"
 )
 
 
@@ -42,8 +50,11 @@ def _bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(TWO, marks=two_gpus),
         pytest.param(Job(schedule="il", pp=2, microbatches=4, config=CONFIG), marks=two_gpus),
         pytest.param(Job(schedule="izb", pp=2, microbatches=4, config=CONFIG), marks=two_gpus),
+        pytest.param(REPLICAS, marks=two_gpus),
+        pytest.param(attrs.evolve(REPLICAS, amax="replica"), marks=two_gpus),
+        pytest.param(FOUR, marks=four_gpus),
     ],
-    ids=["one rank", "zbv", "il", "izb"],
+    ids=["one rank", "zbv", "il", "izb", "replicas", "replicas of their own amax", "four ranks"],
 )
 def test_launches_leave_the_bits_of_replays(job: Job, tmp_path: Path) -> None:
     """Parameters, AdamW with its step counts, scales and histories, after five of them."""
@@ -57,7 +68,14 @@ def test_launches_leave_the_bits_of_replays(job: Job, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "job", [ONE, pytest.param(TWO, marks=two_gpus)], ids=["one rank", "two ranks"]
+    "job",
+    [
+        ONE,
+        pytest.param(TWO, marks=two_gpus),
+        pytest.param(REPLICAS, marks=two_gpus),
+        pytest.param(FOUR, marks=four_gpus),
+    ],
+    ids=["one rank", "two ranks", "replicas", "four ranks"],
 )
 def test_rates_and_the_norm_are_values_of_the_device(job: Job, tmp_path: Path) -> None:
     """A rate that changes each step, a limit that clips each, and a step that is skipped."""
@@ -83,7 +101,6 @@ def test_a_device_that_ran_something_else_updates_no_rank(victim: int, tmp_path:
     assert said.codes == [0, 0]
     cause = one_cause(said, [0, 1])
     assert (cause["clause"], cause["rank"]) == ("epoch.device-count", victim)
-    assert not cause["recoverable"]
     assert [said.words[rank]["after"] for rank in range(2)] == [1, 1]
 
 
@@ -98,6 +115,37 @@ def test_a_refused_rehearsal_launches_nothing(victim: int, tmp_path: Path) -> No
     assert (cause["clause"], cause["rank"]) == ("ownership.duplicate-wgrad", victim)
     assert said.words[victim]["launched"] == 0
     assert said.words[victim]["after"] == 0
+
+
+@pytest.mark.parametrize(
+    ("job", "victim", "action"),
+    [
+        (ONE, 0, "1W1"),
+        (ONE, 0, None),
+        pytest.param(TWO, 1, "1W1", marks=two_gpus),
+        pytest.param(TWO, 0, None, marks=two_gpus),
+        pytest.param(REPLICAS, 1, "1W1", marks=two_gpus),
+        pytest.param(REPLICAS, 0, None, marks=two_gpus),
+        pytest.param(FOUR, 3, "1W1", marks=four_gpus),
+        pytest.param(FOUR, 2, None, marks=four_gpus),
+    ],
+)
+def test_after_a_stop_launches_go_on_bit_for_bit(
+    job: Job, victim: int, action: str | None, tmp_path: Path
+) -> None:
+    """From the last update of all devices: a guarded step, a captured one, and launches of it."""
+    said = launch(job.world, tmp_path, launch_bodies.recovered, job, "cuda", 9, victim, action)
+    assert said.codes == [0] * job.world
+    ranks_of = list(range(job.world))
+    cause = one_cause(said, ranks_of)
+    clause = "epoch.device-count" if action is None else "ownership.duplicate-wgrad"
+    assert (cause["clause"], cause["rank"]) == (clause, victim)
+    for rank in ranks_of:
+        word = said.words[rank]
+        assert word["again"] == launch_bodies.BEFORE
+        assert word["captured"]
+        assert word["differ"] == []
+        assert word["of"] > 20
 
 
 @two_gpus

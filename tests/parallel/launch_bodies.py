@@ -11,9 +11,8 @@ import gc
 import math
 import os
 import signal
-import sys
 from collections.abc import Sequence
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -26,13 +25,14 @@ from qeffect.gpu_runtime.clipping import Clipping, Norm, square_sums
 from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
 from qeffect.gpu_runtime.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.parallel.consent import StoppedError
+from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError
 from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.one_launch import OneLaunch, _Gate
 from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, join
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from tests.parallel import bodies
 from tests.parallel.bodies import bits, parameters_of
+from tests.parallel.recorded import gate_without_kernels
 
 #: Nothing takes a second but where a rank is gone: then the host asks for as long as this.
 LIMITS = Limits(start=90.0, message=15.0, commit=15.0, grace=3.0)
@@ -74,6 +74,7 @@ def _made(job: Job, device: str, *, one: bool, rate: float | None = None, **opti
             nested=one,
             device_counts=one,
             late_counts=one,
+            amax=job.amax,
         ),
         limits=LIMITS,
         optimizer=optimizer,
@@ -184,11 +185,8 @@ def _begun(job: Job, device: str) -> tuple[Worker, OneLaunch | Worker]:
 def differing(job: Job, device: str, victim: int) -> dict[str, Any]:
     """One rank's device runs something that was not committed."""
     worker, runner = _begun(job, device)
-    counters = worker.runtime.counters
-    assert counters is not None
     if worker.member.rank == victim:
-        with worker.runtime.caller_scope():
-            counters.ran("F", 0)
+        _miscount(worker)
     return _until_stopped(worker, runner, 3)
 
 
@@ -209,6 +207,50 @@ def refused(job: Job, device: str, victim: int, action: str) -> dict[str, Any]:
 def _published(runner: OneLaunch | Worker) -> int:
     """Steps that the device has run as launches, by its own count."""
     return int(runner._gate.number) if isinstance(runner, OneLaunch) else 0
+
+
+def recovered(job: Job, device: str, steps: int, victim: int, action: str | None) -> dict[str, Any]:
+    """
+    Steps without a fault; then the same ones as launches, of which one ends, and is begun again.
+
+    Args:
+        job: What to train.
+        device: `cpu` or `cuda`.
+        steps: Optimizer steps.
+        victim: The rank of the fault.
+        action: What its program has twice; None for a device that counts what nobody committed.
+    """
+    whole, _ = _run(job, device, steps, False, None, None, -1)
+    gc.collect()
+    worker, runner = _begun(job, device)
+    if worker.member.rank == victim:
+        if action is not None:
+            bodies.twice(action)(worker)
+        else:
+            _miscount(worker)
+    said = _until_stopped(worker, runner, 3)
+    if said["cause"] is not None:
+        runner.rebuild(StoppedError(Cause(**said["cause"])))
+    said["again"] = worker.runtime.epoch
+    while worker.runtime.epoch < steps:
+        runner.step()
+    _end(runner)
+    _quiet(worker)
+    left = bits(worker)
+    said["differ"] = [name for name in whole if whole[name] != left[name]]
+    said["of"] = len(whole)
+    if isinstance(runner, OneLaunch):
+        said["captured"] = runner.graph is not None
+        runner.close()
+    worker.close()
+    return said
+
+
+def _miscount(worker: Worker) -> None:
+    counters = worker.runtime.counters
+    assert counters is not None
+    with worker.runtime.caller_scope():
+        counters.ran("F", 0)
 
 
 def killed(job: Job, device: str, victim: int, action: str | None) -> dict[str, Any]:
@@ -269,21 +311,6 @@ def resumed(job: Job, device: str) -> dict[str, Any]:
 # The gate of a launch, over ranks, without its kernels
 
 
-def _compare(
-    values: Tensor, wanted: Tensor, factors: Tensor, terms: Tensor, number: Tensor, word: Tensor
-) -> None:
-    now = wanted * factors + terms
-    word.copy_(torch.where((values != now).any(), 0, number + 1))
-    wanted.copy_(now)
-
-
-def _publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: Tensor) -> None:
-    no = heard != number + 1
-    skip.copy_(no.any())
-    ring[int(number) % len(ring)] = torch.cat([number[None], values, no.long()])
-    number.add_(1)
-
-
 def gated(limit: float | None) -> list[dict[str, Any]]:
     """
     The gate's word on each rank: all well, a value that is no number, and a device that differs.
@@ -305,6 +332,40 @@ def gated(limit: float | None) -> list[dict[str, Any]]:
             {
                 "skip": float(skip),
                 "scale": None if gate.scale is None else float(gate.scale),
+                "norm": repr(gate.norm.read()),
+                "host": repr(Norm.of(parts, clipping)),
+                "said": gate.ring[0].tolist()[-member.world :],
+            }
+        )
+        gate.close()
+    return found
+
+
+def gated_replicas(limit: float | None) -> list[dict[str, Any]]:
+    """The gate of two replicas of one rank: alike, no number in one alone, and one that differs."""
+    member = join("cpu", LIMITS)
+    gate_without_kernels()
+    clipping = Clipping(max_norm=limit, skip_nonfinite=True)
+    worker: Any = SimpleNamespace(
+        member=member,
+        clipping=clipping,
+        table=SimpleNamespace(num_stages=2),
+        pp=1,
+        runtime=SimpleNamespace(domain=SimpleNamespace(stages=(), extra_state=dict)),
+    )
+    found = []
+    for case in ("alike", "no number", "differs"):
+        gate = _Gate(DeviceCounters([(0, 0)], member.device), worker)
+        every = {stage: {"w": torch.full((3,), 1.5 + stage)} for stage in range(2)}
+        parts = [float(part) for part in square_sums(every).values()]
+        if member.rank == 1 and case != "alike":
+            every[1]["w"][1] = math.inf if case == "no number" else 2.75
+        skip = gate.capture(every)
+        assert gate.norm is not None
+        found.append(
+            {
+                "skip": float(skip),
+                "updated": int(gate.updated),
                 "norm": repr(gate.norm.read()),
                 "host": repr(Norm.of(parts, clipping)),
                 "said": gate.ring[0].tolist()[-member.world :],
@@ -336,13 +397,15 @@ def unheard(limit: float | None) -> list[dict[str, Any]]:
 def _gates(limit: float | None) -> tuple[Member, Clipping, Any]:
     """This rank, its limits, and what makes a gate with gradients: of all stages, and its own."""
     member = join("cpu", LIMITS)
-    name = "qeffect.gpu_runtime.parallel.gate_kernel"
-    kernels: Any = sys.modules.setdefault(name, ModuleType(name))
-    kernels.compare, kernels.publish = _compare, _publish
+    gate_without_kernels()
     clipping = Clipping(max_norm=limit, skip_nonfinite=True)
     stages = 2 * member.world
     worker: Any = SimpleNamespace(
-        member=member, clipping=clipping, table=SimpleNamespace(num_stages=stages)
+        member=member,
+        clipping=clipping,
+        table=SimpleNamespace(num_stages=stages),
+        pp=member.world,
+        runtime=SimpleNamespace(domain=SimpleNamespace(stages=(), extra_state=dict)),
     )
 
     def made() -> tuple[_Gate, dict[int, dict[str, Tensor]], dict[int, dict[str, Tensor]]]:

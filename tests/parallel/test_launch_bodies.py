@@ -18,6 +18,7 @@ from tests.parallel.ranks import launch
 
 ONE = Job(schedule="il", pp=1, vpp=2, microbatches=2)
 TWO = Job(schedule="zbv", pp=2, microbatches=2)
+REPLICAS = Job(schedule="il", pp=1, vpp=2, dp=2, microbatches=2, amax="replicas")
 
 
 def one_cause(said: Any, ranks: list[int]) -> dict[str, Any]:
@@ -90,6 +91,47 @@ def test_the_gate_of_a_launch_says_on_every_rank_what_the_host_would(
     assert "skipped=True" in odd["norm"]
     assert (well["scale"] is None) == (limit is None)
     assert [case["said"] for case in (well, odd, differs)] == [[0, 0], [0, 0], [1, 0]]
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_the_gate_over_replicas_takes_the_norm_of_one_and_looks_at_all(
+    limit: float | None, tmp_path: Path
+) -> None:
+    """Replicas whose reduced gradients differ update nothing, and the host is told which."""
+    said = launch(2, tmp_path, launch_bodies.gated_replicas, limit)
+    assert said.codes == [0, 0]
+    assert said.words[0] == said.words[1]
+    alike, odd, differs = said.words[0]
+    assert alike["norm"] == alike["host"]
+    assert [case["skip"] for case in (alike, odd, differs)] == [0.0, 1.0, 1.0]
+    assert [case["said"] for case in (alike, odd, differs)] == [[0, 0], [0, 0], [0, 2]]
+    # An epoch whose norm is no number commits, without an update of weights.
+    assert [case["updated"] for case in (alike, odd, differs)] == [1, 1, 0]
+    assert "skipped=True" in odd["norm"]
+
+
+def test_launches_over_replicas_with_a_limit(tmp_path: Path) -> None:
+    """Scales that are shared, and one norm."""
+    said = launch(2, tmp_path, launch_bodies.launched, REPLICAS, "cpu", 3, None, 0.01, -1)
+    assert said.codes == [0, 0]
+    for rank in range(2):
+        word = said.words[rank]
+        assert word["differ"] == []
+        assert word["launches"]["norms"] == word["replays"]["norms"]
+
+
+@pytest.mark.parametrize("action", ["1W1", None])
+def test_steps_go_on_after_a_stop(action: str | None, tmp_path: Path) -> None:
+    """From the epoch that ended, bit for bit."""
+    said = launch(2, tmp_path, launch_bodies.recovered, REPLICAS, "cpu", 7, 1, action)
+    assert said.codes == [0, 0]
+    cause = one_cause(said, [0, 1])
+    assert cause["recoverable"]
+    for rank in range(2):
+        word = said.words[rank]
+        assert word["again"] == launch_bodies.BEFORE
+        assert word["differ"] == []
+        assert word["of"] > 20
 
 
 def test_a_word_of_an_earlier_step_is_no_yes(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ class _Launched:
             read=lambda: (self.ran.pop(0), [0, self.word]), close=lambda **_: None
         )
         whole._launched, whole._left, whole._asking, whole.steps = [], None, 0, 1
+        whole._guarded = True
         whole.rehearsal = rank.rehearsal
         whole._captured = whole._baked()
 

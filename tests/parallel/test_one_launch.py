@@ -45,13 +45,12 @@ def _worker(**changes: Any) -> Any:
 def test_every_reason_why_a_step_cannot_be_one_graph_is_named() -> None:
     """All at once, so that one look mends them."""
     worker = _worker(rule="copied")
-    worker.runtime.reducer = worker.optimizer.capturable = lambda *_: None
     worker.optimizer.capturable = False
     worker.ties = (Tie("table", ((0, "embedding.weight"), (3, "head.weight"))),)
 
     found = obstacles(worker)
 
-    for reason in ("nested=True", "late_counts", "capturable=True", "replicas", "copied", "tied"):
+    for reason in ("nested=True", "late_counts", "capturable=True", "copied", "tied"):
         assert any(reason in text for text in found), reason
     with pytest.raises(
         BackendError, match="the step cannot be one graph: its slots have no graphs"

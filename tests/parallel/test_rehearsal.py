@@ -48,3 +48,23 @@ def test_a_rehearsal_refuses_what_a_guarded_step_refuses(
 
     assert said.words[rank]["refusal"] == clause
     assert said.words[rank]["where"] in ("rehearsal", "guards of the commit")
+
+
+@pytest.mark.parametrize("schedule", ["il", "zbv"])
+def test_reductions_over_replicas_are_rehearsed_in_their_places(
+    schedule: str, tmp_path: Path
+) -> None:
+    """Those of each stage behind its end, and that of scales behind all; nothing is reduced."""
+    job = Job(schedule=schedule, pp=1, vpp=2, dp=2, microbatches=2, amax="replicas")
+    if schedule == "zbv":
+        job = Job(schedule=schedule, pp=2, dp=2, microbatches=4, amax="replicas")
+    said = launch(job.world, tmp_path, bodies.rehearsed, job, None)
+
+    assert said.codes == [0] * job.world
+    for rank in range(job.world):
+        words = said.words[rank]
+        first, second = words["guarded"]
+        assert words["refusal"] is None
+        assert first == second == words["rehearsed"]
+        assert sum("start_reduction" in line for line in first) == 3
+        assert words["moved"] == []

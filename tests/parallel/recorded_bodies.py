@@ -1,0 +1,178 @@
+"""What the ranks of the tests of launches on a CPU run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from qeffect.gpu_runtime.parallel import command
+from qeffect.gpu_runtime.parallel.consent import StoppedError
+from qeffect.gpu_runtime.parallel.model import Batches, Job
+from qeffect.gpu_runtime.parallel.one_launch import OneLaunch
+from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
+from qeffect.gpu_runtime.runtime import RuntimeConfig
+from tests.parallel import bodies, recorded
+from tests.parallel.bodies import bits, parameters_of
+
+LIMITS = Limits(start=60.0, message=15.0, commit=15.0, grace=6.0)
+
+
+def _made(job: Job, options: dict[str, Any]) -> Worker:
+    member = join("cpu", LIMITS)
+    return recorded.capturable(
+        Worker(
+            member,
+            job.table(),
+            job.pp,
+            lambda indices: job.stages(indices, member.device, "reference"),
+            lambda replica: Batches(job.batch(member.device, replica), member.device),
+            RuntimeConfig(
+                rule=job.rule,
+                provisioning=job.provisioning,
+                nested=True,
+                device_counts=True,
+                late_counts=True,
+                amax=job.amax,
+            ),
+            limits=LIMITS,
+            **options,
+        )
+    )
+
+
+def replayed(job: Job, steps: int, options: dict[str, Any]) -> dict[str, str]:
+    """What guarded steps leave."""
+    worker = _made(job, options)
+    for _ in range(steps):
+        worker.step()
+    left = bits(worker)
+    worker.close()
+    return left
+
+
+def launched(job: Job, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Guarded steps, then the same ones as launches: what differs, and the norms."""
+    recorded.install()
+    first = _made(job, options)
+    norms = []
+    for _ in range(steps):
+        first.step()
+        norms.append(repr(first.norm))
+    left = bits(first)
+    first.close()
+    worker = _made(job, options)
+    runner = OneLaunch(worker)
+    found = []
+    for _ in range(steps):
+        runner.step()
+        recorded.STREAM.synchronize()
+        found.append(repr(runner.norm))
+    runner.leave()
+    own = bits(worker)
+    captured = runner._gate.number
+    runner.close()
+    worker.close()
+    return {
+        "differ": [name for name in left if left[name] != own[name]],
+        "of": len(left),
+        "launches": int(captured),
+        "rehearsed and as one": runner.rehearsal.steps,
+        "norms": [norms, found],
+    }
+
+
+def uncaptured(job: Job, steps: int) -> dict[str, Any]:
+    """A capture that one rank's library refuses: how the run goes on, and what it leaves."""
+    recorded.install()
+    worker = _made(job, {})
+    runner: OneLaunch | Worker = OneLaunch(worker)
+    assert isinstance(runner, OneLaunch)
+    if worker.member.rank == job.world - 1:
+        capture = runner._gate.capture
+
+        def refuse(gradients: Any) -> Any:
+            if gradients is not None:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return capture(gradients)
+
+        runner._gate.capture = refuse  # type: ignore[method-assign]
+    notes: list[str] = []
+    while worker.runtime.epoch < steps:
+        try:
+            runner.step()
+        except StoppedError as stopped:
+            whole = runner if isinstance(runner, OneLaunch) else None
+            command.uncaptured(whole, stopped, notes)
+            runner = worker
+    left = bits(worker)
+    worker.close()
+    return {"notes": notes, "left": left}
+
+
+def _twice(worker: Worker, action: str) -> Callable[[], None]:
+    program = list(worker.pipeline.program)
+    bodies.twice(action)(worker)
+
+    def mend() -> None:
+        worker.pipeline.program[:] = program
+
+    return mend
+
+
+def _miscounted(worker: Worker, _: str) -> Callable[[], None]:
+    counters = worker.runtime.counters
+    assert counters is not None
+    recorded.STREAM.submit(lambda: counters.ran("F", 0))
+    return lambda: None
+
+
+FAULTS: dict[str, Callable[[Worker, str], Callable[[], None]]] = {
+    "twice": _twice,
+    "miscounted": _miscounted,
+}
+
+
+def recovering(
+    job: Job, steps: int, options: dict[str, Any], faults: list[tuple[int, int, str, str]]
+) -> dict[str, Any]:
+    """
+    Launches of which some end in a stop, after which all ranks begin the epoch again.
+
+    Args:
+        job: What to train.
+        steps: Until which epoch.
+        options: Of the worker.
+        faults: For each, the epoch before which it is made, its rank, its kind, and its action.
+    """
+    recorded.install()
+    worker = _made(job, options)
+    runner = OneLaunch(worker)
+    due = {epoch: (victim, kind, action) for epoch, victim, kind, action in faults}
+    said: list[dict[str, Any]] = []
+    while worker.runtime.epoch < steps:
+        epoch = worker.runtime.epoch
+        if epoch in due:
+            victim, kind, action = due.pop(epoch)
+            if worker.member.rank == victim:
+                FAULTS[kind](worker, action)
+        try:
+            runner.step()
+            if worker.runtime.epoch == steps:
+                runner.leave()
+        except StoppedError as stopped:
+            recorded.STREAM.synchronize()
+            before = parameters_of(worker)
+            runner.rebuild(stopped)
+            said.append(
+                {
+                    "cause": attrs.asdict(stopped.cause),
+                    "again": worker.runtime.epoch,
+                    "moved": [n for n, d in parameters_of(worker).items() if before[n] != d],
+                }
+            )
+    left = bits(worker)
+    runner.close()
+    worker.close()
+    return {"stops": said, "left": left, "epoch": worker.runtime.epoch}

@@ -1,0 +1,125 @@
+"""
+A step that is one launch, with a stand-in for the device's graphs: its bits, and its recovery.
+
+What the device would do is done by `tests.parallel.recorded`; everything else is the launch's own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qeffect.gpu_runtime.parallel.model import Job
+from tests.parallel import recorded_bodies
+from tests.parallel.ranks import launch
+
+PIPE = Job(schedule="zbv", pp=2, microbatches=2)
+REPLICAS = Job(schedule="il", pp=1, vpp=2, dp=2, microbatches=2)
+FOUR = Job(schedule="izb", pp=2, dp=2, microbatches=2, amax="replicas")
+
+
+@pytest.mark.parametrize(
+    ("job", "options"),
+    [
+        (PIPE, {}),
+        (REPLICAS, {"clip_norm": 0.01, "mean": True}),
+        (FOUR, {"clip_norm": 0.01}),
+    ],
+    ids=["pipeline", "replicas", "both"],
+)
+def test_launches_leave_the_bits_of_replays(
+    job: Job, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Parameters, AdamW, histories and scales, with gradients reduced and norms taken inside."""
+    said = launch(job.world, tmp_path, recorded_bodies.launched, job, 6, options)
+    assert said.codes == [0] * job.world
+    for rank in range(job.world):
+        word = said.words[rank]
+        assert word["differ"] == []
+        assert word["of"] > 20
+        assert word["launches"] == 5
+        assert word["rehearsed and as one"] == [2, 2]
+        assert word["norms"][0] == word["norms"][1] == said.words[0]["norms"][0]
+
+
+STEPS = 8
+
+#: Faults before an epoch (0 is a guarded step, 1 is captured, 2 and 3 are rehearsed, later ones are
+#: checked as one): its rank, what it is, and the action; by which clause and where all ranks stop.
+STOPS: dict[str, tuple[Job, list[tuple[int, int, str, str]], list[tuple[str, int]]]] = {
+    "a refusal before a launch": (
+        PIPE,
+        [(6, 1, "twice", "1W1")],
+        [("ownership.duplicate-wgrad", 6)],
+    ),
+    "a refusal while it is captured": (
+        PIPE,
+        [(1, 0, "twice", "0W1")],
+        [("ownership.duplicate-wgrad", 1)],
+    ),
+    "a device that counted otherwise": (
+        PIPE,
+        [(6, 0, "miscounted", "")],
+        [("epoch.device-count", 6)],
+    ),
+    "the last launch of all": (
+        REPLICAS,
+        [(7, 1, "miscounted", "")],
+        [("epoch.device-count", 7)],
+    ),
+    "three, over replicas": (
+        FOUR,
+        [(0, 3, "twice", "1W1"), (2, 2, "twice", "0W1"), (6, 1, "miscounted", "")],
+        [
+            ("ownership.duplicate-wgrad", 0),
+            ("ownership.duplicate-wgrad", 2),
+            ("epoch.device-count", 6),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if len(stops) > 1 else [])
+        for case, (_, _, stops) in STOPS.items()
+    ],
+)
+def test_after_a_stop_launches_go_on_bit_for_bit(case: str, tmp_path: Path) -> None:
+    """No update is lost and none is made twice: the end is that of replays without a fault."""
+    job, faults, stops = STOPS[case]
+    options: dict[str, Any] = {"clip_norm": 0.01}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    said = launch(
+        job.world, tmp_path / "a", recorded_bodies.recovering, job, STEPS, options, faults
+    )
+    whole = launch(job.world, tmp_path / "b", recorded_bodies.replayed, job, STEPS, options)
+    assert said.codes == whole.codes == [0] * job.world
+    for rank in range(job.world):
+        word = said.words[rank]
+        assert [stop["cause"] for stop in word["stops"]] == [
+            stop["cause"] for stop in said.words[0]["stops"]
+        ]
+        assert [(stop["cause"]["clause"], stop["again"]) for stop in word["stops"]] == stops
+        assert [stop["cause"]["rank"] for stop in word["stops"]] == [f[1] for f in faults]
+        assert all(stop["moved"] == [] for stop in word["stops"])
+        assert word["epoch"] == STEPS
+        assert word["left"] == whole.words[rank]
+
+
+def test_a_step_that_cannot_be_captured_is_taken_by_replays(tmp_path: Path) -> None:
+    """One rank's library refuses it: all ranks go on without launches, and say why."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    said = launch(2, tmp_path / "a", recorded_bodies.uncaptured, PIPE, 3)
+    whole = launch(2, tmp_path / "b", recorded_bodies.replayed, PIPE, 3, {})
+    assert said.codes == whole.codes == [0, 0]
+    for rank in range(2):
+        assert said.words[rank]["left"] == whole.words[rank]
+        (note,) = said.words[rank]["notes"]
+        assert note.startswith("guarded replays, as the step could not be captured: rank 1, step 1")
+        assert "operation not permitted when stream is capturing" in note
