@@ -92,10 +92,20 @@ class Rank:
     Args:
         job: The pipeline.
         rank: The rank.
+        table: Its table as it is walked; None makes it.
         late: Whether the device counts, and the counts come a step later.
+        reduced: Whether gradients are reduced over replicas, of which the contract is told.
     """
 
-    def __init__(self, job: Job, rank: int, *, table: Schedule | None = None, late: bool = False):
+    def __init__(
+        self,
+        job: Job,
+        rank: int,
+        *,
+        table: Schedule | None = None,
+        late: bool = False,
+        reduced: bool = False,
+    ) -> None:
         row = Row.of(table or walked(job.table(), job.provisioning), rank, job.provisioning)
         self.runtime = Runtime(
             job.stages(row.stages, CPU, "reference"),
@@ -106,6 +116,7 @@ class Rank:
                 device_counts=late,
                 late_counts=late,
             ),
+            reducer=(lambda bucket, gradients: None) if reduced else None,
             row=row,
             rank=rank,
         )

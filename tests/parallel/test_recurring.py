@@ -52,10 +52,10 @@ OWN = {
 }  # fmt: skip
 
 
-def pair(job: Job, rank: int, *, late: bool = False) -> tuple[Rank, Rank]:
+def pair(job: Job, rank: int, **options: Any) -> tuple[Rank, Rank]:
     """Two of one rank, which cannot be told apart."""
     table = walked(job.table(), job.provisioning)
-    one, each = (Rank(job, rank, table=table, late=late) for _ in range(2))
+    one, each = (Rank(job, rank, table=table, **options) for _ in range(2))
     each.contract.memory.incarnation[0] = one.contract.incarnation
     each.every_action = True
     return one, each
@@ -68,7 +68,7 @@ def test_the_whole_state_is_that_of_action_by_action(schedule: str, pp: int, rul
     """Every column, ledger, free list and count of each rank after each of many steps."""
     job = Job(schedule=schedule, pp=pp, microbatches=2 * pp, rule=rule, config=SMALL)
     for rank in range(pp):
-        one, each = pair(job, rank, late=rank % 2 == 0)
+        one, each = pair(job, rank, late=rank % 2 == 0, reduced=rank % 4 > 1 or schedule == "zbv")
         began = dict(held(each.contract))
         messages = one.pipeline.channels.digests()
         for step in range(STEPS):
@@ -80,6 +80,9 @@ def test_the_whole_state_is_that_of_action_by_action(schedule: str, pp: int, rul
         assert one.contract.epoch == STEPS
         assert one.pipeline.channels.digests() == messages == each.pipeline.channels.digests()
         assert one.rehearsal.steps == [FIRST, STEPS - FIRST]
+        assert one.rehearsal.recurs is not None
+        told = {transition for transition, _ in one.rehearsal.recurs.events}
+        assert ("finish_reduction" in told) == (one.runtime.reducer is not None)
         # And action by action again from there.
         one.every_action = True
         assert not one.step()
