@@ -514,12 +514,12 @@ def _side(
     references: dict[tuple[Any, ...], dict[str, Tensor]],
     rows: Sequence[Asked],
 ) -> dict[str, Any]:
-    before = _used(member)
+    before, reserved = _used(member), _reserved(member)
     began = time.perf_counter()
     side = _make(member, row, job, args.device)
     member.synchronize()
     made = time.perf_counter() - began
-    built = _used(member) - before
+    built, reserved = _used(member) - before, _reserved(member) - reserved
     began = time.perf_counter()
     for _ in range(side.opening):
         side.step()
@@ -538,6 +538,7 @@ def _side(
     kept = sum(_bytes(tensor) for tensor in references.get(_reference_key(row), {}).values())
     memory = {
         "built": built,
+        "reserved": reserved,
         "allocated_peak": peak,
         # What was cloned for later rows is not the side's.
         "grown": _used(member) - stood - kept,
@@ -621,6 +622,10 @@ def _unit_bytes(side: _Side) -> list[int]:
 
 def _used(member: Member) -> int:
     return torch.cuda.memory_allocated(member.device) if member.device.type == "cuda" else 0
+
+
+def _reserved(member: Member) -> int:
+    return torch.cuda.memory_reserved(member.device) if member.device.type == "cuda" else 0
 
 
 def _peak(member: Member) -> int:

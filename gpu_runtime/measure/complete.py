@@ -30,10 +30,11 @@ KEY = ("cell", "microbatches", "model", "pp", "vpp", "schedule", "side")
 
 
 class _Pair(NamedTuple):
-    """A row, and the native one of its trial."""
+    """A row, and the native and the eager one of its trial, the latter of the same schedule."""
 
     own: Raw
     native: Raw | None
+    eager: Raw | None
 
 
 def break_even_steps(own: Raw, native: Raw) -> float | None:
@@ -85,9 +86,11 @@ def derive_tables(raw: Raw) -> dict[str, Any]:
             for row in good
             if row["side"] == "native"
         }
+        eager = {tuple(row[k] for k in KEY[:-1]): row for row in good if row["side"] == "eager"}
         for row in good:
             base = native.get((row["cell"], row["microbatches"], row["model"], row["pp"]))
-            groups.setdefault(tuple(row[k] for k in KEY), []).append(_Pair(row, base))
+            called = eager.get(tuple(row[k] for k in KEY[:-1]))
+            groups.setdefault(tuple(row[k] for k in KEY), []).append(_Pair(row, base, called))
     rows = [_row(pairs) for pairs in groups.values()]
     found: dict[str, Any] = {
         "trials": len(raw["trials"]),
@@ -112,7 +115,7 @@ def _row(pairs: Sequence[_Pair]) -> dict[str, Any]:
     first = pairs[0].own
     steps = [_step(pair.own) for pair in pairs]
     median = statistics.median(steps)
-    paired = [(own, native) for own, native in pairs if native is not None and native is not own]
+    paired = [(own, native) for own, native, _ in pairs if native is not None and native is not own]
     even = [break_even_steps(own, native) for own, native in paired]
     reached = [steps for steps in even if steps is not None]
     facts = first["facts"]
@@ -140,6 +143,12 @@ def _row(pairs: Sequence[_Pair]) -> dict[str, Any]:
             if "capture_s" in p.own["facts"][0]
         ),
         "built_bytes": max(_most(p.own, "built") for p in pairs),
+        # What the allocator holds more of than for eager calls, when both are made.
+        "captured_bytes": _largest(
+            max(_differences(p.own, p.eager, "reserved"))
+            for p in pairs
+            if p.eager is not None and p.own["side"] == "replays"
+        ),
         **{
             name: [fact[name] for fact in facts] if name in facts[0] else None
             for name in ("graphs", "slots", "arena_bytes", "handoffs", "replays")
@@ -284,6 +293,8 @@ def _attribution(rows: Sequence[Raw]) -> list[dict[str, Any]]:
                 "handoffs": row["handoffs"],
                 "replays": row["replays"],
                 "graphs": row["graphs"],
+                "capture_s": row["capture_s"],
+                "captured_bytes": row["captured_bytes"],
                 "delayed": row["delayed"],
                 "paper_ms": theirs,
                 "paper_native_over_this": (

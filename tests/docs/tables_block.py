@@ -91,6 +91,7 @@ def _attribution(derived: Row) -> list[str]:
             _gigabytes(row["above_native_bytes"]),
             _number(row["copies"], 0),
             _ranks(row["graphs"]),
+            f"{_number(row['capture_s'])}, {_gigabytes(row['captured_bytes'])}",
             _ranks(row["handoffs"]),
             _ranks(row["replays"]),
             f"{_number(row['paper_ms'])}, {_ratio(row['paper_native_over_this'])}",
@@ -99,8 +100,8 @@ def _attribution(derived: Row) -> list[str]:
     ]
     header = (
         "configuration", "ms", "native / this", "copied / this", "even after steps",
-        "GB above native", "matrix copies a rank", "graphs", "handoffs a step", "replays a step",
-        "paper",
+        "GB above native", "matrix copies a rank", "graphs", "capture, s and GB beyond eager",
+        "handoffs a step", "replays a step", "paper",
     )  # fmt: skip
     return _table(header, rows)
 

@@ -377,8 +377,20 @@ def table_row(side: str, ms: float, **more: Any) -> dict[str, Any]:
         "first_step_s": 0.5,
         "peak_bytes": [3000, 2000],
         "memory": [
-            {"built": 500, "allocated_peak": 2000 + 700 * own, "grown": 0, "device": 5000},
-            {"built": 400, "allocated_peak": 1000 + 900 * own, "grown": 0, "device": 5000},
+            {
+                "built": 500,
+                "reserved": 600 + 90 * own,
+                "allocated_peak": 2000 + 700 * own,
+                "grown": 0,
+                "device": 5000,
+            },
+            {
+                "built": 400,
+                "reserved": 600 + 80 * own,
+                "allocated_peak": 1000 + 900 * own,
+                "grown": 0,
+                "device": 5000,
+            },
         ],
         "facts": [
             {**fact, "graphs": 20, "warmup_s": 0.25, "capture_s": 0.5} if own else fact

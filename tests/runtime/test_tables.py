@@ -78,6 +78,16 @@ def test_memory_above_native_is_that_of_the_rank_where_it_is_most(derived: dict[
     assert row(derived, "replays")["capture_s"] == 0.75
 
 
+def test_capture_costs_what_is_held_beyond_eager_calls_of_the_same_trial() -> None:
+    """90 bytes on rank 0; without eager calls nothing is said."""
+    rows = [samples.table_row("eager", 50.0), samples.table_row("replays", 10.0)]
+    trial = {"pp": 2, "date": "2026-11-22T08:00:00Z", "rows": rows}
+    found = derive_tables({"trials": [trial]})
+    assert [r["captured_bytes"] for r in found["rows"]] == [None, 90]
+    alone = derive_tables({"trials": [{**trial, "rows": rows[1:]}]})
+    assert alone["rows"][0]["captured_bytes"] is None
+
+
 def test_the_attribution_names_the_papers_five_and_ours(derived: dict[str, Any]) -> None:
     """Copied over direct is within our own runs; eager was not measured and has no line."""
     found = {r["configuration"]: r for r in derived["attribution"]}
