@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from qeffect.cli import main
+from qeffect.gpu_runtime.parallel import command as pipeline
+from qeffect.report import UnusableError
 from qeffect.schedule.tables import read_fixture, write_table
 from tests.parallel import bodies
 from tests.parallel.ranks import launch
@@ -115,3 +118,27 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     assert said.codes == [0, 0]
     lines = [line.split() for words in said.words.values() for line in words.splitlines()]
     assert [line[:2] for line in lines] == [[str(s), str(m)] for s in range(3) for m in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--trace", "t.json"], "--one-launch with --trace: the host sees no action of a launch"),
+        (["--eager"], "--one-launch with --eager: without graphs there is none of a step"),
+        (["--compare"], "--one-launch with --compare: runtime scale compares launches"),
+        (["--dp", "2"], None),
+        (["--dp", "2", "--amax", "replicas"], None),
+    ],
+)
+def test_one_launch_is_refused_by_name_where_it_says_nothing(
+    options: list[str], said: str | None
+) -> None:
+    """Over replicas it does."""
+    parser = argparse.ArgumentParser()
+    pipeline.add_pipeline_arguments(parser)
+    given = parser.parse_args(["--one-launch", "--device", "cuda", *options])
+    if said is None:
+        pipeline._require_together(given)
+        return
+    with pytest.raises(UnusableError, match=said):
+        pipeline._require_together(given)
