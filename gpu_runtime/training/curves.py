@@ -29,7 +29,14 @@ import torch
 from qeffect.cli.command import Outcome, Progress, refuse_unused
 from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
 from qeffect.gpu_runtime.measure.curves import curve_lines
-from qeffect.gpu_runtime.measure.report import SCHEMA, Report, environment
+from qeffect.gpu_runtime.measure.report import (
+    ALIKE,
+    Report,
+    environment,
+    read_part,
+    require_alike,
+    require_folder,
+)
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.command import begun, said_once, stopped_outcome
 from qeffect.gpu_runtime.parallel.compare import guarded, native_pipeline, tensors_of
@@ -49,9 +56,7 @@ __all__ = ["Named", "add_curves_arguments", "merged", "run_curves", "trained"]
 
 _SIDES = ("native", "guarded")
 #: What parts of one report have to agree in, of the environment.
-_ALIKE = (
-    "commit", "gpu", "driver", "gpu_memory_mib", "cpu", "cores", "python", "packages",
-)  # fmt: skip
+_ALIKE = (*ALIKE, "cpu", "cores")
 #: What parts of one report may differ in, of the configuration.
 _OWN = ("runs", "limit_s", "parts")
 
@@ -409,8 +414,7 @@ def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
     Raises:
         UnusableError: The runs cannot be made by these processes, or the reports do not fit.
     """
-    if not args.out.absolute().parent.is_dir():
-        raise UnusableError(f"--out {args.out}: there is no folder {args.out.parent}")
+    require_folder(args.out)
     if args.merge is None:
         return said_once(lambda: _run(args, progress))
     others = ["--runs", "--steps", "--held-out-steps", "--limit-s", "--device", "--commit"]
@@ -516,18 +520,12 @@ def merged(paths: Sequence[Path]) -> Report:
         UnusableError: One is no report of this kind; they were made at another commit, elsewhere,
             of other versions or of another configuration; or two have a run of one name.
     """
-    parts = [_part(path) for path in paths]
-    first, whence = parts[0], paths[0]
+    parts = [read_part(path, "curves") for path in paths]
+    first = parts[0]
+    require_alike([(path, _facts(part)) for path, part in zip(paths, parts, strict=True)])
     runs: list[Any] = []
     seen: dict[Any, Path] = {}
     for path, part in zip(paths, parts, strict=True):
-        own, others = _facts(part), _facts(first)
-        for name in sorted(own.keys() | others.keys()):
-            if own.get(name) != others.get(name):
-                raise UnusableError(
-                    f"--merge {path}: {name} is {own.get(name)!r}, in {whence} it is "
-                    f"{others.get(name)!r}; merge parts of one configuration, made in one place"
-                )
         for row in part["raw"]["runs"]:
             key = (row["side"], row["schedule"], row["seed"], row["head"])
             if key in seen:
@@ -542,32 +540,13 @@ def merged(paths: Sequence[Path]) -> Report:
     asked = {name: value for name, value in first["configuration"].items() if name not in _OWN}
     asked["parts"] = [
         {
-            "argv": part["environment"]["argv"],
-            "date": part["environment"]["date"],
-            "load_1min": part["environment"]["load_1min"],
+            **{name: part["environment"].get(name) for name in ("argv", "date", "load_1min")},
             "runs": len(part["raw"]["runs"]),
         }
         for part in parts
     ]
     argv = ["runtime", "curves", "--merge", *(path.name for path in paths)]
     return Report("curves", None, {**first["environment"], "argv": argv}, asked, {"runs": runs})
-
-
-def _part(path: Path) -> dict[str, Any]:
-    try:
-        part = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UnusableError(f"--merge {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise UnusableError(f"--merge {path}: expected a JSON report, found {error}") from None
-    kind = part.get("kind") if isinstance(part, dict) and part.get("schema") == SCHEMA else None
-    if kind != "curves":
-        raise UnusableError(
-            f"--merge {path}: expected a report of kind 'curves', found {kind!r}; make one with "
-            "qeffect runtime curves"
-        )
-    made: dict[str, Any] = part
-    return made
 
 
 def _facts(part: Mapping[str, Any]) -> dict[str, Any]:
