@@ -107,13 +107,15 @@ def environment(commit: str | None) -> dict[str, Any]:
 
 def require_folder(out: Path | None) -> None:
     """
-    Require the folder that a report is to be written to, before anything is measured.
+    Require a place for a report, before anything is measured.
 
     Raises:
-        UnusableError: It is not there.
+        UnusableError: Its folder is not there, or it is a folder itself.
     """
     if out is not None and not out.absolute().parent.is_dir():
         raise UnusableError(f"--out {out}: there is no folder {out.parent}")
+    if out is not None and out.is_dir():
+        raise UnusableError(f"--out {out}: expected a file, found a folder; name a file in it")
 
 
 def read_part(path: Path, kind: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, gathered
 from qeffect.gpu_runtime.training.command import release, require_processes
 from qeffect.gpu_runtime.training.config import Checkpointing, Config, read
 from qeffect.gpu_runtime.training.evaluate import evaluate, evaluate_native
-from qeffect.gpu_runtime.training.loop import Opened, backend_of, opened, settled
+from qeffect.gpu_runtime.training.loop import TIMES, Opened, backend_of, opened, settled
 from qeffect.gpu_runtime.training.model import Language
 from qeffect.refusals import Refused
 from qeffect.report import UnusableError, finite
@@ -115,9 +115,11 @@ class Named:
             parallel={"schedule": self.schedule},
             run={"device": device, "steps": steps},
         )
+        seed = config.model.seed + self.seed
+        read(path, model={"seed": seed})  # refuses a sum that is none
         return attrs.evolve(
             config,
-            model=attrs.evolve(config.model, seed=config.model.seed + self.seed),
+            model=attrs.evolve(config.model, seed=seed),
             data=attrs.evolve(config.data, seed=config.data.seed + self.seed),
             checkpoint=Checkpointing(),
         )
@@ -268,7 +270,7 @@ def trained(
         "side": named.side,
         "schedule": named.schedule,
         "seed": named.seed,
-        "head": named.head or getattr(config.model, "head", backend_of(config)),
+        "head": config.model.head,
         "captured": course.captured,
         "cut": list(data.job.cut),
         "parameters": sum(rank["parameters"] for rank in ranks) // data.job.dp,
@@ -433,6 +435,10 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         if (value := getattr(args, name)) is not None and value <= 0:
             raise UnusableError(f"--{name.replace('_', '-')} {value}: expected a number above 0")
     configs = [named.of_file(args.config, args.device, args.steps) for named in names]
+    heads = [config.model.head for config in configs]
+    whole = [attrs.evolve(named, head=head) for named, head in zip(names, heads, strict=True)]
+    if twice := next((named for n, named in enumerate(whole) if named in whole[:n]), None):
+        raise UnusableError(f"--runs {twice}: it is named twice; name each run once")
     data = [opened(config) for config in configs]  # before any rank waits for another
     first, (job, held_out) = configs[0], data[0]
     if held_out is None:
@@ -448,7 +454,15 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     member = begun(first.run.device, _limits(first), deterministic=True)
     if member.rank:
         progress = Progress(enabled=False)
-    cut = [settled(member, *pair) for pair in zip(configs, data, strict=True)]
+    times: dict[str, Any] = {}
+    cut = []
+    for config, own in zip(configs, data, strict=True):
+        # Measured once for each head: runs of one report are of one cut.
+        head = config.model.head
+        cut.append(settled(member, config, own, times=times.get(head)))
+        found = cut[-1][0].parallel
+        if found.cut == "measured":
+            times[head] = {name: getattr(found, name) for name in TIMES}
     configs, data = [config for config, _ in cut], [own for _, own in cut]
     assert job.loader is not None
     base = read(args.config, run={"device": args.device, "steps": args.steps})
@@ -460,6 +474,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         "runs": [str(named) for named in names],
         "limit_s": args.limit_s,
     }
+    if times:
+        asked["times"] = times
     rows: list[dict[str, Any]] = []
     path = args.out if member.rank == 0 else None
     report = Report("curves", path, where, asked, {"runs": rows})
@@ -496,11 +512,7 @@ def _names(args: argparse.Namespace) -> list[Named]:
             "curves wants a file and --runs, such as: torchrun --nproc-per-node 2 -m qeffect "
             "runtime curves h200.toml --runs native:il:0 guarded:il:0 --out curves.json"
         )
-    names = [Named.of(text) for text in args.runs]
-    for n, named in enumerate(names):
-        if named in names[:n]:
-            raise UnusableError(f"--runs {named}: it is named twice; name each run once")
-    return names
+    return [Named.of(text) for text in args.runs]
 
 
 def _outcome(made: Mapping[str, Any], what: str) -> Outcome:

@@ -117,6 +117,14 @@ class TestNonInferiority:
         row = seeds((None, 2.0), (2.0, 2.0))
         assert (row["ratio"], row["within"], row["shown"]) == (None, False, False)
 
+    def test_a_ratio_that_no_float_holds_is_not_within(self) -> None:
+        """A loss of eight hundred is finite, and its perplexity is not."""
+        row = seeds((800.0, 2.0), (801.0, 2.0))
+        assert (row["ratio"], row["upper"], row["within"], row["shown"]) == (
+            None, None, False, False,
+        )  # fmt: skip
+        assert curve_lines(derived(curve_run(held_out=[(40, 800.0)])))
+
     def test_runs_are_judged_at_the_last_step_that_all_have(self) -> None:
         """A run that its limit ended early has no later one."""
         runs = [
