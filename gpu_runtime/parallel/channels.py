@@ -206,6 +206,7 @@ class Channels:
         self.deadline = datetime.timedelta(seconds=deadline)
         self._channels = {ends: _Channel(ends, group) for ends, group in groups.items()}
         self._under_way: set[Transfer] = set()
+        self._endings: list[Abort] = []
 
     @classmethod
     def open(
@@ -341,13 +342,31 @@ class Channels:
         Args:
             abort: Whether transfers may be under way; False where all have ended.
         """
+        groups = self._forget()
+        endings, self._endings = self._endings, []
+        for ending in endings:
+            ending.join()
+        end_groups(groups, abort=abort and not self.host)
+
+    def let_go(self) -> None:
+        """
+        Begin to abort every connection, and do not wait: a graph may hold kernels of several, and
+        of other groups; it ends when those of all have been let go. `close` waits.
+        """
+        if not self.host:
+            groups = self._forget()
+            while groups:
+                self._endings.append(Abort(groups.pop()))
+
+    def _forget(self) -> list[Any]:
+        """Let go of all transfers, which hold connections, and return the groups."""
         for transfer in list(self._under_way):
             transfer.work = None
         self._under_way.clear()
         groups = [c.group for c in self._channels.values() if c.group is not None]
         for channel in self._channels.values():
             channel.group = None
-        end_groups(groups, abort=abort and not self.host)
+        return groups
 
 
 def transport_of(device: torch.device) -> str:

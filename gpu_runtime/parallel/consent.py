@@ -233,6 +233,9 @@ class Consent:
 
     def close(self) -> None:
         """Close every connection; peers that wait on one wake up."""
+        # All at once: to drop a graph may wait for its end, and it ends when every group whose
+        # kernels it holds has been let go.
+        self.channels.let_go()
         if self.replicas is not None:
             self.replicas.let_go()
         release, self.release = self.release, None

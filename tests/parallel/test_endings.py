@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from qeffect.gpu_runtime.parallel import channels
-from qeffect.gpu_runtime.parallel.channels import Channels, end_groups
+from qeffect.gpu_runtime.parallel.channels import Channels, Ends, end_groups
 from qeffect.gpu_runtime.parallel.consent import Consent
+from qeffect.gpu_runtime.parallel.reduction import Replicas
 
 
 class _Group:
@@ -18,6 +19,9 @@ class _Group:
     def __init__(self, ends: Any) -> None:
         self._ends = ends
         self.ended = False
+
+    def size(self) -> int:
+        return 2
 
     def abort(self) -> None:
         self._ends()
@@ -80,3 +84,33 @@ def test_a_graph_is_dropped_before_its_connections_are_closed(destroyed: list[An
     assert order == ["released", "closed", "closed"]
     assert dropped.is_set()
     assert group.ended
+
+
+def test_a_graph_is_dropped_when_every_group_of_its_kernels_was_let_go(
+    destroyed: list[Any],
+) -> None:
+    """Dropping one that runs may wait for it, and it waits in whichever group was not."""
+    let_go = threading.Semaphore(0)
+    dropped = threading.Event()
+
+    def aborted() -> None:
+        let_go.release()
+        dropped.wait(5.0)
+
+    groups = [_Group(aborted) for _ in range(3)]
+    own = Channels(0, {Ends(0, 1): groups[0], Ends(1, 0): groups[1]}, host=False)
+    consent = Consent(
+        None, None, 0, 1, (), own, None, (0,),  # type: ignore[arg-type]
+        replicas=Replicas(groups[2], host=False, deadline=1.0),
+    )  # fmt: skip
+
+    def release() -> None:
+        assert all(let_go.acquire(timeout=5.0) for _ in groups)
+        dropped.set()
+
+    consent.release = release
+    consent.close()
+
+    assert dropped.is_set()
+    assert [True] * 3 == [group.ended for group in groups]
+    assert {id(group) for group in groups} == {id(group) for group in destroyed}
