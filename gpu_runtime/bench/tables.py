@@ -334,6 +334,8 @@ def _trial(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             f"{member.world} processes were started for --pp {args.pp}; start torchrun with "
             f"--nproc-per-node {args.pp}"
         )
+    if member.rank:
+        progress = Progress(enabled=False)
     captured = args.device == "cuda"
     rows = asked(args.parts, args.cells, args.pp, microbatches=args.microbatches, captured=captured)
     for row in rows:
