@@ -104,6 +104,26 @@ def test_a_run_is_the_same_whatever_ran_before_it(tmp_path: Path) -> None:
     assert run["tokens_a_step"] == 4 * 16
 
 
+def test_an_order_moves_scales_unless_a_history_is_whole_steps_long(tmp_path: Path) -> None:
+    """Eight F a step and rank: a history of eight has the same window under every order."""
+    file(tmp_path)
+    cases = []
+    for history in (8, 2):
+        own = tmp_path / f"h{history}.toml"
+        own.write_text(RUN.replace("history = 4", f"history = {history}"))
+        out = str(tmp_path / f"h{history}.json")
+        runs = ["--runs", "guarded:il:0", "guarded:zbv:0", "--steps", "6"]
+        cases.append([str(own), *runs, "--out", out, "--commit", COMMIT, "--quiet"])
+    (tmp_path / "said").mkdir()
+    said = launch(2, tmp_path / "said", bodies.commands, cases)
+    assert said.codes == [0, 0]
+    same = []
+    for case in cases:
+        il, zbv = json.loads(Path(case[case.index("--out") + 1]).read_text())["raw"]["runs"]
+        same.append((il["losses"], il["held_out"]) == (zbv["losses"], zbv["held_out"]))
+    assert same == [True, False]
+
+
 def test_all_runs_of_a_report_have_one_measured_cut(tmp_path: Path) -> None:
     """Times are taken once: native and guarded are of one cut, whatever a second look finds."""
     config = file(tmp_path)
