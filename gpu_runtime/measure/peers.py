@@ -110,7 +110,7 @@ def owed(row: Raw) -> bool:
         row: A derived row of ours or torch's.
     """
     another = row["side"] == "replays" and row["schedule"] != "il"
-    return row["verdict"] == "same bits" or (another and row["verdict"] == "close")
+    return row["verdict"] in (("same bits", "close") if another else ("same bits",))
 
 
 def derive_peers(raw: Raw) -> dict[str, Any]:
