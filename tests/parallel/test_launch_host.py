@@ -136,10 +136,36 @@ def _state(launched: _Launched) -> None:
 def test_an_optimizer_that_has_changed_stops_before_the_launch(
     happens: Callable[[_Launched], None], launched: _Launched
 ) -> None:
-    """A number that the graph holds, or the place of a moment; nothing is launched."""
+    """
+    A number that the graph holds, or the place of a moment; nothing is launched.
+
+    What the step before came to is heard first: nobody ends connections under it.
+    """
     replays = launched.replays
     happens(launched)
+    assert len(launched.ran) == 1
     with pytest.raises(StoppedError, match="make a new OneLaunch"):
+        launched.step()
+    assert launched.replays == replays
+    assert launched.ran == []
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (lambda given: given[:1], r"expected torch\.\w+ of \(.*found torch\.\w+ of \(1, "),
+        (lambda given: given.double(), r"found torch\.float64 of"),
+    ],
+    ids=["one that would be spread", "another type"],
+)
+def test_data_of_another_form_stop_before_the_launch(
+    other: Callable[[torch.Tensor], torch.Tensor], said: str, launched: _Launched
+) -> None:
+    """A copy would take them all the same; guarded replays refuse them."""
+    inner, replays = launched.whole.feed.inner, launched.replays
+    give = inner.inputs
+    inner.inputs = lambda *place: tuple(map(other, give(*place)))  # type: ignore[method-assign]
+    with pytest.raises(StoppedError, match=said):
         launched.step()
     assert launched.replays == replays
 
