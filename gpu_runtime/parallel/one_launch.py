@@ -566,6 +566,8 @@ class _Gate:
         # A word that does not come is no yes: what is gathered stands where a no stood before, and
         # what an aborted group leaves there of a step before has the number of that step.
         into.fill_(0.0)
+        if self.world > 1 and self.group is None:  # one rank's word would stand for all
+            raise LostError("commit", -1, False, "the connections of this rank are closed")
         if self.group is None:
             into.copy_(own)
         else:
