@@ -24,7 +24,7 @@ test: $(VENV)/.test
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
 
-# What takes longest: the whole matrix in both layouts.
+# What takes longest: the rest of the matrix, in both layouts; `test` has what pairs it is made of.
 nightly: $(VENV)/.test
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m nightly -n auto
 

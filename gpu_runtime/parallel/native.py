@@ -168,12 +168,12 @@ class NativePipeline:
             scale_grads=False,
         )
         self.optimizer = optimizer(self.stages)
-        self._losses: list[list[Tensor]] = []
+        self._losses: dict[int, list[Tensor]] = {}
 
     @property
     def losses(self) -> list[list[float]]:
-        """Of every step as `losses_of`."""
-        return [self.losses_of(step) for step in range(self.number)]
+        """Of every step that was taken, as `losses_of`."""
+        return [self.losses_of(step) for step in sorted(self._losses)]
 
     def losses_of(self, step: int) -> list[float]:
         """The losses of a step by microbatch, where the last stage is; waits for the device."""
@@ -203,7 +203,7 @@ class NativePipeline:
             options = {"target": target, "losses": losses}
         self.schedule.step(*inputs, **options, return_outputs=False)
         # Read when somebody asks: a step does not wait for its losses.
-        self._losses.append([loss.detach() for loss in losses])
+        self._losses[self.number] = [loss.detach() for loss in losses]
         gradients = {p.stage_index: self._gradients(p) for p in self.piped}
         scale = None if self.reduce is None else self.reduce(gradients)
         record_step(self.recording, self.number, self.stages, gradients, before_update=True)

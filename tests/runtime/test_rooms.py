@@ -72,6 +72,16 @@ def test_benchmarks_and_evidence_do_not_know_each_other() -> None:
 
 @pytest.mark.parametrize("room", [*BELOW, *MEASURING, "parallel"])
 def test_training_stands_over_all_other_rooms(room: str) -> None:
-    """None of them knows what is trained."""
-    for path in modules(room):
-        assert not any(n.startswith(f"{NAME}.training") for n in imported(path, lazy=True)), path
+    """None of them knows what is trained, but benchmarks of complete steps, which time it."""
+    knowing = {
+        path.name
+        for path in modules(room)
+        if any(n.startswith(f"{NAME}.training") for n in imported(path, lazy=True))
+    }
+    assert knowing == ({"tables.py"} if room == "bench" else set())
+
+
+def test_training_knows_no_benchmark() -> None:
+    """Or the two rooms would stand on each other."""
+    for path in modules("training"):
+        assert not any(n.startswith(f"{NAME}.bench") for n in imported(path, lazy=True)), path
