@@ -312,7 +312,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m qeffect.gpu_runtime.bench.peers")
     parser.add_argument("--cells", nargs="+", default=[SMALL, LARGE], metavar="CELL")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES, metavar="MODE")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="of each mode")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, metavar="S", help="of each mode; twice for ours"
+    )
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--steps", type=int, default=10, metavar="N")
     parser.add_argument("--native-steps", type=int, default=3, metavar="N")
