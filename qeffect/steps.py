@@ -571,6 +571,9 @@ class RecordedStep:
         Returns:
             The first difference; None where the step is what its transitions would do.
         """
+        own, other = self.start.memory.incarnation[0], found.memory.incarnation[0]
+        if other != own:  # of another contract, too, whose columns may be shorter
+            return Difference("incarnation[0]", other, own)
         amounts = self._amounts(found.memory)
         odd = (
             self._below(found.memory, amounts)

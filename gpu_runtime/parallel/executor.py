@@ -34,7 +34,9 @@ class Feed(Protocol):
     """
     What comes from outside of the pipeline, and what is shown to the outside.
 
-    A step that is one launch asks for all that it takes before it uses any of it.
+    A step that is one launch asks for all that it takes before it uses any of it. On a GPU inputs
+    and gradients are asked for on a stream of their own, which waits for no other: what is given
+    is not written again, and is made of nothing that `outputs` was shown in the same step.
     """
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:

@@ -16,7 +16,8 @@ that no host stands between two actions. What is checked, and when:
 * *At each launch*: that nothing that a graph bakes in has moved.
 * *In each launch, by the device*: whether it ran every action as often and in the order that the
   contract says (`qeffect.counts`), whoever launched it. Each rank's word goes to all ranks; the
-  update is skipped on every rank where one rank's differs, or where a rank's word did not come.
+  update is skipped on every rank where one rank's differs, or where a rank's word did not come,
+  and so is that of every launch behind it.
 * *A step later, by the host*: the device's counts are presented to the contract, and what a rank
   said of itself ends the training on all ranks with one cause. No weights have moved since.
 
@@ -32,6 +33,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -63,6 +65,7 @@ ROWS = 4
 PARTS = ("data", "guards", "launch", "step before", "commit")
 """What the host does in a launch: `step before` is its wait for that step, and its verdict."""
 _POLL_S = 2e-5
+_form = attrgetter("shape", "dtype", "device")
 _PATIENCE = 50
 
 
@@ -188,13 +191,13 @@ class OneLaunch:
                 self.feed.load(runtime.epoch)
                 at.append(time.perf_counter())
                 self._rehearse()
+                self._require_unmoved()
             except Exception:
                 # What the step before came to is told first, and nobody aborts it under way.
                 if contract.counts_awaited:
                     self._confirm(self._launched.pop(0))
                 raise
         assert self.graph is not None
-        self._require_unmoved()
         at.append(time.perf_counter())
         self.graph.replay()
         runtime.handoff.record_tail()
@@ -458,13 +461,24 @@ class _Staged:
         alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         wanted = [(what, stage, step, m) for (what, _, m), (stage, _) in self._held.items()]
         given = made(self.inner, wanted)
-        for (_, held), values_of in zip(self._held.values(), given, strict=True):
+        for (what, index, m), values_of in zip(self._held, given, strict=True):
+            held = self._held[what, index, m][1]
+            if [*map(_form, values_of)] != [*map(_form, held)]:
+                raise BackendError(
+                    f"stage {index}, {what} of microbatch {m} in step {step}: expected "
+                    f"{_described(held)}, found {_described(values_of)}; a launch takes what "
+                    "the captured step took"
+                )
             for place, value in zip(held, values_of, strict=True):
                 places, values = alike.setdefault(place.dtype, ([], []))
                 places.append(place)
                 values.append(value)
         for places, values in alike.values():
             fill(places, values)
+
+
+def _described(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{t.dtype} of {tuple(t.shape)} on {t.device}" for t in tensors) or "nothing"
 
 
 class _Gate:
@@ -521,6 +535,8 @@ class _Gate:
         self.kernels.compare(
             self.values, self.wanted, self.factors, self.terms, self.number, self.own
         )
+        # Behind a step that was skipped none is run: the host learns of it a step later.
+        self.own.mul_(self.updated == self.number)
         if self.norm is None:
             self._gather(self.heard, self.own)
         else:
@@ -550,6 +566,8 @@ class _Gate:
         # A word that does not come is no yes: what is gathered stands where a no stood before, and
         # what an aborted group leaves there of a step before has the number of that step.
         into.fill_(0.0)
+        if self.world > 1 and self.group is None:  # one rank's word would stand for all
+            raise LostError("commit", -1, False, "the connections of this rank are closed")
         if self.group is None:
             into.copy_(own)
         else:

@@ -94,8 +94,7 @@ class Replicas:
 
     def __call__(self, bucket: int | str, gradients: Mapping[str, Tensor]) -> _Started:
         """Begin to sum a bucket's gradients in place."""
-        started = _Started(self, bucket, gradients.values())
-        self._started = [s for s in self._started if s.works] + [started]
+        started = self._begun(bucket, gradients.values())
         alone = ALONE_BYTES if self.host else None
         try:
             for call in calls_of(started.gradients, together=self.together, alone=alone):
@@ -113,13 +112,19 @@ class Replicas:
 
     def largest(self, words: Tensor) -> _Started:
         """Begin to replace int32 words in place by the largest of all replicas."""
-        started = _Started(self, "amax ", ())
-        self._started = [s for s in self._started if s.works] + [started]
+        started = self._begun("amax ", ())
         try:
             work = dist.all_reduce(words, dist.ReduceOp.MAX, group=self.group, async_op=True)
         except RuntimeError as error:
             raise started.lost(error) from None
         started.works.append(work)
+        return started
+
+    def _begun(self, bucket: int | str, gradients: Iterable[Tensor]) -> _Started:
+        started = _Started(self, bucket, gradients)
+        if self.group is None:  # which would mean the group of all ranks
+            raise started.lost(RuntimeError("its connection is closed"))
+        self._started = [s for s in self._started if s.works] + [started]
         return started
 
     def let_go(self) -> None:

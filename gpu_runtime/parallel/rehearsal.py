@@ -24,7 +24,6 @@ from qeffect.gpu_runtime.memory.slots import Slot
 from qeffect.gpu_runtime.parallel.channels import Message, Transfer
 from qeffect.gpu_runtime.parallel.executor import Entry, Pipeline
 from qeffect.gpu_runtime.plan.slots import WgradVariant
-from qeffect.refusals import Refused
 from qeffect.schedule.actions import Kind
 from qeffect.steps import RecordedStep, Recording
 
@@ -168,7 +167,7 @@ class Rehearsal:
         self.drop()
         if self.as_one:
             self.as_one = False
-            with suppress(Refused, BackendError):  # the stop has its cause already
+            with suppress(Exception):  # the stop has its cause already, which is yet to be told
                 self._walk()
 
     def drop(self) -> None:

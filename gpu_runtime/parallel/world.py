@@ -18,7 +18,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
+from qeffect.gpu_runtime.backends.protocol import (
+    BackendError,
+    StageBackend,
+    matrices,
+    parameters,
+)
 from qeffect.gpu_runtime.clipping import Clipping, Norm
 from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.optimizer import Optimizer
@@ -292,7 +297,7 @@ class Worker:
         except (BackendError, ValueError, RuntimeError) as error:
             problem = f"rank {self.member.rank} cannot build its stages: {error}"
         agree_on(self.member, problem)
-        self._require_alike(stages)
+        self._require_alike(stages, config.dtype)
         own = [
             (
                 stage.index,
@@ -323,23 +328,39 @@ class Worker:
         assert made is not None
         return made
 
-    def _require_alike(self, stages: Sequence[StageBackend]) -> None:
-        """Refuse copies of one weight that do not begin as one, on any rank."""
+    def _require_alike(self, stages: Sequence[StageBackend], dtype: torch.dtype) -> None:
+        """
+        Refuse copies of one weight that do not begin as one, or have no gradients of one type.
+
+        A matrix has its gradient in a destination of this type, what is none in its own.
+        """
         held = {stage.index: parameters(stage) for stage in stages}
+        units = {stage.index: {m.name for m in matrices(stage)} for stage in stages}
         own = {
-            place: digests([held[place[0]][place[1]].detach().cpu()])[0]
+            (index, name): (
+                digests([held[index][name].detach().cpu()])[0],
+                str(dtype if name in units[index] else held[index][name].dtype),
+            )
             for tie in self.ties
-            for place in tie.of(list(held))
-            if place[1] in held[place[0]]
+            for index, name in tie.of(list(held))
+            if name in held[index]
         }
         said = gathered(self.member, own) if self.ties else []
         for tie in self.ties:
-            bits = [(n, words[p]) for n, words in enumerate(said) for p in tie.copies if p in words]
-            for rank, found in bits:
-                if found != bits[0][1]:
+            every = [
+                (n, words[p]) for n, words in enumerate(said) for p in tie.copies if p in words
+            ]
+            for rank, (bits, kind) in every:
+                first, (wanted, other) = every[0]
+                if bits != wanted:
                     raise BackendError(
-                        f"the copies of {tie.name!r} on the ranks {bits[0][0]} and {rank} do not "
+                        f"the copies of {tie.name!r} on the ranks {first} and {rank} do not "
                         "begin with the same bits; draw both from one seed"
+                    )
+                if kind != other:
+                    raise BackendError(
+                        f"the gradients of the copies of {tie.name!r} are {other} on rank {first} "
+                        f"and {kind} on rank {rank}; give RuntimeConfig the parameters' dtype"
                     )
 
     def _reducer(self) -> Reducers | Replicas | None:

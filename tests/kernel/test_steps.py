@@ -219,6 +219,12 @@ def test_a_step_is_of_one_contract_and_incarnation() -> None:
     found = other.contract.check_step(step)
     assert found is not None
     assert (found.where, found.clause) == ("incarnation[0]", None)
+    wider = recorded(Rig(stage(0), stage(1)))
+    found = rig.contract.check_step(wider)
+    assert found is not None
+    assert found.where == "incarnation[0]"
+    with pytest.raises(ValueError, match=r"commit_step: incarnation\[0\] is"):
+        rig.contract.commit_step(wider)
     with pytest.raises(ValueError, match="other relations"):
         Rig(omit=("capture",)).contract.check_step(step)
     rig.contract.drain()

@@ -376,7 +376,7 @@ def gated_replicas(limit: float | None) -> list[dict[str, Any]]:
 
 
 def unheard(limit: float | None) -> list[dict[str, Any]]:
-    """Three steps that all go well; in the second, what was gathered in the first stands there."""
+    """Three steps that go well on each rank; the second hears what was said in the first."""
     member, _, made = _gates(limit)
     gate, _, own = made()
     found, before, gather = [], torch.empty(0), gate._gather

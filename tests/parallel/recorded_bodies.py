@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+import torch
 
-from qeffect.gpu_runtime.parallel import command
+from qeffect.gpu_runtime.parallel import command, one_launch
 from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.one_launch import OneLaunch
@@ -128,9 +129,42 @@ def _miscounted(worker: Worker, _: str) -> Callable[[], None]:
     return lambda: None
 
 
+def _squares_that_differ(worker: Worker, _: str) -> Callable[[], None]:
+    recorded.STREAM.submit(lambda: UNTIL_UNLIKE.zero_())
+    return lambda: None
+
+
+#: How many launches go by until one of them has other gradients than the other replicas.
+UNTIL_UNLIKE = torch.full((), 1 << 40, dtype=torch.int64)
+
+
+def _with_unlike_squares() -> None:
+    """Let what a launch says of its gradients differ once, when it is asked for."""
+    real = one_launch.square_sums
+
+    def squares(*given: Any) -> dict[int, torch.Tensor]:
+        found = {stage: part + (UNTIL_UNLIKE == 0) for stage, part in real(*given).items()}
+        UNTIL_UNLIKE.sub_(1)
+        return found
+
+    one_launch.square_sums = squares  # type: ignore[attr-defined]
+
+
+def _slow_to_stop(runner: OneLaunch) -> None:
+    """Let the device come to the end of what was launched, before the host ends connections."""
+    real = runner._stopped
+
+    def stopped() -> None:
+        recorded.STREAM.synchronize()
+        real()
+
+    runner._stopped = stopped  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[Worker, str], Callable[[], None]]] = {
     "twice": _twice,
     "miscounted": _miscounted,
+    "unlike": _squares_that_differ,
 }
 
 
@@ -147,8 +181,11 @@ def recovering(
         faults: For each, the epoch before which it is made, its rank, its kind, and its action.
     """
     recorded.install()
+    _with_unlike_squares()
     worker = _made(job, options)
     runner = OneLaunch(worker)
+    if any(kind == "unlike" for _, _, kind, _ in faults):
+        _slow_to_stop(runner)
     due = {epoch: (victim, kind, action) for epoch, victim, kind, action in faults}
     said: list[dict[str, Any]] = []
     while worker.runtime.epoch < steps:

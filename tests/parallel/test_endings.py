@@ -6,9 +6,10 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 from qeffect.gpu_runtime.parallel import channels
-from qeffect.gpu_runtime.parallel.channels import Channels, Ends, end_groups
+from qeffect.gpu_runtime.parallel.channels import Channels, Ends, LostError, end_groups
 from qeffect.gpu_runtime.parallel.consent import Consent
 from qeffect.gpu_runtime.parallel.reduction import Replicas
 
@@ -114,3 +115,16 @@ def test_a_graph_is_dropped_when_every_group_of_its_kernels_was_let_go(
     assert dropped.is_set()
     assert [True] * 3 == [group.ended for group in groups]
     assert {id(group) for group in groups} == {id(group) for group in destroyed}
+
+
+def test_replicas_whose_group_has_ended_reduce_nothing(destroyed: list[Any]) -> None:
+    """No group means the group of all ranks to torch: its other members would be waited for."""
+    replicas = Replicas(_Group(lambda: None), host=False, deadline=1.0)
+    replicas.close(abort=False)
+    assert len(destroyed) == 1
+    for begin in (
+        lambda: replicas(3, {"w": torch.ones(2)}),
+        lambda: replicas.largest(torch.ones(2, dtype=torch.int32)),
+    ):
+        with pytest.raises(LostError, match="REDUCE_GRAD, with all ranks, was lost"):
+            begin()

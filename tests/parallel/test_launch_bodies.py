@@ -135,9 +135,13 @@ def test_steps_go_on_after_a_stop(action: str | None, tmp_path: Path) -> None:
 
 
 def test_a_word_of_an_earlier_step_is_no_yes(tmp_path: Path) -> None:
-    """An aborted communicator leaves what it had received before: the update is skipped."""
+    """
+    An aborted communicator leaves what it had received before: the update is skipped.
+
+    So is that of the step behind it, for which all words came.
+    """
     said = launch(2, tmp_path, launch_bodies.unheard, None)
     assert said.codes == [0, 0]
     assert said.words[0] == said.words[1]
-    assert [step["skip"] for step in said.words[0]] == [0.0, 1.0, 0.0]
-    assert [step["said"] for step in said.words[0]] == [[0, 0], [1, 1], [0, 0]]
+    assert [step["skip"] for step in said.words[0]] == [0.0, 1.0, 1.0]
+    assert [step["said"] for step in said.words[0]] == [[0, 0], [1, 1], [1, 1]]

@@ -12,10 +12,11 @@ import torch
 
 from qeffect.counts import DeviceCounts
 from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.parallel.channels import LostError
 from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError
 from qeffect.gpu_runtime.parallel.feeds import Beside, made
 from qeffect.gpu_runtime.parallel.model import Job
-from qeffect.gpu_runtime.parallel.one_launch import PARTS, OneLaunch, _Staged
+from qeffect.gpu_runtime.parallel.one_launch import PARTS, OneLaunch, _Gate, _Staged
 from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
 from qeffect.refusals import Refused
 from tests.parallel.recurring import SMALL, Rank
@@ -136,12 +137,51 @@ def _state(launched: _Launched) -> None:
 def test_an_optimizer_that_has_changed_stops_before_the_launch(
     happens: Callable[[_Launched], None], launched: _Launched
 ) -> None:
-    """A number that the graph holds, or the place of a moment; nothing is launched."""
+    """
+    A number that the graph holds, or the place of a moment; nothing is launched.
+
+    What the step before came to is heard first: nobody ends connections under it.
+    """
     replays = launched.replays
     happens(launched)
+    assert len(launched.ran) == 1
     with pytest.raises(StoppedError, match="make a new OneLaunch"):
         launched.step()
     assert launched.replays == replays
+    assert launched.ran == []
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (lambda given: given[:1], r"expected torch\.\w+ of \(.*found torch\.\w+ of \(1, "),
+        (lambda given: given.double(), r"found torch\.float64 of"),
+    ],
+    ids=["one that would be spread", "another type"],
+)
+def test_data_of_another_form_stop_before_the_launch(
+    other: Callable[[torch.Tensor], torch.Tensor], said: str, launched: _Launched
+) -> None:
+    """A copy would take them all the same; guarded replays refuse them."""
+    inner, replays = launched.whole.feed.inner, launched.replays
+    give = inner.inputs
+    inner.inputs = lambda *place: tuple(map(other, give(*place)))  # type: ignore[method-assign]
+    with pytest.raises(StoppedError, match=said):
+        launched.step()
+    assert launched.replays == replays
+
+
+def test_a_gate_without_its_connection_takes_no_word_for_that_of_all() -> None:
+    """One rank's yes, read as every rank's, would move its weights alone."""
+    gate = object.__new__(_Gate)
+    gate.world, gate.group = 2, None
+    heard = torch.ones(2)
+    with pytest.raises(LostError, match="commit"):
+        gate._gather(heard, torch.ones(1))
+    assert heard.tolist() == [0.0, 0.0]
+    gate.world = 1
+    gate._gather(heard, torch.ones(1))
+    assert heard.tolist() == [1.0, 1.0]
 
 
 def test_the_data_of_a_step_come_in_a_copy_for_each_type(

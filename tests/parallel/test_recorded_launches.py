@@ -111,6 +111,23 @@ def test_after_a_stop_launches_go_on_bit_for_bit(case: str, tmp_path: Path) -> N
         assert word["left"] == whole.words[rank]
 
 
+def test_a_launch_behind_one_that_was_skipped_moves_no_weights(tmp_path: Path) -> None:
+    """It is under way before the host has heard; replicas agree again, and still none runs."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    job, options = REPLICAS, {"clip_norm": 0.01}
+    faults = [(5, 1, "unlike", "")]
+    said = launch(2, tmp_path / "a", recorded_bodies.recovering, job, STEPS, options, faults)
+    whole = launch(2, tmp_path / "b", recorded_bodies.replayed, job, STEPS, options)
+    assert said.codes == whole.codes == [0, 0]
+    for rank in range(2):
+        (stop,) = said.words[rank]["stops"]
+        assert stop["cause"]["kind"] == "disagreed"
+        assert "the replica of rank 1 have other squares" in stop["cause"]["text"]
+        assert stop["again"] == 5
+        assert said.words[rank]["left"] == whole.words[rank]
+
+
 def test_a_step_that_cannot_be_captured_is_taken_by_replays(tmp_path: Path) -> None:
     """One rank's library refuses it: all ranks go on without launches, and say why."""
     (tmp_path / "a").mkdir()

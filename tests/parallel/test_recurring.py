@@ -431,6 +431,18 @@ def test_a_stop_behind_the_launch_leaves_an_epoch_that_goes_no_further() -> None
     without.runtime.checkpoint()
 
 
+def test_a_stop_keeps_its_cause_whatever_fails_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the walk would hide it, and the other ranks would wait for this one's words."""
+    rank = begun()
+    rank.ask()
+    assert rank.rehearsal.as_one
+    monkeypatch.setattr(rank.pipeline.feed, "outputs", lambda *_: 1 // 0)
+    rank.rehearsal.stopped()
+    assert not rank.rehearsal.as_one
+    with pytest.raises(Refused, match=r"persistence\.live-tape"):
+        rank.runtime.checkpoint()
+
+
 def test_counts_that_have_not_come_hold_the_commit() -> None:
     """As they hold that of single actions."""
     rank = begun(late=True)

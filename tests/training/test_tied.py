@@ -145,20 +145,24 @@ def test_ranks_that_do_not_declare_the_same_are_refused(tmp_path: Path, folder: 
     half = Tie("embedding.weight", ((0, "embedding.weight"), (2, "layers.0.fc1.weight")))
     said_of = [bodies.Said(**given, said=ties) for ties in ((), (whole,), (other,), (half,))]
     apart = bodies.Apart(**given)
+    # Destinations are bfloat16, and so the head's gradient; the embedding's is what it is itself.
+    wide = attrs.evolve(said_of[1], config=attrs.evolve(said_of[1].config, dtype=torch.float32))
     cases = [
         [said_of[1], said_of[0]],
         [said_of[0], said_of[1]],
         [said_of[1], said_of[2]],
         [said_of[1], said_of[3]],
         [apart, apart],
+        [wide, wide],
     ]
     said = launch(2, folder, bodies.undeclared, cases)
     assert said.codes == [0, 0]
     assert said.words[0] == said.words[1]
     clauses, words = zip(*said.words[0], strict=True)
-    assert clauses == ("arena.overlapping-destinations",) * 4 + ("",)
+    assert clauses == ("arena.overlapping-destinations",) * 4 + ("",) * 2
     assert "'head.weight' of stage 3 in 'embedding.weight'" in words[0]
     assert "do not begin with the same bits" in words[4]
+    assert "are torch.float32 on rank 0 and torch.bfloat16 on rank 1" in words[5]
 
 
 def test_a_tie_without_its_second_copy_is_refused() -> None:
