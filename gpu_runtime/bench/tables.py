@@ -9,7 +9,6 @@ with token embedding and head over 32,768 tokens, as the paper's; `layers` leave
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import time
@@ -27,7 +26,14 @@ from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.measure.complete import table_lines
 from qeffect.gpu_runtime.measure.paper import LARGE, SMALL
-from qeffect.gpu_runtime.measure.report import Report, environment
+from qeffect.gpu_runtime.measure.report import (
+    ALIKE,
+    Report,
+    environment,
+    read_part,
+    require_alike,
+    require_folder,
+)
 from qeffect.gpu_runtime.memory.arena import Rule
 from qeffect.gpu_runtime.memory.state import same_bits
 from qeffect.gpu_runtime.parallel.command import mute
@@ -244,9 +250,10 @@ def run_tables(args: argparse.Namespace, progress: Progress) -> Outcome:
         UnusableError: The ranks cannot run it, or a report cannot be merged.
     """
     if args.merge is not None:
-        options = [f"--{name.replace('_', '-')}" for name in (*_DEFAULTS, "no_profile")]
+        options = [f"--{name.replace('_', '-')}" for name in (*_DEFAULTS, "no_profile", "commit")]
         refuse_unused(args, options, "--merge measures nothing")
-        return _outcome(merged(args.merge, args.out, args.commit))
+        require_folder(args.out)
+        return _outcome(merged(args.merge, args.out))
     for name, value in _DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -258,6 +265,7 @@ def run_tables(args: argparse.Namespace, progress: Progress) -> Outcome:
         )
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     try:
+        require_folder(args.out)
         finished = _trial(args, progress)
     except (BackendError, ScheduleError, UnusableError) as error:
         mute(failed=True)
@@ -274,52 +282,49 @@ def _outcome(report: Mapping[str, Any]) -> Outcome:
     return Outcome(verdict, {"derived": derived}, table_lines(derived))
 
 
-def merged(paths: Sequence[Path], out: Path | None, commit: str | None) -> dict[str, Any]:
+def merged(paths: Sequence[Path], out: Path | None) -> dict[str, Any]:
     """
     One report of several trials.
 
     Args:
         paths: Reports of `tables`, in the order of the trials.
         out: Where it is written; None keeps it in memory.
-        commit: The commit of the report itself, where git cannot tell.
 
     Returns:
         The report; complete where every trial is, and made where the first one was.
 
     Raises:
-        UnusableError: A file is no report of `tables`, or trials are of several devices.
+        UnusableError: A file is no report of `tables`; trials are of several devices, commits or
+            versions; or one is named twice.
     """
-    found = [_read(path) for path in paths]
-    devices = sorted({str(report["environment"].get("gpu")) for report in found})
-    if len(devices) > 1:
-        raise UnusableError(
-            f"--merge: trials are of several devices ({', '.join(devices)}); merge those of one"
-        )
+    found = [read_part(path, "tables") for path in paths]
+    require_alike([(path, _facts(part)) for path, part in zip(paths, found, strict=True)])
+    trials: list[Any] = []
+    for path, part in zip(paths, found, strict=True):
+        for trial in part["raw"]["trials"]:
+            if trial in trials:
+                raise UnusableError(
+                    f"--merge {path}: its trial of {trial['date']} is there twice; name each once"
+                )
+            trials.append(trial)
     first = found[0]
-    raw = {"trials": [trial for report in found for trial in report["raw"]["trials"]]}
-    place = first["environment"] if commit is None else {**first["environment"], "commit": commit}
     configuration = {
         **first["configuration"],
         "merged": [report["configuration"] for report in found],
     }
-    report = Report("tables", out, place, configuration, raw)
+    report = Report("tables", out, first["environment"], configuration, {"trials": trials})
     report.complete = all(one["complete"] for one in found)
     report.save()
     return report.to_json()
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UnusableError(f"--merge {path}: {error}; name a report of `tables`") from None
-    kind = report.get("kind") if isinstance(report, dict) else None
-    if kind != "tables":
-        raise UnusableError(
-            f"--merge {path}: expected a report of kind 'tables', found {kind!r}; make one with "
-            "`qeffect runtime tables --out`"
-        )
-    return report
+def _facts(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What has to agree; ranks, parts and cells may differ, and so may hosts of several ranks."""
+    place, asked = part["environment"], part["configuration"]
+    return {
+        **{name: place.get(name) for name in ALIKE},
+        **{name: asked.get(name) for name in ("device", "backend")},
+    }
 
 
 def _trial(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
@@ -329,6 +334,8 @@ def _trial(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             f"{member.world} processes were started for --pp {args.pp}; start torchrun with "
             f"--nproc-per-node {args.pp}"
         )
+    if member.rank:
+        progress = Progress(enabled=False)
     captured = args.device == "cuda"
     rows = asked(args.parts, args.cells, args.pp, microbatches=args.microbatches, captured=captured)
     for row in rows:

@@ -2,15 +2,17 @@
 What follows from trials of the complete step: the paper's tables, ours beside theirs, and goals.
 
 A trial is one start of all ranks; its time of a step is the median of its rounds. Ratios are taken
-within a trial, then their median over the trials is given. The first three trials are the paper's
-initial set, the others its replication, and the two are never pooled with each other where both
-are shown.
+within a trial, then their median over the trials is given; only two and four ranks, which no trial
+has both, are compared by medians over trials. The first three trials of a model on its ranks are
+the paper's initial set, the others its replication, and times, speedups and break-even of the two
+are never pooled where both are shown. Memory is the most of all trials.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,11 +32,17 @@ KEY = ("cell", "microbatches", "model", "pp", "vpp", "schedule", "side")
 
 
 class _Pair(NamedTuple):
-    """A row, and the native and the eager one of its trial, the latter of the same schedule."""
+    """
+    A row, and others of its trial: native, eager of the same schedule, copied; and which trial.
+
+    Trials are counted by model and ranks, so that a row that failed in one is not another's.
+    """
 
     own: Raw
     native: Raw | None
     eager: Raw | None
+    copied: Raw | None
+    trial: int
 
 
 def break_even_steps(own: Raw, native: Raw) -> float | None:
@@ -74,6 +82,7 @@ def derive_tables(raw: Raw) -> dict[str, Any]:
     """
     groups: dict[tuple[Any, ...], list[_Pair]] = {}
     errors = []
+    before: Counter[tuple[Any, ...]] = Counter()
     for trial in raw["trials"]:
         good = [row for row in trial["rows"] if row["error"] is None]
         errors += [
@@ -87,10 +96,15 @@ def derive_tables(raw: Raw) -> dict[str, Any]:
             if row["side"] == "native"
         }
         eager = {tuple(row[k] for k in KEY[:-1]): row for row in good if row["side"] == "eager"}
+        copied = {_model(row): row for row in good if row["side"] == "copied"}
         for row in good:
             base = native.get((row["cell"], row["microbatches"], row["model"], row["pp"]))
             called = eager.get(tuple(row[k] for k in KEY[:-1]))
-            groups.setdefault(tuple(row[k] for k in KEY), []).append(_Pair(row, base, called))
+            number = before[_ranks(row)]
+            groups.setdefault(tuple(row[k] for k in KEY), []).append(
+                _Pair(row, base, called, copied.get(_model(row)), number)
+            )
+        before.update({_ranks(row) for row in trial["rows"]})
     rows = [_row(pairs) for pairs in groups.values()]
     found: dict[str, Any] = {
         "trials": len(raw["trials"]),
@@ -110,14 +124,43 @@ def _name(row: Raw) -> dict[str, Any]:
     return {key: row[key] for key in KEY}
 
 
+def _ranks(row: Raw) -> tuple[Any, ...]:
+    """What trials are counted by."""
+    return row["model"], row["pp"], row["vpp"]
+
+
+def _model(row: Raw) -> tuple[Any, ...]:
+    """What rows of every schedule and side of one cell have in common."""
+    return row["cell"], row["microbatches"], *_ranks(row)
+
+
+def _paired(pairs: Sequence[_Pair]) -> list[tuple[Raw, Raw]]:
+    """Rows with the native one of their trial."""
+    return [(p.own, p.native) for p in pairs if p.native is not None and p.native is not p.own]
+
+
+def _set(pairs: Sequence[_Pair]) -> dict[str, float | None]:
+    """Time, speedup and break-even of some trials; None where one of them never breaks even."""
+    paired = _paired(pairs)
+    even = [break_even_steps(own, native) for own, native in paired]
+    reached = [steps for steps in even if steps is not None]
+    return {
+        "ms": _median(_step(pair.own) for pair in pairs),
+        "native_over_this": _median(_step(native) / _step(own) for own, native in paired),
+        "break_even_steps": _median(reached) if len(reached) == len(even) else None,
+    }
+
+
 def _row(pairs: Sequence[_Pair]) -> dict[str, Any]:
     """One measurement over its trials."""
     first = pairs[0].own
     steps = [_step(pair.own) for pair in pairs]
     median = statistics.median(steps)
-    paired = [(own, native) for own, native, _ in pairs if native is not None and native is not own]
-    even = [break_even_steps(own, native) for own, native in paired]
-    reached = [steps for steps in even if steps is not None]
+    paired, whole = _paired(pairs), _set(pairs)
+    sets = {
+        "initial": [pair for pair in pairs if pair.trial < INITIAL],
+        "replication": [pair for pair in pairs if pair.trial >= INITIAL],
+    }
     facts = first["facts"]
     found = {
         **_name(first),
@@ -125,13 +168,15 @@ def _row(pairs: Sequence[_Pair]) -> dict[str, Any]:
         "step_ms": _spread(steps),
         "single_ms": _median(statistics.median(p.own["single_ms"]) for p in pairs),
         "host_ms": _median(statistics.median(p.own["host_ms"]) for p in pairs),
-        "initial_ms": _median(steps[:INITIAL]),
-        "replication_ms": _median(steps[INITIAL:]),
+        **{f"{name}_{key}": v for name, own in sets.items() for key, v in _set(own).items()},
         "tokens_per_s": round(1e3 * first["tokens"] / median),
         "setup_s": _median(setup_s(p.own) for p in pairs),
-        "native_over_this": _median(_step(native) / _step(own) for own, native in paired),
-        "break_even_steps": _median(reached) if len(reached) == len(even) else None,
-        "never_even": len(even) - len(reached),
+        "native_over_this": whole["native_over_this"],
+        "copied_over_this": _median(
+            _step(p.copied) / _step(p.own) for p in pairs if p.copied is not None
+        ),
+        "break_even_steps": whole["break_even_steps"],
+        "never_even": sum(break_even_steps(own, native) is None for own, native in paired),
         "peak_bytes": max(_most(p.own, "allocated_peak") for p in pairs),
         "above_native_bytes": _largest(
             max(_differences(own, native, "allocated_peak")) for own, native in paired
@@ -235,11 +280,11 @@ def _complete(rows: Sequence[Raw]) -> list[dict[str, Any]]:
                         "set": kind,
                         "native_ms": native[f"{kind}_ms"],
                         "ms": own[f"{kind}_ms"],
-                        "speedup": round(native[f"{kind}_ms"] / own[f"{kind}_ms"], _DIGITS),
+                        "speedup": own[f"{kind}_native_over_this"],
                         "paper_native_ms": theirs["native"],
                         "paper_ms": theirs[schedule],
-                        "paper_speedup": round(theirs["native"] / theirs[schedule], _DIGITS),
-                        "break_even_steps": own["break_even_steps"],
+                        "paper_speedup": paper.SPEEDUP[cell][kind][schedule],
+                        "break_even_steps": own[f"{kind}_break_even_steps"],
                         "paper_break_even_steps": (
                             paper.BREAK_EVEN[kind][schedule] if cell == paper.LARGE else None
                         ),
@@ -276,17 +321,12 @@ def _attribution(rows: Sequence[Raw]) -> list[dict[str, Any]]:
         if row is None:
             continue
         theirs = paper.ATTRIBUTION.get(name)
-        copied = own["copied"]
         found.append(
             {
                 "configuration": name,
                 "ms": row["step_ms"]["median"],
                 "native_over_this": row["native_over_this"],
-                "copied_over_this": (
-                    None
-                    if copied is None
-                    else round(copied["step_ms"]["median"] / row["step_ms"]["median"], _DIGITS)
-                ),
+                "copied_over_this": row["copied_over_this"],
                 "break_even_steps": row["break_even_steps"],
                 "above_native_bytes": row["above_native_bytes"],
                 "copies": row["copies"],
@@ -335,8 +375,13 @@ def _resources(rows: Sequence[Raw]) -> list[dict[str, Any]]:
     ]
 
 
+def _right(rows: Iterable[Raw]) -> list[Raw]:
+    """Those whose tensors do not differ from the reference's; what was not compared is one."""
+    return [row for row in rows if not row.get("different")]
+
+
 def _fastest(rows: Iterable[Raw]) -> Raw | None:
-    return min(rows, key=lambda row: float(row["step_ms"]["median"]), default=None)
+    return min(_right(rows), key=lambda row: float(row["step_ms"]["median"]), default=None)
 
 
 def _guarded(rows: Sequence[Raw], **wanted: Any) -> list[Raw]:
@@ -378,6 +423,8 @@ def _mapping(rows: Sequence[Raw]) -> list[dict[str, Any]]:
     """The same four-layer model over two ranks and over four."""
     found = []
     for model in ("language", "layers"):
+        # The paper's model has both ends.
+        theirs = paper.MAPPING if model == "language" else {}
         two = _guarded(rows, cell=paper.LARGE, model=model, pp=2, vpp=2)
         four = _guarded(rows, cell=paper.LARGE, model=model, pp=4, vpp=1)
         pairs = [
@@ -403,8 +450,8 @@ def _mapping(rows: Sequence[Raw]) -> list[dict[str, Any]]:
                     "pp4_ms": b,
                     "speedup": round(a / b, _DIGITS),
                     "efficiency": round(a / b / 2, _DIGITS),
-                    "paper_speedup": paper.MAPPING["speedup"],
-                    "paper_efficiency": paper.MAPPING["efficiency"],
+                    "paper_speedup": theirs.get("speedup"),
+                    "paper_efficiency": theirs.get("efficiency"),
                 }
             )
     return found
@@ -461,10 +508,10 @@ def _targets(found: Raw) -> list[dict[str, Any]]:
 def _language(
     found: Raw, cell: str, what: str, choose: Callable[..., Raw]
 ) -> list[tuple[str, float | None]]:
-    """The best of the guarded sides of the language model over two ranks."""
+    """The best of the guarded sides of the language model over two ranks; a wrong one is none."""
     own = [
         row
-        for row in _guarded(found["rows"], cell=cell, model="language", pp=2, vpp=2)
+        for row in _right(_guarded(found["rows"], cell=cell, model="language", pp=2, vpp=2))
         if row[what] is not None
     ]
     if not own:
@@ -499,9 +546,10 @@ def table_lines(derived: Raw) -> list[str]:
     )  # fmt: skip
     lines = ["", *table(header, rows)]
     for row in derived["mapping"]:
+        theirs = row["paper_efficiency"]
         lines.append(
             f"mapping, {row['model']}, {row['side']}: {row['pp2_ms']:.2f} to {row['pp4_ms']:.2f} "
-            f"ms, efficiency {row['efficiency']:.3f} (paper {row['paper_efficiency']})"
+            f"ms, efficiency {row['efficiency']:.3f}" + (f" (paper {theirs})" if theirs else "")
         )
     for row in derived["weak"]:
         lines.append(f"weak scaling, {row['cell']}, {row['side']}: rate {row['rate']:.3f}")

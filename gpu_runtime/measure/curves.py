@@ -169,16 +169,16 @@ def _judged(pairs: Sequence[Sequence[float | None]]) -> dict[str, Any]:
         nothing = dict.fromkeys(("perplexities", "ratio", "upper", "spread", "spread_against"))
         return {**nothing, "within": False, "shown": False}
     apart = [own - base for own, base in known]
-    ratio = math.exp(statistics.fmean(apart))
-    upper = None if len(apart) < 2 else math.exp(upper_bound(apart))
+    ratio = perplexity(statistics.fmean(apart))
+    upper = None if len(apart) < 2 else perplexity(upper_bound(apart))
     own, base = zip(*known, strict=True)
     return {
         "perplexities": [[_rounded(perplexity(a)), _rounded(perplexity(b))] for a, b in known],
         "ratio": _rounded(ratio),
         "upper": _rounded(upper),
-        "spread": _rounded(math.exp(max(own) - min(own))) if len(own) > 1 else None,
-        "spread_against": _rounded(math.exp(max(base) - min(base))) if len(base) > 1 else None,
-        "within": ratio <= MARGIN,
+        "spread": _rounded(perplexity(max(own) - min(own))) if len(own) > 1 else None,
+        "spread_against": _rounded(perplexity(max(base) - min(base))) if len(base) > 1 else None,
+        "within": ratio is not None and ratio <= MARGIN,
         "shown": upper is not None and upper <= MARGIN,
     }
 

@@ -7,7 +7,8 @@ killed leaves a valid report of what it had; `complete` says whether it reached 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,21 @@ from qeffect.gpu_runtime.measure import device
 from qeffect.gpu_runtime.measure.derive import DERIVE
 from qeffect.report import UnusableError, write_json
 
-__all__ = ["SCHEMA", "Report", "UnusableError", "environment"]
+__all__ = [
+    "ALIKE",
+    "SCHEMA",
+    "Report",
+    "UnusableError",
+    "environment",
+    "read_part",
+    "require_alike",
+    "require_folder",
+]
 
 SCHEMA = "qeffect-runtime-report-1"
+
+ALIKE = ("commit", "gpu", "driver", "gpu_memory_mib", "python", "packages")
+"""What reports that become one have to agree in, of the environment."""
 
 
 @attrs.define(eq=False)
@@ -90,3 +103,83 @@ def environment(commit: str | None) -> dict[str, Any]:
     if record["commit"] == "unknown":
         raise UnusableError("this is not a git checkout; name the commit with --commit")
     return record
+
+
+def require_folder(out: Path | None) -> None:
+    """
+    Require a place for a report, before anything is measured.
+
+    Raises:
+        UnusableError: Its folder is not there, or it is a folder itself.
+    """
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UnusableError(f"--out {out}: there is no folder {out.parent}")
+    if out is not None and out.is_dir():
+        raise UnusableError(f"--out {out}: expected a file, found a folder; name a file in it")
+
+
+def read_part(path: Path, kind: str) -> dict[str, Any]:
+    """
+    Read a report that is to become a part of another one.
+
+    Args:
+        path: The file.
+        kind: Its kind, as the command that makes it is called.
+
+    Raises:
+        UnusableError: It is no report of this kind, or nothing can be derived from it.
+    """
+    try:
+        part = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UnusableError(f"--merge {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UnusableError(f"--merge {path}: expected a JSON report, found {error}") from None
+    found = part.get("kind") if isinstance(part, dict) and part.get("schema") == SCHEMA else None
+    again = f"make one with qeffect runtime {kind}"
+    if found != kind:
+        raise UnusableError(
+            f"--merge {path}: expected a report of kind {kind!r}, found {found!r}; {again}"
+        )
+    for name, types in _PARTS.items():
+        if not isinstance(part.get(name), types):
+            raise UnusableError(
+                f"--merge {path}: expected a whole report, found none of {name}; {again}"
+            )
+    try:
+        DERIVE[kind](part["raw"])
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UnusableError(
+            f"--merge {path}: expected measurements in raw, found some from which nothing follows "
+            f"({type(error).__name__}: {error}); {again}"
+        ) from None
+    made: dict[str, Any] = part
+    return made
+
+
+_PARTS: Mapping[str, type] = {
+    "environment": dict,
+    "configuration": dict,
+    "raw": dict,
+    "complete": bool,
+}
+
+
+def require_alike(parts: Iterable[tuple[Path, Mapping[str, Any]]]) -> None:
+    """
+    Require that what reports say of themselves is the same.
+
+    Args:
+        parts: Files, and what has to agree, by name.
+
+    Raises:
+        UnusableError: Something differs from the first one's.
+    """
+    (whence, first), *others = parts
+    for path, own in others:
+        for name in sorted(own.keys() | first.keys()):
+            if own.get(name) != first.get(name):
+                raise UnusableError(
+                    f"--merge {path}: {name} is {own.get(name)!r}, in {whence} it is "
+                    f"{first.get(name)!r}; merge parts of one configuration, made in one place"
+                )

@@ -41,6 +41,8 @@ _SIZE = 2**20
 _COUNT = 2**53
 """The most of steps and windows."""
 _SEED = 2**63 - 1
+_DRAWN = 2**47 - 1
+"""The most of a seed that parts of a model have theirs from (`ends.drawn`)."""
 _NUMBER = 1e9
 
 
@@ -130,7 +132,7 @@ class Model:
     ffn: int = _whole(256)
     heads: int = _whole(4)
     sequence: int = _whole(64)
-    seed: int = _whole(0, 0, _SEED)
+    seed: int = _whole(0, 0, _DRAWN)
     history: int = _whole(16)
     tied: bool = _flag(False)
     head: str = _one_of("te", "te", "torchao")

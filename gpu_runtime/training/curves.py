@@ -29,7 +29,14 @@ import torch
 from qeffect.cli.command import Outcome, Progress, refuse_unused
 from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
 from qeffect.gpu_runtime.measure.curves import curve_lines
-from qeffect.gpu_runtime.measure.report import SCHEMA, Report, environment
+from qeffect.gpu_runtime.measure.report import (
+    ALIKE,
+    Report,
+    environment,
+    read_part,
+    require_alike,
+    require_folder,
+)
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.command import begun, said_once, stopped_outcome
 from qeffect.gpu_runtime.parallel.compare import guarded, native_pipeline, tensors_of
@@ -40,7 +47,7 @@ from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, gathered
 from qeffect.gpu_runtime.training.command import release, require_processes
 from qeffect.gpu_runtime.training.config import Checkpointing, Config, read
 from qeffect.gpu_runtime.training.evaluate import evaluate, evaluate_native
-from qeffect.gpu_runtime.training.loop import Opened, backend_of, opened, settled
+from qeffect.gpu_runtime.training.loop import TIMES, Opened, backend_of, opened, settled
 from qeffect.gpu_runtime.training.model import Language
 from qeffect.refusals import Refused
 from qeffect.report import UnusableError, finite
@@ -49,9 +56,7 @@ __all__ = ["Named", "add_curves_arguments", "merged", "run_curves", "trained"]
 
 _SIDES = ("native", "guarded")
 #: What parts of one report have to agree in, of the environment.
-_ALIKE = (
-    "commit", "gpu", "driver", "gpu_memory_mib", "cpu", "cores", "python", "packages",
-)  # fmt: skip
+_ALIKE = (*ALIKE, "cpu", "cores")
 #: What parts of one report may differ in, of the configuration.
 _OWN = ("runs", "limit_s", "parts")
 
@@ -110,9 +115,11 @@ class Named:
             parallel={"schedule": self.schedule},
             run={"device": device, "steps": steps},
         )
+        seed = config.model.seed + self.seed
+        read(path, model={"seed": seed})  # refuses a sum that is none
         return attrs.evolve(
             config,
-            model=attrs.evolve(config.model, seed=config.model.seed + self.seed),
+            model=attrs.evolve(config.model, seed=seed),
             data=attrs.evolve(config.data, seed=config.data.seed + self.seed),
             checkpoint=Checkpointing(),
         )
@@ -263,7 +270,7 @@ def trained(
         "side": named.side,
         "schedule": named.schedule,
         "seed": named.seed,
-        "head": named.head or getattr(config.model, "head", backend_of(config)),
+        "head": config.model.head,
         "captured": course.captured,
         "cut": list(data.job.cut),
         "parameters": sum(rank["parameters"] for rank in ranks) // data.job.dp,
@@ -409,8 +416,7 @@ def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
     Raises:
         UnusableError: The runs cannot be made by these processes, or the reports do not fit.
     """
-    if not args.out.absolute().parent.is_dir():
-        raise UnusableError(f"--out {args.out}: there is no folder {args.out.parent}")
+    require_folder(args.out)
     if args.merge is None:
         return said_once(lambda: _run(args, progress))
     others = ["--runs", "--steps", "--held-out-steps", "--limit-s", "--device", "--commit"]
@@ -429,6 +435,10 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         if (value := getattr(args, name)) is not None and value <= 0:
             raise UnusableError(f"--{name.replace('_', '-')} {value}: expected a number above 0")
     configs = [named.of_file(args.config, args.device, args.steps) for named in names]
+    heads = [config.model.head for config in configs]
+    whole = [attrs.evolve(named, head=head) for named, head in zip(names, heads, strict=True)]
+    if twice := next((named for n, named in enumerate(whole) if named in whole[:n]), None):
+        raise UnusableError(f"--runs {twice}: it is named twice; name each run once")
     data = [opened(config) for config in configs]  # before any rank waits for another
     first, (job, held_out) = configs[0], data[0]
     if held_out is None:
@@ -444,7 +454,15 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     member = begun(first.run.device, _limits(first), deterministic=True)
     if member.rank:
         progress = Progress(enabled=False)
-    cut = [settled(member, *pair) for pair in zip(configs, data, strict=True)]
+    times: dict[str, Any] = {}
+    cut = []
+    for config, own in zip(configs, data, strict=True):
+        # Measured once for each head: runs of one report are of one cut.
+        head = config.model.head
+        cut.append(settled(member, config, own, times=times.get(head)))
+        found = cut[-1][0].parallel
+        if found.cut == "measured":
+            times[head] = {name: getattr(found, name) for name in TIMES}
     configs, data = [config for config, _ in cut], [own for _, own in cut]
     assert job.loader is not None
     base = read(args.config, run={"device": args.device, "steps": args.steps})
@@ -456,6 +474,8 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         "runs": [str(named) for named in names],
         "limit_s": args.limit_s,
     }
+    if times:
+        asked["times"] = times
     rows: list[dict[str, Any]] = []
     path = args.out if member.rank == 0 else None
     report = Report("curves", path, where, asked, {"runs": rows})
@@ -492,11 +512,7 @@ def _names(args: argparse.Namespace) -> list[Named]:
             "curves wants a file and --runs, such as: torchrun --nproc-per-node 2 -m qeffect "
             "runtime curves h200.toml --runs native:il:0 guarded:il:0 --out curves.json"
         )
-    names = [Named.of(text) for text in args.runs]
-    for n, named in enumerate(names):
-        if named in names[:n]:
-            raise UnusableError(f"--runs {named}: it is named twice; name each run once")
-    return names
+    return [Named.of(text) for text in args.runs]
 
 
 def _outcome(made: Mapping[str, Any], what: str) -> Outcome:
@@ -516,18 +532,12 @@ def merged(paths: Sequence[Path]) -> Report:
         UnusableError: One is no report of this kind; they were made at another commit, elsewhere,
             of other versions or of another configuration; or two have a run of one name.
     """
-    parts = [_part(path) for path in paths]
-    first, whence = parts[0], paths[0]
+    parts = [read_part(path, "curves") for path in paths]
+    first = parts[0]
+    require_alike([(path, _facts(part)) for path, part in zip(paths, parts, strict=True)])
     runs: list[Any] = []
     seen: dict[Any, Path] = {}
     for path, part in zip(paths, parts, strict=True):
-        own, others = _facts(part), _facts(first)
-        for name in sorted(own.keys() | others.keys()):
-            if own.get(name) != others.get(name):
-                raise UnusableError(
-                    f"--merge {path}: {name} is {own.get(name)!r}, in {whence} it is "
-                    f"{others.get(name)!r}; merge parts of one configuration, made in one place"
-                )
         for row in part["raw"]["runs"]:
             key = (row["side"], row["schedule"], row["seed"], row["head"])
             if key in seen:
@@ -542,32 +552,13 @@ def merged(paths: Sequence[Path]) -> Report:
     asked = {name: value for name, value in first["configuration"].items() if name not in _OWN}
     asked["parts"] = [
         {
-            "argv": part["environment"]["argv"],
-            "date": part["environment"]["date"],
-            "load_1min": part["environment"]["load_1min"],
+            **{name: part["environment"].get(name) for name in ("argv", "date", "load_1min")},
             "runs": len(part["raw"]["runs"]),
         }
         for part in parts
     ]
     argv = ["runtime", "curves", "--merge", *(path.name for path in paths)]
     return Report("curves", None, {**first["environment"], "argv": argv}, asked, {"runs": runs})
-
-
-def _part(path: Path) -> dict[str, Any]:
-    try:
-        part = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UnusableError(f"--merge {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise UnusableError(f"--merge {path}: expected a JSON report, found {error}") from None
-    kind = part.get("kind") if isinstance(part, dict) and part.get("schema") == SCHEMA else None
-    if kind != "curves":
-        raise UnusableError(
-            f"--merge {path}: expected a report of kind 'curves', found {kind!r}; make one with "
-            "qeffect runtime curves"
-        )
-    made: dict[str, Any] = part
-    return made
 
 
 def _facts(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from qeffect.gpu_runtime.training.rates import Rate
 from qeffect.report import UnusableError, finite
 from qeffect.schedule.actions import ScheduleError
 
-__all__ = ["Opened", "Trainer", "backend_of", "job_of", "opened", "settled"]
+__all__ = ["TIMES", "Opened", "Trainer", "backend_of", "job_of", "opened", "settled"]
 
 
 def backend_of(config: Config) -> str:
@@ -100,15 +100,20 @@ def job_of(config: Config) -> Language:
 
 def _cut(config: Config, stages: int) -> tuple[int, ...]:
     parallel, layers = config.parallel, config.model.layers
-    where = f"{config.source}: [parallel] cut"
-    if isinstance(parallel.cut, list) and not parallel.layer_times:
+    times, where = parallel.layer_times, f"{config.source}: [parallel] cut"
+    for name in ("embedding_time", "head_time"):
+        if not times and getattr(parallel, name):
+            raise UnusableError(
+                f"{config.source}: [parallel] {name}: expected layer_times beside it, found none; "
+                "give all three times, or none, to have them measured"
+            )
+    if isinstance(parallel.cut, list) and not times:
         if len(parallel.cut) != stages or sum(parallel.cut) != layers:
             raise UnusableError(
                 f"{where}: expected {stages} stages with {layers} layers together, found "
                 f"{parallel.cut}"
             )
         return tuple(parallel.cut)
-    times = parallel.layer_times
     if times and parallel.cut != "measured":
         raise UnusableError(
             f"{config.source}: [parallel] layer_times: times are for cut = 'measured', found cut = "
@@ -151,8 +156,17 @@ def opened(config: Config) -> Opened:
     return Opened(job, _loader(config, text, "held_out") if text else None)
 
 
+TIMES = ("embedding_time", "layer_times", "head_time")
+"""The fields of what is measured."""
+
+
 def settled(
-    member: Member, config: Config, data: Opened, *, resume: bool = False
+    member: Member,
+    config: Config,
+    data: Opened,
+    *,
+    resume: bool = False,
+    times: Mapping[str, Any] | None = None,
 ) -> tuple[Config, Opened]:
     """
     Cut a model by measured times, where the file asks for that and has none; every rank calls it.
@@ -165,6 +179,7 @@ def settled(
         config: The run.
         data: What `opened` gave of it.
         resume: Whether it goes on from a checkpoint.
+        times: Those that another run of the same model was cut by; None measures.
 
     Returns:
         The configuration with its times, from which the same cut follows anywhere, and the data
@@ -178,16 +193,16 @@ def settled(
         return config, data
     job, layers = data.job, config.model.layers
     saved = _times_saved(config) if resume and member.rank == 0 else None
-    fields = gathered(member, saved)[0]
+    fields = times if times is not None else gathered(member, saved)[0]
     if fields is None:
-        times, problem = None, ""
+        own, problem = None, ""
         try:
             captured = config.run.device == "cuda" and parallel.captured
-            times = measured(job, member.device, backend_of(config), captured=captured)
+            own = measured(job, member.device, backend_of(config), captured=captured)
         except (BackendError, RuntimeError, ValueError) as error:
             problem = f"{config.source}: [parallel] cut: rank {member.rank} cannot measure: {error}"
         agree_on(member, problem)
-        fields = slowest(gathered(member, times)).fields(layers)
+        fields = slowest(gathered(member, own)).fields(layers)
         gc.collect()
         if member.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -204,9 +219,9 @@ def _times_saved(config: Config) -> dict[str, Any] | None:
         if path is None:
             return None
         saved = read_facts(path, manifest(path))["free"]["configuration"]["parallel"]
-    except BackendError:
+    except (BackendError, LookupError, TypeError):
         return None  # a load says what is wrong with it
-    fields = {name: saved.get(name) for name in ("embedding_time", "layer_times", "head_time")}
+    fields = {name: saved.get(name) for name in TIMES}
     times = fields["layer_times"]
     return fields if times and len(times) == config.model.layers else None
 
@@ -396,8 +411,7 @@ class Trainer:
         """Write a cut by measured times with them: a file that has them is cut alike."""
         parallel = self.config.parallel
         if self.log is not None and parallel.cut == "measured":
-            names = "embedding_time", "layer_times", "head_time"
-            times = {name: getattr(parallel, name) for name in names}
+            times = {name: getattr(parallel, name) for name in TIMES}
             self.log({"cut": list(self.job.cut), **times})
 
     def _event_log(self) -> Path | None:

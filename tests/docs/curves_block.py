@@ -48,7 +48,8 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
         f"{'Every loss is finite' if finite else 'NOT every loss is finite'}, and evaluation moved "
         f"{moved} tensors."
     )
-    yield from map(_judged, derived["non_inferiority"])
+    for row in derived["non_inferiority"]:
+        yield _judged(row) + _same_bits(row, report)
     rows = [
         (
             f"`{row['run']}` beside `{row['native']}`",
@@ -95,6 +96,36 @@ def _row(run: Mapping[str, Any], beside: Mapping[str, Any] | None) -> Sequence[s
 
 def _figure(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _same_bits(row: Mapping[str, Any], report: Report) -> str:
+    """That both orders learned alike bit for bit, where they did; and why, where that follows."""
+    runs = {(r["side"], r["head"], r["schedule"], r["seed"]): r for r in report["raw"]["runs"]}
+    pairs = [
+        [runs[row["side"], row["head"], name, seed] for name in (row["schedule"], row["against"])]
+        for seed in row["seeds"]
+    ]
+    steps = row["step"]
+
+    def told(run: Mapping[str, Any]) -> Any:
+        return run["losses"][:steps], [pair for pair in run["held_out"] if pair[0] <= steps]
+
+    if any(told(own) != told(base) for own, base in pairs):
+        return ""
+    said = (
+        " **But no loss differs by a bit**, so that this says nothing of another order's scales, "
+        "nor of more than one run a seed"
+    )
+    asked = report["configuration"]
+    stages = len(pairs[0][0]["cut"]) // asked["parallel"]["pp"]
+    each = asked["parallel"]["microbatches"] * stages
+    history = asked["model"]["history"]
+    if history % each:
+        return said + "."
+    return said + (
+        f": an amax history of {history} entries is whole steps of the {each} F of a rank, and "
+        "holds the same microbatches in whatever order they come."
+    )
 
 
 def _judged(row: Mapping[str, Any]) -> str:

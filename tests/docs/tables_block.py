@@ -20,6 +20,10 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
 def _gigabytes(value: float | None, *, sign: bool = True) -> str:
     return "-" if value is None else f"{value / 1e9:{'+' if sign else ''}.2f}"
 
@@ -47,7 +51,9 @@ def tables(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
             f"**The paper's tables on this machine** ({name}; {derived['trials']} fresh starts of "
             f"all ranks; {machine(report)}). The language model has one layer a stage, embedding "
             "and head over 32,768 tokens; a time is the slowest rank's, the median of the trials' "
-            "medians. The paper's own numbers are of H800 PCIe (resources: RTX 5880)."
+            "medians. What is captured accumulates in one destination a matrix; the paper's has a "
+            "destination each microbatch, as `direct`. Its numbers are of H800 PCIe (resources: "
+            "RTX 5880), its mapping is of the language model."
         )
         for make in (_complete, _attribution, _resources, _weak, _mapping, _bits, _goals):
             parts += make(derived)
@@ -67,7 +73,7 @@ def _complete(derived: Row) -> list[str]:
             f"{_number(row['native_ms'])} / {_number(row['ms'])}",
             _ratio(row["speedup"]),
             f"{row['paper_native_ms']} / {row['paper_ms']}",
-            _ratio(row["paper_speedup"]),
+            f"{row['paper_speedup']:.3f}x",
             f"{_number(row['break_even_steps'], 1)} ({_number(row['paper_break_even_steps'], 1)})",
             f"{_gigabytes(row['above_native_bytes'])} ({row['paper_above_native_gb']:+.2f})",
         )
@@ -151,7 +157,7 @@ def _mapping(derived: Row) -> list[str]:
             _number(row["pp2_ms"]),
             _number(row["pp4_ms"]),
             _ratio(row["speedup"]),
-            f"{100 * row['efficiency']:.1f}% ({100 * row['paper_efficiency']:.1f}%)",
+            f"{100 * row['efficiency']:.1f}% ({_percent(row['paper_efficiency'])})",
         )
         for row in derived["mapping"]
     ]

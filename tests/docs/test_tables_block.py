@@ -11,7 +11,7 @@ def test_every_table_shows_ours_beside_the_papers() -> None:
     text = "\n\n".join(tables([("t.json", tables_report())], lambda _: "a machine"))
     assert "(t.json; 5 fresh starts of all ranks; a machine)" in text
     assert (
-        "| h4096-s256-m8 | il | initial | 102.00 / 10.00 | 10.20x | 89.469 / 47.329 | 1.89x |"
+        "| h4096-s256-m8 | il | initial | 102.00 / 10.00 | 10.20x | 89.469 / 47.329 | 1.895x |"
     ) in text
     assert "| 4.12x | 1.00x | 10.6 | +0.00 | 72 | 20 | 0.75, - | 2 | 52 | 54.13, 1.75x |" in text
     assert "| 2 | 5.00 (35.12) | 102,400 | 20 (12) |" in text

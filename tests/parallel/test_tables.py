@@ -164,18 +164,29 @@ class TestMerge:
     def test_what_cannot_be_merged_is_one_line(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Another kind of report, another device, no report, options that measure."""
+        """Another kind, device or commit, twice the same, half a report, options that measure."""
         first, second = self.trials(tmp_path)
         other = tmp_path / "other.json"
         report = json.loads(Path(first).read_text())
         other.write_text(json.dumps({**report, "kind": "scale"}))
         place = {**report["environment"], "gpu": "another"}
         Path(second).write_text(json.dumps({**report, "environment": place}))
+        later, hollow, torn = (tmp_path / f"{name}.json" for name in ("later", "hollow", "torn"))
+        place = {**report["environment"], "commit": "1" * 40}
+        later.write_text(json.dumps({**report, "environment": place}))
+        hollow.write_text(json.dumps({"schema": report["schema"], "kind": "tables"}))
+        torn.write_text(json.dumps({**report, "raw": {"trials": [{"rows": [{}]}]}}))
         cases = [
             ([str(other)], "expected a report of kind 'tables', found 'scale'"),
-            ([first, second], "trials are of several devices"),
+            ([first, second], "gpu is 'another'"),
+            ([first, str(later)], "commit is '111"),
+            ([first, first], "its trial of 2026-11-22T08:00:00Z is there twice"),
+            ([str(hollow)], "found none of environment"),
+            ([str(torn)], "from which nothing follows (KeyError: 'error')"),
             ([str(tmp_path / "none.json")], "No such file"),
             ([first, "--steps", "3"], "--merge measures nothing"),
+            ([first, "--commit", "1" * 40], "--merge measures nothing"),
+            ([first, "--out", str(tmp_path / "none" / "o.json")], "there is no folder"),
         ]
         for argv, words in cases:
             assert main(["runtime", "tables", "--merge", *argv]) == 2

@@ -117,6 +117,14 @@ class TestNonInferiority:
         row = seeds((None, 2.0), (2.0, 2.0))
         assert (row["ratio"], row["within"], row["shown"]) == (None, False, False)
 
+    def test_a_ratio_that_no_float_holds_is_not_within(self) -> None:
+        """A loss of eight hundred is finite, and its perplexity is not."""
+        row = seeds((800.0, 2.0), (801.0, 2.0))
+        assert (row["ratio"], row["upper"], row["within"], row["shown"]) == (
+            None, None, False, False,
+        )  # fmt: skip
+        assert curve_lines(derived(curve_run(held_out=[(40, 800.0)])))
+
     def test_runs_are_judged_at_the_last_step_that_all_have(self) -> None:
         """A run that its limit ended early has no later one."""
         runs = [
@@ -213,6 +221,24 @@ class TestWords:
         assert "within the margin of 1.05" in text
         assert "NOT below" in text
         assert "| `guarded:il:0:te` beside `native:il:0:te` | 4 | 16.0 | 1.6 | 10.00x |" in text
+
+    def test_orders_that_learn_alike_bit_for_bit_are_said_to_show_nothing(self) -> None:
+        """And why, where the history is whole steps of a rank's F; one bit of one loss ends it."""
+        runs = [curve_run(schedule=s, seed=n) for s in ("il", "zbv") for n in (0, 1)]
+        told = []
+        for history, last in ((16, 1.1), (12, 1.1), (16, 1.2)):
+            runs[3]["losses"][-1] = last
+            runs[1]["losses"][-1] = 1.1
+            report = curves_report(*runs)
+            report["configuration"] |= {
+                "model": {"layers": 8, "hidden": 64, "sequence": 16, "history": history},
+                "parallel": {"pp": 2, "microbatches": 8},
+            }
+            told.append("\n".join(curves("curves.json", report, "a machine")))
+        assert ["no loss differs by a bit" in text for text in told] == [True, True, False]
+        assert ["16 entries is whole steps of the 16 F" in text for text in told] == [
+            True, False, False,
+        ]  # fmt: skip
 
     def test_what_differs_is_in_the_readme_too(self) -> None:
         """No word of success where there is none."""

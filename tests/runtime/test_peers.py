@@ -17,7 +17,7 @@ from qeffect.gpu_runtime.backends.te import domain as te
 from qeffect.gpu_runtime.bench import megatron, peers
 from qeffect.gpu_runtime.bench.peers import Ended, last_words, launched
 from qeffect.gpu_runtime.bench.side_by_side import sums
-from qeffect.gpu_runtime.measure.peers import FAR, combined, peer_lines, verdict
+from qeffect.gpu_runtime.measure.peers import FAR, combined, owed, peer_lines, verdict
 from qeffect.gpu_runtime.training.model import Language
 from qeffect.report import UnusableError
 
@@ -85,6 +85,19 @@ class TestGradients:
     def test_verdicts(self, side: str, compared: list[dict[str, Any]], said: str) -> None:
         """A mode has its own framework's bits, or is close to it, or is wrong, however fast."""
         assert verdict(samples.peer_row(side, 10.0, *compared)) == said
+
+
+def test_ours_owes_bits_and_another_schedule_closeness() -> None:
+    """One bit of replays or of one launch is a failure; ZB-V's scales are its own."""
+    rows = samples.peers_report()["derived"]["rows"]
+    own = [row for row in rows if not row["side"].startswith("megatron")]
+    assert [row["verdict"] for row in own] == ["same bits", "same bits", "close", "same bits"]
+    assert all(map(owed, own))
+    for row in own:
+        held = row["schedule"] == "zbv"
+        assert owed({**row, "verdict": "close"}) == held
+        assert not owed({**row, "verdict": "wrong"})
+        assert not owed({**row, "verdict": "failed"})
 
 
 class TestDerived:
@@ -211,6 +224,7 @@ class TestRefusals:
             (["--cells", "tiny-m0"], "found 'tiny-m0'"),
             (["--limit", "0"], "--limit must be positive"),
             (["--modes", "ours"], "this needs a GPU"),
+            (["--modes", "ours", "--out", "nowhere/f.json"], "there is no folder nowhere"),
         ],
     )
     def test_before_anything_is_started(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -14,6 +15,8 @@ from qeffect.gpu_runtime.backends.te import domain as te
 from qeffect.gpu_runtime.parallel import command
 from qeffect.gpu_runtime.parallel.native import NativePipeline
 from qeffect.gpu_runtime.parallel.world import Worker, join
+from qeffect.gpu_runtime.training import loop
+from qeffect.gpu_runtime.training.balance import Times
 from qeffect.gpu_runtime.training.curves import Named, Told, trained
 from qeffect.gpu_runtime.training.loop import opened
 from tests.parallel.bodies import LIMITS
@@ -44,6 +47,24 @@ def in_turn(config: str, names: list[str], limits: list[int]) -> list[dict[str, 
         alive = sum(isinstance(one, (Worker, NativePipeline)) for one in gc.get_objects())
         said.append({**record, "alive": alive})
     return said
+
+
+def measured_apart(config: str, out: str) -> tuple[int, list[list[int]], int]:
+    """Exit code, cuts of two runs, and how often times were measured, which differ each time."""
+    member = join("cpu", LIMITS)
+    assert member.world == 1
+    alike, slow = (
+        Times((first, 0.0, 0.0), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)) for first in (0.0, 900.0)
+    )
+    given = iter([alike, slow, slow])
+    loop.measured = lambda *_, **__: next(given)  # type: ignore[assignment]
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        runs = ["--runs", "native:zbv:0", "guarded:zbv:0", "--commit", "1" * 40]
+        code = main(["runtime", "curves", config, *runs, "--out", out])
+    report = json.loads(Path(out).read_text())
+    cuts = [run["cut"] for run in report["raw"]["runs"]]
+    assert report["configuration"]["times"]["te"]["layer_times"] == [3.0] * 4
+    return code, cuts, 3 - len(list(given))
 
 
 def commands(cases: list[list[str]]) -> list[tuple[int, str, str]]:

@@ -69,6 +69,8 @@ def test_given_times_are_cut_by(tmp_path: Path, times: str, cut: tuple[int, ...]
         ("layer_times = 3", "expected a list of numbers above 0, found 3"),
         ("layer_times = [true]", "expected a list of numbers above 0, found [True]"),
         ("head_time = -1.0", "[parallel] head_time: expected a number of at least 0"),
+        ("head_time = 1.0", "[parallel] head_time: expected layer_times beside it, found none"),
+        ("embedding_time = 1.0", "[parallel] embedding_time: expected layer_times beside it"),
         ("microbatches = 2", ""),
     ],
 )

@@ -104,6 +104,38 @@ def test_a_run_is_the_same_whatever_ran_before_it(tmp_path: Path) -> None:
     assert run["tokens_a_step"] == 4 * 16
 
 
+def test_an_order_moves_scales_unless_a_history_is_whole_steps_long(tmp_path: Path) -> None:
+    """Eight F a step and rank: a history of eight has the same window under every order."""
+    file(tmp_path)
+    cases = []
+    for history in (8, 2):
+        own = tmp_path / f"h{history}.toml"
+        own.write_text(RUN.replace("history = 4", f"history = {history}"))
+        out = str(tmp_path / f"h{history}.json")
+        runs = ["--runs", "guarded:il:0", "guarded:zbv:0", "--steps", "6"]
+        cases.append([str(own), *runs, "--out", out, "--commit", COMMIT, "--quiet"])
+    (tmp_path / "said").mkdir()
+    said = launch(2, tmp_path / "said", bodies.commands, cases)
+    assert said.codes == [0, 0]
+    same = []
+    for case in cases:
+        il, zbv = json.loads(Path(case[case.index("--out") + 1]).read_text())["raw"]["runs"]
+        same.append((il["losses"], il["held_out"]) == (zbv["losses"], zbv["held_out"]))
+    assert same == [True, False]
+
+
+def test_all_runs_of_a_report_have_one_measured_cut(tmp_path: Path) -> None:
+    """Times are taken once: native and guarded are of one cut, whatever a second look finds."""
+    config = file(tmp_path)
+    config.write_text(RUN.replace("pp = 2", 'pp = 1\ncut = "measured"'))
+    out = str(tmp_path / "out.json")
+    (tmp_path / "said").mkdir()
+    said = launch(1, tmp_path / "said", bodies.measured_apart, str(config), out)
+    assert said.codes == [0]
+    assert said.words[0] == [0, [[2, 2], [2, 2]], 1]
+    jsonschema.Draft202012Validator(reports.schema()).validate(json.loads(Path(out).read_text()))
+
+
 def test_parts_become_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command twice, as two launches would be, merged: it says that the bits are the same."""
     config = str(file(tmp_path))
@@ -163,6 +195,8 @@ def _other(place: str, name: str, value: Any) -> Callable[[dict[str, Any]], None
         (_other("configuration", "windows", 3), "windows is 3"),
         (lambda report: report.update(kind="train"), "expected a report of kind 'curves'"),
         (lambda report: report["raw"]["runs"][0].update(seed=0), "guarded:il:0:te is in"),
+        (lambda report: report.pop("environment"), "found none of environment"),
+        (lambda report: report["raw"]["runs"][0].pop("clock"), "nothing follows (KeyError: 'cl"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(
@@ -217,12 +251,16 @@ def test_what_cannot_be_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     config, out = str(file(tmp_path)), str(tmp_path / "out.json")
     alone = tmp_path / "alone.toml"
     alone.write_text(RUN.replace('held_out = "train.npy"\n', ""))
+    most = tmp_path / "most.toml"
+    most.write_text(RUN.replace("[model]", f"[model]\nseed = {2**47 - 1}"))
     run = ["--runs", "guarded:il:0"]
     for words, told in (
         ([], "wants a file and --runs"),
         ([config], "wants a file and --runs"),
         ([config, "--runs", "guarded:il:0", "guarded:il:0"], "named twice"),
         ([config, *run, "--steps", "0"], "--steps 0: expected a number above 0"),
+        ([config, "--runs", "guarded:il:0", "guarded:il:0:te"], "named twice"),
+        ([str(most), "--runs", "guarded:il:1"], "[model] seed: expected a whole number"),
         ([config, *run], "take 2 processes"),
         ([str(alone), *run], "[data] held_out"),
         (["--merge", out, *run], "--merge runs nothing"),
