@@ -139,7 +139,7 @@ def agrees(case: Case) -> None:
 # Neighbours in the matrix differ in their QKV layout alone; taking turns spreads the layouts.
 LAYOUT = [2 * pair + pair % 2 for pair in range(len(MATRIX) // 2)]
 # A row of the matrix is nine pairs, histories by destinations: of each row three, so that every two
-# of row, history and destination meet. The others are slow.
+# of row, history and destination meet. The others are nightly.
 SQUARE = [n for pair, n in enumerate(LAYOUT) if (pair // 9 + pair % 9 // 3 + pair % 3) % 3 == 0]
 
 
