@@ -101,7 +101,7 @@ def join(device: str, limits: Limits | None = None) -> Member:
     if missing:
         raise BackendError(
             f"{missing[0]} is not set; start the ranks with torchrun: torchrun --nproc-per-node N "
-            "-m qeffect runtime pipeline ..."
+            "-m qeffect runtime ..."
         )
     limits = limits or Limits()
     local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
