@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from qeffect.gpu_runtime.measure.train import perplexity
+from qeffect.gpu_runtime.measure.train import mean, perplexity, rounded
 
 __all__ = [
     "BASE",
@@ -39,7 +39,6 @@ BASE = "il"
 _LEVEL = 0.95
 _ENDS = 10
 """Steps of the mean at either end of a run, and of the one that tells when a loss is reached."""
-_DIGITS = 6
 
 
 def derive_curves(raw: Raw) -> dict[str, Any]:
@@ -60,7 +59,7 @@ def name(run: Raw) -> str:
 
 def _run(run: Raw) -> dict[str, Any]:
     losses, clock = run["losses"], run["clock"]
-    first, last = _mean(losses[:_ENDS]), _mean(losses[-_ENDS:])
+    first, last = mean(losses[:_ENDS]), mean(losses[-_ENDS:])
     each = [
         (end - begun) / (step - before) * 1e3
         for (before, begun), (step, end) in zip([[0, 0.0], *clock], clock, strict=False)
@@ -71,29 +70,19 @@ def _run(run: Raw) -> dict[str, Any]:
         "run": name(run),
         "steps": len(losses),
         "finite": None not in losses and all(loss is not None for _, loss in run["held_out"]),
-        "first_ten": _rounded(first),
-        "last_ten": _rounded(last),
-        "last_over_first": None if not first or last is None else _rounded(last / first),
-        "held_out_loss": _rounded(held_out),
-        "perplexity": None if held_out is None else _rounded(perplexity(held_out)),
+        "first_ten": rounded(first),
+        "last_ten": rounded(last),
+        "last_over_first": None if not first or last is None else rounded(last / first),
+        "held_out_loss": rounded(held_out),
+        "perplexity": None if held_out is None else rounded(perplexity(held_out)),
         "moved_by_evaluation": run["moved"],
-        "step_ms": _rounded(median),
+        "step_ms": rounded(median),
         "tokens_per_s": round(run["tokens_a_step"] / median * 1e3),
-        "seconds": _rounded(clock[-1][1]),
-        "build_s": _rounded(run["build_s"]),
-        "evaluate_s": _rounded(run["evaluate_s"]),
+        "seconds": rounded(clock[-1][1]),
+        "build_s": rounded(run["build_s"]),
+        "evaluate_s": rounded(run["evaluate_s"]),
         "peak_bytes": run["peak_bytes"],
     }
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, _DIGITS)
-
-
-def _mean(losses: Sequence[float | None]) -> float | None:
-    """None where there is none, or one of them was not finite."""
-    known = [loss for loss in losses if loss is not None]
-    return statistics.fmean(known) if known and len(known) == len(losses) else None
 
 
 def _same_order(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
@@ -173,11 +162,11 @@ def _judged(pairs: Sequence[Sequence[float | None]]) -> dict[str, Any]:
     upper = None if len(apart) < 2 else perplexity(upper_bound(apart))
     own, base = zip(*known, strict=True)
     return {
-        "perplexities": [[_rounded(perplexity(a)), _rounded(perplexity(b))] for a, b in known],
-        "ratio": _rounded(ratio),
-        "upper": _rounded(upper),
-        "spread": _rounded(perplexity(max(own) - min(own))) if len(own) > 1 else None,
-        "spread_against": _rounded(perplexity(max(base) - min(base))) if len(base) > 1 else None,
+        "perplexities": [[rounded(perplexity(a)), rounded(perplexity(b))] for a, b in known],
+        "ratio": rounded(ratio),
+        "upper": rounded(upper),
+        "spread": rounded(perplexity(max(own) - min(own))) if len(own) > 1 else None,
+        "spread_against": rounded(perplexity(max(base) - min(base))) if len(base) > 1 else None,
         "within": ratio is not None and ratio <= MARGIN,
         "shown": upper is not None and upper <= MARGIN,
     }
@@ -248,10 +237,10 @@ def _to_loss(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
             rows.append(
                 {
                     "loss": level,
-                    "seconds": _rounded(s),
-                    "native_seconds": _rounded(native_s),
-                    "native_over_this": _rounded(native_s / s),
-                    "with_building": _rounded(whole),
+                    "seconds": rounded(s),
+                    "native_seconds": rounded(native_s),
+                    "native_over_this": rounded(native_s / s),
+                    "with_building": rounded(whole),
                 }
             )
         if rows:
@@ -265,7 +254,7 @@ def smoothed(losses: Sequence[float | None]) -> dict[int, float]:
     >>> smoothed([3.0] * 10 + [2.0])
     {10: 3.0, 11: 2.9}
     """
-    found = {n: _mean(losses[n - _ENDS : n]) for n in range(_ENDS, len(losses) + 1)}
+    found = {n: mean(losses[n - _ENDS : n]) for n in range(_ENDS, len(losses) + 1)}
     return {n: mean for n, mean in found.items() if mean is not None}
 
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["derive_train", "perplexity"]
+__all__ = ["derive_train", "mean", "perplexity", "rounded"]
 
 Raw = Mapping[str, Any]
 _DIGITS = 6
@@ -37,10 +37,10 @@ def _run(run: Raw) -> dict[str, Any]:
         "how": run["how"],
         "schedule": run["schedule"],
         "steps": len(losses),
-        "first_loss": _mean(losses[:1]),
-        "last_loss": _mean(losses[-few:]),
-        "held_out_loss": None if held_out is None else round(held_out, _DIGITS),
-        "perplexity": None if perplexed is None else round(perplexed, _DIGITS),
+        "first_loss": rounded(mean(losses[:1])),
+        "last_loss": rounded(mean(losses[-few:])),
+        "held_out_loss": rounded(held_out),
+        "perplexity": rounded(perplexed),
         "tokens_per_s": round(len(losses) * run["tokens_a_step"] / seconds) if seconds else None,
         "native_over_this": round(theirs / seconds, _DIGITS) if seconds and theirs else None,
         "losses_differ": (
@@ -51,10 +51,15 @@ def _run(run: Raw) -> dict[str, Any]:
     }
 
 
-def _mean(losses: Sequence[float | None]) -> float | None:
+def mean(losses: Sequence[float | None]) -> float | None:
     """None where there is none, or one of them was not finite."""
     known = [loss for loss in losses if loss is not None]
-    return round(statistics.fmean(known), _DIGITS) if known and len(known) == len(losses) else None
+    return statistics.fmean(known) if known and len(known) == len(losses) else None
+
+
+def rounded(value: float | None) -> float | None:
+    """To the digits that reports keep."""
+    return None if value is None else round(value, _DIGITS)
 
 
 def perplexity(loss: float) -> float | None:

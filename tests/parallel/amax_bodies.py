@@ -13,12 +13,11 @@ from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.memory.state import live_state
 from qeffect.gpu_runtime.optimizer import Gradients
 from qeffect.gpu_runtime.parallel.compare import guarded
-from qeffect.gpu_runtime.parallel.consent import StoppedError
 from qeffect.gpu_runtime.parallel.executor import Entry, Pipeline
 from qeffect.gpu_runtime.parallel.model import Job
 from qeffect.gpu_runtime.parallel.world import Worker, gathered, join
 from qeffect.schedule.actions import Kind
-from tests.parallel.bodies import LIMITS, bits, parameters_of
+from tests.parallel.bodies import LIMITS, bits, once_more
 
 
 class _Noting(Pipeline):
@@ -97,17 +96,12 @@ def refused(job: Job, victim: int, fault: str) -> dict[str, Any]:
     program, scaling = list(worker.pipeline.program), worker.runtime._reductions.scaling
     if worker.member.rank == victim:
         FAULTS[fault](worker)
-    before = parameters_of(worker)
-    said: dict[str, Any] = {"cause": None}
-    try:
-        worker.step()
-    except StoppedError as stopped:
-        said["cause"] = attrs.asdict(stopped.cause)
-        said["moved"] = [n for n, d in parameters_of(worker).items() if before[n] != d]
+
+    def mend() -> None:
         worker.pipeline.program[:] = program
         worker.runtime._reductions.scaling = scaling
-        worker.rebuild(stopped)
-        worker.step()
+
+    said = once_more(worker, mend)
     said.update(epoch=worker.runtime.epoch, bits=bits(worker))
     worker.close()
     return said

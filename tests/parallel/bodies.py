@@ -227,6 +227,16 @@ def parameters_of(worker: Worker) -> dict[str, str]:
     return {name: value for name, value in bits(worker).items() if name not in state}
 
 
+def once_more(worker: Worker, mend: Callable[[], None]) -> dict[str, Any]:
+    """A step that a fault stops, as `_step` tells it; then the step, mended, once more."""
+    said = _step(worker)
+    if said["cause"] is not None:
+        mend()
+        worker.rebuild(StoppedError(Cause(**said["cause"])))
+        worker.step()
+    return said
+
+
 def recovering(job: Job, faults: list[tuple[int, Any]], limits: Limits) -> dict[str, Any]:
     """
     A fault in one step after the other, each rebuilt and run again; then the same undisturbed.

@@ -14,7 +14,7 @@ from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.reduction import Replicas
 from qeffect.gpu_runtime.parallel.world import Worker, gathered, join
 from qeffect.gpu_runtime.runtime import RuntimeConfig
-from tests.parallel.bodies import LIMITS, bits, parameters_of
+from tests.parallel.bodies import LIMITS, bits, once_more, parameters_of
 
 
 class _Counting(Pipeline):
@@ -132,16 +132,11 @@ def disturbed(job: Job, victim: int, change: tuple[str, ...]) -> dict[str, Any]:
             entries.insert(at[1], entries.pop(at[0]))
         else:
             entries.insert(at[0], entries[at[0]])
-    before = parameters_of(worker)
-    said: dict[str, Any] = {"cause": None}
-    try:
-        worker.step()
-    except StoppedError as stopped:
-        said["cause"] = attrs.asdict(stopped.cause)
-        said["moved"] = [n for n, d in parameters_of(worker).items() if before[n] != d]
+
+    def mend() -> None:
         worker.pipeline.program[:] = program
-        worker.rebuild(stopped)
-        worker.step()
+
+    said = once_more(worker, mend)
     said["epoch"] = worker.runtime.epoch
     worker.close()
     return said

@@ -42,16 +42,20 @@ def language(path: Path, **options: Any) -> Language:
     return Language(**{**given, **options})
 
 
-CONFIG = """
+SMALL = """
 [model]
-vocabulary = 256
-layers = 2
+vocabulary = {vocabulary}
+layers = {layers}
 hidden = 32
 ffn = 64
 heads = 2
 sequence = 16
 history = 4
-[parallel]
+"""
+"""The model of a run, for tests that say what the rest of it is."""
+CONFIG = (
+    SMALL.format(vocabulary=256, layers=2)
+    + """[parallel]
 schedule = "1f1b"
 batch = 2
 microbatches = 2
@@ -63,4 +67,5 @@ warmup = 2
 [run]
 steps = 3
 """
+)
 """A run that one process makes in a moment."""

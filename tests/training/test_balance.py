@@ -15,18 +15,11 @@ from qeffect.report import UnusableError
 from tests.parallel.ranks import launch
 
 from . import balance_bodies as bodies
-from .helpers import language, noise, text
+from .helpers import SMALL, language, noise, text
 
-RUN = """
-[model]
-vocabulary = 128
-layers = 8
-hidden = 32
-ffn = 64
-heads = 2
-sequence = 16
-history = 4
-[parallel]
+RUN = (
+    SMALL.format(vocabulary=128, layers=8)
+    + """[parallel]
 pp = 2
 schedule = "zbv"
 cut = "measured"
@@ -36,6 +29,7 @@ train = "train.npy"
 steps = 2
 log = "log.jsonl"
 """
+)
 
 
 def written(folder: Path, more: str = "") -> Path:

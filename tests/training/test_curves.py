@@ -20,18 +20,11 @@ from tests.parallel.ranks import launch
 from tests.runtime.report_samples import curve_run, curves_report
 
 from . import curves_bodies as bodies
-from .helpers import text
+from .helpers import SMALL, text
 
-RUN = """
-[model]
-vocabulary = 128
-layers = 4
-hidden = 32
-ffn = 64
-heads = 2
-sequence = 16
-history = 4
-[parallel]
+RUN = (
+    SMALL.format(vocabulary=128, layers=4)
+    + """[parallel]
 pp = 2
 [data]
 train = "train.npy"
@@ -45,6 +38,7 @@ log_every = 2
 evaluate_every = 3
 evaluate_windows = 6
 """
+)
 COMMIT = "1" * 40
 #: What of a run's record is its own, beside how long it took.
 BITS = ("losses", "held_out", "state", "tensors", "parameters", "moved", "cut")

@@ -12,18 +12,11 @@ import pytest
 from tests.parallel.ranks import launch
 
 from . import language_bodies as bodies
-from .helpers import language, noise, text
+from .helpers import SMALL, language, noise, text
 
-RUN = """
-[model]
-vocabulary = 128
-layers = 4
-hidden = 32
-ffn = 64
-heads = 2
-sequence = 16
-history = 4
-[parallel]
+RUN = (
+    SMALL.format(vocabulary=128, layers=4)
+    + """[parallel]
 pp = 2
 schedule = "zbv"
 [data]
@@ -40,6 +33,7 @@ every = 2
 steps = 6
 log = "log.jsonl"
 """
+)
 
 
 def files(folder: Path) -> dict[str, Path]:
