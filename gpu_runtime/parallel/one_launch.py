@@ -6,9 +6,9 @@ that no host stands between two actions. What is checked, and when:
 
 * *Once, when the step is captured*: everything that guarded replays check, since the capture is a
   guarded step; and that the two ends of each channel posted the same messages in the same order.
-* *At the first two launches, before them*: every transition of the step, one after another, by the
-  same guarded actions over the same contract, with an executor that runs nothing (`Rehearsal`).
-  Both are recorded, and have to be the same step.
+* *At the two launches behind the captured step's, before them*: every transition of the step, one
+  after another, by the same guarded actions over the same contract, with an executor that runs
+  nothing (`Rehearsal`). Both are recorded, and have to be the same step.
 * *At each later launch, before it*: that all which those transitions read is what it was, but for
   counters that moved alike (`qeffect.steps` says why every guard then says what it said), and that
   the row's program and the gradient destinations are. What differs is rehearsed. Behind the launch
@@ -17,7 +17,8 @@ that no host stands between two actions. What is checked, and when:
 * *In each launch, by the device*: whether it ran every action as often and in the order that the
   contract says (`qeffect.counts`), whoever launched it. Each rank's word goes to all ranks; the
   update is skipped on every rank where one rank's differs, or where a rank's word did not come,
-  and so is that of every launch behind it.
+  and so is that of every launch behind it. Where a rank dies while words are under way, some ranks
+  may have heard all and updated: then all begin again from a checkpoint.
 * *A step later, by the host*: the device's counts are presented to the contract, and what a rank
   said of itself ends the training on all ranks with one cause. No weights have moved since.
 

