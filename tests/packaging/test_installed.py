@@ -166,7 +166,7 @@ class TestContents:
         """Only data that a command reads is installed."""
         data = {name for name in names(wheel) if not name.endswith(".py")}
         kept = {
-            *("qeffect/spec/faults.json", "qeffect/spec/event-log.schema.json"),
+            *(f"qeffect/spec/{n}.json" for n in ("faults", "kept", "event-log.schema")),
             "qeffect/gpu_runtime/reports/report.schema.json",
             "qeffect/schedule/durations.schema.json",  # the help of `plan` points there
             "qeffect/gpu_runtime/training/corpora/cpython-3.11.7.txt",
