@@ -32,6 +32,7 @@ SOURCE = (
     "README.md",
     "LICENSE",
 )
+EXAMPLES = ("cpu", "h200", "h200_short", "h200_history")
 LINKS = ("spec", "verification", "gpu_runtime")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"
 #: What the dependencies are found by; none of it is in a standard library.
@@ -170,7 +171,7 @@ class TestContents:
             "qeffect/gpu_runtime/reports/report.schema.json",
             "qeffect/schedule/durations.schema.json",  # the help of `plan` points there
             "qeffect/gpu_runtime/training/corpora/cpython-3.11.7.txt",
-            *(f"qeffect/gpu_runtime/training/examples/{n}.toml" for n in ("cpu", "h200")),
+            *(f"qeffect/gpu_runtime/training/examples/{n}.toml" for n in EXAMPLES),
         }
         tables = {n for n in data if n.startswith("qeffect/schedule/fixtures/")}
         texts = {n for n in data if n.startswith("qeffect/spec/") and n.endswith(".md")}
