@@ -120,7 +120,6 @@ def test_after_a_stop_launches_go_on_bit_for_bit(case: str, tmp_path: Path) -> N
     require_undisturbed(*STOPS[case], tmp_path)
 
 
-@pytest.mark.slow
 def test_a_tied_model_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """After stops before a launch, in a capture, and behind one: the copies' group is made anew."""
     job = language(noise(tmp_path), tied=True, schedule="il", pp=2, microbatches=2)
