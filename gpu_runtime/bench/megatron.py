@@ -287,7 +287,7 @@ class _Megatron:
 
         def loss(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             mean = per_token.float().mean()
-            return mean, {"loss": mean.detach()}
+            return mean, {"loss": mean.detach().clone()}  # theirs divides the mean in place
 
         return out, loss
 
