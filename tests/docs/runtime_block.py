@@ -542,13 +542,15 @@ def _pipelines() -> list[str]:
                 f"{machine_of(report)}). `native` is torch's Interleaved 1F1B; `one launch` is "
                 "the whole step as one graph, compared after six steps with guarded replays. The "
                 f"bound is the critical path over what each stage's {alone} take; in bold what "
-                f"misses its goal. {REPLAYED * in_order}Kernels are those of the busiest rank, with "
-                f"copies and without messages, under the profiler. Sides did not run in turns.{_remark(name, report)}"
+                f"misses its goal. {REPLAYED * in_order}Kernels are those of the busiest rank, "
+                "with copies and without messages, under the profiler. Sides did not run in "
+                f"turns.{_remark(name, report)}"
             )
             header = (
                 "cell", "schedule", "side", "step, ms", "a single step, ms", "host, ms",
                 "native / this", "over its bound", *["over the bound in order"] * in_order,
-                "kernels, ms, and the step over them", "tensors that differ from replays", "GB above native",
+                "kernels, ms, and the step over them", "tensors that differ from replays",
+                "GB above native",
             )  # fmt: skip
             parts.append(markdown(header, rows))
     return parts
