@@ -377,7 +377,7 @@ def _in_order(
 
 
 def graph_of(step: Step, memory: StageMemory, executor: GraphExecutor) -> torch.cuda.CUDAGraph:
-    """The graph that a step replays for an action: of its microbatch's slot, and of what dW does."""
+    """The graph that an action replays: of its microbatch's slot, and of what its dW does."""
     graphs = executor.slots[memory.slot_of[step.microbatch]]
     if step.kind is Kind.WGRAD:
         return graphs.wgrad[memory.variants[step.microbatch]]

@@ -7,7 +7,8 @@ that the real library has: stores are read at F and filled at dI; `main_grad` is
 `LayerNormMLP` queues FC2 before FC1 in one store; leaving autocast updates every registered forward
 history, the first FP8 module's backward every backward one (here all of them roll, as by the real
 unfused update; its fused one passes over those without a new entry); a workspace is made on first
-use. None of them differs between 2.18 and 2.20 (see the runtime's README); what does is in `Graphs`.
+use. None of them differs between 2.18 and 2.20 (see the runtime's README); what does is in
+`Graphs`.
 The arithmetic is the reference backend's. It proves nothing about the real library's numerics.
 """
 
