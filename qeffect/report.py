@@ -20,7 +20,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["UnusableError", "commit", "environment", "package", "write_json", "write_text"]
+__all__ = [
+    "UnusableError",
+    "commit",
+    "environment",
+    "package",
+    "program",
+    "write_json",
+    "write_text",
+]
 
 #: Packages that decide what is measured or proved, as their registries spell them.
 PACKAGES = (
@@ -61,10 +69,41 @@ def environment(
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "commit": commit(commit_given),
+        "program": program(),
         "argv": [_without_folder(argument) for argument in given],
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         **(device or {}),
     }
+
+
+def program(
+    words: Sequence[str] = tuple(sys.orig_argv), environ: Mapping[str, str] = os.environ
+) -> list[str]:
+    """
+    Return the words that stand before a command's arguments, without folders.
+
+    Args:
+        words: The interpreter's own command line, its program first.
+        environ: The process's environment, in which torchrun says how many ranks it started.
+
+    >>> program(["/usr/bin/python", "-u", "-m", "qeffect", "runtime"], {})
+    ['python', '-m', 'qeffect']
+    >>> program(["python", "/opt/bin/qeffect", "check"], {})
+    ['qeffect']
+    >>> ranks = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+    >>> program(["python", "-u", "-m", "qeffect", "runtime"], ranks)
+    ['torchrun', '--nproc-per-node', '2', '-m', 'qeffect']
+    """
+    rest = list(words[1:])
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+        del rest[: 2 if rest[0] in ("-W", "-X") else 1]
+    direct = rest[:1] not in (["-m"], ["-c"])
+    named = [_without_folder(word) for word in rest[: 2 if rest[:1] == ["-m"] else 1]]
+    if "TORCHELASTIC_RUN_ID" in environ:
+        nodes = environ.get("GROUP_WORLD_SIZE", "1")
+        ranks = ["--nproc-per-node", environ.get("LOCAL_WORLD_SIZE", "1")]
+        return ["torchrun", *["--nnodes", nodes] * (nodes != "1"), *ranks, *named]
+    return named if direct else ["python", *named]
 
 
 def package(record: Mapping[str, Any], name: str) -> str | None:

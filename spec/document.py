@@ -20,7 +20,7 @@ from .ranks import RANK_COLUMNS, RANK_PROMISES, RANK_STEPS
 from .transitions import TRANSITIONS
 from .world import WORDS
 
-__all__ = ["DOCUMENTS", "contract", "fault_rows", "faults"]
+__all__ = ["DOCUMENTS", "contract", "fault_rows", "faults", "kept"]
 
 _HERE = Path(__file__).parent
 _NOTICE = (
@@ -30,7 +30,7 @@ _NOTICE = (
 
 def contract() -> str:
     """Return the normative text: parts with their clauses, transitions, state, promises."""
-    parts = (*PARTS, SCHEDULE)
+    parts, keeping = (*PARTS, SCHEDULE), kept()
     chapters = "\n".join(
         [
             *(_transitions(), _state(), _paper(), _promises(), _ranks()),
@@ -42,7 +42,7 @@ def contract() -> str:
             _NOTICE,
             _text("opening"),
             _relations(parts),
-            *(_part(number, part) for number, part in enumerate(parts, 1)),
+            *(_part(number, part, keeping) for number, part in enumerate(parts, 1)),
             _numbered(chapters, len(parts) + 1),
         ]
     )
@@ -83,6 +83,20 @@ def faults() -> str:
     )
 
 
+def kept() -> Mapping[str, Any]:
+    """
+    Return what keeps each clause, as ``qeffect.verification.kept`` found it and wrote it here.
+
+    Returns:
+        ``guards``: each guard of each transition, with the ``promises`` that fail without it, else
+        the ``lemmas``, else what happens ``otherwise``. ``clauses``: by id, the functions that
+        raise it, and the logs, faults, failures and tests of it.
+    """
+    data: Any = json.loads((_HERE / "kept.json").read_text(encoding="utf-8"))
+    found: Mapping[str, Any] = data
+    return found
+
+
 #: Generated files by name, with what renders each.
 DOCUMENTS = {"contract.md": contract, "faults.md": faults}
 
@@ -116,13 +130,12 @@ def _relations(parts: tuple[Part, ...]) -> str:
     return "\n".join(["**The parts.**", "", *_table(header, rows), ""])
 
 
-def _part(number: int, part: Part) -> str:
-    return "\n".join(
-        [f"## {number}. {part.title}", "", part.intro, "", *(_clause(c) for c in part.clauses)]
-    )
+def _part(number: int, part: Part, keeping: Mapping[str, Any]) -> str:
+    clauses = (_clause(c, keeping) for c in part.clauses)
+    return "\n".join([f"## {number}. {part.title}", "", part.intro, "", *clauses])
 
 
-def _clause(clause: Clause) -> str:
+def _clause(clause: Clause, keeping: Mapping[str, Any]) -> str:
     where = clause.section if clause.section == "design" else f"paper, {clause.section}"
     look = f"; look at `{clause.argument}`" if clause.argument else ""
     return "\n".join(
@@ -135,9 +148,56 @@ def _clause(clause: Clause) -> str:
             f"- *Unchanged by a refusal:* {clause.unchanged}",
             f"- *Likely cause:* {clause.cause}",
             f"- *Remedy:* {clause.remedy}",
+            f"- *Kept by* {_kept_by(clause.id, keeping)}",
+            f"- *Shown by* {_shown_by(keeping['clauses'][clause.id])}",
             "",
         ]
     )
+
+
+def _kept_by(clause: str, keeping: Mapping[str, Any]) -> str:
+    """Who raises a clause, and what fails without its guards."""
+    raised: dict[str, list[str]] = {}
+    for place in keeping["clauses"][clause]["raised_by"]:
+        module, _, function = place.partition(": ")
+        raised.setdefault(module, []).append(f"`{function}`")
+    functions = "; ".join(f"{', '.join(names)} in `{module}`" for module, names in raised.items())
+    guards = [row for row in keeping["guards"] if row["clause"] == clause]
+    if not guards:
+        return f"{functions}: around the proved transitions, by no promise."
+    own = clause.partition(".")[0] + "."
+
+    def named(what: str) -> str:
+        names = sorted({name for row in guards for name in row.get(what, ())})
+        names.sort(key=lambda name: not name.startswith(own))
+        return ", ".join(f"`{name}`" for name in names)
+
+    said = []
+    if promises := named("promises"):
+        said.append(f"for the promise{'s' * (', ' in promises)} {promises}")
+    elif lemmas := named("lemmas"):
+        said.append(f"for what the proofs need: {lemmas}")
+    rest = [(row["transition"], row["otherwise"]) for row in guards if "otherwise" in row]
+    renamed = [
+        f"{transition} (else `{text.partition(' becomes ')[2]}`)"
+        for transition, text in rest
+        if " becomes " in text
+    ]
+    if renamed:
+        said.append(f"for the refusal's name at {', '.join(renamed)}")
+    for _, text in rest:
+        if " becomes " not in text:  # where a part is left out
+            promise, _, where = text.partition(", ")
+            said.append(f"for `{promise}` {where}")
+    return f"{functions}, {'; '.join(said)}."
+
+
+def _shown_by(shown: Mapping[str, Sequence[str]]) -> str:
+    """The log that a clause rejects, and the faults, failures and tests that name it."""
+    logs = [f"[a rejected log]({path})" for path in shown["logs"]]
+    faults = [f"the fault `{name}`" for name in shown["faults"]]
+    failures = [f"the failure `{name}`" for name in shown["failures"]]
+    return ", ".join([*logs, *faults, *failures, *[f"`{path}`" for path in shown["tests"]]]) + "."
 
 
 # Transitions and state

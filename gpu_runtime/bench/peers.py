@@ -68,6 +68,7 @@ LIMIT_S = 90.0
 MEGATRON = "megatron-core==0.19.2"
 OURS = "ours"
 _TAIL = 16
+_ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
 
 
 # Ours and torch's
@@ -193,11 +194,17 @@ def last_words(text: str, lines: int = _TAIL) -> list[str]:
     """
     The last lines of what a process wrote, without the folders of the machine.
 
+    An error that others hid comes before them, since it is what went wrong first.
+
     >>> last_words("a\\n\\n  File \\"/usr/lib/x.py\\", line 3\\n")
     ['a', 'File "x.py", line 3']
+    >>> last_words("OSError: full\\nduring this:\\nb\\nValueError: c", lines=2)
+    ['OSError: full', 'b', 'ValueError: c']
     """
     said = [line.strip() for line in text.splitlines() if line.strip()]
-    return [re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", line)[:300] for line in said[-lines:]]
+    hidden = list(dict.fromkeys(filter(_ERROR.match, said[:-lines])))
+    kept = [line for line in hidden if line not in said[-lines:]][:_TAIL] + said[-lines:]
+    return [re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", line)[:300] for line in kept]
 
 
 @attrs.frozen
@@ -222,10 +229,11 @@ class Ended:
             return None
         if None in self.codes:
             return f"did not end within {self.seconds:.0f} s"
-        # What a traceback ends with is the error; torch warns behind it.
-        errors = [line for line in self.words if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        # What a traceback ends with is the error, and what it began with its cause; torch warns
+        # behind it.
+        errors = list(dict.fromkeys(filter(_ERROR.match, self.words)))
         said = errors or self.words or ["said nothing"]
-        return said[-1]
+        return said[-1] if len(errors) < 2 else f"{said[-1]} (first: {errors[0]})"
 
 
 def launched(command: Sequence[str], world: int, limit: float, folder: Path, name: str) -> Ended:

@@ -151,8 +151,8 @@ class Parallel:
         microbatches: Of a step and replica.
         batch: Windows of a microbatch.
         cut: `even` layers a stage, `balanced` costs, `measured` times, or the layers of each stage.
-        embedding_cost: In layers, for `balanced`.
-        head_cost: In layers, for `balanced`.
+        embedding_cost: In layers, for `balanced`; refused beside another cut.
+        head_cost: In layers, for `balanced`; refused beside another cut.
         embedding_time: For `measured`: milliseconds of the embedding's F, dI and dW together.
         layer_times: For `measured`: of each layer. Where they are left out, all three are measured
             before the first step, and written to the log and the report under these names.
@@ -353,8 +353,8 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
         changes: By table, fields that the command line overrides; None leaves the file's.
 
     Raises:
-        UnusableError: It is not there or not TOML, or a table or field is unknown or of another
-            kind than expected.
+        UnusableError: It is not there or not TOML, a table or field is unknown or of another
+            kind than expected, or a field is given that the others leave without a use.
     """
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -374,6 +374,13 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
             raise UnusableError(f"{path}: [{name}]: expected a table, found {found!r}")
         over = {key: value for key, value in changes.get(name, {}).items() if value is not None}
         tables[name] = _table(path, name, kind, {**found, **over})
+    cut = tables["parallel"].cut
+    for name in ("embedding_cost", "head_cost"):
+        if cut != "balanced" and name in given.get("parallel", {}):
+            raise UnusableError(
+                f"{path}: [parallel] {name}: costs are for cut = 'balanced', found cut = {cut!r}; "
+                "leave it out, or set cut"
+            )
     rates = tables["optimizer"]
     if rates.least_rate > rates.rate:
         own = "" if "least_rate" in given.get("optimizer", {}) else ", its default"

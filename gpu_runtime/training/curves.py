@@ -50,13 +50,15 @@ from qeffect.gpu_runtime.training.evaluate import evaluate, evaluate_native
 from qeffect.gpu_runtime.training.loop import TIMES, Opened, backend_of, opened, settled
 from qeffect.gpu_runtime.training.model import Language
 from qeffect.refusals import Refused
-from qeffect.report import UnusableError, finite
+from qeffect.report import UnusableError, finite, program
 
 __all__ = ["Named", "add_curves_arguments", "merged", "run_curves", "trained"]
 
 _SIDES = ("native", "guarded")
 #: What parts of one report have to agree in, of the environment.
 _ALIKE = (*ALIKE, "cpu", "cores")
+#: What is told of each part by itself, of the environment.
+_EACH = ("program", "argv", "date", "load_1min")
 #: What parts of one report may differ in, of the configuration.
 _OWN = ("runs", "limit_s", "parts")
 
@@ -425,7 +427,11 @@ def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
         raise UnusableError(f"{args.config} given, but --merge runs nothing; leave it out")
     report = merged(args.merge)
     report.path = args.out
-    return _outcome(report.finish(), f"{len(args.merge)} reports in one")
+    report.save()
+    what = f"{len(args.merge)} reports in one"
+    return _outcome(
+        report.to_json(), what + ", NOT complete: one of them is not" * (not report.complete)
+    )
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -526,7 +532,9 @@ def _outcome(made: Mapping[str, Any], what: str) -> Outcome:
 
 def merged(paths: Sequence[Path]) -> Report:
     """
-    One report of the runs of several; those that a part had not ended are in none.
+    One report of the runs of several, complete where all of them are.
+
+    A run that a part had not ended is in none.
 
     Raises:
         UnusableError: One is no report of this kind; they were made at another commit, elsewhere,
@@ -552,13 +560,20 @@ def merged(paths: Sequence[Path]) -> Report:
     asked = {name: value for name, value in first["configuration"].items() if name not in _OWN}
     asked["parts"] = [
         {
-            **{name: part["environment"].get(name) for name in ("argv", "date", "load_1min")},
+            **{
+                name: part["environment"].get(name) for name in _EACH if name in part["environment"]
+            },
             "runs": len(part["raw"]["runs"]),
         }
         for part in parts
     ]
-    argv = ["runtime", "curves", "--merge", *(path.name for path in paths)]
-    return Report("curves", None, {**first["environment"], "argv": argv}, asked, {"runs": runs})
+    typed = {
+        "program": program(),
+        "argv": ["runtime", "curves", "--merge", *(path.name for path in paths)],
+    }
+    report = Report("curves", None, {**first["environment"], **typed}, asked, {"runs": runs})
+    report.complete = all(part["complete"] for part in parts)
+    return report
 
 
 def _facts(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -305,14 +306,19 @@ def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
 _PARTS: dict[str, Any] = {"started": started, "gone-on": gone_on, "remapped": remapped}
 
 
+LAYERS = 4
+"""Layers of the model, whatever its mapping."""
+
+
 def _trial(args: argparse.Namespace, schedule: str, layers: int, vpp: int | None) -> Trial:
     hidden, ffn, heads, sequence = (
         (64, 128, 2, 32) if args.device == "cpu" else (args.hidden, 4 * args.hidden, 8, 512)
     )
     job = Job(
         schedule=schedule,
-        pp=2,
+        pp=args.pp,
         vpp=vpp,
+        dp=args.dp,
         microbatches=4,
         layers=layers,
         history=args.history,
@@ -337,11 +343,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, default=1024, help="width of a layer, on cuda")
     parser.add_argument("--history", type=int, default=16, help="entries of an amax history")
     parser.add_argument("--schedules", nargs="+", default=["il", "zbv"])
+    parser.add_argument("--dp", type=int, default=1, help="replicas of the pipeline")
+    parser.add_argument(
+        "--at-once", type=int, default=1, metavar="N", help="parts that run beside each other"
+    )
     parser.add_argument("--commit", metavar="SHA", help="where this is no git checkout")
     parser.add_argument("--out", help="where the report goes")
     parser.add_argument("--part", choices=[*_PARTS], help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--words", help=argparse.SUPPRESS)
+    parser.add_argument("--pp", type=int, default=2, help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--vpp", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -357,24 +368,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _launch(args: argparse.Namespace, part: str, folder: Path, *options: str) -> list[Any]:
-    """One part, on two fresh processes; what each rank says."""
+def _launch(
+    args: argparse.Namespace, part: str, folder: Path, *options: str, pp: int = 2
+) -> list[Any]:
+    """One part, on as many fresh processes as it has ranks; what each says."""
     words = Path(tempfile.mkdtemp(prefix=f"{part}-", dir=folder.parent))
     given = ["--device", args.device, "--hidden", str(args.hidden), "--history", str(args.history)]
+    given += ["--pp", str(pp), "--dp", str(args.dp)]
+    world = pp * args.dp
     given += [
         flag for flag in ("--eager", "--masters", "--asynchronous") if getattr(args, flag[2:])
     ]
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "-m", "qeffect.gpu_runtime.training.restarts", "--part", part, "--folder", str(folder),
-        "--words", str(words), *given, *options,
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        "--nproc-per-node", str(world), "-m", "qeffect.gpu_runtime.training.restarts",
+        "--part", part, "--folder", str(folder), "--words", str(words), *given, *options,
     ]  # fmt: skip
     subprocess.run(command, check=True, env={**DETERMINISTIC, **os.environ})
-    return [json.loads((words / f"{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((words / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+def _moved(args: argparse.Namespace, folder: Path, other: str, pp: int, vpp: int) -> list[Any]:
+    """A checkpoint under another mapping."""
+    layers = LAYERS // (pp * vpp)
+    options = ["--schedules", other, "--layers", str(layers), "--vpp", str(vpp)]
+    return _launch(args, "remapped", folder, *options, pp=pp)
 
 
 def _drive(args: argparse.Namespace) -> int:
     try:
+        most = _most(args)
         where = environment(args.commit)
     except UnusableError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -388,36 +411,68 @@ def _drive(args: argparse.Namespace) -> int:
         "hidden": args.hidden if args.device == "cuda" else 64,
         "history": args.history,
         "schedules": args.schedules,
+        "dp": args.dp,
         "saved_at": SAVED_AT,
         "until": UNTIL,
     }
     rows: list[dict[str, Any]] = []
     report = Report("restarts", Path(args.out) if args.out else None, where, asked, {"rows": rows})
+
+    def done(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        report.save()
+
     with tempfile.TemporaryDirectory(prefix="qeffect-restarts-") as place:
         for schedule in args.schedules:
             folder = Path(place, schedule)
             whole = _launch(args, "started", folder, "--schedules", schedule)
             weighed = sizes(Checkpoints(folder).latest() or folder)
-            again = _launch(args, "gone-on", folder, "--schedules", schedule)
-            rows.append(resumed_row(schedule, whole, again, weighed))
-            print(json.dumps(rows[-1]), flush=True)
-            report.save()
-            for other, layers, vpp in _others(schedule):
-                asked_for = ["--schedules", other, "--layers", str(layers), "--vpp", str(vpp)]
-                moved = _launch(args, "remapped", folder, *asked_for)
-                there = f"{other}, {vpp} stages a rank of {layers} layers"
-                rows.append(remapped_row(schedule, there, whole, moved, weighed))
-                print(json.dumps(rows[-1]), flush=True)
-                report.save()
+            others = _others(schedule, most)
+            with ThreadPoolExecutor(max_workers=args.at_once) as pool:
+                again = pool.submit(_launch, args, "gone-on", folder, "--schedules", schedule)
+                moved = [pool.submit(_moved, args, folder, *other) for other in others]
+                done(resumed_row(schedule, whole, again.result(), weighed))
+                for (other, pp, vpp), ranks in zip(others, moved, strict=True):
+                    there = (
+                        f"{other}, PP={pp}, {vpp} stages a rank of {LAYERS // (pp * vpp)} layers"
+                    )
+                    done(remapped_row(schedule, there, whole, ranks.result(), weighed))
     report.finish()
     good = all(row["differ"] == 0 and row["compared"] > 0 for row in rows)
     print("the same bits" if good else "NOT the same bits")
     return 0 if good else 1
 
 
-def _others(schedule: str) -> list[tuple[str, int, int]]:
-    """Other mappings of four layers onto two ranks: the table, layers of a stage, stages a rank."""
-    return [("zbv" if schedule == "il" else "il", 1, 2), ("1f1b", 2, 1)]
+def _most(args: argparse.Namespace) -> int:
+    """
+    Ranks of a pipeline that this machine has room for.
+
+    Raises:
+        UnusableError: There are fewer than the two that train, or an option is no number of them.
+    """
+    for option, number in (("--dp", args.dp), ("--at-once", args.at_once)):
+        if number < 1:
+            raise UnusableError(f"{option} must be at least 1, found {number}")
+    if args.device == "cpu":
+        return LAYERS
+    found: int = torch.cuda.device_count() // args.dp
+    if found < 2:
+        raise UnusableError(
+            f"{2 * args.dp} GPUs are needed, one a rank; found {torch.cuda.device_count()}"
+        )
+    return found
+
+
+def _others(schedule: str, most: int) -> list[tuple[str, int, int]]:
+    """Other mappings of the layers onto at most so many ranks: the table, ranks, stages a rank."""
+    others = [
+        ("zbv" if schedule == "il" else "il", 2, 2),
+        ("1f1b", 2, 1),
+        ("il", 1, 4),
+        ("1f1b", 4, 1),
+    ]
+    return [other for other in others if other[1] <= most]
 
 
 def resumed_row(

@@ -24,11 +24,45 @@ class TestEnvironment:
         found = environment(["bench", "--out", "a/b.json", "--x=/c/d"])
 
         assert {
-            *("cpu", "cores", "load_1min", "python", "packages", "commit", "argv", "date")
+            *(
+                "cpu",
+                "cores",
+                "load_1min",
+                "python",
+                "packages",
+                "commit",
+                "program",
+                "argv",
+                "date",
+            )
         } == found.keys()
         assert ["bench", "--out", "b.json", "--x=d"] == found["argv"]
         assert "not installed" != found["packages"]["attrs"]
         assert found == json.loads(json.dumps(found))
+
+    @pytest.mark.parametrize(
+        ("words", "environ", "said"),
+        [
+            ("/bin/python3 -m qeffect bench", {}, "python -m qeffect"),
+            ("python -X dev -W error -u -m a.b --out F", {}, "python -m a.b"),
+            ("python /opt/bin/qeffect bench", {}, "qeffect"),
+            ("python -c pass", {}, "python -c"),
+            ("python", {}, ""),
+            ("python -u run.py", {"LOCAL_WORLD_SIZE": "2"}, "torchrun --nproc-per-node 2 run.py"),
+            (
+                "python -u -m qeffect runtime",
+                {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
+                "torchrun --nnodes 2 --nproc-per-node 4 -m qeffect",
+            ),
+        ],
+    )
+    def test_names_what_stands_before_the_arguments(
+        self, words: str, environ: dict[str, str], said: str
+    ) -> None:
+        """The interpreter's options and folders are left out, torchrun's ranks are not."""
+        run = {"TORCHELASTIC_RUN_ID": "none", **environ} if environ else {}
+
+        assert said == " ".join(report.program(words.split(), run))
 
     def test_a_package_that_is_missing_is_said_to_be(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Neither left out nor guessed."""

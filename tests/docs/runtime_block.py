@@ -10,9 +10,11 @@ from typing import Any
 from qeffect.gpu_runtime.measure.derive import REQUIREMENTS
 from qeffect.gpu_runtime.measure.host import REST
 from qeffect.gpu_runtime.measure.plots import swept
+from qeffect.gpu_runtime.measure.scale import BOUND_GOALS
 from qeffect.gpu_runtime.reports import cells
+from qeffect.gpu_runtime.training.config import TABLES, read
 from qeffect.report import package
-from tests.docs.blocks import KERNEL_REPORTS, RUNTIME_REPORTS, load, markdown
+from tests.docs.blocks import KERNEL_REPORTS, ROOT, RUNTIME_REPORTS, load, markdown
 from tests.docs.curves_block import curves
 from tests.docs.tables_block import peers, tables
 
@@ -31,6 +33,8 @@ SHOWN = (
     "ours_accumulate",
     "ours_two_streams",
 )
+#: Files of training runs that are checked in.
+EXAMPLES = ROOT / "gpu_runtime" / "training" / "examples"
 PICTURES = ("step_time", "memory", "resources", "loss")
 
 
@@ -173,11 +177,24 @@ def _correctness() -> list[str]:
     return lines
 
 
-def _typed(argv: Sequence[str]) -> list[str]:
-    """Arguments of a command, but for the commit, which stands in a column of its own."""
-    return [
+#: Reports that commands of their own make.
+_MADE_BY = {
+    "restarts": "python -m qeffect.gpu_runtime.training.restarts",
+    "peers": "python -m qeffect.gpu_runtime.bench.peers",
+}
+
+
+def _typed(report: Mapping[str, Any]) -> str:
+    """The command line of a report, but for the commit, which stands in a column of its own."""
+    environment = report["environment"]
+    argv = environment["argv"]
+    words = [
         a for before, a in zip(("", *argv), argv, strict=False) if "--commit" not in (before, a)
     ]
+    program = " ".join(environment.get("program", ()))
+    if not program and (program := _MADE_BY.get(report["kind"], "")) == "":
+        program = "qeffect" if words[:1] == ["runtime"] else "qeffect runtime"
+    return " ".join([program, *words])
 
 
 def _probed(derived: Mapping[str, Any]) -> str:
@@ -457,13 +474,22 @@ def _made() -> list[str]:
             rows.append(
                 (
                     f"[{path.name}](gpu_runtime/reports/{path.name})",
-                    f"`{' '.join(_typed(e['argv']))}`",
+                    f"`{_typed(data)}`{_with(data)}",
                     f"`{e['commit'][:12]}`",
                     e["date"],
                 )
             )
-    header = ("report", "made by `qeffect runtime`", "commit", "at")
-    return ["The reports behind this section:", markdown(header, rows)]
+    return [
+        "The reports behind this section; older ones do not say how many ranks torchrun started:",
+        markdown(("report", "made by", "commit", "at"), rows),
+    ]
+
+
+def _with(report: Mapping[str, Any]) -> str:
+    """Which checked-in file a training run is of, whatever it was called then."""
+    name = example_of(report)
+    folder = "gpu_runtime/training/examples"
+    return "" if name is None else f" with [{name}]({folder}/{name})"
 
 
 def _pipelines() -> list[str]:
@@ -492,7 +518,7 @@ def _pipelines() -> list[str]:
                 f"{row['single_ms']['median']:.2f}",
                 f"{row['host_ms']['median']:.2f}",
                 ratio(row["native_over_this"]),
-                ratio(row["over_bound"]),
+                _over_bound(row),
                 f"{row['busiest_ms']:.2f}, {ratio(row['over_busiest'])}"
                 if "busiest_ms" in row
                 else "-",
@@ -513,9 +539,9 @@ def _pipelines() -> list[str]:
                 f"A step over {ranks}, {asked['vpp']} stages of one layer each ({name}; "
                 f"{machine_of(report)}). `native` is torch's Interleaved 1F1B; `one launch` is "
                 "the whole step as one graph, compared after six steps with guarded replays. The "
-                f"bound is the critical path over what each stage's {alone} take; goals are 1.08 "
-                "and 1.04 of it. Kernels are those of the busiest rank, with copies and without "
-                "messages, under the profiler. Sides did not run in turns:"
+                f"bound is the critical path over what each stage's {alone} take; in bold what "
+                "misses its goal. Kernels are those of the busiest rank, with copies and without "
+                f"messages, under the profiler. Sides did not run in turns.{_remark(name, report)}"
             )
             header = (
                 "cell", "schedule", "side", "step, ms", "a single step, ms", "host, ms",
@@ -524,6 +550,44 @@ def _pipelines() -> list[str]:
             )  # fmt: skip
             parts.append(markdown(header, rows))
     return parts
+
+
+def _over_bound(row: Mapping[str, Any]) -> str:
+    """How far a side is above its bound, beside the goal of its cell."""
+    measured, goal = row["over_bound"], BOUND_GOALS.get(row["cell"])
+    said = ratio(measured)
+    if measured is None or goal is None:
+        return said
+    return f"{f'**{said}**' if measured > goal else said} (goal {goal:.2f}x)"
+
+
+#: What has to be known of a report of one commit; one that is made again has none.
+REMARKS = {
+    ("scale_four.json", "34bca0e46a4f"): (
+        "Its memory counts a side before that was still held, and is too high."
+    ),
+}
+
+
+def _remark(name: str, report: Mapping[str, Any]) -> str:
+    """A sentence about a report, behind a blank, where one has to be said."""
+    found = REMARKS.get((name, report["environment"]["commit"][:12]))
+    return "" if found is None else f" {found}"
+
+
+def example_of(report: Mapping[str, Any]) -> str | None:
+    """Name the checked-in file that gives the configuration of a training run, if one does."""
+    asked = report["configuration"]
+    if "optimizer" not in asked:
+        return None
+    tables = [name for name in TABLES if name != "checkpoint"]
+    for path in sorted(EXAMPLES.glob("*.toml")):
+        options = {name: asked["run"][name] for name in ("steps", "device")}
+        made = read(path, run=options).record()
+        # A report of before has no fields that came later.
+        if all({f: made[t].get(f) for f in asked[t]} == asked[t] for t in tables):
+            return path.name
+    return None
 
 
 def _training() -> list[str]:

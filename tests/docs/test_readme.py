@@ -21,7 +21,17 @@ from tests.docs.blocks import (
     proofs,
     rendered,
 )
-from tests.docs.runtime_block import _bits, _guards, _parts, files, reports
+from tests.docs.runtime_block import (
+    REMARKS,
+    _bits,
+    _guards,
+    _parts,
+    _remark,
+    _typed,
+    example_of,
+    files,
+    reports,
+)
 
 
 def python_blocks() -> list[str]:
@@ -253,3 +263,61 @@ def test_what_a_second_solver_was_told_is_said() -> None:
         "cvc5 agrees on 8 of them (8 from few lemmas), and on 1 it gave no answer in 10 s "
         "(`a.claim` at read)."
     )
+
+
+def test_the_file_of_a_run_is_found_by_what_the_report_was_asked() -> None:
+    """Whatever it was called then; another configuration is none of the examples'."""
+    for name, wanted in (("curves.json", "h200.toml"), ("curves_short.json", "h200_short.toml")):
+        report = load(RUNTIME_REPORTS / name)
+        assert wanted == example_of(report)
+        asked = report["configuration"]
+        other = {**asked, "model": {**asked["model"], "hidden": 64}}
+        assert example_of({**report, "configuration": other}) is None
+    assert example_of(load(RUNTIME_REPORTS / "scale.json")) is None
+
+
+def test_a_goal_stands_beside_every_figure_over_its_bound() -> None:
+    """Of its own cell, and in bold where it is missed."""
+    text, counted = README.read_text(encoding="utf-8"), 0
+    for _, report in files("scale"):
+        for row in report["derived"]["timed"]:
+            if (over := row["over_bound"]) is None:
+                continue
+            goal = {"h2048-s256-m4": "1.08x", "h4096-s256-m8": "1.04x"}[row["cell"]]
+            said = f"{over:.2f}x"
+            bold = f"**{said}**" if over > float(goal[:-1]) else said
+            place = f"| {row['cell']} | {row['schedule']} | {row['side']} | "
+            lines = [line for line in text.splitlines() if line.startswith(place)]
+            assert any(f"| {bold} (goal {goal}) |" in line for line in lines), place
+            counted += 1
+    assert counted
+
+
+def test_a_remark_is_of_a_report_of_one_commit() -> None:
+    """A report that is made again says it no more."""
+    for (name, commit), said in REMARKS.items():
+        for made_at, told in ((commit + "0" * 28, True), ("f" * 40, False)):
+            report = {"environment": {"commit": made_at}}
+            assert _remark(name, report) == (f" {said}" if told else "")
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "argv", "said"),
+    [
+        ((), "bench", "bench --out F --commit C", "qeffect runtime bench --out F"),
+        ((), "scale", "runtime scale --pp 2", "qeffect runtime scale --pp 2"),
+        ((), "restarts", "--out F", "python -m qeffect.gpu_runtime.training.restarts --out F"),
+        (
+            ("torchrun", "-m", "qeffect"),
+            "scale",
+            "runtime scale",
+            "torchrun -m qeffect runtime scale",
+        ),
+    ],
+)
+def test_the_command_line_of_a_report(
+    program: tuple[str, ...], kind: str, argv: str, said: str
+) -> None:
+    """As it was typed, but for the commit; reports of before say less."""
+    environment = {"argv": argv.split(), **({"program": [*program]} if program else {})}
+    assert said == _typed({"kind": kind, "environment": environment})

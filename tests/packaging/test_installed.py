@@ -32,6 +32,7 @@ SOURCE = (
     "README.md",
     "LICENSE",
 )
+EXAMPLES = ("cpu", "h200", "h200_short", "h200_history")
 LINKS = ("spec", "verification", "gpu_runtime")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"
 #: What the dependencies are found by; none of it is in a standard library.
@@ -166,11 +167,11 @@ class TestContents:
         """Only data that a command reads is installed."""
         data = {name for name in names(wheel) if not name.endswith(".py")}
         kept = {
-            *("qeffect/spec/faults.json", "qeffect/spec/event-log.schema.json"),
+            *(f"qeffect/spec/{n}.json" for n in ("faults", "kept", "event-log.schema")),
             "qeffect/gpu_runtime/reports/report.schema.json",
             "qeffect/schedule/durations.schema.json",  # the help of `plan` points there
             "qeffect/gpu_runtime/training/corpora/cpython-3.11.7.txt",
-            *(f"qeffect/gpu_runtime/training/examples/{n}.toml" for n in ("cpu", "h200")),
+            *(f"qeffect/gpu_runtime/training/examples/{n}.toml" for n in EXAMPLES),
         }
         tables = {n for n in data if n.startswith("qeffect/schedule/fixtures/")}
         texts = {n for n in data if n.startswith("qeffect/spec/") and n.endswith(".md")}

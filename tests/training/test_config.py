@@ -12,7 +12,8 @@ import attrs
 import pytest
 
 from qeffect.cli import main
-from qeffect.gpu_runtime.training.config import TABLES, read
+from qeffect.gpu_runtime.training import config
+from qeffect.gpu_runtime.training.config import TABLES, differences, read
 from qeffect.report import UnusableError
 from tests.parallel.ranks import launch
 
@@ -35,10 +36,10 @@ def written(folder: Path, *changes: tuple[str, str]) -> Path:
 def test_every_field_has_a_default(tmp_path: Path) -> None:
     """An empty file is a run, and every field of every table knows what it expects."""
     (tmp_path / "empty.toml").write_text("")
-    config = read(tmp_path / "empty.toml")
+    found = read(tmp_path / "empty.toml")
 
     for name, kind in TABLES.items():
-        table = getattr(config, name)
+        table = getattr(found, name)
         for field in attrs.fields(kind):
             assert field.metadata["fits"](getattr(table, field.name)), (name, field.name)
             assert f"{field.name}: " in (kind.__doc__ or ""), (name, field.name)
@@ -66,6 +67,12 @@ def test_every_field_has_a_default(tmp_path: Path) -> None:
         ('"1f1b"', '"ScheduleNone"', "[parallel] "),
         ("batch = 2", "batch = 2\ncut = [1, 1]", "expected 1 stages with 2 layers together"),
         ("batch = 2", 'batch = 2\ncut = "odd"', "[parallel] cut: expected 'even', 'balanced'"),
+        (
+            "batch = 2",
+            "batch = 2\nembedding_cost = 0.5",
+            "costs are for cut = 'balanced', found cu",
+        ),
+        ("batch = 2", "batch = 2\nhead_cost = 1.0\ncut = [2]", "found cut = [2]; leave it out, or"),
         ("batch = 2", "batch = 2\npp = 2", "torchrun --nproc-per-node 2"),
         ("batch = 2", "batch = 2\nvpp = 3", "[parallel] "),
         ("history = 4", "history = 0", "[model] history: expected a whole number"),
@@ -101,6 +108,28 @@ def test_a_file_that_cannot_be_used(
     assert said in line
     assert line.count("run.toml") == 1 or "torchrun" in line
     assert "qeffect runtime corpus, or name another as [data] train" not in line
+
+
+EXAMPLES = Path(config.__file__).parent / "examples"
+
+
+@pytest.mark.parametrize(
+    ("name", "differs"),
+    [
+        ("h200_short", "[optimizer] warmup was 100, is 10"),
+        ("h200_history", "[model] history was 16, is 12"),
+    ],
+)
+def test_an_example_differs_from_its_base_in_one_field(name: str, differs: str) -> None:
+    """What one of them shows is then shown of that field."""
+    base, own = (read(EXAMPLES / f"{n}.toml").record() for n in ("h200", name))
+    assert [differs] == differences(base, own)
+
+
+def test_a_cost_is_used_where_stages_are_balanced(tmp_path: Path) -> None:
+    """Beside any other cut it is refused, as the table of files above has it."""
+    path = written(tmp_path, ("batch = 2", 'batch = 2\ncut = "balanced"\nembedding_cost = 0.5'))
+    assert 0.5 == read(path).parallel.embedding_cost
 
 
 def test_a_launcher_that_says_no_number(

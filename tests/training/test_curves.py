@@ -219,14 +219,33 @@ def test_parts_that_do_not_fit_are_refused(
 def test_losses_that_differ_are_a_violation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 1, and the report says how many; what a part had not finished does not matter."""
+    """Exit code 1, and the report says how many, also where a part did not come to its end."""
     part, out = tmp_path / "part.json", tmp_path / "out.json"
     report = curves_report(curve_run("native"), curve_run(losses=[5.0] * 40))
     report["complete"] = False
     part.write_text(json.dumps(report))
     assert 1 == main(["runtime", "curves", "--merge", str(part), "--out", str(out)])
     assert "39 of 40 losses differ" in capsys.readouterr().out
-    assert json.loads(out.read_text())["complete"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("second", [True, False])
+def test_a_merged_report_is_complete_where_all_parts_are(
+    first: bool, second: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that ended early leaves out runs, and so does what it is merged into."""
+    paths = [tmp_path / f"{name}.json" for name in "ab"]
+    for seed, (path, complete) in enumerate(zip(paths, (first, second), strict=True)):
+        report = curves_report(curve_run("native", seed=seed), curve_run(seed=seed))
+        report["complete"] = complete
+        path.write_text(json.dumps(report))
+    out = tmp_path / "out.json"
+    assert 0 == main(["runtime", "curves", "--merge", *map(str, paths), "--out", str(out)])
+    assert ("NOT complete" in capsys.readouterr().out) is not (first and second)
+    merged = json.loads(out.read_text())
+    assert merged["complete"] is (first and second)
+    assert merged["environment"]["argv"] == ["runtime", "curves", "--merge", "a.json", "b.json"]
+    jsonschema.Draft202012Validator(reports.schema()).validate(merged)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""
+What keeps each clause: named for all of them, and read off the code, the reports and the solver.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from qeffect.spec import document
+from qeffect.spec.clauses import CLAUSES, SCHEDULE_CLAUSES
+from qeffect.spec.guards import GUARDS
+from qeffect.verification import kept
+from tests.docs.blocks import ROOT
+
+DATA = document.kept()
+CONTRACT = Path(document.__file__).with_name("contract.md").read_text(encoding="utf-8")
+
+
+def test_the_file_is_current() -> None:
+    """Guards, functions, logs, faults, failures and tests; the slow tests ask the solver again."""
+    assert 0 == kept.main(["--check"])
+
+
+def test_it_has_every_guard_of_every_transition() -> None:
+    """As often as it is checked there."""
+    found: dict[str, list[str]] = {name: [] for name in GUARDS}
+    for row in DATA["guards"]:
+        found[row["transition"]].append(row["clause"])
+
+    wanted = {name: sorted(clauses) for name, clauses in GUARDS.items()}
+    assert wanted == {name: sorted(clauses) for name, clauses in found.items()}
+
+
+@pytest.mark.parametrize("clause", [*CLAUSES, *SCHEDULE_CLAUSES])
+def test_every_clause_has_a_function_a_reason_and_a_test(clause: str) -> None:
+    """The functions raise it, the files are there, and without its guards something fails."""
+    row = DATA["clauses"][clause]
+    assert row["raised_by"]
+    assert row["tests"]
+    assert [] == [path for path in row["tests"] if not (ROOT / path).is_file()]
+    guards = [guard for guard in DATA["guards"] if guard["clause"] == clause]
+    for guard in guards:
+        assert 1 == len({"promises", "lemmas", "otherwise"} & guard.keys())
+        assert guard.get("promises") or guard.get("lemmas") or guard.get("otherwise")
+        assert set(guard.get("promises", ())) <= kept.PROMISES
+        assert not kept.PROMISES & set(guard.get("lemmas", ()))
+
+    assert bool(guards) is any(clause in clauses for clauses in GUARDS.values())
+
+    text = CONTRACT.partition(f"\n`{clause}` (")[2].partition("\n### ")[0].partition("\n## ")[0]
+    (line,) = re.findall(r"^- \*Kept by\* (.*)$", text, re.MULTILINE)
+    (shown,) = re.findall(r"^- \*Shown by\* (.*)$", text, re.MULTILINE)
+    named = {place.rpartition(": ")[2] for place in row["raised_by"]}
+    named |= {name for guard in guards for name in guard.get("promises", ())}
+    assert [] == [name for name in named if f"`{name}`" not in line]
+    assert ("by no promise" in line) is not bool(guards)
+    names = (*row["tests"], *row["failures"], *row["faults"])
+    assert [] == [name for name in names if f"`{name}`" not in shown]
+    assert [] == [path for path in row["logs"] if f"({path})" not in shown]
+
+
+@pytest.mark.parametrize("clause", ["arena.duplicate-bind", "arena.spoiled"])
+def test_the_promises_of_a_guard_are_those_that_the_solver_refutes(clause: str) -> None:
+    """Of bind, whose guards are quickly asked; the slow tests ask of all."""
+    guards = [s for s in kept.guard_sites() if (s.transition, s.clause) == ("bind", clause)]
+    wanted = [r for r in DATA["guards"] if (r["transition"], r["clause"]) == ("bind", clause)]
+
+    assert wanted == kept.rows(guards, kept.predicates_without(guards))
+    assert wanted[0]["promises"]
+
+
+def test_a_guard_that_nothing_is_known_of_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its promises are not made up: the solver has to be asked, and nothing is written."""
+    path = tmp_path / "kept.json"
+    text = json.dumps({**DATA, "guards": DATA["guards"][1:]})
+    path.write_text(text)
+    monkeypatch.setattr(kept, "FILE", path)
+
+    assert 1 == kept.main([])
+    assert "ownership.pool-exhausted" in capsys.readouterr().out
+    assert text == path.read_text()
+
+
+def test_a_stale_file_is_told_and_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A test that is gone is gone from it; what the solver said stays."""
+    path, whole = tmp_path / "kept.json", kept.FILE.read_text(encoding="utf-8")
+    clauses = {**DATA["clauses"], "log.chain": {**DATA["clauses"]["log.chain"], "tests": []}}
+    path.write_text(json.dumps({**DATA, "clauses": clauses}))
+    monkeypatch.setattr(kept, "FILE", path)
+
+    assert 1 == kept.main(["--check"])
+    assert "stale" in capsys.readouterr().out
+    assert 0 == kept.main([])
+    assert whole == path.read_text()
