@@ -185,7 +185,7 @@ class _Megatron:
         self.indices = order.stages
         own = self._ours(member)
         self.config = self._config()
-        self.model: list[Any] = []
+        chunks: list[Any] = []
         self.names: list[tuple[str, Any]] = []
         for v, index in enumerate(self.indices):
             chunk = self._chunk(v).cuda().bfloat16()  # as its Float16Module does
@@ -196,9 +196,9 @@ class _Megatron:
                 for name, value in own[index].items():
                     held[theirs(name, index)].copy_(value)
             self.names += [(name, held[theirs(name, index)]) for name in own[index]]
-            settings = lib.distributed.DistributedDataParallelConfig(overlap_grad_reduce=False)
-            self.model.append(lib.distributed.DistributedDataParallel(self.config, settings, chunk))
+            chunks.append(chunk)
         del own
+        self.model = self._replicated(chunks)
         self.parameters = [parameter for _, parameter in self.names]
         self.adamw = torch.optim.AdamW(self.parameters, lr=0.0, weight_decay=0.0, fused=True)
         self.run = lib.pipeline_parallel.get_forward_backward_func()
@@ -270,6 +270,26 @@ class _Megatron:
             vp_stage=v,
             share_embeddings_and_output_weights=False,
         )
+
+    def _replicated(self, chunks: list[Any]) -> list[Any]:
+        """
+        Chunks under Megatron's DistributedDataParallel, made on a stream of its own.
+
+        It keeps autograd's node of each parameter, and a node keeps the stream that it was made on:
+        with the default one every backward in a capture ends in an error. Megatron's own loop does
+        the same.
+        """
+        distributed = self.lib.distributed
+        settings = distributed.DistributedDataParallelConfig(overlap_grad_reduce=False)
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            made = [
+                distributed.DistributedDataParallel(self.config, settings, chunk)
+                for chunk in chunks
+            ]
+        torch.cuda.current_stream().wait_stream(aside)
+        return made
 
     def _data(self, member: Member) -> list[dict[str, Tensor]]:
         """The microbatches of every step: batch first, as Megatron has them."""

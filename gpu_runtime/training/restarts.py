@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +344,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--history", type=int, default=16, help="entries of an amax history")
     parser.add_argument("--schedules", nargs="+", default=["il", "zbv"])
     parser.add_argument("--dp", type=int, default=1, help="replicas of the pipeline")
+    parser.add_argument(
+        "--at-once", type=int, default=1, metavar="N", help="parts that run beside each other"
+    )
     parser.add_argument("--commit", metavar="SHA", help="where this is no git checkout")
     parser.add_argument("--out", help="where the report goes")
     parser.add_argument("--part", choices=[*_PARTS], help=argparse.SUPPRESS)
@@ -384,6 +388,13 @@ def _launch(
     return [json.loads((words / f"{rank}.json").read_text()) for rank in range(world)]
 
 
+def _moved(args: argparse.Namespace, folder: Path, other: str, pp: int, vpp: int) -> list[Any]:
+    """A checkpoint under another mapping."""
+    layers = LAYERS // (pp * vpp)
+    options = ["--schedules", other, "--layers", str(layers), "--vpp", str(vpp)]
+    return _launch(args, "remapped", folder, *options, pp=pp)
+
+
 def _drive(args: argparse.Namespace) -> int:
     try:
         most = _most(args)
@@ -406,23 +417,27 @@ def _drive(args: argparse.Namespace) -> int:
     }
     rows: list[dict[str, Any]] = []
     report = Report("restarts", Path(args.out) if args.out else None, where, asked, {"rows": rows})
+
+    def done(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        report.save()
+
     with tempfile.TemporaryDirectory(prefix="qeffect-restarts-") as place:
         for schedule in args.schedules:
             folder = Path(place, schedule)
             whole = _launch(args, "started", folder, "--schedules", schedule)
             weighed = sizes(Checkpoints(folder).latest() or folder)
-            again = _launch(args, "gone-on", folder, "--schedules", schedule)
-            rows.append(resumed_row(schedule, whole, again, weighed))
-            print(json.dumps(rows[-1]), flush=True)
-            report.save()
-            for other, pp, vpp in _others(schedule, most):
-                layers = LAYERS // (pp * vpp)
-                asked_for = ["--schedules", other, "--layers", str(layers), "--vpp", str(vpp)]
-                moved = _launch(args, "remapped", folder, *asked_for, pp=pp)
-                there = f"{other}, PP={pp}, {vpp} stages a rank of {layers} layers"
-                rows.append(remapped_row(schedule, there, whole, moved, weighed))
-                print(json.dumps(rows[-1]), flush=True)
-                report.save()
+            others = _others(schedule, most)
+            with ThreadPoolExecutor(max_workers=args.at_once) as pool:
+                again = pool.submit(_launch, args, "gone-on", folder, "--schedules", schedule)
+                moved = [pool.submit(_moved, args, folder, *other) for other in others]
+                done(resumed_row(schedule, whole, again.result(), weighed))
+                for (other, pp, vpp), ranks in zip(others, moved, strict=True):
+                    there = (
+                        f"{other}, PP={pp}, {vpp} stages a rank of {LAYERS // (pp * vpp)} layers"
+                    )
+                    done(remapped_row(schedule, there, whole, ranks.result(), weighed))
     report.finish()
     good = all(row["differ"] == 0 and row["compared"] > 0 for row in rows)
     print("the same bits" if good else "NOT the same bits")
@@ -434,10 +449,11 @@ def _most(args: argparse.Namespace) -> int:
     Ranks of a pipeline that this machine has room for.
 
     Raises:
-        UnusableError: There are fewer than the two that train.
+        UnusableError: There are fewer than the two that train, or an option is no number of them.
     """
-    if args.dp < 1:
-        raise UnusableError(f"--dp must be at least 1, found {args.dp}")
+    for option, number in (("--dp", args.dp), ("--at-once", args.at_once)):
+        if number < 1:
+            raise UnusableError(f"{option} must be at least 1, found {number}")
     if args.device == "cpu":
         return LAYERS
     found: int = torch.cuda.device_count() // args.dp
