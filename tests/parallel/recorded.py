@@ -5,6 +5,10 @@ A capture records each operation of torch's dispatcher, each message and each co
 the memory as it was, as a capture does. A replay does them again, on the same memory, in a thread
 that does one thing after another, as a stream does. A message that cannot come is passed over, as
 a device passes over a kernel whose communicator was aborted.
+
+A device holds its communicators by itself. Here its thread takes them from where the host keeps
+them, so the host ends none while something is being posted: torch would not know the group any
+more, or would take no group for the group of all ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,6 +34,7 @@ from qeffect.gpu_runtime.execute.reports import Effects
 from qeffect.gpu_runtime.memory.slots import Slot
 from qeffect.gpu_runtime.parallel import one_launch
 from qeffect.gpu_runtime.parallel.channels import Channels, LostError
+from qeffect.gpu_runtime.parallel.consent import Consent
 from qeffect.gpu_runtime.parallel.reduction import Replicas, _Started
 from qeffect.gpu_runtime.parallel.world import Worker
 from qeffect.gpu_runtime.plan.slots import WgradVariant
@@ -156,15 +162,22 @@ def _again(nodes: list[tuple[Any, ...]]) -> None:
 
 
 _LOST = SimpleNamespace(wait=lambda: None)
+#: Held while something is posted, and while connections end; nobody waits for a rank under it,
+#: but the host for what is under way on a connection that it ends.
+_POSTING = threading.RLock()
 
 
-def _recorded(owner: type, name: str) -> None:
-    """Let a method that talks to other ranks be one node of a tape."""
+def _recorded(owner: type, name: str, *, posts: bool = True) -> None:
+    """Let a method that talks to other ranks be one node of a tape; one that `posts` only posts."""
     real = getattr(owner, name)
 
     def act(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self is _LOST or _LOST in args:
             return None
+        with _POSTING if posts else nullcontext():
+            return talk(self, *args, **kwargs)
+
+    def talk(self: Any, *args: Any, **kwargs: Any) -> Any:
         alone = getattr(self, "world", 2) == 1
         if getattr(self, "group", self) is None and not alone:
             raise LostError(name, -1, False, "its connection is closed")
@@ -184,6 +197,17 @@ def _recorded(owner: type, name: str) -> None:
         return found
 
     setattr(owner, name, stands_in)
+
+
+def _ends_alone(owner: type, name: str) -> None:
+    """Let a method that ends connections wait until nothing is being posted."""
+    real = getattr(owner, name)
+
+    def ends(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _POSTING:
+            return real(self, *args, **kwargs)
+
+    setattr(owner, name, ends)
 
 
 class RecordingExecutor(EagerExecutor):
@@ -262,23 +286,25 @@ def install() -> None:
     for owner, name in (
         (Channels, "send"),
         (Channels, "receive"),
-        (Channels, "wait"),
         (Replicas, "__call__"),
         (Replicas, "largest"),
-        (_Started, "wait"),
     ):
         _recorded(owner, name)
+    for owner in (Channels, _Started):
+        _recorded(owner, "wait", posts=False)
 
     def gathered(self: Any, into: Tensor, own: Tensor) -> None:
-        group = self.group  # which the host may let go meanwhile
         into.fill_(0.0)
         if self.world == 1:
             into.copy_(own)
             return
-        if group is None:
-            raise LostError("commit", -1, False, "its connection is closed")
         try:
-            dist.all_gather_into_tensor(into.view(-1), own, group=group)
+            with _POSTING:
+                group = self.group  # the host may let it go while its work is waited for
+                if group is None:
+                    raise LostError("commit", -1, False, "its connection is closed")
+                work = dist.all_gather_into_tensor(into.view(-1), own, group=group, async_op=True)
+            work.wait()
         except RuntimeError as error:
             into.fill_(0.0)
             raise LostError("commit", -1, False, str(error)) from None
@@ -286,7 +312,9 @@ def install() -> None:
     stands_in._Gate._gather = gathered
     # An abort of gloo is its last reference.
     stands_in._Gate.let_go = one_launch._Gate.close
-    _recorded(one_launch._Gate, "_gather")
+    _recorded(one_launch._Gate, "_gather", posts=False)
+    for owner in (Consent, one_launch._Gate):
+        _ends_alone(owner, "close")
 
 
 def capturable(worker: Worker) -> Worker:

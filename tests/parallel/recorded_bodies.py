@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 
 from qeffect.gpu_runtime.parallel import command, one_launch
-from qeffect.gpu_runtime.parallel.consent import StoppedError
+from qeffect.gpu_runtime.parallel.channels import Channels, Ends, Message
+from qeffect.gpu_runtime.parallel.consent import Consent, StoppedError
 from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.one_launch import OneLaunch
+from qeffect.gpu_runtime.parallel.reduction import Replicas
 from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from tests.parallel import bodies, recorded
@@ -213,3 +218,63 @@ def recovering(
     runner.close()
     worker.close()
     return {"stops": said, "left": left, "epoch": worker.runtime.epoch}
+
+
+def ended_while_posting() -> list[list[str]]:
+    """
+    The host ends connections while the device's thread posts on them.
+
+    Returns:
+        What became of each post, of a message and of the two calls of a bucket: over which
+        connection it went.
+    """
+    recorded.install()
+    return [_posts_of(begin) for begin in (_a_message, _a_bucket)]
+
+
+def _posts_of(begin: Callable[[Any], tuple[Consent, Callable[[], Any]]]) -> list[str]:
+    anywhere: Any = dist
+    group: Any = SimpleNamespace(size=lambda: 2, ended=False)
+    inside, ended = threading.Event(), threading.Event()
+    posts: list[str] = []
+
+    def post(*_: Any, group: Any, **__: Any) -> Any:
+        inside.set()
+        ended.wait(0.3)  # time for the host to end it
+        posts.append("of all ranks" if group is None else "ended" if group.ended else "its own")
+        return SimpleNamespace(wait=lambda *_: None)
+
+    def destroy(group: Any) -> None:
+        group.ended = True
+
+    anywhere.isend = anywhere.all_reduce = lambda *_, **__: SimpleNamespace()
+    anywhere.destroy_process_group = destroy
+    consent, action = begin(group)
+    graph = recorded._Graph()
+    graph.capture_begin()
+    action()
+    graph.capture_end()
+    anywhere.isend = anywhere.all_reduce = post
+    graph.replay()
+    assert inside.wait(10.0)
+    consent.close()
+    ended.set()
+    recorded.STREAM.synchronize()
+    assert group.ended
+    return posts
+
+
+def _a_message(group: Any) -> tuple[Consent, Callable[[], Any]]:
+    channels = Channels(0, {Ends(0, 1): group}, host=True)
+    table: Any = None
+    consent = Consent(None, None, 0, 1, (), channels, table, (0,))
+    return consent, lambda: channels.send(torch.ones(2), 1, Message(0, 0, False))
+
+
+def _a_bucket(group: Any) -> tuple[Consent, Callable[[], Any]]:
+    replicas = Replicas(group, host=True, deadline=1.0, together=False)
+    table: Any = None
+    channels = Channels(0, {}, host=True)
+    consent = Consent(None, None, 0, 1, (), channels, table, (0,), replicas=replicas)
+    gradients = {"w": torch.ones(2), "b": torch.ones(2)}
+    return consent, lambda: replicas(0, gradients)

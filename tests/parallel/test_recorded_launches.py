@@ -81,9 +81,6 @@ STOPS: dict[str, tuple[Job, list[tuple[int, int, str, str]], list[tuple[str, int
 }
 
 
-# Slow for what it is known for: beside other work a rank came back too late, twice in some forty
-# runs, and ended the launch at its limit. On GPUs such stops are in tests/gpu/test_one_launch.py.
-@pytest.mark.slow
 @pytest.mark.parametrize("case", list(STOPS))
 def test_after_a_stop_launches_go_on_bit_for_bit(case: str, tmp_path: Path) -> None:
     """No update is lost and none is made twice: the end is that of replays without a fault."""
@@ -106,6 +103,15 @@ def test_after_a_stop_launches_go_on_bit_for_bit(case: str, tmp_path: Path) -> N
         assert all(stop["moved"] == [] for stop in word["stops"])
         assert word["epoch"] == STEPS
         assert word["left"] == whole.words[rank]
+
+
+def test_nothing_is_posted_on_a_connection_that_the_host_has_ended(tmp_path: Path) -> None:
+    """Nor on that of all ranks, where no peer ever comes to it; the host waits for who posts."""
+    said = launch(1, tmp_path, recorded_bodies.ended_while_posting)
+    assert said.codes == [0]
+    message, bucket = said.words[0]
+    assert message == ["its own"]
+    assert bucket == ["its own", "its own"]
 
 
 def test_a_launch_behind_one_that_was_skipped_moves_no_weights(tmp_path: Path) -> None:
