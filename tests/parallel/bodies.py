@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -29,7 +30,7 @@ from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.parallel.executor import Passage
 from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
-from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
+from qeffect.gpu_runtime.parallel.world import Limits, Worker, gathered, join, leave
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused
@@ -395,6 +396,32 @@ def unmet() -> str:
     except BackendError as error:
         return str(error)
     return "accepted"
+
+
+# The end of a process
+
+
+def leaving() -> dict[str, Any]:
+    """Threads of groups before and after a rank leaves; a cycle holds one of its groups."""
+    member = join("cpu", LIMITS)
+    held: dict[str, Any] = {"group": dist.new_group([0, 1])}
+    held["itself"] = held
+    dist.all_reduce(torch.ones(2), group=held["group"])
+    gathered(member, "a word")
+    before = _threads_of_groups()
+    del held
+    leave()
+    leave()
+    return {
+        "threads before": before,
+        "threads after": _threads_of_groups(),
+        "initialized": dist.is_initialized(),
+    }
+
+
+def _threads_of_groups() -> int:
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum("gloo" in name for name in names)
 
 
 # A step without its device work
