@@ -23,6 +23,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.measure.report import Report, environment
+from qeffect.gpu_runtime.optimizer import Gradients
 from qeffect.gpu_runtime.parallel.channels import Message
 from qeffect.gpu_runtime.parallel.command import mute
 from qeffect.gpu_runtime.parallel.compare import compared, summed, tensors_of
@@ -276,12 +277,14 @@ def _guarded(
     final = _final(worker)
     facts: dict[str, Any] = {"slots": [s.slots for s in worker.runtime.contract.stages]}
     found = _timed(member, args, name, "guarded", schedule, worker.step, args.steps, made, facts)
-    ranks = gathered(member, _alone(worker))
+    gradients = worker.pipeline.step(worker.optimizer)
+    ranks = gathered(member, _alone(worker, gradients))
     found["message_ms"] = max(gathered(member, _message_ms(member, job, worker)))
     found["alone_ms"] = {stage: times for rank, _ in ranks for stage, times in rank.items()}
     found["update_ms"] = [update for _, update in ranks]
     found["bound_ms"] = _bound_ms(job, found["alone_ms"], found["update_ms"], found["message_ms"])
-    ranks = gathered(member, _in_order(worker, Order.of_rank(job.table(), member.rank % job.pp)))
+    order = Order.of_rank(job.table(), member.rank % job.pp)
+    ranks = gathered(member, _in_order(worker, gradients, order))
     times = {stage: took for rank, _ in ranks for stage, took in rank.items()}
     updates = [update for _, update in ranks]
     bound = _bound_ms(job, times, updates, found["message_ms"])
@@ -306,7 +309,7 @@ def _timed(
     return {"cell": name, "side": side, "schedule": schedule, **found}
 
 
-def _alone(worker: Worker) -> tuple[dict[str, dict[str, float]], float]:
+def _alone(worker: Worker, gradients: Gradients) -> tuple[dict[str, dict[str, float]], float]:
     """
     What each stage's graphs, and the update, take when nothing else runs, in milliseconds.
 
@@ -315,7 +318,6 @@ def _alone(worker: Worker) -> tuple[dict[str, dict[str, float]], float]:
     executor = worker.runtime.executor
     if not isinstance(executor, GraphExecutor):
         return {}, 0.0
-    gradients = worker.pipeline.step(worker.optimizer)
     found = {}
     with worker.runtime.caller_scope():
         update = _spent(lambda: worker.optimizer.step(gradients))
@@ -330,7 +332,9 @@ def _alone(worker: Worker) -> tuple[dict[str, dict[str, float]], float]:
     return found, update
 
 
-def _in_order(worker: Worker, order: Order) -> tuple[dict[str, dict[str, float]], float]:
+def _in_order(
+    worker: Worker, gradients: Gradients, order: Order
+) -> tuple[dict[str, dict[str, float]], float]:
     """
     The same of a whole row, replayed without messages, again and again: each in its own place.
 
@@ -339,7 +343,6 @@ def _in_order(worker: Worker, order: Order) -> tuple[dict[str, dict[str, float]]
     executor = worker.runtime.executor
     if not isinstance(executor, GraphExecutor):
         return {}, 0.0
-    gradients = worker.pipeline.step(worker.optimizer)
     memories = worker.runtime.memories
     acts: list[tuple[str, str, Callable[[], object]]] = [
         (str(index), "refresh", executor.refreshes[index].replay) for index in memories
