@@ -18,7 +18,7 @@ from .engine.memory import Memory, Snapshot
 from .engine.stage import Transitions, transitions
 from .explain import explain
 from .guarded import Dgrad, Forward, Refresh, Wgrad
-from .keys import Cell, TapeKey, TapeRef, reference
+from .keys import Cell, TapeKey, TapeRef, Unfrozen
 from .layout import lay_out
 from .ledgers.counted import Counted
 from .ledgers.epochs import Epochs
@@ -277,6 +277,11 @@ class Contract:
         return self.memory.snapshot()
 
     # F, dI, dW and refresh: check, then commit or abort
+    #
+    # Give what follows key, reference and evidence by name. Nothing makes a caller do so: a call of
+    # a function with keyword-only parameters takes the interpreter's slow way in, which is a
+    # twentieth of a guarded action. For the same reason a transition is read into a local before
+    # it is called: a call by way of an attribute looks for a method of the class first.
 
     @alone
     def check_refresh(self, stage: int, link: int = 0) -> Ticket:
@@ -295,7 +300,6 @@ class Contract:
     def check_forward(
         self,
         key: TapeKey,
-        *,
         slot: int | None = None,
         token: int | None = None,
         link: int = 0,
@@ -325,6 +329,7 @@ class Contract:
         self._entered = True
         try:
             st = self.memory
+            run = self._check_forward
             taken = None
             try:
                 refreshes = 1 if refresh else 0
@@ -346,7 +351,7 @@ class Contract:
                     token = st.token[st.domain_of[key.stage]]
                 elif type(token) is not int:
                     raise IndexError(token)
-                serial = self._check_forward(st, key, slot, token, link, refreshes)
+                serial = run(st, key, slot, token, link, refreshes)
             except FAILURES as error:
                 if taken is not None:
                     self._free[key.stage].put(taken)
@@ -368,7 +373,7 @@ class Contract:
             self._entered = False
 
     def check_dgrad(
-        self, key: TapeKey, ref: TapeRef, *, token: int | None = None, link: int = 0
+        self, key: TapeKey, ref: TapeRef, token: int | None = None, link: int = 0
     ) -> Ticket:
         """
         Reserve a tape and the state domain for dI.
@@ -381,6 +386,7 @@ class Contract:
         self._entered = True
         try:
             st = self.memory
+            run = self._check_dgrad
             try:
                 if token is None:
                     token = st.token[st.domain_of[key.stage]]
@@ -390,7 +396,7 @@ class Contract:
                     raise IndexError(ref)  # a slot beyond the last is no index of a column
                 if link is not _FIRST and (type(link) is not int or link < 0):
                     raise IndexError(link)
-                serial = self._check_dgrad(st, key, ref, token, link)
+                serial = run(st, key, ref, token, link)
             except FAILURES as error:
                 raise self._runner.failure(error, "check_dgrad", (key, ref, token, link)) from None
             if self._observer is not None:
@@ -410,7 +416,6 @@ class Contract:
         self,
         key: TapeKey,
         ref: TapeRef,
-        *,
         destination: tuple[Destination, ...] | None = None,
         first: bool | None = None,
         first_of_tied: bool | None = None,
@@ -437,6 +442,7 @@ class Contract:
         self._entered = True
         try:
             st = self.memory
+            run = self._check_wgrad
             try:
                 if type(key) is not TapeKey or type(ref) is not TapeRef or ref.slot < 0:
                     raise IndexError(ref)  # a slot beyond the last is no index of a column
@@ -449,7 +455,7 @@ class Contract:
                 overwrites = 1 if first else 0
                 if self._shares or first_of_tied is not None:
                     overwrites = self._writes(key, overwrites, first_of_tied)
-                serial = self._check_wgrad(st, key, ref, link, destination, overwrites)
+                serial = run(st, key, ref, link, destination, overwrites)
             except FAILURES as error:
                 given = (key, ref, link, destination, first)
                 raise self._runner.failure(error, "check_wgrad", given) from None
@@ -481,7 +487,6 @@ class Contract:
         self,
         ticket: Ticket,
         evidence: Iterable[str] = (),
-        *,
         filled: Fills | None = None,
         updates: int | None = None,
         scales: int | None = None,
@@ -532,32 +537,42 @@ class Contract:
                 if slot < 0 or (ticket.incarnation is not own and ticket.incarnation != own):
                     raise IndexError(slot)
                 names, of = _NO_FILL
-                if filled is not None and self._reports_fills(action, slot):
-                    names, of = _fills(filled, self._epochs.current)
-                if updates is None or type(updates) is not int or updates < 0:
-                    updates = NEVER
                 if action == "F":
-                    self._commit_forward(st, slot, serial, names, of, updates)
-                    ticket.ref = ref = reference(slot, st.generation[slot], ticket.incarnation)
-                elif action == "refresh":
-                    self._commit_refresh(st, slot, serial, names, of)
-                else:
+                    if filled is not None and st.reports_fills[st.slot_stage[slot]] != 0:
+                        names, of = _fills(filled, self._epochs.current)
+                    updates = NEVER if updates is None else _count(updates)
+                    run = self._commit_forward
+                    run(st, slot, serial, names, of, updates)
+                    made: Any = Unfrozen()  # as `reference` does, without its call
+                    made.slot = slot
+                    made.generation = st.generation[slot]
+                    made.incarnation = own
+                    made.__class__ = TapeRef
+                    ticket.ref = ref = made
+                elif action == "dW":
                     stage = st.slot_stage[slot]
                     if evidence is not st.matrices[stage]:
                         evidence = _names(evidence)
-                    if action == "dI":
-                        if scales is None or type(scales) is not int or scales < 0:
-                            scales = NEVER
-                        self._commit_dgrad(st, slot, serial, evidence, updates, scales)
-                    elif action != "dW":
-                        raise IndexError(action)
-                    else:
-                        self._commit_wgrad(st, slot, serial, evidence)
-                        if st.consumers[slot] == 0:
-                            if st.generation[slot] == st.generation_max[0]:
-                                self._free[stage].retire(slot)
-                            else:
-                                self._free[stage].put(slot)
+                    run = self._commit_wgrad
+                    run(st, slot, serial, evidence)
+                    if st.consumers[slot] == 0:
+                        if st.generation[slot] == st.generation_max[0]:
+                            self._free[stage].retire(slot)
+                        else:
+                            self._free[stage][slot] = None  # as `put` does, without its call
+                elif action == "dI":
+                    if evidence is not st.matrices[st.slot_stage[slot]]:
+                        evidence = _names(evidence)
+                    updates = NEVER if updates is None else _count(updates)
+                    scales = NEVER if scales is None else _count(scales)
+                    run = self._commit_dgrad
+                    run(st, slot, serial, evidence, updates, scales)
+                elif action == "refresh":
+                    if filled is not None and st.reports_fills[slot] != 0:
+                        names, of = _fills(filled, self._epochs.current)
+                    self._commit_refresh(st, slot, serial, names, of)
+                else:
+                    raise IndexError(action)
             except Refused as refused:
                 given = _redeemed(ticket, names, of, evidence, updates, scales)
                 explain(refused, COMMITS[action], st, given)
@@ -578,14 +593,6 @@ class Contract:
             return ref
         finally:
             self._entered = False
-
-    def _reports_fills(self, action: str, place: int) -> bool:
-        """Whether an action's stage is configured to report fills; a report of another one that
-        nobody asked for is not looked at."""
-        if action not in ("F", "refresh"):
-            return False
-        stage = place if action == "refresh" else self.memory.slot_stage[place]
-        return bool(self.memory.reports_fills[stage])
 
     @alone
     def abort(self, ticket: Ticket) -> None:
@@ -1206,6 +1213,11 @@ _NO_FILL: Final = ((), NEVER)
 
 #: Stands for what was filled from no epoch that can be read; neither `NEVER` nor any epoch.
 _UNREADABLE: Final = NEVER - 1
+
+
+def _count(reported: Any) -> int:
+    """Return a count or a token as it was reported; what is none stands for nothing reported."""
+    return reported if type(reported) is int and reported >= 0 else NEVER
 
 
 def _fills(filled: Fills, epoch: int) -> tuple[tuple[Any, ...], int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import Attribute, field, frozen
 
-__all__ = ["Cell", "TapeKey", "TapeRef", "cell_of", "reference", "spell"]
+__all__ = ["Cell", "TapeKey", "TapeRef", "Unfrozen", "cell_of", "reference", "spell"]
 
 #: A key without its epoch: (stage, microbatch, block, invocation).
 Cell = tuple[int, int, int, int]
@@ -108,14 +108,14 @@ class TapeKey:
         return spell(self.epoch, self.cell)
 
 
-class _Unfrozen:
+class Unfrozen:
     """A reference that is being made; `TapeRef` adds no attribute to this layout."""
 
     __slots__ = ("__weakref__", "generation", "incarnation", "slot")
 
 
 @frozen
-class TapeRef(_Unfrozen):
+class TapeRef(Unfrozen):
     """
     The physical place of a tape: a slot, the generation it had, and who issued it (paper, III-A).
 
@@ -142,9 +142,6 @@ class TapeRef(_Unfrozen):
         return f"slot {self.slot} generation {self.generation} incarnation {self.incarnation:016x}"
 
 
-_new = object.__new__
-
-
 def reference(slot: int, generation: int, incarnation: int) -> TapeRef:
     """
     Return ``TapeRef(slot, generation, incarnation)`` in less than half of the time.
@@ -155,7 +152,7 @@ def reference(slot: int, generation: int, incarnation: int) -> TapeRef:
     >>> reference(2, 5, 0x1F) == TapeRef(slot=2, generation=5, incarnation=0x1F)
     True
     """
-    made: Any = _new(_Unfrozen)
+    made: Any = Unfrozen()
     made.slot = slot
     made.generation = generation
     made.incarnation = incarnation

@@ -2,11 +2,11 @@
 What a stateful layer library must reveal so that its F, dI and dW can be guarded.
 
 Two protocols. A `StateDomain` is the numerical state that every F and every dI moves, with all the
-stages that share it: in Transformer Engine it is the whole process, because each update rolls the
-history of every registered module. A `StageBackend` is one pipeline stage (one chunk): it maps a
-tuple of tensors to a tuple of tensors, keeps the work between dI and dW on a `Tape`, and says which
-of the kernel's relations it needs. The paper lists the same questions in "What a backend contract
-would need" (Section VI).
+stages that share it: in Transformer Engine it is the whole process, because each update goes over
+every registered module and rolls what has a new entry. A `StageBackend` is one pipeline stage (one
+chunk): it maps a tuple of tensors to a tuple of tensors, keeps the work between dI and dW on a
+`Tape`, and says which of the kernel's relations it needs. The paper lists the same questions in
+"What a backend contract would need" (Section VI).
 
 A backend guards nothing and knows no epoch, key or generation. It answers, and the runtime asks the
 kernel.

@@ -300,14 +300,13 @@ def _runs(modes: Sequence[str], cells: Sequence[str]) -> list[tuple[str, list[st
     """
     Mode and cells of each start of all ranks.
 
-    Megatron's local graphs are made once in a process, so each cell has one of its own.
+    Megatron's local and full-iteration graphs are made once in a process, so each cell has one of
+    its own.
     """
     runs: list[tuple[str, list[str]]] = []
     for mode in modes:
-        if mode == "local":
+        if mode in ("local", "full_iteration"):
             runs += [(mode, [cell]) for cell in cells]
-        elif mode == "full_iteration":
-            runs.append((mode, list(cells[:1])))
         else:
             runs.append((mode, list(cells)))
     return runs

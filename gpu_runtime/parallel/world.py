@@ -4,7 +4,9 @@ The ranks of a job: torchrun's environment, process groups, and a rank's pipelin
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import gc
 import itertools
 import os
 import signal
@@ -38,7 +40,7 @@ from qeffect.gpu_runtime.plan.rows import Row, walked
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.schedule.actions import Kind, Schedule
 
-__all__ = ["Limits", "Member", "Worker", "join"]
+__all__ = ["Limits", "Member", "Worker", "join", "leave"]
 
 #: Workers of this process, counted alike on all ranks: each has names of its own in the store.
 _WORKERS = itertools.count()
@@ -92,7 +94,8 @@ def join(device: str, limits: Limits | None = None) -> Member:
     """
     Meet the other ranks that torchrun started.
 
-    The world's own group is gloo, on the CPU; channels of GPUs are NCCL groups of their own.
+    The world's own group is gloo, on the CPU; channels of GPUs are NCCL groups of their own. At the
+    end of the process `leave` ends what is left of them.
 
     Raises:
         BackendError: There is no torchrun environment, no NCCL, or no GPU for this rank.
@@ -142,6 +145,28 @@ def _meet(timeout: datetime.timedelta) -> None:
         world_size=world,
         timeout=timeout,
     )
+    atexit.register(leave)
+
+
+def leave() -> None:
+    """
+    End the groups on the CPU that are left, and their threads; called at the end of the process.
+
+    A thread of gloo may hold the tensors of its last collective for a while after that has ended.
+    One that gives them back while the interpreter ends waits for a lock that it never gets, and
+    the process ends in `std::terminate`, after all its work (pytorch/pytorch#190489). A group ends
+    with its last reference; it then waits for its threads, which is as long as what is under way in
+    it, so no longer than its own timeout. No rank waits for another: what it had to say has been
+    sent. Groups on GPUs are left to the driver, and the world's with them.
+    """
+    gc.collect()  # pipelines refer to themselves, and to groups
+    held = dist.distributed_c10d._world.pg_map
+    for group in [*held]:
+        if group is not dist.group.WORLD and dist.get_backend(group) == "gloo":
+            dist.destroy_process_group(group)
+        del group
+    if len(held) == 1 and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def agree_on(member: Member, problem: str) -> None:

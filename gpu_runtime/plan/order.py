@@ -2,7 +2,7 @@
 The order of a process's F, dI and dW.
 
 An order is one rank's row of a schedule table. Both sides of a comparison run the same one: the
-state domain is rolled by every F and dI of the process, so another order is another computation.
+state domain is moved by every F and dI of the process, so another order may be another computation.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -347,6 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--at-once", type=int, default=1, metavar="N", help="parts that run beside each other"
     )
+    parser.add_argument("--same", action="store_true", help="go on under the same mapping alone")
     parser.add_argument("--commit", metavar="SHA", help="where this is no git checkout")
     parser.add_argument("--out", help="where the report goes")
     parser.add_argument("--part", choices=[*_PARTS], help=argparse.SUPPRESS)
@@ -415,29 +417,42 @@ def _drive(args: argparse.Namespace) -> int:
         "saved_at": SAVED_AT,
         "until": UNTIL,
     }
+    saving = threading.Lock()
+    found: dict[str, list[dict[str, Any]]] = {schedule: [] for schedule in args.schedules}
     rows: list[dict[str, Any]] = []
     report = Report("restarts", Path(args.out) if args.out else None, where, asked, {"rows": rows})
 
-    def done(row: dict[str, Any]) -> None:
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        report.save()
+    def done(schedule: str, row: dict[str, Any]) -> None:
+        with saving:
+            found[schedule].append(row)
+            rows[:] = [row for of_one in found.values() for row in of_one]
+            print(json.dumps(row), flush=True)
+            report.save()
 
-    with tempfile.TemporaryDirectory(prefix="qeffect-restarts-") as place:
-        for schedule in args.schedules:
-            folder = Path(place, schedule)
-            whole = _launch(args, "started", folder, "--schedules", schedule)
+    with (
+        tempfile.TemporaryDirectory(prefix="qeffect-restarts-") as place,
+        ThreadPoolExecutor(max_workers=args.at_once) as parts,
+        ThreadPoolExecutor(max_workers=args.at_once) as schedules,
+    ):
+
+        def driven(schedule: str) -> None:
+            folder, own = Path(place, schedule), ("--schedules", schedule)
+            whole = parts.submit(_launch, args, "started", folder, *own).result()
             weighed = sizes(Checkpoints(folder).latest() or folder)
-            others = _others(schedule, most)
-            with ThreadPoolExecutor(max_workers=args.at_once) as pool:
-                again = pool.submit(_launch, args, "gone-on", folder, "--schedules", schedule)
-                moved = [pool.submit(_moved, args, folder, *other) for other in others]
-                done(resumed_row(schedule, whole, again.result(), weighed))
-                for (other, pp, vpp), ranks in zip(others, moved, strict=True):
-                    there = (
-                        f"{other}, PP={pp}, {vpp} stages a rank of {LAYERS // (pp * vpp)} layers"
-                    )
-                    done(remapped_row(schedule, there, whole, ranks.result(), weighed))
+            again = parts.submit(_launch, args, "gone-on", folder, *own)
+            others = [] if args.same else _others(schedule, most)
+            moved = [parts.submit(_moved, args, folder, *other) for other in others]
+            done(schedule, resumed_row(schedule, whole, again.result(), weighed))
+            for (other, pp, vpp), ranks in zip(others, moved, strict=True):
+                layers = LAYERS // (pp * vpp)
+                there = f"{other}, PP={pp}, {vpp} stages a rank of {layers} layers"
+                done(schedule, remapped_row(schedule, there, whole, ranks.result(), weighed))
+
+        try:
+            list(schedules.map(driven, found))
+        except subprocess.CalledProcessError as error:
+            print(f"error: a part ended with exit code {error.returncode}", file=sys.stderr)
+            return 2
     report.finish()
     good = all(row["differ"] == 0 and row["compared"] > 0 for row in rows)
     print("the same bits" if good else "NOT the same bits")

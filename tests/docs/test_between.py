@@ -43,7 +43,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "contract.Contract.commit",
         "contract.Contract.abort",
         "contract.Contract._abort",
-        "contract.Contract._reports_fills",
+        "contract._count",
         "contract._names",
         "contract._fills",
         "contract._redeemed",

@@ -267,7 +267,10 @@ def test_what_a_second_solver_was_told_is_said() -> None:
 
 def test_the_file_of_a_run_is_found_by_what_the_report_was_asked() -> None:
     """Whatever it was called then; another configuration is none of the examples'."""
-    for name, wanted in (("curves.json", "h200.toml"), ("curves_short.json", "h200_short.toml")):
+    for name, wanted in (
+        ("curves.json", "h200_history.toml"),
+        ("curves_short.json", "h200_short.toml"),
+    ):
         report = load(RUNTIME_REPORTS / name)
         assert wanted == example_of(report)
         asked = report["configuration"]

@@ -6,8 +6,9 @@ import io
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -29,7 +30,7 @@ from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.parallel.executor import Passage
 from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
-from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
+from qeffect.gpu_runtime.parallel.world import Limits, Worker, gathered, join, leave
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused
@@ -206,6 +207,17 @@ def bits(worker: Worker) -> dict[str, str]:
     named.update(live_state(worker.runtime.domain))
     named.update(worker.optimizer.state_tensors())
     return dict(zip(named, digests(list(named.values())), strict=True))
+
+
+def copies_of(job: Job, held: Mapping[str, str]) -> list[list[str]]:
+    """Digests of this rank's copies of tied weights, and of what AdamW holds of each."""
+    places = [f"{stage}.{name}" for tie in job.ties for stage, name in tie.copies]
+    kinds = ("exp_avg", "exp_avg_sq", "step")
+    return [
+        [held[place], *(held[f"stages.{place}.{kind}"] for kind in kinds)]
+        for place in places
+        if place in held
+    ]
 
 
 def _step(worker: Worker) -> dict[str, Any]:
@@ -395,6 +407,32 @@ def unmet() -> str:
     except BackendError as error:
         return str(error)
     return "accepted"
+
+
+# The end of a process
+
+
+def leaving() -> dict[str, Any]:
+    """Threads of groups before and after a rank leaves; a cycle holds one of its groups."""
+    member = join("cpu", LIMITS)
+    held: dict[str, Any] = {"group": dist.new_group([0, 1])}
+    held["itself"] = held
+    dist.all_reduce(torch.ones(2), group=held["group"])
+    gathered(member, "a word")
+    before = _threads_of_groups()
+    del held
+    leave()
+    leave()
+    return {
+        "threads before": before,
+        "threads after": _threads_of_groups(),
+        "initialized": dist.is_initialized(),
+    }
+
+
+def _threads_of_groups() -> int:
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum("gloo" in name for name in names)
 
 
 # A step without its device work

@@ -224,8 +224,8 @@ class TestWords:
         assert f"{row}1.6 | 40.0 | 4.0 | 10.00x |" in text
         assert text.count(row) == 1  # the lowest loss alone; the report has the others
 
-    def test_orders_that_learn_alike_bit_for_bit_are_said_to_show_nothing(self) -> None:
-        """And why, where the history is whole steps of a rank's F; one bit of one loss ends it."""
+    def test_orders_that_learn_alike_bit_for_bit_are_said_to_do_so(self) -> None:
+        """With the length of the history beside a rank's F; one bit of one loss ends it."""
         runs = [curve_run(schedule=s, seed=n) for s in ("il", "zbv") for n in (0, 1)]
         told = []
         for history, last in ((16, 1.1), (12, 1.1), (16, 1.2)):
@@ -237,10 +237,9 @@ class TestWords:
                 "parallel": {"pp": 2, "microbatches": 8},
             }
             told.append("\n".join(curves("curves.json", report, "a machine")))
-        assert ["no loss differs by a bit" in text for text in told] == [True, True, False]
-        assert ["16 entries is whole steps of the 16 F" in text for text in told] == [
-            True, False, False,
-        ]  # fmt: skip
+        assert ["No loss differs by a bit" in text for text in told] == [True, True, False]
+        assert ["entries, whole steps of the 16 F" in text for text in told] == [True, False, False]
+        assert ["no whole number of steps" in text for text in told] == [False, True, False]
 
     def test_what_differs_is_in_the_readme_too(self) -> None:
         """No word of success where there is none."""

@@ -2,9 +2,11 @@
 A transformer stage with delayed-scaling FP8 in plain PyTorch, for a CPU or a GPU.
 
 The rules that matter for the contract are Transformer Engine's: scales lag behind the amax history,
-every F rolls every forward history of the domain and every dI every backward one, a roll happens
-even if F raises, quantized weights are cached, and dW is deferred. The products are not: operands
-are dequantized and multiplied in fp32, which is exact enough to compare as raw bits.
+every F rolls the forward histories of the domain and every dI the backward ones, a roll happens
+even if F raises, quantized weights are cached, and dW is deferred. One is its older, stricter rule:
+every history of the domain is rolled, where it now rolls those alone that have a new entry. So any
+two actions that change places show in the bits here. The products are not its own: operands are
+dequantized and multiplied in fp32, which is exact enough to compare as raw bits.
 """
 
 from qeffect.gpu_runtime.backends.reference.scaling import ReferenceDomain

@@ -1,9 +1,10 @@
 """
 Transformer Engine's state domain: the process. The only module that imports the library by name.
 
-Every update of the library rolls the history of every registered module of the process, other
-chunks included, and graphs bake the set of modules in. So there is one domain, it refuses strangers
-and late-comers, and stages (`qeffect.gpu_runtime.backends.te.stage`) join it.
+Every update of the library goes over every registered module of the process, other chunks included,
+and rolls each history that has a new entry, whoever's it is (before its pull request 825 it rolled
+all); graphs bake the set of modules in. So there is one domain, it refuses strangers and
+late-comers, and stages (`qeffect.gpu_runtime.backends.te.stage`) join it.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ class TransformerEngineDomain:
         self._stages.append(stage)
 
     def autocast(self) -> Any:
-        """One outermost FP8 region; leaving it rolls every forward history of the process."""
+        """One outermost FP8 region; leaving it rolls each forward history with a new entry."""
         return self._lib.te.autocast(enabled=True, recipe=self._recipe)
 
     def _registered(self) -> int:
