@@ -209,15 +209,16 @@ def _mutants(report: Mapping[str, Any]) -> str:
 
 def bench() -> str:
     """What the guards cost, from the bench report."""
-    from tests.docs.bench_block import conditions, figures, missed
+    from tests.docs.bench_block import conditions, cost, figures, missed
 
     data, proofs = load(KERNEL_REPORTS / "bench.json"), load(KERNEL_REPORTS / "proofs.json")
     rows = figures(data, proofs)
-    under = conditions(data, proofs)
+    under, prices = conditions(data, proofs), cost(data)
     return (
         markdown(("the kernel", "measured", "goal"), [row.cells() for row in rows])
         + f"\n\n{missed(rows, data)}\n\n"
-        "A figure in bold misses its goal. Times of an action are medians. Report: "
+        + f"{prices}\n\n" * bool(prices)
+        + "A figure in bold misses its goal. Times of an action are medians. Report: "
         "[verification/reports/bench.json](verification/reports/bench.json), measured on "
         f"{where(data['environment'])}; `qeffect bench` makes it again. The row of the run of the "
         "proofs' report is of that report, named above." + f"\n\n{under}" * bool(under)
