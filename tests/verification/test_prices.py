@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,22 @@ def test_a_price_is_the_median_of_the_rounds_differences() -> None:
         "with_us": 4.0,
         "without_us": 1.5,
         "us": 3.0,
-        "least_us": 0.5,
-        "most_us": 4.0,
+        "low_us": 0.5,
+        "high_us": 4.0,
         "ratio": 2.0,
     } == prices.price(rounds)
+
+
+@pytest.mark.parametrize(
+    ("count", "low"), [(1, 0), (2, 0), (5, 0), (8, 0), (9, 1), (11, 1), (12, 2), (20, 5)]
+)
+def test_bounds_of_a_median_are_of_the_binomial_distribution(count: int, low: int) -> None:
+    """Of all signs that so many rounds can have, at most 5 in 100 put the median outside."""
+    assert (low, count - 1 - low) == prices.bounds(list(range(count))[::-1])
+    outside = sum(comb(count, k) for k in range(low + 1)) * 2 / 2**count
+    narrower = sum(comb(count, k) for k in range(low + 2)) * 2 / 2**count
+    assert outside <= 0.05 or count < 6
+    assert narrower > 0.05
 
 
 class Clock:
@@ -71,14 +84,14 @@ class Clock:
 BEFORE, EPOCHS = 2, 3
 
 
-def test_both_sides_take_turns_and_who_begins_changes() -> None:
-    """Epochs before the clock are dropped, and a round's figure is the median of its turns."""
+def test_both_sides_take_turns_and_each_begins_half_of_the_rounds() -> None:
+    """From turn to turn who begins changes; epochs before the clock are dropped."""
     clock = Clock({"a": [10, 20, 30, 40], "b": [1, 2, 3, 4]})
-    made: Counter[str] = Counter()
+    made: list[str] = []
 
     def maker(name: str) -> Any:
         def make() -> str:
-            made[name] += 1
+            made.append(name)
             return name
 
         return make
@@ -86,9 +99,10 @@ def test_both_sides_take_turns_and_who_begins_changes() -> None:
     pair = prices.Pair("it", maker("a"), maker("b"))
     found = prices.in_turns([pair], clock, rounds=2, turns=2, epochs=EPOCHS, before=BEFORE)
 
-    one_turn = [[(side, BEFORE), (side, EPOCHS)] for side in ("a", "b", "b", "a")]
-    assert [call for turn in one_turn for call in turn] * 2 == clock.turns
-    assert {"a": 2, "b": 2} == made
+    one = [(side, n) for side in ("a", "b", "b", "a") for n in (BEFORE, EPOCHS)]
+    other = [(side, n) for side in ("b", "a", "a", "b") for n in (BEFORE, EPOCHS)]
+    assert clock.turns in (one + other, other + one)
+    assert made in ([*"abba"], [*"baab"])
     # Medians of 10..12 with 20..22, of 1..3 with 2..4, then of the second round.
     rounds = [(16.0, 2.5), (36.0, 4.5)]
     assert {"it": dict.fromkeys(prices.ACTIONS, prices.price(rounds))} == found
@@ -243,7 +257,7 @@ def test_the_readme_shows_relations_by_price_and_the_dearest_clauses() -> None:
     assert said.index("| arena | 0.500 µs (0.500 to 0.500), 1.25x") < said.index("| capture |")
     assert "The 2 guards" in said
     assert "`arena.unbound` of dI 0.250 µs (0.250 to 0.250), 1.12x; `order.token`" in said
-    assert "Of 1 of them the range includes zero" in said
+    assert "Of 1 of them the bounds include zero" in said
     assert "F 1.000 µs (1.000 to 1.000), 1.50x" in said
     assert "" == cost({})
 
