@@ -109,3 +109,15 @@ def test_a_stale_file_is_told_and_written_anew(
     assert "stale" in capsys.readouterr().out
     assert 0 == kept.main([])
     assert whole == path.read_text()
+
+
+def test_an_installed_package_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no tests, and would forget them."""
+    monkeypatch.setattr(kept, "FILE", tmp_path / "kept.json")
+    monkeypatch.setattr(kept, "_TESTS", tmp_path / "tests")
+
+    assert 1 == kept.main([])
+    assert "run it in a checkout" in capsys.readouterr().out
+    assert not [*tmp_path.iterdir()]
