@@ -137,6 +137,7 @@ class Reductions:
         self.scaling = scaling
         self._gradients = gradients
         self._sends = True
+        self._waits: dict[int | str, bool] = {}  # whether what was sent has an end of its own
         self._running: dict[int | str, Reduction | None] = {}
         self._ended: set[int | str] = set()
 
@@ -193,7 +194,7 @@ class Reductions:
 
     @contextmanager
     def unsent(self) -> Iterator[None]:
-        """In it the contract is told of each reduction, and nothing is reduced."""
+        """In it the contract is told of each reduction as when it was sent; nothing is reduced."""
         self._sends = False
         try:
             yield
@@ -210,10 +211,14 @@ class Reductions:
 
     def _begun(self, reducer: Reducer, bucket: int | str) -> Reduction | None:
         if not self._sends:
-            return _Unsent()
+            return _Unsent() if self._waits.get(bucket, True) else None
+        work: Reduction | None
         if self.scaling is not None and bucket == SCALING:
-            return self.scaling.start(reducer.largest)  # type: ignore[attr-defined]
-        return reducer(bucket, self._of(bucket))
+            work = self.scaling.start(reducer.largest)  # type: ignore[attr-defined]
+        else:
+            work = reducer(bucket, self._of(bucket))
+        self._waits[bucket] = work is not None
+        return work
 
     def _of(self, bucket: int | str) -> dict[str, torch.Tensor]:
         if isinstance(bucket, str) and bucket in self.copies:

@@ -49,6 +49,9 @@ def _timed(row: Raw, native: Raw | None) -> dict[str, Any]:
         "native_over_this": None,
         "above_native_bytes": None,
     }
+    if own := row.get("in_order", {}).get("bound_ms"):
+        found["in_order_bound_ms"] = round(own, _DIGITS)
+        found["over_in_order"] = round(median / own, _DIGITS)
     if row.get("message_ms"):
         found["message_ms"] = round(row["message_ms"], _DIGITS)
     if busy := [own["kernels"] + own["copies"] for own in row.get("busy_ms", ())]:

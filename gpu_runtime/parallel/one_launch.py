@@ -79,8 +79,6 @@ def obstacles(worker: Worker) -> list[str]:
         found.append("the device does not compare: RuntimeConfig(device_counts, late_counts)")
     if not worker.optimizer.capturable:
         found.append("the update cannot be captured: Optimizer(capturable=True)")
-    if worker.ties:
-        found.append("the gradients of a tied weight's copies are summed")
     if runtime.config.rule == "copied":
         found.append("gradients are copied, which is no part of a slot's graphs")
     if (problem := obstacle()) is not None:
@@ -551,8 +549,9 @@ class _Gate:
         if self.norm is None:
             self._gather(self.heard, self.own)
         else:
+            elsewhere = self.norm.clipping.elsewhere  # copies of a weight that counts once
             self.row[:1].copy_(self.own)
-            for stage, part in square_sums(gradients or {}).items():
+            for stage, part in square_sums(gradients or {}, elsewhere).items():
                 self.row[1 + stage].copy_(part)
             self._gather(self.rows, self.row)
             self.heard.copy_(self.rows[:, 0])

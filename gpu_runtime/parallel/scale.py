@@ -23,6 +23,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.measure.report import Report, environment
+from qeffect.gpu_runtime.optimizer import Gradients
 from qeffect.gpu_runtime.parallel.channels import Message
 from qeffect.gpu_runtime.parallel.command import mute
 from qeffect.gpu_runtime.parallel.compare import compared, summed, tensors_of
@@ -39,9 +40,10 @@ from qeffect.gpu_runtime.parallel.timing import (
     worker_side,
 )
 from qeffect.gpu_runtime.parallel.world import Member, Worker, gathered, join
+from qeffect.gpu_runtime.plan.order import Order
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.report import UnusableError
-from qeffect.schedule.actions import ScheduleError
+from qeffect.schedule.actions import Kind, ScheduleError
 from qeffect.schedule.durations import Durations
 from qeffect.schedule.steptime import step_time
 
@@ -63,6 +65,7 @@ COMPARED: dict[str, tuple[LayerConfig, int]] = {
 BEFORE = 6
 """Steps whose outcome is compared between replays and one launch a step."""
 REPLAYS = 20
+_ROWS = 6
 _QUEUEING_CYCLES = 40_000_000
 """About 20 ms of a device, in which the host queues messages."""
 
@@ -252,7 +255,7 @@ def _one_launch(
     found["final"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
     for fact, (_, _, own_ms, counted) in zip(found["facts"], ranks, strict=True):
         fact["host_parts_ms"], fact["rehearsed_and_as_one"] = own_ms, counted
-    for what in ("alone_ms", "update_ms", "message_ms", "bound_ms"):
+    for what in ("alone_ms", "update_ms", "message_ms", "bound_ms", "in_order"):
         found[what] = guarded[what]
     whole.close()
     worker.close()
@@ -274,11 +277,18 @@ def _guarded(
     final = _final(worker)
     facts: dict[str, Any] = {"slots": [s.slots for s in worker.runtime.contract.stages]}
     found = _timed(member, args, name, "guarded", schedule, worker.step, args.steps, made, facts)
-    ranks = gathered(member, _alone(worker))
+    gradients = worker.pipeline.step(worker.optimizer)
+    ranks = gathered(member, _alone(worker, gradients))
     found["message_ms"] = max(gathered(member, _message_ms(member, job, worker)))
     found["alone_ms"] = {stage: times for rank, _ in ranks for stage, times in rank.items()}
     found["update_ms"] = [update for _, update in ranks]
     found["bound_ms"] = _bound_ms(job, found["alone_ms"], found["update_ms"], found["message_ms"])
+    order = Order.of_rank(job.table(), member.rank % job.pp)
+    ranks = gathered(member, _in_order(worker, gradients, order))
+    times = {stage: took for rank, _ in ranks for stage, took in rank.items()}
+    updates = [update for _, update in ranks]
+    bound = _bound_ms(job, times, updates, found["message_ms"])
+    found["in_order"] = {"times_ms": times, "update_ms": updates, "bound_ms": bound}
     worker.close()
     return found, final
 
@@ -299,7 +309,7 @@ def _timed(
     return {"cell": name, "side": side, "schedule": schedule, **found}
 
 
-def _alone(worker: Worker) -> tuple[dict[str, dict[str, float]], float]:
+def _alone(worker: Worker, gradients: Gradients) -> tuple[dict[str, dict[str, float]], float]:
     """
     What each stage's graphs, and the update, take when nothing else runs, in milliseconds.
 
@@ -308,7 +318,6 @@ def _alone(worker: Worker) -> tuple[dict[str, dict[str, float]], float]:
     executor = worker.runtime.executor
     if not isinstance(executor, GraphExecutor):
         return {}, 0.0
-    gradients = worker.pipeline.step(worker.optimizer)
     found = {}
     with worker.runtime.caller_scope():
         update = _spent(lambda: worker.optimizer.step(gradients))
@@ -321,6 +330,54 @@ def _alone(worker: Worker) -> tuple[dict[str, dict[str, float]], float]:
                 "refresh": _spent(executor.refreshes[index].replay),
             }
     return found, update
+
+
+def _in_order(
+    worker: Worker, gradients: Gradients, order: Order
+) -> tuple[dict[str, dict[str, float]], float]:
+    """
+    The same of a whole row, replayed without messages, again and again: each in its own place.
+
+    Alone, a graph finds in the cache what it left there itself; here it finds what came before it.
+    """
+    executor = worker.runtime.executor
+    if not isinstance(executor, GraphExecutor):
+        return {}, 0.0
+    memories = worker.runtime.memories
+    acts: list[tuple[str, str, Callable[[], object]]] = [
+        (str(index), "refresh", executor.refreshes[index].replay) for index in memories
+    ]
+    begun: set[int] = set()
+    for step in order.steps:
+        slots = list(memories[step.stage].table)
+        graphs = executor.slots[slots[step.microbatch % len(slots)].index]
+        variants = list(graphs.wgrad.values())
+        product = variants[-1 if step.stage in begun else 0]  # the first writes, the others add
+        begun |= {step.stage} if step.kind is Kind.WGRAD else set()
+        graph = {Kind.FORWARD: graphs.forward, Kind.DGRAD: graphs.dgrad}.get(step.kind, product)
+        acts.append((str(step.stage), step.kind.value, graph.replay))
+    acts.append(("", "update", lambda: worker.optimizer.step(gradients)))
+    spent: dict[tuple[str, str], list[float]] = {act[:2]: [] for act in acts}
+    with worker.runtime.caller_scope():
+        for _ in range(_ROWS):
+            marks = [
+                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                for _ in range(len(acts) + 1)
+            ]
+            torch.cuda.synchronize()
+            torch.cuda._sleep(_QUEUEING_CYCLES)  # type: ignore[no-untyped-call]
+            marks[0].record()
+            for (_, _, act), mark in zip(acts, marks[1:], strict=True):
+                act()
+                mark.record()
+            torch.cuda.synchronize()
+            for n, (stage, kind, _) in enumerate(acts):
+                spent[stage, kind].append(marks[n].elapsed_time(marks[n + 1]))
+    found: dict[str, dict[str, float]] = {str(index): {} for index in memories}
+    for (stage, kind), times in spent.items():
+        if stage:
+            found[stage][kind] = float(statistics.median(times))
+    return found, float(statistics.median(spent["", "update"]))
 
 
 def _message_ms(member: Member, job: Job, worker: Worker) -> float:

@@ -110,6 +110,10 @@ class Reducers:
     """
     The reducer of a rank that has a copy: sums over replicas, and over a tied weight's copies.
 
+    What it begins behind a weight's sum waits for it. Side by side on a device, two groups' sums
+    would run in the order that each device takes, and ranks that take different ones could wait for
+    each other in a circle: the copies of one weight are on other ranks than its replicas.
+
     Args:
         replicas: The sum over replicas; None where there is one.
         pairs: By tied weight, the sum with the other rank that has a copy; None where both copies
@@ -127,7 +131,8 @@ class Reducers:
             self.replicas(bucket, gradients).wait()
         pair = self.pairs[bucket]
         if pair is not None:
-            return pair(bucket, gradients)
+            pair(bucket, gradients).wait()
+            return None
         first, second = gradients.values()
         first.add_(second)
         second.copy_(first)

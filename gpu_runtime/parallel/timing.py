@@ -159,6 +159,7 @@ def worker_side(
         config,
         limits=Limits(message=30.0, commit=30.0),
         optimizer=lambda stages: optimizer(stages, capturable=capturable),
+        ties=job.ties,
     )
 
 

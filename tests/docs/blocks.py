@@ -159,7 +159,11 @@ def _agreements(agreements: Sequence[Mapping[str, Any]]) -> str:
     for other in others:
         left = [row for row in other["open"] if row["verdict"] == "unknown"]
         assert other["unsat"] + len(left) == goals
-        text += f"; {other['solver']} agrees on {other['unsat']:,} of them"
+        agrees = f"all {goals:,}" if other["unsat"] == goals else f"{other['unsat']:,}"
+        text += f"; {other['solver']} agrees on {agrees} of them"
+        if "attempts" in other:
+            told = [f"{count:,} from {name}" for name, count in other["attempts"].items()]
+            text += f" ({', '.join(told)})"
         if left:
             limit = max(row["seconds"] for row in left)
             names = ", ".join(f"`{row['name']}` at {row['transition']}" for row in left)

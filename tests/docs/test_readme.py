@@ -11,7 +11,16 @@ import re
 import pytest
 
 from tests.docs.bench_block import conditions, figures, missed
-from tests.docs.blocks import KERNEL_REPORTS, README, ROOT, RUNTIME_REPORTS, load, proofs, rendered
+from tests.docs.blocks import (
+    KERNEL_REPORTS,
+    README,
+    ROOT,
+    RUNTIME_REPORTS,
+    _agreements,
+    load,
+    proofs,
+    rendered,
+)
 from tests.docs.runtime_block import (
     REMARKS,
     _bits,
@@ -234,9 +243,34 @@ def test_linked_files_exist() -> None:
     assert len(links) >= 5
 
 
+def test_what_a_second_solver_was_told_is_said() -> None:
+    """Goals are counted by the hypotheses that proved them; one without an answer is named."""
+    z3 = {"solver": "z3", "unsat": 9, "goals": 9, "open": []}
+    all_of_them = {
+        "solver": "cvc5",
+        "unsat": 9,
+        "open": [],
+        "attempts": {"few lemmas": 7, "every lemma": 2},
+    }
+    row = {"name": "a.claim", "transition": "read", "verdict": "unknown", "seconds": 10.01}
+    some = {"solver": "cvc5", "unsat": 8, "open": [row], "attempts": {"few lemmas": 8}}
+
+    assert (
+        "2 seeds of Z3 agree on the 9 obligations of all relations; cvc5 agrees on all 9 of them "
+        "(7 from few lemmas, 2 from every lemma)."
+    ) == _agreements([z3, all_of_them])
+    assert _agreements([z3, some]).endswith(
+        "cvc5 agrees on 8 of them (8 from few lemmas), and on 1 it gave no answer in 10 s "
+        "(`a.claim` at read)."
+    )
+
+
 def test_the_file_of_a_run_is_found_by_what_the_report_was_asked() -> None:
     """Whatever it was called then; another configuration is none of the examples'."""
-    for name, wanted in (("curves.json", "h200_history.toml"), ("curves_short.json", "h200_short.toml")):
+    for name, wanted in (
+        ("curves.json", "h200_history.toml"),
+        ("curves_short.json", "h200_short.toml"),
+    ):
         report = load(RUNTIME_REPORTS / name)
         assert wanted == example_of(report)
         asked = report["configuration"]

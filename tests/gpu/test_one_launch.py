@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -16,9 +17,12 @@ import torch
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.training.data import Loader, Tokens
+from qeffect.gpu_runtime.training.model import Language
 from tests.parallel import launch_bodies, ranks
 from tests.parallel.ranks import launch
 from tests.parallel.test_launch_bodies import one_cause
+from tests.training.helpers import noise
 
 LIMIT_S = 240.0  # a rank loads the library, captures every slot, and the step twice
 CONFIG = LayerConfig(128, 256, 2, 128)
@@ -93,6 +97,64 @@ def test_rates_and_the_norm_are_values_of_the_device(job: Job, tmp_path: Path) -
         assert word["differ"] == []
 
 
+def tied(folder: Path, **options: Any) -> Language:
+    """A language model of a layer a stage, whose embedding and head are one weight."""
+    options = {"pp": 2, "microbatches": 4, "config": CONFIG, "vocabulary": 512, **options}
+    path = noise(folder, 40000, vocabulary=512)
+    tokens = Tokens.open(path, vocabulary=512, sequence=CONFIG.sequence)
+    loader = Loader(tokens=tokens, sequence=CONFIG.sequence, seed=3)
+    return Language(tied=True, loader=loader, **options)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"schedule": "zbv", "pp": 1},
+        pytest.param({"schedule": "zbv"}, marks=two_gpus),
+        pytest.param({"schedule": "il"}, marks=two_gpus),
+        pytest.param({"schedule": "zbv", "dp": 2, "amax": "replicas"}, marks=four_gpus),
+        pytest.param({"schedule": "il", "dp": 2, "amax": "replicas"}, marks=four_gpus),
+    ],
+    ids=["one rank", "zbv", "il", "zbv on four ranks", "il on four ranks"],
+)
+def test_a_tied_models_launches_leave_the_bits_of_replays(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    """Both copies on one rank or on two; all gradients clipped by a norm that counts one."""
+    job = tied(tmp_path, **given)
+    said = launch(job.world, tmp_path, launch_bodies.launched, job, "cuda", STEPS, None, 0.01, -1)
+    assert said.codes == [0] * job.world
+    copies = []
+    for rank in range(job.world):
+        word = said.words[rank]
+        assert word["differ"] == []
+        assert word["of"] > 20
+        assert word["launches"]["steps"] == [float(STEPS)]
+        assert word["launches"]["norms"] == word["replays"]["norms"]
+        assert word["launches"]["norms"] == said.words[0]["launches"]["norms"]
+        assert min(word["launches"]["moved"]) > 0
+        copies += word["copies"]
+    assert len(copies) == 2 * job.dp
+    assert all(copy == copies[0] for copy in copies)
+
+
+@pytest.mark.parametrize(
+    ("given", "victim", "action"),
+    [
+        pytest.param({"schedule": "il"}, 1, "1W1", marks=two_gpus),
+        pytest.param({"schedule": "il"}, 0, None, marks=two_gpus),
+        pytest.param({"schedule": "il", "dp": 2, "amax": "replicas"}, 3, "1W1", marks=four_gpus),
+    ],
+    ids=["a refusal", "a device that differs", "a refusal on four ranks"],
+)
+def test_a_tied_model_goes_on_bit_for_bit(
+    given: dict[str, Any], victim: int, action: str | None, tmp_path: Path
+) -> None:
+    """The group of its copies is let go with all others, before the graph, and made again."""
+    job = tied(tmp_path, **given)
+    require_recovered(job, victim, action, tmp_path)
+
+
 @two_gpus
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_device_that_ran_something_else_updates_no_rank(victim: int, tmp_path: Path) -> None:
@@ -134,6 +196,11 @@ def test_after_a_stop_launches_go_on_bit_for_bit(
     job: Job, victim: int, action: str | None, tmp_path: Path
 ) -> None:
     """From the last update of all devices: a guarded step, a captured one, and launches of it."""
+    require_recovered(job, victim, action, tmp_path)
+
+
+def require_recovered(job: Job, victim: int, action: str | None, tmp_path: Path) -> None:
+    """Require one cause on all ranks, and behind it the bits of steps without a fault."""
     said = launch(job.world, tmp_path, launch_bodies.recovered, job, "cuda", 9, victim, action)
     assert said.codes == [0] * job.world
     ranks_of = list(range(job.world))

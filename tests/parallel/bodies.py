@@ -6,7 +6,7 @@ import io
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -207,6 +207,17 @@ def bits(worker: Worker) -> dict[str, str]:
     named.update(live_state(worker.runtime.domain))
     named.update(worker.optimizer.state_tensors())
     return dict(zip(named, digests(list(named.values())), strict=True))
+
+
+def copies_of(job: Job, held: Mapping[str, str]) -> list[list[str]]:
+    """Digests of this rank's copies of tied weights, and of what AdamW holds of each."""
+    places = [f"{stage}.{name}" for tie in job.ties for stage, name in tie.copies]
+    kinds = ("exp_avg", "exp_avg_sq", "step")
+    return [
+        [held[place], *(held[f"stages.{place}.{kind}"] for kind in kinds)]
+        for place in places
+        if place in held
+    ]
 
 
 def _step(worker: Worker) -> dict[str, Any]:

@@ -30,8 +30,9 @@ from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.one_launch import OneLaunch, _Gate
 from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, join
 from qeffect.gpu_runtime.runtime import RuntimeConfig
+from qeffect.gpu_runtime.training.model import Language
 from tests.parallel import bodies
-from tests.parallel.bodies import bits, parameters_of
+from tests.parallel.bodies import bits, copies_of, parameters_of
 from tests.parallel.recorded import gate_without_kernels
 
 #: Nothing takes a second but where a rank is gone: then the host asks for as long as this.
@@ -59,7 +60,9 @@ def _made(job: Job, device: str, *, one: bool, rate: float | None = None, **opti
 
     def optimizer(stages: Any) -> Optimizer:
         lr = 1e-3 if rate is None else torch.full((), rate, device=member.device)
-        return Optimizer(stages, lr=lr, capturable=cuda and (one or rate is not None))
+        decays = job.decays if isinstance(job, Language) else None
+        capturable = cuda and (one or rate is not None)
+        return Optimizer(stages, lr=lr, decays=decays, capturable=capturable)
 
     return Worker(
         member,
@@ -78,6 +81,7 @@ def _made(job: Job, device: str, *, one: bool, rate: float | None = None, **opti
         ),
         limits=LIMITS,
         optimizer=optimizer,
+        ties=job.ties,
         **options,
     )
 
@@ -119,6 +123,7 @@ def launched(
     return {
         "differ": sorted(n for n in names if found[0].get(n) != found[1].get(n)),
         "of": len(names),
+        "copies": copies_of(job, found[1]),
         "replays": words[0],
         "launches": words[1],
     }
@@ -344,7 +349,7 @@ def gated(limit: float | None) -> list[dict[str, Any]]:
         if case == "differs" and member.rank == 0:
             gate.counters.ran("F", 0)
         skip = gate.capture(own)
-        parts = [float(part) for part in square_sums(every).values()]
+        parts = [float(part) for part in square_sums(every, clipping.elsewhere).values()]
         assert gate.norm is not None
         found.append(
             {
@@ -416,8 +421,9 @@ def _gates(limit: float | None) -> tuple[Member, Clipping, Any]:
     """This rank, its limits, and what makes a gate with gradients: of all stages, and its own."""
     member = join("cpu", LIMITS)
     gate_without_kernels()
-    clipping = Clipping(max_norm=limit, skip_nonfinite=True)
     stages = 2 * member.world
+    tied = frozenset({(stages - 1, "w")})  # a copy, which counts where the other one is
+    clipping = Clipping(max_norm=limit, skip_nonfinite=True, elsewhere=tied)
     worker: Any = SimpleNamespace(
         member=member,
         clipping=clipping,

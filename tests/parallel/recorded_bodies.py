@@ -20,7 +20,7 @@ from qeffect.gpu_runtime.parallel.reduction import Replicas
 from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from tests.parallel import bodies, recorded
-from tests.parallel.bodies import bits, parameters_of
+from tests.parallel.bodies import bits, copies_of, parameters_of
 
 LIMITS = Limits(start=60.0, message=15.0, commit=15.0, grace=6.0)
 
@@ -43,6 +43,7 @@ def _made(job: Job, options: dict[str, Any]) -> Worker:
                 amax=job.amax,
             ),
             limits=LIMITS,
+            ties=job.ties,
             **options,
         )
     )
@@ -83,6 +84,7 @@ def launched(job: Job, steps: int, options: dict[str, Any]) -> dict[str, Any]:
     return {
         "differ": [name for name in left if left[name] != own[name]],
         "of": len(left),
+        "copies": copies_of(job, own),
         "launches": int(captured),
         "rehearsed and as one": runner.rehearsal.steps,
         "norms": [norms, found],

@@ -115,6 +115,7 @@ class Rank:
                 provisioning=job.provisioning,
                 device_counts=late,
                 late_counts=late,
+                copies={t.name: own for t in job.ties if (own := t.of(row.stages))},
             ),
             reducer=(lambda bucket, gradients: None) if reduced else None,
             row=row,

@@ -15,6 +15,7 @@ from qeffect.gpu_runtime.parallel import channels
 from qeffect.gpu_runtime.parallel.channels import Channels, Ends, LostError, end_groups
 from qeffect.gpu_runtime.parallel.consent import Cause, Consent, StoppedError
 from qeffect.gpu_runtime.parallel.reduction import Replicas
+from qeffect.gpu_runtime.parallel.ties import Reducers
 from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker
 
 
@@ -102,11 +103,12 @@ def test_a_graph_is_dropped_when_every_group_of_its_kernels_was_let_go(
         let_go.release()
         dropped.wait(5.0)
 
-    groups = [_Group(aborted) for _ in range(3)]
+    groups = [_Group(aborted) for _ in range(4)]
     own = Channels(0, {Ends(0, 1): groups[0], Ends(1, 0): groups[1]}, host=False)
+    replicas, copies = (Replicas(group, host=False, deadline=1.0) for group in groups[2:])
     consent = Consent(
         None, None, 0, 1, (), own, None, (0,),  # type: ignore[arg-type]
-        replicas=Replicas(groups[2], host=False, deadline=1.0),
+        replicas=Reducers(replicas, {"table": copies, "both here": None}),
     )  # fmt: skip
 
     def release() -> None:
@@ -117,8 +119,11 @@ def test_a_graph_is_dropped_when_every_group_of_its_kernels_was_let_go(
     consent.close()
 
     assert dropped.is_set()
-    assert [True] * 3 == [group.ended for group in groups]
+    assert [True] * 4 == [group.ended for group in groups]
     assert {id(group) for group in groups} == {id(group) for group in destroyed}
+    for bucket in (0, "table"):  # which would be sums over all ranks
+        with pytest.raises(LostError, match="REDUCE_GRAD, with all ranks, was lost"):
+            consent.replicas(bucket, {"w": torch.ones(2)})  # type: ignore[misc]
 
 
 def test_replicas_whose_group_has_ended_reduce_nothing(destroyed: list[Any]) -> None:

@@ -15,6 +15,7 @@ import pytest
 from qeffect.gpu_runtime.parallel.model import Job
 from tests.parallel import launch_bodies
 from tests.parallel.ranks import launch
+from tests.training.helpers import language, noise
 
 ONE = Job(schedule="il", pp=1, vpp=2, microbatches=2)
 TWO = Job(schedule="zbv", pp=2, microbatches=2)
@@ -80,7 +81,11 @@ def test_steps_that_are_left_and_taken_up(tmp_path: Path) -> None:
 def test_the_gate_of_a_launch_says_on_every_rank_what_the_host_would(
     limit: float | None, tmp_path: Path
 ) -> None:
-    """Its kernels stand in; every rank's word and every stage's squares go to all ranks."""
+    """
+    Its kernels stand in; every rank's word and every stage's squares go to all ranks.
+
+    One stage has a copy of a tied weight, which counts once.
+    """
     said = launch(2, tmp_path, launch_bodies.gated, limit)
     assert said.codes == [0, 0]
     assert said.words[0] == said.words[1]
@@ -145,3 +150,28 @@ def test_a_word_of_an_earlier_step_is_no_yes(tmp_path: Path) -> None:
     assert said.words[0] == said.words[1]
     assert [step["skip"] for step in said.words[0]] == [0.0, 1.0, 1.0]
     assert [step["said"] for step in said.words[0]] == [[0, 0], [1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "il"])
+def test_steps_of_a_tied_model(schedule: str, tmp_path: Path) -> None:
+    """Its copies end alike, on one rank and on two, with AdamW's moments."""
+    job = language(noise(tmp_path), tied=True, schedule=schedule, pp=2, microbatches=2)
+    said = launch(2, tmp_path, launch_bodies.launched, job, "cpu", 3, None, 0.01, -1)
+    assert said.codes == [0, 0]
+    first, second = (copy for rank in range(2) for copy in said.words[rank]["copies"])
+    assert first == second
+    for rank in range(2):
+        word = said.words[rank]
+        assert word["differ"] == []
+        assert word["launches"]["norms"] == said.words[0]["replays"]["norms"]
+
+
+def test_steps_of_a_tied_model_go_on_after_a_stop(tmp_path: Path) -> None:
+    """With copies on two ranks, whose group ends and is made again."""
+    job = language(noise(tmp_path), tied=True, schedule="il", pp=2, microbatches=2)
+    said = launch(2, tmp_path, launch_bodies.recovered, job, "cpu", 7, 1, "1W1")
+    assert said.codes == [0, 0]
+    assert one_cause(said, [0, 1])["clause"] == "ownership.duplicate-wgrad"
+    for rank in range(2):
+        assert said.words[rank]["differ"] == []
+        assert said.words[rank]["of"] > 20

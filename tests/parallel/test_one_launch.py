@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from qeffect.counts import advance, fold
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.parallel.one_launch import OneLaunch, _Staged, obstacles
-from qeffect.gpu_runtime.parallel.ties import Tie
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 
 _INT = st.integers(-(2**63), 2**63 - 1)
@@ -39,18 +38,17 @@ def test_a_step_is_one_map_of_the_digest_whatever_it_was(a: int, b: int, marks: 
 
 def _worker(**changes: Any) -> Any:
     runtime = SimpleNamespace(executor=None, config=RuntimeConfig(**changes), reducer=None)
-    return SimpleNamespace(runtime=runtime, optimizer=SimpleNamespace(capturable=True), ties=())
+    return SimpleNamespace(runtime=runtime, optimizer=SimpleNamespace(capturable=True))
 
 
 def test_every_reason_why_a_step_cannot_be_one_graph_is_named() -> None:
     """All at once, so that one look mends them."""
     worker = _worker(rule="copied")
     worker.optimizer.capturable = False
-    worker.ties = (Tie("table", ((0, "embedding.weight"), (3, "head.weight"))),)
 
     found = obstacles(worker)
 
-    for reason in ("nested=True", "late_counts", "capturable=True", "copied", "tied"):
+    for reason in ("nested=True", "late_counts", "capturable=True", "copied"):
         assert any(reason in text for text in found), reason
     with pytest.raises(
         BackendError, match="the step cannot be one graph: its slots have no graphs"

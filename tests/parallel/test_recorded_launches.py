@@ -14,6 +14,7 @@ import pytest
 from qeffect.gpu_runtime.parallel.model import Job
 from tests.parallel import recorded_bodies
 from tests.parallel.ranks import launch
+from tests.training.helpers import language, noise
 
 PIPE = Job(schedule="zbv", pp=2, microbatches=2)
 REPLICAS = Job(schedule="il", pp=1, vpp=2, dp=2, microbatches=2)
@@ -42,6 +43,38 @@ def test_launches_leave_the_bits_of_replays(
         assert word["launches"] == 5
         assert word["rehearsed and as one"] == [2, 2]
         assert word["norms"][0] == word["norms"][1] == said.words[0]["norms"][0]
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ({"schedule": "zbv", "pp": 1}, {"clip_norm": 0.01}),
+        ({"schedule": "zbv", "pp": 2}, {"clip_norm": 0.01}),
+        ({"schedule": "il", "pp": 2}, {"clip_norm": 0.01}),
+        (
+            {"schedule": "il", "pp": 2, "dp": 2, "amax": "replicas"},
+            {"clip_norm": 0.01, "mean": True},
+        ),
+    ],
+    ids=["one rank", "both on one of two", "one each", "one each, in two replicas"],
+)
+def test_launches_of_a_tied_model_leave_the_bits_of_replays(
+    given: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its copies' gradients are added inside, before the norm, in which the weight counts once."""
+    job = language(noise(tmp_path), tied=True, microbatches=2, **given)
+    said = launch(job.world, tmp_path, recorded_bodies.launched, job, 6, options)
+    assert said.codes == [0] * job.world
+    copies = []
+    for rank in range(job.world):
+        word = said.words[rank]
+        assert word["differ"] == []
+        assert word["launches"] == 5
+        assert word["rehearsed and as one"] == [2, 2]
+        assert word["norms"][0] == word["norms"][1] == said.words[0]["norms"][0]
+        copies += word["copies"]
+    assert len(copies) == 2 * job.dp
+    assert all(copy == copies[0] for copy in copies)
 
 
 STEPS = 8
@@ -84,7 +117,22 @@ STOPS: dict[str, tuple[Job, list[tuple[int, int, str, str]], list[tuple[str, int
 @pytest.mark.parametrize("case", list(STOPS))
 def test_after_a_stop_launches_go_on_bit_for_bit(case: str, tmp_path: Path) -> None:
     """No update is lost and none is made twice: the end is that of replays without a fault."""
-    job, faults, stops = STOPS[case]
+    require_undisturbed(*STOPS[case], tmp_path)
+
+
+def test_a_tied_model_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """After stops before a launch, in a capture, and behind one: the copies' group is made anew."""
+    job = language(noise(tmp_path), tied=True, schedule="il", pp=2, microbatches=2)
+    faults = [(1, 0, "twice", "0W1"), (3, 1, "twice", "1W1"), (7, 0, "miscounted", "")]
+    clauses = ["ownership.duplicate-wgrad"] * 2 + ["epoch.device-count"]
+    stops = [(clause, fault[0]) for clause, fault in zip(clauses, faults, strict=True)]
+    require_undisturbed(job, faults, stops, tmp_path)
+
+
+def require_undisturbed(
+    job: Job, faults: list[tuple[int, int, str, str]], stops: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    """Require the stops, and behind them what replays without a fault leave."""
     options: dict[str, Any] = {"clip_norm": 0.01}
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

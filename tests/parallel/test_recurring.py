@@ -16,6 +16,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.parallel.model import Job
 from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
 from qeffect.gpu_runtime.plan.rows import walked
+from qeffect.gpu_runtime.training.model import Language
 from qeffect.refusals import Refused
 from qeffect.relations.columns import CONFIG
 from qeffect.schedule.actions import Kind
@@ -88,6 +89,33 @@ def test_the_whole_state_is_that_of_action_by_action(schedule: str, pp: int, rul
         assert not one.step()
         assert not each.step()
         assert state(one.contract) == state(each.contract)
+
+
+@pytest.mark.parametrize("schedule", ["il", "zbv"])
+def test_so_is_that_of_a_model_with_a_tied_weight(schedule: str) -> None:
+    """Its copies' sum is one of the step's reductions, on one rank of two or on both."""
+    job = Language(schedule=schedule, pp=2, microbatches=4, config=SMALL, tied=True)
+    for rank in range(2):
+        one, each = pair(job, rank, late=True, reduced=True)
+        for step in range(STEPS):
+            assert one.step() == (step >= FIRST), one.rehearsal.difference
+            assert not each.step()
+            assert state(one.contract) == state(each.contract)
+        assert one.rehearsal.recurs is not None
+        told = Counter(transition for transition, _ in one.rehearsal.recurs.events)
+        copies = int(schedule == "il" or rank == 0)
+        assert told["start_reduction"] == told["finish_reduction"] == 2 + copies
+
+
+@pytest.mark.parametrize(("schedule", "rank"), [("il", 0), ("il", 1), ("zbv", 0)])
+def test_a_step_without_the_sum_over_a_tie_is_refused(schedule: str, rank: int) -> None:
+    """Before its launch, on each rank that has a copy."""
+    job = Language(schedule=schedule, pp=2, microbatches=4, config=SMALL, tied=True)
+    one = Rank(job, rank, reduced=True)
+    one.step()
+    one.runtime._reductions.copies.clear()
+    with pytest.raises(Refused, match=r"reduction\.missing"):
+        one.ask()
 
 
 def state(contract: Contract) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qeffect.gpu_runtime.parallel.model import Job
 from tests.parallel import bodies
 from tests.parallel.ranks import launch
+from tests.training.helpers import language, noise
 
 
 @pytest.mark.parametrize("pp", [2, 4])
@@ -67,4 +69,36 @@ def test_reductions_over_replicas_are_rehearsed_in_their_places(
         assert words["refusal"] is None
         assert first == second == words["rehearsed"]
         assert sum("start_reduction" in line for line in first) == 3
+        assert words["moved"] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "order"),
+    [
+        ({"schedule": "zbv"}, [0], "SSFFSF"),
+        ({"schedule": "il"}, [0, 1], "SSFFSF"),
+        ({"schedule": "il", "dp": 2, "amax": "replicas"}, [0, 1, 2, 3], "SSSFSFFF"),
+    ],
+    ids=["both on one rank", "one each", "one each, in two replicas"],
+)
+def test_the_sum_over_a_tie_is_rehearsed_in_its_place(
+    given: dict[str, Any], ranks: list[int], order: str, tmp_path: Path
+) -> None:
+    """
+    Behind all stages' sums, ended before that of scales begins; on each rank that has a copy.
+
+    A sum that has no end of its own, as those over one replica, is told so in a rehearsal too.
+    """
+    job = language(noise(tmp_path), tied=True, pp=2, microbatches=2, **given)
+    said = launch(job.world, tmp_path, bodies.rehearsed, job, None)
+
+    assert said.codes == [0] * job.world
+    for rank in range(job.world):
+        words = said.words[rank]
+        first, second = words["guarded"]
+        assert words["refusal"] is None
+        assert first == second == words["rehearsed"]
+        told = [line.split("_reduction")[0] for line in first if "_reduction" in line]
+        letters = "".join({"start": "S", "finish": "F"}[verb] for verb in told)
+        assert letters == (order if rank in ranks else "")
         assert words["moved"] == []

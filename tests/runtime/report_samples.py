@@ -346,6 +346,7 @@ def scale_report(*, differ: int = 0) -> dict[str, Any]:
                 1300,
                 bound_ms=4.0,
                 message_ms=0.03,
+                in_order={"times_ms": {"0": {"F": 0.2}}, "update_ms": [0.1], "bound_ms": 4.5},
                 final=[4, 0],
                 update_ms=[0.1, 0.1],
                 busy_ms=[

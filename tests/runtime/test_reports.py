@@ -468,6 +468,8 @@ class TestScale:
         assert (None, None) == (native["native_over_this"], native["over_bound"])
         assert 10.0 == guarded["native_over_this"]
         assert (1.25, 0.03) == (guarded["over_bound"], guarded["message_ms"])
+        assert (4.5, 1.1111) == (guarded["in_order_bound_ms"], guarded["over_in_order"])
+        assert "over_in_order" not in native
         assert (4, 0) == (guarded["final_values"], guarded["final_different"])
         assert 300 == guarded["above_native_bytes"]
 

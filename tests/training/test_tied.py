@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.parallel.ties import Tie, require_declared
+from qeffect.gpu_runtime.parallel.ties import Reducers, Tie, require_declared
 from qeffect.gpu_runtime.training.model import Language
 from qeffect.refusals import Refused
 from tests.parallel.ranks import Said, launch
@@ -134,6 +134,33 @@ def test_without_the_sum_on_one_rank_nothing_is_saved(tmp_path: Path, folder: Pa
     assert said.codes == [0, 0]
     assert "the copies of model.embedding.weight are not the same" in said.words[0]["drifted"]
     assert said.words[0]["clause"] == said.words[1]["clause"] == "reduction.missing"
+
+
+def test_what_is_begun_behind_the_sum_over_copies_waits_for_it() -> None:
+    """Each sum ends before the next group's begins: replicas, copies, then the scaling state."""
+    told: list[str] = []
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, bucket: int | str, gradients: Any) -> Noted:
+            told.append(f"{self.name} {bucket}")
+            return self
+
+        def largest(self, words: Any) -> Noted:
+            return self("amax", words)
+
+        def wait(self) -> None:
+            told.append(f"{self.name} ends")
+
+    reducers = Reducers(Noted("replicas"), {"table": Noted("copies")})  # type: ignore[arg-type, dict-item]
+    assert reducers("table", {"embedding.weight": torch.ones(2)}) is None
+    reducers.largest(torch.ones(2, dtype=torch.int32)).wait()
+    assert told == [
+        "replicas table", "replicas ends", "copies table", "copies ends",
+        "replicas amax", "replicas ends",
+    ]  # fmt: skip
 
 
 def test_ranks_that_do_not_declare_the_same_are_refused(tmp_path: Path, folder: Path) -> None:
