@@ -33,7 +33,7 @@ def contract() -> str:
     parts, keeping = (*PARTS, SCHEDULE), kept()
     chapters = "\n".join(
         [
-            *(_transitions(), _state(), _paper(), _promises(), _ranks()),
+            *(_transitions(), _state(), _paper(), _promises(keeping), _ranks()),
             *(_text("differences"), _text("closing")),
         ]
     )
@@ -296,7 +296,11 @@ def _paper() -> str:
     return "\n".join(lines)
 
 
-def _promises() -> str:
+def _promises(keeping: Mapping[str, Any]) -> str:
+    clauses: dict[str, dict[str, None]] = {}
+    for row in keeping["guards"]:
+        for name in row.get("promises", ()):
+            clauses.setdefault(name, {})[row["clause"]] = None
     lines = [
         "## Promises",
         "",
@@ -304,11 +308,15 @@ def _promises() -> str:
         "be relied on. They are written in the columns above and in words for the world beside",
         "the contract, never in the contract's guards. All but the assumptions are proved; the",
         "history and the lemmas that the proofs need besides stand in `verification/induction/`.",
+        "*Needs* names each clause of which a guard, deleted, lets the promise fail.",
         "",
     ]
     for title, register in _registers():
         lines += [f"### {title}", ""]
-        lines += [f"- `{p.name}`{_where(p.transitions)}: {p.text}" for p in register]
+        for p in register:
+            needs = ", ".join(f"`{clause}`" for clause in sorted(clauses.get(p.name, ())))
+            kept_by = f" Needs {needs}." if needs else ""
+            lines.append(f"- `{p.name}`{_where(p.transitions)}: {p.text}{kept_by}")
         lines.append("")
     words = [
         (f"`{w.name}`" if w.index == "one" else f"`{w.name}[{w.index}]`", w.meaning)

@@ -33,20 +33,23 @@ def _modules(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def _names(path: Path, *, lazy: bool) -> Iterator[str]:
-    """Full names of what a module imports, with or without those inside functions."""
+def nodes(path: Path, *, lazy: bool) -> Iterator[ast.AST]:
+    """The syntax tree of a module node by node, with or without what is inside functions."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    package = (("qeffect",) if parts[0] != "qeffect" else ()) + parts[:-1]
     inside = {
         id(node)
         for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
     }
-    for node in ast.walk(tree):
-        if id(node) in inside and not lazy:
-            continue
+    yield from (node for node in ast.walk(tree) if lazy or id(node) not in inside)
+
+
+def _names(path: Path, *, lazy: bool) -> Iterator[str]:
+    """Full names of what a module imports, with or without those inside functions."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    package = (("qeffect",) if parts[0] != "qeffect" else ()) + parts[:-1]
+    for node in nodes(path, lazy=lazy):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

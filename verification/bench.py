@@ -34,7 +34,7 @@ def measure(progress: Callable[[str], None]) -> dict[str, Any]:
         Rates a second. ``accepted`` counts moves that led to a state, ``attempted`` those that
         were refused as well: both are transitions run.
     """
-    from qeffect.verification import mutants
+    from qeffect.verification import mutants, prices
     from qeffect.verification.explorer import large_scopes, run
     from qeffect.verification.proofs import prove
     from qeffect.verification.walks import machine
@@ -55,6 +55,8 @@ def measure(progress: Callable[[str], None]) -> dict[str, Any]:
             "attempted_per_s": report.attempted_rate,
             "peak_rss_mb": report.peak_rss_mb,
         }
+    progress("Measuring. the price of each clause")
+    data["clause_prices"] = prices.clauses()
     progress("Measuring. random schedules")
     random = machine.run(300, 0).asdict()
     data["random_actions_per_s"] = random["actions_per_second"]

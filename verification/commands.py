@@ -274,6 +274,7 @@ class Prove:
         lines += [f"bounded, {b['path']}: {b['verdict']}" for b in data["bounded"]]
         lines += [
             f"{a['solver']}, seed {a['seed']}: {a['unsat']} of {a['goals']} agree"
+            + "".join(f", {count} from {name}" for name, count in a["attempts"].items())
             for a in data["agreements"]
         ]
         lines += [

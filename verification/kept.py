@@ -209,6 +209,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when stale")
     parser.add_argument("--prove", action="store_true", help="ask the solver again (minutes)")
     args = parser.parse_args(argv)
+    if not _TESTS.is_dir():
+        print("expected the tests beside the specification, found none; run it in a checkout")
+        return 1
     before = FILE.read_text(encoding="utf-8") if FILE.is_file() else '{"guards": []}'
     guards = guard_sites()
     if args.prove:

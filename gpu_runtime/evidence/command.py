@@ -18,7 +18,13 @@ import torch
 from qeffect.cli.command import Outcome, Progress
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.evidence.cases import DEFAULT_SETS, SETS, Case, on_device, small
-from qeffect.gpu_runtime.evidence.comparison import CATEGORIES, REQUIRED, Recording, compare
+from qeffect.gpu_runtime.evidence.comparison import (
+    CATEGORIES,
+    REQUIRED,
+    Category,
+    Recording,
+    compare,
+)
 from qeffect.gpu_runtime.evidence.faults import INJECTED
 from qeffect.gpu_runtime.evidence.sides import GUARDED, SIDES, record
 from qeffect.gpu_runtime.measure.device import require_device
@@ -186,7 +192,7 @@ def _compared(case: Case, recordings: Mapping[str, Recording]) -> list[dict[str,
     for side, recording in recordings.items():
         if side == reference:
             continue
-        held = [c for c in CATEGORIES if base.values.get(c)]
+        held: list[Category] = [c for c in CATEGORIES if base.values.get(c)]
         held += REQUIRED if side in GUARDED else ()
         result = compare(base, recording, categories=held)
         runs.append(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import attrs
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.memory.state import raw_bits
 
-CATEGORIES = (
+Value = Literal[
     "outputs",
     "loss",
     "input gradients",
@@ -34,35 +34,22 @@ CATEGORIES = (
     "scales",
     "caches",
     "versions",
-)
+]
+Requirement = Literal["addresses", "retained work", "growth"]
+Category = Value | Requirement
+
+CATEGORIES: tuple[Value, ...] = get_args(Value)
 """
 What both sides of a comparison have. The loss is half the mean square of an output; microbatch
 gradients are those of one dI or dW, before any sum.
 """
 
-REQUIRED = ("addresses", "retained work", "growth")
+REQUIRED: tuple[Requirement, ...] = get_args(Requirement)
 """
 What a guarded run alone has, counted so that zero is what is required: things that graphs bake in
 and that moved, work that is still retained or outstanding after a step, and what a step left more
 of than the steps before it.
 """
-
-Category = Literal[
-    "outputs",
-    "loss",
-    "input gradients",
-    "microbatch gradients",
-    "parameter gradients",
-    "parameters",
-    "AdamW state",
-    "amax histories",
-    "scales",
-    "caches",
-    "versions",
-    "addresses",
-    "retained work",
-    "growth",
-]
 
 
 def digest(value: Tensor | int) -> str:

@@ -5,20 +5,37 @@ What follows from the raw numbers of a pipeline over ranks: totals, medians, rat
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from qeffect.gpu_runtime.measure.paper import LARGE, SMALL
 
 __all__ = ["BOUND_GOALS", "derive_scale"]
 
 Raw = Mapping[str, Any]
 _DIGITS = 4
-BOUND_GOALS: Mapping[str, float] = {"h2048-s256-m4": 1.08, "h4096-s256-m8": 1.04}
+BOUND_GOALS: Mapping[str, float] = {SMALL: 1.08, LARGE: 1.04}
 """By cell: how much longer than its bound a step may take, at most."""
+NATIVE_GOALS: Mapping[int, Mapping[str, float]] = {
+    2: {SMALL: 12.0, LARGE: 7.3},
+    4: {SMALL: 16.0, LARGE: 9.8},
+}
+"""By ranks and cell: how many steps of one launch go into a native one, at least."""
+REPLAYS_GOAL = 1.15
+"""How much longer than one launch replays may take, at most."""
+HOST_GOAL_MS = 0.3
+"""Host time of one launch, guards included, at most."""
+MEMORY_GOALS_GB: Mapping[str, float] = {SMALL: 0.5, LARGE: 1.0}
+"""By cell: peak memory of replays above native's, at most."""
 
 
 def derive_scale(raw: Raw) -> dict[str, Any]:
-    """Comparisons with their totals, and times with their ratios to native and to their bound."""
+    """
+    Comparisons with their totals, times with their ratios to native and to their bound, goals.
+    """
     native = {row["cell"]: row for row in raw["timed"] if row["side"] == "native"}
+    timed = [_timed(row, native.get(row["cell"])) for row in raw["timed"]]
+    ranks = max((len(row["peak_bytes"]) for row in raw["timed"]), default=0)
     return {
         "compared": [
             {
@@ -30,8 +47,53 @@ def derive_scale(raw: Raw) -> dict[str, Any]:
             }
             for row in raw["compared"]
         ],
-        "timed": [_timed(row, native.get(row["cell"])) for row in raw["timed"]],
+        "timed": timed,
+        "targets": _targets(timed, ranks),
     }
+
+
+def _targets(timed: Sequence[Raw], ranks: int) -> list[dict[str, Any]]:
+    """Goals of every schedule; a goal of what was not measured is none."""
+    found: list[dict[str, Any]] = []
+
+    def judge(goal: str, row: Raw, bound: str, value: float | None, measured: float | None) -> None:
+        if value is None or measured is None:
+            return
+        met = measured >= value if bound == "at least" else measured <= value
+        column = f"{row['side']}, {row['schedule']}"
+        found.append(
+            {
+                "goal": goal,
+                "cell": row["cell"],
+                "column": column,
+                "bound": bound,
+                "value": value,
+                "measured": measured,
+                "met": met,
+            }
+        )
+
+    for row in timed:
+        cell = row["cell"]
+        if row["side"] == "one launch":
+            native = NATIVE_GOALS.get(ranks, {}).get(cell)
+            judge("native / this", row, "at least", native, row["native_over_this"])
+            judge("over its bound", row, "at most", BOUND_GOALS.get(cell), row["over_bound"])
+            host = HOST_GOAL_MS if cell in BOUND_GOALS else None
+            judge("host time, ms", row, "at most", host, row["host_ms"]["median"])
+        if row["side"] == "guarded":
+            whole = [
+                one["step_ms"]["median"]
+                for one in timed
+                if (one["cell"], one["schedule"], one["side"])
+                == (cell, row["schedule"], "one launch")
+            ]
+            over = round(row["step_ms"]["median"] / whole[0], _DIGITS) if whole else None
+            judge("replays over one launch", row, "at most", REPLAYS_GOAL, over)
+            above = row["above_native_bytes"]
+            above = None if above is None else round(above / 1e9, _DIGITS)
+            judge("GB above native", row, "at most", MEMORY_GOALS_GB.get(cell), above)
+    return found
 
 
 def _timed(row: Raw, native: Raw | None) -> dict[str, Any]:

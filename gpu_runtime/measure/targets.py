@@ -65,14 +65,18 @@ class Goal:
 
 def _entry(*path: str) -> Callable[[Mapping[str, Any], str], float | None]:
     def read(cell: Mapping[str, Any], column: str) -> float | None:
-        value: Any = cell["columns"].get(column)
-        for key in path:
-            if value is None:
-                return None
-            value = value.get(key)
-        return None if value is None else float(value)
+        return _number(cell["columns"].get(column), path)
 
     return read
+
+
+def _number(value: Any, path: Sequence[str]) -> float | None:
+    """What stands at a path; None where the path ends before."""
+    for key in path:
+        if value is None:
+            return None
+        value = value.get(key)
+    return None if value is None else float(value)
 
 
 def _host_us(cell: Mapping[str, Any], column: str) -> float | None:
@@ -102,12 +106,7 @@ def _growth(cell: Mapping[str, Any], column: str) -> float | None:
 
 def _of_cell(*path: str) -> Callable[[Mapping[str, Any], str], float | None]:
     def read(cell: Mapping[str, Any], column: str) -> float | None:
-        value: Any = cell
-        for key in path:
-            if value is None:
-                return None
-            value = value.get(key)
-        return None if value is None else float(value)
+        return _number(cell, path)
 
     return read
 

@@ -253,6 +253,7 @@ class OneLaunch:
     def _capture(self) -> None:
         """Capture this step, guards and all; what it launches, it launches like every other."""
         runtime, pipeline, contract = self.runtime, self.pipeline, self.runtime.contract
+        self._quiet()
         runtime.confirm()
         domain = runtime.domain_name
         before = contract.committed_counts()[domain]
@@ -262,10 +263,11 @@ class OneLaunch:
             pipeline.consent.agree(runtime.epoch)
             pipeline.consent.release = self._release
         self._gate.warm()
-        torch.cuda.synchronize()
-        self._base = runtime.epoch
-        if dist.get_world_size() > 1:
-            dist.barrier()
+        self._quiet()
+        if pipeline.consent is not None:
+            # All capture at once, or none; on a connection that a stop ends.
+            pipeline.consent.agree(runtime.epoch)
+        self._base = runtime.epoch  # what all ranks begin again from, or none
         began = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
         with no_collection():
@@ -287,7 +289,7 @@ class OneLaunch:
         if pipeline.consent is not None:
             pipeline.consent.agree(runtime.epoch)
         self._gate.begin(before, contract.committed_counts()[domain])
-        torch.cuda.synchronize()
+        self._quiet()
         self._captured = self._baked()
         pipeline.launched = True
         self.graph = graph
@@ -320,8 +322,16 @@ class OneLaunch:
             )
         self._asking = 0
 
+    def _quiet(self) -> None:
+        """Wait for the device as for a launched step: it may be in what a rank that died owes."""
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with self.runtime.handoff.scope():
+            done.record()
+        self._await(done)
+        torch.cuda.synchronize()  # what other streams have is this rank's alone
+
     def _await(self, done: Any) -> None:
-        """Wait for a step that was launched, but not for one that another rank has given up."""
+        """Wait for what was launched, but not for what another rank has given up."""
         consent = self.pipeline.consent
         until = time.monotonic() + self.worker.limits.commit
         given_up = None
@@ -334,7 +344,7 @@ class OneLaunch:
                 if time.monotonic() > given_up:
                     raise LostError("commit", -1, False, "another rank has stopped")
             if time.monotonic() > until:
-                raise LostError("commit", -1, True, "the launched step did not end")
+                raise LostError("commit", -1, True, "what was launched did not end")
             time.sleep(_POLL_S)
 
     @property
@@ -379,12 +389,12 @@ class OneLaunch:
         Raises:
             StoppedError: The cause is not recoverable, or the ranks' devices have updated different
                 numbers of steps: relaunch, and resume from a checkpoint.
-            BackendError: A rank did not come back.
+            BackendError: A rank did not come back, or its device came to no end.
         """
         if self._base is None or not stopped.cause.recoverable:
             self.worker.rebuild(stopped)
         else:
-            torch.cuda.synchronize()
+            self.worker.settle()
             kept, epoch = self._gate.kept, self._base + int(self._gate.updated)
             self.worker.rebuild(
                 stopped, epoch=epoch, restore=lambda: self.runtime.rebuild_from(epoch, kept)
@@ -574,11 +584,14 @@ class _Gate:
             dist.all_gather_into_tensor(into.view(-1), own, group=self.group)
 
     def warm(self) -> None:
-        """Once outside of a capture, which can load no kernel and begin no communicator."""
+        """
+        Once outside of a capture, which can load no kernel and begin no communicator.
+
+        It does not wait for the device, which waits for every rank.
+        """
         self.capture(None)
         self.kept.take()
         self.updated.zero_()
-        torch.cuda.synchronize()
 
     def begin(self, before: DeviceCounts, after: DeviceCounts) -> None:
         """Learn from one step what each adds: counters a number, the digest an affine map."""

@@ -24,6 +24,7 @@ from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.execute.eager import StageMemory
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.measure.report import Report, environment
+from qeffect.gpu_runtime.measure.tables import target_lines
 from qeffect.gpu_runtime.optimizer import Gradients
 from qeffect.gpu_runtime.parallel.channels import Message
 from qeffect.gpu_runtime.parallel.command import mute
@@ -441,7 +442,7 @@ def _lines(derived: dict[str, Any]) -> list[str]:
             f"step, {row['single_ms']['median']:.2f} alone, {row['host_ms']['median']:.2f} of the "
             f"host{over}{bound}"
         )
-    return lines
+    return lines + target_lines(derived["targets"])
 
 
 def _bound_ms(

@@ -10,6 +10,7 @@ import gc
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO
@@ -44,6 +45,7 @@ __all__ = ["Limits", "Member", "Worker", "join", "leave"]
 
 #: Workers of this process, counted alike on all ranks: each has names of its own in the store.
 _WORKERS = itertools.count()
+_POLL_S = 1e-3
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -515,10 +517,12 @@ class Worker:
 
         Raises:
             StoppedError: The cause is not recoverable: relaunch, and resume from a checkpoint.
-            BackendError: A rank did not come back.
+            BackendError: A rank did not come back, or its device came to no end.
         """
         if not stopped.cause.recoverable:
             raise stopped
+        if self.member.device.type == "cuda":
+            self.settle()
         self.attempt += 1
         store = PrefixStore(f"qeffect/{self.name}/again/{self.attempt}", self.member.store)
         store.set(str(self.member.rank), "ready" if epoch is None else str(epoch))
@@ -543,6 +547,28 @@ class Worker:
         (restore or self.runtime.rebuild)()
         self.runtime.reducer = self._reduces = self._reducer()
         self.pipeline = self._connect()
+
+    def settle(self) -> None:
+        """
+        Wait for the device after a stop, for no longer than the other ranks wait for this one.
+
+        What it was given ends when the connections that it uses have been let go, which the stop
+        has done; a communicator that cannot be let go holds it for ever.
+
+        Raises:
+            BackendError: It came to no end.
+        """
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with self.runtime.handoff.scope():
+            done.record()
+        until = time.monotonic() + self.limits.start
+        while not done.query():
+            if time.monotonic() > until:
+                raise BackendError(
+                    f"the device of rank {self.member.rank} did not come to an end within "
+                    f"{self.limits.start:g} s of the stop; relaunch, and resume from a checkpoint"
+                )
+            time.sleep(_POLL_S)
 
     def close(self) -> None:
         """End connections and the event log, after the last step; waits for the device."""

@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from ..contract import Contract
 from ..keys import TapeKey, TapeRef
 from ..refusals import Refused
 from ..report import environment, write_json
+from . import prices
 from .command import Outcome, Progress, UnusableError, needs
 
-__all__ = ["Bench", "memory_of_a_tape"]
+__all__ = ["Bench", "contract_of", "memory_of_a_tape", "run_epochs"]
 
 MATRICES = ("fc1", "fc2", "proj", "qkv")
 
@@ -52,6 +53,8 @@ class Bench:
         data: dict[str, Any] = {"environment": environment()}
         progress("Measuring. the guarded actions")
         data |= actions()
+        progress("Measuring. the price of each relation")
+        data["relation_prices"] = prices.relations(priced_contract, run_epochs)
         progress("Measuring. the schedule check and the replayer")
         data |= schedules()
         if not args.kernel:
@@ -101,23 +104,41 @@ def _pooled(times: dict[str, list[float]]) -> float:
     return statistics.median(t for own in times.values() for t in own)
 
 
-def _contract(slots: int, microbatches: int) -> Contract:
+def contract_of(slots: int, microbatches: int, omit: Iterable[str] = ()) -> Contract:
+    """Return a contract of one stage, as every measurement takes it."""
     return Contract(
-        [StageConfig(0, microbatches=microbatches, slots=slots, matrices=MATRICES)],
+        [StageConfig(0, microbatches=microbatches, slots=slots, matrices=MATRICES)], omit=omit
     )
 
 
+def priced_contract(omit: Iterable[str] = ()) -> Contract:
+    """Return a new contract of the shape that prices are of: that of the guarded actions."""
+    return contract_of(8, 8, omit)
+
+
 def _epochs(slots: int, microbatches: int, epochs: int, *, managed: bool) -> dict[str, list[float]]:
-    """Run whole epochs; return microseconds an action, one entry per epoch, by action."""
-    contract = _contract(slots, microbatches)
-    mats = contract.stages[0].matrices
+    """Run whole epochs of a new contract; return as ``run_epochs``."""
+    return run_epochs(contract_of(slots, microbatches), epochs, managed=managed)
+
+
+def run_epochs(contract: Contract, epochs: int, *, managed: bool = False) -> dict[str, list[float]]:
+    """
+    Run whole epochs of a contract of one stage that stands between two.
+
+    Returns:
+        Microseconds of an action, its check and its commit, one entry an epoch, by action.
+    """
+    stage = contract.stages[0]
+    mats, microbatches = stage.matrices, stage.microbatches
+    cached = "version" in contract.transitions.relations
     times: dict[str, list[float]] = {"F": [], "dI": [], "dW": []}
     clock = time.perf_counter
-    for epoch in range(epochs):
+    for epoch in range(contract.epoch, contract.epoch + epochs):
         keys = [TapeKey(epoch, 0, m) for m in range(microbatches)]
         refs: list[TapeRef] = []
-        with contract.refresh(0):
-            pass
+        if cached:
+            with contract.refresh(0):
+                pass
         began = clock()
         if managed:
             for key in keys:
@@ -159,7 +180,7 @@ def _epochs(slots: int, microbatches: int, epochs: int, *, managed: bool) -> dic
 
 def _refusal(rounds: int = 50, each: int = 50) -> float:
     """Median microseconds of a refused check, with its explanation, as a caller catches it."""
-    contract = _contract(4, 4)
+    contract = contract_of(4, 4)
     key = TapeKey(0, 0, 0)
     times = []
     for _ in range(rounds):
@@ -195,13 +216,13 @@ def memory_of_a_tape(slots: int) -> tuple[float, float]:
         shared among them; and bytes that are added once a tape went through F, bind and dI, its
         key and its reference included.
     """
-    _contract(1, 1)  # composes the transitions, which every contract shares
+    contract_of(1, 1)  # composes the transitions, which every contract shares
     kept: list[tuple[TapeKey, TapeRef]] = []
     gc.collect()
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        contract = _contract(slots, slots)
+        contract = contract_of(slots, slots)
         gc.collect()
         configured = tracemalloc.get_traced_memory()[0]
         with contract.refresh(0):
@@ -249,7 +270,7 @@ def schedules() -> dict[str, Any]:
 
 def _log(recorder_type: Any, epochs: int = 300, microbatches: int = 8) -> list[str]:
     """Record whole epochs of one stage; return the log's lines."""
-    contract = _contract(8, microbatches)
+    contract = contract_of(8, microbatches)
     recorder = recorder_type.attach(contract)
     mats = contract.stages[0].matrices
     for epoch in range(epochs):
@@ -275,10 +296,10 @@ def _lines(data: dict[str, Any]) -> list[str]:
     where = data["environment"]
     lines = [f"{where['cpu']}, {where['cores']} cores, Python {sys.version.split()[0]}"]
     for name, value in data.items():
-        if name == "environment":
+        if name == "environment" or name.endswith("_prices"):
             continue
         lines.append(f"  {name:34} {_spelled(value)}")
-    return lines
+    return [*lines, *prices.lines(data)] if "relation_prices" in data else lines
 
 
 def _spelled(value: Any) -> str:

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 from attrs import evolve
 
 import qeffect.faults
-from qeffect.cli import command, main, parser
+from qeffect.cli import bench, command, main, parser
 from qeffect.schedule.tables import fixture_names, read_fixture, write_table
 from qeffect.verification import explorer
 from qeffect.verification.commands import DEPTH, MOST_STATES, SCOPES, pool_states
@@ -600,16 +601,19 @@ def test_plan_says_what_sends_hold(capsys: pytest.CaptureFixture[str], awaited: 
 
 
 def test_the_bench_measures_every_figure_and_says_where(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel's bench names where it ran and measures every figure."""
     out = tmp_path / "bench.json"
+    once = partial(bench.prices.relations, rounds=1, turns=1, epochs=1, before=0)
+    monkeypatch.setattr(bench.prices, "relations", once)
 
     code, data = json_of(capsys, "bench", "--kernel", "--out", str(out))
 
     assert 0 == code
     assert {"guarded_action_us", "refusal_us", "bytes_per_live_tape", "environment"} <= data.keys()
     assert data["guarded_action_us"] > 0
+    assert all(part["with_us"] > 0 for part in data["relation_prices"]["order"].values())
     assert json.loads(out.read_text())["environment"]["commit"]
 
 

@@ -159,7 +159,11 @@ def _agreements(agreements: Sequence[Mapping[str, Any]]) -> str:
     for other in others:
         left = [row for row in other["open"] if row["verdict"] == "unknown"]
         assert other["unsat"] + len(left) == goals
-        text += f"; {other['solver']} agrees on {other['unsat']:,} of them"
+        agrees = f"all {goals:,}" if other["unsat"] == goals else f"{other['unsat']:,}"
+        text += f"; {other['solver']} agrees on {agrees} of them"
+        if "attempts" in other:
+            told = [f"{count:,} from {name}" for name, count in other["attempts"].items()]
+            text += f" ({', '.join(told)})"
         if left:
             limit = max(row["seconds"] for row in left)
             names = ", ".join(f"`{row['name']}` at {row['transition']}" for row in left)
@@ -205,15 +209,16 @@ def _mutants(report: Mapping[str, Any]) -> str:
 
 def bench() -> str:
     """What the guards cost, from the bench report."""
-    from tests.docs.bench_block import conditions, figures, missed
+    from tests.docs.bench_block import conditions, cost, figures, missed
 
     data, proofs = load(KERNEL_REPORTS / "bench.json"), load(KERNEL_REPORTS / "proofs.json")
     rows = figures(data, proofs)
-    under = conditions(data, proofs)
+    under, prices = conditions(data, proofs), cost(data)
     return (
         markdown(("the kernel", "measured", "goal"), [row.cells() for row in rows])
         + f"\n\n{missed(rows, data)}\n\n"
-        "A figure in bold misses its goal. Times of an action are medians. Report: "
+        + f"{prices}\n\n" * bool(prices)
+        + "A figure in bold misses its goal. Times of an action are medians. Report: "
         "[verification/reports/bench.json](verification/reports/bench.json), measured on "
         f"{where(data['environment'])}; `qeffect bench` makes it again. The row of the run of the "
         "proofs' report is of that report, named above." + f"\n\n{under}" * bool(under)

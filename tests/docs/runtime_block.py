@@ -16,7 +16,7 @@ from qeffect.gpu_runtime.training.config import TABLES, read
 from qeffect.report import package
 from tests.docs.blocks import KERNEL_REPORTS, ROOT, RUNTIME_REPORTS, load, markdown
 from tests.docs.curves_block import curves
-from tests.docs.tables_block import peers, tables
+from tests.docs.tables_block import goals, peers, tables
 
 #: Columns of the step table that the README shows.
 SHOWN = (
@@ -553,6 +553,7 @@ def _pipelines() -> list[str]:
                 "GB above native",
             )  # fmt: skip
             parts.append(markdown(header, rows))
+            parts += goals(derived)
     return parts
 
 

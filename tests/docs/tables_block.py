@@ -55,7 +55,7 @@ def tables(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
             "destination each microbatch, as `direct`. Its numbers are of H800 PCIe (resources: "
             "RTX 5880), its mapping is of the language model."
         )
-        for make in (_complete, _attribution, _resources, _weak, _mapping, _bits, _goals):
+        for make in (_complete, _attribution, _resources, _weak, _mapping, _bits, goals):
             parts += make(derived)
     return parts
 
@@ -180,16 +180,17 @@ def _bits(derived: Row) -> list[str]:
     ]
 
 
-def _goals(derived: Row) -> list[str]:
-    goals = derived["targets"]
-    if not goals:
+def goals(derived: Row) -> list[str]:
+    """How many goals are met, and a table of the others; nothing where there are none."""
+    asked = derived["targets"]
+    if not asked:
         return []
-    missed = [g for g in goals if not g["met"]]
+    missed = [g for g in asked if not g["met"]]
     rows = [
         (g["goal"], g["cell"], g["column"], f"{g['bound']} {g['value']}", f"{g['measured']:g}")
         for g in missed
     ]
-    said = f"{len(goals) - len(missed)} of {len(goals)} goals of these tables are met"
+    said = f"{len(asked) - len(missed)} of {len(asked)} goals of these tables are met"
     if not missed:
         return [said + "."]
     return [said + "; the others:", markdown(("goal", "cell", "side", "wanted", "measured"), rows)]
@@ -226,7 +227,7 @@ def peers(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[
                 for row in derived["capability"]
             ],
         )
-        parts += _goals(derived)
+        parts += goals(derived)
     return parts
 
 

@@ -216,7 +216,11 @@ def require_recovered(job: Job, victim: int, action: str | None, tmp_path: Path)
 
 
 @two_gpus
-@pytest.mark.parametrize("action", ["1F1", None], ids=["in its replays", "between launches"])
+@pytest.mark.parametrize(
+    "action",
+    ["1F1", "warm-up", None],
+    ids=["in its replays", "in the warm-up of a capture", "between launches"],
+)
 def test_a_rank_that_is_killed_under_nccl_stops_the_other(
     action: str | None, tmp_path: Path
 ) -> None:

@@ -266,9 +266,15 @@ def killed(job: Job, device: str, victim: int, action: str | None) -> dict[str, 
         job: What to train.
         device: `cpu` or `cuda`.
         victim: The rank.
-        action: Where in its replays; None between two launches.
+        action: Where in its replays; None between two launches; `warm-up` in that of a capture,
+            where the other ranks' devices wait for its word.
     """
-    if action is None:
+    if action == "warm-up":
+        worker = _made(job, device, one=True)
+        runner = _runner(worker)
+        runner.step()
+        _die_in_warm_up(worker, runner, victim)
+    elif action is None:
         worker, runner = _begun(job, device)
         _quiet(worker)  # no rank's last launch waits for the victim: the next one does
         dist.barrier()
@@ -282,6 +288,18 @@ def killed(job: Job, device: str, victim: int, action: str | None) -> dict[str, 
         if worker.member.rank == victim:
             bodies.killed(action)(worker)
     return _until_stopped(worker, runner, 3)
+
+
+def _die_in_warm_up(worker: Worker, runner: OneLaunch | Worker, victim: int) -> None:
+    if isinstance(runner, OneLaunch):
+        runner._gate.warm()  # its communicator begins while all ranks are there
+    _quiet(worker)
+    dist.barrier()
+    if worker.member.rank == victim:
+        if not isinstance(runner, OneLaunch):
+            os.kill(os.getpid(), signal.SIGKILL)
+        gate: Any = runner._gate
+        gate.warm = lambda: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def changed(job: Job, device: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -280,6 +280,16 @@ def install() -> None:
         STREAM.submit(lambda: load(self, step))
 
     stands_in._Staged.load = loaded
+    warm = one_launch._Gate.warm
+
+    def warmed(self: Any) -> None:
+        def act() -> None:
+            with suppress(LostError):  # passed over
+                warm(self)
+
+        STREAM.submit(act)
+
+    stands_in._Gate.warm = warmed
     reference: Any = ReferenceStage
     reference.reports = property(lambda _: Reports())
     gate_without_kernels()

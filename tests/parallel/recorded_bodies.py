@@ -119,6 +119,46 @@ def uncaptured(job: Job, steps: int) -> dict[str, Any]:
     return {"notes": notes, "left": left}
 
 
+def unwarmed(job: Job, steps: int, behind: bool) -> dict[str, Any]:
+    """
+    The last rank fails in the warm-up of a capture, and its connections outlive its stop.
+
+    Args:
+        job: What to train.
+        steps: Until which epoch.
+        behind: Whether its device has said its word by then; else the other ranks' devices wait
+            for it.
+    """
+    recorded.install()
+    worker = _made(job, {})
+    runner = OneLaunch(worker)
+    gate, held = runner._gate, []
+    if worker.member.rank == job.world - 1:
+        warm = gate.warm
+
+        def fail() -> None:
+            if behind:
+                warm()
+                recorded.STREAM.synchronize()
+            held.append(gate.group)
+            raise RuntimeError("an injected failure")
+
+        gate.warm = fail  # type: ignore[method-assign]
+    causes = []
+    while worker.runtime.epoch < steps:
+        try:
+            runner.step()
+        except StoppedError as stopped:
+            causes.append(attrs.asdict(stopped.cause))
+            held.clear()
+            runner.rebuild(stopped)
+    runner.leave()
+    left = bits(worker)
+    runner.close()
+    worker.close()
+    return {"causes": causes, "left": left, "captured": runner._base}
+
+
 def _twice(worker: Worker, action: str) -> Callable[[], None]:
     program = list(worker.pipeline.program)
     bodies.twice(action)(worker)

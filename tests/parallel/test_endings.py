@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.execute.streams import HostHandoff
 from qeffect.gpu_runtime.parallel import channels
 from qeffect.gpu_runtime.parallel.channels import Channels, Ends, LostError, end_groups
-from qeffect.gpu_runtime.parallel.consent import Consent
+from qeffect.gpu_runtime.parallel.consent import Cause, Consent, StoppedError
 from qeffect.gpu_runtime.parallel.reduction import Replicas
 from qeffect.gpu_runtime.parallel.ties import Reducers
+from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker
 
 
 class _Group:
@@ -133,3 +137,33 @@ def test_replicas_whose_group_has_ended_reduce_nothing(destroyed: list[Any]) -> 
     ):
         with pytest.raises(LostError, match="REDUCE_GRAD, with all ranks, was lost"):
             begin()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_device_that_comes_to_no_end_is_waited_for_as_long_as_a_rank(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A communicator that cannot be let go holds it; the other ranks have given this one up."""
+    asked: list[bool] = []
+
+    class Event:
+        def record(self) -> None:
+            """Behind all that was given."""
+
+        def query(self) -> bool:
+            asked.append(ends)
+            return ends and len(asked) > 2
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    worker = object.__new__(Worker)
+    worker.limits = Limits(start=0.05)
+    worker.member = Member(1, 2, 1, torch.device("cuda"), None)
+    worker.runtime = SimpleNamespace(handoff=HostHandoff())  # type: ignore[assignment]
+    if ends:
+        worker.settle()
+        assert len(asked) == 3
+        return
+    cause = Cause("raised", 0, None, None, None, "why", True)
+    for begin_again in (worker.settle, lambda: worker.rebuild(StoppedError(cause))):
+        with pytest.raises(BackendError, match="the device of rank 1 did not come to an end"):
+            begin_again()

@@ -123,6 +123,33 @@ def test_a_device_that_disagrees_stops_the_launch_behind_it(
     blind.rank.runtime.checkpoint()  # as though nothing had been launched
 
 
+class _Never(_Event):
+    """An event of a device that is in what a rank that died owes it."""
+
+    def query(self) -> bool:
+        """It is not."""
+        return False
+
+
+@pytest.mark.parametrize("stopped", [True, False], ids=["heard", "late"])
+def test_a_capture_begins_behind_a_bounded_wait_for_the_device(
+    stopped: bool, launched: _Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guarded step before may wait in a message of a rank that died; then nothing is asked."""
+    whole, asked = launched.whole, []
+    monkeypatch.setattr(torch.cuda, "Event", _Never)
+    monkeypatch.setattr(launched.rank.runtime, "confirm", lambda: asked.append("confirm"))
+    whole.graph = None
+    whole.worker.limits = SimpleNamespace(commit=0.1, grace=0.0)  # type: ignore[assignment]
+    whole.pipeline.consent = SimpleNamespace(  # type: ignore[assignment]
+        stop=_stop, stopped=lambda: stopped, agree=asked.append
+    )
+    said = "with all ranks, was lost" if stopped else "with all ranks, was late"
+    with pytest.raises(StoppedError, match=said):
+        launched.step()
+    assert asked == []
+
+
 def _rate(launched: _Launched) -> None:
     launched.optimizer.set_rate(5e-4)
 

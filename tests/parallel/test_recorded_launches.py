@@ -153,6 +153,24 @@ def require_undisturbed(
         assert word["left"] == whole.words[rank]
 
 
+@pytest.mark.parametrize("behind", [False, True], ids=["before its word", "behind it"])
+def test_a_rank_that_fails_in_the_warm_up_is_heard_by_those_that_wait(
+    behind: bool, tmp_path: Path
+) -> None:
+    """On the device for its word, or on the host for all to capture; and all begin again."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    said = launch(2, tmp_path / "a", recorded_bodies.unwarmed, PIPE, 5, behind)
+    whole = launch(2, tmp_path / "b", recorded_bodies.replayed, PIPE, 5, {})
+    assert said.codes == whole.codes == [0, 0]
+    for rank in range(2):
+        word = said.words[rank]
+        (cause,) = word["causes"]
+        assert (cause["kind"], cause["rank"], cause["recoverable"]) == ("raised", 1, True)
+        assert word["captured"] == 2
+        assert word["left"] == whole.words[rank]
+
+
 def test_nothing_is_posted_on_a_connection_that_the_host_has_ended(tmp_path: Path) -> None:
     """Nor on that of all ranks, where no peer ever comes to it; the host waits for who posts."""
     said = launch(1, tmp_path, recorded_bodies.ended_while_posting)

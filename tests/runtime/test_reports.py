@@ -31,6 +31,7 @@ from qeffect.gpu_runtime.measure.derive import (
     spread,
 )
 from qeffect.gpu_runtime.measure.report import SCHEMA, environment
+from qeffect.gpu_runtime.measure.scale import derive_scale
 from qeffect.gpu_runtime.measure.tables import bench_lines, stream_lines, sweep_lines
 from qeffect.gpu_runtime.measure.targets import GOALS, judge_cells
 from qeffect.report import package
@@ -472,6 +473,24 @@ class TestScale:
         assert "over_in_order" not in native
         assert (4, 0) == (guarded["final_values"], guarded["final_different"])
         assert 300 == guarded["above_native_bytes"]
+
+    def test_goals_are_of_every_schedule_and_of_the_number_of_ranks(self) -> None:
+        """One launch and replays of the small cell over two ranks; another cell has no goals."""
+        assert samples.scale_report()["derived"]["targets"] == []
+        raw = samples.scale_report()["raw"]
+        _, whole = raw["timed"]
+        whole |= {"host_ms": [0.2], "step_ms": [5.0], "peak_bytes": [1000, 900 + 2 * 10**8]}
+        raw["timed"].append({**whole, "side": "guarded", "step_ms": [6.0]})
+        for row in raw["timed"]:
+            row["cell"] = "h2048-s256-m4"
+        found = derive_scale(raw)["targets"]
+        assert [(one["goal"], one["column"], one["measured"], one["met"]) for one in found] == [
+            ("native / this", "one launch, il", 10.0, False),
+            ("over its bound", "one launch, il", 1.25, False),
+            ("host time, ms", "one launch, il", 0.2, True),
+            ("replays over one launch", "guarded, il", 1.2, False),
+            ("GB above native", "guarded, il", 0.2, True),
+        ]
 
     def test_the_busiest_rank_is_the_one_with_most_kernels_and_copies(self) -> None:
         """Messages do not count: their kernels run while they wait for the other rank."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_imports import nodes
+
 ROOT = Path(__file__).parents[2] / "gpu_runtime"
 NAME = "qeffect.gpu_runtime"
 #: Rooms over which benchmarks and evidence stand; none of these may know those.
@@ -19,15 +21,8 @@ MEASURING = ("bench", "evidence")
 
 def imported(path: Path, *, lazy: bool) -> Iterator[str]:
     """Modules of the runtime that a module imports, with or without those inside functions."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or (id(node) in inside and not lazy):
+    for node in nodes(path, lazy=lazy):
+        if not isinstance(node, ast.ImportFrom):
             continue
         base = node.module or ""
         if base == NAME or base.startswith(f"{NAME}."):

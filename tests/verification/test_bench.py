@@ -108,6 +108,7 @@ def test_bench_names_the_extra_that_it_lacks(
     monkeypatch.setattr(bench, "entry_points", lambda group: [Entry()])
     monkeypatch.setattr(bench, "actions", lambda: {"refusal_us": 1.0})
     monkeypatch.setattr(bench, "schedules", dict)
+    monkeypatch.setattr(bench.prices, "relations", lambda make, run: {})
 
     code = main(["bench", "--json"])
 

@@ -63,6 +63,15 @@ def test_every_clause_has_a_function_a_reason_and_a_test(clause: str) -> None:
     assert [] == [path for path in row["logs"] if f"({path})" not in shown]
 
 
+@pytest.mark.parametrize("name", sorted({n for g in DATA["guards"] for n in g.get("promises", ())}))
+def test_every_promise_names_the_clauses_that_it_needs(name: str) -> None:
+    """The way back from a promise to its clauses, which have other names."""
+    wanted = {guard["clause"] for guard in DATA["guards"] if name in guard.get("promises", ())}
+    (line,) = re.findall(rf"^- `{re.escape(name)}`.* Needs (.*)\.$", CONTRACT, re.MULTILINE)
+
+    assert wanted == set(line.replace("`", "").split(", "))
+
+
 @pytest.mark.parametrize("clause", ["arena.duplicate-bind", "arena.spoiled"])
 def test_the_promises_of_a_guard_are_those_that_the_solver_refutes(clause: str) -> None:
     """Of bind, whose guards are quickly asked; the slow tests ask of all."""
@@ -100,3 +109,15 @@ def test_a_stale_file_is_told_and_written_anew(
     assert "stale" in capsys.readouterr().out
     assert 0 == kept.main([])
     assert whole == path.read_text()
+
+
+def test_an_installed_package_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no tests, and would forget them."""
+    monkeypatch.setattr(kept, "FILE", tmp_path / "kept.json")
+    monkeypatch.setattr(kept, "_TESTS", tmp_path / "tests")
+
+    assert 1 == kept.main([])
+    assert "run it in a checkout" in capsys.readouterr().out
+    assert not [*tmp_path.iterdir()]

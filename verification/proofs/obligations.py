@@ -71,6 +71,7 @@ class Obligation:
         verdict: ``unsat``, ``sat`` or ``unknown``.
         seconds: What the answer took; 0 where a proof of a stronger claim was at hand.
         expected: The verdict that proves it.
+        attempt: Which attempt of a second solver gave the verdict; empty where none is told apart.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Obligation:
     verdict: str
     seconds: float
     expected: str = "unsat"
+    attempt: str = ""
 
     @property
     def proved(self) -> bool:
@@ -119,7 +121,9 @@ class Goal:
     facts: tuple[Term, ...] = field(repr=False)
     denied: Term = field(repr=False)
 
-    def answered(self, composition: str, solver: str, verdict: str, seconds: float) -> Obligation:
+    def answered(
+        self, composition: str, solver: str, verdict: str, seconds: float, attempt: str = ""
+    ) -> Obligation:
         """Return the obligation with what a solver said of it."""
         return Obligation(
             self.name,
@@ -130,6 +134,7 @@ class Goal:
             solver,
             verdict,
             seconds,
+            attempt=attempt,
         )
 
 
@@ -162,6 +167,18 @@ class Composition:
     def vocabulary(self) -> Vocabulary:
         """The predicates that are claimed of it."""
         return Vocabulary(self.encoding, self.functions.relations)
+
+    @cached_property
+    def lemmas(self) -> dict[str, Claim]:
+        """What holds in every state before a transition, by name."""
+        words = self.vocabulary
+        return {claim.name: claim for claim in words.invariants(words.before)}
+
+    def lemmas_of(self, relations: frozenset[str] | None) -> frozenset[str]:
+        """Return the names of the lemmas that speak of no other relations; none for None."""
+        if relations is None:
+            return frozenset()
+        return frozenset(n for n, claim in self.lemmas.items() if claim.needs <= relations)
 
     @cached_property
     def every_path(self) -> PathTable:

@@ -5,6 +5,7 @@ The proofs: every obligation of every composition, asked of Z3, and again of oth
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, combinations
 from typing import Any, Final
@@ -22,7 +23,8 @@ from .completeness import completeness
 from .finite import SCOPE
 from .obligations import COMPOSITIONS, Composition, Goal, Obligation, changes, obligations
 from .recovery import recovery
-from .solvers import Z3, Cvc5, Proved
+from .second import Cvc5
+from .solvers import Z3, Proved
 from .theorems import capture_in_own_pool, initial, refusals, restored, tickets, widths
 
 __all__ = ["SEEDS", "Agreement", "ProofReport", "again", "everywhere", "run", "unbounded"]
@@ -45,6 +47,7 @@ class Agreement:
         unsat: How many were proved.
         seconds: What it took.
         open: Goals without a proof.
+        attempts: How many goals each attempt proved, where attempts are told apart.
     """
 
     solver: str
@@ -53,6 +56,7 @@ class Agreement:
     unsat: int
     seconds: float
     open: list[Obligation] = field(factory=list)
+    attempts: dict[str, int] = field(factory=dict)
 
     def asdict(self) -> dict[str, Any]:
         """Return the answer as a plain dictionary."""
@@ -63,6 +67,7 @@ class Agreement:
             "unsat": self.unsat,
             "seconds": round(self.seconds, 3),
             "open": [obligation.asdict() for obligation in self.open],
+            "attempts": self.attempts,
         }
 
 
@@ -293,6 +298,7 @@ def _agreement(solver: Z3 | Cvc5, goals: list[Goal], seed: int) -> Agreement:
         len(answers) - len(missing),
         time.perf_counter() - began,
         missing,
+        dict(Counter(answer.attempt for answer in answers if answer.proved and answer.attempt)),
     )
 
 

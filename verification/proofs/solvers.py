@@ -1,5 +1,5 @@
 """
-Asking solvers: Z3 with lemmas by relation, and cvc5 through SMT-LIB.
+Asking Z3, with lemmas by relation.
 
 Instances of the lemmas are found by matching terms (no model search): a claim that needs more
 answers ``unknown`` soon, and ``unknown`` is a failure. Searches for models are done in finite
@@ -22,7 +22,7 @@ from ..symbolic.terms import Term
 from .obligations import Composition, Goal, Obligation
 from .vocabulary import Claim
 
-__all__ = ["Z3", "Cvc5", "Proved"]
+__all__ = ["Z3", "Proved"]
 
 #: Lemmas that number things: each instance makes terms for the next, so they wait for others.
 _NUMBERING = frozenset(
@@ -102,14 +102,11 @@ class Z3:
         self.timeout = timeout
         words = composition.vocabulary
         self._trusted = [t for c in words.configuration() for t in words.close(c)]
-        self._lemmas = {c.name: c for c in words.invariants(words.before)}
         self._solvers: dict[tuple[frozenset[str], int], Any] = {}
 
     def lemmas(self, relations: frozenset[str] | None) -> frozenset[str]:
         """Return the names of the lemmas that speak of no other relations; none for None."""
-        if relations is None:
-            return frozenset()
-        return frozenset(n for n, claim in self._lemmas.items() if claim.needs <= relations)
+        return self.composition.lemmas_of(relations)
 
     def _solver(self, lemmas: frozenset[str], effort: int) -> Any:
         key = lemmas, effort
@@ -129,7 +126,7 @@ class Z3:
         words = self.composition.vocabulary
         for name in sorted(lemmas):
             weight = 2 if name in _NUMBERING else 1
-            solver.add(list(words.close(self._lemmas[name], weight)))
+            solver.add(list(words.close(self.composition.lemmas[name], weight)))
         return solver
 
     def _alone(
@@ -153,13 +150,13 @@ class Z3:
 
     def _with_all(self, goal: Goal, effort: int = HASTE) -> tuple[str, float]:
         """Ask again with every lemma, and with what is known of columns that nobody writes."""
-        lemmas = frozenset(self._lemmas)
+        lemmas = frozenset(self.composition.lemmas)
         return self._attempt([goal], lemmas, self.composition.untouched, effort)[0]
 
     def _told(self, goal: Goal, effort: int | None = None) -> tuple[str, float]:
         """Ask again with the lemmas of the members at hand, whatever the denial matches."""
         lemmas = self.lemmas(goal.relations)
-        told = [self._at_hand(self._lemmas[name]) for name in sorted(lemmas)]
+        told = [self._at_hand(self.composition.lemmas[name]) for name in sorted(lemmas)]
         return self._alone(goal, lemmas, told, effort)
 
     def _attempts(self, goal: Goal) -> Iterator[Callable[[Goal], tuple[str, float]]]:
@@ -244,38 +241,6 @@ class Z3:
             self.proved.add(goal, lemmas, frozenset(ids))
         return verdict
 
-    def script(self, goal: Goal) -> str:
-        """Return a goal as an SMT-LIB script that a solver should call unsat."""
-        solver = z3.Solver()
-        words = self.composition.vocabulary
-        solver.add(self._trusted)
-        for name in sorted(self.lemmas(goal.relations)):
-            solver.add(list(words.close(self._lemmas[name])))
-        solver.add(_without_constant_arrays([*goal.facts, goal.denied]))
-        return "(set-logic ALL)\n" + str(solver.to_smt2())
-
-
-def _without_constant_arrays(terms: list[Term]) -> list[Term]:
-    """Name arrays of one value and say so: other solvers want a literal there."""
-    found: dict[int, Term] = {}
-    todo = list(terms)
-    seen: dict[int, Term] = {}
-    while todo:
-        term = todo.pop()
-        if term.get_id() not in seen:
-            seen[term.get_id()] = term
-            if z3.is_K(term):
-                found[term.get_id()] = term
-            todo += term.children()
-    said = []
-    names = []
-    for number, term in enumerate(found.values()):
-        name = z3.Const(f"filled!{number}", term.sort())
-        index = z3.Const("index!", term.sort().domain())
-        said.append(z3.ForAll([index], z3.Select(name, index) == term.arg(0)))
-        names.append((term, name))
-    return [z3.substitute(term, *names) for term in terms] + said if names else terms
-
 
 def _name(fact: Term) -> Term:
     """Return the proposition that stands for a fact, so that a refutation can say what it used."""
@@ -288,49 +253,3 @@ def _named(fact: Term) -> Term:
 
 def _where(goal: Goal) -> tuple[str, str, str]:
     return goal.kind, goal.transition, goal.path
-
-
-class Cvc5:
-    """
-    cvc5 over the same goals, each a script of its own.
-
-    Args:
-        composition: Whose lemmas are the hypotheses.
-        timeout: Milliseconds for one goal.
-
-    Raises:
-        ImportError: cvc5 is not installed; it is in the ``cvc5`` extra.
-    """
-
-    name = "cvc5"
-
-    def __init__(self, composition: Composition, *, timeout: int = 10_000) -> None:
-        import cvc5
-
-        self._cvc5 = cvc5
-        self._scripts = Z3(composition)
-        self.composition = composition
-        self.timeout = timeout
-
-    def prove(self, goals: Iterable[Goal]) -> Iterator[Obligation]:
-        """Answer every goal, in order."""
-        for goal in goals:
-            began = time.perf_counter()
-            verdict = self._ask(self._scripts.script(goal))
-            seconds = time.perf_counter() - began
-            yield goal.answered(self.composition.name, self.name, verdict, seconds)
-
-    def _ask(self, script: str) -> str:
-        solver = self._cvc5.Solver(self._cvc5.TermManager())
-        solver.setOption("tlimit-per", str(self.timeout))
-        parser = self._cvc5.InputParser(solver)
-        parser.setStringInput(self._cvc5.InputLanguage.SMT_LIB_2_6, script, "goal")
-        symbols = parser.getSymbolManager()
-        answer = "unknown"
-        while True:
-            command = parser.nextCommand()
-            if command.isNull():
-                return answer
-            said = command.invoke(solver, symbols).strip()
-            if said in ("sat", "unsat", "unknown"):
-                answer = said

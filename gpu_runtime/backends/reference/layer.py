@@ -53,11 +53,7 @@ class ReferenceLayer(torch.nn.Module):
 
     def non_matrix(self) -> tuple[NonMatrix, ...]:
         """Norm weights and every bias."""
-        return tuple(
-            NonMatrix(f"{self.name}.{name}", parameter)
-            for name, parameter in self.named_parameters()
-            if parameter.dim() == 1
-        )
+        return _vectors(self, self.name)
 
     def forward(self, x: Tensor) -> Tensor:
         """F over `(sequence, batch, hidden)`."""
@@ -119,13 +115,18 @@ class ReferenceHead(torch.nn.Module):
 
     def non_matrix(self) -> tuple[NonMatrix, ...]:
         """The norm's weight and bias."""
-        return tuple(
-            NonMatrix(f"{self.name}.{name}", parameter)
-            for name, parameter in self.named_parameters()
-            if parameter.dim() == 1
-        )
+        return _vectors(self, self.name)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of hidden states."""
         result: Tensor = self.linear(self.norm(x))
         return result
+
+
+def _vectors(layer: torch.nn.Module, prefix: str) -> tuple[NonMatrix, ...]:
+    """The parameters that are no matrices, by their names in a layer."""
+    return tuple(
+        NonMatrix(f"{prefix}.{name}", parameter)
+        for name, parameter in layer.named_parameters()
+        if parameter.dim() == 1
+    )
