@@ -183,6 +183,21 @@ def killed(action: str) -> Fault:
     return inject
 
 
+def killed_in_sum(weight: str) -> Fault:
+    """The process ends where the gradients of a tied weight's copies are to be added."""
+
+    def inject(worker: Worker) -> None:
+        reducers: Any = worker.runtime.reducer
+
+        def end(*_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        assert weight in reducers.pairs
+        reducers.pairs[weight] = end
+
+    return inject
+
+
 def terminated(action: str) -> Fault:
     """The launcher ends the process there, while it has the word."""
 

@@ -16,6 +16,7 @@ from qeffect.gpu_runtime.parallel.model import Job
 from qeffect.gpu_runtime.parallel.world import Limits
 from tests.parallel import bodies
 from tests.parallel.ranks import Said, launch
+from tests.training.helpers import language, noise
 
 LIMITS = Limits(start=60.0, message=30.0, commit=30.0, grace=4.0)
 #: Where a message never comes: as long as is waited for it.
@@ -101,6 +102,18 @@ def test_a_killed_process_is_named_by_what_it_owed(tmp_path: Path) -> None:
     # Which of them woke up first is not the same each time: all were owed by rank 2, behind 2F1.
     assert cause["stage"] in (2, 5)
     assert f"rank 2, step 1, {cause['action']}: the process has ended" in cause["text"]
+    assert [word["rebuild"] for word in words] == [cause["text"]] * 3
+
+
+def test_a_rank_that_is_killed_in_the_sum_over_copies_stops_all(tmp_path: Path) -> None:
+    """The other copy's rank waits in that sum; those of the other replica have ended theirs."""
+    (tmp_path / "said").mkdir()
+    job = language(noise(tmp_path), tied=True, schedule="il", pp=2, dp=2, microbatches=2)
+    fault = ("killed_in_sum", job.ties[0].name)
+    said = launch(4, tmp_path / "said", bodies.stopping, job, 3, fault, LIMITS)
+    words = survivors(said, 3)
+    cause = one_cause(words)
+    assert (cause["kind"], cause["rank"], cause["recoverable"]) == ("gone", 3, False)
     assert [word["rebuild"] for word in words] == [cause["text"]] * 3
 
 
