@@ -791,6 +791,6 @@ def _one_domain(stages: Sequence[StageBackend]) -> StateDomain:
     if {id(s) for s in domain.stages} != {id(s) for s in stages}:
         raise BackendError(
             f"the state domain has {len(domain.stages)} stages, the runtime was given "
-            f"{len(stages)}; F of any stage rolls the state of all of them, so give all"
+            f"{len(stages)}; an update of any stage goes over all of them, so give all"
         )
     return domain

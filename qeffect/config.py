@@ -117,8 +117,8 @@ class StageConfig:
         stage: Global stage index.
         microbatches: Microbatches of one optimizer step, M.
         slots: Slots of the stage's pool; the schedule's peak of live tapes is enough.
-        domain: Name of the state domain. Stages whose scaling state is rolled together, as
-            Transformer Engine rolls every module of the process, share one.
+        domain: Name of the state domain. Stages whose scaling state one update may roll, as that
+            of Transformer Engine goes over every module of the process, share one.
         blocks: Sub-layer blocks taped apart in each execution.
         invocations: Invocations of each block in one execution.
         matrices: Names of the weight matrices whose gradients dW must cover, each once.

@@ -2,8 +2,8 @@
 The columns of the tables: what each runs, and which columns may be compared with which.
 
 A column is a small object in a process of its own, because Transformer Engine's numerical state is
-the process: every update rolls the history of every registered module, so two columns in one
-process would move, and time, each other's state.
+the process: every update goes over every registered module, so two columns in one process would
+time, and might move, each other's state.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def last_words(text: str, lines: int = _TAIL) -> list[str]:
     """
     said = [line.strip() for line in text.splitlines() if line.strip()]
     hidden = list(dict.fromkeys(filter(_ERROR.match, said[:-lines])))
-    kept = [line for line in hidden if line not in said[-lines:]][:_TAIL] + said[-lines:]
+    kept = hidden[:_TAIL] + said[-lines:]
     return [re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", line)[:300] for line in kept]
 
 
@@ -229,11 +229,12 @@ class Ended:
             return None
         if None in self.codes:
             return f"did not end within {self.seconds:.0f} s"
-        # What a traceback ends with is the error, and what it began with its cause; torch warns
-        # behind it.
-        errors = list(dict.fromkeys(filter(_ERROR.match, self.words)))
+        # What a traceback ends with is the error, and what it began with may be its cause; torch
+        # warns behind it.
+        errors = list(filter(_ERROR.match, self.words))
         said = errors or self.words or ["said nothing"]
-        return said[-1] if len(errors) < 2 else f"{said[-1]} (first: {errors[0]})"
+        same = not errors or errors[0] == errors[-1]
+        return said[-1] if same else f"{said[-1]} (first: {errors[0]})"
 
 
 def launched(command: Sequence[str], world: int, limit: float, folder: Path, name: str) -> Ended:

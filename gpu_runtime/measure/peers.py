@@ -104,7 +104,7 @@ def verdict(row: Raw) -> str:
 def owed(row: Raw) -> bool:
     """
     Whether a row of ours has what it owes: the bits of its reference, or, where another schedule
-    makes other scales, gradients that are close.
+    may make other scales, gradients that are close.
 
     Args:
         row: A derived row of ours or torch's.

@@ -6,7 +6,8 @@ replicas, of every scale the smallest. All replicas roll at the same actions, in
 that an entry means the same action on each; and a scale is a constant over the largest amax of a
 window, so that the smallest is what the last update would have given of the largest amax. (Where
 one replica's window has no amax, or one that is not finite, its update keeps the scale of before:
-the smallest of that and the others' is taken.)
+the smallest of that and the others' is taken. Where Transformer Engine passes over an entry of
+exactly zero in one replica alone, its other entries of that epoch stand a place off.)
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from qeffect.cli.command import Outcome, Progress
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.evidence.comparison import digests
+from qeffect.gpu_runtime.execute.eager import StageMemory
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.measure.tables import target_lines
@@ -41,14 +42,14 @@ from qeffect.gpu_runtime.parallel.timing import (
     worker_side,
 )
 from qeffect.gpu_runtime.parallel.world import Member, Worker, gathered, join
-from qeffect.gpu_runtime.plan.order import Order
+from qeffect.gpu_runtime.plan.order import Order, Step
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.report import UnusableError
 from qeffect.schedule.actions import Kind, ScheduleError
 from qeffect.schedule.durations import Durations
 from qeffect.schedule.steptime import step_time
 
-__all__ = ["add_scale_arguments", "run_scale"]
+__all__ = ["add_scale_arguments", "graph_of", "run_scale"]
 
 SCHEDULES = ("il", "izb", "zbv")
 CELLS: dict[str, tuple[LayerConfig, int]] = {
@@ -348,15 +349,10 @@ def _in_order(
     acts: list[tuple[str, str, Callable[[], object]]] = [
         (str(index), "refresh", executor.refreshes[index].replay) for index in memories
     ]
-    begun: set[int] = set()
-    for step in order.steps:
-        slots = list(memories[step.stage].table)
-        graphs = executor.slots[slots[step.microbatch % len(slots)].index]
-        variants = list(graphs.wgrad.values())
-        product = variants[-1 if step.stage in begun else 0]  # the first writes, the others add
-        begun |= {step.stage} if step.kind is Kind.WGRAD else set()
-        graph = {Kind.FORWARD: graphs.forward, Kind.DGRAD: graphs.dgrad}.get(step.kind, product)
-        acts.append((str(step.stage), step.kind.value, graph.replay))
+    acts += [
+        (str(step.stage), step.kind.value, graph_of(step, memories[step.stage], executor).replay)
+        for step in order.steps
+    ]
     acts.append(("", "update", lambda: worker.optimizer.step(gradients)))
     spent: dict[tuple[str, str], list[float]] = {act[:2]: [] for act in acts}
     with worker.runtime.caller_scope():
@@ -379,6 +375,14 @@ def _in_order(
         if stage:
             found[stage][kind] = float(statistics.median(times))
     return found, float(statistics.median(spent["", "update"]))
+
+
+def graph_of(step: Step, memory: StageMemory, executor: GraphExecutor) -> torch.cuda.CUDAGraph:
+    """The graph that an action replays: of its microbatch's slot, and of what its dW does."""
+    graphs = executor.slots[memory.slot_of[step.microbatch]]
+    if step.kind is Kind.WGRAD:
+        return graphs.wgrad[memory.variants[step.microbatch]]
+    return graphs.forward if step.kind is Kind.FORWARD else graphs.dgrad
 
 
 def _message_ms(member: Member, job: Job, worker: Worker) -> float:

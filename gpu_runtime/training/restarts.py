@@ -453,6 +453,9 @@ def _drive(args: argparse.Namespace) -> int:
         except subprocess.CalledProcessError as error:
             print(f"error: a part ended with exit code {error.returncode}", file=sys.stderr)
             return 2
+        finally:
+            # Behind an error nothing more is begun: each part holds all GPUs for minutes.
+            parts.shutdown(wait=False, cancel_futures=True)
     report.finish()
     good = all(row["differ"] == 0 and row["compared"] > 0 for row in rows)
     print("the same bits" if good else "NOT the same bits")

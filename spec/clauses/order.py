@@ -16,11 +16,12 @@ PART = Part(
     holder="one effect token per state domain; F and dI advance it, dW cannot",
     intro="""\
 With delayed scaling F and dI update amax histories and scales; dW consumes what dI retained and
-must not update them again. The *state domain* is whatever is rolled together: Transformer Engine
-rolls every module of the process at each update, so all chunks of a rank share one domain. A
-domain has an effect token, a count of the F and dI committed in it. A caller threads the token: it
-presents the value that it saw, and each F and dI is accepted only at the current one. dW takes no
-token and has none to advance.
+must not update them again. The *state domain* is whatever one update may roll: that of Transformer
+Engine goes over every module of the process, and rolls each history that has a new entry (before
+its pull request 825, all), so all chunks of a rank share one domain. A domain has an effect token,
+a count of the F and dI committed in it. A caller threads the token: it presents the value that it
+saw, and each F and dI is accepted only at the current one. dW takes no token and has none to
+advance.
 
 A token proves that updates happened once each, and one after another. Which microbatch goes before
 which is judged only against a declared sequence, where the caller gives one. An F, dI or refresh

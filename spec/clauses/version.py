@@ -22,8 +22,8 @@ after a commit, after a restart and after `invalidate`.
 
 A refresh is an action of its own or a flag of F. It belongs directly before its stage's first
 forward of the epoch, with no F, dI or other refresh of its state domain between: the weight's amax
-belongs to that forward's update interval, and every F and dI of a domain rolls the histories of
-all its modules. A forward that finds the cache stale and does not refresh it is refused.""",
+belongs to that forward's update interval, and every F and dI of a domain ends one, for all its
+modules. A forward that finds the cache stale and does not refresh it is refused.""",
     clauses=(
         Clause(
             id="version.wrong-epoch",
@@ -94,7 +94,7 @@ all its modules. A forward that finds the cache stale and does not refresh it is
             unchanged=_CACHE,
             section="design",
             cause="All chunks are refreshed at the start of the epoch, or another chunk's action "
-            "was scheduled between. With a long amax history that gives other scales.",
+            "was scheduled between. Where updates roll all histories, that gives other scales.",
             remedy="Replay each stage's refresh directly before its own first forward.",
         ),
         Clause(

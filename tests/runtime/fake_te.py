@@ -4,9 +4,11 @@ A stand-in for Transformer Engine 2.18 to 2.20 on a CPU: its structure and habit
 It exists so that the backend's own code (which stores are installed when, what is drained, where a
 destination is bound, which state is whose) runs in a test without a GPU. Each habit below is one
 that the real library has: stores are read at F and filled at dI; `main_grad` is read at dI;
-`LayerNormMLP` queues FC2 before FC1 in one store; leaving autocast rolls every registered forward
-history, the first FP8 module's backward every backward one; a workspace is made on first use. None
-of them differs between 2.18 and 2.20 (see the runtime's README); what does is in `Graphs`.
+`LayerNormMLP` queues FC2 before FC1 in one store; leaving autocast updates every registered forward
+history, the first FP8 module's backward every backward one (here all of them roll, as by the real
+unfused update; its fused one passes over those without a new entry); a workspace is made on first
+use. None of them differs between 2.18 and 2.20 (see the runtime's README); what does is in
+`Graphs`.
 The arithmetic is the reference backend's. It proves nothing about the real library's numerics.
 """
 

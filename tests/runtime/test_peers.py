@@ -206,6 +206,13 @@ class TestProcesses:
         assert ended.codes[0] not in (0, None)
         assert ended.error == "ValueError: not this today"
 
+    def test_an_error_that_comes_again_is_still_the_last(self) -> None:
+        """Another one between does not take its place; what went wrong first is named beside it."""
+        words = last_words("OSError: full\nin between\nValueError: c\nOSError: full", lines=2)
+        assert words == ["OSError: full", "ValueError: c", "OSError: full"]
+        assert Ended([1, 0], words, 1.0).error == "OSError: full"
+        assert Ended([1, 0], words[:2], 1.0).error == "ValueError: c (first: OSError: full)"
+
     def test_last_words_name_no_folder_of_the_machine(self) -> None:
         """A traceback's files keep their names."""
         said = last_words('a\n\n  File "/usr/lib/x.py", line 3\nx = a / b\n', lines=2)

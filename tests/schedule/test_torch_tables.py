@@ -66,6 +66,20 @@ def test_v_puts_both_ends_on_rank_zero(cls: str) -> None:
     assert {0: 0, 1: 1, 2: 1, 3: 0} == schedule.stage_to_rank
 
 
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize(("pp", "microbatches"), [(1, 2), (2, 4), (4, 8)])
+def test_each_stage_takes_its_microbatches_in_turn(cls: str, pp: int, microbatches: int) -> None:
+    """In F and in backward, whichever table; looped BFS alone turns its backwards round."""
+    schedule = torch_schedule(cls, pp=pp, microbatches=microbatches)
+    every = [atom for row in schedule.atoms for atom in row]
+    turn = list(range(microbatches))
+    back = turn[::-1] if cls == "ScheduleLoopedBFS" else turn
+    for stage in schedule.stage_to_rank:
+        for kind, wanted in ((Kind.FORWARD, turn), (Kind.DGRAD, back), (Kind.WGRAD, back)):
+            taken = [a.microbatch for a in every if (a.stage, a.kind) == (stage, kind)]
+            assert taken == wanted
+
+
 class TestSingle:
     @pytest.mark.parametrize("cls", SINGLE)
     def test_what_is_executed(self, cls: str) -> None:

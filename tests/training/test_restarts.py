@@ -7,11 +7,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from qeffect.gpu_runtime.training import restarts
 from qeffect.gpu_runtime.training.restarts import remapped_row, resumed_row
 
 BYTES = {"numerical": 1, "total": 2}
@@ -65,6 +67,29 @@ def test_what_differs_under_another_mapping_is_counted(changes: dict[str, Any], 
     assert (good["compared"], good["differ"]) == (4, 0)
     row = remapped_row("il", "zbv", [rank()], [rank(**changes)], BYTES)
     assert (row["differ"], row["first"]) == (1, [first])
+
+
+def test_behind_a_part_that_failed_no_other_is_begun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for one that was taken up before the failure was seen."""
+    begun = []
+
+    def launched(_args: object, part: str, *_rest: object, **_options: object) -> list[Any]:
+        begun.append(part)
+        if part == "gone-on":
+            raise subprocess.CalledProcessError(7, ["torchrun"])
+        if part == "remapped":
+            time.sleep(0.5)
+        return [rank()]
+
+    monkeypatch.setattr(restarts, "_launch", launched)
+    monkeypatch.setattr(restarts, "sizes", lambda _path: BYTES)
+    assert restarts.main(["--schedules", "il", "zbv", "--commit", "0" * 40]) == 2
+    assert "a part ended with exit code 7" in capsys.readouterr().err
+    assert begun[:2] == ["started", "gone-on"]
+    assert begun.count("remapped") < 4
+    assert begun.count("started") == 1
 
 
 @pytest.mark.slow

@@ -2,9 +2,10 @@
 Transformer Engine's state domain: the process. The only module that imports the library by name.
 
 Every update of the library goes over every registered module of the process, other chunks included,
-and rolls each history that has a new entry, whoever's it is (before its pull request 825 it rolled
-all); graphs bake the set of modules in. So there is one domain, it refuses strangers and
-late-comers, and stages (`qeffect.gpu_runtime.backends.te.stage`) join it.
+and rolls each history that has a new entry, whoever's it is (before its pull request 825, and under
+`NVTE_UNFUSED_FP8_UPDATE=1` still, it rolls all); graphs bake the set of modules in. So there is one
+domain, it refuses strangers and late-comers, and stages (`qeffect.gpu_runtime.backends.te.stage`)
+join it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,64 @@
+"""What the bound of a step replays for each action of a rank's row."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.parallel.scale import graph_of
+from qeffect.gpu_runtime.plan.order import Kind
+from qeffect.gpu_runtime.plan.rows import Row, walked
+
+FIRST = 100  # index of each stage's first slot in a pool, far from a local one
+
+
+def replayed(row: Row) -> list[tuple[Any, Any]]:
+    """Each step of a row, and the name of the graph that stands for it."""
+    plan, microbatches = row.slots, range(row.order.num_microbatches)
+    executor: Any = SimpleNamespace(slots={})
+    memories: dict[int, Any] = {}
+    for stage in row.stages:
+        first = FIRST * stage
+        memories[stage] = SimpleNamespace(
+            slot_of=[first + plan.slot_of[stage, m] for m in microbatches],
+            variants=[plan.variant(stage, m, "accumulate") for m in microbatches],
+        )
+        for local in range(plan.num_slots[stage]):
+            executor.slots[first + local] = SimpleNamespace(
+                forward=(Kind.FORWARD, first + local),
+                dgrad=(Kind.DGRAD, first + local),
+                wgrad={
+                    variant: (Kind.WGRAD, first + local, variant.accumulate)
+                    for variant in plan.variants(stage, local, "accumulate")
+                },
+            )
+    return [(step, graph_of(step, memories[step.stage], executor)) for step in row.order.steps]
+
+
+@pytest.mark.parametrize("schedule", ["il", "izb", "zbv"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_bound_replays_the_graphs_that_a_step_does(schedule: str, rank: int) -> None:
+    """
+    The row's own slots, none of which is taken again while it holds a tape, and each stage's first
+    dW alone overwrites.
+    """
+    row = Row.of(walked(Job(schedule=schedule, pp=2, microbatches=8).table(), "live"), rank)
+    held: dict[int, tuple[int, int]] = {}
+    written: set[int] = set()
+    for step, (kind, slot, *adds) in replayed(row):
+        assert kind is step.kind
+        tape = step.stage, step.microbatch
+        if kind is Kind.FORWARD:
+            assert slot not in held
+            held[slot] = tape
+        assert held[slot] == tape
+        if kind is Kind.WGRAD:
+            assert adds == [step.stage in written]
+            written.add(step.stage)
+            del held[slot]
+        assert slot == FIRST * step.stage + row.slots.slot_of[tape]
+    assert not held
+    assert written == set(row.stages)
