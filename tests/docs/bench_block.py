@@ -252,6 +252,6 @@ def cost(data: Mapping[str, Any]) -> str:
         "comparison is worth.\n\n"
         + markdown(("relation", *ACTIONS), table)
         + f"\n\nThe {len(guards)} guards of F, dI and dW, taken out of the composed functions: all "
-        f"of an action {every}. The dearest alone: {named}. Of {unseen} of them the bounds "
-        "include zero. The report has each."
+        f"of an action {every}. The dearest alone: {named}. The bounds of {unseen} of the "
+        f"{len(guards)} include zero. The report has each."
     )
