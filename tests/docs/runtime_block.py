@@ -16,6 +16,7 @@ from qeffect.gpu_runtime.training.config import TABLES, read
 from qeffect.report import package
 from tests.docs.blocks import KERNEL_REPORTS, ROOT, RUNTIME_REPORTS, load, markdown
 from tests.docs.curves_block import curves
+from tests.docs.remarks import remark
 from tests.docs.tables_block import goals, peers, tables
 
 #: Columns of the step table that the README shows.
@@ -544,7 +545,7 @@ def _pipelines() -> list[str]:
                 f"bound is the critical path over what each stage's {alone} take; in bold what "
                 f"misses its goal. {REPLAYED * in_order}Kernels are those of the busiest rank, "
                 "with copies and without messages, under the profiler. Sides did not run in "
-                f"turns.{_remark(name, report)}"
+                f"turns.{remark(name, report)}"
             )
             header = (
                 "cell", "schedule", "side", "step, ms", "a single step, ms", "host, ms",
@@ -570,20 +571,6 @@ def _over_bound(row: Mapping[str, Any]) -> str:
     if measured is None or goal is None:
         return said
     return f"{f'**{said}**' if measured > goal else said} (goal {goal:.2f}x)"
-
-
-#: What has to be known of a report of one commit; one that is made again has none.
-REMARKS = {
-    ("scale_four.json", "34bca0e46a4f"): (
-        "Its memory counts a side before that was still held, and is too high."
-    ),
-}
-
-
-def _remark(name: str, report: Mapping[str, Any]) -> str:
-    """A sentence about a report, behind a blank, where one has to be said."""
-    found = REMARKS.get((name, report["environment"]["commit"][:12]))
-    return "" if found is None else f" {found}"
 
 
 def example_of(report: Mapping[str, Any]) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tests.docs.blocks import markdown
+from tests.docs.remarks import remark
 
 Row = Mapping[str, Any]
 
@@ -53,7 +54,7 @@ def tables(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
             "and head over 32,768 tokens; a time is the slowest rank's, the median of the trials' "
             "medians. What is captured accumulates in one destination a matrix; the paper's has a "
             "destination each microbatch, as `direct`. Its numbers are of H800 PCIe (resources: "
-            "RTX 5880), its mapping is of the language model."
+            f"RTX 5880), its mapping is of the language model.{remark(name, report)}"
         )
         for make in (_complete, _attribution, _resources, _weak, _mapping, _bits, goals):
             parts += make(derived)
@@ -213,6 +214,7 @@ def peers(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[
             "each mode in processes of its own. *Gradients* says whether a mode's gradients have "
             "the bits of its own framework without graphs (`native` and replays for ours), are "
             "close to them and to native's, or wrong. Megatron's head is bf16, ours is FP8."
+            f"{remark(name, report)}"
         )
         rows = [_peer(row) for row in derived["rows"]]
         header = (

@@ -22,12 +22,11 @@ from tests.docs.blocks import (
     proofs,
     rendered,
 )
+from tests.docs.remarks import CUT, REMARKS, remark
 from tests.docs.runtime_block import (
-    REMARKS,
     _bits,
     _guards,
     _parts,
-    _remark,
     _typed,
     example_of,
     files,
@@ -130,6 +129,17 @@ def test_a_goal_that_is_missed_by_rounding_is_missed() -> None:
         assert row.cells()[1].startswith("**") is misses
         count = sum(cells[1].startswith("**") for cells in (row.cells() for row in rows))
         assert missed(rows, bench).startswith(f"{count} of ")
+
+
+def test_a_report_that_was_cut_short_says_so() -> None:
+    """A remark stands for each that did not reach its end, and for no other."""
+    short = {
+        (path.name, report["environment"]["commit"][:12])
+        for path in RUNTIME_REPORTS.glob("*.json")
+        if not (report := load(path)).get("complete", True)
+    }
+    assert short == set(CUT)
+    assert all("ended at a time limit" in said for said in CUT.values())
 
 
 @pytest.mark.parametrize(
@@ -314,7 +324,7 @@ def test_a_remark_is_of_a_report_of_one_commit() -> None:
     for (name, commit), said in REMARKS.items():
         for made_at, told in ((commit + "0" * 28, True), ("f" * 40, False)):
             report = {"environment": {"commit": made_at}}
-            assert _remark(name, report) == (f" {said}" if told else "")
+            assert remark(name, report) == (f" {said}" if told else "")
 
 
 @pytest.mark.parametrize(

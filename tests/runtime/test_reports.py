@@ -36,6 +36,7 @@ from qeffect.gpu_runtime.measure.tables import bench_lines, stream_lines, sweep_
 from qeffect.gpu_runtime.measure.targets import GOALS, judge_cells
 from qeffect.report import package
 
+from ..docs.remarks import CUT
 from . import report_samples as samples
 
 SAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -54,12 +55,13 @@ SAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def check(report: dict[str, Any]) -> None:
-    """What every checked-in report must pass."""
+def check(report: dict[str, Any], name: str = "") -> None:
+    """What every checked-in report must pass; one of a name that was cut short may lack its end."""
     jsonschema.Draft202012Validator(reports.schema()).validate(report)
     recomputed = json.loads(json.dumps(DERIVE[report["kind"]](report["raw"])))
     assert recomputed == report["derived"], "derived numbers do not follow from the raw ones"
-    assert report["complete"], "the run did not reach its end"
+    cut = (name, report["environment"]["commit"][:12]) in CUT
+    assert report["complete"] or cut, "the run did not reach its end"
     assert not report["configuration"].get("quick"), "a quick run is no measurement"
 
 
@@ -159,7 +161,7 @@ class TestCheckedIn:
         """No report, in no subfolder, holds a number that a reader could not compute again."""
         found = reports.paths()
         for path in found:
-            check(json.loads(path.read_text(encoding="utf-8")))
+            check(json.loads(path.read_text(encoding="utf-8")), path.name)
         assert [*found, reports.SCHEMA_PATH] == [
             *(p for p in sorted(reports.FOLDER.rglob("*.json")) if p != reports.SCHEMA_PATH),
             reports.SCHEMA_PATH,
