@@ -38,10 +38,13 @@ from qeffect.gpu_runtime.parallel.ties import Reducers
 from qeffect.refusals import Refused
 from qeffect.schedule.actions import SENDS, Atom, Schedule
 
-__all__ = ["Cause", "Consent", "DisagreementError", "StoppedError", "TerminatedError"]
+__all__ = ["Cause", "Consent", "DisagreementError", "StoppedError", "TerminatedError", "wait_for"]
 
 _UNSAID = -1
 _POLL_S = 1e-3
+_DEVICE_POLL_S = 2e-5
+_PATIENCE = 50
+"""Looks at the device between two looks at the store."""
 
 
 class DisagreementError(RuntimeError):
@@ -86,6 +89,34 @@ class StoppedError(RuntimeError):
     def __init__(self, cause: Cause) -> None:
         super().__init__(cause.text)
         self.cause = cause
+
+
+def wait_for(done: Any, consent: Consent | None, *, deadline: float, grace: float) -> None:
+    """
+    Wait for work of this rank's device, but not for what another rank has given up.
+
+    Args:
+        done: An event behind the work.
+        consent: Hears whether another rank has stopped; None where there is none.
+        deadline: Seconds within which the work has to end.
+        grace: Of these a quarter is left to the work once a rank has stopped: it may have all that
+            it needs to end by itself.
+
+    Raises:
+        LostError: It did not end.
+    """
+    until = time.monotonic() + deadline
+    given_up = None
+    looks = 0
+    while not done.query():
+        looks += 1
+        if looks % _PATIENCE == 0 and consent is not None and consent.stopped():
+            given_up = given_up or time.monotonic() + grace / 4
+            if time.monotonic() > given_up:
+                raise LostError("commit", -1, False, "another rank has stopped")
+        if time.monotonic() > until:
+            raise LostError("commit", -1, True, "what the device was given did not end")
+        time.sleep(_DEVICE_POLL_S)
 
 
 @attrs.define(eq=False)

@@ -10,7 +10,7 @@ dW. The step ends with the consent of all ranks, and only then with the update.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import attrs
 import torch
@@ -21,7 +21,7 @@ from qeffect.gpu_runtime.clipping import Clipping, Norm, square_sums
 from qeffect.gpu_runtime.memory.slots import fill
 from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
 from qeffect.gpu_runtime.parallel.channels import Channels, Message, Transfer
-from qeffect.gpu_runtime.parallel.consent import Consent, StoppedError
+from qeffect.gpu_runtime.parallel.consent import Consent, StoppedError, wait_for
 from qeffect.gpu_runtime.plan.rows import Row
 from qeffect.gpu_runtime.runtime import Runtime
 from qeffect.keys import TapeKey, TapeRef
@@ -208,6 +208,7 @@ class Pipeline:
                 self.actions()
                 gradients = self.finalize()
                 # Late counts too are compared here: one rank's device alone would skip its update.
+                self._settle()
                 late = self.runtime.config.late_counts
                 counted = self.runtime.counts_now() if late else self.runtime.device_counts()
                 self.runtime.contract.check_commit(caller="main", counted=counted)
@@ -220,6 +221,20 @@ class Pipeline:
             raise self._stopped(error, epoch) from None
         handoff.caller_waits()
         return gradients
+
+    def _settle(self) -> None:
+        """
+        Before the host reads what the device has computed: wait for it, with an end.
+
+        The device may be in a message that a rank owes which is gone, and a read has no deadline.
+        """
+        reads = bool(self.clipping) or self.runtime.counters is not None
+        if self.consent is None or not reads or self.runtime.domain.device.type == "cpu":
+            return
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        consent = self.consent
+        wait_for(done, consent, deadline=consent.deadline, grace=consent.grace)
 
     def _agree(self, epoch: int, gradients: Gradients) -> Norm | None:
         """Every rank's consent, and beside it the norm of all their gradients where one is used."""

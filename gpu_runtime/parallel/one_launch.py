@@ -51,7 +51,7 @@ from qeffect.gpu_runtime.memory.slots import fill
 from qeffect.gpu_runtime.memory.state import GatedSnapshot, live_state
 from qeffect.gpu_runtime.optimizer import Gradients
 from qeffect.gpu_runtime.parallel.channels import Abort, LostError, end_group, transport_of
-from qeffect.gpu_runtime.parallel.consent import DisagreementError, StoppedError
+from qeffect.gpu_runtime.parallel.consent import DisagreementError, StoppedError, wait_for
 from qeffect.gpu_runtime.parallel.executor import Feed, Passage
 from qeffect.gpu_runtime.parallel.feeds import made
 from qeffect.gpu_runtime.parallel.rehearsal import Rehearsal
@@ -65,9 +65,7 @@ ROWS = 4
 """Steps that the device may be ahead of what the host has read, and more than it ever is."""
 PARTS = ("data", "guards", "launch", "step before", "commit")
 """What the host does in a launch: `step before` is its wait for that step, and its verdict."""
-_POLL_S = 2e-5
 _form = attrgetter("shape", "dtype", "device")
-_PATIENCE = 50
 
 
 def obstacles(worker: Worker) -> list[str]:
@@ -332,20 +330,8 @@ class OneLaunch:
 
     def _await(self, done: Any) -> None:
         """Wait for what was launched, but not for what another rank has given up."""
-        consent = self.pipeline.consent
-        until = time.monotonic() + self.worker.limits.commit
-        given_up = None
-        looks = 0
-        while not done.query():
-            looks += 1
-            if looks % _PATIENCE == 0 and consent is not None and consent.stopped():
-                # It may have all that it needs to end by itself.
-                given_up = given_up or time.monotonic() + self.worker.limits.grace / 4
-                if time.monotonic() > given_up:
-                    raise LostError("commit", -1, False, "another rank has stopped")
-            if time.monotonic() > until:
-                raise LostError("commit", -1, True, "what was launched did not end")
-            time.sleep(_POLL_S)
+        limits = self.worker.limits
+        wait_for(done, self.pipeline.consent, deadline=limits.commit, grace=limits.grace)
 
     @property
     def norm(self) -> Norm | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from qeffect.counts import DeviceCounts
+from qeffect.gpu_runtime.clipping import Clipping
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.channels import LostError
 from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError
@@ -51,7 +52,9 @@ class _Launched:
         rank.pipeline.consent = SimpleNamespace(stop=_stop)  # type: ignore[assignment]
         whole = self.whole = object.__new__(OneLaunch)
         whole.worker = SimpleNamespace(  # type: ignore[assignment]
-            stepping=nullcontext, limits=SimpleNamespace(commit=1.0), optimizer=self.optimizer
+            stepping=nullcontext,
+            limits=SimpleNamespace(commit=1.0, grace=0.0),
+            optimizer=self.optimizer,
         )
         whole.runtime, whole.pipeline, whole.feed = rank.runtime, rank.pipeline, feed
         whole.graph = SimpleNamespace(replay=self._replay)  # type: ignore[assignment]
@@ -147,6 +150,28 @@ def test_a_capture_begins_behind_a_bounded_wait_for_the_device(
     said = "with all ranks, was lost" if stopped else "with all ranks, was late"
     with pytest.raises(StoppedError, match=said):
         launched.step()
+    assert asked == []
+
+
+@pytest.mark.parametrize("stopped", [True, False], ids=["heard", "late"])
+def test_a_norm_is_read_behind_a_bounded_wait_for_the_device(
+    stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of guarded replays: the device may wait in a message of a rank that died."""
+    pipeline = Rank(Job(schedule="il", pp=1, vpp=2, microbatches=2, config=SMALL), 0).pipeline
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "Event", _Never)
+    monkeypatch.setattr(pipeline, "actions", lambda: None)
+    monkeypatch.setattr(pipeline, "finalize", lambda: {0: {"a": torch.ones(1)}})
+    monkeypatch.setattr(pipeline.runtime.domain, "device", torch.device("cuda", 0))
+    monkeypatch.setattr("qeffect.gpu_runtime.parallel.executor.square_sums", asked.append)
+    pipeline.clipping = Clipping(max_norm=1.0)
+    pipeline.consent = SimpleNamespace(  # type: ignore[assignment]
+        stop=_stop, stopped=lambda: stopped, agree=asked.append, deadline=0.1, grace=0.0
+    )
+    said = "with all ranks, was lost" if stopped else "with all ranks, was late"
+    with pytest.raises(StoppedError, match=said):
+        pipeline.step(Optimizer(list(pipeline.runtime.stages.values())))
     assert asked == []
 
 
