@@ -225,21 +225,32 @@ class TestWords:
         assert text.count(row) == 1  # the lowest loss alone; the report has the others
 
     def test_orders_that_learn_alike_bit_for_bit_are_said_to_do_so(self) -> None:
-        """With the length of the history beside a rank's F; one bit of one loss ends it."""
+        """Why, of the library that was measured alone; one bit of one loss ends it."""
         runs = [curve_run(schedule=s, seed=n) for s in ("il", "zbv") for n in (0, 1)]
         told = []
-        for history, last in ((16, 1.1), (12, 1.1), (16, 1.2)):
+        library = "transformer-engine"
+        for backend, history, last in (
+            (library, 16, 1.1),
+            (library, 12, 1.1),
+            ("reference", 16, 1.1),
+            (library, 16, 1.2),
+        ):
             runs[3]["losses"][-1] = last
             runs[1]["losses"][-1] = 1.1
             report = curves_report(*runs)
             report["configuration"] |= {
+                "backend": backend,
                 "model": {"layers": 8, "hidden": 64, "sequence": 16, "history": history},
                 "parallel": {"pp": 2, "microbatches": 8},
             }
             told.append("\n".join(curves("curves.json", report, "a machine")))
-        assert ["No loss differs by a bit" in text for text in told] == [True, True, False]
-        assert ["entries, whole steps of the 16 F" in text for text in told] == [True, False, False]
-        assert ["no whole number of steps" in text for text in told] == [False, True, False]
+        for said, where in (
+            ("No loss differs by a bit", [True, True, True, False]),
+            ("rolls the histories of what ran alone", [True, True, False, False]),
+            ("entries, whole steps of the 16 F", [True, False, False, False]),
+            ("no whole number of steps", [False, True, False, False]),
+        ):
+            assert [said in text for text in told] == where
 
     def test_what_differs_is_in_the_readme_too(self) -> None:
         """No word of success where there is none."""
