@@ -284,12 +284,12 @@ def _guarded(
     found["message_ms"] = max(gathered(member, _message_ms(member, job, worker)))
     found["alone_ms"] = {stage: times for rank, _ in ranks for stage, times in rank.items()}
     found["update_ms"] = [update for _, update in ranks]
-    found["bound_ms"] = _bound_ms(job, found["alone_ms"], found["update_ms"], found["message_ms"])
+    found["bound_ms"] = bound_ms(job, found["alone_ms"], found["update_ms"], found["message_ms"])
     order = Order.of_rank(job.table(), member.rank % job.pp)
     ranks = gathered(member, _in_order(worker, gradients, order))
     times = {stage: took for rank, _ in ranks for stage, took in rank.items()}
     updates = [update for _, update in ranks]
-    bound = _bound_ms(job, times, updates, found["message_ms"])
+    bound = bound_ms(job, times, updates, found["message_ms"])
     found["in_order"] = {"times_ms": times, "update_ms": updates, "bound_ms": bound}
     worker.close()
     return found, final
@@ -445,7 +445,7 @@ def _lines(derived: dict[str, Any]) -> list[str]:
     return lines + target_lines(derived["targets"])
 
 
-def _bound_ms(
+def bound_ms(
     job: Job,
     alone: Mapping[str, Mapping[str, float]],
     updates: Sequence[float],
@@ -460,13 +460,9 @@ def _bound_ms(
         return None
     table = job.table()
     stages = {int(stage): {kind: times[kind] for kind in "FIW"} for stage, times in alone.items()}
-    ranks = {
-        rank: {
-            "update": updates[rank]
-            + sum(alone[str(s)]["refresh"] for s, home in enumerate(homes) if home == rank)
-        }
-        for homes in (table.stage_to_rank,)
-        for rank in range(table.num_ranks)
+    updated = {
+        rank: {"update": update + sum(alone[str(s)]["refresh"] for s in table.stages_of(rank))}
+        for rank, update in enumerate(updates)
     }
     times = {**dict.fromkeys("FIW", 0.0), "message": message}
-    return float(step_time(table, Durations(times, "ms", stages, ranks)).time)
+    return float(step_time(table, Durations(times, "ms", stages, updated)).time)

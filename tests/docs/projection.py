@@ -60,13 +60,14 @@ def page(report: Mapping[str, Any], rows: Iterable[tuple[str, ...]]) -> str:
 **Every number of the table is simulated, none is measured.** The simulator (`qeffect plan --durations`)
 is given what `reports/{REPORT}` measured over two ranks at `{commit}`: each stage's F, dI and dW
 alone, refreshes, updates, and the host's time of a step. One layer a stage, two stages a rank,
-`2 * ranks` microbatches. Messages were not measured; they are assumed to cost {links.inside_ms:g} ms and
+`2 * ranks` microbatches. Messages are not those that it measured; they are assumed to cost {links.inside_ms:g} ms and
 {links.inside_gb_s:g} GB/s inside of a host of {links.ranks_a_host} ranks, {links.between_ms:g} ms and {links.between_gb_s:g} GB/s between hosts. Milliseconds:
 
 {markdown(HEADER, rows)}
 
-- How far to trust it: one launch that was measured took, over {over_bound()} of what
-  the simulator makes of the same table with messages for nothing. Read the steps as bounds.
+- How far to trust it: one launch that was measured took, over {over_bound()} of its
+  bound there: what the simulator makes of the same table, over two ranks with the messages that were measured, over four
+  with messages for nothing, and with one refresh of a rank too few. Read the steps as bounds.
 - *Bubble* is the idle share of all ranks, with those messages; an update counts as busy.
 - *Slow between hosts* has every message between hosts ten times slower. Where that moves the step
   much, messages between hosts are what breaks first under one launch.

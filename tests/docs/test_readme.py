@@ -7,10 +7,16 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import statistics
 from pathlib import Path
 
+import attrs
 import pytest
 
+from qeffect.gpu_runtime.bench.tables import Asked, asked
+from qeffect.gpu_runtime.measure.scale import BOUND_GOALS
+from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.parallel.scale import CELLS, bound_ms
 from tests.docs.bench_block import conditions, figures, missed
 from tests.docs.blocks import (
     KERNEL_REPORTS,
@@ -22,7 +28,7 @@ from tests.docs.blocks import (
     proofs,
     rendered,
 )
-from tests.docs.remarks import CUT, REMARKS, remark
+from tests.docs.remarks import CUT, ONE_REFRESH, REMARKS, remark
 from tests.docs.runtime_block import (
     _bits,
     _guards,
@@ -140,6 +146,56 @@ def test_a_report_that_was_cut_short_says_so() -> None:
     }
     assert short == set(CUT)
     assert all("ended at a time limit" in said for said in CUT.values())
+
+
+def test_the_rows_that_cut_tables_lack_are_those_of_their_remark() -> None:
+    """Of each trial, by what it was asked for."""
+    report = load(RUNTIME_REPORTS / "tables.json")
+    said = remark("tables.json", report)
+    lacks = []
+    for of, trial in zip(report["configuration"]["merged"], report["raw"]["trials"], strict=True):
+        wanted = asked(of["parts"], of["cells"], of["pp"], microbatches=of["microbatches"])
+        there = {
+            Asked(*(row[field.name] for field in attrs.fields(Asked))) for row in trial["rows"]
+        }
+        lacks.append(
+            [(a.model, a.microbatches, a.schedule, a.side) for a in wanted if a not in there]
+        )
+    assert lacks == [
+        [],
+        [("language", 32, "zbv", "replays")],
+        [("layers", 8, "1f1b", "one launch")]
+        + [("layers", 8, "izb", side) for side in ("replays", "one launch")],
+    ]
+    assert "they lack 32 microbatches, and of the layers alone over four ranks one launch" in said
+
+
+def test_a_bound_is_that_of_its_reports_times_or_a_remark_says_otherwise() -> None:
+    """Where a refresh of each rank was left out, no goal is missed for it."""
+    counted = 0
+    for name, report in files("scale"):
+        for row in report["raw"]["timed"]:
+            if row["side"] != "one launch":
+                continue
+            config, microbatches = CELLS[row["cell"]]
+            job = Job(
+                schedule=row["schedule"],
+                pp=report["configuration"]["pp"],
+                microbatches=microbatches,
+                config=config,
+            )
+            times = row["alone_ms"], row["update_ms"], row.get("message_ms", 0.0)
+            bound = bound_ms(job, *times)
+            assert bound is not None
+            if ONE_REFRESH in remark(name, report):
+                least, *_, most = sorted(own["refresh"] for own in row["alone_ms"].values())
+                assert 0.9 * least <= bound - row["bound_ms"] <= 1.1 * most
+                step = statistics.median(row["step_ms"])
+                assert step / bound > BOUND_GOALS[row["cell"]]
+            else:
+                assert bound == pytest.approx(row["bound_ms"])
+            counted += 1
+    assert counted
 
 
 @pytest.mark.parametrize(

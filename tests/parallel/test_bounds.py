@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from qeffect.gpu_runtime.parallel.model import Job
-from qeffect.gpu_runtime.parallel.scale import graph_of
+from qeffect.gpu_runtime.parallel.scale import bound_ms, graph_of
 from qeffect.gpu_runtime.plan.order import Kind
 from qeffect.gpu_runtime.plan.rows import Row, walked
 
@@ -62,3 +62,17 @@ def test_a_bound_replays_the_graphs_that_a_step_does(schedule: str, rank: int) -
         assert slot == FIRST * step.stage + row.slots.slot_of[tape]
     assert not held
     assert written == set(row.stages)
+
+
+@pytest.mark.parametrize(("schedule", "pp"), [("il", 2), ("izb", 2), ("zbv", 2), ("zbv", 4)])
+def test_a_bound_has_the_refreshes_of_all_stages_of_a_rank(schedule: str, pp: int) -> None:
+    """Both of each rank, wherever the table has put them."""
+    job = Job(schedule=schedule, pp=pp, microbatches=4)
+    took = []
+    for refresh in (0.0, 5.0):
+        times = {"F": 1.0, "I": 1.0, "W": 1.0, "refresh": refresh}
+        alone = {str(stage): times for stage in range(2 * pp)}
+        took.append(bound_ms(job, alone, [0.5] * pp, 0.0))
+    without, both = took
+    assert without is not None
+    assert both == pytest.approx(without + 2 * 5.0)
