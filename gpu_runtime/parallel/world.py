@@ -57,7 +57,8 @@ class Limits:
     Args:
         start: Until all ranks have met.
         message: A message, where the host waits for it.
-        commit: Until all ranks have come to the commit.
+        commit: Until all ranks have come to the commit, and this rank's device to what is read
+            there.
         grace: Within which all ranks must have said why they stopped.
     """
 

@@ -154,8 +154,9 @@ def test_a_capture_begins_behind_a_bounded_wait_for_the_device(
 
 
 @pytest.mark.parametrize("stopped", [True, False], ids=["heard", "late"])
-def test_a_norm_is_read_behind_a_bounded_wait_for_the_device(
-    stopped: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("read", ["norm", "counts"])
+def test_a_norm_or_counts_are_read_behind_a_bounded_wait_for_the_device(
+    read: str, stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of guarded replays: the device may wait in a message of a rank that died."""
     pipeline = Rank(Job(schedule="il", pp=1, vpp=2, microbatches=2, config=SMALL), 0).pipeline
@@ -165,7 +166,11 @@ def test_a_norm_is_read_behind_a_bounded_wait_for_the_device(
     monkeypatch.setattr(pipeline, "finalize", lambda: {0: {"a": torch.ones(1)}})
     monkeypatch.setattr(pipeline.runtime.domain, "device", torch.device("cuda", 0))
     monkeypatch.setattr("qeffect.gpu_runtime.parallel.executor.square_sums", asked.append)
-    pipeline.clipping = Clipping(max_norm=1.0)
+    monkeypatch.setattr(pipeline.runtime, "device_counts", lambda: asked.append(read))
+    if read == "norm":
+        pipeline.clipping = Clipping(max_norm=1.0)
+    else:
+        monkeypatch.setattr(pipeline.runtime, "counters", SimpleNamespace())
     pipeline.consent = SimpleNamespace(  # type: ignore[assignment]
         stop=_stop, stopped=lambda: stopped, agree=asked.append, deadline=0.1, grace=0.0
     )
