@@ -67,7 +67,7 @@ alone, refreshes, updates, and the host's time of a step. One layer a stage, two
 
 - How far to trust it: one launch that was measured took, over {over_bound()} of its
   bound there: what the simulator makes of the same table, over two ranks with the messages that were measured, over four
-  with messages for nothing, and with one refresh of a rank too few. Read the steps as bounds.
+  with messages for nothing. Read the steps as bounds.
 - *Bubble* is the idle share of all ranks, with those messages; an update counts as busy.
 - *Slow between hosts* has every message between hosts ten times slower. Where that moves the step
   much, messages between hosts are what breaks first under one launch.

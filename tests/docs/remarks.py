@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["CUT", "ONE_REFRESH", "REMARKS", "remark"]
+__all__ = ["CUT", "FORMED_AGAIN", "REMARKS", "remark"]
 
-ONE_REFRESH = (
-    "Its bounds have one refresh of a rank, and not one of each of its two stages: they are too "
-    "low by the other, and what is over them is too high. No goal is missed for that."
+FORMED_AGAIN = (
+    "Its bounds were formed again from its own times: the run had counted one refresh of a rank, "
+    "and not one of each of its two stages."
 )
 CUT = {
     ("tables.json", "df5819e4b527"): (
@@ -24,15 +24,15 @@ CUT = {
     ),
     ("scale_in_order.json", "df5819e4b527"): (
         "It ended at a time limit, after the smaller cell. It ran while two other GPUs of the host "
-        f"were busy. {ONE_REFRESH}"
+        f"were busy. {FORMED_AGAIN}"
     ),
 }
 """Reports whose run did not reach its end, and what they lack."""
 REMARKS = {
     ("scale_four.json", "34bca0e46a4f"): (
-        f"Its memory counts a side before that was still held, and is too high. {ONE_REFRESH}"
+        f"Its memory counts a side before that was still held, and is too high. {FORMED_AGAIN}"
     ),
-    ("scale.json", "601976b5b2d6"): ONE_REFRESH,
+    ("scale.json", "601976b5b2d6"): FORMED_AGAIN,
     ("peers.json", "df5819e4b527"): "It ran while two other GPUs of the host were busy.",
     **CUT,
 }
