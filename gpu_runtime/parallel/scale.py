@@ -49,7 +49,7 @@ from qeffect.schedule.actions import Kind, ScheduleError
 from qeffect.schedule.durations import Durations
 from qeffect.schedule.steptime import step_time
 
-__all__ = ["add_scale_arguments", "graph_of", "run_scale"]
+__all__ = ["add_scale_arguments", "bound_ms", "graph_of", "run_scale"]
 
 SCHEDULES = ("il", "izb", "zbv")
 CELLS: dict[str, tuple[LayerConfig, int]] = {

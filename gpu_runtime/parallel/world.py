@@ -10,7 +10,6 @@ import gc
 import itertools
 import os
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO
@@ -30,8 +29,14 @@ from qeffect.gpu_runtime.backends.protocol import (
 from qeffect.gpu_runtime.clipping import Clipping, Norm
 from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.parallel.channels import Channels, channels_of, end_group, transport_of
-from qeffect.gpu_runtime.parallel.consent import Consent, StoppedError, TerminatedError
+from qeffect.gpu_runtime.parallel.channels import (
+    Channels,
+    LostError,
+    channels_of,
+    end_group,
+    transport_of,
+)
+from qeffect.gpu_runtime.parallel.consent import Consent, StoppedError, TerminatedError, wait_for
 from qeffect.gpu_runtime.parallel.executor import Feed, Pipeline
 from qeffect.gpu_runtime.parallel.feeds import beside
 from qeffect.gpu_runtime.parallel.model import require_meeting
@@ -45,7 +50,6 @@ __all__ = ["Limits", "Member", "Worker", "join", "leave"]
 
 #: Workers of this process, counted alike on all ranks: each has names of its own in the store.
 _WORKERS = itertools.count()
-_POLL_S = 1e-3
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -562,14 +566,13 @@ class Worker:
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with self.runtime.handoff.scope():
             done.record()
-        until = time.monotonic() + self.limits.start
-        while not done.query():
-            if time.monotonic() > until:
-                raise BackendError(
-                    f"the device of rank {self.member.rank} did not come to an end within "
-                    f"{self.limits.start:g} s of the stop; relaunch, and resume from a checkpoint"
-                )
-            time.sleep(_POLL_S)
+        try:
+            wait_for(done, None, deadline=self.limits.start, grace=0.0)
+        except LostError:
+            raise BackendError(
+                f"the device of rank {self.member.rank} did not come to an end within "
+                f"{self.limits.start:g} s of the stop; relaunch, and resume from a checkpoint"
+            ) from None
 
     def close(self) -> None:
         """End connections and the event log, after the last step; waits for the device."""
