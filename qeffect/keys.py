@@ -148,7 +148,7 @@ def reference(slot: int, generation: int, incarnation: int) -> TapeRef:
 
     Every forward makes a reference, and a frozen class looks up by name how to set each
     attribute. So it is made unfrozen, in the same layout, and frozen when whole. The commit of F
-    spells it out, since a call would cost a fifth of it.
+    spells it out, to spare the call.
 
     >>> reference(2, 5, 0x1F) == TapeRef(slot=2, generation=5, incarnation=0x1F)
     True
