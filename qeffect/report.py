@@ -26,6 +26,7 @@ __all__ = [
     "environment",
     "package",
     "program",
+    "require_place",
     "write_json",
     "write_text",
 ]
@@ -179,17 +180,58 @@ def write_text(path: Path, text: str) -> None:
         if path.exists() and not path.is_file():  # a pipe or a device has no old content to keep
             path.write_text(text, encoding="utf-8")
             return
-        place = path.resolve()  # through a link, which stays
-        partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
+        place, partial = _places(path)
         try:
             partial.write_text(text, encoding="utf-8")
             partial.replace(place)
         finally:
             partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise UnusableError(
-            f"cannot write {path}: {error.strerror}; choose another place"
-        ) from error
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from error
+
+
+def require_place(path: Path | None, option: str = "--out") -> None:
+    """
+    Require that a file can be written, before anything is measured; what is there stays as it is.
+
+    Args:
+        path: The file; None for none.
+        option: How it was named.
+
+    Raises:
+        UnusableError: It is a folder, its folder is missing, or nothing can be written there.
+    """
+    if path is None:
+        return
+    try:
+        if path.is_dir():
+            raise UnusableError(
+                f"{option} {path}: expected a file, found a folder; name a file in it"
+            )
+        if path.exists() and not path.is_file():
+            return
+        if not path.absolute().parent.is_dir():
+            raise UnusableError(
+                f"{option} {path}: there is no folder {path.parent}; make it, or name another"
+            )
+        _, partial = _places(path)
+        partial.touch()
+        partial.unlink()
+    except UnusableError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from error
+
+
+def _places(path: Path) -> tuple[Path, Path]:
+    """A file through its links, which stay, and beside it the one that becomes it."""
+    place = path.resolve()
+    return place, place.with_name(f".{place.name}.{os.getpid()}.partial")
+
+
+def _unwritable(path: Path, error: OSError | ValueError) -> UnusableError:
+    why = getattr(error, "strerror", None) or error
+    return UnusableError(f"cannot write {path}: {why}; choose another place")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -17,7 +17,7 @@ import attrs
 from qeffect import report
 from qeffect.gpu_runtime.measure import device
 from qeffect.gpu_runtime.measure.derive import DERIVE
-from qeffect.report import UnusableError, write_json
+from qeffect.report import UnusableError, require_place, write_json
 
 __all__ = [
     "ALIKE",
@@ -27,7 +27,7 @@ __all__ = [
     "environment",
     "read_part",
     "require_alike",
-    "require_folder",
+    "require_place",
 ]
 
 SCHEMA = "qeffect-runtime-report-1"
@@ -47,6 +47,9 @@ class Report:
         environment: Where it is measured.
         configuration: What was asked for, as plain data.
         raw: The measurements; grows in place.
+
+    Raises:
+        UnusableError: Nothing can be written there.
     """
 
     kind: str
@@ -55,6 +58,9 @@ class Report:
     configuration: Mapping[str, Any]
     raw: dict[str, Any]
     complete: bool = attrs.field(default=False, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        require_place(self.path)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data, its derived part computed from the raw one now."""
@@ -103,19 +109,6 @@ def environment(commit: str | None) -> dict[str, Any]:
     if record["commit"] == "unknown":
         raise UnusableError("this is not a git checkout; name the commit with --commit")
     return record
-
-
-def require_folder(out: Path | None) -> None:
-    """
-    Require a place for a report, before anything is measured.
-
-    Raises:
-        UnusableError: Its folder is not there, or it is a folder itself.
-    """
-    if out is not None and not out.absolute().parent.is_dir():
-        raise UnusableError(f"--out {out}: there is no folder {out.parent}")
-    if out is not None and out.is_dir():
-        raise UnusableError(f"--out {out}: expected a file, found a folder; name a file in it")
 
 
 def read_part(path: Path, kind: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from qeffect.gpu_runtime.measure.report import (
     environment,
     read_part,
     require_alike,
-    require_folder,
+    require_place,
 )
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.command import begun, said_once, stopped_outcome
@@ -419,7 +419,7 @@ def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
     Raises:
         UnusableError: The runs cannot be made by these processes, or the reports do not fit.
     """
-    require_folder(args.out)
+    require_place(args.out)
     if args.merge is None:
         return said_once(lambda: _run(args, progress))
     others = ["--runs", "--steps", "--held-out-steps", "--limit-s", "--device", "--commit"]
