@@ -13,7 +13,7 @@ from typing import Any
 from qeffect.gpu_runtime.measure.scale import BOUND_GOALS
 from qeffect.gpu_runtime.reports import cells
 from qeffect.report import package
-from tests.docs.bench_block import figures
+from tests.docs.bench_block import conditions, figures
 from tests.docs.blocks import KERNEL_PAGE, KERNEL_REPORTS, ROOT, RUNTIME_PAGE, load, markdown
 from tests.docs.device_block import latest_goals
 from tests.docs.kernel_block import HEADER, agreements, failures_counted, faults, settled, where
@@ -61,6 +61,7 @@ def bench() -> str:
     """The kernel's main figures, and how many goals are missed."""
     data, proved = load(KERNEL_REPORTS / "bench.json"), load(KERNEL_REPORTS / "proofs.json")
     rows, page = figures(data, proved), KERNEL_PAGE.relative_to(ROOT).as_posix()
+    under = conditions(data, proved)
     goals = [row for row in rows if row.goal is not None]
     return (
         markdown(HEADER, [row.cells() for row in rows if row.name.startswith(MAIN)])
@@ -68,7 +69,7 @@ def bench() -> str:
         f"in bold what misses its goal. [The kernel's page]({page}#what-guards-cost) has every "
         "row, what each relation and guard costs, and what is known of each miss. Medians, "
         "[verification/reports/bench.json](verification/reports/bench.json), "
-        f"{where(data['environment'])}."
+        f"{where(data['environment'])}." + f" {under}" * bool(under)
     )
 
 
@@ -363,7 +364,7 @@ def curves(found: Found) -> Iterator[str]:
         for level in row["levels"][-1:]:
             said.append(
                 f"`{row['run']}` comes to a loss of {level['loss']:g} in {level['seconds']:.1f} s, "
-                f"native in {level['native_seconds']:.1f} s"
+                f"native in {level['native_seconds']:.1f} s (building apart)"
             )
     parameters = report["raw"]["runs"][0]["parameters"]
     steps = max(run["steps"] for run in derived["runs"])
