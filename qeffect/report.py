@@ -26,6 +26,7 @@ __all__ = [
     "environment",
     "package",
     "program",
+    "read_json",
     "require_place",
     "write_json",
     "write_text",
@@ -157,6 +158,39 @@ def commit(given: str | None = None) -> str:
 def finite(value: float) -> float | None:
     """A number for JSON, which has a place for finite ones alone: None of any other."""
     return value if math.isfinite(value) else None
+
+
+def read_json(path: Path) -> Any:
+    """
+    Read a JSON file as RFC 8259 has it: no NaN, and no name twice in one object.
+
+    Raises:
+        UnusableError: It cannot be read, or is none; the message names the file and says why.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UnusableError(f"{path}: cannot be read: {why}; name a JSON file") from None
+    try:
+        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+    except RecursionError:
+        raise UnusableError(f"{path}: expected JSON, found a deeply nested value") from None
+    except ValueError as error:
+        raise UnusableError(f"{path}: expected JSON, found {error}") from None
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} twice in one object")
+    return found
+
+
+def _no_number(constant: str) -> None:
+    raise ValueError(f"{constant}, which is no number of JSON")
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -297,7 +297,7 @@ def merged(paths: Sequence[Path], out: Path | None) -> dict[str, Any]:
         UnusableError: A file is no report of `tables`; trials are of several devices, commits or
             versions; or one is named twice.
     """
-    found = [read_part(path, "tables") for path in paths]
+    found = [read_part(path, "tables", table_lines) for path in paths]
     require_alike([(path, _facts(part)) for path, part in zip(paths, found, strict=True)])
     trials: list[Any] = []
     for path, part in zip(paths, found, strict=True):

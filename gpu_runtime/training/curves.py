@@ -547,7 +547,7 @@ def merged(paths: Sequence[Path]) -> Report:
         UnusableError: One is no report of this kind; they were made at another commit, elsewhere,
             of other versions or of another configuration; or two have a run of one name.
     """
-    parts = [read_part(path, "curves") for path in paths]
+    parts = [read_part(path, "curves", curve_lines) for path in paths]
     first = parts[0]
     require_alike([(path, _facts(part)) for path, part in zip(paths, parts, strict=True)])
     runs: list[Any] = []
