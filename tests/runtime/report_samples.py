@@ -540,6 +540,8 @@ def train_report(*, differ: int = 0) -> dict[str, Any]:
         "cut": [2, 2, 2, 2],
         "microbatches": 8,
         "captured": True,
+        "launches": 2,
+        "guarded_replays": "",
         "parameters": 1000,
         "tokens_a_step": 256,
         "losses": [5.0, 4.0, 3.0],
@@ -579,6 +581,7 @@ def restarts_report() -> dict[str, Any]:
         "losses": [3.0, 2.0],
         "bytes": weighed,
     }
+    launched = {**resumed, "launches": [7, 4]}
     remapped = {
         **resumed,
         "how": "remapped",
@@ -590,7 +593,7 @@ def restarts_report() -> dict[str, Any]:
     }
     asked = {"device": "cpu", "captured": False, "masters": False, "asynchronous": False,
              "hidden": 64, "history": 4}  # fmt: skip
-    return Report("restarts", None, ENVIRONMENT, asked, {"rows": [resumed, remapped]}).finish()
+    return Report("restarts", None, ENVIRONMENT, asked, {"rows": [launched, remapped]}).finish()
 
 
 def curve_run(
@@ -611,7 +614,8 @@ def curve_run(
         "schedule": schedule,
         "seed": seed,
         "head": "te",
-        "captured": side == "guarded",
+        "captured": side != "native",
+        "launches": steps - 1 if side == "launched" else 0,
         "cut": [2, 2, 2, 2],
         "parameters": 1000,
         "tokens_a_step": 256,

@@ -1,0 +1,91 @@
+"""What ranks of the tests of training by launches run, over a stand-in for a device's graphs."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from qeffect.cli import main
+from qeffect.gpu_runtime.parallel import command
+from qeffect.gpu_runtime.parallel.world import join
+from qeffect.gpu_runtime.training import curves, launches, loop
+from qeffect.gpu_runtime.training.config import read
+from qeffect.gpu_runtime.training.loop import Trainer
+from tests.parallel import recorded, recorded_bodies
+from tests.parallel.bodies import bits
+from tests.parallel.recorded_bodies import LIMITS
+
+
+def stand_in() -> None:
+    """From here on this process can take a step as one launch, as far as a CPU can."""
+    recorded.install()
+    launches._hindrances = lambda *_: []
+    for module in (loop, curves):
+        places: Any = module
+        made = places.guarded
+
+        def guarded(*given: Any, made: Any = made, **options: Any) -> Any:
+            worker = made(*given, **options)
+            return recorded.capturable(worker) if options.get("one_launch") else worker
+
+        places.guarded = guarded
+
+
+def trained(config: str, *, resume: bool = False, faults: Any = (), **run: Any) -> dict[str, Any]:
+    """
+    One run, and what it leaves.
+
+    Args:
+        config: The file.
+        resume: Whether it goes on from the newest checkpoint.
+        faults: For each, the epoch before which it is made, its rank, its kind, and its action.
+        run: Fields of `[run]` instead of the file's.
+    """
+    member = join("cpu", LIMITS)
+    trainer = Trainer(member, read(Path(config), run=run), resume=resume)
+    for _, rank, kind, action in faults:
+        assert kind in recorded_bodies.FAULTS, (rank, action)
+    due = {epoch: fault for epoch, *fault in faults}
+    step = trainer.steps.step
+
+    def faulty() -> None:
+        if fault := due.pop(trainer.worker.runtime.epoch, None):
+            victim, kind, action = fault
+            if member.rank == victim:
+                recorded_bodies.FAULTS[kind](trainer.worker, action)
+        step()
+
+    trainer.steps.step = faulty  # type: ignore[method-assign]
+    whole = trainer.steps.whole
+    trainer.run()
+    left = bits(trainer.worker)
+    record = dict(trainer.record())
+    trainer.close()
+    return {
+        **{name: record[name] for name in ("began", "losses", "held_out", "launches")},
+        "replays": record["guarded_replays"],
+        "left": left,
+        "rehearsed and as one": [0, 0] if whole is None else whole.rehearsal.steps,
+    }
+
+
+def in_turn(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Several runs, one after the other, in the same processes."""
+    stand_in()
+    return [trained(config, **options) for config, options in cases]
+
+
+def said(cases: list[list[str]], *, stands_in: bool) -> list[tuple[int, str, str]]:
+    """`qeffect runtime`, one after the other: exit codes, and what was said."""
+    if stands_in:
+        stand_in()
+    command._LAST_WORD_S = 0.0
+    found = []
+    for case in cases:
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            code = main(["runtime", *case])
+        found.append((code, out.getvalue(), err.getvalue()))
+    return found
