@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qeffect.cli import main
-from qeffect.gpu_runtime.parallel import command
+from qeffect.gpu_runtime.parallel import command, one_launch
 from qeffect.gpu_runtime.parallel.world import join
 from qeffect.gpu_runtime.training import curves, launches, loop
 from qeffect.gpu_runtime.training.config import read
@@ -48,9 +48,11 @@ def trained(config: str, *, resume: bool = False, faults: Any = (), **run: Any) 
     for _, rank, kind, action in faults:
         assert kind in recorded_bodies.FAULTS, (rank, action)
     due = {epoch: fault for epoch, *fault in faults}
-    step = trainer.steps.step
+    step, whole = trainer.steps.step, trainer.steps.whole
+    ahead: list[int] = []
 
     def faulty() -> None:
+        ahead.append(0 if whole is None else whole.ahead)
         if fault := due.pop(trainer.worker.runtime.epoch, None):
             victim, kind, action = fault
             if member.rank == victim:
@@ -58,7 +60,6 @@ def trained(config: str, *, resume: bool = False, faults: Any = (), **run: Any) 
         step()
 
     trainer.steps.step = faulty  # type: ignore[method-assign]
-    whole = trainer.steps.whole
     trainer.run()
     left = bits(trainer.worker)
     record = dict(trainer.record())
@@ -67,6 +68,7 @@ def trained(config: str, *, resume: bool = False, faults: Any = (), **run: Any) 
         **{name: record[name] for name in ("began", "losses", "held_out", "launches")},
         "replays": record["guarded_replays"],
         "left": left,
+        "ahead": ahead,
         "rehearsed and as one": [0, 0] if whole is None else whole.rehearsal.steps,
     }
 
@@ -77,10 +79,14 @@ def in_turn(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     return [trained(config, **options) for config, options in cases]
 
 
-def said(cases: list[list[str]], *, stands_in: bool) -> list[tuple[int, str, str]]:
+def commands(cases: list[list[str]]) -> list[tuple[int, str, str]]:
+    """As `said`, where a step can be one launch."""
+    stand_in()
+    return said(cases)
+
+
+def said(cases: list[list[str]]) -> list[tuple[int, str, str]]:
     """`qeffect runtime`, one after the other: exit codes, and what was said."""
-    if stands_in:
-        stand_in()
     command._LAST_WORD_S = 0.0
     found = []
     for case in cases:
@@ -89,3 +95,18 @@ def said(cases: list[list[str]], *, stands_in: bool) -> list[tuple[int, str, str
             code = main(["runtime", *case])
         found.append((code, out.getvalue(), err.getvalue()))
     return found
+
+
+def unable(config: str) -> dict[str, Any]:
+    """A run of which the last rank's library captures no step: what it says, and what it leaves."""
+    stand_in()
+    member = join("cpu", LIMITS)
+    real = one_launch._Gate.capture
+
+    def capture(self: Any, gradients: Any) -> Any:
+        if gradients is not None and member.rank == member.world - 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return real(self, gradients)
+
+    one_launch._Gate.capture = capture  # type: ignore[method-assign]
+    return trained(config)
