@@ -44,6 +44,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "contract.Contract.abort",
         "contract.Contract._abort",
         "contract._count",
+        "contract._told",
         "contract._names",
         "contract._fills",
         "contract._redeemed",
