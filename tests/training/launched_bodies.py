@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import os
+import signal
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from qeffect.cli import main
+from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
 from qeffect.gpu_runtime.parallel import command, one_launch
+from qeffect.gpu_runtime.parallel.compare import guarded
+from qeffect.gpu_runtime.parallel.one_launch import obstacles
 from qeffect.gpu_runtime.parallel.world import join
 from qeffect.gpu_runtime.training import curves, launches, loop
 from qeffect.gpu_runtime.training.config import read
@@ -26,11 +34,11 @@ def stand_in() -> None:
         places: Any = module
         made = places.guarded
 
-        def guarded(*given: Any, made: Any = made, **options: Any) -> Any:
+        def capturable(*given: Any, made: Any = made, **options: Any) -> Any:
             worker = made(*given, **options)
             return recorded.capturable(worker) if options.get("one_launch") else worker
 
-        places.guarded = guarded
+        places.guarded = capturable
 
 
 def trained(config: str, *, resume: bool = False, faults: Any = (), **run: Any) -> dict[str, Any]:
@@ -43,8 +51,9 @@ def trained(config: str, *, resume: bool = False, faults: Any = (), **run: Any) 
         faults: For each, the epoch before which it is made, its rank, its kind, and its action.
         run: Fields of `[run]` instead of the file's.
     """
-    member = join("cpu", LIMITS)
-    trainer = Trainer(member, read(Path(config), run=run), resume=resume)
+    settings = read(Path(config), run=run)
+    member = join(settings.run.device, LIMITS)
+    trainer = Trainer(member, settings, resume=resume)
     for _, rank, kind, action in faults:
         assert kind in recorded_bodies.FAULTS, (rank, action)
     due = {epoch: fault for epoch, *fault in faults}
@@ -71,6 +80,17 @@ def trained(config: str, *, resume: bool = False, faults: Any = (), **run: Any) 
         "ahead": ahead,
         "rehearsed and as one": [0, 0] if whole is None else whole.rehearsal.steps,
     }
+
+
+def on_devices(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """As `in_turn`, on GPUs."""
+    os.environ.update(DETERMINISTIC)
+    found = []
+    for config, options in cases:
+        found.append(trained(config, **options))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler holds the worker
+        gc.collect()  # one runtime at a time shares the library's state
+    return found
 
 
 def in_turn(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -110,3 +130,16 @@ def unable(config: str) -> dict[str, Any]:
 
     one_launch._Gate.capture = capture  # type: ignore[method-assign]
     return trained(config)
+
+
+def without_graphs(jobs: list[Any]) -> list[dict[str, Any]]:
+    """What is missing to workers that are made for launches on a CPU, and where their rates are."""
+    member = join("cpu", LIMITS)
+    found = []
+    for job in jobs:
+        worker = guarded(member, job, "reference", one_launch=True)
+        groups = worker.optimizer.adamw.param_groups
+        rates = [group["lr"] for group in groups]
+        found.append({"missing": obstacles(worker), "tensors": all(map(torch.is_tensor, rates))})
+        worker.close()
+    return found
