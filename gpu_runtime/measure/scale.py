@@ -114,6 +114,10 @@ def _timed(row: Raw, native: Raw | None) -> dict[str, Any]:
     if own := row.get("in_order", {}).get("bound_ms"):
         found["in_order_bound_ms"] = round(own, _DIGITS)
         found["over_in_order"] = round(median / own, _DIGITS)
+    if split := row.get("split"):
+        found["longest_row_ms"] = round(max(rank["row_ms"] for rank in split), _DIGITS)
+        found["over_longest_row"] = round(median / found["longest_row_ms"], _DIGITS)
+        found["split"] = [_split(rank["launch"], rank["row"]) for rank in split]
     if row.get("message_ms"):
         found["message_ms"] = round(row["message_ms"], _DIGITS)
     if busy := [own["kernels"] + own["copies"] for own in row.get("busy_ms", ())]:
@@ -127,6 +131,27 @@ def _timed(row: Raw, native: Raw | None) -> dict[str, Any]:
         pairs = zip(row["peak_bytes"], native["peak_bytes"], strict=True)
         found["above_native_bytes"] = max(own - other for own, other in pairs)
     return found
+
+
+def _split(launch: Raw, row: Raw) -> dict[str, float]:
+    """
+    What a rank's profiled step takes over its own row as one graph without messages.
+
+    Returns:
+        In milliseconds: `step`, and its four parts: the `row` as it was profiled; what its
+        kernels take more beside messages, with what is in no row (`kernels`); what lies more
+        `between` kernels; what is `awaited` of other ranks. `beside` is how long kernels and
+        messages ran at once.
+    """
+    found = {
+        "step": launch["step"],
+        "row": row["step"],
+        "kernels": launch["busy"] - row["busy"],
+        "between": launch["between"] - row["between"],
+        "awaited": launch["awaited"] - row["awaited"],
+        "beside": launch["beside"],
+    }
+    return {name: round(value, _DIGITS) for name, value in found.items()}
 
 
 def _spread(values: list[float]) -> dict[str, float]:

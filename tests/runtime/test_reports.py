@@ -476,6 +476,18 @@ class TestScale:
         assert (4, 0) == (guarded["final_values"], guarded["final_different"])
         assert 300 == guarded["above_native_bytes"]
 
+    def test_a_steps_time_is_split_into_its_row_and_what_is_beside_it(self) -> None:
+        """The four parts are the profiled step; the longest row is the busiest rank's."""
+        _, launched = samples.scale_report()["derived"]["timed"]
+        first, second = launched["split"]
+        assert (4.0, 1.25) == (launched["longest_row_ms"], launched["over_longest_row"])
+        assert {"kernels": 0.1, "between": 0.3, "awaited": 0.7} == {
+            part: first[part] for part in ("kernels", "between", "awaited")
+        }
+        for rank in (first, second):
+            parts = sum(rank[part] for part in ("row", "kernels", "between", "awaited"))
+            assert pytest.approx(rank["step"]) == parts
+
     def test_goals_are_of_every_schedule_and_of_the_number_of_ranks(self) -> None:
         """One launch and replays of the small cell over two ranks; another cell has no goals."""
         assert samples.scale_report()["derived"]["targets"] == []
