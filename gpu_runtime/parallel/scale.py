@@ -248,11 +248,7 @@ def _one_launch(
     facts = {"capture_s": whole.capture_seconds, "first": odd[:3]}
     whole.resume()
     found = _timed(member, args, name, "one launch", schedule, whole.step, args.steps, made, facts)
-    parts: list[dict[str, float]] = []
-    for _ in range(args.rounds):
-        waited(member)
-        whole.step()
-        parts.append(whole.host_ms)
+    parts, ahead = _ahead(member, whole, args)
     waited(member)
     launches = shares(traced(whole.step, member.synchronize, TRACED), TRACED)
     whole.leave()
@@ -260,17 +256,43 @@ def _one_launch(
     order = Order.of_rank(job.table(), member.rank % job.pp)
     waited(member)
     split = {"launch": launches, **_own_row(worker, gradients, order)}
-    own_ms = {part: statistics.median(one[part] for one in parts) for part in parts[0]}
-    ranks = gathered(member, (len(final), len(odd), own_ms, whole.rehearsal.steps))
+    ranks = gathered(member, (len(final), len(odd), parts, whole.rehearsal.steps, ahead))
     found["final"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
-    for fact, (_, _, own_ms, counted) in zip(found["facts"], ranks, strict=True):
+    for fact, (_, _, own_ms, counted, _) in zip(found["facts"], ranks, strict=True):
         fact["host_parts_ms"], fact["rehearsed_and_as_one"] = own_ms, counted
+    found["host_ahead_ms"] = [
+        max(times) for times in zip(*(rank[4] for rank in ranks), strict=True)
+    ]
     for what in ("alone_ms", "update_ms", "message_ms", "bound_ms", "in_order"):
         found[what] = guarded[what]
     found["split"] = gathered(member, split)
     whole.close()
     worker.close()
     return found
+
+
+def _ahead(
+    member: Member, whole: OneLaunch, args: argparse.Namespace
+) -> tuple[dict[str, float], list[float]]:
+    """
+    What the host of launches back to back does a step, in milliseconds.
+
+    Returns:
+        The median of each part, and of each round what a step took without its wait for the one
+        before: the device is what a host waits for that is ahead of it.
+    """
+    rounds: list[float] = []
+    parts: list[dict[str, float]] = []
+    for _ in range(args.rounds):
+        waited(member)
+        took = []
+        for _ in range(args.steps):
+            began = time.perf_counter()
+            whole.step()
+            took.append(1e3 * (time.perf_counter() - began) - whole.host_ms["step before"])
+            parts.append(whole.host_ms)
+        rounds.append(statistics.median(took))
+    return {part: statistics.median(one[part] for one in parts) for part in parts[0]}, rounds
 
 
 def _own_row(worker: Worker, gradients: Gradients, order: Order) -> dict[str, Any]:

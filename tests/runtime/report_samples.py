@@ -353,6 +353,7 @@ def scale_report(*, differ: int = 0) -> dict[str, Any]:
                 message_ms=0.03,
                 in_order={"times_ms": {"0": {"F": 0.2}}, "update_ms": [0.1], "bound_ms": 4.5},
                 split=[split(4.0), split(3.8)],
+                host_ahead_ms=[0.25, 0.27, 0.29],
                 final=[4, 0],
                 update_ms=[0.1, 0.1],
                 busy_ms=[
