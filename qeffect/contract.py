@@ -31,6 +31,7 @@ from .ledgers.tapes import Tapes
 from .refusals import Refused
 from .relations.constants import ADDS, GENERATION_MAX, JOINS, NEVER, OPENS, OVERWRITES
 from .steps import Difference, RecordedStep, Recording, Standing
+from .text import shown
 from .threads import ConcurrentCallError, alone
 from .tickets import ABORTS, COMMITS, Fills, Ticket, issue
 
@@ -540,9 +541,9 @@ class Contract:
                 if action == "F":
                     if filled is not None and st.reports_fills[st.slot_stage[slot]] != 0:
                         names, of = _fills(filled, self._epochs.current)
-                    updates = NEVER if updates is None else _count(updates)
                     run = self._commit_forward
-                    run(st, slot, serial, names, of, updates)
+                    moved = NEVER if updates is None else _count(updates)
+                    run(st, slot, serial, names, of, moved)
                     made: Any = Unfrozen()  # as `reference` does, without its call
                     made.slot = slot
                     made.generation = st.generation[slot]
@@ -563,10 +564,10 @@ class Contract:
                 elif action == "dI":
                     if evidence is not st.matrices[st.slot_stage[slot]]:
                         evidence = _names(evidence)
-                    updates = NEVER if updates is None else _count(updates)
-                    scales = NEVER if scales is None else _count(scales)
                     run = self._commit_dgrad
-                    run(st, slot, serial, evidence, updates, scales)
+                    moved = NEVER if updates is None else _count(updates)
+                    used = NEVER if scales is None else _count(scales)
+                    run(st, slot, serial, evidence, moved, used)
                 elif action == "refresh":
                     if filled is not None and st.reports_fills[slot] != 0:
                         names, of = _fills(filled, self._epochs.current)
@@ -574,7 +575,7 @@ class Contract:
                 else:
                     raise IndexError(action)
             except Refused as refused:
-                given = _redeemed(ticket, names, of, evidence, updates, scales)
+                given = _redeemed(ticket, names, of, evidence, _told(updates), _told(scales))
                 explain(refused, COMMITS[action], st, given)
                 if not refused.clause.endswith("unknown-ticket"):
                     try:
@@ -588,7 +589,8 @@ class Contract:
                 if self._counted is not None:
                     self._counted.ran(action, slot)
                 if self._observer is not None:
-                    given = _redeemed(ticket, names, of, evidence, updates, scales)
+                    counts = _count(updates), _count(scales)
+                    given = _redeemed(ticket, names, of, evidence, *counts)
                     self._observer(COMMITS[action], given, None)
             return ref
         finally:
@@ -1211,6 +1213,9 @@ _WRITES: Final = {
 #: The evidence of an action that filled no cache, or whose backend cannot say.
 _NO_FILL: Final = ((), NEVER)
 
+#: The largest count that a refusal repeats as a number.
+_LARGEST: Final = (1 << 63) - 1
+
 #: Stands for what was filled from no epoch that can be read; neither `NEVER` nor any epoch.
 _UNREADABLE: Final = NEVER - 1
 
@@ -1218,6 +1223,13 @@ _UNREADABLE: Final = NEVER - 1
 def _count(reported: Any) -> int:
     """Return a count or a token as it was reported; what is none stands for nothing reported."""
     return reported if type(reported) is int and reported >= 0 else NEVER
+
+
+def _told(reported: Any) -> Any:
+    """Return what a refusal says of a reported count: itself, no report, or the text of another."""
+    if reported is None:
+        return NEVER
+    return reported if 0 <= _count(reported) <= _LARGEST else shown(reported)
 
 
 def _fills(filled: Fills, epoch: int) -> tuple[tuple[Any, ...], int]:

@@ -165,6 +165,13 @@ def _waiting(st: Any) -> str:
     return ", ".join(f"stage {stage}" for stage in st.refreshed if stage != NO_STAGE)
 
 
+def _reported(count: Any, what: str, said: str) -> str:
+    """Say what an action reported: a count, nothing, or what is no count."""
+    if isinstance(count, str):
+        return f"no readable count in the report of {what}: {count}"
+    return said.format(count) if count >= 0 else f"no report of {what}"
+
+
 def _position(st: Any, a: Arguments, column: str, action: str) -> tuple[str, str]:
     d = _domain(st, a)
     return (
@@ -328,7 +335,7 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         st, a, "dgrad_at" if "ref" in a else "forward_at", "dI" if "ref" in a else "F"
     ),
     "order.scaling-updates": lambda st, a: (
-        f"{a['updates']} scaling updates" if a["updates"] >= 0 else "no report of scaling updates",
+        _reported(a["updates"], "scaling updates", "{} scaling updates"),
         f"1 scaling update of domain {_domain(st, a)}",
     ),
     "order.scales-moved": lambda st, a: (
@@ -336,9 +343,7 @@ EXPLANATIONS: Mapping[str, Explanation] = {
         f"the scales of its own F, at token {st.scaled_at[_slot(a)]}",
     ),
     "order.wrong-scales": lambda st, a: (
-        f"the scales of the F at token {a['scales']}"
-        if a["scales"] >= 0
-        else "no report of the scales that dI used",
+        _reported(a["scales"], "the scales that dI used", "the scales of the F at token {}"),
         f"the scales of its own F, at token {st.scaled_at[a['slot']]}",
     ),
     "order.incomplete": lambda st, a: (

@@ -56,4 +56,6 @@ def shown(value: Any) -> str:
         text = repr(value)
     except RecursionError:
         return "a deeply nested value"
+    except Exception as error:  # of a class of the caller's, or an integer of thousands of digits
+        return f"a value of class {type(value).__name__} with no text ({type(error).__name__})"
     return within(text if len(text) <= 60 else f"{text[:57]}...")

@@ -20,7 +20,7 @@ from .ranks import RANK_COLUMNS, RANK_PROMISES, RANK_STEPS
 from .transitions import TRANSITIONS
 from .world import WORDS
 
-__all__ = ["DOCUMENTS", "contract", "fault_rows", "faults", "kept"]
+__all__ = ["DOCUMENTS", "contract", "fault_rows", "faults", "kept", "link"]
 
 _HERE = Path(__file__).parent
 _NOTICE = (
@@ -137,12 +137,14 @@ def _part(number: int, part: Part, keeping: Mapping[str, Any]) -> str:
 
 def _clause(clause: Clause, keeping: Mapping[str, Any]) -> str:
     where = clause.section if clause.section == "design" else f"paper, {clause.section}"
+    promise = _promise(clause.id)
+    apart = f" This is the clause; [a promise]({promise}) has its name too." if promise else ""
     look = f"; look at `{clause.argument}`" if clause.argument else ""
     return "\n".join(
         [
             f"### {clause.number} {clause.title}",
             "",
-            f"`{clause.id}` ({where}). **{clause.invariant}**",
+            f"`{clause.id}` ({where}). **{clause.invariant}**{apart}",
             "",
             f"- *Checked by* {', '.join(f'`{t}`' for t in clause.transitions)}{look}.",
             f"- *Unchanged by a refusal:* {clause.unchanged}",
@@ -170,7 +172,10 @@ def _kept_by(clause: str, keeping: Mapping[str, Any]) -> str:
     def named(what: str) -> str:
         names = sorted({name for row in guards for name in row.get(what, ())})
         names.sort(key=lambda name: not name.startswith(own))
-        return ", ".join(f"`{name}`" for name in names)
+        linked = {name: _promise(name) for name in names if name in CLAUSES}
+        return ", ".join(
+            f"[`{name}`]({linked[name]})" if linked.get(name) else f"`{name}`" for name in names
+        )
 
     said = []
     if promises := named("promises"):
@@ -289,7 +294,7 @@ def _paper() -> str:
             "",
             f"`{invariant.name}`. **{invariant.says}**{needs}",
             "",
-            *(f"- `{name}`: {says[name]}" for name in invariant.promises),
+            *(f"- `{name}`{_apart(name)}: {says[name]}" for name in invariant.promises),
             *(f"- proved besides: {name}." for name in invariant.theorems),
             "",
         ]
@@ -316,7 +321,7 @@ def _promises(keeping: Mapping[str, Any]) -> str:
         for p in register:
             needs = ", ".join(f"`{clause}`" for clause in sorted(clauses.get(p.name, ())))
             kept_by = f" Needs {needs}." if needs else ""
-            lines.append(f"- `{p.name}`{_where(p.transitions)}: {p.text}{kept_by}")
+            lines.append(f"- `{p.name}`{_apart(p.name)}{_where(p.transitions)}: {p.text}{kept_by}")
         lines.append("")
     words = [
         (f"`{w.name}`" if w.index == "one" else f"`{w.name}[{w.index}]`", w.meaning)
@@ -344,6 +349,31 @@ def _ranks() -> str:
             "",
         ]
     )
+
+
+def link(heading: str) -> str:
+    """
+    Return the link to a heading of the same text.
+
+    >>> link("3.3 Updates are threaded")
+    '#33-updates-are-threaded'
+    """
+    return "#" + re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def _promise(name: str) -> str | None:
+    """The link to the list that has a promise of this name; None where there is none."""
+    lists = (link(title) for title, register in _registers() if name in {p.name for p in register})
+    return next(lists, None)
+
+
+def _apart(name: str) -> str:
+    """Say of a promise that a clause has its name too."""
+    if name not in CLAUSES:
+        return ""
+    clause = CLAUSES[name]
+    heading = f"{clause.number} {clause.title}"
+    return f" (the promise; [the clause]({link(heading)}) of this name is another statement)"
 
 
 def _registers() -> Iterator[tuple[str, Register]]:

@@ -21,8 +21,9 @@ __all__ = ["FAR", "combined", "derive_peers", "owed", "peer_lines", "verdict"]
 Raw = Mapping[str, Any]
 FAR: Final = 0.25
 """
-Of the norm of native's gradients. Another history of scales rounds FP8 otherwise, which moves them
-by some hundredths; one microbatch of eight that is left out or taken twice moves them by a third.
+Of the norm of native's gradients. Megatron's other rounding and its other head move them by a sixth
+or so (`from_native` in `reports/peers.json`); one microbatch of eight left out or taken twice moves
+them by a third.
 """
 _DIGITS = 4
 EAGER = "megatron none"

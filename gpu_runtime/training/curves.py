@@ -401,7 +401,8 @@ def add_curves_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit-s",
         type=float,
         metavar="S",
-        help="seconds after which a run ends at its next block, and none begins",
+        help="seconds after which a run ends at its next block, and none begins; a report that "
+        "is cut short so is not complete",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="instead of the file's")
     parser.add_argument(
@@ -490,13 +491,15 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         return args.limit_s is not None and time.monotonic() - began > args.limit_s
 
     told = Told(windows=windows, over=over, note=progress.note)
-    left = []
+    left, short = [], []
     try:
         for named, config, own in zip(names, configs, data, strict=True):
             if any(gathered(member, over())):
                 left.append(str(named))
                 continue
             rows.append(trained(member, named, config, own, told))
+            if len(rows[-1]["losses"]) < config.run.steps:
+                short.append(str(named))
             report.save()
     except StoppedError as stopped:
         return stopped_outcome(stopped.cause, f"{named} of {args.config.name}")
@@ -507,9 +510,13 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         raise UnusableError(f"--limit-s {args.limit_s:g}: no run began within it; give it longer")
     count = f"{len(rows)} run{'s' * (len(rows) > 1)}"
     what = f"{args.config.name}: {count}, {backend_of(first)} on {first.run.device}"
-    if left:
-        what += f"; not begun within --limit-s {args.limit_s:g}: {', '.join(left)}"
-    return _outcome(report.finish(), what)
+    for said, cut_short in (("not ended", short), ("not begun", left)):
+        if cut_short:
+            what += f"; {said} within --limit-s {args.limit_s:g}: {', '.join(cut_short)}"
+    if not short and not left:
+        return _outcome(report.finish(), what)
+    report.save()
+    return _outcome(report.to_json(), f"{what}; the report is NOT complete")
 
 
 def _names(args: argparse.Namespace) -> list[Named]:

@@ -103,16 +103,18 @@ state of the last commit is restored. Abort never rewinds the token.""",
             id="order.scaling-updates",
             number="3.6",
             title="F and dI update scales once",
-            invariant="Where the backend reports scaling updates, an F and a dI commit only when "
-            "each updated its domain's scaling state exactly once.",
+            invariant="Where the backend reports scaling updates (`StageConfig.reports_updates`; "
+            "Transformer Engine's stages report none), an F and a dI commit only when each updated "
+            "its domain's scaling state exactly once.",
             transitions=("commit_forward", "commit_dgrad"),
             argument="updates",
             unchanged="The token; the action has failed and is aborted, which poisons the domain.",
             section="III-B",
             cause="An autocast region was entered twice for one F, the update was skipped because "
             "no module was registered, or a captured graph lacks it.",
-            remedy="Update scales where the outermost region of F, and of dI, ends; then restore "
-            "the last commit.",
+            remedy="Update scales once, where the outermost region of F, and of dI, ends; then "
+            "restore the numerical state of the last commit, then `restore` the contract and run "
+            "the epoch again.",
         ),
         Clause(
             id="order.scales-moved",

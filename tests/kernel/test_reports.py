@@ -82,6 +82,31 @@ UNREADABLE = [
 ]
 
 
+class Unspelled:
+    """A report of a class that has no text."""
+
+    def __repr__(self) -> str:
+        raise OSError("no text")
+
+
+UNSPELLED = Unspelled()
+
+
+def found_count(reported: Any, what: str, said: str) -> str:
+    """What a refusal finds in a report of a count."""
+    if reported is None:
+        return f"no report of {what}"
+    if type(reported) is int and reported in (0, 2):
+        return said.format(reported)
+    if reported is UNSPELLED:
+        shown = "a value of class Unspelled with no text (OSError)"
+    elif reported == 10**5000:
+        shown = "a value of class int with no text (ValueError)"
+    else:
+        shown = repr(reported)
+    return f"no readable count in the report of {what}: {shown}"
+
+
 class TestFills:
     @pytest.mark.parametrize(("filled", "clause", "found"), WRONG_FILLS)
     def test_a_refresh_that_did_not_fill_every_cache(
@@ -182,10 +207,13 @@ class TestFills:
 
 
 class TestUpdates:
-    @pytest.mark.parametrize("updates", [None, 0, 2, -1, True, 1.0, "1"])
+    @pytest.mark.parametrize(
+        "updates",
+        [None, 0, 2, -1, True, 1.0, "1", UNSPELLED, pytest.param(10**5000, id="long"), 2**63],
+    )
     def test_an_update_that_ran_twice_or_not_at_all(self, updates: Any) -> None:
-        """F and dI update scales once each; anything else failed."""
-        found = f"{updates} scaling updates" if updates in (0, 2) else "no report"
+        """F and dI update scales once each; anything else failed, and what is no count is said."""
+        found = found_count(updates, "scaling updates", "{} scaling updates")
         of = reporting()
         ticket = of.check_forward(key(0), refresh=True)
         commit = lambda: of.commit(ticket, filled=NOW, updates=updates)  # noqa: E731
@@ -201,7 +229,9 @@ class TestUpdates:
 
 
 class TestScales:
-    @pytest.mark.parametrize("scales", [None, 0, 2, -1, True, 1.0])
+    @pytest.mark.parametrize(
+        "scales", [None, 0, 2, -1, True, 1.0, UNSPELLED, pytest.param(10**5000, id="long")]
+    )
     def test_carried_scales_of_another_forward(self, scales: Any) -> None:
         """dI names the token at which the F ran whose scales it used; another's are refused."""
         of = reporting()
@@ -215,7 +245,7 @@ class TestScales:
             of,
             lambda: of.commit(ticket, MATRICES, updates=1, scales=scales),
             "order.wrong-scales",
-            f"token {scales}" if scales in (0, 2) else "no report",
+            found_count(scales, "the scales that dI used", "the scales of the F at token {}"),
             "at token 1",
         )
 

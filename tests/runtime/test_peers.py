@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from qeffect.gpu_runtime import reports
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import parameters
 from qeffect.gpu_runtime.backends.te import domain as te
@@ -66,6 +69,20 @@ class TestGradients:
         found = combined([sums({"a": parts[1:].sum(0)}, {"a": parts.sum(0)})])
         assert found["relative"] == pytest.approx(microbatches**-0.5, rel=0.1)
         assert found["relative"] > FAR
+
+    def test_how_far_megatron_is_from_native(self) -> None:
+        """Every gradient differs, by about a sixth of the norm, which the bound leaves room for."""
+        folder = Path(reports.__file__).parent
+        report = json.loads((folder / "peers.json").read_text(encoding="utf-8"))
+        far = [
+            row["from_native"]
+            for row in report["derived"]["rows"]
+            if row["side"].startswith("megatron")
+        ]
+        assert len(far) > 1
+        assert FAR > max(far)
+        assert min(far) > 0.1
+        assert statistics.median(far) == pytest.approx(1 / 6, rel=0.15)
 
     @pytest.mark.parametrize(
         ("side", "compared", "said"),

@@ -15,7 +15,8 @@ from qeffect import spec
 from qeffect.engine.stage import OPTIONAL, RELATIONS
 from qeffect.spec.__main__ import main
 from qeffect.spec.clauses import CLAUSES, PARTS, SCHEDULE_CLAUSES
-from qeffect.spec.document import DOCUMENTS, contract, fault_rows
+from qeffect.spec.document import DOCUMENTS, contract, fault_rows, link
+from qeffect.spec.promises import CHANGES, LEGAL, MEMORY, STEPS, WORLD
 
 FOLDER = Path(spec.__file__).parent
 PAPER_TITLE = (
@@ -52,6 +53,23 @@ def test_check_fails_on_a_stale_document(name: str, tmp_path: Path) -> None:
 
     assert main(["--folder", str(tmp_path), "--check"]) == 1
     assert not (tmp_path / name).exists()
+
+
+def test_a_promise_and_a_clause_of_one_name_are_linked() -> None:
+    """Each says which of the two it is, and every link within the contract leads to a heading."""
+    text = contract()
+    headings = {link(line.lstrip("# ")) for line in text.splitlines() if line.startswith("#")}
+    assert set(re.findall(r"\]\((#[^)]+)\)", text)) <= headings
+
+    promises = {p.name for register in (MEMORY, WORLD, STEPS, CHANGES, LEGAL) for p in register}
+    both = promises & CLAUSES.keys()
+    assert "order.token" in both
+    for name in both:
+        (clause,) = re.findall(rf"^`{re.escape(name)}` .*$", text, re.MULTILINE)
+        assert "This is the clause; [a promise](#" in clause
+        rows = re.findall(rf"^- `{re.escape(name)}`.*$", text, re.MULTILINE)
+        assert rows
+        assert all("(the promise; [the clause](#" in row for row in rows)
 
 
 def test_every_clause_stands_in_the_contract_once() -> None:

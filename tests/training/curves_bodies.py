@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import json
 import sys
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from qeffect.cli import main
@@ -15,7 +18,7 @@ from qeffect.gpu_runtime.backends.te import domain as te
 from qeffect.gpu_runtime.parallel import command
 from qeffect.gpu_runtime.parallel.native import NativePipeline
 from qeffect.gpu_runtime.parallel.world import Worker, join
-from qeffect.gpu_runtime.training import loop
+from qeffect.gpu_runtime.training import curves, loop
 from qeffect.gpu_runtime.training.balance import Times
 from qeffect.gpu_runtime.training.curves import Named, Told, trained
 from qeffect.gpu_runtime.training.loop import opened
@@ -65,6 +68,30 @@ def measured_apart(config: str, out: str) -> tuple[int, list[list[int]], int]:
     cuts = [run["cut"] for run in report["raw"]["runs"]]
     assert report["configuration"]["times"]["te"]["layer_times"] == [3.0] * 4
     return code, cuts, 3 - len(list(given))
+
+
+def limited(config: str, runs: list[str], out: str, looks: list[int]) -> list[tuple[int, str]]:
+    """
+    Under limits of so many looks at the clock: exit codes, and what was said.
+
+    The clock stands still until it has been looked at so often, and the time is over then.
+    """
+    command._LAST_WORD_S = 0.0
+    join("cpu", LIMITS)
+    said = []
+    for limit in looks:
+        counted = itertools.count()
+        clock = SimpleNamespace(
+            monotonic=lambda c=counted, n=limit: 99.0 * (next(c) >= n),
+            perf_counter=time.perf_counter,
+        )
+        curves.time = clock  # type: ignore[assignment]
+        shown = io.StringIO()
+        with redirect_stdout(shown), redirect_stderr(io.StringIO()):
+            words = ["--runs", *runs, "--limit-s", "9", "--commit", "1" * 40, "--out"]
+            code = main(["runtime", "curves", config, *words, f"{out}{limit}.json"])
+        said.append((code, shown.getvalue()))
+    return said
 
 
 def commands(cases: list[list[str]]) -> list[tuple[int, str, str]]:

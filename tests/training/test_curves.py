@@ -172,6 +172,33 @@ def test_parts_become_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert row["schedule"] == "zbv"
 
 
+def test_a_report_that_the_limit_cut_short_is_not_complete(tmp_path: Path) -> None:
+    """Ended in its first run, between its two runs, and at the end of the last one."""
+    config = file(tmp_path)
+    config.write_text(RUN.replace("pp = 2", "pp = 1").replace("layers = 4", "layers = 2"))
+    out = str(tmp_path / "after")
+    (tmp_path / "said").mkdir()
+    # Looks at the clock: at the start; then before a run, and at its steps 2, 3 and 4.
+    looks = [2, 4, 5, 8]
+    runs = ["guarded:il:0", "guarded:il:1"]
+    said = launch(1, tmp_path / "said", bodies.limited, str(config), runs, out, looks)
+    assert said.codes == [0]
+    told = {
+        2: ([2], False, "not ended within --limit-s 9: guarded:il:0; not begun within --limit-s 9"),
+        4: ([4], False, "; not begun within --limit-s 9: guarded:il:1; the report is NOT complete"),
+        5: ([4], False, "; not begun within --limit-s 9: guarded:il:1; the report is NOT complete"),
+        8: ([4, 4], True, "2 runs, reference on cpu"),
+    }
+    for limit, (code, shown) in zip(looks, said.words[0], strict=True):
+        steps, complete, line = told[limit]
+        report = json.loads(Path(f"{out}{limit}.json").read_text())
+        assert code == 0
+        assert [len(run["losses"]) for run in report["raw"]["runs"]] == steps
+        assert report["complete"] is complete
+        assert line in shown
+        assert ("NOT complete" in shown) is not complete
+
+
 def _other(place: str, name: str, value: Any) -> Callable[[dict[str, Any]], None]:
     def change(report: dict[str, Any]) -> None:
         report[place][name] = value

@@ -218,6 +218,18 @@ def test_reports_keep_the_schema(measured: dict[str, Any]) -> None:
     jsonschema.validate({**report(), **measured}, schema())
 
 
+@pytest.mark.parametrize("lost", ["relation_prices", "clause_prices"])
+def test_a_report_without_prices_breaks_the_schema(lost: str) -> None:
+    """Those of relations always, those of clauses wherever the verification layer was measured."""
+    short = {name: value for name, value in report().items() if name != lost}
+
+    with pytest.raises(jsonschema.ValidationError, match=lost):
+        jsonschema.validate(short, schema())
+    del short["mutants"]
+    if lost == "clause_prices":
+        jsonschema.validate(short, schema())
+
+
 @pytest.mark.parametrize("lost", ["us", "ratio", "clause"])
 def test_a_guard_without_a_field_breaks_the_schema(measured: dict[str, Any], lost: str) -> None:
     """Every row has its price and says of what."""
