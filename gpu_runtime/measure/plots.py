@@ -1,5 +1,5 @@
 """
-Pictures of the reports for the README: step time against its floor, resources against the number of
+Pictures of the reports for their page: step time against its floor, resources against the number of
 microbatches, memory above native, loss against steps and seconds. What a mark means stands in the
 legend below each.
 

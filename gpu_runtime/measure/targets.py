@@ -1,8 +1,8 @@
 """
 The goals of the speed and memory tables, and each measured number beside its goal.
 
-A goal that was missed is listed like one that was met: the reason belongs in the README, the number
-here.
+A goal that was missed is listed like one that was met: the reason belongs in `reports/README.md`,
+the number here.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-The README's figures of the kernel beside their goals, from the bench report.
+The figures of the kernel beside their goals, from the bench report.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-The README's generated blocks: every number in them comes from a run or from a checked-in report.
+The pages' generated blocks: every number in them comes from a run or from a checked-in report.
 
 ``python -m tests.docs.blocks`` writes them, ``--check`` says whether they are current.
 """
@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 KERNEL_REPORTS = ROOT / "verification" / "reports"
 RUNTIME_REPORTS = ROOT / "gpu_runtime" / "reports"
+KERNEL_PAGE = KERNEL_REPORTS / "README.md"
+RUNTIME_PAGE = RUNTIME_REPORTS / "README.md"
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -31,217 +33,25 @@ def load(path: Path) -> Mapping[str, Any]:
     return data
 
 
-def where(environment: Mapping[str, Any]) -> str:
-    """Say in a line what a kernel report was measured on."""
-    return (
-        f"{environment['cpu']}, {environment['cores']} cores, Python {environment['python']}, "
-        f"z3-solver {environment['packages']['z3-solver']}, commit "
-        f"`{environment['commit'][:12]}`" + " with changes" * ("+" in environment["commit"])
-    )
+def pages() -> Mapping[Path, Mapping[str, Callable[[], str]]]:
+    """What makes each block of each page that has any."""
+    from tests.docs import kernel_block, runtime_block, summary_block
+
+    return {
+        README: summary_block.BLOCKS,
+        KERNEL_PAGE: kernel_block.BLOCKS,
+        RUNTIME_PAGE: runtime_block.BLOCKS,
+    }
 
 
-def faults() -> str:
-    """The fault table, from a run now."""
-    from qeffect.faults import run
-
-    rows = run().asdict()["rows"]
-    return markdown(
-        ("injected violation", "detected at", "result", "refused by", "preserved"),
-        [
-            (
-                row["injection"],
-                row["detected_at"],
-                row["result"],
-                f"`{row['clause']}`",
-                row["preserved"],
-            )
-            for row in rows
-        ],
-    )
-
-
-def failures() -> str:
-    """What becomes of the public failures, from a run now."""
-    from qeffect.verification.failures.catalogue import FAILURES
-    from qeffect.verification.failures.command import counts
-    from qeffect.verification.failures.model import KINDS, run
-
-    pairs = [(failure, run(failure)) for failure in FAILURES]
-    counted = counts(pairs)
-    relations = dict.fromkeys(failure.relation for failure in FAILURES)
-    verdicts = ("refused", "not caught", "unexplained")
-    table = [
-        (
-            relation,
-            *(
-                sum(f.relation == relation and o.verdict == verdict for f, o in pairs)
-                for verdict in verdicts
-            ),
-        )
-        for relation in relations
-    ]
-    totals = tuple(sum(o.verdict == verdict for _, o in pairs) for verdict in verdicts)
-    missed: dict[str, list[str]] = {kind: [] for kind in KINDS}
-    for failure, outcome in pairs:
-        if outcome.verdict != "refused":
-            missed[failure.kind].append(failure.references[0])
-    return (
-        f"Of {counted['failures']} failures that users of Transformer Engine, Megatron-LM, torch, "
-        f"DeepSpeed and others reported in public, {counted['refused']} are refused, "
-        f"{counted['given_a_report']} of them where the runtime makes a report that not every one "
-        f"does, and {counted['refused_by_guess']} under a cause that is wholly our guess, because "
-        f"none was published; {counted['not_caught']} are not caught, and "
-        f"{counted['unexplained']} more were never explained. {counted['enacted']} are re-enacted; "
-        "of the others no call of the contract differs from that of a right run.\n\n"
-        + markdown(
-            ("relation", "refused", "not caught", "never explained"),
-            [*table, ("all", *totals)],
-        )
-        + "\n\nWhat the contract does not see:\n\n"
-        + markdown(
-            ("because", "failures"),
-            [(KINDS[kind], ", ".join(names)) for kind, names in missed.items() if names],
-        )
-    )
-
-
-def proofs() -> str:
-    """The proofs and the mutants, from their report."""
-    data = load(KERNEL_REPORTS / "proofs.json")
-    settled = (
-        f"{data['unsat']:,} of {data['obligations']:,} obligations are proved and "
-        f"{data['unknown']} are unknown, in {data['seconds']:.1f} s"
-    )
-    if "questions" in data:
-        settled = (
-            f"{data['questions']:,} distinct questions to the solver, {data['unknown']} of them "
-            f"unknown, settle {data['unsat']:,} of {data['obligations']:,} obligations in "
-            f"{data['seconds']:.1f} s ({data['implied']:,} follow from one already proved, "
-            f"{data['same_term']:,} compare a term with itself)"
-        )
-    further = ""
-    if "recovery" in data["by_kind"]:
-        further = (
-            " From every state the way back is open: aborts, failed reductions and drains are "
-            "accepted, come to an end, and a restore is accepted then. With every relation in "
-            "force a legal F, dI, dW or refresh is accepted: no guard is too strong."
-        )
-    text = (
-        f"{settled}: every invariant is inductive "
-        "over every path of every transition, with every relation and with each optional one left "
-        "out, for any number of slots, microbatches and epochs; every refusal leaves every column "
-        "as it was; an outstanding ticket with whole evidence is never refused."
-        + further
-        + " (`make slow` asks it of all 64 choices of relations.) "
-        + _vacuity(data)
-        + "\n\n"
-    )
-    text += (
-        f"{_agreements(data['agreements'])} A bounded proof beside them, from the beginning: "
-        f"{data['bounded'][-1]['name']}.\n\n" + _mutants(data["mutant_report"])
-    )
-    return (
-        text + "Report: [verification/reports/proofs.json](verification/reports/proofs.json), "
-        f"measured on {where(data['environment'])}. `qeffect prove` makes it again; "
-        "`--mutants`, `--seeds 40` and `--cvc5` add the rest."
-    )
-
-
-def _agreements(agreements: Sequence[Mapping[str, Any]]) -> str:
-    """Which seeds and solvers agree on the full composition."""
-    if not agreements:
-        return "For this report one seed of Z3 was asked, and no other solver."
-    seeds = [a for a in agreements if a["solver"] == "z3"]
-    others = [a for a in agreements if a["solver"] != "z3"]
-    goals = agreements[0]["goals"]
-    assert all(a["unsat"] == goals for a in seeds)
-    text = f"{len(seeds) + 1} seeds of Z3 agree on the {goals:,} obligations of all relations"
-    for other in others:
-        left = [row for row in other["open"] if row["verdict"] == "unknown"]
-        assert other["unsat"] + len(left) == goals
-        agrees = f"all {goals:,}" if other["unsat"] == goals else f"{other['unsat']:,}"
-        text += f"; {other['solver']} agrees on {agrees} of them"
-        if "attempts" in other:
-            told = [f"{count:,} from {name}" for name, count in other["attempts"].items()]
-            text += f" ({', '.join(told)})"
-        if left:
-            limit = max(row["seconds"] for row in left)
-            names = ", ".join(f"`{row['name']}` at {row['transition']}" for row in left)
-            text += f", and on {len(left)} it gave no answer in {limit:.0f} s ({names})"
-    return text + "."
-
-
-def _vacuity(data: Mapping[str, Any]) -> str:
-    """How many paths are taken from some state, and which of the others nothing accounts for."""
-    unnamed = [row for row in data["open"] if row["kind"] == "witness"]
-    taken = data["witnesses"] - data["covered"] - len(unnamed)
-    text = (
-        f"{'Of' if unnamed else 'Nothing is vacuous: of'} {data['witnesses']} paths {taken} are "
-        f"taken from some state, and of {data['covered']} it is proved that none takes them; "
-        "[verification/targets.py](verification/targets.py) says why they stay."
-    )
-    if unnamed:
-        never = sum(row["verdict"] == "unsat" for row in unnamed)
-        text += (
-            f" {len(unnamed)} are open: at that commit nothing says why they stay. No state takes "
-            + ("them." if never == len(unnamed) else f"{never} of them; the others are unsettled.")
-        )
-    return text
-
-
-def _mutants(report: Mapping[str, Any]) -> str:
-    rows = [(name, str(count)) for name, count in report["by_class"].items()]
-    same = "nothing: proved, and the guard that does its work is named"
-    rows.append((same, str(len(report["equivalent"]))))
-    rows.append(("survived", str(len(report["survivors"]))))
-    return (
-        "Is every guard needed? Every guard clause, every operand of one and every state update of "
-        f"every transition is deleted in turn, {report['mutants']} mutants from the syntax trees, "
-        f"and {report['killed']} are killed, by a call in a state that the contract reaches but "
-        "where the table says otherwise "
-        f"({report['elsewhere']} of them only where a relation is left out). The search takes "
-        f"{report['setup_seconds']:.0f} s for all, the verdicts at most "
-        f"{report['slowest_seconds']:.1f} s each:\n\n"
-        + markdown(("what the deletion does", "mutants"), rows)
-        + "\n\n"
-    )
-
-
-def bench() -> str:
-    """What the guards cost, from the bench report."""
-    from tests.docs.bench_block import conditions, cost, figures, missed
-
-    data, proofs = load(KERNEL_REPORTS / "bench.json"), load(KERNEL_REPORTS / "proofs.json")
-    rows = figures(data, proofs)
-    under, prices = conditions(data, proofs), cost(data)
-    return (
-        markdown(("the kernel", "measured", "goal"), [row.cells() for row in rows])
-        + f"\n\n{missed(rows, data)}\n\n"
-        + f"{prices}\n\n" * bool(prices)
-        + "A figure in bold misses its goal. Times of an action are medians. Report: "
-        "[verification/reports/bench.json](verification/reports/bench.json), measured on "
-        f"{where(data['environment'])}; `qeffect bench` makes it again. The row of the run of the "
-        "proofs' report is of that report, named above." + f"\n\n{under}" * bool(under)
-    )
-
-
-BLOCKS: Mapping[str, Callable[[], str]] = {
-    "faults": faults,
-    "failures": failures,
-    "proofs": proofs,
-    "bench": bench,
-}
-
-
-def rendered(text: str) -> str:
-    """Return the README with every block made anew."""
-    from tests.docs.runtime_block import runtime
-
-    for name, make in {**BLOCKS, "runtime": runtime}.items():
+def rendered(page: Path) -> str:
+    """Return the text of a page with every block made anew."""
+    text = page.read_text(encoding="utf-8")
+    for name, make in pages()[page].items():
         begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         if not pattern.search(text):
-            raise ValueError(f"the README has no block {name!r}")
+            raise ValueError(f"{page.relative_to(ROOT)} has no block {name!r}")
         made = make()
         text = pattern.sub(lambda _, b=begin, m=made, e=end: f"{b}\n{m}\n{e}", text)
     return text
@@ -249,11 +59,12 @@ def rendered(text: str) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Write the blocks, or with ``--check`` only say whether they are current."""
-    before = README.read_text(encoding="utf-8")
-    after = rendered(before)
+    made = {page: rendered(page) for page in pages()}
+    stale = [page for page, text in made.items() if page.read_text(encoding="utf-8") != text]
     if "--check" in argv:
-        return int(before != after)
-    README.write_text(after, encoding="utf-8")
+        return int(bool(stale))
+    for page in stale:
+        page.write_text(made[page], encoding="utf-8")
     return 0
 
 

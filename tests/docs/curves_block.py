@@ -1,5 +1,5 @@
 """
-The part of the README's runtime block about loss curves; empty as long as no report has any.
+The part of the runtime's page about loss curves; empty as long as no report has any.
 """
 
 from __future__ import annotations

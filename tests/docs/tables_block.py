@@ -1,5 +1,5 @@
 """
-The README's parts about the paper's complete-step tables and about the peers, from their reports.
+The runtime's page about the paper's complete-step tables and about the peers, from their reports.
 """
 
 from __future__ import annotations
@@ -188,13 +188,17 @@ def goals(derived: Row) -> list[str]:
         return []
     missed = [g for g in asked if not g["met"]]
     rows = [
-        (g["goal"], g["cell"], g["column"], f"{g['bound']} {g['value']}", f"{g['measured']:g}")
+        (g["goal"], g["cell"], g["column"], f"{g['bound']} {g['value']}", _measured(g["measured"]))
         for g in missed
     ]
     said = f"{len(asked) - len(missed)} of {len(asked)} goals of these tables are met"
     if not missed:
         return [said + "."]
     return [said + "; the others:", markdown(("goal", "cell", "side", "wanted", "measured"), rows)]
+
+
+def _measured(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
 
 
 def peers(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[str]:

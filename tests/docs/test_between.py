@@ -1,5 +1,5 @@
 """
-The README's list of what lies between the public calls and the proved functions is whole and true.
+The list of what lies between the public calls and the proved functions is whole and true.
 
 Every module that a contract imports is either proved, or has its functions in one row of the list;
 a new function belongs to no row until it is put into one.
@@ -16,9 +16,10 @@ from typing import Final
 
 import pytest
 
-from tests.docs.blocks import README, ROOT
+from tests.docs.blocks import ROOT
 
 PACKAGE: Final = ROOT / "qeffect"
+PAGE: Final = PACKAGE / "README.md"
 HEADING: Final = "## Between the public calls and the proved functions"
 
 #: What is proved, or is written in words that the proofs read: no row has it.
@@ -197,8 +198,8 @@ def rows_of(function: str) -> list[str]:
 
 
 def listed() -> list[tuple[str, ...]]:
-    """The README's rows."""
-    _, _, chapter = README.read_text(encoding="utf-8").partition(f"{HEADING}\n")
+    """The page's rows."""
+    _, _, chapter = PAGE.read_text(encoding="utf-8").partition(f"{HEADING}\n")
     lines = [line for line in chapter.split("\n## ")[0].splitlines() if line.startswith("|")]
     return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines[2:]]
 
@@ -230,7 +231,7 @@ def test_every_pattern_of_a_row_is_of_something(row: str) -> None:
         assert any(fnmatchcase(f, pattern) for f in functions()), pattern
 
 
-def test_the_readme_has_these_rows() -> None:
+def test_the_page_has_these_rows() -> None:
     """In this order, each with files that exist: where it is done, and what tests it."""
     assert len(ROWS) == len(listed())
     for beginning, (what, where, tests) in zip(ROWS, listed(), strict=True):

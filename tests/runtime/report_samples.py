@@ -327,6 +327,11 @@ def scale_report(*, differ: int = 0) -> dict[str, Any]:
             **more,
         }
 
+    def split(row: float) -> dict[str, Any]:
+        own = {"step": row + 0.1, "busy": row, "beside": 0.0, "awaited": 0.0, "between": 0.1}
+        launch = {"step": 5.2, "busy": 4.1, "beside": 1.0, "awaited": 0.7, "between": 0.4}
+        return {"launch": launch, "row_ms": row, "row": own}
+
     raw = {
         "compared": [
             {
@@ -347,6 +352,8 @@ def scale_report(*, differ: int = 0) -> dict[str, Any]:
                 bound_ms=4.0,
                 message_ms=0.03,
                 in_order={"times_ms": {"0": {"F": 0.2}}, "update_ms": [0.1], "bound_ms": 4.5},
+                split=[split(4.0), split(3.8)],
+                host_ahead_ms=[0.25, 0.27, 0.29],
                 final=[4, 0],
                 update_ms=[0.1, 0.1],
                 busy_ms=[

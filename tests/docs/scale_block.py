@@ -1,0 +1,160 @@
+"""
+The runtime's page about a pipeline over ranks: bits first, then times, then goals.
+
+What a report has more of becomes one more function in `PARTS`; it gives nothing where a report has
+none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from qeffect.gpu_runtime.measure.scale import BOUND_GOALS
+from tests.docs.blocks import markdown
+from tests.docs.reading import machine_of, ratio
+from tests.docs.remarks import remark
+from tests.docs.tables_block import goals
+
+Report = Mapping[str, Any]
+
+
+def pipelines(found: Iterable[tuple[str, Report]]) -> Iterator[str]:
+    """
+    A heading for each report, then what it has.
+
+    Args:
+        found: Reports of kind `scale`, with the names of their files.
+    """
+    for name, report in found:
+        yield f"### {name}: {ranks_of(report)}"
+        for part in PARTS:
+            yield from part(name, report)
+
+
+def ranks_of(report: Report) -> str:
+    """How many ranks a report is of, in words."""
+    pp = report["configuration"]["pp"]
+    return f"{pp} rank{'s' * (pp != 1)}"
+
+
+def compared(name: str, report: Report) -> Iterator[str]:
+    """How many values differ from torch's own pipeline, by schedule."""
+    rows = report["derived"]["compared"]
+    if rows:
+        said = "; ".join(
+            f"{row['schedule']}, {row['name']}, {row['steps']} steps: {row['different']} of "
+            f"{row['values']} values differ"
+            for row in rows
+        )
+        yield (
+            f"**A pipeline over {ranks_of(report)}** ({name}; {machine_of(report)}), guarded and "
+            f"captured, against torch's own over the library's full backwards: {said}."
+        )
+
+
+def timed(name: str, report: Report) -> Iterator[str]:
+    """What a step takes on each side, beside its bound and its kernels."""
+    found = report["derived"]["timed"]
+    if not found:
+        return
+    in_order = any("over_in_order" in row for row in found)
+    ahead = any("host_ahead_ms" in row for row in found)
+    took = [row["message_ms"] * 1e3 for row in found if "message_ms" in row]
+    messages = f"a message ({min(took):.0f} to {max(took):.0f} µs)" if took else ""
+    alone = f"graphs and {messages} alone" if took else "graphs alone, messages for nothing"
+    yield (
+        f"A step over {ranks_of(report)}, {report['configuration']['vpp']} stages of one layer "
+        f"each ({name}; {machine_of(report)}). `native` is torch's Interleaved 1F1B; `one launch` "
+        "is the whole step as one graph, compared after six steps with guarded replays. The "
+        f"bound is the critical path over what each stage's {alone} take; in bold what "
+        f"misses its goal. {REPLAYED * in_order}Kernels are those of the busiest rank, "
+        "with copies and without messages, under the profiler. Sides did not run in "
+        f"turns.{remark(name, report)}"
+    )
+    header = (
+        "cell", "schedule", "side", "step, ms", "a single step, ms", "its host, ms",
+        *["host back to back, ms"] * ahead,
+        "native / this", "over its bound", *["over the bound in order"] * in_order,
+        "kernels, ms, and the step over them", "tensors that differ from replays",
+        "GB above native",
+    )  # fmt: skip
+    yield markdown(header, [_row(row, in_order, ahead) for row in found])
+
+
+REPLAYED = (
+    "Alone, a graph finds its weights in the cache; the bound in order takes each action's time "
+    "from a rank's whole row, replayed without messages. "
+)
+
+
+def _row(row: Mapping[str, Any], in_order: bool, ahead: bool) -> tuple[str, ...]:
+    step, above = row["step_ms"], row["above_native_bytes"]
+    return (
+        row["cell"],
+        row["schedule"],
+        row["side"],
+        f"{step['median']:.2f} ({step['min']:.2f} to {step['max']:.2f})",
+        f"{row['single_ms']['median']:.2f}",
+        f"{row['host_ms']['median']:.2f}",
+        *([_ahead(row)] if ahead else []),
+        ratio(row["native_over_this"]),
+        over_bound(row),
+        *([ratio(row.get("over_in_order"))] if in_order else []),
+        f"{row['busiest_ms']:.2f}, {ratio(row['over_busiest'])}" if "busiest_ms" in row else "-",
+        f"{row['final_different']} of {row['final_values']}" if "final_values" in row else "-",
+        "-" if above is None else f"{above / 1e9:+.2f}",
+    )
+
+
+def _ahead(row: Mapping[str, Any]) -> str:
+    return f"{row['host_ahead_ms']['median']:.2f}" if "host_ahead_ms" in row else "-"
+
+
+def over_bound(row: Mapping[str, Any]) -> str:
+    """How far a side is above its bound, in bold where it misses the goal beside it."""
+    measured, goal = row["over_bound"], BOUND_GOALS.get(row["cell"])
+    said = ratio(measured)
+    if measured is None or goal is None:
+        return said
+    return f"{f'**{said}**' if measured > goal else said} (goal {goal:.2f}x)"
+
+
+def split(name: str, report: Report) -> Iterator[str]:
+    """How a step of one launch is spent beyond the rank's own row."""
+    rows = []
+    for row in report["derived"]["timed"]:
+        for rank, own in enumerate(row.get("split", ())):
+            rows.append(
+                (
+                    row["cell"],
+                    row["schedule"],
+                    str(rank),
+                    *(f"{own[part]:.2f}" for part in ("step", "row")),
+                    *(f"{own[part]:+.2f}" for part in ("kernels", "between", "awaited")),
+                    f"{own['beside']:.2f}",
+                )
+            )
+    if rows:
+        yield (
+            f"Where a step of one launch goes, under the profiler ({name}): the rank's own row as "
+            "one graph, without messages, and what the step takes more of. Kernels: those of the "
+            "gate, of handing over and of the next step's data, which are in no row, and what "
+            "others take longer while messages hold a part of the device. Between: nothing runs. "
+            "Awaited: nothing but messages, of which the schedule's own bubble is a part. The last "
+            "column is how long kernels and messages ran at once."
+        )
+        header = (
+            "cell", "schedule", "rank", "step, ms", "its row, ms", "kernels, ms", "between, ms",
+            "awaited, ms", "beside messages, ms",
+        )  # fmt: skip
+        yield markdown(header, rows)
+
+
+def missed(name: str, report: Report) -> Iterator[str]:
+    """How many goals are met, and the others."""
+    yield from goals(report["derived"])
+
+
+PARTS: tuple[Callable[[str, Report], Iterator[str]], ...] = (compared, timed, split, missed)
+"""What the page has of a report, in this order."""

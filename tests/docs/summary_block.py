@@ -1,0 +1,411 @@
+"""
+The blocks of the first README: what the pages of the kernel and of the runtime have, in short.
+
+Everything here is in full on those pages. A report that is not there, or that lacks a part, has no
+row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from qeffect.gpu_runtime.measure.scale import BOUND_GOALS
+from qeffect.gpu_runtime.reports import cells
+from qeffect.report import package
+from tests.docs.bench_block import conditions, figures
+from tests.docs.blocks import KERNEL_PAGE, KERNEL_REPORTS, ROOT, RUNTIME_PAGE, load, markdown
+from tests.docs.device_block import latest_goals
+from tests.docs.kernel_block import HEADER, agreements, failures_counted, faults, settled, where
+from tests.docs.reading import dated, files, machine_of, milliseconds, ratio, reports
+from tests.docs.remarks import remark
+from tests.docs.runtime_block import stale
+from tests.docs.scale_block import over_bound, ranks_of
+
+Report = Mapping[str, Any]
+Found = Sequence[tuple[str, Report]]
+PAGE = RUNTIME_PAGE.relative_to(ROOT).as_posix()
+MAIN = ("guarded F", "guarded dI", "guarded dW", "a refusal", "check of", "all ", "a mutant")
+"""How the names of the kernel's main figures begin."""
+
+
+def _link(name: str) -> str:
+    return f"[{name}]({RUNTIME_PAGE.parent.relative_to(ROOT).as_posix()}/{name})"
+
+
+def failures() -> str:
+    """How many public failures are refused."""
+    page = KERNEL_PAGE.relative_to(ROOT).as_posix()
+    return (
+        f"{failures_counted()} By relation, and those that are not seen, with why: "
+        f"[the kernel's page]({page}#failures-that-people-really-had)."
+    )
+
+
+def proofs() -> str:
+    """What is proved, by whom, and how many mutants were killed."""
+    data = load(KERNEL_REPORTS / "proofs.json")
+    mutants, page = data["mutant_report"], KERNEL_PAGE.relative_to(ROOT).as_posix()
+    survivors = len(mutants["survivors"])
+    return (
+        f"{settled(data)}\n\n{agreements(data['agreements'])} Every guard clause, every operand of "
+        f"one and every state update of every transition is deleted in turn: of "
+        f"{mutants['mutants']} mutants {mutants['killed']} are killed and {survivors} survive. "
+        f"[The kernel's page]({page}#what-is-proved) has the rest, "
+        "[verification/reports/proofs.json](verification/reports/proofs.json) the raw figures "
+        f"({where(data['environment'])})."
+    )
+
+
+def bench() -> str:
+    """The kernel's main figures, and how many goals are missed."""
+    data, proved = load(KERNEL_REPORTS / "bench.json"), load(KERNEL_REPORTS / "proofs.json")
+    rows, page = figures(data, proved), KERNEL_PAGE.relative_to(ROOT).as_posix()
+    under = conditions(data, proved)
+    goals = [row for row in rows if row.goal is not None]
+    return (
+        markdown(HEADER, [row.cells() for row in rows if row.name.startswith(MAIN)])
+        + f"\n\n{sum(row.misses for row in goals)} of {len(goals)} goals of the kernel are missed; "
+        f"in bold what misses its goal. [The kernel's page]({page}#what-guards-cost) has every "
+        "row, what each relation and guard costs, and what is known of each miss. Medians, "
+        "[verification/reports/bench.json](verification/reports/bench.json), "
+        f"{where(data['environment'])}." + f" {under}" * bool(under)
+    )
+
+
+def runtime() -> str:
+    """The runtime's main results."""
+    parts = [
+        *compared(),
+        *complete(dated("scale")),
+        *one_device([*reports("bench")]),
+        *peers(dated("peers")),
+        *curves(dated("curves")),
+        *met(),
+    ]
+    return "\n\n".join(parts)
+
+
+def compared() -> Iterator[str]:
+    """A row for each report that compared bits, and what one half of a handoff leaves open."""
+    rows = [
+        (_link(name), *row)
+        for kind, read in COMPARED.items()
+        for name, report in files(kind)
+        if (row := read(report)) is not None
+    ]
+    if rows:
+        both = "".join(
+            f" Why both halves of a handoff between streams are asked for: {stale(report)}."
+            for report in reports("streams")
+        )
+        yield f"**Bit for bit**, a row a report; raw bits, no tolerance.{both}"
+        yield markdown(("report", "compared with", "compared", "differ", "beside it"), rows)
+
+
+Row = tuple[str, str, str, str]
+
+
+def _native(report: Report) -> Row | None:
+    derived = report["derived"]
+    sides = [derived[key] for key in ("native_against_ours", "eager_against_ours")]
+    required, faults = derived["requirements"], sum(derived["faults"].values())
+    beside = (
+        f"{required['mismatched']:,} of {required['compared']:,} counts of what must not happen"
+    )
+    version = package(report["environment"], "transformer-engine")
+    return (
+        f"native full backward and split eager, Transformer Engine {version}",
+        f"{sum(side['compared'] for side in sides):,} values",
+        f"{sum(side['mismatched'] for side in sides):,}",
+        f"{faults:,} faults refused; {beside}" if faults else beside,
+    )
+
+
+def _pipeline(report: Report) -> Row | None:
+    rows = report["derived"]["compared"]
+    if not rows:
+        return None
+    launched = [row for row in report["derived"]["timed"] if "final_values" in row]
+    different, values = (
+        sum(row[f"final_{k}"] for row in launched) for k in ("different", "values")
+    )
+    return (
+        f"torch's own pipeline over {ranks_of(report)}",
+        f"{sum(row['values'] for row in rows):,} values",
+        f"{sum(row['different'] for row in rows):,}",
+        f"one launch: {different:,} of {values:,} tensors differ from replays" if launched else "-",
+    )
+
+
+def _tables(report: Report) -> Row | None:
+    rows = [row for row in report["derived"]["rows"] if row["compared_with"] is not None]
+    if not rows:
+        return None
+    return (
+        "native, copied gradients or replays of a language model, after six steps",
+        f"{sum(row['values'] for row in rows):,} tensors",
+        f"{sum(row['different'] for row in rows):,}",
+        "-",
+    )
+
+
+def _trained(report: Report) -> Row | None:
+    runs = report["derived"]["runs"]
+    if not runs:
+        return None
+    losses, steps = (sum(run[key] for run in runs) for key in ("losses_differ", "steps"))
+    return (
+        "native training, at its end",
+        f"{sum(run['compared'] for run in runs):,} tensors",
+        f"{sum(run['differ'] for run in runs):,}",
+        f"{losses:,} of {steps:,} losses differ",
+    )
+
+
+def _curves(report: Report) -> Row | None:
+    rows = report["derived"]["same_order"]
+    if not rows:
+        return None
+    known = [row for row in rows if row["state_differs"] is not None]
+    tensors, wrong = (sum(r["tensors"] for r in known), sum(r["state_differs"] for r in known))
+    beside = f"the {tensors:,} tensors at the end " + (
+        f"differ in {wrong} of {len(known)} runs" if wrong else "are the same"
+    )
+    return (
+        "native training, loss by loss, held out too",
+        f"{sum(row['steps'] + row['held_out'] for row in rows):,} losses",
+        f"{sum(row['losses_differ'] + row['held_out_differ'] for row in rows):,}",
+        beside if known else "-",
+    )
+
+
+def _restarts(report: Report) -> Row | None:
+    derived, asked = report["derived"], report["configuration"]
+    under = ", ".join(asked["schedules"])
+    return (
+        f"a run that did not stop ({under}{'' if asked['captured'] else ', eager'})",
+        f"{derived['compared']:,} tensors",
+        f"{derived['differ']:,}",
+        f"loaded under {derived['remapped']} other mappings" if derived["remapped"] else "-",
+    )
+
+
+COMPARED: Mapping[str, Callable[[Report], Row | None]] = {
+    "compare": _native,
+    "scale": _pipeline,
+    "tables": _tables,
+    "train": _trained,
+    "curves": _curves,
+    "restarts": _restarts,
+}
+"""By kind of report: what it compared, how much, what differs, and what else it says."""
+
+
+def whole(found: Iterable[tuple[str, Report]]) -> dict[int, tuple[str, Report]]:
+    """
+    By number of ranks: the last report that timed a step and reached its end, or the last at all.
+
+    Args:
+        found: Reports of kind `scale` with the names of their files, in the order of their making.
+    """
+    usable = [pair for pair in found if pair[1]["derived"]["timed"]]
+    ordered = sorted(usable, key=lambda pair: bool(pair[1].get("complete", True)))
+    chosen = {report["configuration"]["pp"]: (name, report) for name, report in ordered}
+    return dict(sorted(chosen.items()))
+
+
+def complete(found: Iterable[tuple[str, Report]]) -> Iterator[str]:
+    """What a complete step takes: native, with guarded replays, and as one launch."""
+    chosen = whole(found)
+    if not chosen:
+        return
+    timed: dict[tuple[str, str, str, int], Mapping[str, Any]] = {}
+    native: dict[tuple[str, int], Mapping[str, Any]] = {}
+    for pp, (_, report) in chosen.items():
+        for row in report["derived"]["timed"]:
+            if row["side"] == "native":
+                native[row["cell"], pp] = row
+            else:
+                timed[row["cell"], row["schedule"], row["side"], pp] = row
+    rows = [
+        (
+            cell,
+            schedule,
+            *(
+                said
+                for pp in chosen
+                for said in (
+                    _timed(native.get((cell, pp))),
+                    _timed(timed.get((cell, schedule, "guarded", pp))),
+                    _launch(timed.get((cell, schedule, "one launch", pp))),
+                )
+            ),
+        )
+        for cell, schedule in dict.fromkeys(place[:2] for place in timed)
+    ]
+    names = ", ".join(_link(name) for name, _ in chosen.values())
+    machines = "; ".join(dict.fromkeys(machine_of(report) for _, report in chosen.values()))
+    known = [name for name, report in chosen.values() if remark(name, report)]
+    said = f" [Of {' and '.join(known)}]({PAGE}#a-pipeline-over-ranks) something has to be known."
+    wanted = ", ".join(f"{cell} {goal:.2f}x" for cell, goal in BOUND_GOALS.items())
+    yield (
+        "**A complete step** over PP ranks, messages and the optimizer's update in it, in ms, with "
+        f"native over this ({names}; {machines}). Native is torch's Interleaved 1F1B over the "
+        "library's full backwards; *replays* are guarded action by action; *one launch* is a "
+        "rank's whole step as one graph. The bound is the critical path over what each stage's "
+        f"graphs take alone; in bold what misses its goal ({wanted}). Cells are "
+        "hidden-sequence-microbatches; il, izb and zbv are Interleaved 1F1B, Interleaved Zero "
+        f"Bubble and ZB-V.{said * bool(known)}"
+    )
+    sides = ((f"PP={pp}: native", "replays", "one launch, over its bound") for pp in chosen)
+    yield markdown(("cell", "schedule", *(name for three in sides for name in three)), rows)
+
+
+def _launch(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    over = over_bound(row).partition(" ")[0]
+    return _timed(row) + ("" if over == "-" else f", {over}")
+
+
+def _timed(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    ms, faster = row["step_ms"]["median"], row["native_over_this"]
+    return milliseconds(ms) + ("" if faster is None else f" ({ratio(faster)})")
+
+
+def one_device(found: Sequence[Report]) -> Iterator[str]:
+    """A row a cell: ours beside native, the library's own graphs, and the floor."""
+    rows = []
+    for cell, _ in cells(found):
+        columns, ours = cell["columns"], cell["columns"].get("ours_accumulate")
+        if ours is None:
+            continue
+        best = (columns.get(cell[name], {}) for name in ("fastest_native", "fastest_te_graphs"))
+        floor, above = ours["over_floor"], ours["above_native_bytes"]
+        rows.append(
+            (
+                cell["cell"],
+                *(milliseconds(column.get("step_ms", {}).get("median")) for column in best),
+                milliseconds(ours["step_ms"]["median"]),
+                ratio(ours["native_over_this"]),
+                ratio(ours["te_graphs_over_this"]),
+                "-" if floor is None else ratio(floor["ratio"]),
+                "-" if above is None else f"{above['largest'] / 1e9:+.2f}",
+            )
+        )
+    if not rows:
+        return
+    machines = "; ".join(dict.fromkeys(machine_of(report) for report in found))
+    yield (
+        f"**A step on one device**, in ms ({machines}): ours (`ours_accumulate`) beside native and "
+        "Transformer Engine's own graphs, each at its best; ratios are paired within rounds. The "
+        "floor is the kernel time of the same arithmetic."
+    )
+    header = (
+        "cell", "native", "TE's graphs", "ours", "native / ours", "TE's graphs / ours",
+        "over the floor", "GB above native",
+    )  # fmt: skip
+    yield markdown(header, rows)
+
+
+def peers(found: Found) -> Iterator[str]:
+    """Ours beside torch's own pipeline and Megatron's modes, a column a cell."""
+    for name, report in found[-1:]:
+        rows = report["derived"]["rows"]
+        named = dict.fromkeys(row["cell"] for row in rows)
+        by_side: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+        for row in rows:
+            by_side.setdefault((row["side"], row["schedule"]), {})[row["cell"]] = row
+        if not rows:
+            return
+        yield (
+            f"**Peers** ({_link(name)}): one language model, the same initial bits, two ranks, in "
+            "ms, with native over this; beside it what a mode's gradients are where they have not "
+            f"the bits of its own framework without graphs.{remark(name, report)}"
+        )
+        yield markdown(
+            ("side", "schedule", *named),
+            [(*side, *(_peer(of.get(cell)) for cell in named)) for side, of in by_side.items()],
+        )
+
+
+def _peer(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    if row["error"] is not None:
+        return "failed"
+    verdict = "" if row["verdict"] == "same bits" else f", {row['verdict']}"
+    return _timed(row) + verdict
+
+
+def curves(found: Found) -> Iterator[str]:
+    """The longest training run in a line: the same losses, other orders, and time to a loss."""
+    usable = [pair for pair in found if pair[1]["derived"]["runs"]]
+    if not usable:
+        return
+    name, report = max(usable, key=lambda p: max(run["steps"] for run in p[1]["derived"]["runs"]))
+    derived, asked = report["derived"], report["configuration"]
+    said = []
+    for row in derived["same_order"]:
+        said.append(
+            f"{row['losses_differ']:,} of {row['steps']:,} losses of `{row['run']}` differ from "
+            "native's"
+        )
+    for row in derived["non_inferiority"]:
+        if row["ratio"] is not None:
+            said.append(
+                f"{row['schedule']}'s held-out perplexity is {row['ratio']:.4f} of "
+                f"{row['against']}'s over {len(row['seeds'])} seeds"
+            )
+    for row in derived["to_loss"]:
+        for level in row["levels"][-1:]:
+            said.append(
+                f"`{row['run']}` comes to a loss of {level['loss']:g} in {level['seconds']:.1f} s, "
+                f"native in {level['native_seconds']:.1f} s (building apart)"
+            )
+    parameters = report["raw"]["runs"][0]["parameters"]
+    steps = max(run["steps"] for run in derived["runs"])
+    yield (
+        f"**Training** ({_link(name)}; {parameters / 1e6:.0f} M parameters, "
+        f"PP={asked['parallel']['pp']}, {steps:,} steps): {'; '.join(said)}."
+    )
+
+
+def goals_of_reports() -> dict[str, list[Mapping[str, Any]]]:
+    """Every goal, by where it is told of: one device together, other reports apart."""
+    told = {"one device": latest_goals()}
+    for kind in ("scale", "tables", "peers"):
+        for name, report in files(kind):
+            told[name] = [*report["derived"]["targets"]]
+    return {where: goals for where, goals in told.items() if goals}
+
+
+def met() -> Iterator[str]:
+    """How many goals are met and missed, and where each miss and its reason stands."""
+    told = goals_of_reports()
+    if not told:
+        return
+    every = [goal for goals in told.values() for goal in goals]
+    missed = sum(not goal["met"] for goal in every)
+    each = ", ".join(
+        f"{place} {sum(goal['met'] for goal in goals)} of {len(goals)}"
+        for place, goals in told.items()
+    )
+    yield (
+        f"**Goals.** {len(every) - missed} of {len(every)} are met and {missed} are missed (met: "
+        f"{each}). [The runtime's page]({PAGE}) has every miss with what is known of its reason, "
+        "every cell and column, and the commit and command line of every report."
+    )
+
+
+#: The blocks of the first README.
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    "faults": faults,
+    "failures": failures,
+    "proofs": proofs,
+    "bench": bench,
+    "runtime": runtime,
+}

@@ -1,0 +1,535 @@
+"""
+The pages are true: numbers are the reports', what is missed is said, and links lead somewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from qeffect.gpu_runtime.bench.tables import Asked, asked
+from qeffect.gpu_runtime.parallel.alone import bound_ms
+from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.parallel.scale import CELLS
+from qeffect.gpu_runtime.reports import paths
+from tests.docs import reading, runtime_block, scale_block, summary_block
+from tests.docs.bench_block import conditions, figures, missed
+from tests.docs.blocks import (
+    KERNEL_PAGE,
+    KERNEL_REPORTS,
+    README,
+    ROOT,
+    RUNTIME_PAGE,
+    RUNTIME_REPORTS,
+    load,
+    pages,
+    rendered,
+)
+from tests.docs.device_block import _guards, _parts
+from tests.docs.kernel_block import agreements, proofs
+from tests.docs.reading import dated, files
+from tests.docs.remarks import CUT, REMARKS, remark
+from tests.docs.runtime_block import _bits, _typed, example_of
+from tests.runtime import report_samples as samples
+
+
+def text_of(page: Path) -> str:
+    """A page as it is checked in."""
+    return page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_generated_blocks_are_current(page: Path) -> None:
+    """Every generated number is the one in its report."""
+    assert rendered(page) == text_of(page)
+
+
+def test_the_readme_is_short() -> None:
+    """Who opens the project reads it to the end: what is long stands on a page of its own."""
+    assert text_of(README).count("\n") < 400
+
+
+#: A number with a unit, a share or a count of what a report counts: only a report may say it.
+MEASURED = re.compile(
+    r"\d[\d.,]* ?(?:ns|µs|us|ms|s|min|B|kB|KiB|MB|MiB|GB|GiB|%|x|/s)(?![\w-])"
+    r"|\d[\d.,]* (?:of|in) \d[\d.,]*"
+    r"|\d[\d,]* (?:values|comparisons|obligations|mutants|states|checks|tensors|copies)\b"
+)
+
+
+def prose(text: str) -> str:
+    """A page without its generated blocks, its code and what its links lead to."""
+    for pattern in (r"<!-- begin: (\w+) -->.*?<!-- end: \1 -->", r"```.*?```", r"\]\([^)]*\)"):
+        text = re.sub(pattern, " ", text, flags=re.DOTALL)
+    return text
+
+
+@pytest.mark.parametrize("page", [*pages(), ROOT / "qeffect" / "README.md"], ids=str)
+def test_no_measurement_stands_outside_a_generated_block(page: Path) -> None:
+    """What was measured is in a block, which is rendered from reports and compared with them."""
+    assert [] == MEASURED.findall(prose(text_of(page)))
+
+
+def test_a_measurement_in_prose_is_found() -> None:
+    """Times, shares and counts are seen; versions, names and sizes of an example are not."""
+    said = "took 36.6 ms, 1% behind, 16 of 32, 1,079,616 values, 1.4x and 24 µs"
+    plain = "Python 3.11, `h2048-s256-m4`, PP=2, 64 tokens, TE 2.18 on Hopper, 16-byte writes"
+
+    assert 6 == len(MEASURED.findall(said))
+    assert [] == MEASURED.findall(plain)
+    assert [] == MEASURED.findall(prose(f"<!-- begin: x -->{said}<!-- end: x -->"))
+
+
+def test_every_report_is_named_with_its_own_commit() -> None:
+    """Reports of one section may be of several commits; each is beside its report."""
+    text = section("The reports")
+    rows = {line.split("]")[0][3:]: line for line in text.splitlines() if line.startswith("| [")}
+
+    for path in sorted(RUNTIME_REPORTS.glob("*.json")):
+        data = load(path)
+        if "environment" in data:
+            assert f"`{data['environment']['commit'][:12]}`" in rows[path.name]
+
+
+def test_a_goal_that_is_missed_by_rounding_is_missed() -> None:
+    """The run of the proofs' report is held against the goal as it is, not as it is spelled."""
+    bench, proofs = (load(KERNEL_REPORTS / name) for name in ("bench.json", "proofs.json"))
+
+    for seconds, misses in ((9.99, False), (10.0, False), (10.004, True), (10.169, True)):
+        rows = figures(bench, {**proofs, "seconds": seconds})
+        (row,) = (row for row in rows if row.name.endswith("run of the proofs' report"))
+        assert row.misses is misses
+        assert row.cells()[1].startswith("**") is misses
+        count = sum(cells[1].startswith("**") for cells in (row.cells() for row in rows))
+        assert missed(rows, bench).startswith(f"{count} of ")
+
+
+def test_a_report_that_was_cut_short_says_so() -> None:
+    """A remark stands for each that did not reach its end, and for no other."""
+    short = {
+        (path.name, report["environment"]["commit"][:12])
+        for path in RUNTIME_REPORTS.glob("*.json")
+        if not (report := load(path)).get("complete", True)
+    }
+    assert short == set(CUT)
+    assert all("ended at a time limit" in said for said in CUT.values())
+
+
+def test_the_rows_that_cut_tables_lack_are_those_of_their_remark() -> None:
+    """Of each trial, by what it was asked for."""
+    report = load(RUNTIME_REPORTS / "tables.json")
+    said = remark("tables.json", report)
+    lacks = []
+    for of, trial in zip(report["configuration"]["merged"], report["raw"]["trials"], strict=True):
+        wanted = asked(of["parts"], of["cells"], of["pp"], microbatches=of["microbatches"])
+        there = {
+            Asked(*(row[field.name] for field in attrs.fields(Asked))) for row in trial["rows"]
+        }
+        lacks.append(
+            [(a.model, a.microbatches, a.schedule, a.side) for a in wanted if a not in there]
+        )
+    if not said:
+        assert not any(lacks)
+        return
+    assert lacks == [
+        [],
+        [("language", 32, "zbv", "replays")],
+        [("layers", 8, "1f1b", "one launch")]
+        + [("layers", 8, "izb", side) for side in ("replays", "one launch")],
+    ]
+    assert "they lack 32 microbatches, and of the layers alone over four ranks one launch" in said
+
+
+def test_a_bound_is_that_of_its_reports_times() -> None:
+    """Of graphs alone, and of those in order where a report has them."""
+    counted = 0
+    for _, report in files("scale"):
+        for row in report["raw"]["timed"]:
+            if row["side"] != "one launch":
+                continue
+            config, microbatches = CELLS[row["cell"]]
+            job = Job(
+                schedule=row["schedule"],
+                pp=report["configuration"]["pp"],
+                microbatches=microbatches,
+                config=config,
+            )
+            message = row.get("message_ms", 0.0)
+            bound = bound_ms(job, row["alone_ms"], row["update_ms"], message)
+            assert bound == pytest.approx(row["bound_ms"])
+            counted += 1
+            if own := row.get("in_order"):
+                bound = bound_ms(job, own["times_ms"], own["update_ms"], message)
+                assert bound == pytest.approx(own["bound_ms"])
+    assert counted
+
+
+@pytest.mark.parametrize(
+    ("cpu", "commit", "said"),
+    [
+        ("AMD EPYC", "1" * 40, []),
+        ("another", "1" * 40, ["another machine"]),
+        ("AMD EPYC", "2" * 40, ["another commit"]),
+        ("another", "2" * 40, ["another machine", "another commit"]),
+    ],
+)
+def test_other_conditions_of_the_bench_are_said(cpu: str, commit: str, said: list[str]) -> None:
+    """Another machine than the goals', another commit than the proofs'; and nothing otherwise."""
+    text = conditions(
+        {"environment": {"cpu": cpu, "commit": commit}}, {"environment": {"commit": "1" * 40}}
+    )
+
+    assert said == [each for each in ("another machine", "another commit") if each in text]
+    assert bool(text) is bool(said)
+
+
+def test_open_paths_are_not_called_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as a path is taken by none and not named, the proofs do not say that none is."""
+    report = load(KERNEL_REPORTS / "proofs.json")
+    row = {"kind": "witness", "verdict": "unsat"}
+    for unnamed, vacuous in (([], False), ([row] * 3, True)):
+        now = {**report, "open": unnamed}
+        monkeypatch.setattr("tests.docs.kernel_block.load", lambda _, now=now: now)
+        assert ("Nothing is vacuous" in proofs()) is not vacuous
+        assert ("3 are open" in proofs()) is vacuous
+        taken = report["witnesses"] - report["covered"] - len(unnamed)
+        assert f"{taken} are taken from some state" in proofs()
+
+
+def test_one_row_of_bits_for_each_report() -> None:
+    """With the commit and the mismatches of its own, which are counted from three comparisons."""
+    (name, report), *_ = files("compare")
+    wrong = {**report["derived"]["native_again"], "mismatched": 7}
+    other = {**report, "derived": {**report["derived"], "native_again": wrong}}
+    rows = "\n".join(_bits([(name, report), ("other.json", other)])).splitlines()
+    fine, found = (row for row in rows if row.startswith("| ["))
+
+    assert report["environment"]["commit"][:12] in fine
+    assert "| 0 |" in fine
+    assert "| control 7 |" in found
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "noise"), [(-1.0, 2.0, True), (0.5, 2.0, False), (-2.0, -0.5, False)]
+)
+def test_a_difference_is_noise_where_its_range_includes_zero(
+    least: float, most: float, noise: bool
+) -> None:
+    """Every median lies within its range; what matters is on which side of zero the range is."""
+    each = {"median": (least + most) / 2, "min": least, "max": most}
+    said = _guards(
+        {
+            "host_ms_on": {"median": 1.0},
+            "host_ms_off": {"median": 1.0},
+            "actions": 26,
+            "host_us_of_a_guard": each,
+        }
+    )[-1]
+
+    assert said.endswith(", noise") is noise
+
+
+def test_every_report_that_measured_a_guard_has_a_row() -> None:
+    """A later report of a cell does not hide what an earlier one found."""
+    text = text_of(RUNTIME_PAGE)
+
+    for name, report in files("bench"):
+        for cell in report["derived"]["cells"]:
+            row = f"| {cell['cell']} | {name} | "
+            assert (row in text) is (cell["guards"] is not None or "host" in cell), row
+
+
+def test_parts_and_rest_are_the_whole() -> None:
+    """The rows of the table of parts add up to its last one, which the goal judges."""
+    tables = [
+        table
+        for name, report in files("bench")
+        for cell in report["derived"]["cells"]
+        for table in list(_parts(cell, name))[1:]
+    ]
+    for table in tables:
+        found = re.findall(r"\| \**(-?\d+\.\d)\** \|$", table, re.MULTILINE)
+        *parts, whole = map(float, found)
+        assert len(parts) == table.count("\n") - 2
+        assert abs(whole - sum(parts)) <= 0.05 * len(found)
+    assert tables
+
+
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "A step on one device": ("bench", "sweep"),
+    "A pipeline over ranks": ("scale",),
+    "The paper's tables": ("tables",),
+    "Peers": ("peers",),
+}
+"""By kinds of reports with goals: the section of the runtime's page that tells of them."""
+
+
+def section(heading: str) -> str:
+    """A section of the runtime's page, with all that is below its heading."""
+    _, _, after = text_of(RUNTIME_PAGE).partition(f"\n## {heading}\n")
+    assert after, heading
+    return after.partition("\n## ")[0]
+
+
+def missed_rows(text: str) -> list[str]:
+    """The rows of all tables of missed goals."""
+    found = re.findall(r"^\| goal \| cell .*\n\| --- .*\n((?:\|.*\n?)+)", text, re.MULTILINE)
+    return [row for table in found for row in table.splitlines()]
+
+
+@pytest.mark.parametrize("heading", SECTIONS)
+def test_a_goal_of_the_runtime_that_is_missed_is_listed(heading: str) -> None:
+    """Every one, of every report, by its name, its cell and its column; and no other."""
+    kinds, latest = SECTIONS[heading], {}
+    alone = "bench" in kinds  # a goal of one device counts once, as the last report found it
+    for name, report in dated(*kinds):
+        for goal in report["derived"]["targets"]:
+            column = f"`{goal['column']}`" if alone else goal["column"]
+            latest["" if alone else name, goal["goal"], goal["cell"], column] = goal["met"]
+    wanted = sorted(place[1:] for place, met in latest.items() if not met)
+    rows = [tuple(row.strip("| ").split(" | ")[:3]) for row in missed_rows(section(heading))]
+
+    assert sorted(rows) == wanted
+    assert latest
+
+
+@pytest.mark.parametrize("heading", SECTIONS)
+def test_a_goal_that_is_missed_has_its_reason(heading: str) -> None:
+    """In brackets behind the name of the reason, in the section of its table."""
+    text = prose(section(heading))
+    reasons = re.findall(r"^- \*[^*]+\*.{,80}?\(([^)]+)\)", text, re.MULTILINE | re.DOTALL)
+    told = {" ".join(name.split()) for names in reasons for name in names.split(";")}
+    names = {row.split(" | ")[0].removeprefix("| ") for row in missed_rows(section(heading))}
+    assert names <= told
+
+
+def test_the_readme_counts_what_the_page_lists() -> None:
+    """As many goals are missed as tables of missed goals have rows."""
+    (count,) = re.findall(r"are met and ([\d,]+) are missed", text_of(README))
+    assert int(count.replace(",", "")) == len(missed_rows(text_of(RUNTIME_PAGE)))
+
+
+ROOMS = (".", "gpu_runtime", "qeffect", "spec", "tests", "verification")
+PAGES = sorted(
+    page.relative_to(ROOT).as_posix()
+    for room in ROOMS
+    for page in (ROOT / room).glob("*.md" if room == "." else "**/*.md")
+)
+
+
+def test_links_of_every_page_are_looked_at() -> None:
+    """Those that a reader begins with are among them."""
+    begun = ("README.md", "CONTRIBUTING.md", "gpu_runtime/README.md", "qeffect/README.md")
+    generated = (page.relative_to(ROOT).as_posix() for page in (KERNEL_PAGE, RUNTIME_PAGE))
+    assert {*begun, *generated} <= set(PAGES)
+    assert not [name for name in PAGES if "site-packages" in name]
+
+
+def links_of(text: str) -> list[str]:
+    """What a page links to or shows, but for addresses elsewhere."""
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_linked_files_and_headings_exist(name: str) -> None:
+    """Every relative link and picture leads somewhere, to a heading where it names one."""
+    page = ROOT / name
+    for link in links_of(text_of(page)):
+        path, _, heading = link.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), link
+        assert not heading or heading in headings(found), link
+
+
+def test_a_link_that_leads_nowhere_is_seen(tmp_path: Path) -> None:
+    """Comments of code are no headings."""
+    page = tmp_path / "page.md"
+    page.write_text("# One `word`, two\n```sh\n# no heading\n```\n[a](b.md#c) ![d](e.svg)\n")
+    assert ["b.md#c", "e.svg"] == links_of(text_of(page))
+    assert {"one-word-two"} == headings(page)
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
+    lines = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+def test_what_a_second_solver_was_told_is_said() -> None:
+    """Goals are counted by the hypotheses that proved them; one without an answer is named."""
+    z3 = {"solver": "z3", "unsat": 9, "goals": 9, "open": []}
+    all_of_them = {
+        "solver": "cvc5",
+        "unsat": 9,
+        "open": [],
+        "attempts": {"few lemmas": 7, "every lemma": 2},
+    }
+    row = {"name": "a.claim", "transition": "read", "verdict": "unknown", "seconds": 10.01}
+    some = {"solver": "cvc5", "unsat": 8, "open": [row], "attempts": {"few lemmas": 8}}
+
+    assert (
+        "2 seeds of Z3 agree on the 9 obligations of all relations; cvc5 agrees on all 9 of them "
+        "(7 from few lemmas, 2 from every lemma)."
+    ) == agreements([z3, all_of_them])
+    assert agreements([z3, some]).endswith(
+        "cvc5 agrees on 8 of them (8 from few lemmas), and on 1 it gave no answer in 10 s "
+        "(`a.claim` at read)."
+    )
+
+
+def test_the_file_of_a_run_is_found_by_what_the_report_was_asked() -> None:
+    """Whatever it was called then; another configuration is none of the examples'."""
+    for name, wanted in (
+        ("curves.json", "h200_history.toml"),
+        ("curves_short.json", "h200_short.toml"),
+    ):
+        report = load(RUNTIME_REPORTS / name)
+        assert wanted == example_of(report)
+        asked = report["configuration"]
+        other = {**asked, "model": {**asked["model"], "hidden": 64}}
+        assert example_of({**report, "configuration": other}) is None
+    assert example_of(load(RUNTIME_REPORTS / "scale.json")) is None
+
+
+def test_a_goal_stands_beside_every_figure_over_its_bound() -> None:
+    """Of its own cell, and in bold where it is missed."""
+    text, counted = section("A pipeline over ranks"), 0
+    for _, report in files("scale"):
+        for row in report["derived"]["timed"]:
+            if (over := row["over_bound"]) is None:
+                continue
+            goal = {"h2048-s256-m4": "1.08x", "h4096-s256-m8": "1.04x"}[row["cell"]]
+            said = f"{over:.2f}x"
+            bold = f"**{said}**" if over > float(goal[:-1]) else said
+            place = f"| {row['cell']} | {row['schedule']} | {row['side']} | "
+            lines = [line for line in text.splitlines() if line.startswith(place)]
+            assert any(f"| {bold} (goal {goal}) |" in line for line in lines), place
+            counted += 1
+    assert counted
+
+
+def test_a_remark_is_of_a_report_of_one_commit() -> None:
+    """A report that is made again says it no more."""
+    for (name, commit), said in REMARKS.items():
+        for made_at, told in ((commit + "0" * 28, True), ("f" * 40, False)):
+            report = {"environment": {"commit": made_at}}
+            assert remark(name, report) == (f" {said}" if told else "")
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "argv", "said"),
+    [
+        ((), "bench", "bench --out F --commit C", "qeffect runtime bench --out F"),
+        ((), "scale", "runtime scale --pp 2", "qeffect runtime scale --pp 2"),
+        ((), "restarts", "--out F", "python -m qeffect.gpu_runtime.training.restarts --out F"),
+        (
+            ("torchrun", "-m", "qeffect"),
+            "scale",
+            "runtime scale",
+            "torchrun -m qeffect runtime scale",
+        ),
+    ],
+)
+def test_the_command_line_of_a_report(
+    program: tuple[str, ...], kind: str, argv: str, said: str
+) -> None:
+    """As it was typed, but for the commit; reports of before say less."""
+    environment = {"argv": argv.split(), **({"program": [*program]} if program else {})}
+    assert said == _typed({"kind": kind, "environment": environment})
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of reports in place of the checked-in ones."""
+    for module in (reading, runtime_block):
+        monkeypatch.setattr(module, "RUNTIME_REPORTS", tmp_path)
+    return tmp_path
+
+
+def test_without_reports_nothing_is_said_of_the_runtime(folder: Path) -> None:
+    """No block fails, and the summary is empty."""
+    assert summary_block.runtime() == ""
+    made = {name: make() for name, make in runtime_block.BLOCKS.items()}
+    assert {name for name, said in made.items() if said} <= {"reports"}
+
+
+KINDS = sorted({load(path)["kind"] for path in paths()})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reports_of_one_kind_are_told_without_the_others(folder: Path, kind: str) -> None:
+    """Whatever is not there is left out; the page has those that are, and the summary most."""
+    names = [name for name, _ in files_of(kind)]
+    for name in names:
+        (folder / name).write_bytes((RUNTIME_REPORTS / name).read_bytes())
+    page = "\n".join(make() for make in runtime_block.BLOCKS.values())
+    assert names
+    assert all(f"[{name}]({name})" in page for name in names)
+    if kind in summary_block.COMPARED:
+        said = summary_block.runtime()
+        assert all(f"| [{name}](gpu_runtime/reports/{name}) | " in said for name in names)
+
+
+def files_of(kind: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """The checked-in reports of a kind, whatever folder stands in their place."""
+    found = [(path.name, load(path)) for path in paths()]
+    return [(name, report) for name, report in found if report["kind"] == kind]
+
+
+def timed(pp: int, date: str, *, whole: bool, steps: bool = True) -> Mapping[str, Any]:
+    """A report of a pipeline: chosen numbers, some ranks, some date."""
+    report = samples.scale_report()
+    report["configuration"] |= {"pp": pp, "vpp": 2}
+    report["environment"] = {**report["environment"], "date": date}
+    native, launch = report["derived"]["timed"]
+    guarded = {**launch, "side": "guarded", "over_bound": 1.5}
+    return {
+        **report,
+        "complete": whole,
+        "derived": {**report["derived"], "timed": [native, guarded, launch] * steps},
+    }
+
+
+def test_the_complete_step_is_of_the_last_whole_report() -> None:
+    """Of each number of ranks; one that was cut short is taken where there is no other."""
+    found = [
+        ("old.json", timed(2, "1", whole=True)),
+        ("new.json", timed(2, "2", whole=True)),
+        ("cut.json", timed(2, "3", whole=False)),
+        ("four.json", timed(4, "1", whole=False)),
+        ("bits.json", timed(4, "4", whole=True, steps=False)),
+    ]
+    chosen = {pp: name for pp, (name, _) in summary_block.whole(found).items()}
+    assert chosen == {2: "new.json", 4: "four.json"}
+
+
+def test_a_side_that_was_not_timed_has_no_number() -> None:
+    """The row stays, with what there is of it."""
+    report = timed(2, "1", whole=True)
+    kept = [row for row in report["derived"]["timed"] if row["side"] == "guarded"]
+    without = {**report, "derived": {**report["derived"], "timed": kept}}
+    *_, full = "\n".join(summary_block.complete([("a.json", report)])).splitlines()
+    *_, rest = "\n".join(summary_block.complete([("a.json", without)])).splitlines()
+    assert " - |" not in full
+    assert rest.count(" - |") == 2
+
+
+def test_a_part_that_is_added_is_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the others, for each report that has something of it."""
+    monkeypatch.setattr(
+        scale_block, "PARTS", (*scale_block.PARTS, lambda name, _: iter([f"more of {name}"]))
+    )
+    found = [(name, timed(2, "1", whole=True)) for name in ("a.json", "b.json")]
+    said = [part for part in scale_block.pipelines(found) if part.startswith(("###", "more"))]
+    assert said == [
+        "### a.json: 2 ranks",
+        "more of a.json",
+        "### b.json: 2 ranks",
+        "more of b.json",
+    ]
