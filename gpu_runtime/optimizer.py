@@ -91,11 +91,12 @@ class Optimizer:
 
     def set_rate(self, rate: float) -> None:
         """Update with another learning rate from the next step on."""
+        held = {id(group["lr"]): group["lr"] for group in self.adamw.param_groups}
+        for one in held.values():
+            if isinstance(one, Tensor):  # which all groups have in common
+                one.fill_(rate)
         for group in self.adamw.param_groups:
-            held = group["lr"]
-            if isinstance(held, Tensor):
-                held.fill_(rate)
-            else:
+            if not isinstance(group["lr"], Tensor):
                 group["lr"] = rate
 
     def step(

@@ -108,11 +108,11 @@ def _same_order(runs: Sequence[Raw]) -> Iterator[dict[str, Any]]:
 
 
 def _beside_native(runs: Sequence[Raw]) -> Iterator[tuple[Raw, Raw]]:
-    """Guarded runs with native ones of the same seed and head, under any schedule."""
+    """Guarded runs, launched or not, with native ones of the same seed and head."""
     for theirs in runs:
         for ours in runs:
-            sides = theirs["side"], ours["side"]
-            if sides == ("native", "guarded") and _alike(ours, theirs, "seed", "head"):
+            beside = theirs["side"] == "native" != ours["side"]
+            if beside and _alike(ours, theirs, "seed", "head"):
                 yield ours, theirs
 
 

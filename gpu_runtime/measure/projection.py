@@ -67,10 +67,10 @@ class Measured:
     What a report measured of one cell over two ranks.
 
     Args:
-        first: Times of F, I and W of the first stage, in milliseconds.
+        first: Times of F, I, W and the refresh of the first stage, in milliseconds.
         inner: Medians of the stages that are neither.
         last: Those of the last stage, which has the loss.
-        update: A rank's update and the refreshes of its stages.
+        update: A rank's update.
         replays_host: The host's time for each F, dI or dW of guarded replays, all of a step in it.
         launch_host: The same of one launch, its wait for the device included.
         message_bytes: What passes from stage to stage.
@@ -94,17 +94,16 @@ class Measured:
         }
         alone = {int(n): times for n, times in rows["guarded"]["alone_ms"].items()}
         order = sorted(alone)
-        kinds = ("F", "I", "W")
+        kinds = ("F", "I", "W", "refresh")
         inner = [alone[n] for n in order[1:-1]]
         hidden, sequence, microbatches = (int(part[1:]) for part in cell.split("-"))
         actions = 3 * STAGES_A_RANK * microbatches
         hosts = {side: statistics.median(row["host_ms"]) / actions for side, row in rows.items()}
-        refreshes = statistics.median(times["refresh"] for times in alone.values())
         return cls(
             {kind: alone[order[0]][kind] for kind in kinds},
             {kind: statistics.median(times[kind] for times in inner) for kind in kinds},
             {kind: alone[order[-1]][kind] for kind in kinds},
-            max(rows["guarded"]["update_ms"]) + STAGES_A_RANK * refreshes,
+            max(rows["guarded"]["update_ms"]),
             hosts["guarded"],
             hosts["one launch"],
             2 * hidden * sequence,

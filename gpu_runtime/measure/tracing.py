@@ -79,7 +79,7 @@ def profile_steps(step: Callable[[], None], synchronize: Callable[[], None], ste
     Raises:
         RuntimeError: The profiler saw nothing on the device.
     """
-    return summarize(_trace(step, synchronize, steps), steps)
+    return summarize(traced(step, synchronize, steps), steps)
 
 
 def busy(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, float]:
@@ -105,6 +105,53 @@ def busy(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, float]:
     return {what: round(us / steps / 1e3, 4) for what, us in found.items()}
 
 
+def shares(events: Iterable[Mapping[str, Any]], launches: int) -> dict[str, float]:
+    """
+    How a device spends a step that is one launch: four shares, which are the whole of it.
+
+    Args:
+        events: The events of a Chrome trace of such steps, one behind the other.
+        launches: How many steps it covers, two at least: the first only says where the second
+            begins.
+
+    Returns:
+        Milliseconds a step: `busy`, in which something other than a message runs; `awaited`, in
+        which only messages do; `between`, in which nothing runs; `step`, their sum. `beside` is
+        the part of `busy` in which a message runs too.
+
+    Raises:
+        RuntimeError: There are fewer launches in the trace.
+    """
+    spans: dict[Any, list[tuple[float, float, bool]]] = defaultdict(list)
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") in DEVICE_CATEGORIES:
+            start, message = float(event["ts"]), "nccl" in str(event["name"]).lower()
+            end = start + float(event.get("dur", 0.0))
+            spans[event.get("args", {}).get("correlation")].append((start, end, message))
+    whole = nlargest(launches, spans.values(), key=len)
+    if launches < 2 or len(whole) < launches:
+        raise RuntimeError(f"expected {max(launches, 2)} launches in the trace, found {len(whole)}")
+    ends = sorted(max(end for _, end, _ in launch) for launch in whole)
+    begin, finish = ends[0], ends[-1]
+    marks: list[tuple[float, int, int]] = []  # when, how many more of which
+    for start, end, message in (span for launch in spans.values() for span in launch):
+        start, end = max(start, begin), min(end, finish)
+        if start < end:
+            marks += [(start, 1, int(message)), (end, -1, int(message))]
+    running, at = [0, 0], begin
+    found = {"busy": 0.0, "beside": 0.0, "awaited": 0.0, "between": 0.0}
+    for when, more, which in [*sorted(marks), (finish, 0, 0)]:
+        others, messages = running
+        share = "busy" if others else "awaited" if messages else "between"
+        found[share] += when - at
+        if others and messages:
+            found["beside"] += when - at
+        running[which] += more
+        at = when
+    found["step"] = finish - begin
+    return {share: round(us / (launches - 1) / 1e3, 4) for share, us in found.items()}
+
+
 def profiled(
     step: Callable[[], object], synchronize: Callable[[], None], steps: int
 ) -> tuple[dict[str, float], dict[str, Any]]:
@@ -114,11 +161,17 @@ def profiled(
     Raises:
         RuntimeError: The profiler saw nothing on the device.
     """
-    events = _trace(step, synchronize, steps)
+    events = traced(step, synchronize, steps)
     return busy(events, steps), summarize(events, steps)
 
 
-def _trace(step: Callable[[], object], synchronize: Callable[[], None], steps: int) -> Any:
+def traced(step: Callable[[], object], synchronize: Callable[[], None], steps: int) -> Any:
+    """
+    The events of the Chrome trace of some steps, of the device alone.
+
+    Raises:
+        RuntimeError: The profiler saw nothing on the device.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

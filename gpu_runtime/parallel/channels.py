@@ -38,6 +38,9 @@ __all__ = [
 _PRIME = (1 << 61) - 1
 _BASE = 1_000_003
 _STAGES = 1 << 20
+#: Thread blocks of NCCL's kernels at most. Alone it would take twice as many for a message, and
+#: while they wait for the other rank no kernel of a stage runs where they are.
+_MOST_BLOCKS = 8
 #: Seconds that an abort may take; where a graph still holds a communicator it takes for ever.
 _ABORT_S = 10.0
 
@@ -238,7 +241,10 @@ class Channels:
         own: dict[Ends, Any] = {}
         for ends in every:
             group = dist.new_group(
-                [*ends], backend=transport_of(device), timeout=limit if host else None
+                [*ends],
+                backend=transport_of(device),
+                timeout=limit if host else None,
+                pg_options=None if host else _small_kernels(),
             )
             if rank in ends:
                 own[ends] = group
@@ -367,6 +373,13 @@ class Channels:
         for channel in self._channels.values():
             channel.group = None
         return groups
+
+
+def _small_kernels() -> Any:
+    """Options of an NCCL group whose kernels leave most of the device to others."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _MOST_BLOCKS
+    return options
 
 
 def transport_of(device: torch.device) -> str:

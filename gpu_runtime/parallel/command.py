@@ -44,6 +44,7 @@ from qeffect.schedule.actions import ScheduleError
 __all__ = [
     "add_pipeline_arguments",
     "begun",
+    "could_not_capture",
     "mute",
     "processes",
     "run_pipeline",
@@ -469,12 +470,17 @@ def uncaptured(whole: OneLaunch | None, stopped: StoppedError, notes: list[str])
     Raises:
         StoppedError: It ended for anything else.
     """
-    cause = stopped.cause
-    if whole is None or whole.steps != 1 or cause.kind != "raised" or not cause.recoverable:
+    if whole is None or not could_not_capture(whole, stopped):
         raise stopped
     whole.rebuild(stopped)
     whole.close()
-    notes.append(f"guarded replays, as the step could not be captured: {cause.text}")
+    notes.append(f"guarded replays, as the step could not be captured: {stopped.cause.text}")
+
+
+def could_not_capture(whole: OneLaunch, stopped: StoppedError) -> bool:
+    """Whether what stopped all ranks is that one could not capture the step, and all are there."""
+    cause = stopped.cause
+    return whole.steps == 1 and cause.kind == "raised" and cause.recoverable
 
 
 def _loss(worker: Worker, whole: OneLaunch | None, step: int) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, BinaryIO
 
 import attrs
@@ -230,7 +231,7 @@ def guarded(
         lambda replica: Batches(job.batch(member.device, replica), member.device, repeat=repeat),
         config,
         limits=limits,
-        optimizer=job.optimizer,
+        optimizer=partial(job.optimizer, capturable=True) if one_launch else job.optimizer,
         event_log=event_log,
         tagged=tagged,
         pipeline=pipeline,

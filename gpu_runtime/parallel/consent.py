@@ -24,6 +24,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from qeffect.gpu_runtime.parallel.channels import (
     Channels,
@@ -202,19 +203,46 @@ class Consent:
         self.channels.commit()
         return agreed
 
+    def gathered(self, own: Tensor) -> Tensor:
+        """
+        What every rank brings, on the connection of consent: a rank that stops ends the wait.
+
+        Args:
+            own: On the CPU, of one form on all ranks.
+
+        Returns:
+            Those of all ranks, by rank.
+
+        Raises:
+            LostError: Somebody is gone or late.
+        """
+        if self.world == 1:
+            return own[None]
+        if self.group is None:
+            raise LostError("commit", -1, False, "the connections of this rank are closed")
+        found = [torch.empty_like(own) for _ in range(self.world)]
+        self._ended(lambda: dist.all_gather(found, own, group=self.group, async_op=True))
+        return torch.stack(found)
+
     def _exchange(self, said: list[int]) -> list[int]:
         vector = torch.tensor(said)
+        self._ended(
+            lambda: dist.all_reduce(vector, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        )
+        heard: list[int] = vector.tolist()
+        return heard
+
+    def _ended(self, begin: Callable[[], Any]) -> None:
+        """Begin what all ranks do together, and wait for it."""
         work = None
         try:
-            work = dist.all_reduce(vector, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            work = begin()
             work.wait(datetime.timedelta(seconds=self.deadline))
         except RuntimeError as error:
             library = str(error)
             error.__traceback__ = None  # its frames hold the group, and that its connections
             work = None
             raise LostError("commit", -1, "imed out" in library, library) from None
-        heard: list[int] = vector.tolist()
-        return heard
 
     # Where there is none
 

@@ -299,14 +299,18 @@ class Pipeline:
         p.arriving = self.channels.receive(into, p.source, Message(stage - 1, p.microbatch, False))
 
     def forward(self, p: Passage) -> None:
-        """F, with the refresh before the first of its stage in a step."""
+        """
+        F, with the refresh before the first of its stage in a step.
+
+        The refresh reads weights alone, and does not wait for the message.
+        """
         actions, key, stage = self.runtime.actions, p.key, p.stage
+        if p.opens:
+            actions.refresh(stage.index)
         if p.arriving is not None:
             self.channels.wait(p.arriving)
             p.arriving = None
             actions.finish_receive(key, p.ref)
-        if p.opens:
-            actions.refresh(stage.index)
         feeder = p.feeder
         if feeder is not None:
             (handed,) = actions.outputs(feeder.key, feeder.ref)

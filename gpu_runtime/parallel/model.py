@@ -182,9 +182,9 @@ class Job:
         """What an update does with the norm of all gradients: nothing here."""
         return Clipping()
 
-    def optimizer(self, stages: list[StageBackend]) -> Optimizer:
-        """The optimizer over a rank's stages."""
-        return Optimizer(stages)
+    def optimizer(self, stages: list[StageBackend], *, capturable: bool = False) -> Optimizer:
+        """The optimizer over a rank's stages; a graph can hold a capturable one's update."""
+        return Optimizer(stages, capturable=capturable)
 
     def prepare(self, step: int, optimizer: Optimizer) -> None:
         """What a step changes of the optimizer before it runs: nothing here."""

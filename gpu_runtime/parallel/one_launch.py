@@ -344,6 +344,35 @@ class OneLaunch:
             return self.worker.norm
         return self._gate.norm.read()
 
+    @property
+    def device_norm(self) -> DeviceNorm | None:
+        """Where each launch leaves the norm on the device; None where nobody looks at it."""
+        return self._gate.norm
+
+    @property
+    def ahead(self) -> int:
+        """How many steps were launched of which the host has not learned what they came to."""
+        return len(self._launched)
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """
+        What every rank brings between two steps, the last of which may be under way.
+
+        Args:
+            own: On the CPU, of one form on all ranks; every rank calls it.
+
+        Returns:
+            Those of all ranks, by rank.
+
+        Raises:
+            StoppedError: A rank has stopped, for one cause, in the step that is under way.
+        """
+        with self._ending():
+            self._asking = self.ahead
+            found = self.worker.consent.gathered(own)
+            self._asking = 0
+        return found
+
     def leave(self) -> None:
         """
         Wait for the last step and its verdict; guarded replays, or a checkpoint, may follow.

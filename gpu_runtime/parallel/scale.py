@@ -11,7 +11,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,18 @@ from qeffect.cli.command import Outcome, Progress
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.evidence.comparison import digests
-from qeffect.gpu_runtime.execute.eager import StageMemory
-from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.measure.report import Report, environment
 from qeffect.gpu_runtime.measure.tables import target_lines
+from qeffect.gpu_runtime.measure.tracing import shares, traced
 from qeffect.gpu_runtime.optimizer import Gradients
-from qeffect.gpu_runtime.parallel.channels import Message
+from qeffect.gpu_runtime.parallel.alone import (
+    alone,
+    bound_ms,
+    in_order,
+    message_ms,
+    row_as_one_graph,
+    spent_ms,
+)
 from qeffect.gpu_runtime.parallel.command import mute
 from qeffect.gpu_runtime.parallel.compare import compared, summed, tensors_of
 from qeffect.gpu_runtime.parallel.consent import StoppedError
@@ -42,14 +48,12 @@ from qeffect.gpu_runtime.parallel.timing import (
     worker_side,
 )
 from qeffect.gpu_runtime.parallel.world import Member, Worker, gathered, join
-from qeffect.gpu_runtime.plan.order import Order, Step
+from qeffect.gpu_runtime.plan.order import Order
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.report import UnusableError
-from qeffect.schedule.actions import Kind, ScheduleError
-from qeffect.schedule.durations import Durations
-from qeffect.schedule.steptime import step_time
+from qeffect.schedule.actions import ScheduleError
 
-__all__ = ["add_scale_arguments", "bound_ms", "graph_of", "run_scale"]
+__all__ = ["add_scale_arguments", "run_scale"]
 
 SCHEDULES = ("il", "izb", "zbv")
 CELLS: dict[str, tuple[LayerConfig, int]] = {
@@ -66,10 +70,8 @@ COMPARED: dict[str, tuple[LayerConfig, int]] = {
 """Layers and steps of what is compared."""
 BEFORE = 6
 """Steps whose outcome is compared between replays and one launch a step."""
-REPLAYS = 20
-_ROWS = 6
-_QUEUEING_CYCLES = 40_000_000
-"""About 20 ms of a device, in which the host queues messages."""
+TRACED = 5
+"""Steps under the profiler whose time is split; the first only says where the next begins."""
 
 
 def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
@@ -246,22 +248,61 @@ def _one_launch(
     facts = {"capture_s": whole.capture_seconds, "first": odd[:3]}
     whole.resume()
     found = _timed(member, args, name, "one launch", schedule, whole.step, args.steps, made, facts)
-    parts: list[dict[str, float]] = []
-    for _ in range(args.rounds):
-        waited(member)
-        whole.step()
-        parts.append(whole.host_ms)
+    parts, ahead = _ahead(member, whole, args)
+    waited(member)
+    launches = shares(traced(whole.step, member.synchronize, TRACED), TRACED)
     whole.leave()
-    own_ms = {part: statistics.median(one[part] for one in parts) for part in parts[0]}
-    ranks = gathered(member, (len(final), len(odd), own_ms, whole.rehearsal.steps))
+    gradients = worker.pipeline.step(worker.optimizer)
+    order = Order.of_rank(job.table(), member.rank % job.pp)
+    waited(member)
+    split = {"launch": launches, **_own_row(worker, gradients, order)}
+    ranks = gathered(member, (len(final), len(odd), parts, whole.rehearsal.steps, ahead))
     found["final"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
-    for fact, (_, _, own_ms, counted) in zip(found["facts"], ranks, strict=True):
+    for fact, (_, _, own_ms, counted, _) in zip(found["facts"], ranks, strict=True):
         fact["host_parts_ms"], fact["rehearsed_and_as_one"] = own_ms, counted
+    found["host_ahead_ms"] = [
+        max(times) for times in zip(*(rank[4] for rank in ranks), strict=True)
+    ]
     for what in ("alone_ms", "update_ms", "message_ms", "bound_ms", "in_order"):
         found[what] = guarded[what]
+    found["split"] = gathered(member, split)
     whole.close()
     worker.close()
     return found
+
+
+def _ahead(
+    member: Member, whole: OneLaunch, args: argparse.Namespace
+) -> tuple[dict[str, float], list[float]]:
+    """
+    What the host of launches back to back does a step, in milliseconds.
+
+    Returns:
+        The median of each part, and of each round what a step took without its wait for the one
+        before: the device is what a host waits for that is ahead of it.
+    """
+    rounds: list[float] = []
+    parts: list[dict[str, float]] = []
+    for _ in range(args.rounds):
+        waited(member)
+        took = []
+        for _ in range(args.steps):
+            began = time.perf_counter()
+            whole.step()
+            took.append(1e3 * (time.perf_counter() - began) - whole.host_ms["step before"])
+            parts.append(whole.host_ms)
+        rounds.append(statistics.median(took))
+    return {part: statistics.median(one[part] for one in parts) for part in parts[0]}, rounds
+
+
+def _own_row(worker: Worker, gradients: Gradients, order: Order) -> dict[str, Any]:
+    """A rank's row as one graph without messages: its time, and how it is spent."""
+    with row_as_one_graph(worker, gradients, order) as replay:
+        took = spent_ms(replay)
+        return {
+            "row_ms": took,
+            "row": shares(traced(replay, torch.cuda.synchronize, TRACED), TRACED),
+        }
 
 
 def _guarded(
@@ -280,13 +321,13 @@ def _guarded(
     facts: dict[str, Any] = {"slots": [s.slots for s in worker.runtime.contract.stages]}
     found = _timed(member, args, name, "guarded", schedule, worker.step, args.steps, made, facts)
     gradients = worker.pipeline.step(worker.optimizer)
-    ranks = gathered(member, _alone(worker, gradients))
-    found["message_ms"] = max(gathered(member, _message_ms(member, job, worker)))
+    ranks = gathered(member, alone(worker, gradients))
+    found["message_ms"] = max(gathered(member, message_ms(member, job, worker)))
     found["alone_ms"] = {stage: times for rank, _ in ranks for stage, times in rank.items()}
     found["update_ms"] = [update for _, update in ranks]
     found["bound_ms"] = bound_ms(job, found["alone_ms"], found["update_ms"], found["message_ms"])
     order = Order.of_rank(job.table(), member.rank % job.pp)
-    ranks = gathered(member, _in_order(worker, gradients, order))
+    ranks = gathered(member, in_order(worker, gradients, order))
     times = {stage: took for rank, _ in ranks for stage, took in rank.items()}
     updates = [update for _, update in ranks]
     bound = bound_ms(job, times, updates, found["message_ms"])
@@ -311,121 +352,6 @@ def _timed(
     return {"cell": name, "side": side, "schedule": schedule, **found}
 
 
-def _alone(worker: Worker, gradients: Gradients) -> tuple[dict[str, dict[str, float]], float]:
-    """
-    What each stage's graphs, and the update, take when nothing else runs, in milliseconds.
-
-    The last thing that is done with a runtime: what these replays compute is of no use.
-    """
-    executor = worker.runtime.executor
-    if not isinstance(executor, GraphExecutor):
-        return {}, 0.0
-    found = {}
-    with worker.runtime.caller_scope():
-        update = _spent(lambda: worker.optimizer.step(gradients))
-        for index, memory in worker.runtime.memories.items():
-            graphs = executor.slots[next(iter(memory.table)).index]
-            found[str(index)] = {
-                "F": _spent(graphs.forward.replay),
-                "I": _spent(graphs.dgrad.replay),
-                "W": _spent(next(iter(graphs.wgrad.values())).replay),
-                "refresh": _spent(executor.refreshes[index].replay),
-            }
-    return found, update
-
-
-def _in_order(
-    worker: Worker, gradients: Gradients, order: Order
-) -> tuple[dict[str, dict[str, float]], float]:
-    """
-    The same of a whole row, replayed without messages, again and again: each in its own place.
-
-    Alone, a graph finds in the cache what it left there itself; here it finds what came before it.
-    """
-    executor = worker.runtime.executor
-    if not isinstance(executor, GraphExecutor):
-        return {}, 0.0
-    memories = worker.runtime.memories
-    acts: list[tuple[str, str, Callable[[], object]]] = [
-        (str(index), "refresh", executor.refreshes[index].replay) for index in memories
-    ]
-    acts += [
-        (str(step.stage), step.kind.value, graph_of(step, memories[step.stage], executor).replay)
-        for step in order.steps
-    ]
-    acts.append(("", "update", lambda: worker.optimizer.step(gradients)))
-    spent: dict[tuple[str, str], list[float]] = {act[:2]: [] for act in acts}
-    with worker.runtime.caller_scope():
-        for _ in range(_ROWS):
-            marks = [
-                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                for _ in range(len(acts) + 1)
-            ]
-            torch.cuda.synchronize()
-            torch.cuda._sleep(_QUEUEING_CYCLES)  # type: ignore[no-untyped-call]
-            marks[0].record()
-            for (_, _, act), mark in zip(acts, marks[1:], strict=True):
-                act()
-                mark.record()
-            torch.cuda.synchronize()
-            for n, (stage, kind, _) in enumerate(acts):
-                spent[stage, kind].append(marks[n].elapsed_time(marks[n + 1]))
-    found: dict[str, dict[str, float]] = {str(index): {} for index in memories}
-    for (stage, kind), times in spent.items():
-        if stage:
-            found[stage][kind] = float(statistics.median(times))
-    return found, float(statistics.median(spent["", "update"]))
-
-
-def graph_of(step: Step, memory: StageMemory, executor: GraphExecutor) -> torch.cuda.CUDAGraph:
-    """The graph that an action replays: of its microbatch's slot, and of what its dW does."""
-    graphs = executor.slots[memory.slot_of[step.microbatch]]
-    if step.kind is Kind.WGRAD:
-        return graphs.wgrad[memory.variants[step.microbatch]]
-    return graphs.forward if step.kind is Kind.FORWARD else graphs.dgrad
-
-
-def _message_ms(member: Member, job: Job, worker: Worker) -> float:
-    """
-    What an activation takes from rank 0 to rank 1 or back, when nothing else runs, in milliseconds.
-
-    Back and forth without the host: the device sleeps until all of them are queued. Zero on every
-    other rank, and where there are no GPUs. What is posted here is in no table.
-    """
-    channels = worker.pipeline.channels
-    if member.device.type == "cpu" or job.pp == 1:
-        return 0.0
-    tensor = job.config.activation(member.device).buffer()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    waited(member)
-    if member.rank > 1:
-        return 0.0
-    torch.cuda._sleep(_QUEUEING_CYCLES)  # type: ignore[no-untyped-call]
-    start.record()
-    for _ in range(REPLAYS):
-        for source in (0, 1):
-            post = channels.send if member.rank == source else channels.receive
-            channels.wait(post(tensor, 1 - member.rank, Message(source, 0, source == 1)))
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end) / (2 * REPLAYS))
-
-
-def _spent(act: Callable[[], object]) -> float:
-    """The device's time for one of several, so that no launch is in it."""
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-        start.record()
-        for _ in range(4):
-            act()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 4)
-    return float(statistics.median(times))
-
-
 def _lines(derived: dict[str, Any]) -> list[str]:
     lines = [
         f"{row['name']}, {row['schedule']}, {row['steps']} steps: {row['different']} of "
@@ -443,26 +369,3 @@ def _lines(derived: dict[str, Any]) -> list[str]:
             f"host{over}{bound}"
         )
     return lines + target_lines(derived["targets"])
-
-
-def bound_ms(
-    job: Job,
-    alone: Mapping[str, Mapping[str, float]],
-    updates: Sequence[float],
-    message: float,
-) -> float | None:
-    """
-    The critical path of a schedule over what each stage's graphs and a message take alone.
-
-    A rank's refreshes stand at its end, with its update. None where nothing was captured.
-    """
-    if not alone:
-        return None
-    table = job.table()
-    stages = {int(stage): {kind: times[kind] for kind in "FIW"} for stage, times in alone.items()}
-    updated = {
-        rank: {"update": update + sum(alone[str(s)]["refresh"] for s in table.stages_of(rank))}
-        for rank, update in enumerate(updates)
-    }
-    times = {**dict.fromkeys("FIW", 0.0), "message": message}
-    return float(step_time(table, Durations(times, "ms", stages, updated)).time)

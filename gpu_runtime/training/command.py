@@ -12,8 +12,9 @@ import math
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -70,6 +71,11 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     if args.compare is not None:
         refuse_unused(args, ["--resume"], "--compare begins anew")
         config = attrs.evolve(config, checkpoint=Checkpointing())
+    if args.compare == "all" and config.parallel.one_launch:
+        raise UnusableError(
+            f"{args.config}: [parallel] one_launch: --compare all looks at every action of a step, "
+            "which one launch does not show; give --compare ends, or leave one out"
+        )
     data = opened(config)  # before any rank waits for another
     job = data.job
     if args.out is not None:
@@ -142,7 +148,7 @@ def _trained(
     record = dict(trainer.record())
     trainer.close()
     losses = trainer.losses
-    lines = [what]
+    lines = [what, *_launched(record)]
     if losses:
         lines.append(_ends(losses))
         lines += _not_finite(trainer.began, losses)
@@ -155,6 +161,13 @@ def _trained(
     if trainer.log is not None and trainer.log.ended is not None:
         lines.append(f"  the log ends before the run: {trainer.log.ended}")
     return Outcome("accepted", record, lines)
+
+
+def _launched(record: Mapping[str, Any]) -> list[str]:
+    """A line where launches were asked for: how many there were, or why there were none."""
+    if record["guarded_replays"]:
+        return [f"  guarded replays, not one launch a step: {record['guarded_replays']}"]
+    return [f"  {record['launches']} steps were one launch each"] if record["launches"] else []
 
 
 def _ends(losses: Sequence[float]) -> str:
@@ -265,6 +278,7 @@ def _both(config: Config, given: Opened, member: Member, what: str, progress: Pr
         f"  losses of {len(apart)} of {len(losses)} steps differ",
         f"  {len(named)} of {data['compared']} tensors differ at the end",
         f"  {record['seconds']:.1f} s guarded, {data['native_seconds']:.1f} s native",
+        *_launched(record),
         _ends(losses),
         *_not_finite(0, losses),
         "The same bits on every rank" if same else "NOT the same",
@@ -313,6 +327,8 @@ def _write(
         "cut": list(job.cut),
         "microbatches": job.microbatches,
         "captured": data["captured"],
+        "launches": data.get("launches", 0),
+        "guarded_replays": data.get("guarded_replays", ""),
         "parameters": _count(config),
         "tokens_a_step": job.windows_a_step * job.config.sequence,
         "losses": data["losses"],

@@ -160,6 +160,8 @@ class Parallel:
         rule: Where dW writes.
         provisioning: How slots are counted.
         captured: On cuda, replay graphs.
+        one_launch: Take a step as one graph, which the device gates by itself; where no step can
+            be one, guarded replays are taken, and the log says why. Refused without `captured`.
         amax: Whose amax scales are made of: a `replica`'s own, or that of all `replicas`, which
             then share their scaling state.
     """
@@ -179,6 +181,7 @@ class Parallel:
     rule: str = _one_of("accumulate", *RULES)
     provisioning: str = _one_of("live", *PROVISIONINGS)
     captured: bool = _flag(True)
+    one_launch: bool = _flag(False)
     amax: str = _one_of("replica", *AMAX)
 
 
@@ -375,6 +378,11 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
         over = {key: value for key, value in changes.get(name, {}).items() if value is not None}
         tables[name] = _table(path, name, kind, {**found, **over})
     cut = tables["parallel"].cut
+    if tables["parallel"].one_launch and not tables["parallel"].captured:
+        raise UnusableError(
+            f"{path}: [parallel] one_launch: expected captured = true beside it, as the step's "
+            "graph is made of those that are replayed, found captured = false; leave one out"
+        )
     for name in ("embedding_cost", "head_cost"):
         if cut != "balanced" and name in given.get("parallel", {}):
             raise UnusableError(

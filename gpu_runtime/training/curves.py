@@ -1,11 +1,12 @@
 """
 ``qeffect runtime curves``: how models learn, guarded and natively, run after run, in one report.
 
-A run is named SIDE:SCHEDULE:SEED, such as ``guarded:zbv:0``, or SIDE:SCHEDULE:SEED:HEAD. All runs
-of a report have one configuration: the seed is added to those of the parameters and of the order of
-the text, so that runs of one seed begin with the same bits and read the same windows. Each run is
-made new in the same processes, and written down whole as soon as it has ended. What follows from
-them is computed by `qeffect.gpu_runtime.measure.curves`.
+A run is named SIDE:SCHEDULE:SEED, such as ``guarded:zbv:0``, or SIDE:SCHEDULE:SEED:HEAD. A side is
+native, guarded (by replays), or launched: guarded, and each step one launch. All runs of a report
+have one configuration: the seed is added to those of the parameters and of the order of the text,
+so that runs of one seed begin with the same bits and read the same windows. Each run is made new in
+the same processes, and written down whole as soon as it has ended. What follows from them is
+computed by `qeffect.gpu_runtime.measure.curves`.
 
 Steps are timed in blocks of `log_every`, the device drained at the end of each; making and
 capturing, evaluations and the exchange of losses lie between the clocks.
@@ -27,7 +28,7 @@ import attrs
 import torch
 
 from qeffect.cli.command import Outcome, Progress, refuse_unused
-from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
 from qeffect.gpu_runtime.measure.curves import curve_lines
 from qeffect.gpu_runtime.measure.report import (
     ALIKE,
@@ -41,12 +42,13 @@ from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.command import begun, said_once, stopped_outcome
 from qeffect.gpu_runtime.parallel.compare import guarded, native_pipeline, tensors_of
 from qeffect.gpu_runtime.parallel.consent import StoppedError
-from qeffect.gpu_runtime.parallel.model import NAMES, Batches
+from qeffect.gpu_runtime.parallel.model import NAMES
 from qeffect.gpu_runtime.parallel.native import NativePipeline
 from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, gathered
 from qeffect.gpu_runtime.training.command import release, require_processes
 from qeffect.gpu_runtime.training.config import Checkpointing, Config, read
 from qeffect.gpu_runtime.training.evaluate import evaluate, evaluate_native
+from qeffect.gpu_runtime.training.launches import Steps, hindrance
 from qeffect.gpu_runtime.training.loop import TIMES, Opened, backend_of, opened, settled
 from qeffect.gpu_runtime.training.model import Language
 from qeffect.refusals import Refused
@@ -54,7 +56,7 @@ from qeffect.report import UnusableError, finite, program
 
 __all__ = ["Named", "add_curves_arguments", "merged", "run_curves", "trained"]
 
-_SIDES = ("native", "guarded")
+_SIDES = ("native", "guarded", "launched")
 #: What parts of one report have to agree in, of the environment.
 _ALIKE = (*ALIKE, "cpu", "cores")
 #: What is told of each part by itself, of the environment.
@@ -69,7 +71,7 @@ class Named:
     A run by its name.
 
     Args:
-        side: `native` or `guarded`.
+        side: `native`, `guarded` or `launched`.
         schedule: A short name of torch's classes.
         seed: Added to the seeds of the parameters and of the order of the text.
         head: `[model] head`; None takes the file's.
@@ -96,7 +98,7 @@ class Named:
         if not known or not (seed.isascii() and seed.isdigit() and len(seed) < 10):
             raise UnusableError(
                 f"--runs {text}: expected SIDE:SCHEDULE:SEED or SIDE:SCHEDULE:SEED:HEAD, with "
-                f"{' or '.join(_SIDES)}, one of {', '.join(NAMES)}, and a whole number"
+                f"{', '.join(_SIDES)}, one of {', '.join(NAMES)}, and a whole number"
             )
         return cls(side, schedule, int(seed), *head)
 
@@ -114,7 +116,7 @@ class Named:
         config = read(
             path,
             model={"head": self.head} if self.head is not None else {},
-            parallel={"schedule": self.schedule},
+            parallel={"schedule": self.schedule, "one_launch": self.side == "launched"},
             run={"device": device, "steps": steps},
         )
         seed = config.model.seed + self.seed
@@ -137,6 +139,13 @@ class _Side(Protocol):
     def step(self) -> None:
         """One optimizer step."""
 
+    @property
+    def launches(self) -> int:
+        """How many of the steps whose losses were asked for were one launch each."""
+
+    def leave(self) -> None:
+        """Let every step have come to its end, on every rank."""
+
     def taken(self, step: int) -> list[float]:
         """The losses of a step by microbatch; asked once."""
 
@@ -148,45 +157,67 @@ class _Side(Protocol):
 
 
 class _Guarded:
-    """The guarded pipeline: captured on a GPU, where the file does not say otherwise."""
+    """
+    The guarded pipeline: captured on a GPU, where the file does not say otherwise.
+
+    Raises:
+        BackendError: Steps are to be launches, and cannot be.
+    """
 
     def __init__(self, member: Member, config: Config, data: Opened) -> None:
         self.data = data
         self.captured = config.run.device == "cuda" and config.parallel.captured
+        one_launch = config.parallel.one_launch
+        why = hindrance(member, data.job) if one_launch else ""
+        _require_launches(config, why)
         self.worker: Worker = guarded(
             member,
             data.job,
             backend_of(config),
             captured=self.captured,
             limits=_limits(config),
+            one_launch=one_launch,
         )
-        feed = self.worker.feed
-        assert isinstance(feed, Batches)
-        self.feed = feed
+        self.steps = Steps(self.worker, one_launch=one_launch)
+        _require_launches(config, self.steps.replays)
         self.optimizer = self.worker.optimizer
         self.stages: Mapping[int, StageBackend] = self.worker.runtime.stages
 
     def step(self) -> None:
-        self.worker.step()
+        self.steps.step()
+
+    def leave(self) -> None:
+        self.steps.leave()
 
     def taken(self, step: int) -> list[float]:
-        found = self.feed.losses_of(step)
-        self.feed.losses.pop(step, None)
+        found = self.steps.word(step).losses
+        self.steps.forget(step + 1)
         return found
+
+    @property
+    def launches(self) -> int:
+        return self.steps.launches
 
     def held_out(self, windows: int) -> float:
         assert self.data.held_out is not None
         return evaluate(self.worker, self.data.job, self.data.held_out, windows)
 
     def end(self) -> None:
+        self.steps.close()
         self.worker.close()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler holds the worker
+
+
+def _require_launches(config: Config, why: str) -> None:
+    if why:
+        raise BackendError(f"{config.source}: no step of a launched run can be one launch: {why}")
 
 
 class _Native:
     """torch's own pipeline over the library's full backwards."""
 
     captured = False
+    launches: int = 0
 
     def __init__(self, member: Member, config: Config, data: Opened) -> None:
         self.member, self.data = member, data
@@ -196,6 +227,9 @@ class _Native:
 
     def step(self) -> None:
         self.pipeline.step()
+
+    def leave(self) -> None:
+        """Nothing is under way."""
 
     def taken(self, step: int) -> list[float]:
         return self.pipeline.losses_of(step)
@@ -244,7 +278,7 @@ def trained(
     if member.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(member.device)
     began = time.perf_counter()
-    side: _Side = (_Guarded if named.side == "guarded" else _Native)(member, config, data)
+    side: _Side = (_Native if named.side == "native" else _Guarded)(member, config, data)
     member.synchronize()
     gathered(member, None)
     build_s = time.perf_counter() - began
@@ -274,6 +308,7 @@ def trained(
         "seed": named.seed,
         "head": config.model.head,
         "captured": course.captured,
+        "launches": course.launches,
         "cut": list(data.job.cut),
         "parameters": sum(rank["parameters"] for rank in ranks) // data.job.dp,
         "tokens_a_step": data.job.windows_a_step * data.job.config.sequence,
@@ -295,6 +330,7 @@ class _Course:
     """What a run has come to so far."""
 
     captured: bool
+    launches: int = 0
     losses: list[float | None] = attrs.field(factory=list)
     clock: list[list[float]] = attrs.field(factory=list)
     held_out: list[list[float | None]] = attrs.field(factory=list)
@@ -313,6 +349,7 @@ def _course(
         for step in range(first, last):
             job.prepare(step, side.optimizer)
             side.step()
+        side.leave()
         member.synchronize()
         own = {
             "seconds": time.perf_counter() - started,
@@ -326,6 +363,7 @@ def _course(
             loss = math.fsum(share for rank in ranks for share in rank["losses"][n])
             course.losses.append(finite(loss))
         course.clock.append([last, seconds])
+        course.launches = side.launches
         over = any(rank["over"] for rank in ranks)
         ends = over or last == run.steps
         if ends or (run.evaluate_every and last % run.evaluate_every == 0):

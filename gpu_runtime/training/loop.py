@@ -16,12 +16,10 @@ import torch
 
 from qeffect.gpu_runtime.backends.dynamic import library
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.clipping import Norm
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor
 from qeffect.gpu_runtime.measure.train import perplexity
 from qeffect.gpu_runtime.parallel.compare import guarded
 from qeffect.gpu_runtime.parallel.consent import StoppedError
-from qeffect.gpu_runtime.parallel.model import Batches
 from qeffect.gpu_runtime.parallel.world import Limits, Member, agree_on, gathered
 from qeffect.gpu_runtime.training.balance import measured, slowest
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints, EarlierSaveError
@@ -29,6 +27,7 @@ from qeffect.gpu_runtime.training.config import Config, differences
 from qeffect.gpu_runtime.training.data import DataError, Loader, Tokens
 from qeffect.gpu_runtime.training.evaluate import evaluate
 from qeffect.gpu_runtime.training.files import manifest, read_facts
+from qeffect.gpu_runtime.training.launches import Steps, hindrance
 from qeffect.gpu_runtime.training.metrics import Log, memory_bytes
 from qeffect.gpu_runtime.training.model import Language, balanced_cut, even_cut
 from qeffect.gpu_runtime.training.rates import Rate
@@ -238,14 +237,6 @@ def _loader(config: Config, name: str, field: str) -> Loader:
     return Loader(tokens=tokens, sequence=sequence, seed=config.data.seed, shuffle=shuffle)
 
 
-@attrs.frozen
-class _Passed:
-    """The steps since the last line of the log."""
-
-    first: int
-    seconds: float
-
-
 class Trainer:
     """
     One rank of a training run; every rank makes one and calls the same.
@@ -281,6 +272,8 @@ class Trainer:
         self.checkpoints, self.found = self._checkpoints(resume=resume)
         self.log = self._log(show, note)
         self._tell_cut()
+        one_launch = config.parallel.one_launch
+        why = hindrance(member, self.job) if one_launch else ""
         self.worker = guarded(
             member,
             self.job,
@@ -288,17 +281,21 @@ class Trainer:
             captured=config.run.device == "cuda" and config.parallel.captured,
             limits=Limits(start=config.run.start_s, commit=config.run.commit_s),
             event_log=self._event_log(),
+            one_launch=one_launch and not why,
         )
-        feed = self.worker.feed
-        assert isinstance(feed, Batches)
-        self.feed = feed
         self.losses: list[float] = []
         self.seconds = 0.0
         self.evaluations: dict[int, float] = {}
-        self.norms: dict[int, Norm | None] = {}
         self.began = 0
         if self.checkpoints is not None and self.found is not None:
             self._go_on(self.checkpoints, self.found)
+        self.steps = Steps(self.worker, one_launch=one_launch, why=why)
+        if one_launch:
+            self._tell_launches()
+        self._told = self.began  # steps whose losses were brought together
+        self._since = 0.0  # when the first of the others began
+        self._stops = 0  # in a row
+        self._stopped_at = -1
 
     def _checkpoints(self, *, resume: bool) -> tuple[Checkpoints | None, Path | None]:
         """Where checkpoints go, and the one to go on from."""
@@ -439,84 +436,120 @@ class Trainer:
             StoppedError: A rank could not go on; every rank raises it.
             BackendError: A rank was lost in an evaluation.
         """
-        run = self.config.run
-        first, began = self.worker.runtime.epoch, time.perf_counter()
-        started = began
-        every = self.config.checkpoint.every
-        for step in range(first, run.steps):
-            self.step(step)
-            if (step + 1) % run.log_every == 0 or step + 1 == run.steps:
-                self.member.synchronize()
-                now = time.perf_counter()
-                self._tell(_Passed(first, now - began), step)
-                first, began = step + 1, now
-            due = run.evaluate_every and (step + 1) % run.evaluate_every == 0
-            if self.held_out is not None and (due or step + 1 == run.steps):
+        run, runtime = self.config.run, self.worker.runtime
+        started = self._since = time.perf_counter()
+        while (step := runtime.epoch) < run.steps:
+            try:
+                self._step(step)
+            except StoppedError as stopped:
+                self._again(stopped)
+                continue
+            if self._evaluates(step + 1):
                 paused = time.perf_counter()
                 self._evaluate(step + 1)
-                began = time.perf_counter()  # an evaluation is no part of a step
-                started += began - paused
-            if step + 1 == run.steps or (every and (step + 1) % every == 0):
+                passed = time.perf_counter() - paused  # an evaluation is no part of a step
+                started, self._since = started + passed, self._since + passed
+            if self._saves(step + 1):
                 self._save(step + 1, last=step + 1 == run.steps)
         if self.checkpoints is not None:
             self.checkpoints.wait()
         self.member.synchronize()
         self.seconds = time.perf_counter() - started
 
-    def step(self, step: int) -> None:
+    def _evaluates(self, step: int) -> bool:
+        """Whether held-out text is looked at after so many steps."""
+        run = self.config.run
+        due = step == run.steps or (run.evaluate_every and step % run.evaluate_every == 0)
+        return self.held_out is not None and bool(due)
+
+    def _saves(self, step: int) -> bool:
+        """Whether there is a checkpoint of so many steps."""
+        every = self.config.checkpoint.every
+        due = step == self.config.run.steps or (every and step % every == 0)
+        return self.checkpoints is not None and bool(due)
+
+    def _step(self, step: int) -> None:
         """
-        One optimizer step with the rate that is its own; begun again where that is allowed.
+        One optimizer step with the rate that is its own, and the log as far as is known.
+
+        With launches it may be under way behind this, but for one that something comes after.
+
+        Raises:
+            StoppedError: It, or the one before, ended on every rank.
+        """
+        self.job.prepare(step, self.worker.optimizer)
+        self.steps.step()
+        last = step + 1 == self.config.run.steps
+        if last or self._evaluates(step + 1) or self._saves(step + 1):
+            self.steps.leave()
+        every, steps = self.config.run.log_every, self.config.run.steps
+        while self._told < steps:
+            end = min(steps, (self._told // every + 1) * every)
+            if end > self.steps.known:
+                break
+            self._tell(end)
+        if self.steps.known > self._stopped_at:
+            self._stops = 0
+
+    def _again(self, stopped: StoppedError) -> None:
+        """
+        Begin again after a stop, where that is allowed.
 
         Raises:
             StoppedError: It was stopped once more than that, or not every rank survived.
         """
-        for left in reversed(range(self.config.run.retries + 1)):
-            self.job.prepare(step, self.worker.optimizer)
-            try:
-                self.worker.step()
-            except StoppedError as stopped:
-                if not left:
-                    raise
-                self.worker.rebuild(stopped)
-                if self.log is not None:
-                    self.log({"step": step, "stopped": stopped.cause.text})
-                continue
-            self.norms[step] = self.worker.norm
+        if self.steps.uncaptured(stopped):
+            self._tell_launches()
             return
+        if self._stops == self.config.run.retries:
+            raise stopped
+        self._stops += 1
+        self.steps.rebuild(stopped)
+        self._stopped_at = self.worker.runtime.epoch
+        if self.log is not None:
+            self.log({"step": self._stopped_at, "stopped": stopped.cause.text})
 
-    def _tell(self, passed: _Passed, step: int) -> None:
-        """Bring the losses of the last steps together, and write a line for each of them."""
-        steps = range(passed.first, step + 1)
-        own = {
-            "losses": [self._taken(one) for one in steps],
-            "memory": memory_bytes(self.member.device),
-        }
-        ranks = gathered(self.member, own)
-        each = passed.seconds / len(steps)
-        for n, one in enumerate(steps):
+    def _tell_launches(self) -> None:
+        """Whether steps are launches, and why not where they are not."""
+        if self.log is None:
+            return
+        why = self.steps.replays
+        self.log({"one_launch": not why, **({"guarded_replays": why} if why else {})})
+        if why:
+            self.log.note(f"guarded replays, not one launch a step: {why}")
+
+    def _tell(self, end: int) -> None:
+        """Bring the losses of the steps before one together, and write a line for each of them."""
+        steps = range(self._told, end)
+        if self.steps.whole is None:
+            self.member.synchronize()  # with launches they have ended
+        now = time.perf_counter()
+        words = [self.steps.word(step) for step in steps]
+        none = [0.0] * self.job.microbatches
+        shares = [share for word in words for share in word.losses or none]
+        ranks = self.steps.gathered([float(memory_bytes(self.member.device)), *shares])
+        each = (now - self._since) / len(steps)
+        for n, step in enumerate(steps):
             # Of each replica the rank of the last stage has the shares of its microbatches.
-            loss = math.fsum(share for rank in ranks for share in rank["losses"][n])
+            own = slice(1 + n * len(none), 1 + (n + 1) * len(none))
+            loss = math.fsum(share for rank in ranks for share in rank[own])
             self.losses.append(loss)
             if self.log is None:
                 continue
             line = {
-                "step": one,
+                "step": step,
                 "loss": loss,
-                "rate": self.job.rate.at(one),
-                "tokens": self.job.position(one + 1) * self.job.config.sequence,
+                "rate": self.job.rate.at(step),
+                "tokens": self.job.position(step + 1) * self.job.config.sequence,
                 "tokens_per_s": self.tokens_a_step / each,
                 "step_ms": each * 1e3,
-                "memory_bytes": max(rank["memory"] for rank in ranks),
+                "memory_bytes": int(max(rank[0] for rank in ranks)),
             }
-            if (norm := self.norms.get(one)) is not None:
+            if (norm := words[n].norm) is not None:
                 line.update(norm=norm.total, skipped=norm.skipped)
             self.log(line)
-        self.norms.clear()
-
-    def _taken(self, step: int) -> list[float]:
-        found = self.feed.losses_of(step)
-        self.feed.losses.pop(step, None)
-        return found
+        self._told, self._since = end, now
+        self.steps.forget(end)
 
     def _evaluate(self, step: int) -> None:
         assert self.held_out is not None
@@ -529,6 +562,7 @@ class Trainer:
         """End connections and logs."""
         if self.checkpoints is not None:
             self.checkpoints.close()
+        self.steps.close()
         self.worker.close()
         if self.log is not None:
             self.log.close()
@@ -545,4 +579,6 @@ class Trainer:
             "tokens_a_step": self.tokens_a_step,
             "cut": list(self.job.cut),
             "captured": isinstance(executor, GraphExecutor),
+            "launches": self.steps.launches,
+            "guarded_replays": self.steps.replays,
         }

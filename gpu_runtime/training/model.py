@@ -218,11 +218,19 @@ class Language(Job):
             "ends": ends,
         }
 
-    def optimizer(self, stages: list[StageBackend]) -> Optimizer:
-        """AdamW whose decay leaves norms, biases and embeddings alone."""
+    def optimizer(self, stages: list[StageBackend], *, capturable: bool = False) -> Optimizer:
+        """
+        AdamW whose decay leaves norms, biases and embeddings alone.
+
+        A capturable one has its rate on the device, where it may change under a graph.
+        """
+        lr: float | Tensor = self.rate.at(0)
+        if capturable:
+            lr = torch.tensor(lr, dtype=torch.float32, device=stages[0].domain.device)
         return Optimizer(
             stages,
-            lr=self.rate.at(0),
+            lr=lr,
+            capturable=capturable,
             weight_decay=self.weight_decay,
             decays=self.decays,
             master_dtype=torch.float32 if self.master else None,

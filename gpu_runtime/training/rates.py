@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from ctypes import c_float
 
 import attrs
 
@@ -12,7 +13,7 @@ __all__ = ["Rate"]
 @attrs.frozen(kw_only=True)
 class Rate:
     """
-    A learning rate by step.
+    A learning rate by step, a number of float32: the same where a device holds it.
 
     Args:
         peak: The rate after the warm-up.
@@ -23,6 +24,8 @@ class Rate:
     >>> rate = Rate(peak=1.0, warmup=2, steps=6, least=0.1)
     >>> [round(rate.at(step), 3) for step in range(8)]
     [0.5, 1.0, 1.0, 0.868, 0.55, 0.232, 0.1, 0.1]
+    >>> rate.at(7)  # of float32
+    0.10000000149011612
     """
 
     peak: float = 1e-3
@@ -32,6 +35,9 @@ class Rate:
 
     def at(self, step: int) -> float:
         """The rate of a step, counted from 0."""
+        return c_float(self._at(step)).value
+
+    def _at(self, step: int) -> float:
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         if self.steps <= self.warmup:

@@ -5,7 +5,9 @@ Without torchrun's environment it is the driver: it starts ranks with torchrun f
 that every part runs in processes of its own, and compares what they wrote. A part trains from the
 beginning and saves on its way, or goes on from that checkpoint; the second has to end in the bits
 of the first. A third part loads the checkpoint into another mapping, and takes one step beside a
-pipeline whose state was copied by hand, from a file that torch made of the checkpoint.
+pipeline whose state was copied by hand, from a file that torch made of the checkpoint. With
+`--one-launch` the first two take a step as one launch, and a part more goes on from the checkpoint
+by guarded replays: in the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from qeffect.checkpoint import Checkpoint
 from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
 from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
 from qeffect.gpu_runtime.evidence.comparison import digests
 from qeffect.gpu_runtime.measure.report import Report, UnusableError, environment
@@ -40,6 +42,7 @@ from qeffect.gpu_runtime.parallel.model import Batches, Job
 from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, join
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints, Replicas, sizes
+from qeffect.gpu_runtime.training.launches import Steps
 from qeffect.gpu_runtime.training.state import Persistent, by_layer, optimizer_state, shares_amax
 
 __all__ = [
@@ -67,6 +70,7 @@ class Trial:
         job: The model, its mapping and its data.
         device: `cpu` or `cuda`.
         captured: Replay CUDA graphs.
+        one_launch: Take a step as one graph.
         masters: Accumulate in float32, over master weights of float32.
         limits: How long anything may take.
     """
@@ -74,6 +78,7 @@ class Trial:
     job: Job = attrs.field(factory=Job)
     device: str = "cpu"
     captured: bool = False
+    one_launch: bool = False
     masters: bool = False
     limits: Limits = attrs.field(factory=Limits)
 
@@ -105,7 +110,7 @@ def made(member: Member, trial: Trial) -> Worker:
 
     def optimizer(stages: list[StageBackend]) -> Optimizer:
         if not trial.masters:
-            return Optimizer(stages)
+            return Optimizer(stages, capturable=trial.one_launch)
         return Optimizer(stages, master_dtype=wide, capturable=trial.device == "cuda")
 
     worker = Worker(
@@ -120,6 +125,9 @@ def made(member: Member, trial: Trial) -> Worker:
             rule=job.rule,
             provisioning=job.provisioning,
             captured=trial.captured,
+            nested=trial.one_launch,
+            device_counts=trial.one_launch,
+            late_counts=trial.one_launch,
             dtype=wide,
             amax=job.amax,
         ),
@@ -139,10 +147,8 @@ def bits(worker: Worker, job: Job) -> dict[str, str]:
     return dict(zip(held, (digests([tensor])[0] for tensor in held.values()), strict=True))
 
 
-def _losses(worker: Worker, steps: Sequence[int]) -> dict[str, list[float]]:
-    feed = worker.feed
-    assert isinstance(feed, Batches)
-    return {str(step): feed.losses_of(step) for step in steps}
+def _losses(steps: Steps, wanted: Sequence[int]) -> dict[str, list[float]]:
+    return {str(step): steps.word(step).losses for step in wanted}
 
 
 def started(
@@ -197,18 +203,27 @@ def _trained(
 ) -> dict[str, Any]:
     job = trial.job
     began, first, saved = worker.runtime.epoch, bits(worker, job), {}
+    steps = Steps(worker, one_launch=trial.one_launch)
+    if steps.replays:
+        raise BackendError(f"a step cannot be one launch: {steps.replays}")
     while worker.runtime.epoch < until:
-        worker.step()
+        steps.step()
         if (epoch := worker.runtime.epoch) in save_at:
+            steps.leave()
             saved[str(epoch)] = bits(worker, job)
             free = {"position": epoch * job.microbatches * job.dp}
             checkpoints.save(worker, by_layer(job.layers), facts_of(job), free)
+    steps.leave()
     checkpoints.wait()
     last = bits(worker, job)
+    losses = _losses(steps, range(began, until))
+    launches = steps.launches
+    steps.close()
     return {
         "began": began,
         "epoch": worker.runtime.epoch,
-        "losses": _losses(worker, range(began, until)),
+        "launches": launches,
+        "losses": losses,
         "first": first,
         "saved": saved,
         "last": last,
@@ -252,8 +267,9 @@ def remapped(
     whose = 0 if shares_amax(by_hand.runtime) else by_hand.replica % there
     _copy(by_hand, trial.job, held, epoch, whose)
     copied = bits(by_hand, trial.job)
-    by_hand.step()
-    theirs, losses = bits(by_hand, trial.job), _losses(by_hand, [epoch])
+    steps = Steps(by_hand)
+    steps.step()
+    theirs, losses = bits(by_hand, trial.job), _losses(steps, [epoch])
     by_hand.close()
     dist.barrier()
     if member.rank == 0:
@@ -330,6 +346,7 @@ def _trial(args: argparse.Namespace, schedule: str, layers: int, vpp: int | None
         job=job,
         device=args.device,
         captured=args.device == "cuda" and not args.eager,
+        one_launch=args.one_launch,
         masters=args.masters,
     )
 
@@ -339,6 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m qeffect.gpu_runtime.training.restarts")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--eager", action="store_true", help="on cuda, without graphs")
+    parser.add_argument("--one-launch", action="store_true", help="on cuda, a step as one graph")
     parser.add_argument("--masters", action="store_true", help="float32 gradients and masters")
     parser.add_argument("--asynchronous", action="store_true", help="save behind the next steps")
     parser.add_argument("--hidden", type=int, default=1024, help="width of a layer, on cuda")
@@ -371,16 +389,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(
-    args: argparse.Namespace, part: str, folder: Path, *options: str, pp: int = 2
+    args: argparse.Namespace,
+    part: str,
+    folder: Path,
+    *options: str,
+    pp: int = 2,
+    launched: bool = False,
 ) -> list[Any]:
-    """One part, on as many fresh processes as it has ranks; what each says."""
+    """
+    One part, on as many fresh processes as it has ranks; what each says.
+
+    A part that is `launched` takes a step as one launch where that is asked for.
+    """
     words = Path(tempfile.mkdtemp(prefix=f"{part}-", dir=folder.parent))
     given = ["--device", args.device, "--hidden", str(args.hidden), "--history", str(args.history)]
     given += ["--pp", str(pp), "--dp", str(args.dp)]
     world = pp * args.dp
-    given += [
-        flag for flag in ("--eager", "--masters", "--asynchronous") if getattr(args, flag[2:])
-    ]
+    flags = ["--eager", "--masters", "--asynchronous"]
+    if launched:
+        flags.append("--one-launch")
+    given += [flag for flag in flags if getattr(args, flag[2:].replace("-", "_"))]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", str(world), "-m", "qeffect.gpu_runtime.training.restarts",
@@ -408,6 +436,7 @@ def _drive(args: argparse.Namespace) -> int:
         "device": args.device,
         "backend": _trial(args, "il", 1, None).backend,
         "captured": args.device == "cuda" and not args.eager,
+        "one_launch": args.one_launch,
         "masters": args.masters,
         "asynchronous": args.asynchronous,
         "hidden": args.hidden if args.device == "cuda" else 64,
@@ -437,12 +466,18 @@ def _drive(args: argparse.Namespace) -> int:
 
         def driven(schedule: str) -> None:
             folder, own = Path(place, schedule), ("--schedules", schedule)
-            whole = parts.submit(_launch, args, "started", folder, *own).result()
+            whole = parts.submit(_launch, args, "started", folder, *own, launched=True).result()
             weighed = sizes(Checkpoints(folder).latest() or folder)
-            again = parts.submit(_launch, args, "gone-on", folder, *own)
+            again = parts.submit(_launch, args, "gone-on", folder, *own, launched=True)
+            replayed = (
+                parts.submit(_launch, args, "gone-on", folder, *own) if args.one_launch else None
+            )
             others = [] if args.same else _others(schedule, most)
             moved = [parts.submit(_moved, args, folder, *other) for other in others]
             done(schedule, resumed_row(schedule, whole, again.result(), weighed))
+            if replayed is not None:
+                there = f"{schedule}, guarded replays"
+                done(schedule, resumed_row(schedule, whole, replayed.result(), weighed, there))
             for (other, pp, vpp), ranks in zip(others, moved, strict=True):
                 layers = LAYERS // (pp * vpp)
                 there = f"{other}, PP={pp}, {vpp} stages a rank of {layers} layers"
@@ -472,6 +507,11 @@ def _most(args: argparse.Namespace) -> int:
     for option, number in (("--dp", args.dp), ("--at-once", args.at_once)):
         if number < 1:
             raise UnusableError(f"{option} must be at least 1, found {number}")
+    if args.one_launch and (args.device == "cpu" or args.eager):
+        raise UnusableError(
+            "--one-launch makes a step one CUDA graph, so it needs --device cuda without --eager; "
+            "leave it out"
+        )
     if args.device == "cpu":
         return LAYERS
     found: int = torch.cuda.device_count() // args.dp
@@ -494,9 +534,22 @@ def _others(schedule: str, most: int) -> list[tuple[str, int, int]]:
 
 
 def resumed_row(
-    schedule: str, whole: list[Any], again: list[Any], weighed: Mapping[str, int]
+    schedule: str,
+    whole: list[Any],
+    again: list[Any],
+    weighed: Mapping[str, int],
+    there: str | None = None,
 ) -> dict[str, Any]:
-    """What a run that went on has beside the one that never stopped, all ranks together."""
+    """
+    What a run that went on has beside the one that never stopped, all ranks together.
+
+    Args:
+        schedule: The table of the run that never stopped.
+        whole: What its ranks say.
+        again: What those of the other say.
+        weighed: Bytes of the checkpoint.
+        there: How the other run went on, where not in the same way.
+    """
     compared, differ = 0, []
     for a, b in zip(whole, again, strict=True):
         if (b["began"], b["epoch"]) != (SAVED_AT, UNTIL):
@@ -507,7 +560,8 @@ def resumed_row(
         for step, losses in b["losses"].items():
             compared += len(losses)
             differ += [f"loss of step {step}"] * (losses != a["losses"][step])
-    return _row("resumed", schedule, schedule, compared, differ, again, weighed)
+    row = _row("resumed", schedule, there or schedule, compared, differ, again, weighed)
+    return {**row, "launches": [ranks[0]["launches"] for ranks in (whole, again)]}
 
 
 def remapped_row(

@@ -36,8 +36,8 @@ MOST = 10**9
 Time = int | float | Fraction
 
 _COMPUTATIONS = ("F", "I", "W")
-_OPTIONAL = ("message", "reduce", "update", "consent", "host", "launch")
-_OF_STAGE = (*_COMPUTATIONS, "reduce")
+_OPTIONAL = ("refresh", "message", "reduce", "update", "consent", "host", "launch")
+_OF_STAGE = (*_COMPUTATIONS, "refresh", "reduce")
 _OF_RANK = ("update", "host", "launch")
 _INDEX = r"(?:0|[1-9][0-9]{0,5})"
 
@@ -51,10 +51,10 @@ class Durations:
     exact.
 
     Args:
-        times: Times by name: `F`, `I`, `W`, and any of `message`, `reduce`, `update`, `consent`,
-            `host` and `launch`; those left out are zero.
+        times: Times by name: `F`, `I`, `W`, and any of `refresh`, `message`, `reduce`, `update`,
+            `consent`, `host` and `launch`; those left out are zero.
         unit: The unit of every time: s, ms or us.
-        stages: By stage, what differs there: `F`, `I`, `W`, `reduce`.
+        stages: By stage, what differs there: `F`, `I`, `W`, `refresh`, `reduce`.
         ranks: By rank, what differs there: `update`, `host`, `launch`.
         links: By directed pair of ranks, what a message takes there.
     """
@@ -68,6 +68,10 @@ class Durations:
     def of(self, kind: Kind, stage: int) -> Time:
         """How long an F, I or W of a stage takes."""
         return self.stages.get(stage, {}).get(kind.value, self.times[kind.value])
+
+    def refresh(self, stage: int) -> Time:
+        """How long a stage takes to quantize its weights, before its first F of a step."""
+        return self.stages.get(stage, {}).get("refresh", self.times.get("refresh", 0))
 
     def message(self, source: int, target: int) -> Time:
         """How long a message from one rank to another takes."""

@@ -6,6 +6,7 @@ A dry run gives a time to everything (`step_time`). What it takes to be so:
 * A rank computes its row in order, one F, I or W at a time; B is I, then W, and an overlap is its
   parts, one after the other. A computation begins when the one before it on its rank has ended and
   what it needs has arrived, `launch` later. Stages of one rank hand over in no time.
+* A stage's `refresh` stands before its first F in the row, and waits for no message.
 * A message takes no computation's time. It is sent at its place in the row, or where that follows
   the entry that made it, as soon as it is made: the input gradient of a B leaves before B's W. A
   table that names no messages sends each as soon as it is made.
@@ -62,6 +63,7 @@ from qeffect.schedule.transport import DEFAULT, Transport
 __all__ = ["RankTime", "Span", "StepTime", "step_time"]
 
 _COMPUTATIONS = frozenset({Kind.FORWARD, Kind.DGRAD, Kind.WGRAD})
+_BUSY = ("computation", "refresh", "update")
 _MADE_BY = {Kind.SEND_F: Kind.FORWARD, Kind.SEND_B: Kind.DGRAD}
 _SENT_AS = {made: send for send, made in _MADE_BY.items()}
 _SHOWN = 8
@@ -73,8 +75,8 @@ class Span:
     Something that takes time, and when it does.
 
     Args:
-        what: `computation`, `message`, `reduction`, `host`, `consent` or `update`; `place` for a
-            receive, a wait or sharding, which only has a place in its row.
+        what: `computation`, `refresh`, `message`, `reduction`, `host`, `consent` or `update`;
+            `place` for a receive, a wait or sharding, which only has a place in its row.
         name: As torch writes it; for a host, what it issues.
         rank: Its rank, the sender of a message; -1 for the consent of all.
         step: Where its entry stands in the row; None for what no table names.
@@ -103,7 +105,7 @@ class RankTime:
 
     Args:
         rank: The rank.
-        busy: Time in which it computes: F, I, W and its update.
+        busy: Time in which it computes: F, I, W, refreshes and its update.
         before: Idle time before it first computes.
         inside: Idle time between its first and its last computation.
         after: Idle time from its last computation to the end of the step.
@@ -159,7 +161,7 @@ class StepTime:
         """How each rank spends the step."""
         found = []
         for rank in range(self.schedule.num_ranks):
-            own = [s for s in self.spans if s.rank == rank and s.what in ("computation", "update")]
+            own = [s for s in self.spans if s.rank == rank and s.what in _BUSY]
             busy = sum(s.end - s.start for s in own)
             first = own[0].start if own else self.time
             last = own[-1].end if own else self.time
@@ -294,6 +296,8 @@ class _Rows:
     open: list[tuple[_Task, Event]] = attrs.field(factory=list)
     #: For each rank, the last task that holds up what stands behind it in the row.
     held: dict[int, _Task] = attrs.field(factory=dict)
+    #: Stages whose first F has been laid.
+    opened: set[int] = attrs.field(factory=set)
 
     def lay(self) -> _Lanes:
         """Lay all rows, then the ends of the step."""
@@ -335,6 +339,11 @@ class _Rows:
 
     def _compute(self, rank: int, atom: Atom, name: str) -> None:
         kind, stage, microbatch = atom.kind, atom.stage, atom.microbatch
+        if kind is Kind.FORWARD and stage not in self.opened:
+            self.opened.add(stage)
+            if length := self.durations.refresh(stage):
+                refresh = _Task("refresh", f"{stage}REFRESH", rank, atom.step, length)
+                self.held[rank] = self._put(rank, refresh)
         task = _Task("computation", name, rank, atom.step, self.durations.of(kind, stage))
         task.gap = self.durations.on(rank, "launch")
         host = self.durations.on(rank, "host")

@@ -95,7 +95,7 @@ def _timed_events(timed: StepTime) -> Iterator[dict[str, Any]]:
     for number, span in enumerate(s for s in timed.spans if s.what not in ("place", "consent")):
         marked = (span.what, span.rank, span.name) in critical
         if span.peer is None:
-            name = "computation" if span.what == "update" else span.what
+            name = "computation" if span.what in ("refresh", "update") else span.what
             events.append(_timed_slice(timed, span, span.rank, name, threads, marked))
             continue
         # One queue of a link carries one message at a time; two queues of it may overlap.

@@ -12,8 +12,9 @@ from typing import Any
 __all__ = ["CUT", "FORMED_AGAIN", "REMARKS", "remark"]
 
 FORMED_AGAIN = (
-    "Its bounds were formed again from its own times: the run had counted one refresh of a rank, "
-    "and not one of each of its two stages."
+    "Its bounds were formed again from its own times, with a refresh before each stage's first F. "
+    "Every dW counts in them as the first of its stage, which only writes and takes less than one "
+    "that adds: they are too low."
 )
 CUT = {
     ("tables.json", "df5819e4b527"): (

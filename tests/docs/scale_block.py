@@ -59,6 +59,7 @@ def timed(name: str, report: Report) -> Iterator[str]:
     if not found:
         return
     in_order = any("over_in_order" in row for row in found)
+    ahead = any("host_ahead_ms" in row for row in found)
     took = [row["message_ms"] * 1e3 for row in found if "message_ms" in row]
     messages = f"a message ({min(took):.0f} to {max(took):.0f} µs)" if took else ""
     alone = f"graphs and {messages} alone" if took else "graphs alone, messages for nothing"
@@ -72,12 +73,13 @@ def timed(name: str, report: Report) -> Iterator[str]:
         f"turns.{remark(name, report)}"
     )
     header = (
-        "cell", "schedule", "side", "step, ms", "a single step, ms", "host, ms",
+        "cell", "schedule", "side", "step, ms", "a single step, ms", "its host, ms",
+        *["host back to back, ms"] * ahead,
         "native / this", "over its bound", *["over the bound in order"] * in_order,
         "kernels, ms, and the step over them", "tensors that differ from replays",
         "GB above native",
     )  # fmt: skip
-    yield markdown(header, [_row(row, in_order) for row in found])
+    yield markdown(header, [_row(row, in_order, ahead) for row in found])
 
 
 REPLAYED = (
@@ -86,7 +88,7 @@ REPLAYED = (
 )
 
 
-def _row(row: Mapping[str, Any], in_order: bool) -> tuple[str, ...]:
+def _row(row: Mapping[str, Any], in_order: bool, ahead: bool) -> tuple[str, ...]:
     step, above = row["step_ms"], row["above_native_bytes"]
     return (
         row["cell"],
@@ -95,6 +97,7 @@ def _row(row: Mapping[str, Any], in_order: bool) -> tuple[str, ...]:
         f"{step['median']:.2f} ({step['min']:.2f} to {step['max']:.2f})",
         f"{row['single_ms']['median']:.2f}",
         f"{row['host_ms']['median']:.2f}",
+        *([_ahead(row)] if ahead else []),
         ratio(row["native_over_this"]),
         over_bound(row),
         *([ratio(row.get("over_in_order"))] if in_order else []),
@@ -102,6 +105,10 @@ def _row(row: Mapping[str, Any], in_order: bool) -> tuple[str, ...]:
         f"{row['final_different']} of {row['final_values']}" if "final_values" in row else "-",
         "-" if above is None else f"{above / 1e9:+.2f}",
     )
+
+
+def _ahead(row: Mapping[str, Any]) -> str:
+    return f"{row['host_ahead_ms']['median']:.2f}" if "host_ahead_ms" in row else "-"
 
 
 def over_bound(row: Mapping[str, Any]) -> str:
@@ -113,10 +120,41 @@ def over_bound(row: Mapping[str, Any]) -> str:
     return f"{f'**{said}**' if measured > goal else said} (goal {goal:.2f}x)"
 
 
+def split(name: str, report: Report) -> Iterator[str]:
+    """How a step of one launch is spent beyond the rank's own row."""
+    rows = []
+    for row in report["derived"]["timed"]:
+        for rank, own in enumerate(row.get("split", ())):
+            rows.append(
+                (
+                    row["cell"],
+                    row["schedule"],
+                    str(rank),
+                    *(f"{own[part]:.2f}" for part in ("step", "row")),
+                    *(f"{own[part]:+.2f}" for part in ("kernels", "between", "awaited")),
+                    f"{own['beside']:.2f}",
+                )
+            )
+    if rows:
+        yield (
+            f"Where a step of one launch goes, under the profiler ({name}): the rank's own row as "
+            "one graph, without messages, and what the step takes more of. Kernels: those of the "
+            "gate, of handing over and of the next step's data, which are in no row, and what "
+            "others take longer while messages hold a part of the device. Between: nothing runs. "
+            "Awaited: nothing but messages, of which the schedule's own bubble is a part. The last "
+            "column is how long kernels and messages ran at once."
+        )
+        header = (
+            "cell", "schedule", "rank", "step, ms", "its row, ms", "kernels, ms", "between, ms",
+            "awaited, ms", "beside messages, ms",
+        )  # fmt: skip
+        yield markdown(header, rows)
+
+
 def missed(name: str, report: Report) -> Iterator[str]:
     """How many goals are met, and the others."""
     yield from goals(report["derived"])
 
 
-PARTS: tuple[Callable[[str, Report], Iterator[str]], ...] = (compared, timed, missed)
+PARTS: tuple[Callable[[str, Report], Iterator[str]], ...] = (compared, timed, split, missed)
 """What the page has of a report, in this order."""

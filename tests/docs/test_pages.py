@@ -13,8 +13,9 @@ import attrs
 import pytest
 
 from qeffect.gpu_runtime.bench.tables import Asked, asked
+from qeffect.gpu_runtime.parallel.alone import bound_ms
 from qeffect.gpu_runtime.parallel.model import Job
-from qeffect.gpu_runtime.parallel.scale import CELLS, bound_ms
+from qeffect.gpu_runtime.parallel.scale import CELLS
 from qeffect.gpu_runtime.reports import paths
 from tests.docs import reading, runtime_block, scale_block, summary_block
 from tests.docs.bench_block import conditions, figures, missed

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,14 @@ from qeffect.gpu_runtime.backends.reference.stage import ReferenceStage
 from qeffect.gpu_runtime.execute.eager import EagerExecutor, StageMemory
 from qeffect.gpu_runtime.execute.reports import Effects
 from qeffect.gpu_runtime.memory.slots import Slot
+from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel import one_launch
 from qeffect.gpu_runtime.parallel.channels import Channels, LostError
 from qeffect.gpu_runtime.parallel.consent import Consent
 from qeffect.gpu_runtime.parallel.reduction import Replicas, _Started
 from qeffect.gpu_runtime.parallel.world import Worker
 from qeffect.gpu_runtime.plan.slots import WgradVariant
+from qeffect.gpu_runtime.training import launches
 
 
 class _Stream:
@@ -267,6 +269,25 @@ def gate_without_kernels() -> None:
     kernels.compare, kernels.publish = _compare, _publish
 
 
+def _behind_launches() -> None:
+    """What a training loop queues behind a launch, and before the next one."""
+    copy, training, optimizers = launches._copy, cast("Any", launches), cast("Any", Optimizer)
+
+    def copied(held: Any, groups: Any) -> None:
+        STREAM.submit(lambda: copy(held, groups))
+
+    training._copy = copied
+    set_rate = Optimizer.set_rate
+
+    def rated(self: Any, rate: float) -> None:
+        if isinstance(self.adamw.param_groups[0]["lr"], Tensor):
+            STREAM.submit(lambda: set_rate(self, rate))
+        else:
+            set_rate(self, rate)
+
+    optimizers.set_rate = rated
+
+
 def install() -> None:
     """From here on this process captures and replays on its CPU."""
     cuda: Any = torch.cuda
@@ -290,6 +311,7 @@ def install() -> None:
         STREAM.submit(act)
 
     stands_in._Gate.warm = warmed
+    _behind_launches()
     reference: Any = ReferenceStage
     reference.reports = property(lambda _: Reports())
     gate_without_kernels()

@@ -327,6 +327,11 @@ def scale_report(*, differ: int = 0) -> dict[str, Any]:
             **more,
         }
 
+    def split(row: float) -> dict[str, Any]:
+        own = {"step": row + 0.1, "busy": row, "beside": 0.0, "awaited": 0.0, "between": 0.1}
+        launch = {"step": 5.2, "busy": 4.1, "beside": 1.0, "awaited": 0.7, "between": 0.4}
+        return {"launch": launch, "row_ms": row, "row": own}
+
     raw = {
         "compared": [
             {
@@ -347,6 +352,8 @@ def scale_report(*, differ: int = 0) -> dict[str, Any]:
                 bound_ms=4.0,
                 message_ms=0.03,
                 in_order={"times_ms": {"0": {"F": 0.2}}, "update_ms": [0.1], "bound_ms": 4.5},
+                split=[split(4.0), split(3.8)],
+                host_ahead_ms=[0.25, 0.27, 0.29],
                 final=[4, 0],
                 update_ms=[0.1, 0.1],
                 busy_ms=[
@@ -540,6 +547,8 @@ def train_report(*, differ: int = 0) -> dict[str, Any]:
         "cut": [2, 2, 2, 2],
         "microbatches": 8,
         "captured": True,
+        "launches": 2,
+        "guarded_replays": "",
         "parameters": 1000,
         "tokens_a_step": 256,
         "losses": [5.0, 4.0, 3.0],
@@ -579,6 +588,7 @@ def restarts_report() -> dict[str, Any]:
         "losses": [3.0, 2.0],
         "bytes": weighed,
     }
+    launched = {**resumed, "launches": [7, 4]}
     remapped = {
         **resumed,
         "how": "remapped",
@@ -590,7 +600,7 @@ def restarts_report() -> dict[str, Any]:
     }
     asked = {"device": "cpu", "captured": False, "masters": False, "asynchronous": False,
              "hidden": 64, "history": 4}  # fmt: skip
-    return Report("restarts", None, ENVIRONMENT, asked, {"rows": [resumed, remapped]}).finish()
+    return Report("restarts", None, ENVIRONMENT, asked, {"rows": [launched, remapped]}).finish()
 
 
 def curve_run(
@@ -611,7 +621,8 @@ def curve_run(
         "schedule": schedule,
         "seed": seed,
         "head": "te",
-        "captured": side == "guarded",
+        "captured": side != "native",
+        "launches": steps - 1 if side == "launched" else 0,
         "cut": [2, 2, 2, 2],
         "parameters": 1000,
         "tokens_a_step": 256,

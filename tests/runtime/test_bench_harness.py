@@ -44,7 +44,7 @@ from qeffect.gpu_runtime.bench.worker import ColumnError, InlineWorker, ProcessW
 from qeffect.gpu_runtime.measure import device
 from qeffect.gpu_runtime.measure.device import MemoryPoll, parse
 from qeffect.gpu_runtime.measure.report import Report, environment
-from qeffect.gpu_runtime.measure.tracing import busy, matrix_copies, summarize
+from qeffect.gpu_runtime.measure.tracing import busy, matrix_copies, shares, summarize
 from qeffect.gpu_runtime.memory.state import same_bits
 from qeffect.gpu_runtime.plan.slots import plan_slots
 
@@ -380,6 +380,46 @@ class TestTracing:
         fill = {"ph": "X", "cat": "gpu_memset", "name": "Memset", "dur": 500.0}
         found = busy([message, own, fill, {**own, "cat": "cpu_op"}], 2)
         assert {"kernels": 1.5, "copies": 0.25, "messages": 2.0} == found
+
+    @staticmethod
+    def launches(number: int) -> list[dict[str, Any]]:
+        """A step of 100 us: 40 of a kernel, 30 of a message, 10 of them at once; others between."""
+        found = []
+        for n in range(number):
+            at = 100.0 * n
+            one = {"ph": "X", "cat": "kernel", "args": {"correlation": n}}
+            found += [
+                {**one, "name": "gemm", "ts": at + 10.0, "dur": 30.0},
+                {**one, "name": "ncclDevKernel_SendRecv", "ts": at + 30.0, "dur": 30.0},
+                {**one, "name": "update", "ts": at + 85.0, "dur": 10.0},
+            ]
+        return found
+
+    def test_a_launch_is_split_into_what_runs_in_it(self) -> None:
+        """Every microsecond is in one share; a message beside a kernel is counted once."""
+        found = shares(self.launches(4), 4)
+        assert {
+            "busy": 0.04,
+            "beside": 0.01,
+            "awaited": 0.02,
+            "between": 0.04,
+            "step": 0.1,
+        } == found
+
+    def test_work_between_two_launches_is_in_the_step(self) -> None:
+        """A copy of the next step's data, in a call of its own."""
+        data = {"ph": "X", "cat": "gpu_memcpy", "name": "copy", "dur": 4.0}
+        copies = [
+            {**data, "ts": 100.0 * n + 2.0, "args": {"correlation": 10 + n}} for n in range(4)
+        ]
+        found = shares([*self.launches(4), *copies], 4)
+        assert (0.044, 0.036, 0.1) == (found["busy"], found["between"], found["step"])
+
+    @pytest.mark.parametrize(("inside", "launches"), [(3, 4), (1, 1)])
+    def test_too_few_launches_are_refused(self, inside: int, launches: int) -> None:
+        """Of one alone it is not known when it began to wait."""
+        with pytest.raises(RuntimeError, match="launches in the trace, found"):
+            shares(self.launches(inside), launches)
 
     def test_a_copy_whose_size_the_trace_lacks_is_reported(self) -> None:
         """It cannot be attributed, so zero is not claimed for it."""

@@ -475,6 +475,19 @@ class TestScale:
         assert "over_in_order" not in native
         assert (4, 0) == (guarded["final_values"], guarded["final_different"])
         assert 300 == guarded["above_native_bytes"]
+        assert {"median": 0.27, "min": 0.25, "max": 0.29} == guarded["host_ahead_ms"]
+
+    def test_a_steps_time_is_split_into_its_row_and_what_is_beside_it(self) -> None:
+        """The four parts are the profiled step; the longest row is the busiest rank's."""
+        _, launched = samples.scale_report()["derived"]["timed"]
+        first, second = launched["split"]
+        assert (4.0, 1.25) == (launched["longest_row_ms"], launched["over_longest_row"])
+        assert {"kernels": 0.1, "between": 0.3, "awaited": 0.7} == {
+            part: first[part] for part in ("kernels", "between", "awaited")
+        }
+        for rank in (first, second):
+            parts = sum(rank[part] for part in ("row", "kernels", "between", "awaited"))
+            assert pytest.approx(rank["step"]) == parts
 
     def test_goals_are_of_every_schedule_and_of_the_number_of_ranks(self) -> None:
         """One launch and replays of the small cell over two ranks; another cell has no goals."""
@@ -489,10 +502,19 @@ class TestScale:
         assert [(one["goal"], one["column"], one["measured"], one["met"]) for one in found] == [
             ("native / this", "one launch, il", 10.0, False),
             ("over its bound", "one launch, il", 1.25, False),
-            ("host time, ms", "one launch, il", 0.2, True),
+            ("host time, ms", "one launch, il", 0.27, True),
             ("replays over one launch", "guarded, il", 1.2, False),
             ("GB above native", "guarded, il", 0.2, True),
         ]
+
+    def test_a_report_without_a_host_ahead_is_judged_by_its_single_steps(self) -> None:
+        """As older reports are, whose steps were all timed behind a wait of all ranks."""
+        raw = samples.scale_report()["raw"]
+        _, whole = raw["timed"]
+        whole |= {"host_ms": [0.4], "cell": "h2048-s256-m4"}
+        del whole["host_ahead_ms"]
+        (found,) = [t for t in derive_scale(raw)["targets"] if t["goal"] == "host time, ms"]
+        assert (0.4, False) == (found["measured"], found["met"])
 
     def test_the_busiest_rank_is_the_one_with_most_kernels_and_copies(self) -> None:
         """Messages do not count: their kernels run while they wait for the other rank."""

@@ -66,6 +66,7 @@ def longest_paths(
         reduction: Name | None = None
         wgrads: dict[int, Name] = {}
         places = {}
+        opened: set[int] = set()
         for step, text in enumerate(row):
             inside = text[1 : text.index(")")].split(";") if text.startswith("(") else [text]
             parts = []
@@ -77,6 +78,15 @@ def longest_paths(
                 assert found is not None
                 stage, kind, mb = int(found[1]), found[2], int(found[3] or -1)
                 name: Name = (part,) if mb >= 0 else (part, step)
+                if kind == "F" and stage not in opened:
+                    opened.add(stage)
+                    special = durations.stages.get(stage, {})
+                    length = special.get("refresh", durations.times.get("refresh", 0))
+                    if length:
+                        refresh: Name = (f"{stage}REFRESH",)
+                        takes[refresh] = length
+                        after[refresh] |= {n for n in (before,) if n}
+                        before = refresh
                 if kind in own:
                     takes[name] = of(kind, stage)
                     late[name] = rank_time(rank, "launch")

@@ -112,6 +112,24 @@ class TestClosedForms:
 
         assert any(rank.inside for rank in timed.ranks)
 
+    def test_a_refresh_is_hidden_by_the_wait_for_a_message(self) -> None:
+        """The first rank's stands before its F; the second has refreshed when its input comes."""
+        schedule = from_actions(
+            [["0F0", "0SEND_F0", "0RECV_B0", "0I0", "0W0"], ["1RECV_F0", "1F0", "1I0", "1SEND_B0"]]
+        )
+        times = {"F": 5, "I": 1, "W": 1, "message": 2}
+        without, short, long = (
+            step_time(schedule, Durations(times, stages={1: {"refresh": r}})) for r in (0, 7, 9)
+        )
+        first = step_time(schedule, Durations(times, stages={0: {"refresh": 4}}))
+
+        assert (short.time, long.time, first.time) == (
+            without.time,
+            without.time + 2,
+            without.time + 4,
+        )
+        assert [s.name for s in long.critical][:2] == ["1REFRESH", "1F0"]
+
     def test_a_line_of_stages_pays_every_message(self) -> None:
         """One microbatch through p ranks takes p F, p I, the last W, and 2(p-1) messages."""
         schedule = torch_schedule("GPipe", pp=4, microbatches=1)
@@ -124,7 +142,7 @@ class TestClosedForms:
 def times(draw: st.DrawFn, schedule: Schedule) -> Durations:
     """Whole times, so that sums are exact, with zeros among them."""
     time = st.integers(0, 20)
-    optional = ("message", "reduce", "update", "consent", "host", "launch")
+    optional = ("refresh", "message", "reduce", "update", "consent", "host", "launch")
 
     def some(names: tuple[str, ...]) -> st.SearchStrategy[dict[str, int]]:
         return st.dictionaries(st.sampled_from(names), time)
@@ -134,7 +152,9 @@ def times(draw: st.DrawFn, schedule: Schedule) -> Durations:
     links = st.tuples(ranks, ranks).filter(lambda ends: ends[0] != ends[1])
     return Durations(
         {name: draw(time) for name in "FIW"} | draw(some(optional)),
-        stages=draw(st.dictionaries(stages, some(("F", "I", "W", "reduce")), max_size=3)),
+        stages=draw(
+            st.dictionaries(stages, some(("F", "I", "W", "refresh", "reduce")), max_size=3)
+        ),
         ranks=draw(st.dictionaries(ranks, some(("update", "host", "launch")), max_size=3)),
         links=draw(st.dictionaries(links, time, max_size=3)) if schedule.num_ranks > 1 else {},
     )
@@ -239,6 +259,7 @@ class TestLaws:
         work = Counter[int]()
         for rank, atoms in enumerate(schedule.atoms):
             work[rank] += int(durations.on(rank, "update"))
+            work[rank] += sum(int(durations.refresh(s)) for s in schedule.stages_of(rank))
             for atom in atoms:
                 if atom.kind.value in ("F", "I", "W"):
                     work[rank] += int(durations.of(atom.kind, atom.stage))
@@ -247,7 +268,9 @@ class TestLaws:
             assert rank.busy == work[rank.rank]
             assert min(rank.before, rank.inside, rank.after) >= 0
             assert rank.bubble == (rank.idle / timed.time if timed.time else 0.0)
-            own = [s for s in timed.spans if s.rank == rank.rank and s.what == "computation"]
+            computes = ("computation", "refresh")
+            own = [s for s in timed.spans if s.rank == rank.rank and s.what in computes]
+            own.sort(key=lambda span: (span.start, span.end))
             assert all(a.end <= b.start for a, b in pairwise(own))
 
         assert timed.bound == max(work.values()) <= timed.time
@@ -257,7 +280,8 @@ class TestLaws:
         """No time of a step falls when a duration rises: there are no anomalies."""
         schedule = tables()[data.draw(st.sampled_from(sorted(tables())))]
         transport, less = data.draw(ending), data.draw(times(schedule))
-        name = data.draw(st.sampled_from(("F", "I", "W", "message", "reduce", "host", "launch")))
+        every = ("F", "I", "W", "refresh", "message", "reduce", "host", "launch")
+        name = data.draw(st.sampled_from(every))
         more = attrs.evolve(
             less, times={**less.times, name: less.times.get(name, 0) + data.draw(st.integers(1, 9))}
         )
@@ -417,7 +441,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"sends": 1}, 'sends: expected one of .* found "sends"; leave it out'),
     ({"stages": []}, r"stages: expected an object, found \[\]"),
     ({"stages": {"01": {}}}, 'stages: expected names that are numbers, as in "0", found "01"'),
-    ({"stages": {"0": {"host": 1}}}, "stages.0.host: expected one of F, I, W, reduce"),
+    ({"stages": {"0": {"host": 1}}}, "stages.0.host: expected one of F, I, W, refresh, reduce"),
     ({"stages": {"0": {"F": None}}}, "stages.0.F: expected a number .* found null"),
     ({"ranks": {"0": {"F": 1}}}, "ranks.0.F: expected one of update, host, launch"),
     ({"links": {"0-1": 1}}, 'links: expected names that are two ranks, as in "0->1", found "0-1"'),

@@ -24,7 +24,7 @@ def rank(**changes: Any) -> dict[str, Any]:
     return {
         "began": 3, "epoch": 8, "first": {"a": "x"}, "last": {"a": "y"}, "saved": {"3": {"a": "x"}},
         "losses": {"3": [1.0, 2.0]}, "changed": [], "loaded otherwise": [], "differ": [],
-        "moved": 1, "same losses": True, **changes,
+        "moved": 1, "same losses": True, "launches": 0, **changes,
     }  # fmt: skip
 
 

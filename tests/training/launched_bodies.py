@@ -1,0 +1,145 @@
+"""What ranks of the tests of training by launches run, over a stand-in for a device's graphs."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import signal
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qeffect.cli import main
+from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
+from qeffect.gpu_runtime.parallel import command, one_launch
+from qeffect.gpu_runtime.parallel.compare import guarded
+from qeffect.gpu_runtime.parallel.one_launch import obstacles
+from qeffect.gpu_runtime.parallel.world import join
+from qeffect.gpu_runtime.training import curves, launches, loop
+from qeffect.gpu_runtime.training.config import read
+from qeffect.gpu_runtime.training.loop import Trainer
+from tests.parallel import recorded, recorded_bodies
+from tests.parallel.bodies import bits
+from tests.parallel.recorded_bodies import LIMITS
+
+
+def stand_in() -> None:
+    """From here on this process can take a step as one launch, as far as a CPU can."""
+    recorded.install()
+    launches._hindrances = lambda *_: []
+    for module in (loop, curves):
+        places: Any = module
+        made = places.guarded
+
+        def capturable(*given: Any, made: Any = made, **options: Any) -> Any:
+            worker = made(*given, **options)
+            return recorded.capturable(worker) if options.get("one_launch") else worker
+
+        places.guarded = capturable
+
+
+def trained(config: str, *, resume: bool = False, faults: Any = (), **run: Any) -> dict[str, Any]:
+    """
+    One run, and what it leaves.
+
+    Args:
+        config: The file.
+        resume: Whether it goes on from the newest checkpoint.
+        faults: For each, the epoch before which it is made, its rank, its kind, and its action.
+        run: Fields of `[run]` instead of the file's.
+    """
+    settings = read(Path(config), run=run)
+    member = join(settings.run.device, LIMITS)
+    trainer = Trainer(member, settings, resume=resume)
+    for _, rank, kind, action in faults:
+        assert kind in recorded_bodies.FAULTS, (rank, action)
+    due = {epoch: fault for epoch, *fault in faults}
+    step, whole = trainer.steps.step, trainer.steps.whole
+    ahead: list[int] = []
+
+    def faulty() -> None:
+        ahead.append(0 if whole is None else whole.ahead)
+        if fault := due.pop(trainer.worker.runtime.epoch, None):
+            victim, kind, action = fault
+            if member.rank == victim:
+                recorded_bodies.FAULTS[kind](trainer.worker, action)
+        step()
+
+    trainer.steps.step = faulty  # type: ignore[method-assign]
+    trainer.run()
+    left = bits(trainer.worker)
+    record = dict(trainer.record())
+    trainer.close()
+    return {
+        **{name: record[name] for name in ("began", "losses", "held_out", "launches")},
+        "replays": record["guarded_replays"],
+        "left": left,
+        "ahead": ahead,
+        "rehearsed and as one": [0, 0] if whole is None else whole.rehearsal.steps,
+    }
+
+
+def on_devices(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """As `in_turn`, on GPUs."""
+    os.environ.update(DETERMINISTIC)
+    found = []
+    for config, options in cases:
+        found.append(trained(config, **options))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler holds the worker
+        gc.collect()  # one runtime at a time shares the library's state
+    return found
+
+
+def in_turn(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Several runs, one after the other, in the same processes."""
+    stand_in()
+    return [trained(config, **options) for config, options in cases]
+
+
+def commands(cases: list[list[str]]) -> list[tuple[int, str, str]]:
+    """As `said`, where a step can be one launch."""
+    stand_in()
+    return said(cases)
+
+
+def said(cases: list[list[str]]) -> list[tuple[int, str, str]]:
+    """`qeffect runtime`, one after the other: exit codes, and what was said."""
+    command._LAST_WORD_S = 0.0
+    found = []
+    for case in cases:
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            code = main(["runtime", *case])
+        found.append((code, out.getvalue(), err.getvalue()))
+    return found
+
+
+def unable(config: str) -> dict[str, Any]:
+    """A run of which the last rank's library captures no step: what it says, and what it leaves."""
+    stand_in()
+    member = join("cpu", LIMITS)
+    real = one_launch._Gate.capture
+
+    def capture(self: Any, gradients: Any) -> Any:
+        if gradients is not None and member.rank == member.world - 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return real(self, gradients)
+
+    one_launch._Gate.capture = capture  # type: ignore[method-assign]
+    return trained(config)
+
+
+def without_graphs(jobs: list[Any]) -> list[dict[str, Any]]:
+    """What is missing to workers that are made for launches on a CPU, and where their rates are."""
+    member = join("cpu", LIMITS)
+    found = []
+    for job in jobs:
+        worker = guarded(member, job, "reference", one_launch=True)
+        groups = worker.optimizer.adamw.param_groups
+        rates = [group["lr"] for group in groups]
+        found.append({"missing": obstacles(worker), "tensors": all(map(torch.is_tensor, rates))})
+        worker.close()
+    return found

@@ -1,0 +1,292 @@
+"""
+Training by one launch a step has the bits of guarded replays, with all that a run has.
+
+What a device would do is done by `tests.parallel.recorded`; all else is the run's own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from qeffect.cli import main
+from qeffect.gpu_runtime import reports
+from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.training import launches
+from tests.parallel.ranks import launch
+
+from . import launched_bodies as bodies
+from .helpers import SMALL, language, noise, text
+
+RUN = (
+    SMALL.format(vocabulary=128, layers=4)
+    + """{model}
+[parallel]
+{parallel}
+[data]
+train = "train.npy"
+held_out = "train.npy"
+[optimizer]
+rate = 0.02
+warmup = 4
+decay_steps = 9
+weight_decay = 0.1
+clip_norm = 0.5
+skip_nonfinite = true
+[run]
+steps = 9
+evaluate_every = 6
+evaluate_windows = 4
+"""
+)
+PIPE = 'pp = 2\nschedule = "zbv"\nmicrobatches = 2'
+FOUR = 'pp = 2\ndp = 2\nschedule = "il"\nmicrobatches = 2\namax = "replicas"'
+
+
+def files(folder: Path, parallel: str, model: str = "", run: str = RUN) -> dict[str, str]:
+    """One run by replays, and by launches: whole, and with saves on its way."""
+    text(folder)
+    found = {}
+    for name, one_launch, saves in (
+        ("replays", False, False),
+        ("launches", True, False),
+        ("kept", True, True),
+    ):
+        launches = f"\none_launch = {str(one_launch).lower()}"
+        body = run.format(model=model, parallel=parallel + launches) + f'log = "{name}.jsonl"\n'
+        body += '[checkpoint]\nfolder = "kept"\nevery = 4\n' if saves else ""
+        path = folder / f"{name}.toml"
+        path.write_text(body)
+        found[name] = str(path)
+    return found
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The lines of a log that have a loss, without what a clock and an allocator say."""
+    every = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
+    timed = ("step_ms", "tokens_per_s", "memory_bytes")
+    return [{k: v for k, v in line.items() if k not in timed} for line in every if "loss" in line]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model", "world"),
+    [(PIPE, "", 2), (FOUR, "tied = true", 4)],
+    ids=["a pipeline", "replicas of a tied model"],
+)
+def test_launches_train_as_replays(parallel: str, model: str, world: int, tmp_path: Path) -> None:
+    """
+    Losses, norms, held-out losses and every tensor: whole, and stopped at 3 and gone on afresh.
+
+    The rate is another one in every step, and every gradient is clipped.
+    """
+    made = files(tmp_path, parallel, model)
+    require_alike(tmp_path, made, world, bodies.in_turn, clip=0.5)
+
+
+def require_alike(
+    folder: Path, made: dict[str, str], world: int, in_turn: Any, *, clip: float
+) -> None:
+    """Require of nine steps by launches, held-out text behind 6 and 9, what replays leave."""
+    for name in ("whole", "again"):
+        (folder / name).mkdir()
+    cases = [(made["replays"], {}), (made["launches"], {}), (made["kept"], {"steps": 3})]
+    whole = launch(world, folder / "whole", in_turn, cases)
+    again = launch(world, folder / "again", in_turn, [(made["kept"], {"resume": True})])
+    assert whole.codes == again.codes == [0] * world
+    for rank in range(world):
+        replays, launched, begun = whole.words[rank]
+        (resumed,) = again.words[rank]
+        assert replays["launches"] == 0
+        assert launched["losses"] == replays["losses"]
+        assert launched["left"] == replays["left"]
+        assert launched["held_out"] == replays["held_out"]
+        assert set(launched["held_out"]) == {"6", "9"}
+        assert (launched["launches"], launched["replays"]) == (8, "")
+        rehearsed, as_one = launched["rehearsed and as one"]
+        assert rehearsed + as_one == 7
+        assert as_one >= 3
+        assert launched["ahead"] == [0, 0, 1, 1, 1, 1, 0, 1, 1]  # left for held-out text behind 6
+        assert (begun["launches"], resumed["began"], resumed["launches"]) == (2, 3, 5)
+        assert begun["losses"] + resumed["losses"] == replays["losses"]
+        assert resumed["left"] == replays["left"]
+        assert len(replays["left"]) > 50
+    told = lines(folder, "replays")
+    assert [line["step"] for line in told] == list(range(9))
+    assert len({line["rate"] for line in told}) == 8  # the peak twice, around the warm-up's end
+    assert all(line["norm"] > clip and not line["skipped"] for line in told)
+    assert lines(folder, "launches") == lines(folder, "kept") == told
+
+
+def test_stops_are_begun_again_and_told_once(tmp_path: Path) -> None:
+    """
+    A refusal before a launch, which others have sent off, and a device that counted otherwise.
+
+    Each step has one line, whatever was launched twice, and the run ends in the bits of replays.
+    """
+    made = files(tmp_path, PIPE)
+    body = Path(made["launches"]).read_text().replace("[run]", "[run]\nretries = 1")
+    Path(made["launches"]).write_text(body)
+    faults = [[5, 1, "twice", "1W1"], [7, 0, "miscounted", ""]]
+    (tmp_path / "said").mkdir()
+    cases = [(made["replays"], {}), (made["launches"], {"faults": faults})]
+    said = launch(2, tmp_path / "said", bodies.in_turn, cases)
+    assert said.codes == [0, 0]
+    for rank in range(2):
+        replays, launched = said.words[rank]
+        assert launched["losses"] == replays["losses"]
+        assert launched["left"] == replays["left"]
+        assert launched["launches"] == 9 - 3  # a guarded step at first, and one behind each stop
+    assert lines(tmp_path, "launches") == lines(tmp_path, "replays")
+    every = map(json.loads, (tmp_path / "launches.jsonl").read_text().splitlines())
+    stops = [(line["step"], line["stopped"]) for line in every if "stopped" in line]
+    assert [step for step, _ in stops] == [5, 7]
+    assert "rank 1, step 5, 1W1" in stops[0][1]
+    assert "rank 0, step 7" in stops[1][1]
+
+
+def test_skipped_updates_are_told_alike(tmp_path: Path) -> None:
+    """With a rate at which nothing stays finite the device skips what the host would skip."""
+    made = files(tmp_path, PIPE)
+    for path in map(Path, made.values()):
+        path.write_text(path.read_text().replace("rate = 0.02", "rate = 1e9"))
+    (tmp_path / "said").mkdir()
+    cases = [(made["replays"], {}), (made["launches"], {})]
+    said = launch(2, tmp_path / "said", bodies.in_turn, cases)
+    assert said.codes == [0, 0]
+    for rank in range(2):
+        replays, launched = said.words[rank]
+        assert launched["left"] == replays["left"]
+    told = lines(tmp_path, "replays")
+    assert lines(tmp_path, "launches") == told
+    assert {line["skipped"] for line in told} == {True, False}
+    assert [line["norm"] is None for line in told] == [line["skipped"] for line in told]
+
+
+def test_a_step_that_cannot_be_captured_is_replayed_from_there(tmp_path: Path) -> None:
+    """One rank's library refuses it: all go on by guarded replays, and the log says so once."""
+    made = files(tmp_path, PIPE)
+    for name in ("said", "beside"):
+        (tmp_path / name).mkdir()
+    said = launch(2, tmp_path / "said", bodies.unable, made["launches"])
+    beside = launch(2, tmp_path / "beside", bodies.in_turn, [(made["replays"], {})])
+    assert said.codes == beside.codes == [0, 0]
+    for rank in range(2):
+        word, (replays,) = said.words[rank], beside.words[rank]
+        assert word["left"] == replays["left"]
+        assert word["losses"] == replays["losses"]
+        assert word["launches"] == 0
+        assert word["replays"].startswith("the step could not be captured: rank 1, step 1")
+    every = list(map(json.loads, (tmp_path / "launches.jsonl").read_text().splitlines()))
+    assert [line for line in every if "one_launch" in line] == [
+        {"one_launch": True},
+        {"one_launch": False, "guarded_replays": said.words[0]["replays"]},
+    ]
+
+
+def test_where_no_step_can_be_one_launch_it_says_why(tmp_path: Path) -> None:
+    """On a CPU: in a line of the log, on the terminal and in the report; and it trains."""
+    made = files(tmp_path, PIPE.replace("pp = 2", "pp = 1").replace("zbv", "1f1b"))
+    path, out = Path(made["launches"]), tmp_path / "out.json"
+    path.write_text(path.read_text().replace("steps = 9", "steps = 2"))
+    (tmp_path / "said").mkdir()
+    words = ["--out", str(out), "--commit", "1" * 40, "--quiet"]
+    said = launch(1, tmp_path / "said", bodies.said, [["train", str(path), *words]])
+    ((code, told, _),) = said.words[0]
+    assert code == 0
+    assert "guarded replays, not one launch a step: a CPU has no graphs" in told
+    report = json.loads(out.read_text())
+    jsonschema.Draft202012Validator(reports.schema()).validate(report)
+    (run,) = report["raw"]["runs"]
+    assert (run["launches"], run["guarded_replays"]) == (0, "a CPU has no graphs")
+    first, *others = map(json.loads, (tmp_path / "launches.jsonl").read_text().splitlines())
+    assert first == {"one_launch": False, "guarded_replays": "a CPU has no graphs"}
+    assert [line["step"] for line in others if "loss" in line] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("device", "rule", "problem", "told"),
+    [
+        ("cpu", "accumulate", None, "a CPU has no graphs"),
+        ("cuda", "copied", None, "[parallel] rule is 'copied'"),
+        ("cuda", "accumulate", "no cuda.bindings", "no cuda.bindings"),
+        ("cuda", "accumulate", None, None),
+    ],
+)
+def test_what_hinders_is_known_before_graphs_are_captured(
+    device: str,
+    rule: Any,
+    problem: str | None,
+    told: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Graphs that can be nested are not even made then: without the driver's functions none can."""
+    monkeypatch.setattr(launches, "obstacle", lambda: problem)
+    member: Any = SimpleNamespace(device=torch.device(device))
+    found = launches._hindrances(member, Job(rule=rule))
+    assert [text[: len(told or "")] for text in found] == ([] if told is None else [told])
+
+
+def test_a_worker_for_launches_wants_nothing_but_graphs(tmp_path: Path) -> None:
+    """Its update can be captured, and a language model's rate is where a graph reads it."""
+    jobs = [Job(pp=1), language(noise(tmp_path), pp=1)]
+    (tmp_path / "said").mkdir()
+    said = launch(1, tmp_path / "said", bodies.without_graphs, jobs)
+    plain, model = said.words[0]
+    for found in (plain, model):
+        graphs, *driver = found["missing"]
+        assert graphs.startswith("its slots have no graphs")
+        assert all("cuda.bindings" in text for text in driver)
+    assert (plain["tensors"], model["tensors"]) == (False, True)
+
+
+def test_a_launched_side_of_curves_is_the_native_one(tmp_path: Path) -> None:
+    """The same losses, held-out losses and tensors; without graphs that side is refused."""
+    made = files(tmp_path, PIPE.replace("pp = 2", "pp = 1"))
+    path, out = Path(made["replays"]), tmp_path / "out.json"
+    path.write_text(path.read_text().replace("skip_nonfinite = true\n", ""))
+    runs = ["--runs", "native:zbv:0", "launched:zbv:0", "guarded:zbv:0"]
+    case = ["curves", str(path), *runs, "--out", str(out), "--commit", "1" * 40, "--quiet"]
+    short = [*case[:3], "launched:zbv:0", *case[6:]]
+    for name in ("said", "refused"):
+        (tmp_path / name).mkdir()
+    refused = launch(1, tmp_path / "refused", bodies.said, [short])
+    ((code, _, err),) = refused.words[0]
+    assert code == 2
+    assert "no step of a launched run can be one launch: a CPU has no graphs" in err
+    said = launch(1, tmp_path / "said", bodies.commands, [case])
+    ((code, told, _),) = said.words[0]
+    assert code == 0
+    assert "launched:zbv:0:te and native:zbv:0:te: 0 of 9 losses differ" in told
+    report = json.loads(out.read_text())
+    jsonschema.Draft202012Validator(reports.schema()).validate(report)
+    assert [run["launches"] for run in report["raw"]["runs"]] == [0, 8, 0]
+    rows = {row["run"]: row for row in report["derived"]["same_order"]}
+    for name in ("launched:zbv:0:te", "guarded:zbv:0:te"):
+        assert not rows[name]["state_differs"]
+        assert (rows[name]["losses_differ"], rows[name]["held_out_differ"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("new", "options", "told"),
+    [
+        ("one_launch = true\ncaptured = false", [], "[parallel] one_launch: expected captured = t"),
+        ("one_launch = true", ["--compare", "all"], "[parallel] one_launch: --compare all looks a"),
+        ("one_launch = 1", [], "[parallel] one_launch: expected true or false, found 1"),
+    ],
+)
+def test_one_launch_beside_what_excludes_it_is_one_line(
+    new: str, options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, before anything is made."""
+    path = Path(files(tmp_path, PIPE)["launches"])
+    path.write_text(path.read_text().replace("one_launch = true", new))
+    assert main(["runtime", "train", str(path), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+    assert line.count("launches.toml") == 1
