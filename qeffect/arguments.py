@@ -12,6 +12,7 @@ from attrs import frozen
 from .engine.stage import TRANSITIONS
 from .keys import Cell, TapeKey, TapeRef
 from .refusals import Refused
+from .text import shown, spelled, within
 
 __all__ = ["UNUSABLE", "Arguments"]
 
@@ -56,7 +57,8 @@ class Arguments:
         """
         if value.__class__ is not int:
             raise TypeError(
-                f"{transition}: {name} must be an int, got {value!r} ({value.__class__.__name__})"
+                f"{transition}: {name} must be an int, got {shown(value)} "
+                f"({value.__class__.__name__})"
             )
 
     def stage(self, transition: str, stage: Any) -> None:
@@ -68,7 +70,7 @@ class Arguments:
         """
         self.integer(transition, "stage", stage)
         if stage not in self.slots:
-            raise ValueError(f"{transition}: no stage {stage}; there are {list(self.slots)}")
+            raise ValueError(f"{transition}: no stage {shown(stage)}; there are {list(self.slots)}")
 
     def link(self, transition: str, link: Any) -> None:
         """
@@ -79,7 +81,9 @@ class Arguments:
         """
         self.integer(transition, "link", link)
         if not 0 <= link < self.num_links:
-            raise ValueError(f"{transition}: no link {link}; links are 0 to {self.num_links - 1}")
+            raise ValueError(
+                f"{transition}: no link {shown(link)}; links are 0 to {self.num_links - 1}"
+            )
 
     def slot(self, transition: str, key: Any, slot: Any) -> None:
         """
@@ -135,7 +139,9 @@ class Arguments:
         """
         self._class(call, "key", key)
         if key.cell not in self.cells:
-            raise ValueError(f"{call}: no {key}; expected a key of {self._configured(key)}")
+            raise ValueError(
+                f"{call}: no {spelled(key)}; expected a key of {self._configured(key)}"
+            )
 
     def ticket(self, transition: str, ticket: Any, incarnation: int) -> Exception:
         """
@@ -148,13 +154,14 @@ class Arguments:
         """
         missing = [n for n in ("action", "slot", "serial", "incarnation") if not hasattr(ticket, n)]
         if missing:
-            return TypeError(f"{transition}: expected a Ticket, got {ticket!r}")
+            return TypeError(f"{transition}: expected a Ticket, got {shown(ticket)}")
         refused = Refused("ownership.unknown-ticket")
         refused.transition = transition
         of = ticket.incarnation
         refused.found = (
-            f"ticket {ticket.serial} of {ticket.action} in slot {ticket.slot}, issued by "
-            f"incarnation {format(of, '016x') if of.__class__ is int else repr(of)}"
+            f"ticket {shown(ticket.serial)} of {within(str(ticket.action))} in slot "
+            f"{shown(ticket.slot)}, issued by incarnation "
+            f"{format(of, '016x') if of.__class__ is int else shown(of)}"
         )
         refused.expected = f"a ticket of F, dI, dW or refresh issued by {incarnation:016x}"
         return refused
@@ -194,16 +201,18 @@ class Arguments:
     def _class(self, transition: str, name: str, value: Any) -> None:
         wanted = _CLASSES[name]
         if value.__class__ is not wanted:
-            raise TypeError(f"{transition}: {name} must be a {wanted.__name__}, got {value!r}")
+            raise TypeError(f"{transition}: {name} must be a {wanted.__name__}, got {shown(value)}")
 
     def _refused(self, clause: str, transition: str, key: Any, slot: Any) -> Refused:
         refused = Refused(clause)
         refused.transition = transition
         if clause == "ownership.unknown-key":
-            refused.found = str(key)
+            refused.found = spelled(key)
             refused.expected = f"a key of {self._configured(key)}"
         else:
-            refused.found = f"slot {slot}" + (f" for {key}" if key is not None else "")
+            refused.found = f"slot {shown(slot)}" + (
+                f" for {spelled(key)}" if key is not None else ""
+            )
             refused.expected = f"a slot from 0 to {self.num_slots - 1}"
         return refused
 
@@ -213,4 +222,4 @@ class Arguments:
         if not own:
             return f"one of the stages {list(self.slots)}"
         m, b, i = (max(cell[part] for cell in own) + 1 for part in (1, 2, 3))
-        return f"stage {key.stage}: {m} microbatches, {b} blocks, {i} invocations"
+        return f"stage {shown(key.stage)}: {m} microbatches, {b} blocks, {i} invocations"

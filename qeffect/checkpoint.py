@@ -11,6 +11,7 @@ from attrs import Attribute, field, frozen
 from .config import StageConfig
 from .configuration import Configuration
 from .refusals import refused
+from .text import shown
 
 __all__ = ["Caches", "Checkpoint", "cache_semantics", "require_same"]
 
@@ -31,13 +32,15 @@ def cache_semantics(configuration: Configuration) -> Caches:
 
 def _weight_epoch(checkpoint: Any, attribute: Attribute[Any], value: Any) -> None:
     if value.__class__ is not int or value < 0:
-        raise ValueError(f"the epoch of a checkpoint must be a non-negative int, got {value!r}")
+        raise ValueError(
+            f"the epoch of a checkpoint must be a non-negative int, got {shown(value)}"
+        )
 
 
 def _without_places(configuration: Configuration) -> Configuration:
     if not isinstance(configuration, Configuration):
         raise TypeError(
-            f"the configuration of a checkpoint must be a Configuration, got {configuration!r}"
+            f"the configuration of a checkpoint must be a Configuration, got {shown(configuration)}"
         )
     return configuration.without_places()
 

@@ -13,6 +13,7 @@ from attrs.validators import in_, optional
 from .destinations import Destination
 from .keys import Cell, cell_of
 from .relations.constants import BACK_BIT, DGRAD_BIT, GRAD_BIT, IN_BIT, OUT_BIT, WGRAD_BIT
+from .text import shown
 
 __all__ = ["Bucket", "StageConfig"]
 
@@ -20,7 +21,7 @@ __all__ = ["Bucket", "StageConfig"]
 def _at_least(least: int) -> Callable[[Any, Attribute[int], Any], None]:
     def validate(config: Any, attribute: Attribute[int], value: Any) -> None:
         if value.__class__ is not int:
-            raise TypeError(f"{attribute.name} must be an integer, got {value!r}")
+            raise TypeError(f"{attribute.name} must be an integer, got {shown(value)}")
         if value < least:
             raise ValueError(f"{attribute.name} must be at least {least}, got {value}")
 
@@ -29,37 +30,37 @@ def _at_least(least: int) -> Callable[[Any, Attribute[int], Any], None]:
 
 def _flag(config: Any, attribute: Attribute[bool], value: Any) -> None:
     if value.__class__ is not bool:
-        raise TypeError(f"{attribute.name} must be a bool, got {value!r}")
+        raise TypeError(f"{attribute.name} must be a bool, got {shown(value)}")
 
 
 def _hashable(config: Any, attribute: Attribute[Any], value: Any) -> None:
     try:
         hash(value)
     except TypeError:
-        raise TypeError(f"{attribute.name} must be a hashable name, got {value!r}") from None
+        raise TypeError(f"{attribute.name} must be a hashable name, got {shown(value)}") from None
 
 
 def _names(names: Iterable[str]) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise TypeError(f"matrices must be a sequence of names, got {names!r}")
+        raise TypeError(f"matrices must be a sequence of names, got {shown(names)}")
     given = tuple(names)
     if not all(isinstance(name, str) for name in given):
-        raise TypeError(f"matrices must be names, got {given!r}")
+        raise TypeError(f"matrices must be names, got {shown(given)}")
     if len(set(given)) != len(given):
-        raise ValueError(f"matrices must be named once each, got {given!r}")
+        raise ValueError(f"matrices must be named once each, got {shown(given)}")
     return tuple(sorted(given))
 
 
 def _destinations(destinations: Iterable[Destination]) -> tuple[Destination, ...]:
     given = tuple(destinations) if isinstance(destinations, Iterable) else (destinations,)
     if not all(isinstance(destination, Destination) for destination in given):
-        raise TypeError(f"destinations must be Destination objects, got {given!r}")
+        raise TypeError(f"destinations must be Destination objects, got {shown(given)}")
     return given
 
 
 def _bucket_name(bucket: Any, attribute: Attribute[Any], value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(f"a bucket's name must be a string or an integer, got {value!r}")
+        raise TypeError(f"a bucket's name must be a string or an integer, got {shown(value)}")
 
 
 @frozen
@@ -89,22 +90,22 @@ class Bucket:
 def _buckets(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
     given = tuple(buckets) if isinstance(buckets, Iterable) else (buckets,)
     if not all(isinstance(bucket, Bucket) for bucket in given):
-        raise TypeError(f"buckets must be Bucket objects, got {given!r}")
+        raise TypeError(f"buckets must be Bucket objects, got {shown(given)}")
     names = [bucket.name for bucket in given]
     if len(set(names)) != len(names):
-        raise ValueError(f"buckets must be named once each, got {names!r}")
+        raise ValueError(f"buckets must be named once each, got {shown(names)}")
     return given
 
 
 def _placed(buffers: Mapping[str, str] | Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     pairs: Any = buffers.items() if isinstance(buffers, Mapping) else buffers
     if not isinstance(pairs, Iterable) or isinstance(pairs, str):
-        raise TypeError(f"buffers must be names by matrix, got {buffers!r}")
+        raise TypeError(f"buffers must be names by matrix, got {shown(buffers)}")
     given = tuple(tuple(pair) for pair in pairs)
     if not all(len(pair) == 2 and all(isinstance(n, str) for n in pair) for pair in given):
-        raise TypeError(f"buffers must be names by matrix, got {buffers!r}")
+        raise TypeError(f"buffers must be names by matrix, got {shown(buffers)}")
     if len({matrix for matrix, _ in given}) != len(given):
-        raise ValueError(f"buffers must name each matrix once, got {given!r}")
+        raise ValueError(f"buffers must name each matrix once, got {shown(given)}")
     return tuple((matrix, name) for matrix, name in sorted(given))
 
 

@@ -17,7 +17,7 @@ from .destinations import Destination
 from .keys import Cell, cell_of
 from .layout import GRAPHS, share_buckets
 from .relations.constants import GENERATION_MAX
-from .text import is_name
+from .text import is_name, shown
 
 __all__ = ["Configuration", "Graph", "Positions", "write_destinations"]
 
@@ -195,7 +195,7 @@ def write_destinations(destinations: tuple[Destination, ...]) -> list[dict[str, 
         ValueError: One has a name that is not printable.
     """
     if not all(isinstance(d, Destination) for d in destinations):
-        raise TypeError(f"an event log holds Destination records, got {destinations!r}")
+        raise TypeError(f"an event log holds Destination records, got {shown(destinations)}")
     for destination in destinations:
         for name in (destination.matrix, destination.dtype, destination.device):
             _printable(name, "destination")
@@ -282,10 +282,10 @@ def _name(name: Hashable, what: str) -> int | str:
         return name
     if isinstance(name, str):
         return _printable(name, what)
-    raise ValueError(f"an event log names a {what} by an integer or a string, got {name!r}")
+    raise ValueError(f"an event log names a {what} by an integer or a string, got {shown(name)}")
 
 
 def _printable(name: str, what: str) -> str:
     if not is_name(name):
-        raise ValueError(f"an event log names a {what} by printable characters, got {name!r}")
+        raise ValueError(f"an event log names a {what} by printable characters, got {shown(name)}")
     return name

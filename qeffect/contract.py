@@ -110,7 +110,7 @@ class Contract:
         late: bool = False,
     ) -> None:
         if epoch.__class__ is not int or epoch < 0:
-            raise ValueError(f"epoch must be a non-negative integer, got {epoch!r}")
+            raise ValueError(f"epoch must be a non-negative integer, got {shown(epoch)}")
         self.stages = tuple(stages)
         self.transitions: Transitions = transitions(omit)
         laid = lay_out(
@@ -1192,11 +1192,11 @@ def _names(evidence: Iterable[str]) -> tuple[Any, ...]:
     """
     try:
         if isinstance(evidence, str):
-            raise TypeError(f"{evidence!r} is one name; expected a collection of names")
+            raise TypeError(f"{shown(evidence)} is one name; expected a collection of names")
         names = tuple(sorted(evidence))
         for name in names:
             if not isinstance(name, str):
-                raise TypeError(f"{name!r} is no name")
+                raise TypeError(f"{shown(name)} is no name")
     except Exception as error:  # the caller's iterable may raise anything; the action has failed
         return (error,)
     return names

@@ -15,6 +15,8 @@ from typing import Any, Final
 
 from attrs import Attribute, field, frozen
 
+from .text import shown
+
 __all__ = ["COUNTED", "MULTIPLIER", "DeviceCounts", "advance", "fold", "mark", "wrap"]
 
 #: Kinds of action, in the order of a stage's counters.
@@ -85,15 +87,15 @@ def _whole(counts: Any, attribute: Attribute[Any], value: Any) -> None:
     """Require plain integers: a number that only equals one is no count."""
     numbers = (value,) if attribute.name == "digest" else tuple(value)
     if any(number.__class__ is not int for number in numbers):
-        raise TypeError(f"{attribute.name} must be plain integers, got {value!r}")
+        raise TypeError(f"{attribute.name} must be plain integers, got {shown(value)}")
 
 
 def _stages(counts: Any, attribute: Attribute[Any], value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{attribute.name} must be counters by stage, got {value!r}")
+        raise TypeError(f"{attribute.name} must be counters by stage, got {shown(value)}")
     for stage, numbers in value.items():
         if not isinstance(numbers, Sequence):
-            raise TypeError(f"stage {stage} must have a sequence of counters, got {numbers!r}")
+            raise TypeError(f"stage {stage} must have a sequence of counters, got {shown(numbers)}")
         if len(numbers) != len(COUNTED):
             raise ValueError(
                 f"stage {stage} has {len(numbers)} counters; expected {', '.join(COUNTED)}"

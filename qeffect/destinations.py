@@ -12,6 +12,7 @@ from typing import Any
 from attrs import Attribute, field, frozen
 
 from .refusals import refused
+from .text import shown
 
 __all__ = ["Destination", "require_disjoint"]
 
@@ -34,7 +35,7 @@ def _not_negative(destination: Any, attribute: Attribute[Any], value: Any) -> No
     if value.__class__ is not int or value < 0:
         raise ValueError(
             f"{attribute.name} of the destination of {destination.matrix!r} must be a non-negative "
-            f"integer, got {value!r}"
+            f"integer, got {shown(value)}"
         )
 
 

@@ -23,6 +23,7 @@ from .relations.constants import (
     RESERVED,
     WGRAD_BIT,
 )
+from .text import shown
 
 __all__ = ["EXPLANATIONS", "explain", "mask_text"]
 
@@ -580,14 +581,14 @@ def _difference(found: Any, configured: Any, side: int) -> str:
     """Name the first destination and field in which two bindings differ."""
     if not isinstance(found, tuple) or len(found) != len(configured):
         both = (found, configured)[side]
-        return f"{len(both)} destinations" if isinstance(both, tuple) else repr(both)
+        return f"{len(both)} destinations" if isinstance(both, tuple) else shown(both)
     for ours, theirs in zip(found, configured, strict=True):
         for name in ("matrix", "microbatch", "shape", "dtype", "device", "address", "nbytes"):
             pair = getattr(ours, name, "unknown"), getattr(theirs, name)
             if pair[0] != pair[1]:
                 value = f"{pair[side]:#x}" if name == "address" else pair[side]
                 return f"{theirs.matrix} microbatch {theirs.microbatch} {name} {value}"
-    return repr((found, configured)[side])
+    return shown((found, configured)[side])
 
 
 def explain(refused: Refused, transition: str, st: Any, arguments: tuple[Any, ...]) -> Refused:
@@ -595,5 +596,10 @@ def explain(refused: Refused, transition: str, st: Any, arguments: tuple[Any, ..
     refused.transition = transition
     given = dict(zip(TRANSITIONS[transition], arguments, strict=True))
     given["transition"] = transition
-    refused.found, refused.expected = EXPLANATIONS[refused.clause](st, given)
+    try:
+        refused.found, refused.expected = EXPLANATIONS[refused.clause](st, given)
+    except ValueError:  # Python spells no integer of thousands of digits
+        told = ((name, value) for name, value in given.items() if name != "transition")
+        refused.found = ", ".join(f"{name} {shown(value)}" for name, value in told)
+        refused.expected = "numbers that this contract has given"
     return refused

@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 
 from .keys import TapeKey, TapeRef
 from .refusals import Refused
+from .text import shown
 from .threads import ConcurrentCallError
 from .tickets import Fills, Ticket
 
@@ -245,7 +246,7 @@ def guarded(
     (0, 'activations')
     """
     if action not in ("F", "dI", "dW"):
-        raise ValueError(f"action must be 'F', 'dI' or 'dW', got {action!r}")
+        raise ValueError(f"action must be 'F', 'dI' or 'dW', got {shown(action)}")
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         name = getattr(function, "__name__", action)
@@ -270,7 +271,7 @@ def guarded(
             with block:
                 given = _done(name, function(key, ref, *args, **kwargs))
                 if not isinstance(given, tuple) or len(given) != 2:
-                    raise TypeError(f"{name} must return (matrices, result), got {given!r}")
+                    raise TypeError(f"{name} must return (matrices, result), got {shown(given)}")
                 matrices, result = given
                 if isinstance(block, Dgrad):
                     block.queued = matrices

@@ -8,6 +8,8 @@ from typing import Any
 
 from attrs import Attribute, field, frozen
 
+from .text import shown
+
 __all__ = ["Cell", "TapeKey", "TapeRef", "Unfrozen", "cell_of", "reference", "spell"]
 
 #: A key without its epoch: (stage, microbatch, block, invocation).
@@ -30,7 +32,7 @@ def cell_of(stage: int, microbatch: int, block: int, invocation: int) -> Cell:
     cell = (stage, microbatch, block, invocation)
     for part in cell:
         if part.__class__ is not int:
-            raise TypeError(f"a cell is made of int, got {cell!r}")
+            raise TypeError(f"a cell is made of int, got {shown(cell)}")
     return _cells.setdefault(cell, cell)
 
 
@@ -64,7 +66,7 @@ def _integer(name: Any, attribute: Attribute[Any], value: Any) -> None:
     """
     if value.__class__ is not int:
         raise TypeError(
-            f"'{attribute.name}' must be an int, got {value!r} ({value.__class__.__name__})"
+            f"'{attribute.name}' must be an int, got {shown(value)} ({value.__class__.__name__})"
         )
 
 

@@ -19,6 +19,7 @@ from .keys import Cell
 from .refusals import refused
 from .relations.constants import GENERATION_MAX
 from .sharing import share_destinations, written_once
+from .text import shown
 
 __all__ = ["GRAPHS", "Layout", "lay_out", "share_buckets"]
 
@@ -84,14 +85,14 @@ def lay_out(
     """
     for config in stages:
         if not isinstance(config, StageConfig):
-            raise TypeError(f"stages must be StageConfig objects, got {config!r}")
+            raise TypeError(f"stages must be StageConfig objects, got {shown(config)}")
     _require_relations(stages, functions, declared or {})
     if isinstance(callers, str) or len(set(callers)) != len(callers) or not callers:
-        raise ValueError(f"callers must be different names, at least one, got {callers!r}")
+        raise ValueError(f"callers must be different names, at least one, got {shown(callers)}")
     if generation_max.__class__ is not int or not 0 <= generation_max <= GENERATION_MAX:
         raise ValueError(
             f"generation_max must be a non-negative integer of at most {GENERATION_MAX}, "
-            f"got {generation_max!r}"
+            f"got {shown(generation_max)}"
         )
     indices = [config.stage for config in stages]
     if len(set(indices)) != len(indices) or not indices:

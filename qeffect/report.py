@@ -26,6 +26,8 @@ __all__ = [
     "environment",
     "package",
     "program",
+    "read_json",
+    "require_place",
     "write_json",
     "write_text",
 ]
@@ -158,6 +160,39 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def read_json(path: Path) -> Any:
+    """
+    Read a JSON file as RFC 8259 has it: no NaN, and no name twice in one object.
+
+    Raises:
+        UnusableError: It cannot be read, or is none; the message names the file and says why.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UnusableError(f"{path}: cannot be read: {why}; name a JSON file") from None
+    try:
+        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+    except RecursionError:
+        raise UnusableError(f"{path}: expected JSON, found a deeply nested value") from None
+    except ValueError as error:
+        raise UnusableError(f"{path}: expected JSON, found {error}") from None
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} twice in one object")
+    return found
+
+
+def _no_number(constant: str) -> None:
+    raise ValueError(f"{constant}, which is no number of JSON")
+
+
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """
     Write plain data as JSON; a reader sees the old file or the whole new one.
@@ -179,17 +214,58 @@ def write_text(path: Path, text: str) -> None:
         if path.exists() and not path.is_file():  # a pipe or a device has no old content to keep
             path.write_text(text, encoding="utf-8")
             return
-        place = path.resolve()  # through a link, which stays
-        partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
+        place, partial = _places(path)
         try:
             partial.write_text(text, encoding="utf-8")
             partial.replace(place)
         finally:
             partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise UnusableError(
-            f"cannot write {path}: {error.strerror}; choose another place"
-        ) from error
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from error
+
+
+def require_place(path: Path | None, option: str = "--out") -> None:
+    """
+    Require that a file can be written, before anything is measured; what is there stays as it is.
+
+    Args:
+        path: The file; None for none.
+        option: How it was named.
+
+    Raises:
+        UnusableError: It is a folder, its folder is missing, or nothing can be written there.
+    """
+    if path is None:
+        return
+    try:
+        if path.is_dir():
+            raise UnusableError(
+                f"{option} {path}: expected a file, found a folder; name a file in it"
+            )
+        if path.exists() and not path.is_file():
+            return
+        if not path.absolute().parent.is_dir():
+            raise UnusableError(
+                f"{option} {path}: there is no folder {path.parent}; make it, or name another"
+            )
+        _, partial = _places(path)
+        partial.touch()
+        partial.unlink()
+    except UnusableError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from error
+
+
+def _places(path: Path) -> tuple[Path, Path]:
+    """A file through its links, which stay, and beside it the one that becomes it."""
+    place = path.resolve()
+    return place, place.with_name(f".{place.name}.{os.getpid()}.partial")
+
+
+def _unwritable(path: Path, error: OSError | ValueError) -> UnusableError:
+    why = getattr(error, "strerror", None) or error
+    return UnusableError(f"cannot write {path}: {why}; choose another place")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

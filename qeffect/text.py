@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-__all__ = ["escaped", "is_name", "shown", "within"]
+__all__ = ["escaped", "is_name", "shown", "spelled", "within"]
 
 #: Longest passage of a log that a message repeats.
 _LONGEST: Final = 300
@@ -50,6 +50,14 @@ def within(text: str, most: int = _LONGEST) -> str:
     return line if len(line) <= most else f"{line[: most // 2]}...{line[-(most // 3) :]}"
 
 
+def spelled(value: Any) -> str:
+    """Return a name as text, also one with a number that is too long to be spelled."""
+    try:
+        return str(value)
+    except ValueError:
+        return shown(value)
+
+
 def shown(value: Any) -> str:
     """Return a value as a message repeats it: short, and on one line."""
     try:
@@ -57,5 +65,7 @@ def shown(value: Any) -> str:
     except RecursionError:
         return "a deeply nested value"
     except Exception as error:  # of a class of the caller's, or an integer of thousands of digits
+        if isinstance(value, int):
+            return f"an integer of {value.bit_length():,} bits"
         return f"a value of class {type(value).__name__} with no text ({type(error).__name__})"
     return within(text if len(text) <= 60 else f"{text[:57]}...")

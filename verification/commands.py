@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qeffect.cli.command import Outcome, Progress, UnusableError, needs, refuse_unused
-from qeffect.report import environment, write_json, write_text
+from qeffect.report import environment, require_place, write_json, write_text
 
 __all__ = [
     "DEPTH",
@@ -240,6 +240,7 @@ class Prove:
             raise UnusableError(f"--seeds must be at most {MOST_SEEDS:,}, not {args.seeds}")
         if not 1 <= args.depth <= DEPTH:
             raise UnusableError(f"--depth must be at least 1 and at most {DEPTH}, not {args.depth}")
+        require_place(args.out)
         prove = needs("verify", _prove)
         if args.only is not None:
             if not needs("verify", _mutants).sites_with(args.only):

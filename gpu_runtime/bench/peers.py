@@ -46,7 +46,7 @@ from qeffect.gpu_runtime.measure.report import (
     Report,
     UnusableError,
     environment,
-    require_folder,
+    require_place,
 )
 from qeffect.gpu_runtime.optimizer import Gradients
 from qeffect.gpu_runtime.parallel.compare import held_by
@@ -394,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.mode is not None:
             _child(args, asked)
             return 0
-        require_folder(args.out)
+        require_place(args.out)
         _require(args)
         place = environment(args.commit)
     except UnusableError as error:

@@ -32,7 +32,7 @@ from qeffect.gpu_runtime.measure.report import (
     environment,
     read_part,
     require_alike,
-    require_folder,
+    require_place,
 )
 from qeffect.gpu_runtime.memory.arena import Rule
 from qeffect.gpu_runtime.memory.state import same_bits
@@ -252,7 +252,7 @@ def run_tables(args: argparse.Namespace, progress: Progress) -> Outcome:
     if args.merge is not None:
         options = [f"--{name.replace('_', '-')}" for name in (*_DEFAULTS, "no_profile", "commit")]
         refuse_unused(args, options, "--merge measures nothing")
-        require_folder(args.out)
+        require_place(args.out)
         return _outcome(merged(args.merge, args.out))
     for name, value in _DEFAULTS.items():
         if getattr(args, name) is None:
@@ -265,7 +265,7 @@ def run_tables(args: argparse.Namespace, progress: Progress) -> Outcome:
         )
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     try:
-        require_folder(args.out)
+        require_place(args.out)
         finished = _trial(args, progress)
     except (BackendError, ScheduleError, UnusableError) as error:
         mute(failed=True)
@@ -297,7 +297,7 @@ def merged(paths: Sequence[Path], out: Path | None) -> dict[str, Any]:
         UnusableError: A file is no report of `tables`; trials are of several devices, commits or
             versions; or one is named twice.
     """
-    found = [read_part(path, "tables") for path in paths]
+    found = [read_part(path, "tables", table_lines) for path in paths]
     require_alike([(path, _facts(part)) for path, part in zip(paths, found, strict=True)])
     trials: list[Any] = []
     for path, part in zip(paths, found, strict=True):

@@ -9,7 +9,6 @@ Drawn from reports alone; the same reports give the same bytes.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
@@ -410,14 +409,21 @@ def draw(folder: Path, out: Path, *, suffix: str = "svg") -> list[Path]:
         suffix: "svg" or "png".
 
     Raises:
-        UnusableError: No report allows any picture, or matplotlib is missing.
+        UnusableError: No report allows any picture, a file is no report, or matplotlib is missing.
+        OSError: A picture cannot be written.
     """
     drawn = []
     for name, (kind, make) in PICTURES.items():
         found = list(reports.load(folder, kind=kind))
-        if not any(_has_content(report) for report in found):
-            continue
-        figure = make(found)
+        try:
+            figure = make(found) if any(_has_content(report) for report in found) else None
+        except UnusableError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UnusableError(
+                f"{folder}: expected {kind} reports, found one from which nothing can be drawn "
+                f"({type(error).__name__}: {error}); make it again, or take it out"
+            ) from error
         if figure is None:
             continue
         out.mkdir(parents=True, exist_ok=True)
@@ -465,7 +471,7 @@ def run_plots(args: argparse.Namespace, progress: Progress) -> Outcome:
     try:
         paths = [str(path) for path in draw(args.reports, args.out, suffix=args.format)]
     except OSError as error:
-        raise UnusableError(f"cannot read {args.reports} or write {args.out}: {error}") from error
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise UnusableError(f"{args.reports} holds a file that is not a report: {error}") from error
+        raise UnusableError(
+            f"--out {args.out}: {error.strerror or error}; name a folder that can be written"
+        ) from error
     return Outcome("accepted", {"pictures": paths}, paths)

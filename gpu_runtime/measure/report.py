@@ -7,8 +7,7 @@ killed leaves a valid report of what it had; `complete` says whether it reached 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import attrs
 from qeffect import report
 from qeffect.gpu_runtime.measure import device
 from qeffect.gpu_runtime.measure.derive import DERIVE
-from qeffect.report import UnusableError, write_json
+from qeffect.report import UnusableError, read_json, require_place, write_json
 
 __all__ = [
     "ALIKE",
@@ -27,7 +26,7 @@ __all__ = [
     "environment",
     "read_part",
     "require_alike",
-    "require_folder",
+    "require_place",
 ]
 
 SCHEMA = "qeffect-runtime-report-1"
@@ -47,6 +46,9 @@ class Report:
         environment: Where it is measured.
         configuration: What was asked for, as plain data.
         raw: The measurements; grows in place.
+
+    Raises:
+        UnusableError: Nothing can be written there.
     """
 
     kind: str
@@ -55,6 +57,9 @@ class Report:
     configuration: Mapping[str, Any]
     raw: dict[str, Any]
     complete: bool = attrs.field(default=False, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        require_place(self.path)
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data, its derived part computed from the raw one now."""
@@ -105,36 +110,24 @@ def environment(commit: str | None) -> dict[str, Any]:
     return record
 
 
-def require_folder(out: Path | None) -> None:
-    """
-    Require a place for a report, before anything is measured.
-
-    Raises:
-        UnusableError: Its folder is not there, or it is a folder itself.
-    """
-    if out is not None and not out.absolute().parent.is_dir():
-        raise UnusableError(f"--out {out}: there is no folder {out.parent}")
-    if out is not None and out.is_dir():
-        raise UnusableError(f"--out {out}: expected a file, found a folder; name a file in it")
-
-
-def read_part(path: Path, kind: str) -> dict[str, Any]:
+def read_part(
+    path: Path, kind: str, lines: Callable[[Mapping[str, Any]], object] = len
+) -> dict[str, Any]:
     """
     Read a report that is to become a part of another one.
 
     Args:
         path: The file.
         kind: Its kind, as the command that makes it is called.
+        lines: Says what was derived.
 
     Raises:
         UnusableError: It is no report of this kind, or nothing can be derived from it.
     """
     try:
-        part = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UnusableError(f"--merge {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise UnusableError(f"--merge {path}: expected a JSON report, found {error}") from None
+        part = read_json(path)
+    except UnusableError as error:
+        raise UnusableError(f"--merge {error}") from None
     found = part.get("kind") if isinstance(part, dict) and part.get("schema") == SCHEMA else None
     again = f"make one with qeffect runtime {kind}"
     if found != kind:
@@ -147,7 +140,7 @@ def read_part(path: Path, kind: str) -> dict[str, Any]:
                 f"--merge {path}: expected a whole report, found none of {name}; {again}"
             )
     try:
-        DERIVE[kind](part["raw"])
+        lines(DERIVE[kind](part["raw"]))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UnusableError(
             f"--merge {path}: expected measurements in raw, found some from which nothing follows "

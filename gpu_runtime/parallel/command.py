@@ -28,9 +28,17 @@ from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError
 from qeffect.gpu_runtime.parallel.model import NAMES, Batches, Job
 from qeffect.gpu_runtime.parallel.one_launch import OneLaunch, obstacles
 from qeffect.gpu_runtime.parallel.trace import Tracer, chrome_trace
-from qeffect.gpu_runtime.parallel.world import Limits, Member, Worker, agree_on, gathered, join
+from qeffect.gpu_runtime.parallel.world import (
+    Limits,
+    Member,
+    Worker,
+    agree_on,
+    gathered,
+    join,
+    launched,
+)
 from qeffect.gpu_runtime.plan.slots import PROVISIONINGS
-from qeffect.report import UnusableError, finite, write_text
+from qeffect.report import UnusableError, finite, require_place, write_text
 from qeffect.schedule.actions import ScheduleError
 
 __all__ = [
@@ -141,8 +149,11 @@ def said_once(run: Callable[[], Outcome]) -> Outcome:
 
 def mute(*, failed: bool, speaker: int = 0) -> None:
     """Leave the word to one rank: what every rank says alike is said once."""
-    rank = os.environ.get("RANK", "0")
-    if rank.isdigit() and int(rank) != speaker:
+    try:
+        rank, world = launched()
+    except BackendError:  # no rank is known to be the first: each says what it found
+        return
+    if world is not None and rank != speaker:
         sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - until the end
         if failed:  # torchrun ends all ranks when the first one fails, also one that is to speak
             time.sleep(_LAST_WORD_S)
@@ -227,17 +238,9 @@ def processes() -> int | None:
     How many processes a launcher started; None where there was none.
 
     Raises:
-        UnusableError: What it left in the environment are no numbers.
+        BackendError: What it left in the environment cannot be.
     """
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        value = os.environ.get(name, "0")
-        if not (value.isascii() and value.isdigit()):
-            raise UnusableError(
-                f"{name}: expected a whole number, as torchrun sets it, found {value!r}; start the "
-                "ranks with torchrun, or leave it out of the environment"
-            )
-    world = os.environ.get("WORLD_SIZE")
-    return None if world is None else int(world)
+    return launched()[1]
 
 
 def _require_together(args: argparse.Namespace) -> None:
@@ -334,9 +337,9 @@ def _require_writable(file: Path | None, member: Member) -> None:
     problem = ""
     if file is not None and member.rank == 0:
         try:
-            file.touch()
-        except OSError as error:
-            problem = f"--trace {file}: {error.strerror or error}; name a file that can be written"
+            require_place(file, "--trace")
+        except UnusableError as error:
+            problem = str(error)
     agree_on(member, problem)
 
 

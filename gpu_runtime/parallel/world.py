@@ -46,11 +46,13 @@ from qeffect.gpu_runtime.plan.rows import Row, walked
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.schedule.actions import Kind, Schedule
 
-__all__ = ["Limits", "Member", "Worker", "join", "leave"]
+__all__ = ["Limits", "Member", "Worker", "join", "launched", "leave"]
 
 #: Workers of this process, counted alike on all ranks: each has names of its own in the store.
 _WORKERS = itertools.count()
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NUMBERS, _MOST_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), 999_999_999
+_LAUNCH = "start the ranks with torchrun, or leave it out of the environment"
 
 
 @attrs.frozen(kw_only=True)
@@ -97,6 +99,34 @@ class Member:
             torch.cuda.synchronize(self.device)
 
 
+def launched() -> tuple[int, int | None]:
+    """
+    This process's rank and how many there are, as a launcher left them; 0 and None without one.
+
+    Raises:
+        BackendError: What it left in the environment cannot be: no number, or a rank that is none
+            of so many.
+    """
+    found: dict[str, int] = {}
+    for name, most in (*dict.fromkeys(_NUMBERS, _MOST_RANKS).items(), ("MASTER_PORT", 65535)):
+        value = os.environ.get(name)
+        if value is None:
+            continue
+        digits = value.isascii() and value.isdigit() and len(value) <= len(str(most))
+        if not digits or int(value) > most:
+            raise BackendError(
+                f"{name}: expected a whole number, as torchrun sets it, of at most {most}, found "
+                f"{value!r}; {_LAUNCH}"
+            )
+        found[name] = int(value)
+    rank, world = found.get("RANK", 0), found.get("WORLD_SIZE")
+    if world is not None and rank >= world:
+        raise BackendError(
+            f"RANK: expected a number below WORLD_SIZE, which is {world}, found {rank}; {_LAUNCH}"
+        )
+    return rank, world
+
+
 def join(device: str, limits: Limits | None = None) -> Member:
     """
     Meet the other ranks that torchrun started.
@@ -105,8 +135,10 @@ def join(device: str, limits: Limits | None = None) -> Member:
     end of the process `leave` ends what is left of them.
 
     Raises:
-        BackendError: There is no torchrun environment, no NCCL, or no GPU for this rank.
+        BackendError: There is no torchrun environment, or one that cannot be, no NCCL, or no GPU
+            for this rank.
     """
+    launched()
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
         raise BackendError(

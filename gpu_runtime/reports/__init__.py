@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from qeffect.report import UnusableError, read_json
+
 FOLDER = Path(__file__).parent
 SCHEMA_PATH = FOLDER / "report.schema.json"
 
@@ -29,10 +31,17 @@ def paths(folder: Path = FOLDER) -> list[Path]:
 
 
 def load(folder: Path = FOLDER, *, kind: str | None = None) -> Iterator[dict[str, Any]]:
-    """Reports of a folder, of one kind or of all."""
+    """
+    Reports of a folder, of one kind or of all.
+
+    Raises:
+        UnusableError: A file cannot be read, or is no report.
+    """
     for path in paths(folder):
-        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if kind is None or report["kind"] == kind:
+        report = read_json(path)
+        if not isinstance(report, dict) or not isinstance(report.get("derived"), dict):
+            raise UnusableError(f"{path}: expected a report, found JSON without its derived part")
+        if kind is None or report.get("kind") == kind:
             yield report
 
 

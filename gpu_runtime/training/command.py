@@ -20,7 +20,7 @@ import attrs
 import torch
 
 from qeffect.cli.command import Outcome, Progress, refuse_unused
-from qeffect.gpu_runtime.measure.report import Report, environment, require_folder
+from qeffect.gpu_runtime.measure.report import Report, environment, require_place
 from qeffect.gpu_runtime.parallel.command import begun, processes, said_once, stopped_outcome
 from qeffect.gpu_runtime.parallel.compare import compared, native, summed, tensors_of
 from qeffect.gpu_runtime.parallel.consent import StoppedError
@@ -80,7 +80,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     job = data.job
     if args.out is not None:
         environment(args.commit)  # says now what would be said when all is trained
-        require_folder(args.out)
+        require_place(args.out)
     require_processes(config, job, f"train {args.config}")
     limits = Limits(start=config.run.start_s, commit=config.run.commit_s)
     deterministic = args.compare is not None or config.run.deterministic

@@ -36,7 +36,7 @@ from qeffect.gpu_runtime.measure.report import (
     environment,
     read_part,
     require_alike,
-    require_folder,
+    require_place,
 )
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.parallel.command import begun, said_once, stopped_outcome
@@ -457,7 +457,7 @@ def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
     Raises:
         UnusableError: The runs cannot be made by these processes, or the reports do not fit.
     """
-    require_folder(args.out)
+    require_place(args.out)
     if args.merge is None:
         return said_once(lambda: _run(args, progress))
     others = ["--runs", "--steps", "--held-out-steps", "--limit-s", "--device", "--commit"]
@@ -585,7 +585,7 @@ def merged(paths: Sequence[Path]) -> Report:
         UnusableError: One is no report of this kind; they were made at another commit, elsewhere,
             of other versions or of another configuration; or two have a run of one name.
     """
-    parts = [read_part(path, "curves") for path in paths]
+    parts = [read_part(path, "curves", curve_lines) for path in paths]
     first = parts[0]
     require_alike([(path, _facts(part)) for path, part in zip(paths, parts, strict=True)])
     runs: list[Any] = []

@@ -19,7 +19,7 @@ from ..config import StageConfig
 from ..contract import Contract
 from ..keys import TapeKey, TapeRef
 from ..refusals import Refused
-from ..report import environment, write_json
+from ..report import environment, require_place, write_json
 from . import prices
 from .command import Outcome, Progress, UnusableError, needs
 
@@ -50,6 +50,7 @@ class Bench:
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Measure and report."""
+        require_place(args.out)
         data: dict[str, Any] = {"environment": environment()}
         progress("Measuring. the guarded actions")
         data |= actions()

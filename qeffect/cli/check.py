@@ -20,7 +20,7 @@ from ..schedule.timeline import timeline
 from ..schedule.trace import trace_json
 from ..schedule.transport import QUEUES, RENDEZVOUS
 from .command import PLACE, Outcome, Progress, UnusableError, needs, refuse_unused
-from .source import SHAPE, add_source, read_source, read_transport, refuse_one_file
+from .source import SHAPE, add_source, one_rank, read_source, read_transport, refuse_one_file
 
 __all__ = ["Check"]
 
@@ -71,7 +71,8 @@ class Check:
             write_text(args.svg, timeline(schedule, verdict.finding))
         if args.trace is not None:
             write_text(args.trace, trace_json(schedule, verdict.finding))
-        return Outcome(verdict.verdict, verdict.record(), _lines(schedule, verdict))
+        data = {**verdict.record(), "complete": schedule.complete}
+        return Outcome(verdict.verdict, data, _lines(schedule, verdict))
 
 
 def _pairing(args: argparse.Namespace) -> str:
@@ -82,15 +83,17 @@ def _lines(schedule: Schedule, verdict: Verdict) -> list[str]:
     if verdict.finding is None:
         return [
             f"accepted: {schedule.source}",
-            f"  {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+            f"  {_extent(schedule)}, "
             f"{schedule.num_microbatches} microbatches, {verdict.actions} actions checked in two "
             f"optimizer steps; slots a stage: {verdict.slots_text}",
+            *one_rank(schedule),
             *_channels(verdict),
         ]
     finding = verdict.finding
     return [
         f"refused: {schedule.source}",
         grid(schedule, finding),
+        *one_rank(schedule),
         "",
         str(finding),
         f"  expected: {finding.expected}",
@@ -98,6 +101,14 @@ def _lines(schedule: Schedule, verdict: Verdict) -> list[str]:
         f"  do:       {finding.remedy}",
         *_channels(verdict),
     ]
+
+
+def _extent(schedule: Schedule) -> str:
+    ranks = f"{schedule.num_ranks} rank{'s' * (schedule.num_ranks > 1)}"
+    if schedule.complete:
+        return f"{ranks}, {schedule.num_stages} stage{'s' * (schedule.num_stages > 1)}"
+    own = sorted(schedule.stage_to_rank)
+    return f"{ranks} with stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
 
 
 def _channels(verdict: Verdict) -> list[str]:

@@ -21,7 +21,7 @@ from ..schedule.timeline import timeline
 from ..schedule.trace import timed_trace_json
 from ..schedule.transport import Transport
 from .command import Outcome, Progress, UnusableError, refuse_unused
-from .source import add_source, read_source, read_transport, refuse_one_file
+from .source import add_source, one_rank, read_source, read_transport, refuse_one_file
 
 __all__ = ["Plan"]
 
@@ -103,6 +103,7 @@ class Plan:
             "live: a slot for each tape that is live at once; paper: one for each microbatch"
             + ("; add --hidden N to count bytes" if layers is None else "")
         )
+        lines += one_rank(schedule)
         data: dict[str, Any] = {"plan": planned.record()}
         if args.durations is not None:
             timed = _time(args, schedule, transport)

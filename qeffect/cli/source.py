@@ -11,7 +11,7 @@ from ..schedule.actions import Schedule, ScheduleError
 from ..schedule.transport import QUEUES, RENDEZVOUS, Transport
 from .command import UnusableError, refuse_unused
 
-__all__ = ["SHAPE", "add_source", "read_source", "read_transport", "refuse_one_file"]
+__all__ = ["SHAPE", "add_source", "one_rank", "read_source", "read_transport", "refuse_one_file"]
 
 _OF_TORCH = ("--pp", "--vpp", "--comms", "--defer-receives")
 _TRANSPORT = ("--max-outstanding-sends", "--queues", "--rendezvous")
@@ -135,6 +135,16 @@ def read_transport(args: argparse.Namespace, schedule: Schedule) -> Transport:
     except ScheduleError as error:
         raise UnusableError(str(error)) from error
     return transport
+
+
+def one_rank(schedule: Schedule) -> list[str]:
+    """A line where a schedule is not that of all ranks, which is what then is not looked at."""
+    if schedule.complete:
+        return []
+    return [
+        "  the row of one rank alone: that other ranks have the other stages, and what is "
+        "exchanged with them, is not looked at"
+    ]
 
 
 def refuse_one_file(args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from ..counts import COUNTED, DeviceCounts, fold, mark, wrap
 from ..refusals import refused
+from ..text import shown
 
 __all__ = ["Counted"]
 
@@ -154,13 +155,13 @@ class Counted:
                 "epoch.uncounted", "commit_epoch", "no counts", "those of every state domain"
             )
         if not isinstance(counted, Mapping):
-            raise TypeError(f"counted: expected DeviceCounts by state domain, got {counted!r}")
+            raise TypeError(f"counted: expected DeviceCounts by state domain, got {shown(counted)}")
         if set(counted) != set(own):
             raise ValueError(f"counted: domains {[*counted]}; the contract has {[*own]}")
         for domain, expected in own.items():
             found = counted[domain]
             if not isinstance(found, DeviceCounts):
-                raise TypeError(f"counted: expected DeviceCounts, got {found!r}")
+                raise TypeError(f"counted: expected DeviceCounts, got {shown(found)}")
             if set(found.stages) != set(expected.stages):
                 raise ValueError(
                     f"counted: stages {[*found.stages]} of domain {domain!r}; "

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..text import shown
 from .runner import FAILURES, Runner
 
 __all__ = ["Epochs"]
@@ -91,7 +92,7 @@ class Epochs:
         except KeyError:
             pass
         raise ValueError(
-            f"{transition}: no bucket {bucket!r} is reduced; there are {[*self._buckets]}"
+            f"{transition}: no bucket {shown(bucket)} is reduced; there are {[*self._buckets]}"
         )
 
     def check_commit(self, epoch: int | None, caller: int) -> None:

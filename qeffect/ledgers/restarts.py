@@ -10,6 +10,7 @@ from typing import Any
 from ..checkpoint import Checkpoint, require_same
 from ..configuration import Configuration
 from ..refusals import refused
+from ..text import shown
 from .counted import Counted
 from .epochs import Epochs
 from .pool import Pool
@@ -64,11 +65,11 @@ class Restarts:
     def restore(self, own: Configuration, checkpoint: Checkpoint, incarnation: int | None) -> None:
         """Begin a new incarnation at a checkpoint's epoch."""
         if not isinstance(checkpoint, Checkpoint):
-            raise TypeError(f"restore: expected a Checkpoint, got {checkpoint!r}")
+            raise TypeError(f"restore: expected a Checkpoint, got {shown(checkpoint)}")
         if incarnation is not None and not (
             incarnation.__class__ is int and 0 <= incarnation < 1 << 64
         ):
-            raise ValueError(f"restore: an incarnation has 64 bits, got {incarnation!r}")
+            raise ValueError(f"restore: an incarnation has 64 bits, got {shown(incarnation)}")
         require_same(checkpoint, own)
         leaving = int(self._runner.memory.incarnation[0])
         fresh = secrets.randbits(64) if incarnation is None else incarnation

@@ -5,6 +5,7 @@ Steps that are committed as one: what a contract holds, compared with a recorded
 from __future__ import annotations
 
 from ..steps import Difference, RecordedStep, Standing
+from ..text import shown
 from .counted import Counted
 from .pool import Pool
 from .runner import Runner
@@ -46,7 +47,7 @@ class Steps:
             ValueError: The step was recorded with other transitions, so of another contract.
         """
         if not isinstance(step, RecordedStep):
-            raise TypeError(f"expected a step that was recorded, got {step!r}")
+            raise TypeError(f"expected a step that was recorded, got {shown(step)}")
         runner = self._runner
         if step.transitions is not runner.transitions:
             raise ValueError("check_step: the step was recorded by a contract of other relations")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 
+from ..text import shown
 from .runner import FAILURES, Runner
 
 __all__ = ["Streams"]
@@ -75,7 +76,8 @@ class Streams:
             return self._links[caller, domain]
         except (KeyError, TypeError):
             raise ValueError(
-                f"no link of caller {caller!r} and domain {domain!r}; there are {list(self._links)}"
+                f"no link of caller {shown(caller)} and domain {shown(domain)}; there are "
+                f"{list(self._links)}"
             ) from None
 
     def caller(self, call: str, caller: Hashable | None) -> int:
@@ -89,7 +91,7 @@ class Streams:
             return 0 if caller is None else self.callers.index(caller)
         except ValueError:
             raise ValueError(
-                f"{call}: no caller {caller!r}; there are {list(self.callers)}"
+                f"{call}: no caller {shown(caller)}; there are {list(self.callers)}"
             ) from None
 
     def submit(self, caller: Hashable) -> None:
@@ -98,7 +100,7 @@ class Streams:
             own = self._links_of[caller]
         except (KeyError, TypeError):
             raise ValueError(
-                f"submit: no caller {caller!r}; there are {list(self.callers)}"
+                f"submit: no caller {shown(caller)}; there are {list(self.callers)}"
             ) from None
         for link in own:
             self._submit(self._memory, link)

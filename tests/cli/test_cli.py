@@ -148,6 +148,22 @@ class TestCheck:
         assert 0 == code
         assert "accepted" == data["verdict"]
 
+    @pytest.mark.parametrize("command", ["check", "plan"])
+    def test_the_row_of_one_rank_is_said_to_be_that(
+        self, capsys: pytest.CaptureFixture[str], table: Path, command: str
+    ) -> None:
+        """A table that lost its other rows is no pipeline of as many stages."""
+        alone = "the row of one rank alone"
+        assert alone not in run(capsys, command, str(table))[1]
+        table.write_text(table.read_text().splitlines()[0] + "\n")
+        code, out, _ = run(capsys, command, str(table))
+
+        assert 0 == code
+        assert alone in out
+        if command == "check":
+            assert "  1 rank with stages 0, 3, 4 microbatches" in out
+            assert json_of(capsys, "check", str(table))[1]["complete"] is False
+
     def test_a_refusal_exits_with_1_and_says_where(
         self, capsys: pytest.CaptureFixture[str], table: Path
     ) -> None:

@@ -5,6 +5,7 @@ Reports: one record of the environment, and files that are never half written.
 from __future__ import annotations
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -13,7 +14,16 @@ from pathlib import Path
 import pytest
 
 from qeffect import report
-from qeffect.report import UnusableError, commit, environment, write_json, write_text
+from qeffect.cli import bench, main
+from qeffect.report import (
+    UnusableError,
+    commit,
+    environment,
+    require_place,
+    write_json,
+    write_text,
+)
+from qeffect.verification.proofs import prove
 
 
 class TestEnvironment:
@@ -118,6 +128,68 @@ class TestWriting:
 
         assert {"old": 1} == json.loads(path.read_text())
         assert [path] == list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize(
+        ("name", "told"),
+        [
+            ("no/report.json", "--out .*report.json: there is no folder .*no; make it"),
+            ("", "expected a file, found a folder; name a file in it"),
+            ("x" * 300, "cannot write .*: File name too long"),
+            ("a\0b", "cannot write .*: embedded null byte"),
+            ("file/report.json", "there is no folder|cannot write .*: Not a directory"),
+        ],
+    )
+    def test_a_place_is_looked_at_beforehand(self, name: str, told: str, tmp_path: Path) -> None:
+        """In one line; nothing is left there."""
+        (tmp_path / "file").write_text("old")
+        with pytest.raises(UnusableError, match=told):
+            require_place(tmp_path / name)
+        assert [tmp_path / "file"] == list(tmp_path.iterdir())
+
+    def test_a_folder_that_takes_nothing_is_said_so(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One that only others may write, or even enter."""
+
+        def denied(self: Path, *_: object, **__: object) -> bool:
+            raise PermissionError(13, "Permission denied")
+
+        for name in ("touch", "is_dir"):
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, name, denied)
+                with pytest.raises(UnusableError, match=r"cannot write .*r: Permission denied; ch"):
+                    require_place(tmp_path / "r")
+
+    def test_a_good_place_stays_as_it_is(self, tmp_path: Path) -> None:
+        """An old report is kept until there is a new one; a device is no file to be made."""
+        path = tmp_path / "report.json"
+        require_place(path)
+        assert [] == list(tmp_path.iterdir())
+        path.write_text("old")
+        (tmp_path / "link").symlink_to(path)
+        for place in (path, tmp_path / "link", Path(os.devnull), None):
+            require_place(place)
+        assert "old" == path.read_text()
+        assert 2 == len(list(tmp_path.iterdir()))
+
+    @pytest.mark.parametrize("words", [["bench", "--kernel"], ["prove"]])
+    def test_long_work_looks_at_its_place_first(
+        self,
+        words: list[str],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """Minutes of work do not end in a wrong path."""
+
+        def begun(*_: object, **__: object) -> None:
+            raise AssertionError("measured")
+
+        monkeypatch.setattr(bench, "actions", begun)
+        monkeypatch.setattr(prove, "run", begun)
+        assert 2 == main([*words, "--out", str(tmp_path / "no" / "f.json")])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "there is no folder" in line
 
     def test_data_that_is_not_json_leaves_the_old_file(self, tmp_path: Path) -> None:
         """NaN is no JSON."""

@@ -286,9 +286,39 @@ def _everywhere() -> dict[str, Callable[[Contract, TapeKey, TapeRef, Any], Any]]
     return places
 
 
+class _Unspelled:
+    """What has no text, as an array on a lost device."""
+
+    def __repr__(self) -> str:
+        raise OSError("no text")
+
+
+class _Lines:
+    """What has a long text of many lines, as an array."""
+
+    def __repr__(self) -> str:
+        return "[1, 2]\n" * 99
+
+
 class TestNoTraceback:
-    #: Values that no argument takes, of every kind.
-    JUNK = ("x", 3.5, -7, 10**30, [], {}, (), object(), float("nan"), b"")
+    #: Values that no argument takes, of every kind; the last ones cannot be spelled, or in no line.
+    JUNK = (
+        *("x", 3.5, -7, 10**30, [], {}, (), object(), float("nan"), b""),
+        *(_Unspelled(), _Lines(), 10**5000, -(10**5000)),
+    )
+
+    @pytest.mark.parametrize("part", ["epoch", "stage", "microbatch"])
+    @pytest.mark.parametrize("call", OF_KEY)
+    def test_a_key_of_numbers_that_cannot_be_spelled_is_refused(self, call: str, part: str) -> None:
+        """Python spells no integer of thousands of digits; the refusal stands, by its clause."""
+        rig = Rig(stage(sends_output=True))
+        ref = rig.forward(0)
+        key = evolve(rig.key(0), **{part: 10**5000})
+        own = (lambda c, k: getattr(c, call)(k, ref)) if call in OF_REF else OF_KEY[call]
+        with pytest.raises(Refused) as caught:
+            own(rig.contract, key)
+        assert "Exceeds the limit" not in str(caught.value)
+        assert "no text" in caught.value.found
 
     @pytest.mark.parametrize("place", _everywhere())
     def test_any_argument_ends_in_a_refusal_or_an_error_of_ours(self, place: str) -> None:

@@ -101,7 +101,7 @@ def found_count(reported: Any, what: str, said: str) -> str:
     if reported is UNSPELLED:
         shown = "a value of class Unspelled with no text (OSError)"
     elif reported == 10**5000:
-        shown = "a value of class int with no text (ValueError)"
+        shown = "an integer of 16,610 bits"
     else:
         shown = repr(reported)
     return f"no readable count in the report of {what}: {shown}"

@@ -585,7 +585,7 @@ class TestCommand:
         """Half an hour of measurements must not end in a wrong path."""
         missing = tmp_path / "no" / "report.json"
         assert 2 == bench("--device", "cpu", "--out", str(missing))
-        assert "cannot write" in capsys.readouterr().err
+        assert "there is no folder" in capsys.readouterr().err
 
     def test_the_commit_is_forty_digits(self, capsys: pytest.CaptureFixture[str]) -> None:
         """A report that names no commit cannot be reproduced."""

@@ -279,7 +279,7 @@ class TestCompare:
             (["--sets", "recipes"], "delayed scaling only"),
             (["--device", "cuda"], "no CUDA device is here; --device cpu"),
             (["--commit", "main"], "--commit takes 40 hexadecimal digits"),
-            (["--out", "nowhere/at/all.json"], "cannot write nowhere/at/all.json"),
+            (["--out", "nowhere/at/all.json"], "--out nowhere/at/all.json: there is no folder"),
         ],
     )
     def test_bad_arguments_are_one_line_before_anything_runs(

@@ -703,6 +703,42 @@ class TestPictures:
             assert path.read_bytes() == again.read_bytes()
             assert b"<svg" in path.read_bytes()
 
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("[]", "x.json: expected a report, found JSON without its derived part"),
+            ("{", "x.json: expected JSON, found Expecting property name"),
+            ("[" * 100_000, "x.json: expected JSON, found a deeply nested value"),
+            ("9" * 5000, "x.json: expected JSON, found Exceeds the limit (4300 digits)"),
+            ("[NaN]", "x.json: expected JSON, found NaN, which is no number of JSON"),
+            ('{"kind": 1, "kind": 2}', "x.json: expected JSON, found 'kind' twice in one object"),
+            ('{"kind": "sweep", "derived": []}', "x.json: expected a report"),
+            ('{"kind": "sweep", "derived": {"points": [{}]}}', "nothing can be drawn (KeyError"),
+            ('{"kind": "curves", "derived": {"runs": [1]}}', "nothing can be drawn (KeyError"),
+            ("\udcff", "x.json: cannot be read: 'utf-8' codec can't decode byte 0xff"),
+        ],
+    )
+    def test_a_folder_with_what_is_no_report(
+        self, text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """One line that names the file or the folder, and no picture."""
+        (tmp_path / "x.json").write_text(text, errors="surrogateescape")
+        out = tmp_path / "out"
+        assert 2 == main(["runtime", "plots", "--reports", str(tmp_path), "--out", str(out)])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert told in line
+        assert not out.exists()
+
+    def test_a_place_for_pictures_that_is_a_file(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It is that place, and not the reports, which is named."""
+        folder = self.folder(tmp_path, samples.sweep_report())
+        words = ["--reports", str(folder), "--out", str(folder / "0.json")]
+        assert 2 == main(["runtime", "plots", *words])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"--out {folder / '0.json'}: File exists; name a folder" in line
+
     def test_a_number_of_the_report_moves_the_picture(self, tmp_path: Path) -> None:
         """Pictures are drawn from the report and from nothing else."""
         bytes_of = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import attrs
 import pytest
 
 from qeffect.cli import main
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.parallel.world import join
 from qeffect.gpu_runtime.training import config
 from qeffect.gpu_runtime.training.config import TABLES, differences, read
 from qeffect.report import UnusableError
@@ -145,6 +148,35 @@ def test_a_launcher_that_says_no_number(
             (line,) = capsys.readouterr().err.splitlines()
             assert f"{name}: expected a whole number" in line
         monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "1"}, "below WORLD_SIZE, which is 1, found 5"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "below WORLD_SIZE, which is 0, found 0"),
+        ({"RANK": "9" * 5000}, "RANK: expected a whole number"),
+        ({"MASTER_PORT": "999999"}, "MASTER_PORT: expected a whole number"),
+        ({"MASTER_PORT": "x"}, "of at most 65535, found 'x'; start the ranks with torchrun"),
+    ],
+)
+def test_a_launcher_that_cannot_be(
+    given: dict[str, str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One line and 2 at once; a rank that is none of so many would wait for the others."""
+    path = written(tmp_path)
+    for name, value in ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "1"} | given).items():
+        monkeypatch.setenv(name, value)
+    for command in (["train", str(path)], ["pipeline", "--pp", "1", "--schedule", "1f1b"]):
+        assert main(["runtime", *command]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert told in line
+    with pytest.raises(BackendError, match=re.escape(told)):
+        join("cpu")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
