@@ -306,8 +306,15 @@ def swept(found: Iterable[Report]) -> list[str]:
 ORDERS = {"il": "#08519c", "zbv": "#e07b39"}
 """Schedules of loss curves by their color; others are green."""
 OTHER_ORDER = "#74a57f"
-NATIVE, GUARDED = {"lw": 5.0, "alpha": 0.3}, {"lw": 1.8}
+NATIVE, GUARDED, LAUNCHED = {"lw": 5.0, "alpha": 0.3}, {"lw": 1.8}, {"lw": 1.8, "alpha": 0.6}
 """Native wide and pale, guarded thin over it, so that both are seen where they are the same."""
+LOOKS = {"native": NATIVE, "guarded": GUARDED, "launched": LAUNCHED}
+MARKS = {
+    "native": {"marker": "s", "ms": 8},
+    "guarded": {"marker": "o", "ms": 3},
+    "launched": {"marker": "^", "ms": 3},
+}
+"""Of held-out losses."""
 THINNER = 0.8
 """Width of a guarded line of another schedule than the first, over it."""
 _POINTS = 200
@@ -328,15 +335,15 @@ def loss(found: Sequence[Report]) -> Any:
             color = orders.setdefault(run["schedule"], ORDERS.get(run["schedule"], OTHER_ORDER))
             style = heads.setdefault(run["head"], ("-", "--", ":")[min(len(heads), 2)])
             steps, seconds, losses = _course(run)
-            look: dict[str, Any] = dict(NATIVE if run["side"] == "native" else GUARDED)
+            look: dict[str, Any] = dict(LOOKS[run["side"]])
             look["color"] = color
-            if run["side"] == "guarded" and run["schedule"] != BASE:
+            if run["side"] != "native" and run["schedule"] != BASE:
                 look["lw"] = THINNER
             by_step.plot(steps, losses, ls=style, **look)
             by_time.plot(seconds, losses, ls=style, **look)
             held = [(step, loss) for step, loss in run["held_out"] if loss is not None]
             mark = {"ls": "", "color": color, "mfc": "none" if run["side"] == "native" else color}
-            size = {"marker": "s", "ms": 8} if run["side"] == "native" else {"marker": "o", "ms": 3}
+            size: dict[str, Any] = MARKS[run["side"]]
             for axis, places in (
                 (by_step, [step for step, _ in held]),
                 (by_time, [seconds_at(run["clock"], step) for step, _ in held]),
@@ -360,6 +367,8 @@ def loss(found: Sequence[Report]) -> Any:
         _mark("s", "held out, native", ms=8, mfc="none"),
         _mark("o", "held out, guarded", ms=3),
     ]
+    if any(run["side"] == "launched" for report in found for run in report["raw"]["runs"]):
+        handles.append(_mark("^", "one launch a step", ms=3, ls="-", **LAUNCHED))
     if len(heads) > 1:
         handles += [_mark("", f"head: {name}", ls=style, lw=1) for name, style in heads.items()]
     _legend_below(figure, handles, 6)
@@ -368,7 +377,7 @@ def loss(found: Sequence[Report]) -> Any:
 
 def _drawn_at(run: Mapping[str, Any]) -> tuple[bool, bool, int]:
     """Native below guarded, the base below other schedules."""
-    return run["side"] == "guarded", run["schedule"] != BASE, run["seed"]
+    return run["side"] != "native", run["schedule"] != BASE, run["seed"]
 
 
 def _shape(model: Mapping[str, Any]) -> str:

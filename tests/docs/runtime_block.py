@@ -196,7 +196,8 @@ def _training() -> list[str]:
                     name,
                     f"{raw['parameters'] / 1e6:.0f} M, hidden {model['hidden']}, "
                     f"{model['sequence']} tokens",
-                    f"{run['schedule']}, PP={raw['pp']}, DP={raw['dp']}",
+                    f"{run['schedule']}, PP={raw['pp']}, DP={raw['dp']}"
+                    + (", one launch a step" if raw.get("launches") else ""),
                     str(run["steps"]),
                     f"{run['losses_differ']} of {run['steps']}",
                     f"{run['differ']} of {run['compared']}",

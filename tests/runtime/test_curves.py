@@ -60,6 +60,13 @@ class TestOneOrder:
         (row,) = derived(curve_run("native"), curve_run(**{field: value}))["same_order"]
         assert counted == (row["losses_differ"], row["held_out_differ"], row["state_differs"])
 
+    def test_a_launched_run_is_held_to_native_too(self) -> None:
+        """Beside the guarded one of the same order, and counted for itself."""
+        wrong = curve_run("launched", losses=[6.0] * 40)
+        guarded, launched = derived(curve_run("native"), curve_run(), wrong)["same_order"]
+        assert (guarded["run"], guarded["losses_differ"]) == ("guarded:il:0:te", 0)
+        assert (launched["run"], launched["losses_differ"]) == ("launched:il:0:te", 40)
+
     def test_a_shorter_run_is_compared_as_far_as_it_goes(self) -> None:
         """Its last tensors are those of another step, and say nothing."""
         short = curve_run("native", steps=20, held_out=[(20, 3.0)])
@@ -283,6 +290,13 @@ class TestPicture:
         (legend,) = figure.legends
         told = {text.get_text() for text in legend.get_texts()}
         assert {"il", "zbv", "native eager", "guarded", "held out, native"} <= told
+
+    def test_a_launched_run_has_a_mark_of_its_own(self) -> None:
+        """It is in the legend where there is one."""
+        for side, there in (("launched", True), ("guarded", False)):
+            (legend,) = plots.loss([curves_report(curve_run("native"), curve_run(side))]).legends
+            told = {text.get_text() for text in legend.get_texts()}
+            assert ("one launch a step" in told) is there
 
     def test_the_file_is_drawn_from_the_report(self, tmp_path: Path) -> None:
         """The same report gives the same bytes, another loss others; what is no number is a gap."""

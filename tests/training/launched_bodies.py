@@ -10,17 +10,20 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
 from qeffect.gpu_runtime.parallel import command, one_launch
 from qeffect.gpu_runtime.parallel.compare import guarded
+from qeffect.gpu_runtime.parallel.model import Job
 from qeffect.gpu_runtime.parallel.one_launch import obstacles
 from qeffect.gpu_runtime.parallel.world import join
-from qeffect.gpu_runtime.training import curves, launches, loop
+from qeffect.gpu_runtime.training import curves, launches, loop, restarts
 from qeffect.gpu_runtime.training.config import read
 from qeffect.gpu_runtime.training.loop import Trainer
+from qeffect.gpu_runtime.training.restarts import Trial
 from tests.parallel import recorded, recorded_bodies
 from tests.parallel.bodies import bits
 from tests.parallel.recorded_bodies import LIMITS
@@ -143,3 +146,21 @@ def without_graphs(jobs: list[Any]) -> list[dict[str, Any]]:
         found.append({"missing": obstacles(worker), "tensors": all(map(torch.is_tensor, rates))})
         worker.close()
     return found
+
+
+def restarted(job: Job, folder: str) -> list[dict[str, Any]]:
+    """`restarts` without the driver: a run, one that goes on by launches, and one by replays."""
+    stand_in()
+    made = restarts.made
+    places: Any = restarts
+
+    def capturable(member: Any, trial: Trial) -> Any:
+        worker = made(member, trial)
+        return recorded.capturable(worker) if trial.one_launch else worker
+
+    places.made = capturable
+    member = join("cpu", LIMITS)
+    launched = Trial(job=job, limits=LIMITS, one_launch=True)
+    replayed = attrs.evolve(launched, one_launch=False)
+    whole = restarts.started(member, launched, folder)
+    return [whole, *(restarts.gone_on(member, one, folder) for one in (launched, replayed))]

@@ -19,6 +19,7 @@ from qeffect.cli import main
 from qeffect.gpu_runtime import reports
 from qeffect.gpu_runtime.parallel.model import Job
 from qeffect.gpu_runtime.training import launches
+from qeffect.gpu_runtime.training.restarts import resumed_row
 from tests.parallel.ranks import launch
 
 from . import launched_bodies as bodies
@@ -60,7 +61,7 @@ def files(folder: Path, parallel: str, model: str = "", run: str = RUN) -> dict[
     ):
         launches = f"\none_launch = {str(one_launch).lower()}"
         body = run.format(model=model, parallel=parallel + launches) + f'log = "{name}.jsonl"\n'
-        body += '[checkpoint]\nfolder = "kept"\nevery = 4\n' if saves else ""
+        body += '[checkpoint]\nfolder = "kept"\nevery = 4\nasynchronous = true\n' if saves else ""
         path = folder / f"{name}.toml"
         path.write_text(body)
         found[name] = str(path)
@@ -168,6 +169,19 @@ def test_skipped_updates_are_told_alike(tmp_path: Path) -> None:
     assert [line["norm"] is None for line in told] == [line["skipped"] for line in told]
 
 
+def test_event_logs_have_every_action_of_a_launch(tmp_path: Path) -> None:
+    """Each step is rehearsed then, and what is written is accepted to the last epoch."""
+    made = files(tmp_path, PIPE.replace("pp = 2", "pp = 1"))
+    path = Path(made["launches"])
+    path.write_text(path.read_text().replace("[run]", '[run]\nevent_logs = "events"'))
+    (tmp_path / "said").mkdir()
+    said = launch(1, tmp_path / "said", bodies.in_turn, [(made["launches"], {})])
+    assert said.codes == [0]
+    ((launched,),) = said.words.values()
+    assert (launched["launches"], launched["rehearsed and as one"]) == (8, [7, 0])
+    assert main(["replay", str(tmp_path / "events" / "rank0.jsonl"), "--quiet"]) == 0
+
+
 def test_a_step_that_cannot_be_captured_is_replayed_from_there(tmp_path: Path) -> None:
     """One rank's library refuses it: all go on by guarded replays, and the log says so once."""
     made = files(tmp_path, PIPE)
@@ -230,6 +244,19 @@ def test_what_hinders_is_known_before_graphs_are_captured(
     member: Any = SimpleNamespace(device=torch.device(device))
     found = launches._hindrances(member, Job(rule=rule))
     assert [text[: len(told or "")] for text in found] == ([] if told is None else [told])
+
+
+def test_restarts_compare_launches_with_replays(tmp_path: Path) -> None:
+    """The rows of the command: gone on from one checkpoint by launches, and by replays."""
+    (tmp_path / "said").mkdir()
+    said = launch(2, tmp_path / "said", bodies.restarted, Job(), str(tmp_path / "kept"))
+    assert said.codes == [0, 0]
+    whole, again, replayed = ([said.words[rank][n] for rank in range(2)] for n in range(3))
+    for ranks, there, count in ((again, None, 4), (replayed, "zbv, guarded replays", 0)):
+        row = resumed_row("zbv", whole, ranks, {}, there)
+        assert (row["differ"], row["launches"]) == (0, [7, count])
+        assert row["compared"] > 100
+        assert row["loaded_under"] == (there or "zbv")
 
 
 def test_a_worker_for_launches_wants_nothing_but_graphs(tmp_path: Path) -> None:

@@ -92,6 +92,15 @@ def test_behind_a_part_that_failed_no_other_is_begun(
     assert begun.count("started") == 1
 
 
+@pytest.mark.parametrize("words", [[], ["--device", "cuda", "--eager"]])
+def test_without_graphs_no_step_is_one(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before any part is begun."""
+    assert restarts.main(["--one-launch", *words, "--commit", "0" * 40]) == 2
+    assert "--one-launch makes a step one CUDA graph" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_driver_runs_on_a_cpu(tmp_path: Path) -> None:
     """Under torchrun, in fresh processes of their own; the report is whole."""
