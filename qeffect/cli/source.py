@@ -6,7 +6,10 @@ how the runtime carries its messages.
 from __future__ import annotations
 
 import argparse
+from itertools import combinations
+from pathlib import Path
 
+from ..report import require_place
 from ..schedule.actions import Schedule, ScheduleError
 from ..schedule.transport import QUEUES, RENDEZVOUS, Transport
 from .command import UnusableError, refuse_unused
@@ -149,15 +152,36 @@ def one_rank(schedule: Schedule) -> list[str]:
 
 def refuse_one_file(args: argparse.Namespace) -> None:
     """
-    Refuse to write two pictures to one file, however its name is spelled.
+    Refuse two pictures in one file, one over what it is drawn from, and one that has no place.
+
+    Files are compared however their names are spelled, and before anything is checked.
 
     Raises:
-        UnusableError: --svg and --trace name one file.
+        UnusableError: --svg or --trace names such a file.
     """
-    svg, trace = args.svg, args.trace
-    if svg is None or trace is None:
-        return
-    if svg.resolve() == trace.resolve() or (
-        svg.exists() and trace.exists() and svg.samefile(trace)
-    ):
-        raise UnusableError(f"--svg and --trace both name {trace}; give each a file of its own")
+    given = {
+        name: None if path is None else Path(path)
+        for name, path in (
+            ("FILE.csv", args.file),
+            ("--durations", getattr(args, "durations", None)),
+            ("--svg", args.svg),
+            ("--trace", args.trace),
+        )
+    }
+    for option in ("--svg", "--trace"):
+        require_place(given[option], option)
+    for (first, one), (option, other) in combinations(given.items(), 2):
+        if option in ("--svg", "--trace") and one is not None and other is not None:
+            if _same(one, other):
+                raise UnusableError(
+                    f"{first} and {option} both name {other}; give each a file of its own"
+                )
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        if one.resolve() == other.resolve():
+            return True
+        return one.exists() and other.exists() and one.samefile(other)
+    except (OSError, ValueError):  # whoever reads it says so
+        return False

@@ -220,7 +220,7 @@ class TestCheck:
 
         assert 2 == code
         assert 1 == len(err.splitlines())
-        assert "cannot write" in err
+        assert "there is no folder" in err
 
     @pytest.mark.slow
     def test_enough_random_schedules_are_accepted(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -521,6 +521,41 @@ def test_two_pictures_are_two_files(capsys: pytest.CaptureFixture[str], tmp_path
     assert (2, "") == (code, out)
     assert "--svg and --trace both name" in err
     assert "mine" == picture.read_text()
+
+
+@pytest.mark.parametrize("option", ["--svg", "--trace"])
+def test_no_picture_is_written_over_what_it_is_drawn_from(
+    option: str, capsys: pytest.CaptureFixture[str], table: Path, tmp_path: Path
+) -> None:
+    """The table, by another name too, and the durations of a plan."""
+    before, link, times = table.read_text(), tmp_path / "link", tmp_path / "times.json"
+    link.symlink_to(table)
+    times.write_text('{"unit": "ms", "F": 1, "I": 1, "W": 1}')
+    plan = ("plan", str(table), "--durations", str(times))
+    for words, over in (
+        (("check", str(table)), table),
+        (("check", str(table)), link),
+        (plan, table),
+        (plan, times),
+    ):
+        code, out, err = run(capsys, *words, option, str(over))
+        assert (2, "") == (code, out)
+        assert f"and {option} both name {over}" in err
+    assert before == table.read_text()
+    assert "unit" in times.read_text()
+
+
+def test_a_picture_without_a_place_leaves_the_other_one_unwritten(
+    capsys: pytest.CaptureFixture[str], table: Path, tmp_path: Path
+) -> None:
+    """Both places are looked at before anything is checked."""
+    picture = tmp_path / "a.svg"
+    nowhere = str(tmp_path / "no" / "b.json")
+    code, out, err = run(capsys, "check", str(table), "--svg", str(picture), "--trace", nowhere)
+
+    assert (2, "") == (code, out)
+    assert f"--trace {nowhere}: there is no folder" in err
+    assert not picture.exists()
 
 
 def test_what_the_help_names_is_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
