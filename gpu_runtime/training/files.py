@@ -339,7 +339,7 @@ def manifest(path: Path) -> dict[str, Mark]:
         raise BackendError(
             f"{place}: {error.strerror}; the folder is no whole checkpoint; {AWAY}"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BackendError(f"{place} is damaged and cannot be read; {AWAY}") from error
     if found != FORMAT:
         raise BackendError(

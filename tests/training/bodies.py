@@ -157,6 +157,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "DCP's index is missing": lambda path: (path / ".metadata").unlink(),
     "a bit of the facts is flipped": lambda path: _flip(path / FACTS),
     "the manifest is cut": lambda path: _cut(path / MANIFEST),
+    "the manifest is no end of brackets": lambda path: (path / MANIFEST).write_text("[" * 10**5),
     "the manifest is edited": lambda path: (path / MANIFEST).write_text(
         (path / MANIFEST).read_text().replace('"epoch":1', '"epoch":2')
     ),

@@ -33,6 +33,7 @@ TEXTS = {
     "DCP's index is missing": (".metadata is missing", False),
     "a bit of the facts is flipped": ("facts.json is damaged: its SHA-256 is", True),
     "the manifest is cut": ("manifest.json is damaged and cannot be read", False),
+    "the manifest is no end of brackets": ("manifest.json is damaged and cannot be read", False),
     "the manifest is edited": (
         "manifest.json is damaged: its hash differs from its content", False,
     ),
