@@ -6,6 +6,8 @@ A contract without a recorder pays one comparison per transition for the possibi
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
@@ -16,6 +18,7 @@ from typing import Any, BinaryIO, Final
 from ..configuration import write_destinations
 from ..contract import Contract
 from ..keys import TapeKey, TapeRef
+from ..text import shown
 from .format import DIGEST_BYTES, FIELDS, compact, describe, fingerprints
 
 __all__ = ["Recorder", "seal"]
@@ -49,6 +52,7 @@ class Recorder:
         rank: Rank of the process, for whoever reads the log.
 
     Raises:
+        TypeError: The file is none, or one of text.
         ValueError: The contract already has an observer, has made a transition, or has a name
             that JSON cannot hold.
 
@@ -69,6 +73,10 @@ class Recorder:
     ) -> None:
         if contract.observer is not None:
             raise ValueError("the contract already has an observer; detach it first")
+        if isinstance(file, io.TextIOBase) or not (
+            file is None or isinstance(file, str | os.PathLike) or hasattr(file, "write")
+        ):
+            raise TypeError(f"file must be a path, a binary file or None, got {shown(file)}")
         header = describe(contract, rank)
         self.contract = contract
         self.lines: list[str] = []
@@ -147,7 +155,12 @@ class Recorder:
         if self._file is None:
             self.lines.append(line)
         else:
-            self._file.write(line.encode())
+            data = line.encode()
+            written = self._file.write(data)
+            if written is not None and written != len(data):  # an unbuffered file may do that
+                raise OSError(
+                    errno.EIO, f"{written} of {len(data)} bytes of the event log were written"
+                )
 
 
 def _integer(value: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,29 @@ class TestRecorder:
         assert not file.closed
         assert (tmp_path / "run.jsonl").read_bytes() == file.getvalue()
         assert replay(tmp_path / "run.jsonl").verdict == "accepted"
+
+    @pytest.mark.parametrize("file", [5, io.StringIO(), b"log", object()])
+    def test_a_file_that_is_none(self, file: Any) -> None:
+        """Text or no file at all: said before anything is written, and nobody observes."""
+        of = contract()
+        with pytest.raises(TypeError, match=r"^file must be a path, a binary file or None, got "):
+            Recorder(of, file)
+
+        assert of.observer is None
+
+    def test_a_line_that_is_written_in_part_is_an_error(self) -> None:
+        """As an unbuffered file writes it on a disk that is nearly full."""
+
+        class Short(io.BytesIO):
+            def write(self, data: Any) -> int:
+                return super().write(data[: max(0, 800 - self.tell())])
+
+        of = contract()
+        log = Recorder(of, Short())
+        with pytest.raises(OSError, match=r"of \d+ bytes of the event log were written"):
+            forward(of)
+
+        assert log.contract.outstanding() or of.live()
 
     def test_the_log_is_closed_when_the_run_raises(self) -> None:
         """An exception inside the block still leaves a whole log."""
