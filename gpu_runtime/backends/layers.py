@@ -6,6 +6,7 @@ import attrs
 import torch
 
 from qeffect.gpu_runtime.backends.protocol import TensorSpec
+from qeffect.text import shown
 
 
 @attrs.frozen
@@ -37,8 +38,11 @@ class LayerConfig:
 
     def __attrs_post_init__(self) -> None:
         for name in ("hidden", "ffn", "heads", "sequence", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+            size = getattr(self, name)
+            if size.__class__ is not int:
+                raise TypeError(f"{name} must be an int, got {shown(size)}")
+            if size < 1:
+                raise ValueError(f"{name} is {size}; expected at least 1")
         if self.hidden % self.heads:
             raise ValueError(
                 f"hidden {self.hidden} is not a multiple of heads {self.heads}; "

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
+from qeffect.gpu_runtime.backends.reference import ReferenceDomain
 from qeffect.gpu_runtime.measure.workload import Workload
 from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.plan.order import Order
@@ -99,6 +101,22 @@ class TestBadCalls:
         order = Order.parse(cells)
         with pytest.raises(BackendError, match=says):
             Runtime(reference_stages(order, 4, TINY), order)
+
+    @pytest.mark.parametrize(
+        ("make", "says"),
+        [
+            (lambda: LayerConfig(hidden=32.0), "hidden must be an int, got 32.0"),  # type: ignore
+            (lambda: LayerConfig(heads=True), "heads must be an int, got True"),
+            (lambda: LayerConfig(sequence=0), "sequence is 0; expected at least 1"),
+            (lambda: ReferenceDomain(0), "history_length must be an int of at least 1, got 0"),
+            (lambda: ReferenceDomain("4"), "must be an int of at least 1, got '4'"),  # type: ignore
+            (lambda: ReferenceDomain(tape_scales="kept"), "'carried' or 'live', got 'kept'"),
+        ],
+    )
+    def test_dimensions_that_are_none(self, make: Callable[[], object], says: str) -> None:
+        """Said where they are given, and not where a tensor of them is made."""
+        with pytest.raises((TypeError, ValueError), match=says):
+            make()
 
     def test_what_is_no_order_and_no_stage(self) -> None:
         """One line that says what was expected."""

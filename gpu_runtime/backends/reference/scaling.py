@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.devices import placed
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.text import shown
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -99,6 +100,9 @@ class ReferenceDomain:
     Attributes:
         rolls: Scaling updates so far, as the host saw them: one for each F and dI that ended well
             or not. Never set back: who compares it remembers where it began.
+
+    Raises:
+        ValueError: The history has no entry, or tapes neither carry scales nor refer to them.
     """
 
     history_length: int = 4
@@ -115,6 +119,16 @@ class ReferenceDomain:
     _used: set[int] = attrs.field(factory=set, init=False)
 
     name = "reference"
+
+    def __attrs_post_init__(self) -> None:
+        if self.history_length.__class__ is not int or self.history_length < 1:
+            raise ValueError(
+                f"history_length must be an int of at least 1, got {shown(self.history_length)}"
+            )
+        if self.tape_scales not in ("carried", "live"):
+            raise ValueError(
+                f"tape_scales must be 'carried' or 'live', got {shown(self.tape_scales)}"
+            )
 
     @property
     def stages(self) -> tuple[StageBackend, ...]:
