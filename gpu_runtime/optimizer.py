@@ -17,6 +17,8 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
 
+_address = Tensor.data_ptr
+
 Gradients = Mapping[int, Mapping[str, Tensor]]
 """Parameter gradients of an epoch: by stage, then by parameter name."""
 
@@ -166,10 +168,13 @@ class Optimizer:
     def addresses(self) -> list[int]:
         """Where everything of `state_tensors` is: what a graph that holds the update reads."""
         # By the order in which AdamW made it: looked up by parameter this took a step's time.
-        held = chain.from_iterable(map(dict.values, self.adamw.state.values()))
-        found = [value.data_ptr() for value in held if isinstance(value, Tensor)]
+        held = [*chain.from_iterable(map(dict.values, self.adamw.state.values()))]
+        try:
+            found = [*map(_address, held)]
+        except TypeError:  # something of the state is no tensor
+            found = [value.data_ptr() for value in held if isinstance(value, Tensor)]
         if self._pairs:
-            found += [target.data_ptr() for target in self.named.values()]
+            found += map(_address, self.named.values())
         return found
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, sub
 from typing import Any, Final, NamedTuple, Protocol
 
 from attrs import evolve, field, frozen
@@ -40,6 +40,7 @@ from .arguments import UNUSABLE
 from .counts import DeviceCounts, advance
 from .engine.memory import Memory
 from .engine.stage import TRANSITIONS, Transitions
+from .entries import Entries
 from .keys import Cell, TapeRef
 from .refusals import Refused
 from .relations.constants import NEVER
@@ -112,6 +113,9 @@ BASES: Final[Mapping[str, str]] = {
     "work": "submitted",
     "generation": "generation",
 }
+
+#: The columns of these counters, in the order of their families.
+_BASE_COLUMNS: Final = attrgetter(*BASES.values())
 
 #: Transitions that a step which recurs is made of; all others are of failures and restarts.
 RECUR: Final = frozenset(
@@ -345,32 +349,6 @@ def translated_event(memory: Memory, event: Event, amounts: Amounts) -> Event:
     return transition, tuple(named.values())
 
 
-class _Look(NamedTuple):
-    """Entries of one column: how to get them, and what they were."""
-
-    name: str
-    indices: tuple[Any, ...]
-    get: Callable[[Any], tuple[Any, ...]]
-    entries: tuple[Any, ...]
-    groups: tuple[int, ...]
-
-
-class _Store(NamedTuple):
-    """Entries of one column that a step leaves."""
-
-    name: str
-    indices: tuple[Any, ...]
-    entries: tuple[Any, ...]
-    groups: tuple[int, ...]
-
-
-def _getter(indices: tuple[Any, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    if len(indices) == 1:
-        (only,) = indices
-        return lambda column: (column[only],)
-    return itemgetter(*indices)
-
-
 @frozen(eq=False)
 class RecordedStep:
     """
@@ -393,12 +371,13 @@ class RecordedStep:
     writes: Mapping[str, tuple[Any, ...]]
     _groups: tuple[Group, ...] = field(init=False, repr=False)
     _bases: tuple[tuple[str, Any, int], ...] = field(init=False, repr=False)
-    _still: tuple[_Look, ...] = field(init=False, repr=False)
-    _moving: tuple[_Look, ...] = field(init=False, repr=False)
-    _moved: tuple[tuple[int, int], ...] = field(init=False, repr=False)
+    _began: tuple[int, ...] = field(init=False, repr=False)
+    _unmoved: tuple[int, ...] = field(init=False, repr=False)
+    _still: Entries = field(init=False, repr=False)
+    _moving: Entries = field(init=False, repr=False)
     _rising: tuple[tuple[int, int], ...] = field(init=False, repr=False)
-    _left: tuple[_Store, ...] = field(init=False, repr=False)
-    _left_moving: tuple[_Store, ...] = field(init=False, repr=False)
+    _highest: int = field(init=False, repr=False)
+    _left: Entries = field(init=False, repr=False)
     _folds: Mapping[Hashable, tuple[int, int]] = field(init=False, repr=False)
     _counted: Mapping[int, tuple[int, ...]] = field(init=False, repr=False)
 
@@ -453,28 +432,27 @@ class RecordedStep:
         number = {group: n for n, group in enumerate(every)}
         stays = len(every)  # the place of an amount that is 0
         set_(self, "_groups", every)
-        set_(self, "_bases", tuple(_place(before, group) for group in every))
+        bases = tuple(_place(before, group) for group in every)
+        set_(self, "_bases", bases)
+        set_(self, "_began", tuple(was for _, _, was in bases))
 
-        def looks(memory: Memory, name: str, indices: tuple[Any, ...]) -> tuple[Any, ...]:
-            column = getattr(memory, name)
-            entries = tuple(column[index] for index in indices)
-            found = (group_of(memory, name, i, v) for i, v in zip(indices, entries, strict=True))
-            return entries, tuple(stays if g is None else number[g] for g in found)
+        def entries(memory: Memory, indices: Mapping[str, Sequence[Any]]) -> Entries:
+            def counter(name: str, index: Any, value: Any) -> int:
+                group = group_of(memory, name, index, value)
+                return stays if group is None else number[group]
 
-        still: list[_Look] = []
-        moving: list[_Look] = []
-        for name, indices in self.reads.items():
-            look = _Look(name, indices, _getter(indices), *looks(before, name, indices))
-            (moving if name in COUNTERS else still).append(look)
-        set_(self, "_still", tuple(still))
-        set_(self, "_moving", tuple(moving))
-        pairs = [pair for look in moving for pair in zip(look.entries, look.groups, strict=True)]
-        set_(self, "_moved", tuple(pairs))
+            return Entries(memory, indices, counter, stays)
+
+        set_(self, "_unmoved", (0,) * (len(every) + 1))
+        still = {name: own for name, own in self.reads.items() if name not in COUNTERS}
+        moving = {name: own for name, own in self.reads.items() if name in COUNTERS}
+        set_(self, "_still", entries(before, still))
+        set_(self, "_moving", entries(before, moving))
         touched = {*self.reads.get("generation", ()), *self.writes.get("generation", ())}
         most = [(slot, after.generation[slot]) for slot in sorted(touched)]
         set_(self, "_rising", tuple((number["generation", slot], last) for slot, last in most))
-        left: list[_Store] = []
-        left_moving: list[_Store] = []
+        set_(self, "_highest", max((last for _, last in most), default=0))
+        left: dict[str, tuple[Any, ...]] = {}
         for name, written in self.writes.items():
             column, read = getattr(after, name), frozenset(self.reads.get(name, ()))
             kept = name not in COUNTERS
@@ -485,10 +463,8 @@ class RecordedStep:
                 if not (kept and index in read and getattr(before, name)[index] == column[index])
             )
             if indices:
-                store = _Store(name, indices, *looks(after, name, indices))
-                (left if kept else left_moving).append(store)
-        set_(self, "_left", tuple(left))
-        set_(self, "_left_moving", tuple(left_moving))
+                left[name] = indices
+        set_(self, "_left", entries(after, left))
         folds: dict[Hashable, tuple[int, int]] = {}
         counted: dict[int, tuple[int, ...]] = {}
         for domain, then in (self.end.counts or {}).items():
@@ -585,9 +561,11 @@ class RecordedStep:
             return self._named(odd, found.memory)
         return self._beside(found)
 
-    def _amounts(self, memory: Memory) -> list[int]:
+    def _amounts(self, memory: Memory) -> tuple[int, ...]:
         """By how much each counter has moved; at the end 0, for what does not move."""
-        return [*(getattr(memory, name)[index] - was for name, index, was in self._bases), 0]
+        epochs, tickets, *others = _BASE_COLUMNS(memory)
+        now = epochs[self._bases[0][1]], tickets[0], *chain.from_iterable(others)
+        return *map(sub, now, self._began), 0
 
     def _below(self, memory: Memory, amounts: Sequence[int]) -> Difference | None:
         """A counter that has fallen; what is counted from it could be taken for none."""
@@ -598,22 +576,33 @@ class RecordedStep:
 
     def _another(self, memory: Memory) -> Difference | None:
         """An entry that is no counter and not what it was."""
-        for look in self._still:
-            if look.get(getattr(memory, look.name)) != look.entries:
-                return _odd(look, memory, None)
-        return None
-
-    def _apart(self, memory: Memory, amounts: Sequence[int]) -> Difference | None:
-        """An entry that has not moved by as much as its counter."""
-        there = [*chain.from_iterable([k.get(getattr(memory, k.name)) for k in self._moving])]
-        if there == [value + amounts[group] for value, group in self._moved]:
+        if self._still.stand_in(memory, self._unmoved):
             return None
-        odd = (_odd(look, memory, amounts) for look in self._moving)
-        return next(found for found in odd if found is not None)
+        return self._odd(memory, None)
+
+    def _apart(self, memory: Memory, amounts: tuple[int, ...]) -> Difference | None:
+        """An entry that has not moved by as much as its counter."""
+        if self._moving.stand_in(memory, amounts):
+            return None
+        return self._odd(memory, amounts)
+
+    def _odd(self, memory: Memory, amounts: Sequence[int] | None) -> Difference:
+        """The first entry that is read and differs: one that moves where amounts are given."""
+        start = self.start.memory
+        wanted = start if amounts is None else translated(start, self.moved_by(memory))
+        for name, indices in self.reads.items():
+            if (name in COUNTERS) is (amounts is not None):
+                found, own = getattr(memory, name), getattr(wanted, name)
+                for index in indices:
+                    if found[index] != own[index]:
+                        return Difference(f"{name}[{index}]", found[index], own[index])
+        raise AssertionError("two looks at the same entries differ")
 
     def _exhausted(self, memory: Memory, amounts: Sequence[int]) -> Difference | None:
         """A slot whose generation would reach the maximum, which no translation leaves alone."""
         most = memory.generation_max[0]
+        if self._highest + max(amounts) < most:
+            return None  # as every step but for the very last ones: no slot has come that far
         for group, last in self._rising:
             if last + amounts[group] >= most:
                 slot = self._groups[group][1]
@@ -656,24 +645,7 @@ class RecordedStep:
 
     def write(self, memory: Memory) -> None:
         """Leave in a memory, which does not differ, what the step's transitions would."""
-        amounts = self._amounts(memory)
-        for name, indices, entries, _ in self._left:
-            column = getattr(memory, name)
-            for index, value in zip(indices, entries, strict=True):
-                column[index] = value
-        for name, indices, entries, own in self._left_moving:
-            column = getattr(memory, name)
-            for index, value, group in zip(indices, entries, own, strict=True):
-                column[index] = value + amounts[group]
-
-
-def _odd(look: _Look, memory: Memory, amounts: Sequence[int] | None) -> Difference | None:
-    column = getattr(memory, look.name)
-    for index, value, group in zip(look.indices, look.entries, look.groups, strict=True):
-        wanted = value if amounts is None else value + amounts[group]
-        if column[index] != wanted:
-            return Difference(f"{look.name}[{index}]", column[index], wanted)
-    return None
+        self._left.write(memory, self._amounts(memory))
 
 
 def _place(memory: Memory, group: Group) -> tuple[str, Any, int]:

@@ -43,6 +43,9 @@ class Handoff(Protocol):
     def record_tail(self) -> None:
         """Mark the end of what the graph stream has been given; in a capture, inside the graph."""
 
+    def record(self, event: Any) -> None:
+        """Record an event of the caller's behind what the graph stream has been given."""
+
     def caller_waits(self) -> None:
         """Make the current stream wait for the latest tail."""
 
@@ -75,6 +78,10 @@ class HostHandoff:
 
     def record_tail(self) -> None:
         """Nothing to mark."""
+
+    def record(self, event: Any) -> None:
+        """A stand-in for an event records what it likes."""
+        event.record()
 
     def scope(self) -> Any:
         """Nothing changes."""
@@ -130,6 +137,10 @@ class GraphStream:
     def record_tail(self) -> None:
         """Record the graph stream's position; inside a capture this becomes a node of the graph."""
         self.tail.record(self.stream)
+
+    def record(self, event: Any) -> None:
+        """Record an event on the graph stream, whichever is current."""
+        event.record(self.stream)
 
     def caller_waits(self) -> None:
         """Let the caller wait for the latest tail."""

@@ -20,8 +20,8 @@ from qeffect.gpu_runtime.parallel.executor import Feed
 
 __all__ = ["Beside", "beside", "made"]
 
-#: What is asked for: `inputs` or `output_gradients`, of a stage, in a step, for a microbatch.
-Place = tuple[str, StageBackend, int, int]
+#: What is asked for: `inputs` or `output_gradients`, of a stage, for a microbatch.
+Place = tuple[str, StageBackend, int]
 
 
 class Beside:
@@ -36,14 +36,15 @@ class Beside:
     def __init__(self, inner: Feed, device: torch.device) -> None:
         self.inner = inner
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
         """What the inner feed gives, ready for the stream that is current."""
-        return self._made(self.inner.inputs, stage, step, microbatch)
+        return self._given(self.inner.inputs, stage, step, microbatch)
 
     def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
         """Likewise."""
-        return self._made(self.inner.output_gradients, stage, step, microbatch)
+        return self._given(self.inner.output_gradients, stage, step, microbatch)
 
     def outputs(
         self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
@@ -51,17 +52,17 @@ class Beside:
         """The inner feed looks at them, on the stream that they are on."""
         self.inner.outputs(stage, step, microbatch, outputs)
 
-    def _made(self, make: Any, *place: Any) -> Sequence[Tensor]:
+    def _given(self, make: Any, *place: Any) -> Sequence[Tensor]:
         with self.made_here() as caller:
             given: Sequence[Tensor] = make(*place)
         for tensor in given:
             tensor.record_stream(caller)
         return given
 
-    def every(self, places: Iterable[Place]) -> list[Sequence[Tensor]]:
+    def every(self, step: int, places: Iterable[Place]) -> list[Sequence[Tensor]]:
         """As `made`, with one change of streams."""
         with self.made_here() as caller:
-            given = [getattr(self.inner, what)(*place) for what, *place in places]
+            given = _asked(self.inner, step, places)
         for tensor in {id(tensor): tensor for own in given for tensor in own}.values():
             tensor.record_stream(caller)
         return given
@@ -70,22 +71,37 @@ class Beside:
     def made_here(self) -> Iterator[torch.cuda.Stream]:
         """In it this feed's stream is current; the caller's, which it gives, waits behind it."""
         caller = torch.cuda.current_stream()
-        with torch.cuda.stream(self.stream):
-            yield caller
-        caller.wait_stream(self.stream)
+        if caller.device_index == self.stream.device_index:
+            torch.cuda.set_stream(self.stream)
+            try:
+                yield caller
+            finally:
+                torch.cuda.set_stream(caller)
+        else:
+            # Two devices have a current stream each; torch's context knows how to keep both.
+            with torch.cuda.stream(self.stream):
+                yield caller
+        # One event for all steps: `wait_stream` would make another for each.
+        self._made.record(self.stream)
+        caller.wait_event(self._made)
 
 
-def made(feed: Feed, places: Iterable[Place]) -> list[Sequence[Tensor]]:
+def made(feed: Feed, step: int, places: Iterable[Place]) -> list[Sequence[Tensor]]:
     """
-    What a feed gives at several places, ready for the stream that is current.
+    What a feed gives in a step at several places, ready for the stream that is current.
 
     Args:
         feed: The feed.
-        places: `inputs` or `output_gradients`, and the stage, step and microbatch.
+        step: The step.
+        places: `inputs` or `output_gradients`, and the stage and microbatch.
     """
     if isinstance(feed, Beside):
-        return feed.every(places)
-    return [getattr(feed, what)(*place) for what, *place in places]
+        return feed.every(step, places)
+    return _asked(feed, step, places)
+
+
+def _asked(feed: Feed, step: int, places: Iterable[Place]) -> list[Sequence[Tensor]]:
+    return [getattr(feed, what)(stage, step, m) for what, stage, m in places]
 
 
 def beside(feed: Feed, device: torch.device) -> Feed:

@@ -33,7 +33,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -47,9 +47,9 @@ from qeffect.gpu_runtime.clipping import DeviceNorm, Norm, square_sums
 from qeffect.gpu_runtime.execute.graphs import GraphExecutor, no_collection
 from qeffect.gpu_runtime.execute.nested import obstacle
 from qeffect.gpu_runtime.memory.counters import DeviceCounters
-from qeffect.gpu_runtime.memory.slots import fill
 from qeffect.gpu_runtime.memory.state import GatedSnapshot, live_state
 from qeffect.gpu_runtime.optimizer import Gradients
+from qeffect.gpu_runtime.parallel.baked import BakedOptimizer
 from qeffect.gpu_runtime.parallel.channels import Abort, LostError, end_group, transport_of
 from qeffect.gpu_runtime.parallel.consent import DisagreementError, StoppedError, wait_for
 from qeffect.gpu_runtime.parallel.executor import Feed, Passage
@@ -66,6 +66,7 @@ ROWS = 4
 PARTS = ("data", "guards", "launch", "step before", "commit")
 """What the host does in a launch: `step before` is its wait for that step, and its verdict."""
 _form = attrgetter("shape", "dtype", "device")
+_has_graph = attrgetter("requires_grad")
 
 
 def obstacles(worker: Worker) -> list[str]:
@@ -118,9 +119,10 @@ class OneLaunch:
         assert self.runtime.counters is not None
         self._gate = _Gate(self.runtime.counters, self.worker)
         self._launched: list[Any] = []
+        self._spare: list[Any] = []  # events of launches that have ended
         self._left: int | None = None
         self._asking = 0  # 1 while the step before is asked about
-        self._captured: Any = None
+        self._captured: BakedOptimizer | None = None
         self._guarded = False  # whether a guarded step was taken over these connections
         self._base: int | None = None  # the epoch of the step that was captured
         self.host_ms: dict[str, float] = {}
@@ -139,12 +141,17 @@ class OneLaunch:
         if not self._guarded:
             self._first()
         else:
-            handoff = self.runtime.handoff
-            # The launch runs on the graph stream: behind what the caller's has now.
-            handoff.wait_for_caller()
-            with self._ending():
-                self._launch()
-            handoff.caller_waits()
+            epoch, handoff = self.runtime.epoch, self.runtime.handoff
+            try:
+                with self.worker.stepping():
+                    # The launch runs on the graph stream: behind what the caller's has now.
+                    back = handoff.cross()
+                    try:
+                        self._launch()
+                    finally:
+                        handoff.cross_back(back)
+            except Exception as error:
+                raise self._ended(error, epoch) from None
         self.steps += 1
 
     def _first(self) -> None:
@@ -164,10 +171,14 @@ class OneLaunch:
             with self.worker.stepping(), self.runtime.caller_scope():
                 yield
         except Exception as error:
-            self._stopped()
-            stopped = self.pipeline._stopped(error, epoch, told=epoch - self._asking)
-            self._gate.close(abort=True)
-            raise stopped from None
+            raise self._ended(error, epoch) from None
+
+    def _ended(self, error: Exception, epoch: int) -> StoppedError:
+        """What was raised in a step ends the training on every rank, for one cause."""
+        self._stopped()
+        stopped = self.pipeline._stopped(error, epoch, told=epoch - self._asking)
+        self._gate.close(abort=True)
+        return stopped
 
     def _stopped(self) -> None:
         self.feed.rehearsing = True
@@ -198,8 +209,8 @@ class OneLaunch:
         at.append(time.perf_counter())
         self.graph.replay()
         runtime.handoff.record_tail()
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
+        done = self._spare.pop() if self._spare else _event()
+        runtime.handoff.record(done)
         at.append(time.perf_counter())
         self._launched.append(done)
         if contract.counts_awaited:
@@ -217,24 +228,6 @@ class OneLaunch:
         finally:
             self.feed.rehearsing = False
 
-    def _baked(self) -> tuple[list[int], list[dict[str, Any]]]:
-        """
-        Where the optimizer's state is, and its numbers: the graph holds both.
-
-        Of a number that is a tensor of a device, as a learning rate may be, the graph holds the
-        place: what stands there may change.
-        """
-        optimizer = self.worker.optimizer
-        groups = [
-            {
-                name: value.data_ptr() if isinstance(value, Tensor) else value
-                for name, value in group.items()
-                if name != "params"
-            }
-            for group in optimizer.adamw.param_groups
-        ]
-        return optimizer.addresses(), groups
-
     def _require_unmoved(self) -> None:
         """
         Require that the optimizer is what was captured.
@@ -242,7 +235,8 @@ class OneLaunch:
         Raises:
             BackendError: Its state was replaced, or a learning rate or another number changed.
         """
-        if self._baked() != self._captured:
+        assert self._captured is not None
+        if not self._captured.unmoved():
             raise BackendError(
                 "the optimizer's state has moved, or one of its numbers has changed, since the "
                 "step was captured; make a new OneLaunch"
@@ -288,7 +282,7 @@ class OneLaunch:
             pipeline.consent.agree(runtime.epoch)
         self._gate.begin(before, contract.committed_counts()[domain])
         self._quiet()
-        self._captured = self._baked()
+        self._captured = BakedOptimizer(self.worker.optimizer)
         pipeline.launched = True
         self.graph = graph
 
@@ -306,6 +300,7 @@ class OneLaunch:
         """Learn what the device said of the step before the one that was just launched."""
         self._asking = 1
         self._await(done)
+        self._spare.append(done)
         counted, said = self._gate.read()
         self.runtime.contract.present_counts({self.runtime.domain_name: counted})
         if odd := [rank for rank, word in enumerate(said) if word == 1]:
@@ -322,9 +317,8 @@ class OneLaunch:
 
     def _quiet(self) -> None:
         """Wait for the device as for a launched step: it may be in what a rank that died owes."""
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with self.runtime.handoff.scope():
-            done.record()
+        done = _event()
+        self.runtime.handoff.record(done)
         self._await(done)
         torch.cuda.synchronize()  # what other streams have is this rank's alone
 
@@ -442,6 +436,10 @@ class OneLaunch:
         self._gate.close()
 
 
+def _event() -> Any:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
 class _Staged:
     """A feed whose tensors stay where they are, so that a graph can read them."""
 
@@ -449,6 +447,10 @@ class _Staged:
         self.inner = inner
         self.losses: dict[int, Tensor] = {}
         self._held: dict[tuple[str, int, int], tuple[StageBackend, tuple[Tensor, ...]]] = {}
+        self._places: list[tuple[str, StageBackend, int]] = []
+        self._many: list[int] = []
+        self._forms: list[Any] = []
+        self._alike: list[tuple[list[Tensor], list[int]]] = []
         self.rehearsing = False
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
@@ -474,6 +476,15 @@ class _Staged:
                 self._place("inputs", p, step)
             if p.last:
                 self._place("output_gradients", p, step)
+        self._places = [(what, own, m) for (what, _, m), (own, _) in self._held.items()]
+        tensors = [held for _, held in self._held.values()]
+        every = [*chain.from_iterable(tensors)]
+        self._many, self._forms = [*map(len, tensors)], [*map(_form, every)]
+        # What has one type comes in one copy.
+        alike: dict[torch.dtype, list[int]] = {}
+        for n, tensor in enumerate(every):
+            alike.setdefault(tensor.dtype, []).append(n)
+        self._alike = [([every[n] for n in own], own) for own in alike.values()]
 
     def _place(self, what: str, p: Passage, step: int) -> None:
         given = getattr(self.inner, what)(p.stage, step, p.microbatch)
@@ -481,24 +492,30 @@ class _Staged:
         self._held[what, p.stage.index, p.microbatch] = p.stage, held
 
     def load(self, step: int) -> None:
-        """Bring a step's data to their places, on the current stream: a copy for each type."""
-        alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        wanted = [(what, stage, step, m) for (what, _, m), (stage, _) in self._held.items()]
-        given = made(self.inner, wanted)
-        for (what, index, m), values_of in zip(self._held, given, strict=True):
+        """
+        Bring a step's data to their places, on the current stream: a copy for each type.
+
+        Raises:
+            BackendError: They have another form than the captured step's; nothing was copied.
+        """
+        given = made(self.inner, step, self._places)
+        values = [*chain.from_iterable(given)]
+        if [*map(_form, values)] != self._forms or [*map(len, given)] != self._many:
+            self._refuse(step, given)
+        if any(map(_has_graph, values)):  # their places would become part of it
+            values = [value.detach() for value in values]
+        for places, own in self._alike:
+            torch._foreach_copy_(places, [values[n] for n in own])
+
+    def _refuse(self, step: int, given: Sequence[Sequence[Tensor]]) -> None:
+        for (what, index, m), found in zip(self._held, given, strict=True):
             held = self._held[what, index, m][1]
-            if [*map(_form, values_of)] != [*map(_form, held)]:
+            if [*map(_form, found)] != [*map(_form, held)]:
                 raise BackendError(
                     f"stage {index}, {what} of microbatch {m} in step {step}: expected "
-                    f"{_described(held)}, found {_described(values_of)}; a launch takes what "
+                    f"{_described(held)}, found {_described(found)}; a launch takes what "
                     "the captured step took"
                 )
-            for place, value in zip(held, values_of, strict=True):
-                places, values = alike.setdefault(place.dtype, ([], []))
-                places.append(place)
-                values.append(value)
-        for places, values in alike.values():
-            fill(places, values)
 
 
 def _described(tensors: Sequence[Tensor]) -> str:

@@ -129,6 +129,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
     "the words of a refusal": ("explain.*", "refusals.*", "text.*"),
     "a step that recurs": (
         "steps.*",
+        "entries.*",
         "ledgers.steps.*",
         "contract.Contract.standing",
         "contract.Contract.record_step",

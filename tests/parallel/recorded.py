@@ -77,7 +77,8 @@ class _Event:
         self._done = threading.Event()
 
     def record(self) -> None:
-        STREAM.submit(self._done.set)
+        self._done = done = threading.Event()  # what was recorded before is forgotten
+        STREAM.submit(done.set)
 
     def query(self) -> bool:
         return self._done.is_set()

@@ -13,6 +13,7 @@ import torch
 from qeffect.counts import DeviceCounts
 from qeffect.gpu_runtime.clipping import Clipping
 from qeffect.gpu_runtime.optimizer import Optimizer
+from qeffect.gpu_runtime.parallel.baked import BakedOptimizer
 from qeffect.gpu_runtime.parallel.channels import LostError
 from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError
 from qeffect.gpu_runtime.parallel.feeds import Beside, made
@@ -27,6 +28,11 @@ FIRST = 4  # launches until one is checked as one: here none comes before that i
 
 class _Event:
     """An event of a device that is always done."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        _Event.made += 1
 
     def record(self) -> None:
         """At once."""
@@ -62,9 +68,10 @@ class _Launched:
             read=lambda: (self.ran.pop(0), [0, self.word]), close=lambda **_: None
         )
         whole._launched, whole._left, whole._asking, whole.steps = [], None, 0, 1
+        whole._spare = []
         whole._guarded = True
         whole.rehearsal = rank.rehearsal
-        whole._captured = whole._baked()
+        whole._captured = BakedOptimizer(self.optimizer)
 
     def _replay(self) -> None:
         self.replays += 1
@@ -101,6 +108,23 @@ def test_launches_commit_their_steps_and_say_what_the_host_took(launched: _Launc
     assert len(launched.ran) == 1
     assert tuple(launched.whole.host_ms) == PARTS
     assert min(launched.whole.host_ms.values()) >= 0
+
+
+def test_events_of_launches_that_have_ended_are_taken_again(
+    launched: _Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never one that is still waited for: that would say that both have ended."""
+    before, recorded = _Event.made, []
+    record = _Event.record
+    monkeypatch.setattr(_Event, "record", lambda self: (recorded.append(self), record(self))[0])
+    for _ in range(6):
+        launched.step()
+        (under_way,) = launched.whole._launched
+        assert under_way is recorded[-1]
+        assert under_way not in launched.whole._spare
+    assert len(recorded) == 6
+    assert len({*map(id, recorded)}) == 2
+    assert _Event.made - before <= 1
 
 
 def test_a_device_that_disagrees_stops_the_launch_behind_it(
@@ -284,10 +308,60 @@ def test_data_made_beside_the_stream_change_streams_once() -> None:
             entered.append("out")
 
     stage: Any = None
-    given = made(_Scoped(), [("inputs", stage, 3, m) for m in range(4)])
+    given = made(_Scoped(), 3, [("inputs", stage, m) for m in range(4)])
 
     assert entered == ["in", "out"]
     assert len(given) == 4
     assert len({*kept}) == len(kept) == 5
     assert {stream for _, stream in kept} == {"caller"}
     assert {data for data, _ in kept} == {data for own in given for data in own}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("device", [0, 1], ids=["one device", "two"])
+def test_data_are_made_on_their_own_stream_and_the_caller_waits(
+    device: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind all of them, on its own stream again; a feed that raises is waited for by nobody."""
+    told: list[str] = []
+
+    class _Stream:
+        def __init__(self, name: str, device_index: int) -> None:
+            self.name, self.device_index = name, device_index
+
+        def wait_event(self, event: Any) -> None:
+            told.append(f"{self.name} waits for {event.of}")
+
+    class _Marked:
+        of = "nothing"
+
+        def record(self, stream: Any) -> None:
+            self.of = stream.name
+            told.append(f"recorded on {stream.name}")
+
+    caller: Any = _Stream("caller", 0)
+
+    @contextmanager
+    def context(stream: Any) -> Iterator[None]:
+        told.append(f"in {stream.name}")
+        yield
+        told.append(f"out of {stream.name}")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: caller)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: _Stream("own", device))
+    monkeypatch.setattr(torch.cuda, "Event", _Marked)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: told.append(f"on {stream.name}"))
+    monkeypatch.setattr(torch.cuda, "stream", context)
+    inner: Any = SimpleNamespace(inputs=lambda *_: (1 // (not fails), told.append("made"), ())[2])
+    feed, stage = Beside(inner, torch.device("cuda", device)), None
+    for _ in range(2):
+        told.clear()
+        if fails:
+            with pytest.raises(ZeroDivisionError):
+                made(feed, 3, [("inputs", stage, 0)])  # type: ignore[list-item]
+        else:
+            made(feed, 3, [("inputs", stage, 0)])  # type: ignore[list-item]
+        begin, end = ("on own", "on caller") if device == 0 else ("in own", "out of own")
+        made_there = [] if fails else ["made"]
+        waited = [] if fails else ["recorded on own", "caller waits for own"]
+        assert told == [begin, *made_there, *([] if fails and device else [end]), *waited]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,3 +89,66 @@ def test_a_rehearsal_keeps_the_losses_of_the_launch() -> None:
     staged.outputs(None, 1, 0, (torch.tensor(3.0),))  # type: ignore[arg-type]
 
     assert {0: 2.0} == {m: float(loss) for m, loss in staged.losses.items()}
+
+
+class _Given(_Feed):
+    """Two inputs of each microbatch, and what a test makes of them."""
+
+    def __init__(self) -> None:
+        self.other: Callable[[int, list[torch.Tensor]], list[torch.Tensor]] = lambda _, own: own
+
+    def inputs(self, stage: Any, step: int, microbatch: int) -> tuple[torch.Tensor, ...]:
+        whole = torch.full((2,), float(10 * step + microbatch))
+        return tuple(self.other(microbatch, [whole, whole.long()]))
+
+
+def _staged() -> tuple[_Given, _Staged, Any]:
+    feed, stage = _Given(), SimpleNamespace(index=0, inputs=(1, 2))
+    staged = _Staged(feed)  # type: ignore[arg-type]
+    staged.prepare([SimpleNamespace(stage=stage, microbatch=m, last=False) for m in (0, 1)], 0)  # type: ignore[misc]
+    return feed, staged, stage
+
+
+@pytest.mark.parametrize(
+    ("other", "named", "found"),
+    [
+        (lambda m, own: own[: 2 - m], 1, "float32 of (2,) on cpu"),
+        (lambda m, own: own if m else [*own, own[0]], 0, "on cpu, torch.float32 of (2,) on cpu"),
+        # As many in all, of the same forms one behind the other.
+        (lambda m, own: [] if m else [*own, *own], 0, "on cpu, torch.float32 of (2,) on cpu"),
+        (lambda m, own: own[::-1] if m else own, 1, "int64 of (2,) on cpu, torch.float32"),
+        (lambda m, own: [own[0], own[1][:1]] if m else own, 1, "int64 of (1,) on cpu"),
+        (lambda m, own: [own[0].to("meta"), own[1]] if m else own, 1, "of (2,) on meta"),
+    ],
+    ids=["one less", "one more", "at another place", "in another order", "smaller", "elsewhere"],
+)
+def test_data_of_another_form_are_named_and_nothing_is_copied(
+    other: Callable[[int, list[torch.Tensor]], list[torch.Tensor]], named: int, found: str
+) -> None:
+    """Their number, types, shapes and devices, each at its own place."""
+    feed, staged, stage = _staged()
+    feed.other = other
+    with pytest.raises(BackendError) as refused:
+        staged.load(7)
+    said = str(refused.value)
+    assert (
+        f"stage 0, inputs of microbatch {named} in step 7: expected torch.float32 of (2,)" in said
+    )
+    assert found in said.split("found")[1]
+    assert [t.tolist() for m in (0, 1) for t in staged.inputs(stage, 7, m)] == [
+        [0.0, 0.0],
+        [0, 0],
+        [1.0, 1.0],
+        [1, 1],
+    ]
+
+
+def test_data_with_a_graph_leave_their_places_without_one() -> None:
+    """A copy would make the places part of it, and hold the first step's for ever."""
+    feed, staged, stage = _staged()
+    weight = torch.ones(2, requires_grad=True)
+    feed.other = lambda _, own: [own[0] * weight, own[1]]
+    staged.load(3)
+    places = [t for m in (0, 1) for t in staged.inputs(stage, 3, m)]
+    assert [t.tolist() for t in places] == [[30.0, 30.0], [30, 30], [31.0, 31.0], [31, 31]]
+    assert not any(t.requires_grad for t in places)
