@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
+from qeffect.text import shown
 
 _address = Tensor.data_ptr
 
@@ -182,8 +183,11 @@ class Optimizer:
         Continue from what `state_tensors` of another optimizer over the same stages held.
 
         Raises:
-            BackendError: A name is missing or one too many; nothing was loaded.
+            BackendError: A name is missing or one too many, or a tensor is none or of another
+                shape or type; nothing was loaded.
         """
+        if not isinstance(state, Mapping):
+            raise BackendError(f"expected tensors by name, found {shown(state)}")
         expected = {f"{name}.{key}" for name in self.named for key in _ADAMW_STATE}
         if self._pairs:
             expected |= {f"{name}.master" for name in self.named}
@@ -192,6 +196,9 @@ class Optimizer:
                 f"optimizer state disagrees on {len(odd)} names, first {odd[0]}; build the "
                 "optimizer over the same stages with the same master weights"
             )
+        for name, target in self.named.items():
+            for key in (*_ADAMW_STATE, *["master"] * bool(self._pairs)):
+                _require_like(f"{name}.{key}", state[f"{name}.{key}"], target, key)
         for name, target in self.named.items():
             if self._pairs:
                 with torch.no_grad():
@@ -203,6 +210,18 @@ class Optimizer:
                     held[key].copy_(saved)
                 else:
                     held[key] = saved.to(target.device, copy=True)
+
+
+def _require_like(name: str, value: Any, target: Tensor, key: str) -> None:
+    """Require a tensor as AdamW holds one of a parameter: its count of steps, or of its form."""
+    shape, dtype = ((), torch.float32) if key == "step" else (tuple(target.shape), target.dtype)
+    if not isinstance(value, Tensor):
+        raise BackendError(f"optimizer state {name}: expected a tensor, found {shown(value)}")
+    if (tuple(value.shape), value.dtype) != (shape, dtype):
+        raise BackendError(
+            f"optimizer state {name}: expected shape {shape} of {dtype}, found "
+            f"{tuple(value.shape)} of {value.dtype}; load what this model's optimizer saved"
+        )
 
 
 def _multiply(gradients: Sequence[Tensor], scale: Tensor) -> None:

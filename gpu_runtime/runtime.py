@@ -49,6 +49,7 @@ from qeffect.gpu_runtime.reductions import Reduction as Reduction
 from qeffect.keys import TapeKey
 from qeffect.log.recorder import Recorder
 from qeffect.refusals import Refused
+from qeffect.text import shown
 
 
 @attrs.frozen(kw_only=True)
@@ -129,8 +130,8 @@ class Runtime:
         rank: Rank of the process, for whoever reads the event log.
 
     Raises:
-        BackendError: The order names other stages, the backend cannot be captured, or a stage does
-            not fit the configuration.
+        BackendError: The order names other stages or is not whole, the backend cannot be captured,
+            or a stage does not fit the configuration.
     """
 
     def __init__(
@@ -152,8 +153,13 @@ class Runtime:
         self._totals: dict[int, dict[str, torch.Tensor]] = {}
         self._final: set[int] = set()
         self.order = order
-        self.stages = {stage.index: stage for stage in stages}
         self.domain = _one_domain(stages)
+        self.stages = {stage.index: stage for stage in stages}
+        if not isinstance(order, Order):
+            raise BackendError(
+                f"expected an Order, such as Order.parse('0F0 0I0 0W0'), found {shown(order)}"
+            )
+        order.require_whole()
         self.relations = frozenset[str]().union(*(stage.relations for stage in stages))
         if tuple(sorted(self.stages)) != order.stages:
             raise BackendError(
@@ -731,7 +737,17 @@ class Runtime:
         Raises:
             Refused: The checkpoint is of another configuration.
             BackendError: The numerical state is of another recipe or other stages.
+            TypeError: One of the two is no such thing; nothing has changed.
         """
+        for what, given, wanted in (
+            ("a Checkpoint", checkpoint, Checkpoint),
+            ("the NumericalState beside it", state, NumericalState),
+        ):
+            if not isinstance(given, wanted):
+                raise TypeError(
+                    f"restore: expected {what}, found {shown(given)}; runtime.checkpoint() gives "
+                    "both: restore(*runtime.checkpoint())"
+                )
         require_same(checkpoint, self.contract.configuration)
         self._reductions.fail()
         self.drain()
@@ -783,6 +799,9 @@ class Runtime:
 
 
 def _one_domain(stages: Sequence[StageBackend]) -> StateDomain:
+    for stage in stages:
+        if not (hasattr(stage, "domain") and hasattr(stage, "index")):
+            raise BackendError(f"expected stages of a backend, found {shown(stage)}")
     if not stages:
         raise BackendError("a runtime needs at least one stage")
     domain = stages[0].domain

@@ -5,7 +5,7 @@ What one pipeline stage of a process is configured with.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from attrs import Attribute, field, frozen
 from attrs.validators import in_, optional
@@ -17,13 +17,18 @@ from .text import shown
 
 __all__ = ["Bucket", "StageConfig"]
 
+#: The largest stage; and most slots, and most cells of a stage, all of which have entries in lists.
+_MOST: Final = 1 << 20
+
 
 def _at_least(least: int) -> Callable[[Any, Attribute[int], Any], None]:
     def validate(config: Any, attribute: Attribute[int], value: Any) -> None:
         if value.__class__ is not int:
             raise TypeError(f"{attribute.name} must be an integer, got {shown(value)}")
         if value < least:
-            raise ValueError(f"{attribute.name} must be at least {least}, got {value}")
+            raise ValueError(f"{attribute.name} must be at least {least}, got {shown(value)}")
+        if value > _MOST:
+            raise ValueError(f"{attribute.name} must be at most {_MOST:,}, got {shown(value)}")
 
     return validate
 
@@ -186,6 +191,11 @@ class StageConfig:
     tied: tuple[str, ...] = field(default=(), converter=_names)
 
     def __attrs_post_init__(self) -> None:
+        if (count := self.microbatches * self.blocks * self.invocations) > _MOST:
+            raise ValueError(
+                f"microbatches, blocks and invocations of stage {self.stage} make {count:,} cells; "
+                f"expected at most {_MOST:,} in all"
+            )
         if self.reports_fills and not self.matrices:
             raise ValueError(f"stage {self.stage} has no matrices, so it has no fills to report")
         named = [matrix for matrix, _ in self.buffers]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from .arguments import UNUSABLE, Arguments
 from .checkpoint import Checkpoint
@@ -111,6 +111,8 @@ class Contract:
     ) -> None:
         if epoch.__class__ is not int or epoch < 0:
             raise ValueError(f"epoch must be a non-negative integer, got {shown(epoch)}")
+        for name, given in (("stages", stages), ("omit", omit), ("reductions", reductions)):
+            _collection(name, given)
         self.stages = tuple(stages)
         self.transitions: Transitions = transitions(omit)
         laid = lay_out(
@@ -154,6 +156,13 @@ class Contract:
         self._check_wgrad, self._commit_wgrad = t.check_wgrad, t.commit_wgrad
         self._commit_refresh = t.commit_refresh
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be copied or pickled: what it guards is in this process, once."""
+        raise TypeError(
+            "a Contract guards the memory of its process and is neither copied nor pickled; keep "
+            "contract.checkpoint(), and restore it into a contract of the same configuration"
+        )
+
     # Reading
 
     @property
@@ -163,6 +172,8 @@ class Contract:
 
     @observer.setter
     def observer(self, observer: Observer | None) -> None:
+        if observer is not None and not callable(observer):
+            raise TypeError(f"observer must be a function or None, got {shown(observer)}")
         self._observer = self._runner.observer = observer
         self._heard = observer is not None or self._counted is not None
 
@@ -1218,6 +1229,12 @@ _LARGEST: Final = (1 << 63) - 1
 
 #: Stands for what was filled from no epoch that can be read; neither `NEVER` nor any epoch.
 _UNREADABLE: Final = NEVER - 1
+
+
+def _collection(name: str, given: Any) -> None:
+    """Require a collection of a configuration's parts; a string would be one of letters."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"{name} must be a collection, got {shown(given)}")
 
 
 def _count(reported: Any) -> int:

@@ -54,7 +54,7 @@ def _index(key: Any, attribute: Attribute[Any], value: Any) -> None:
     """Require a non-negative integer; a runtime makes a key for each tape of each step."""
     if value.__class__ is not int or value < 0:
         _integer(key, attribute, value)
-        raise ValueError(f"'{attribute.name}' must be >= 0: {value}")
+        raise ValueError(f"'{attribute.name}' must be >= 0: {shown(value)}")
 
 
 def _integer(name: Any, attribute: Attribute[Any], value: Any) -> None:

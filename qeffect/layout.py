@@ -87,7 +87,11 @@ def lay_out(
         if not isinstance(config, StageConfig):
             raise TypeError(f"stages must be StageConfig objects, got {shown(config)}")
     _require_relations(stages, functions, declared or {})
-    if isinstance(callers, str) or len(set(callers)) != len(callers) or not callers:
+    try:
+        different = not isinstance(callers, str) and len(set(callers)) == len(callers) > 0
+    except TypeError:
+        different = False  # a name that is not hashable
+    if not different:
         raise ValueError(f"callers must be different names, at least one, got {shown(callers)}")
     if generation_max.__class__ is not int or not 0 <= generation_max <= GENERATION_MAX:
         raise ValueError(

@@ -11,8 +11,8 @@ one stream's own order is both halves, and an event between its actions would on
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import attrs
@@ -99,6 +99,62 @@ class HostHandoff:
         """Nothing is in flight."""
 
 
+class _Callers:
+    """Streams that are current, each made into an object once: that costs more than an event."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[int, Any] = {}
+
+    def of(self, handle: int) -> Any:
+        """The stream that is current, by its driver's handle."""
+        found = self._known.get(handle)
+        if found is None:
+            if len(self._known) >= _MOST_CALLERS:
+                self._known.clear()
+            found = self._known[handle] = torch.cuda.current_stream(self._device)
+        return found
+
+
+class SideStream:
+    """
+    A stream whose work waits for no other, and for whose work a caller's stream waits.
+
+    Args:
+        device: Its device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._index = self.stream.device_index
+        self._callers = _Callers(device)
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def scope(self) -> Iterator[Any]:
+        """In it the stream is current; the caller's, which it gives, waits behind it."""
+        caller = self._callers.of(_current_handle(self._index))
+        with _current(self.stream, caller):
+            yield caller
+        self._done.record(self.stream)
+        caller.wait_event(self._done)
+
+
+@contextmanager
+def _current(stream: Any, caller: Any) -> Iterator[None]:
+    """Make a stream current in the place of its device's current one."""
+    if torch.cuda.current_device() != stream.device_index:
+        # Two devices have a current stream each; torch's context knows how to keep both.
+        with torch.cuda.stream(stream):
+            yield
+        return
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(caller)
+
+
 class GraphStream:
     """
     The manager-owned stream of one CUDA device.
@@ -116,7 +172,7 @@ class GraphStream:
         self._handle = self.stream.cuda_stream
         self._index = self.stream.device_index
         self.handoffs = 0
-        self._callers: dict[int, Any] = {}
+        self._callers = _Callers(device)
         self._from_caller = torch.cuda.Event()  # type: ignore[no-untyped-call]
         # Recorded inside graphs at their tail, and by eager actions at their end.
         self.tail = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
@@ -130,7 +186,7 @@ class GraphStream:
         """Record the caller's position and let the graph stream wait for it."""
         handle = _current_handle(self._index)
         if handle != self._handle:
-            self._from_caller.record(self._caller(handle))
+            self._from_caller.record(self._callers.of(handle))
             self.stream.wait_event(self._from_caller)
         self.handoffs += 1
 
@@ -146,17 +202,8 @@ class GraphStream:
         """Let the caller wait for the latest tail."""
         handle = _current_handle(self._index)
         if self.two_way and handle != self._handle:
-            self._caller(handle).wait_event(self.tail)
+            self._callers.of(handle).wait_event(self.tail)
         self.handoffs += 1
-
-    def _caller(self, handle: int) -> Any:
-        """The stream that is current, made into an object once: that costs more than an event."""
-        found = self._callers.get(handle)
-        if found is None:
-            if len(self._callers) >= _MOST_CALLERS:
-                self._callers.clear()
-            found = self._callers[handle] = torch.cuda.current_stream(self.device)
-        return found
 
     def scope(self) -> Any:
         """Make the graph stream current; nothing changes where it already is."""
@@ -174,7 +221,7 @@ class GraphStream:
         handle = _current_handle(self._index)
         if handle == self._handle:
             return None
-        caller, other = self._caller(handle), None
+        caller, other = self._callers.of(handle), None
         self._from_caller.record(caller)
         self.stream.wait_event(self._from_caller)
         if torch.cuda.current_device() == self._index:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, Tape, TensorSpec
+from qeffect.text import shown
 
 _form = attrgetter("shape", "dtype", "device")
 """What a tensor and the specification of one both have."""
@@ -46,25 +47,32 @@ class Boundary:
         Compare tensors that a caller passes with what the stage takes.
 
         Raises:
-            BackendError: Their number, or the shape, dtype or device of one differs.
+            BackendError: They are no tensors; or their number, or the shape, dtype or device of
+                one differs.
         """
-        forms = self._forms
-        if len(values) == 1 == len(forms):
-            # Most stages take one tensor, and a list of one costs more than what is looked at.
-            value, (shape, dtype, device) = values[0], forms[0]
-            if value.shape == shape and value.dtype is dtype and value.device == device:
+        try:
+            forms = self._forms
+            if len(values) == 1 == len(forms):
+                # Most stages take one tensor, and a list of one costs more than what is looked at.
+                value, (shape, dtype, device) = values[0], forms[0]
+                if value.shape == shape and value.dtype is dtype and value.device == device:
+                    return
+            # One comparison in C; only where it fails is looked for what differs.
+            elif [*map(_form, values)] == forms:
                 return
-        # One comparison in C; only where it fails is looked for what differs.
-        elif [*map(_form, values)] == forms:
-            return
-        if len(values) != len(self.specs):
+            if len(values) != len(self.specs):
+                raise BackendError(
+                    f"stage {self.stage} takes {len(self.specs)} {self.what}, found {len(values)}; "
+                    "pass all of them"
+                )
+            for n, (value, spec) in enumerate(zip(values, self.specs, strict=True)):
+                if problem := spec.mismatch(value):
+                    raise BackendError(f"stage {self.stage}, {self.what} {n}: {problem}")
+        except (AttributeError, LookupError, TypeError):
             raise BackendError(
-                f"stage {self.stage} takes {len(self.specs)} {self.what}, found {len(values)}; "
-                "pass all of them"
-            )
-        for n, (value, spec) in enumerate(zip(values, self.specs, strict=True)):
-            if problem := spec.mismatch(value):
-                raise BackendError(f"stage {self.stage}, {self.what} {n}: {problem}")
+                f"stage {self.stage}: expected a sequence of tensors as {self.what}, found "
+                f"{shown(values)}"
+            ) from None
 
 
 @attrs.define(eq=False)

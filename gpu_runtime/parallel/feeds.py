@@ -8,14 +8,15 @@ that is gone the host would wait for ever, and could not learn why.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import StageBackend
+from qeffect.gpu_runtime.execute.streams import SideStream
 from qeffect.gpu_runtime.parallel.executor import Feed
 
 __all__ = ["Beside", "beside", "made"]
@@ -35,8 +36,7 @@ class Beside:
 
     def __init__(self, inner: Feed, device: torch.device) -> None:
         self.inner = inner
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.side = SideStream(device)
 
     def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
         """What the inner feed gives, ready for the stream that is current."""
@@ -67,23 +67,9 @@ class Beside:
             tensor.record_stream(caller)
         return given
 
-    @contextmanager
-    def made_here(self) -> Iterator[torch.cuda.Stream]:
+    def made_here(self) -> AbstractContextManager[Any]:
         """In it this feed's stream is current; the caller's, which it gives, waits behind it."""
-        caller = torch.cuda.current_stream()
-        if caller.device_index == self.stream.device_index:
-            torch.cuda.set_stream(self.stream)
-            try:
-                yield caller
-            finally:
-                torch.cuda.set_stream(caller)
-        else:
-            # Two devices have a current stream each; torch's context knows how to keep both.
-            with torch.cuda.stream(self.stream):
-                yield caller
-        # One event for all steps: `wait_stream` would make another for each.
-        self._made.record(self.stream)
-        caller.wait_event(self._made)
+        return self.side.scope()
 
 
 def made(feed: Feed, step: int, places: Iterable[Place]) -> list[Sequence[Tensor]]:

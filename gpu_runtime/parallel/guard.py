@@ -38,6 +38,7 @@ from qeffect.schedule.infer import from_actions
 from qeffect.schedule.ranks import check_ranks
 from qeffect.schedule.torch_tables import SINGLE, torch_schedule
 from qeffect.schedule.transport import Transport
+from qeffect.text import shown
 
 __all__ = ["UNUSED", "GuardedSchedule", "guard"]
 
@@ -58,6 +59,8 @@ _MESSAGES = {
     "get_bwd_send_ops": "SEND_B",
 }
 _MARK = "_qeffect_guarded"
+#: What a step that did not end leaves in a schedule, and in its stages, by microbatch.
+_LEFT = ("_internal_losses", "fwd_cache", "bwd_cache", "backward_state", "dw_runner")
 
 
 def guard(schedule: Any, transport: Transport | None = None) -> GuardedSchedule:
@@ -72,9 +75,9 @@ def guard(schedule: Any, transport: Transport | None = None) -> GuardedSchedule:
             default when left out.
 
     Raises:
-        TypeError: It is no such schedule.
-        ValueError: It is guarded already, has no loss function and so no backward, or overlaps
-            actions in a registered function.
+        TypeError: It is no such schedule, or the transport is none.
+        ValueError: It or a stage of it is guarded already, it has no loss function and so no
+            backward, or overlaps actions in a registered function.
         ScheduleError: Its table is wrong; the message says where, and what `qeffect check` says.
     """
     stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
@@ -85,6 +88,15 @@ def guard(schedule: Any, transport: Transport | None = None) -> GuardedSchedule:
         )
     if hasattr(schedule, _MARK):
         raise ValueError("this schedule is guarded already; its guard's remove() ends that")
+    if transport is not None and not isinstance(transport, Transport):
+        raise TypeError(f"transport must be a Transport or None, got {shown(transport)}")
+    for stage in stages:
+        if (other := getattr(stage, _MARK, None)) is not None:
+            raise ValueError(
+                f"stage {stage.stage_index} is guarded already, in a "
+                f"{type(other.schedule).__name__}: what either schedule runs would count in both; "
+                "end that guard with remove(), or make stages of their own"
+            )
     if not schedule._has_backward:
         raise ValueError(
             f"{type(schedule).__name__} has no loss_fn and runs no backward: there is nothing to "
@@ -141,21 +153,25 @@ class GuardedSchedule:
         for stage in stages:
             self._guard_stage(stage)
         self._replace(schedule, "step", self._step(schedule.step))
-        setattr(schedule, _MARK, self)
+        for owner in (schedule, *stages):
+            setattr(owner, _MARK, self)
 
     def remove(self) -> None:
         """Take the guard away: the schedule and its stages are as they were before."""
         while self._put:
             owner, name = self._put.pop()
             delattr(owner, name)
-        if hasattr(self.schedule, _MARK):
-            delattr(self.schedule, _MARK)
+        for owner in (self.schedule, *self.stages):
+            if hasattr(owner, _MARK):
+                delattr(owner, _MARK)
 
     def rebuild(self) -> None:
         """
         Begin the epoch again, after a step that was refused or failed.
 
-        What that step left elsewhere is the caller's to drop: gradients, with `zero_grad`, and
+        What that step left in the schedule and its stages is dropped: torch keeps the losses of a
+        step that did not end, and takes the next step's backwards from them. What it left
+        elsewhere is the caller's to drop: gradients, with `zero_grad`, and
         messages that another rank has sent or waits for. torch's table runtime keeps the receives
         that it had posted, and then refuses by assertion to post them again; a rank that stopped
         between its messages is best started anew.
@@ -163,6 +179,9 @@ class GuardedSchedule:
         self._epoch = self.contract.epoch
         self.contract = self._contract()
         self._forget()
+        for owner in (self.schedule, *self.stages):
+            for name in _LEFT:
+                getattr(owner, name, {}).clear()
 
     def _contract(self) -> Contract:
         count = self.schedule._n_microbatches

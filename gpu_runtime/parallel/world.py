@@ -135,9 +135,14 @@ def join(device: str, limits: Limits | None = None) -> Member:
     end of the process `leave` ends what is left of them.
 
     Raises:
-        BackendError: There is no torchrun environment, or one that cannot be, no NCCL, or no GPU
-            for this rank.
+        BackendError: The device is neither, there is no torchrun environment or one that cannot
+            be, no NCCL, or no GPU for this rank.
     """
+    if device not in ("cpu", "cuda"):
+        raise BackendError(
+            f"device is {device!r}; expected 'cpu' or 'cuda': a rank takes the GPU of its place on "
+            "the host"
+        )
     launched()
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
@@ -208,16 +213,28 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def agree_on(member: Member, problem: str) -> None:
+def agree_on(member: Member, problem: str, failed: Exception | None = None) -> None:
     """
     Raise one rank's problem on every rank: all go on or none.
+
+    Args:
+        member: This process.
+        problem: What is wrong here; empty where nothing is.
+        failed: What was raised here.
 
     Raises:
         BackendError: A rank has a problem; the first one's words.
     """
     for text in gathered(member, problem):
         if text:
-            raise BackendError(text)
+            raise BackendError(text) from failed
+
+
+def _worded(error: Exception) -> str:
+    """An error in a line, with its class where it is none that is made for people."""
+    text = " ".join(str(error).split())
+    named = isinstance(error, (BackendError, ValueError, RuntimeError, OSError))
+    return text if named and text else f"{type(error).__name__}: {text}"
 
 
 def gathered(member: Member, own: Any) -> list[Any]:
@@ -355,12 +372,13 @@ class Worker:
         config: RuntimeConfig,
         event_log: str | os.PathLike[str] | BinaryIO | bool | None,
     ) -> Runtime:
-        problem, stages = "", []
+        problem, stages, failed = "", [], None
         try:
-            stages = build(self.row.stages)
-        except (BackendError, ValueError, RuntimeError) as error:
-            problem = f"rank {self.member.rank} cannot build its stages: {error}"
-        agree_on(self.member, problem)
+            stages = list(build(self.row.stages))
+        except Exception as error:  # of the caller's; the other ranks wait for this one's word
+            failed = error
+            problem = f"rank {self.member.rank} cannot build its stages: {_worded(error)}"
+        agree_on(self.member, problem, failed)
         self._require_alike(stages, config.dtype)
         own = [
             (
@@ -386,9 +404,10 @@ class Worker:
                 row=self.row,
                 rank=self.member.rank,
             )
-        except (BackendError, OSError, RuntimeError, ValueError) as error:
-            problem = f"rank {self.member.rank} cannot make its runtime: {error}"
-        agree_on(self.member, problem)
+        except Exception as error:
+            failed = error
+            problem = f"rank {self.member.rank} cannot make its runtime: {_worded(error)}"
+        agree_on(self.member, problem, failed)
         assert made is not None
         return made
 

@@ -12,10 +12,14 @@ from typing import NamedTuple
 
 import attrs
 
+from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.schedule.actions import COMPUTE, Action, Kind, Schedule
 from qeffect.schedule.slots import assign, own_readers
 
 __all__ = ["Kind", "Order", "Step"]
+
+
+_KINDS = (Kind.FORWARD, Kind.DGRAD, Kind.WGRAD)
 
 
 class Step(NamedTuple):
@@ -86,6 +90,34 @@ class Order:
     def microbatches(self, stage: int, kind: Kind) -> tuple[int, ...]:
         """A stage's microbatches in the order of one kind of action."""
         return tuple(s.microbatch for s in self.steps if s.stage == stage and s.kind is kind)
+
+    def require_whole(self) -> None:
+        """
+        Require one F, dI and dW of every microbatch of every stage, and the three in this order.
+
+        Raises:
+            BackendError: One is missing, is there twice, or comes too early.
+        """
+        seen: set[Step] = set()
+        for step in self.steps:
+            if step.kind not in _KINDS:
+                continue
+            if step in seen:
+                raise BackendError(f"the order repeats {step}; expected each F, dI and dW once")
+            for kind in _KINDS[: _KINDS.index(step.kind)]:
+                if (before := step._replace(kind=kind)) not in seen:
+                    raise BackendError(
+                        f"the order has {step} without {before} before it; put F before dI before "
+                        "dW of each microbatch"
+                    )
+            seen.add(step)
+        for stage in self.stages:
+            for microbatch in range(self.num_microbatches):
+                if (step := Step(Kind.WGRAD, stage, microbatch)) not in seen:
+                    raise BackendError(
+                        f"the order lacks {step}; expected F, dI and dW of microbatches 0 to "
+                        f"{self.num_microbatches - 1} of every stage"
+                    )
 
     @property
     def wgrads_follow_dgrads(self) -> bool:

@@ -84,6 +84,8 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "the configuration": (
         "contract.Contract.__init__",
+        "contract.Contract.__reduce_ex__",
+        "contract._collection",
         "config.*",
         "layout.*",
         "destinations.*",

@@ -4,6 +4,9 @@ Configuration: an unusable one is refused in one clear line, before there is a c
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -304,3 +307,44 @@ class TestProcess:
         rig = Rig(stage(7), stage(3, domain="b"), stage(4))
 
         assert [1, 2] == [rig.epoch(), rig.epoch()]
+
+
+class TestWhatIsNoConfiguration:
+    """One line of ours, before anything is laid out."""
+
+    @pytest.mark.parametrize(
+        ("options", "told"),
+        [
+            ({"stages": None}, r"^stages must be a collection, got None$"),
+            ({"stages": StageConfig(0, 1, 1)}, r"^stages must be a collection, got StageConfig"),
+            ({"omit": "version"}, r"^omit must be a collection, got 'version'$"),
+            ({"omit": 5}, r"^omit must be a collection, got 5$"),
+            ({"callers": None}, r"^callers must be different names, at least one, got None$"),
+            ({"callers": ([],)}, r"^callers must be different names, at least one, got \(\[\],\)$"),
+            ({"reductions": "ab"}, r"^reductions must be a collection, got 'ab'$"),
+            ({"observer": 5}, r"^observer must be a function or None, got 5$"),
+        ],
+    )
+    def test_is_said_so(self, options: dict[str, Any], told: str) -> None:
+        """Of whatever class it is."""
+        with pytest.raises((TypeError, ValueError), match=told):
+            Contract(**{"stages": [StageConfig(0, 1, 1)], **options})
+
+    @pytest.mark.parametrize("name", ["stage", "microbatches", "slots", "blocks", "invocations"])
+    @pytest.mark.parametrize("value", [(1 << 20) + 1, 10**30, pytest.param(10**5000, id="long")])
+    def test_a_number_that_no_memory_holds(self, name: str, value: int) -> None:
+        """A mistyped zero ends here, not in gigabytes of lists."""
+        sizes = {"stage": 0, "microbatches": 1, "slots": 1, name: value}
+        with pytest.raises(ValueError, match=f"^{name} must be at most 1,048,576, got "):
+            StageConfig(**sizes)
+
+    def test_cells_that_no_memory_holds(self) -> None:
+        """Three numbers, each of which is one, are multiplied."""
+        with pytest.raises(ValueError, match=r"stage 0 make 2,097,152 cells; expected at most"):
+            StageConfig(0, microbatches=1 << 10, slots=1, blocks=1 << 10, invocations=2)
+
+    @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+    def test_a_contract_is_not_copied(self, take: Callable[[Contract], object]) -> None:
+        """A shallow copy would share the memory, and not the look whether a call is under way."""
+        with pytest.raises(TypeError, match=r"neither copied nor pickled; keep contract\.checkp"):
+            take(Contract([StageConfig(0, 1, 1)]))

@@ -424,6 +424,21 @@ def unmet() -> str:
     return "accepted"
 
 
+def unbuilt() -> tuple[str, str]:
+    """A mistake of rank 1's own in building its stages: what each rank hears, and of what class."""
+    member = join("cpu", LIMITS)
+    job = Job(pp=2)
+
+    def build(_: tuple[int, ...]) -> Any:
+        return [] if member.rank == 0 else {}["no\nsuch layer"]
+
+    try:
+        Worker(member, job.table(), 2, build, lambda _: Batches(None, member.device), limits=LIMITS)  # type: ignore[arg-type]
+    except BackendError as error:
+        return str(error), type(error.__cause__).__name__
+    return "accepted", ""
+
+
 # The end of a process
 
 

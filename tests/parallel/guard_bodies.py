@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -131,6 +132,42 @@ def accepted(names: list[str], steps: int) -> dict[str, Any]:
             "epoch": guarded.contract.epoch,
             "tapes": len(guarded.contract.live()),
         }
+    return said
+
+
+def begun_again(names: list[str], failing: int) -> dict[str, list[list[str]]]:
+    """
+    The gradients of a step as it is, and behind one whose loss raised: with `rebuild`, without.
+
+    Without is what torch does by itself: no guard is there.
+    """
+    join()
+    data = [torch.randn(2 * MICROBATCHES, WIDTH) for _ in range(2)]
+    said = {}
+    for name in names:
+        found = []
+        for fails, guards in ((False, True), (True, True), (True, False)):
+            run = Run(name, ranks=1)
+            loss, asked = run.schedule._loss_fn, 0
+
+            def counted(y: Tensor, t: Tensor, loss: Any = loss, fails: bool = fails) -> Any:
+                nonlocal asked
+                asked += 1
+                if fails and asked == failing:
+                    raise ArithmeticError("no loss")
+                return loss(y, t)
+
+            run.schedule._loss_fn = counted
+            guarded = guard(run.schedule) if guards else None
+            if fails:
+                with suppress(ArithmeticError):
+                    run.schedule.step(data[0], target=data[0])
+                run.optimizer.zero_grad()
+                if guarded is not None:
+                    guarded.rebuild()
+            run.schedule.step(data[1], target=data[1])
+            found.append([_digest(p.grad) for block in run.blocks for p in block.parameters()])
+        said[name] = found
     return said
 
 

@@ -8,11 +8,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qeffect.cli import main
+from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.parallel import command as pipeline
+from qeffect.gpu_runtime.parallel.world import join
 from qeffect.report import UnusableError
 from qeffect.schedule.tables import read_fixture, write_table
 from tests.parallel import bodies
@@ -100,6 +103,21 @@ def test_stages_that_do_not_meet_are_named_on_every_rank(tmp_path: Path) -> None
     assert said.words[0] == said.words[1]
     assert "stage 0 gives (16, 1, 32)" in said.words[0]
     assert "stage 1 takes (16, 1, 64)" in said.words[0]
+
+
+def test_a_mistake_in_building_stages_is_heard_by_every_rank(tmp_path: Path) -> None:
+    """Of any class; no rank waits for one that is gone, and the one that failed keeps its cause."""
+    said = launch(2, tmp_path, bodies.unbuilt)
+    assert said.codes == [0, 0]
+    words = "rank 1 cannot build its stages: KeyError: 'no\\nsuch layer'"
+    assert said.words == {0: [words, "NoneType"], 1: [words, "KeyError"]}
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:0", "CPU", None])
+def test_a_rank_runs_on_cpu_or_cuda(device: Any) -> None:
+    """Anything else was taken for a CPU."""
+    with pytest.raises(BackendError, match=r"^device is .*; expected 'cpu' or 'cuda'"):
+        join(device)
 
 
 def test_without_torchrun_the_command_says_how_to_start(

@@ -31,6 +31,14 @@ README = Path(__file__).parents[2] / "README.md"
 class TestTwoRanks:
     """Two processes over gloo."""
 
+    def test_a_step_begun_again_has_its_own_losses(self, tmp_path: Path) -> None:
+        """torch keeps those of a failed step, and computes the next one's gradients of them."""
+        names = ["ScheduleGPipe"]
+        for name, found in launch(1, tmp_path, bodies.begun_again, names, 4).words[0].items():
+            right, rebuilt, left = found
+            assert right == rebuilt, name
+            assert right != left, name
+
     def test_a_guard_changes_no_bit(self, tmp_path: Path) -> None:
         """Losses, outputs, gradients and parameters of three steps are those without a guard."""
         said = launch(2, tmp_path, bodies.accepted, [*NAMES, "ScheduleDualPipeV"], 3).words
@@ -190,6 +198,18 @@ class TestOneRank:
 
         assert 1 == guarded.contract.epoch
 
+    def test_stages_of_two_schedules_have_one_guard(self, rank: int) -> None:
+        """Two would each count what the other's schedule runs, and refuse what is right."""
+        run = bodies.Run(ZBV).alone()
+        guarded = guard(run.schedule)
+        other = type(run.schedule)(run.stages, 4, loss_fn=run.schedule._loss_fn)
+        with pytest.raises(ValueError, match=r"is guarded already, in a ScheduleZBVZero.*remove\("):
+            guard(other)
+        run.step(0)
+        assert 1 == guarded.contract.epoch
+        guarded.remove()
+        assert 0 == guard(other).contract.epoch
+
     def test_a_wrong_table_is_never_begun(self, rank: int) -> None:
         """What `qeffect check` refuses is refused before a step, on every rank."""
         run = bodies.Run(ZBV).alone()
@@ -203,6 +223,8 @@ class TestOneRank:
         with pytest.raises(TypeError, match="expects a schedule of torch"):
             guard(object())
         run = bodies.Run(ZBV).alone()
+        with pytest.raises(TypeError, match="transport must be a Transport or None, got 5"):
+            guard(run.schedule, transport=5)  # type: ignore[arg-type]
         run.schedule._has_backward = False
         with pytest.raises(ValueError, match="give loss_fn on every rank"):
             guard(run.schedule)

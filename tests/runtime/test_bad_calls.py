@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
-from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.measure.workload import Workload
+from qeffect.gpu_runtime.optimizer import Optimizer
 from qeffect.gpu_runtime.plan.order import Order
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.refusals import Refused
@@ -29,11 +33,14 @@ class TestBadCalls:
                 [torch.zeros(16, 1, 32, device="meta").bfloat16()],
                 "expected device cpu, found meta",
             ),
+            (5, "expected a sequence of tensors as inputs, found 5"),
+            ("x", "expected a sequence of tensors as inputs, found 'x'"),
+            ([[1.0]], "expected a sequence of tensors as inputs, found "),
+            ({"x": 1}, "expected a sequence of tensors as inputs, found "),
+            (iter([torch.zeros(16, 1, 32)]), "expected a sequence of tensors as inputs, found "),
         ],
     )
-    def test_wrong_inputs_of_a_forward_are_named(
-        self, inputs: list[torch.Tensor], says: str
-    ) -> None:
+    def test_wrong_inputs_of_a_forward_are_named(self, inputs: Any, says: str) -> None:
         """Wrong number, shape, dtype or device of what F takes."""
         run = guarded_run(ORDER)
         run.runtime.actions.refresh(1)
@@ -74,6 +81,73 @@ class TestBadCalls:
 
         with pytest.raises(BackendError, match="the state domain has 2 stages"):
             Runtime(stages[:1], Order.parse("1F0 1I0 1W0"))
+
+    @pytest.mark.parametrize(
+        ("cells", "says"),
+        [
+            ("0F0 0F0 0I0 0W0", "the order repeats 0F0"),
+            ("0F0 0I0 0W0 0W0", "the order repeats 0W0"),
+            ("0F0 0I0", "the order lacks 0W0; expected F, dI and dW of microbatches 0 to 0"),
+            ("0F1 0I1 0W1", "the order lacks 0W0; expected F, dI and dW of microbatches 0 to 1"),
+            ("0F0 0B0 1F0 1B0 1F1 1B1", "the order lacks 0W1"),
+            ("0I0 0F0 0W0", "the order has 0I0 without 0F0 before it"),
+            ("0F0 0W0 0I0", "the order has 0W0 without 0I0 before it"),
+        ],
+    )
+    def test_an_order_that_is_not_whole(self, cells: str, says: str) -> None:
+        """Said when the runtime is made, and not as an index that is out of range."""
+        order = Order.parse(cells)
+        with pytest.raises(BackendError, match=says):
+            Runtime(reference_stages(order, 4, TINY), order)
+
+    def test_what_is_no_order_and_no_stage(self) -> None:
+        """One line that says what was expected."""
+        with pytest.raises(BackendError, match=r"expected an Order, such as .*, found '0F0 0I0'"):
+            Runtime(reference_stages(ORDER, 4, TINY), "0F0 0I0")  # type: ignore[arg-type]
+        with pytest.raises(BackendError, match="expected stages of a backend, found Linear"):
+            Runtime([torch.nn.Linear(1, 1)], ORDER)  # type: ignore[list-item]
+
+    def test_a_restore_from_what_is_no_checkpoint_changes_nothing(self) -> None:
+        """Both halves are looked at before a tape is dropped."""
+        run = guarded_run(ORDER)
+        runtime = run.runtime
+        held = runtime.checkpoint()
+        runtime.actions.refresh(1)
+        runtime.actions.forward(runtime.key(1, 0), Workload().inputs(runtime.stages[1], 0, 0))
+        live = runtime.contract.live()
+        for given in ((held, None), (held[0], None), (None, held[1])):
+            with pytest.raises(TypeError, match=r"restore\(\*runtime\.checkpoint\(\)\)"):
+                runtime.restore(*given)  # type: ignore[arg-type]
+        assert live == runtime.contract.live()
+        assert 1 == len(live)
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            (lambda _: torch.zeros(3), r"of torch.bfloat16, found \(3,\) of torch.float32"),
+            (lambda saved: saved.double(), "of torch.float64; load what this model's optimizer"),
+            (lambda _: None, "expected a tensor, found None"),
+        ],
+    )
+    def test_an_optimizer_of_another_model_loads_nothing(
+        self, change: Callable[[torch.Tensor], Any], says: str
+    ) -> None:
+        """The last tensor is looked at before the first one is copied."""
+        stages = reference_stages(ORDER, 4, TINY)
+        optimizer = Optimizer(stages)
+        for stage in stages:
+            for parameter in parameters(stage).values():
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.adamw.step()
+        before = {name: value.clone() for name, value in optimizer.state_tensors().items()}
+        state: dict[str, Any] = {name: value + 1 for name, value in before.items()}
+        last = [name for name in state if name.endswith(".exp_avg")][-1]
+        with pytest.raises(BackendError, match=says):
+            optimizer.load_state({**state, last: change(state[last])})
+        after = optimizer.state_tensors()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        optimizer.load_state(state)
+        assert all(torch.equal(after[name], value) for name, value in state.items())
 
     def test_capture_without_cuda(self) -> None:
         """Capturing on a CPU is refused with the reason."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.execute import streams
-from qeffect.gpu_runtime.execute.streams import GraphStream, HostHandoff, handoff_for
+from qeffect.gpu_runtime.execute.streams import GraphStream, HostHandoff, SideStream, handoff_for
 
 from .helpers import guarded_run
 from .orders import table_order
@@ -206,4 +206,44 @@ class TestGraphStream:
             cuda.current[0] = cuda.Stream(handle=handle)
             handoff.wait_for_caller()
 
-        assert len(handoff._callers) <= 64
+        assert len(handoff._callers._known) <= 64
+
+
+class TestSideStream:
+    """A stream that waits for none, over streams that note what they are asked."""
+
+    def test_the_caller_waits_behind_it_and_it_waits_for_nobody(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It is current inside; a caller's stream is made into an object once."""
+        cuda = FakeCuda(monkeypatch)
+        side = SideStream(torch.device("cuda", 0))
+        for _ in range(2):
+            with side.scope() as caller:
+                assert (7, 1) == (cuda.current[0].cuda_stream, caller.cuda_stream)
+            assert 1 == cuda.current[0].cuda_stream
+
+        assert ["1 waits for 7"] * 2 == cuda.log
+        assert 1 == cuda.made
+
+    def test_what_fails_inside_leaves_the_callers_stream_current(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And the caller waits for nothing."""
+        cuda = FakeCuda(monkeypatch)
+        side = SideStream(torch.device("cuda", 0))
+        with pytest.raises(KeyError), side.scope():
+            raise KeyError
+        assert 1 == cuda.current[0].cuda_stream
+        assert [] == cuda.log
+
+    def test_another_device_is_current(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The device and both its stream and the other's are as before afterwards."""
+        cuda = FakeCuda(monkeypatch)
+        side = SideStream(torch.device("cuda", 0))
+        cuda.device = 1
+        with side.scope():
+            assert (0, 7) == (cuda.device, cuda.current[0].cuda_stream)
+
+        assert 1 == cuda.device
+        assert [1, 2] == [cuda.current[i].cuda_stream for i in (0, 1)]
