@@ -11,6 +11,7 @@ a commit is refused where the two differ.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 from attrs import Attribute, field, frozen
@@ -86,11 +87,22 @@ def advance(before: Sequence[int], after: Sequence[int]) -> tuple[list[int], lis
 def _whole(counts: Any, attribute: Attribute[Any], value: Any) -> None:
     """Require plain integers: a number that only equals one is no count."""
     numbers = (value,) if attribute.name == "digest" else tuple(value)
+    if {*map(type, numbers)} == {int}:
+        return
     if any(number.__class__ is not int for number in numbers):
         raise TypeError(f"{attribute.name} must be plain integers, got {shown(value)}")
 
 
+def _are_counters(value: Any) -> bool:
+    """Whether these are tuples of counters by stage, in few calls: they are made at every step."""
+    if type(value) is not dict or {*map(type, rows := value.values())} != {tuple}:
+        return False
+    return {*map(len, rows)} == {len(COUNTED)} and {*map(type, chain(value, *rows))} == {int}
+
+
 def _stages(counts: Any, attribute: Attribute[Any], value: Any) -> None:
+    if _are_counters(value):
+        return
     if not isinstance(value, Mapping):
         raise TypeError(f"{attribute.name} must be counters by stage, got {shown(value)}")
     for stage, numbers in value.items():

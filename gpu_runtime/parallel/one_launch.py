@@ -66,7 +66,7 @@ ROWS = 4
 PARTS = ("data", "guards", "launch", "step before", "commit")
 """What the host does in a launch: `step before` is its wait for that step, and its verdict."""
 _form = attrgetter("shape", "dtype", "device")
-_has_graph = attrgetter("requires_grad")
+_form_and_graph = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 def obstacles(worker: Worker) -> list[str]:
@@ -479,7 +479,7 @@ class _Staged:
         self._places = [(what, own, m) for (what, _, m), (own, _) in self._held.items()]
         tensors = [held for _, held in self._held.values()]
         every = [*chain.from_iterable(tensors)]
-        self._many, self._forms = [*map(len, tensors)], [*map(_form, every)]
+        self._many, self._forms = [*map(len, tensors)], [*map(_form_and_graph, every)]
         # What has one type comes in one copy.
         alike: dict[torch.dtype, list[int]] = {}
         for n, tensor in enumerate(every):
@@ -488,7 +488,7 @@ class _Staged:
 
     def _place(self, what: str, p: Passage, step: int) -> None:
         given = getattr(self.inner, what)(p.stage, step, p.microbatch)
-        held = tuple(tensor.clone() for tensor in given)
+        held = tuple(tensor.detach().clone() for tensor in given)
         self._held[what, p.stage.index, p.microbatch] = p.stage, held
 
     def load(self, step: int) -> None:
@@ -500,14 +500,14 @@ class _Staged:
         """
         given = made(self.inner, step, self._places)
         values = [*chain.from_iterable(given)]
-        if [*map(_form, values)] != self._forms or [*map(len, given)] != self._many:
-            self._refuse(step, given)
-        if any(map(_has_graph, values)):  # their places would become part of it
+        if [*map(_form_and_graph, values)] != self._forms or [*map(len, given)] != self._many:
+            self._require_forms(step, given)
+            # What is left is a graph, of which their places would become part.
             values = [value.detach() for value in values]
         for places, own in self._alike:
             torch._foreach_copy_(places, [values[n] for n in own])
 
-    def _refuse(self, step: int, given: Sequence[Sequence[Tensor]]) -> None:
+    def _require_forms(self, step: int, given: Sequence[Sequence[Tensor]]) -> None:
         for (what, index, m), found in zip(self._held, given, strict=True):
             held = self._held[what, index, m][1]
             if [*map(_form, found)] != [*map(_form, held)]:

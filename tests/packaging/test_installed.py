@@ -32,7 +32,7 @@ SOURCE = (
     "README.md",
     "LICENSE",
 )
-EXAMPLES = ("cpu", "h200", "h200_short", "h200_history")
+EXAMPLES = ("cpu", "h200", "h200_short", "h200_history", "h200_launched")
 LINKS = ("spec", "verification", "gpu_runtime")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"
 #: What the dependencies are found by; none of it is in a standard library.

@@ -102,8 +102,9 @@ class _Given(_Feed):
         return tuple(self.other(microbatch, [whole, whole.long()]))
 
 
-def _staged() -> tuple[_Given, _Staged, Any]:
+def _staged(first: Any = None) -> tuple[_Given, _Staged, Any]:
     feed, stage = _Given(), SimpleNamespace(index=0, inputs=(1, 2))
+    feed.other = first or feed.other
     staged = _Staged(feed)  # type: ignore[arg-type]
     staged.prepare([SimpleNamespace(stage=stage, microbatch=m, last=False) for m in (0, 1)], 0)  # type: ignore[misc]
     return feed, staged, stage
@@ -143,11 +144,17 @@ def test_data_of_another_form_are_named_and_nothing_is_copied(
     ]
 
 
-def test_data_with_a_graph_leave_their_places_without_one() -> None:
+@pytest.mark.parametrize("first", [False, True], ids=["later", "in the captured step"])
+def test_data_with_a_graph_leave_their_places_without_one(first: bool) -> None:
     """A copy would make the places part of it, and hold the first step's for ever."""
-    feed, staged, stage = _staged()
     weight = torch.ones(2, requires_grad=True)
-    feed.other = lambda _, own: [own[0] * weight, own[1]]
+
+    def other(_: int, own: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [own[0] * weight, own[1]]
+
+    feed, staged, stage = _staged(other if first else None)
+    if not first:
+        feed.other = other
     staged.load(3)
     places = [t for m in (0, 1) for t in staged.inputs(stage, 3, m)]
     assert [t.tolist() for t in places] == [[30.0, 30.0], [30, 30], [31.0, 31.0], [31, 31]]

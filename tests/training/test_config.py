@@ -121,6 +121,7 @@ EXAMPLES = Path(config.__file__).parent / "examples"
     [
         ("h200_short", "[optimizer] warmup was 100, is 10"),
         ("h200_history", "[model] history was 16, is 12"),
+        ("h200_launched", "[parallel] one_launch was False, is True"),
     ],
 )
 def test_an_example_differs_from_its_base_in_one_field(name: str, differs: str) -> None:

@@ -126,14 +126,15 @@ def require_alike(
 
 def test_stops_are_begun_again_and_told_once(tmp_path: Path) -> None:
     """
-    A refusal before a launch, which others have sent off, and a device that counted otherwise.
+    A refusal before a launch that others have sent off, a device that counted otherwise in a step
+    that is waited for, as held-out text is next, and one that did so in a step that is not.
 
     Each step has one line, whatever was launched twice, and the run ends in the bits of replays.
     """
     made = files(tmp_path, PIPE)
     body = Path(made["launches"]).read_text().replace("[run]", "[run]\nretries = 1")
     Path(made["launches"]).write_text(body)
-    faults = [[5, 1, "twice", "1W1"], [7, 0, "miscounted", ""]]
+    faults = [[3, 1, "twice", "1W1"], [5, 0, "miscounted", ""], [7, 1, "miscounted", ""]]
     (tmp_path / "said").mkdir()
     cases = [(made["replays"], {}), (made["launches"], {"faults": faults})]
     said = launch(2, tmp_path / "said", bodies.in_turn, cases)
@@ -142,13 +143,15 @@ def test_stops_are_begun_again_and_told_once(tmp_path: Path) -> None:
         replays, launched = said.words[rank]
         assert launched["losses"] == replays["losses"]
         assert launched["left"] == replays["left"]
-        assert launched["launches"] == 9 - 3  # a guarded step at first, and one behind each stop
+        assert launched["held_out"] == replays["held_out"]
+        assert launched["launches"] == 9 - 4  # a guarded step at first, and one behind each stop
     assert lines(tmp_path, "launches") == lines(tmp_path, "replays")
     every = map(json.loads, (tmp_path / "launches.jsonl").read_text().splitlines())
     stops = [(line["step"], line["stopped"]) for line in every if "stopped" in line]
-    assert [step for step, _ in stops] == [5, 7]
-    assert "rank 1, step 5, 1W1" in stops[0][1]
-    assert "rank 0, step 7" in stops[1][1]
+    assert [step for step, _ in stops] == [3, 5, 7]
+    assert "rank 1, step 3, 1W1" in stops[0][1]
+    assert "rank 0, step 5" in stops[1][1]
+    assert "rank 1, step 7" in stops[2][1]
 
 
 def test_skipped_updates_are_told_alike(tmp_path: Path) -> None:
