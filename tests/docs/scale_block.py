@@ -50,6 +50,7 @@ def compared(name: str, report: Report) -> Iterator[str]:
         yield (
             f"**A pipeline over {ranks_of(report)}** ({name}; {machine_of(report)}), guarded and "
             f"captured, against torch's own over the library's full backwards: {said}."
+            f"{remark(name, report) * (not report['derived']['timed'])}"
         )
 
 
