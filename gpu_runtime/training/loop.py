@@ -510,14 +510,16 @@ class Trainer:
         """
         if self.steps.uncaptured(stopped):
             self._tell_launches()
-            return
-        if self._stops == self.config.run.retries:
+        elif self._stops == self.config.run.retries:
             raise stopped
-        self._stops += 1
-        self.steps.rebuild(stopped)
-        self._stopped_at = self.worker.runtime.epoch
-        if self.log is not None:
-            self.log({"step": self._stopped_at, "stopped": stopped.cause.text})
+        else:
+            self._stops += 1
+            self.steps.rebuild(stopped)
+            self._stopped_at = self.worker.runtime.epoch
+            if self.log is not None:
+                self.log({"step": self._stopped_at, "stopped": stopped.cause.text})
+        # A rank may have heard what another has not: they bring the same together again.
+        self._told = min(gathered(self.member, self._told))
 
     def _tell_launches(self) -> None:
         """Whether steps are launches, and why not where they are not."""
@@ -539,7 +541,10 @@ class Trainer:
         shares = [share for word in words for share in word.losses or none]
         ranks = self.steps.gathered([float(memory_bytes(self.member.device)), *shares])
         each = (now - self._since) / len(steps)
+        self.steps.forget(self._told)  # those told now are kept: a rank may not have heard
         for n, step in enumerate(steps):
+            if step < self.began + len(self.losses):
+                continue  # told already
             # Of each replica the rank of the last stage has the shares of its microbatches.
             own = slice(1 + n * len(none), 1 + (n + 1) * len(none))
             loss = math.fsum(share for rank in ranks for share in rank[own])
@@ -559,7 +564,6 @@ class Trainer:
                 line.update(norm=norm.total, skipped=norm.skipped)
             self.log(line)
         self._told, self._since = end, now
-        self.steps.forget(end)
 
     def _evaluate(self, step: int) -> None:
         assert self.held_out is not None

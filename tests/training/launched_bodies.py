@@ -59,7 +59,7 @@ def trained(config: str, *, resume: bool = False, faults: Any = (), **run: Any) 
     settings = read(Path(config), run=run)
     member = join(settings.run.device, LIMITS)
     trainer = Trainer(member, settings, resume=resume)
-    makes = {**recorded_bodies.FAULTS, "unheard": _unheard}
+    makes = {**recorded_bodies.FAULTS, "unheard": _unheard, "heard in vain": _heard_in_vain}
     for _, rank, kind, action in faults:
         assert kind in makes, (rank, action)
     due = {epoch: fault for epoch, *fault in faults}
@@ -95,6 +95,18 @@ def _unheard(*_: Any) -> None:
     def gathered(consent: Consent, own: torch.Tensor) -> torch.Tensor:
         Consent.gathered = real  # type: ignore[method-assign]
         raise LostError("commit", -1, True, "nothing was heard")
+
+    Consent.gathered = gathered  # type: ignore[method-assign]
+
+
+def _heard_in_vain(*_: Any) -> None:
+    """This rank hears what the others bring behind a step when its time is over, once."""
+    real = Consent.gathered
+
+    def gathered(consent: Consent, own: torch.Tensor) -> torch.Tensor:
+        Consent.gathered = real  # type: ignore[method-assign]
+        real(consent, own)
+        raise LostError("commit", -1, True, "heard too late")
 
     Consent.gathered = gathered  # type: ignore[method-assign]
 

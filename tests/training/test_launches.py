@@ -181,6 +181,28 @@ def test_a_stop_behind_a_step_leaves_out_nothing_that_is_due(tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_losses_that_one_rank_alone_has_brought_together_are_of_their_own_step(
+    victim: int, tmp_path: Path
+) -> None:
+    """The other has gone on to the next step: each line is still there once, with its own loss."""
+    made = files(tmp_path, PIPE)
+    body = Path(made["launches"]).read_text().replace("[run]", "[run]\nretries = 1")
+    Path(made["launches"]).write_text(body)
+    (tmp_path / "said").mkdir()
+    faults = [[3, victim, "heard in vain", ""]]
+    cases = [(made["replays"], {}), (made["launches"], {"faults": faults})]
+    said = launch(2, tmp_path / "said", bodies.in_turn, cases)
+    assert said.codes == [0, 0]
+    for rank in range(2):
+        replays, launched = said.words[rank]
+        assert launched["losses"] == replays["losses"]
+        assert launched["left"] == replays["left"]
+    assert lines(tmp_path, "launches") == lines(tmp_path, "replays")
+    every = map(json.loads, (tmp_path / "launches.jsonl").read_text().splitlines())
+    assert len([line for line in every if "stopped" in line]) == 1
+
+
 def test_skipped_updates_are_told_alike(tmp_path: Path) -> None:
     """With a rate at which nothing stays finite the device skips what the host would skip."""
     made = files(tmp_path, PIPE)
