@@ -34,6 +34,8 @@ class BakedOptimizer:
 
     def _prepare(self) -> None:
         groups = self.optimizer.adamw.param_groups
+        own = [value for group in groups for name, value in group.items() if name != "params"]
+        self._fixed = not any(isinstance(value, list) for value in own)
         # Held here, so that nothing later can have the identity of one of these.
         self._values = [value for group in groups for value in group.values()]
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
@@ -44,13 +46,14 @@ class BakedOptimizer:
         """
         Look at all of it again: every address of the state, every number of every group.
 
-        A number that is the very object which it was need not be described.
+        A number that is the very object which it was need not be described, and one in a list is.
         """
         if self.optimizer.addresses() != self._addresses:
             return False
         found = [*map(_identities, self.optimizer.adamw.param_groups)]
-        if found == self._seen and [*map(_address, self._tensors)] == self._places:
-            return True
+        if self._fixed and found == self._seen:
+            if [*map(_address, self._tensors)] == self._places:
+                return True
         if _numbers(self.optimizer) != self._numbers:
             return False
         self._prepare()
@@ -63,10 +66,13 @@ def _identities(group: dict[str, Any]) -> list[Any]:
 
 def _numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [
-        {
-            name: value.data_ptr() if isinstance(value, Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-        }
+        {name: _told(value) for name, value in group.items() if name != "params"}
         for group in optimizer.adamw.param_groups
     ]
+
+
+def _told(value: Any) -> Any:
+    """A number as it is now: the place of a tensor, and what a list has in it."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return [*map(_told, value)] if isinstance(value, list) else value

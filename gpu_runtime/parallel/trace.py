@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.execute.eager import StageMemory
+from qeffect.gpu_runtime.execute.reports import Effects
 from qeffect.gpu_runtime.parallel.channels import Channels, Ends, Message, Transfer
 from qeffect.gpu_runtime.parallel.consent import name_of
 from qeffect.gpu_runtime.parallel.executor import Entry, Passage
@@ -50,8 +52,8 @@ class Span:
         start: When it began.
         end: When it ended.
         stage: The stage of a computation, else -1.
-        kind: `F`, `I` or `W` for a computation; `wait` for the time in which one waits for its
-            message; else empty.
+        kind: `F`, `I` or `W` for a computation, `refresh` for what comes before a stage's first F;
+            `wait` for the time in which one waits for its message; else empty.
         message: For a send or a receive, the two ranks and the message's number.
     """
 
@@ -139,6 +141,25 @@ class _Noted:
         self.tracer.note("reductions", f"reduction of {self.bucket}", self.began, ended)
 
 
+class _Refreshing:
+    """An executor whose refreshes are noted, apart from the F that they come before."""
+
+    def __init__(self, inner: Any, tracer: Tracer) -> None:
+        self._inner, self._tracer = inner, tracer
+
+    def refresh(self, memory: StageMemory) -> Effects:
+        tracer, stage = self._tracer, memory.stage.index
+        began = tracer.clock.mark()
+        effects: Effects = self._inner.refresh(memory)
+        tracer.refreshed = ended = tracer.clock.mark()
+        name = f"{stage}REFRESH"
+        tracer.note("computation", name, began, ended, stage=stage, kind="refresh")
+        return effects
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
 class Tracer:
     """
     What one rank did in one step.
@@ -152,6 +173,7 @@ class Tracer:
         self.clock: _Clock
         self.under_way: dict[int, tuple[str, Any, tuple[int, int, int]]] = {}
         self.resumed: Any = None
+        self.refreshed: Any = None
         self._noted: list[tuple[str, str, Any, Any, dict[str, Any]]] = []
 
     def note(self, lane: str, name: str, began: Any, ended: Any, **more: Any) -> None:
@@ -170,6 +192,8 @@ class Tracer:
         pipeline.channels = _Seen(channels, self)
         if reducer is not None:
             runtime.reducer = lambda name, given: _Noted(reducer(name, given), name, self)
+        executor = runtime.actions.executor
+        runtime.actions.executor = _Refreshing(executor, self)
         pipeline._agree = self._timed("consent of all", pipeline._agree)
         runtime.update = self._timed("update", runtime.update)
         try:
@@ -177,6 +201,7 @@ class Tracer:
         finally:
             pipeline.program[:] = program
             pipeline.channels, runtime.reducer = channels, reducer
+            runtime.actions.executor = executor
             del pipeline._agree, runtime.update
         self.worker.runtime.handoff.synchronize()
 
@@ -196,9 +221,10 @@ class Tracer:
         name, stage = name_of(entry.atom), entry.atom.stage
 
         def act(passage: Passage) -> None:
-            began, self.resumed = self.clock.mark(), None
+            began, self.resumed, self.refreshed = self.clock.mark(), None, None
             entry.act(passage)
             ended = self.clock.mark()
+            began = self.refreshed or began
             if self.resumed is not None:
                 self.note("computation", f"{name} waits", began, self.resumed, kind="wait")
                 began = self.resumed
@@ -260,7 +286,7 @@ def chrome_trace(member: Member, tracer: Tracer, table: Schedule) -> dict[str, A
 
 def measured_durations(ranks: Sequence[Sequence[Span]]) -> Durations:
     """
-    What a simulation takes of one pipeline's step: medians of each stage's F, I and W.
+    What a simulation takes of one pipeline's step: medians of each stage's F, I, W and refresh.
 
     A message takes the median of the time from where both ends had posted it to where it was
     waited for, which is at least its own; a rank's update is its own.

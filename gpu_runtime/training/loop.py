@@ -438,11 +438,15 @@ class Trainer:
         """
         run, runtime = self.config.run, self.worker.runtime
         started = self._since = time.perf_counter()
-        while (step := runtime.epoch) < run.steps:
+        step = runtime.epoch
+        while step < run.steps:
             try:
-                self._step(step)
+                if runtime.epoch == step:  # else a stop came behind its update
+                    self._step(step)
+                self._known(step + 1)
             except StoppedError as stopped:
                 self._again(stopped)
+                step = min(step, runtime.epoch)
                 continue
             if self._evaluates(step + 1):
                 paused = time.perf_counter()
@@ -451,6 +455,7 @@ class Trainer:
                 started, self._since = started + passed, self._since + passed
             if self._saves(step + 1):
                 self._save(step + 1, last=step + 1 == run.steps)
+            step += 1
         if self.checkpoints is not None:
             self.checkpoints.wait()
         self.member.synchronize()
@@ -470,19 +475,24 @@ class Trainer:
 
     def _step(self, step: int) -> None:
         """
-        One optimizer step with the rate that is its own, and the log as far as is known.
-
-        With launches it may be under way behind this, but for one that something comes after.
+        One optimizer step with the rate that is its own; with launches it may be under way behind.
 
         Raises:
             StoppedError: It, or the one before, ended on every rank.
         """
         self.job.prepare(step, self.worker.optimizer)
         self.steps.step()
-        last = step + 1 == self.config.run.steps
-        if last or self._evaluates(step + 1) or self._saves(step + 1):
-            self.steps.leave()
+
+    def _known(self, taken: int) -> None:
+        """
+        Behind so many steps: the log as far as is known, and all of it where something comes next.
+
+        Raises:
+            StoppedError: The last step ended on every rank, or a rank stopped behind it.
+        """
         every, steps = self.config.run.log_every, self.config.run.steps
+        if taken == steps or self._evaluates(taken) or self._saves(taken):
+            self.steps.leave()
         while self._told < steps:
             end = min(steps, (self._told // every + 1) * every)
             if end > self.steps.known:

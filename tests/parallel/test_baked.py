@@ -114,6 +114,16 @@ def test_the_values_of_what_a_graph_reads_may_change() -> None:
     assert baked.unmoved()
 
 
+def test_a_number_in_a_list_is_found_where_it_changes_in_place() -> None:
+    """The list is the very object that it was."""
+    own = optimizer()
+    own.adamw.param_groups[1]["betas"] = [0.9, 0.999]  # as a state that was loaded from text has it
+    baked = BakedOptimizer(own)
+    assert [baked.unmoved() for _ in range(2)] == [True, True]
+    own.adamw.param_groups[1]["betas"][0] = 0.8
+    assert [baked.unmoved() for _ in range(2)] == [False, False]
+
+
 @pytest.mark.parametrize("how", ["replaced", "moved", "a number"])
 def test_the_place_of_a_learning_rate_may_not(how: str) -> None:
     """Not even where what stands there is the same."""

@@ -33,6 +33,16 @@ def test_a_trace_has_every_action_of_every_rank_and_every_message(tmp_path: Path
         own = [e for e in slices if e["pid"] == rank]
         ran = [e["name"] for e in sorted(own, key=lambda e: e["ts"]) if e["cat"] in "FIW"]
         assert ran == [n for n in words[rank]["row"] if re.fullmatch(r"\d+[FIW]\d+", n)]
+        stages = sorted({n.split("F")[0] for n in ran if "F" in n})
+        refreshes = {e["name"]: e for e in own if e["cat"] == "refresh"}
+        assert sorted(refreshes) == [f"{stage}REFRESH" for stage in stages]
+        for stage in stages:  # before the wait for a message, and in no other slice's time
+            thread = refreshes[f"{stage}REFRESH"]["tid"]
+            lane = sorted((e for e in own if e["tid"] == thread), key=lambda e: e["ts"])
+            names = [e["name"] for e in lane]
+            before, first = names.index(f"{stage}REFRESH"), names.index(f"{stage}F0")
+            waits = [f"{stage}F0 waits"] * (f"{stage}RECV_F0" in words[rank]["row"])
+            assert names[before + 1 : first] == waits
         assert sum("reduction of" in e["name"] for e in own) == 2
         assert [e["name"] for e in own if "end of the step" in e["cat"]] == [
             "consent of all",
@@ -87,12 +97,13 @@ def test_a_simulation_takes_the_medians_of_what_was_measured() -> None:
             Span("end of the step", "update", 30.0, 37.0),
         ],
         [
-            Span("computation", "1F0 waits", 0.0, 10.0, kind="wait"),
+            Span("computation", "1REFRESH", 0.0, 2.0, stage=1, kind="refresh"),
+            Span("computation", "1F0 waits", 2.0, 10.0, kind="wait"),
             Span("computation", "1F0", 10.0, 15.0, stage=1, kind="F"),
             Span("receives", "1RECV_F0", 1.0, 10.0, message=message),
         ],
     ]
     durations = measured_durations(ranks)
-    assert durations.stages == {0: {"F": 3.0}, 1: {"F": 5.0}}
+    assert durations.stages == {0: {"F": 3.0}, 1: {"refresh": 2.0, "F": 5.0}}
     assert durations.times["message"] == 6.0
     assert durations.ranks == {0: {"update": 7.0}, 1: {"update": 0.0}}

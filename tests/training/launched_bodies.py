@@ -16,7 +16,9 @@ import torch
 from qeffect.cli import main
 from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
 from qeffect.gpu_runtime.parallel import command, one_launch
+from qeffect.gpu_runtime.parallel.channels import LostError
 from qeffect.gpu_runtime.parallel.compare import guarded
+from qeffect.gpu_runtime.parallel.consent import Consent
 from qeffect.gpu_runtime.parallel.model import Job
 from qeffect.gpu_runtime.parallel.one_launch import obstacles
 from qeffect.gpu_runtime.parallel.world import join
@@ -57,8 +59,9 @@ def trained(config: str, *, resume: bool = False, faults: Any = (), **run: Any) 
     settings = read(Path(config), run=run)
     member = join(settings.run.device, LIMITS)
     trainer = Trainer(member, settings, resume=resume)
+    makes = {**recorded_bodies.FAULTS, "unheard": _unheard}
     for _, rank, kind, action in faults:
-        assert kind in recorded_bodies.FAULTS, (rank, action)
+        assert kind in makes, (rank, action)
     due = {epoch: fault for epoch, *fault in faults}
     step, whole = trainer.steps.step, trainer.steps.whole
     ahead: list[int] = []
@@ -68,7 +71,7 @@ def trained(config: str, *, resume: bool = False, faults: Any = (), **run: Any) 
         if fault := due.pop(trainer.worker.runtime.epoch, None):
             victim, kind, action = fault
             if member.rank == victim:
-                recorded_bodies.FAULTS[kind](trainer.worker, action)
+                makes[kind](trainer.worker, action)
         step()
 
     trainer.steps.step = faulty  # type: ignore[method-assign]
@@ -83,6 +86,17 @@ def trained(config: str, *, resume: bool = False, faults: Any = (), **run: Any) 
         "ahead": ahead,
         "rehearsed and as one": [0, 0] if whole is None else whole.rehearsal.steps,
     }
+
+
+def _unheard(*_: Any) -> None:
+    """This rank does not hear in time what the others bring behind a step, once."""
+    real = Consent.gathered
+
+    def gathered(consent: Consent, own: torch.Tensor) -> torch.Tensor:
+        Consent.gathered = real  # type: ignore[method-assign]
+        raise LostError("commit", -1, True, "nothing was heard")
+
+    Consent.gathered = gathered  # type: ignore[method-assign]
 
 
 def on_devices(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:

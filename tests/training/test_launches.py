@@ -154,6 +154,33 @@ def test_stops_are_begun_again_and_told_once(tmp_path: Path) -> None:
     assert "rank 1, step 7" in stops[2][1]
 
 
+def test_a_stop_behind_a_step_leaves_out_nothing_that_is_due(tmp_path: Path) -> None:
+    """
+    All devices updated, and a rank stopped while losses were brought together: behind steps after
+    which held-out text and a checkpoint are due, and behind the last.
+    """
+    made = files(tmp_path, PIPE)
+    body = Path(made["kept"]).read_text().replace("[run]", "[run]\nretries = 1")
+    Path(made["kept"]).write_text(body.replace("every = 4", "every = 6"))
+    faults = [[5, 1, "unheard", ""], [8, 0, "unheard", ""]]
+    (tmp_path / "said").mkdir()
+    cases = [(made["replays"], {}), (made["kept"], {"faults": faults})]
+    said = launch(2, tmp_path / "said", bodies.in_turn, cases)
+    assert said.codes == [0, 0]
+    for rank in range(2):
+        replays, launched = said.words[rank]
+        assert launched["losses"] == replays["losses"]
+        assert launched["left"] == replays["left"]
+        assert launched["held_out"] == replays["held_out"]
+    assert lines(tmp_path, "kept") == lines(tmp_path, "replays")
+    every = map(json.loads, (tmp_path / "kept.jsonl").read_text().splitlines())
+    assert [line["step"] for line in every if "stopped" in line] == [6, 9]
+    assert sorted(path.name for path in (tmp_path / "kept").glob("step*")) == [
+        "step-00000006",
+        "step-00000009",
+    ]
+
+
 def test_skipped_updates_are_told_alike(tmp_path: Path) -> None:
     """With a rate at which nothing stays finite the device skips what the host would skip."""
     made = files(tmp_path, PIPE)
