@@ -72,7 +72,7 @@ class Measured:
         last: Those of the last stage, which has the loss.
         update: A rank's update.
         replays_host: The host's time for each F, dI or dW of guarded replays, all of a step in it.
-        launch_host: The same of one launch, its wait for the device included.
+        launch_host: The same of one launch, of a step by itself; back to back it is less.
         message_bytes: What passes from stage to stage.
     """
 

@@ -29,8 +29,8 @@ CUT = {
     ),
     ("scale_hosts.json", "9caffa76c788"): (
         "Its four ranks shared two GPUs, two on each, and took one another for other hosts, so "
-        "that messages went over sockets. Times of such ranks say nothing of four GPUs and were "
-        "taken out."
+        "that messages went over sockets; gpu_runtime/README.md says how they are started. Times "
+        "of such ranks say nothing of four GPUs and were taken out."
     ),
 }
 """Reports that did not reach their end, or from which something was taken, and what they lack."""

@@ -4,6 +4,7 @@ The blocks of the runtime's page, from the reports beside it.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -262,7 +263,9 @@ def _typed(report: Mapping[str, Any]) -> str:
     environment = report["environment"]
     argv = environment["argv"]
     words = [
-        a for before, a in zip(("", *argv), argv, strict=False) if "--commit" not in (before, a)
+        shlex.quote(a)
+        for before, a in zip(("", *argv), argv, strict=False)
+        if "--commit" not in (before, a)
     ]
     program = " ".join(environment.get("program", ()))
     if not program and (program := _MADE_BY.get(report["kind"], "")) == "":
@@ -289,7 +292,9 @@ def listed() -> str:
 
 
 def _with(report: Mapping[str, Any]) -> str:
-    """Which checked-in file a training run is of, whatever it was called then."""
+    """Which checked-in file a training run is of, or of how many trials a report was merged."""
+    if report["kind"] == "tables" and "merged" in report["configuration"]:
+        return f", the first of {len(report['configuration']['merged'])} trials that were merged"
     name = example_of(report)
     folder = "../training/examples"
     return "" if name is None else f" with [{name}]({folder}/{name})"

@@ -68,9 +68,9 @@ def timed(name: str, report: Report) -> Iterator[str]:
         f"A step over {ranks_of(report)}, {report['configuration']['vpp']} stages of one layer "
         f"each ({name}; {machine_of(report)}). `native` is torch's Interleaved 1F1B; `one launch` "
         "is the whole step as one graph, compared after six steps with guarded replays. The "
-        f"bound is the critical path over what each stage's {alone} take; in bold what "
-        f"misses its goal. {REPLAYED * in_order}Kernels are those of the busiest rank, "
-        "with copies and without messages, under the profiler. Sides did not run in "
+        f"bound is the critical path over what each stage's {alone} take; its goal is one "
+        f"launch's, in bold where it is missed. {REPLAYED * in_order}Kernels are those of the "
+        "busiest rank, with copies and without messages, under the profiler. Sides did not run in "
         f"turns.{remark(name, report)}"
     )
     header = (
@@ -113,10 +113,10 @@ def _ahead(row: Mapping[str, Any]) -> str:
 
 
 def over_bound(row: Mapping[str, Any]) -> str:
-    """How far a side is above its bound, in bold where it misses the goal beside it."""
+    """How far a side is above its bound; one launch in bold where it misses the goal beside it."""
     measured, goal = row["over_bound"], BOUND_GOALS.get(row["cell"])
     said = ratio(measured)
-    if measured is None or goal is None:
+    if measured is None or goal is None or row["side"] != "one launch":
         return said
     return f"{f'**{said}**' if measured > goal else said} (goal {goal:.2f}x)"
 
