@@ -108,7 +108,12 @@ def launched() -> tuple[int, int | None]:
             of so many.
     """
     found: dict[str, int] = {}
-    for name, most in (*dict.fromkeys(_NUMBERS, _MOST_RANKS).items(), ("MASTER_PORT", 65535)):
+    wanted = dict.fromkeys(_NUMBERS, _MOST_RANKS)
+    if (
+        "WORLD_SIZE" in os.environ
+    ):  # else nobody meets there: a cluster may mean another thing by it
+        wanted["MASTER_PORT"] = 65535
+    for name, most in wanted.items():
         value = os.environ.get(name)
         if value is None:
             continue

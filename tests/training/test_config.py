@@ -14,7 +14,7 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.parallel.world import join
+from qeffect.gpu_runtime.parallel.world import join, launched
 from qeffect.gpu_runtime.training import config
 from qeffect.gpu_runtime.training.config import TABLES, differences, read
 from qeffect.report import UnusableError
@@ -178,6 +178,14 @@ def test_a_launcher_that_cannot_be(
         assert told in line
     with pytest.raises(BackendError, match=re.escape(told)):
         join("cpu")
+
+
+def test_without_a_launcher_its_port_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes sets one like this for a service that is called master."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "tcp://10.0.0.1:80")
+    assert launched() == (0, None)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
