@@ -13,12 +13,25 @@ import json
 import os
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import nlargest
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+
+
+def _on_device(events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Kernels, copies and fills of a trace, without annotations and calls of the host."""
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") in DEVICE_CATEGORIES:
+            yield event
+
+
+def _is_message(event: Mapping[str, Any]) -> bool:
+    """Whether it is NCCL's, which also runs while it waits for the other rank."""
+    return "nccl" in str(event["name"]).lower()
 
 
 def summarize(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]:
@@ -39,9 +52,7 @@ def summarize(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]
     copy_us: defaultdict[tuple[str, int], float] = defaultdict(float)
     kernels: Counter[str] = Counter()
     kernel_us: defaultdict[str, float] = defaultdict(float)
-    for event in events:
-        if event.get("ph") != "X" or event.get("cat") not in DEVICE_CATEGORIES:
-            continue
+    for event in _on_device(events):
         duration = float(event.get("dur", 0.0))
         name = str(event["name"])
         device_us += duration
@@ -96,11 +107,9 @@ def busy(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, float]:
         as they wait for the other rank.
     """
     found = {"kernels": 0.0, "copies": 0.0, "messages": 0.0}
-    for event in events:
-        if event.get("ph") != "X" or event.get("cat") not in DEVICE_CATEGORIES:
-            continue
+    for event in _on_device(events):
         what = "kernels" if event["cat"] == "kernel" else "copies"
-        if "nccl" in str(event["name"]).lower():
+        if _is_message(event):
             what = "messages"
         found[what] += float(event.get("dur", 0.0))
     return {what: round(us / steps / 1e3, 4) for what, us in found.items()}
@@ -124,18 +133,18 @@ def shares(events: Iterable[Mapping[str, Any]], launches: int) -> dict[str, floa
         RuntimeError: There are fewer launches in the trace.
     """
     spans: dict[Any, list[tuple[float, float, bool]]] = defaultdict(list)
-    for event in events:
-        if event.get("ph") == "X" and event.get("cat") in DEVICE_CATEGORIES:
-            start, message = float(event["ts"]), "nccl" in str(event["name"]).lower()
-            end = start + float(event.get("dur", 0.0))
-            spans[event.get("args", {}).get("correlation")].append((start, end, message))
+    for event in _on_device(events):
+        start = float(event["ts"])
+        end = start + float(event.get("dur", 0.0))
+        launch = event.get("args", {}).get("correlation")
+        spans[launch].append((start, end, _is_message(event)))
     whole = nlargest(launches, spans.values(), key=len)
     if launches < 2 or len(whole) < launches:
         raise RuntimeError(f"expected {max(launches, 2)} launches in the trace, found {len(whole)}")
-    ends = sorted(max(end for _, end, _ in launch) for launch in whole)
+    ends = sorted(max(end for _, end, _ in own) for own in whole)
     begin, finish = ends[0], ends[-1]
     marks: list[tuple[float, int, int]] = []  # when, how many more of which
-    for start, end, message in (span for launch in spans.values() for span in launch):
+    for start, end, message in chain(*spans.values()):
         start, end = max(start, begin), min(end, finish)
         if start < end:
             marks += [(start, 1, int(message)), (end, -1, int(message))]

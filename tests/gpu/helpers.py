@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
+import pytest
+import torch
 
 from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
 from qeffect.gpu_runtime.evidence.cases import Case
@@ -20,6 +22,13 @@ from qeffect.gpu_runtime.runtime import Reducer, Runtime, RuntimeConfig
 from ..runtime.injection import FINAL, NUM_STEPS, ORDER, Injection
 
 TE = "transformer-engine"
+
+two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="two ranks want two GPUs of one host"
+)
+four_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 4, reason="four ranks want four GPUs of one host"
+)
 
 #: The order and the number of steps of the CPU's injections, so that these can be used again.
 SMALL = Case(

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from qeffect.gpu_runtime.training.data import save
+
+from .helpers import two_gpus
 
 LIMIT_S = 240
 DEVICE = "cuda"
@@ -41,10 +42,6 @@ clip_norm = 0.5
 steps = 4
 log = "log.jsonl"
 """
-
-two_gpus = pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="two ranks want two GPUs of one host"
-)
 
 
 def ran(folder: Path, model: str, parallel: str, *options: str, ranks: int = 1) -> dict[str, Any]:

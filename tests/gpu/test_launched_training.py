@@ -7,19 +7,18 @@ launch of ranks ends within `LIMIT_S`: a rank that hangs is killed and fails its
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from qeffect.gpu_runtime.training.data import save
 from tests.parallel import ranks
-from tests.parallel.ranks import launch
 from tests.training import launched_bodies as bodies
 from tests.training import test_launches as on_cpu
-from tests.training.test_launches import files, lines, require_alike
+from tests.training.test_launches import begun_again, files, require_alike
+
+from .helpers import four_gpus, two_gpus
 
 LIMIT_S = 300.0  # a rank loads the library, and is made three times
 CLIP = 0.01
@@ -51,13 +50,6 @@ steps = 9
 evaluate_every = 6
 evaluate_windows = 4
 """
-
-two_gpus = pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="two ranks want two GPUs of one host"
-)
-four_gpus = pytest.mark.skipif(
-    torch.cuda.device_count() < 4, reason="four ranks want four GPUs of one host"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -93,20 +85,9 @@ def test_launches_train_as_replays(parallel: str, model: str, world: int, tmp_pa
 def test_a_refused_step_is_begun_again(victim: int, tmp_path: Path) -> None:
     """The other rank has launched, and brings losses together: it is woken there, and goes on."""
     found = made(tmp_path, 'pp = 2\nschedule = "zbv"')
-    path = Path(found["launches"])
-    path.write_text(path.read_text().replace("[run]", "[run]\nretries = 1"))
-    (tmp_path / "said").mkdir()
     faults = [[7, victim, "twice", "1W1" if victim else "0W1"]]
-    cases = [(found["replays"], {}), (found["launches"], {"faults": faults})]
-    said = launch(2, tmp_path / "said", bodies.on_devices, cases)
-    assert said.codes == [0, 0]
-    for rank in range(2):
-        replays, launched = said.words[rank]
-        assert launched["losses"] == replays["losses"]
-        assert launched["left"] == replays["left"]
+    words, (stop,) = begun_again(tmp_path, found, faults, body=bodies.on_devices)
+    for _, launched in words:
         assert launched["launches"] == 9 - 2
-    assert lines(tmp_path, "launches") == lines(tmp_path, "replays")
-    every = map(json.loads, (tmp_path / "launches.jsonl").read_text().splitlines())
-    (stop,) = [line for line in every if "stopped" in line]
     assert stop["step"] == 7
     assert f"rank {victim}, step 7" in stop["stopped"]

@@ -13,7 +13,6 @@ from typing import Any
 
 import attrs
 import pytest
-import torch
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.parallel.model import Job
@@ -24,6 +23,8 @@ from tests.parallel.ranks import launch
 from tests.parallel.test_launch_bodies import one_cause
 from tests.training.helpers import noise
 
+from .helpers import four_gpus, two_gpus
+
 LIMIT_S = 240.0  # a rank loads the library, captures every slot, and the step twice
 CONFIG = LayerConfig(128, 256, 2, 128)
 ONE = Job(schedule="il", pp=1, vpp=2, microbatches=4, config=CONFIG)
@@ -31,15 +32,6 @@ TWO = Job(schedule="zbv", pp=2, microbatches=4, config=CONFIG)
 REPLICAS = Job(schedule="il", pp=1, vpp=2, dp=2, microbatches=4, config=CONFIG, amax="replicas")
 FOUR = Job(schedule="zbv", pp=2, dp=2, microbatches=4, config=CONFIG, amax="replicas")
 STEPS = 7  # guarded; captured; two launches that are rehearsed, and three checked as one
-
-two_gpus = pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="two ranks want two GPUs of one host"
-)
-
-
-four_gpus = pytest.mark.skipif(
-    torch.cuda.device_count() < 4, reason="four ranks want four GPUs of one host"
-)
 
 
 @pytest.fixture(autouse=True)

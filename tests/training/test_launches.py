@@ -7,6 +7,7 @@ What a device would do is done by `tests.parallel.recorded`; all else is the run
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,41 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in timed} for line in every if "loss" in line]
 
 
+def begun_again(
+    folder: Path,
+    made: dict[str, str],
+    faults: list[list[Any]],
+    name: str = "launches",
+    body: Callable[..., Any] = bodies.in_turn,
+) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
+    """
+    A run of launches over two ranks with stops that each are begun again, in the bits of replays.
+
+    Args:
+        folder: Of the run's files.
+        made: What `files` made.
+        faults: Step, rank, kind and action of each stop.
+        name: Which of the runs of launches.
+        body: What a rank does.
+
+    Returns:
+        What each rank says of replays and of launches, and the log's lines about stops.
+    """
+    path = Path(made[name])
+    path.write_text(path.read_text().replace("[run]", "[run]\nretries = 1"))
+    (folder / "said").mkdir()
+    cases = [(made["replays"], {}), (made[name], {"faults": faults})]
+    said = launch(2, folder / "said", body, cases)
+    assert said.codes == [0, 0]
+    words = [said.words[rank] for rank in range(2)]
+    for replays, launched in words:
+        assert launched["losses"] == replays["losses"]
+        assert launched["left"] == replays["left"]
+    assert lines(folder, name) == lines(folder, "replays")
+    every = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
+    return words, [line for line in every if "stopped" in line]
+
+
 @pytest.mark.parametrize(
     ("parallel", "model", "world"),
     [(PIPE, "", 2), (FOUR, "tied = true", 4)],
@@ -131,23 +167,12 @@ def test_stops_are_begun_again_and_told_once(tmp_path: Path) -> None:
 
     Each step has one line, whatever was launched twice, and the run ends in the bits of replays.
     """
-    made = files(tmp_path, PIPE)
-    body = Path(made["launches"]).read_text().replace("[run]", "[run]\nretries = 1")
-    Path(made["launches"]).write_text(body)
     faults = [[3, 1, "twice", "1W1"], [5, 0, "miscounted", ""], [7, 1, "miscounted", ""]]
-    (tmp_path / "said").mkdir()
-    cases = [(made["replays"], {}), (made["launches"], {"faults": faults})]
-    said = launch(2, tmp_path / "said", bodies.in_turn, cases)
-    assert said.codes == [0, 0]
-    for rank in range(2):
-        replays, launched = said.words[rank]
-        assert launched["losses"] == replays["losses"]
-        assert launched["left"] == replays["left"]
+    words, told = begun_again(tmp_path, files(tmp_path, PIPE), faults)
+    for replays, launched in words:
         assert launched["held_out"] == replays["held_out"]
         assert launched["launches"] == 9 - 4  # a guarded step at first, and one behind each stop
-    assert lines(tmp_path, "launches") == lines(tmp_path, "replays")
-    every = map(json.loads, (tmp_path / "launches.jsonl").read_text().splitlines())
-    stops = [(line["step"], line["stopped"]) for line in every if "stopped" in line]
+    stops = [(line["step"], line["stopped"]) for line in told]
     assert [step for step, _ in stops] == [3, 5, 7]
     assert "rank 1, step 3, 1W1" in stops[0][1]
     assert "rank 0, step 5" in stops[1][1]
@@ -160,21 +185,13 @@ def test_a_stop_behind_a_step_leaves_out_nothing_that_is_due(tmp_path: Path) -> 
     which held-out text and a checkpoint are due, and behind the last.
     """
     made = files(tmp_path, PIPE)
-    body = Path(made["kept"]).read_text().replace("[run]", "[run]\nretries = 1")
-    Path(made["kept"]).write_text(body.replace("every = 4", "every = 6"))
+    path = Path(made["kept"])
+    path.write_text(path.read_text().replace("every = 4", "every = 6"))
     faults = [[5, 1, "unheard", ""], [8, 0, "unheard", ""]]
-    (tmp_path / "said").mkdir()
-    cases = [(made["replays"], {}), (made["kept"], {"faults": faults})]
-    said = launch(2, tmp_path / "said", bodies.in_turn, cases)
-    assert said.codes == [0, 0]
-    for rank in range(2):
-        replays, launched = said.words[rank]
-        assert launched["losses"] == replays["losses"]
-        assert launched["left"] == replays["left"]
+    words, told = begun_again(tmp_path, made, faults, "kept")
+    for replays, launched in words:
         assert launched["held_out"] == replays["held_out"]
-    assert lines(tmp_path, "kept") == lines(tmp_path, "replays")
-    every = map(json.loads, (tmp_path / "kept.jsonl").read_text().splitlines())
-    assert [line["step"] for line in every if "stopped" in line] == [6, 9]
+    assert [line["step"] for line in told] == [6, 9]
     assert sorted(path.name for path in (tmp_path / "kept").glob("step*")) == [
         "step-00000006",
         "step-00000009",
@@ -186,21 +203,9 @@ def test_losses_that_one_rank_alone_has_brought_together_are_of_their_own_step(
     victim: int, tmp_path: Path
 ) -> None:
     """The other has gone on to the next step: each line is still there once, with its own loss."""
-    made = files(tmp_path, PIPE)
-    body = Path(made["launches"]).read_text().replace("[run]", "[run]\nretries = 1")
-    Path(made["launches"]).write_text(body)
-    (tmp_path / "said").mkdir()
     faults = [[3, victim, "heard in vain", ""]]
-    cases = [(made["replays"], {}), (made["launches"], {"faults": faults})]
-    said = launch(2, tmp_path / "said", bodies.in_turn, cases)
-    assert said.codes == [0, 0]
-    for rank in range(2):
-        replays, launched = said.words[rank]
-        assert launched["losses"] == replays["losses"]
-        assert launched["left"] == replays["left"]
-    assert lines(tmp_path, "launches") == lines(tmp_path, "replays")
-    every = map(json.loads, (tmp_path / "launches.jsonl").read_text().splitlines())
-    assert len([line for line in every if "stopped" in line]) == 1
+    _, told = begun_again(tmp_path, files(tmp_path, PIPE), faults)
+    assert len(told) == 1
 
 
 def test_skipped_updates_are_told_alike(tmp_path: Path) -> None:
