@@ -79,16 +79,20 @@ class RuntimeCommands:
         """Yield them in the order in which a newcomer needs them."""
         for name, text, module in (
             ("doctor", "say what this machine has, what works on it and what is missing", "doctor"),
-            ("demo", "run a few guarded steps, the same natively, and compare every bit", "demo"),
+            (
+                "lab.demo",
+                "run a few guarded steps, the same natively, and compare every bit",
+                "lab.demo",
+            ),
             (
                 "compare",
                 "compare native, eager and captured steps bit for bit",
-                "evidence.command",
+                "lab.evidence.command",
             ),
             (
                 "pipeline",
                 "train a guarded pipeline over the ranks that torchrun started",
-                "parallel.command",
+                "lab.ranks.command",
             ),
             (
                 "corpus",
@@ -103,30 +107,34 @@ class RuntimeCommands:
             (
                 "curves",
                 "train run after run, guarded and natively, into one report of loss curves",
-                "training.curves",
+                "lab.training.curves",
             ),
-            ("bench", "measure step time, memory, set-up, copies and guards", "bench.cli"),
+            ("bench", "measure step time, memory, set-up, copies and guards", "lab.bench.cli"),
             (
                 "scale",
                 "compare and time a pipeline over the ranks that torchrun started",
-                "parallel.scale",
+                "lab.ranks.scale",
             ),
             (
                 "tables",
                 "measure the paper's complete-step tables over the ranks that torchrun started",
-                "bench.tables",
+                "lab.bench.tables",
             ),
-            ("streams", "count stale reads of one-way and two-way handoffs", "evidence.streams"),
+            (
+                "streams",
+                "count stale reads of one-way and two-way handoffs",
+                "lab.evidence.streams",
+            ),
             (
                 "pools",
                 "show what graphs that share one memory pool corrupt",
-                "evidence.pools",
+                "lab.evidence.pools",
             ),
             (
                 "probes",
                 "look at what the documentation says of the library",
-                "evidence.probes",
+                "lab.evidence.probes",
             ),
-            ("plots", "draw the reports", "measure.plots"),
+            ("plots", "draw the reports", "lab.measure.plots"),
         ):
             yield RuntimeCommand(name, text, module)

@@ -101,7 +101,7 @@ def _library(torch: Any, probe: bool) -> Finding:
             False,
             "pip install 'qeffect[gpu]' on a CUDA host; the reference backend needs nothing",
         )
-    from qeffect.gpu_runtime.backends.te.domain import library, version_problem
+    from .backends.te.domain import library, version_problem
 
     problem = version_problem(found)
     if not torch.cuda.is_available():
@@ -111,7 +111,7 @@ def _library(torch: Any, probe: bool) -> Finding:
     try:
         library()
         if probe:
-            from qeffect.gpu_runtime.backends.te.stage import check_backend
+            from .backends.te.stage import check_backend
 
             check_backend()
     except Exception as error:  # whatever the library raises while it loads or runs
@@ -122,7 +122,7 @@ def _library(torch: Any, probe: bool) -> Finding:
 
 def _internals() -> str:
     """What a look at the reached internals of an untested version shows."""
-    from qeffect.gpu_runtime.backends.te.internals import BASELINE, IMPORTED, missing_imports
+    from .backends.te.internals import BASELINE, IMPORTED, missing_imports
 
     try:
         missing = missing_imports((*IMPORTED, *BASELINE))

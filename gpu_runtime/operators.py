@@ -35,10 +35,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.protocol import BackendError, TensorSpec
-from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
-from qeffect.gpu_runtime.runtime import Runtime
 from qeffect.keys import TapeKey, TapeRef
+
+from .backends.protocol import BackendError, TensorSpec
+from .runtime import Runtime
+from .step.optimizer import Gradients, Optimizer
 
 NAMESPACE = "qeffect"
 

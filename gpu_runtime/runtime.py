@@ -3,7 +3,7 @@ The runtime of one process: its stages, their one state domain, and the boundari
 
 Everything that spans stages lives here: the contract, the slot plan, the snapshot of the last
 commit from which a poisoned domain is restored, capture, and the optimizer step (finalize, no
-retained work, update, next epoch). Actions are in `qeffect.gpu_runtime.execute.actions`.
+retained work, update, next epoch). Actions are in `qeffect.gpu_runtime.step.actions`.
 """
 
 from __future__ import annotations
@@ -21,35 +21,36 @@ from qeffect.config import Bucket, StageConfig
 from qeffect.contract import Contract
 from qeffect.counts import DeviceCounts
 from qeffect.engine.stage import OPTIONAL
-from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, StateDomain
-from qeffect.gpu_runtime.clipping import Norm
-from qeffect.gpu_runtime.execute.actions import GuardedActions
-from qeffect.gpu_runtime.execute.eager import EagerExecutor, Executor, StageMemory
-from qeffect.gpu_runtime.execute.reports import StageReports
-from qeffect.gpu_runtime.execute.streams import Handoff, handoff_for
-from qeffect.gpu_runtime.memory.arena import Arena, Rule, by_matrix
-from qeffect.gpu_runtime.memory.copies import Copies, buckets_of, names_of, require_copies
-from qeffect.gpu_runtime.memory.counters import DeviceCounters
-from qeffect.gpu_runtime.memory.scaling import AMAX, SharedScaling
-from qeffect.gpu_runtime.memory.state import (
+from qeffect.keys import TapeKey
+from qeffect.log.recorder import Recorder
+from qeffect.refusals import Refused
+from qeffect.text import shown
+
+from .backends.protocol import BackendError, StageBackend, StateDomain
+from .step.actions import GuardedActions
+from .step.clipping import Norm
+from .step.eager import EagerExecutor, Executor, StageMemory
+from .step.effects import StageReports
+from .step.memory.arena import Arena, Rule, by_matrix
+from .step.memory.copies import Copies, buckets_of, names_of, require_copies
+from .step.memory.counters import DeviceCounters
+from .step.memory.scaling import AMAX, SharedScaling
+from .step.memory.state import (
     GatedSnapshot,
     NumericalState,
     Snapshot,
     live_state,
     preserving,
 )
-from qeffect.gpu_runtime.memory.tied import Place, Tied
-from qeffect.gpu_runtime.optimizer import Gradients, Optimizer
-from qeffect.gpu_runtime.plan.order import Kind, Order
-from qeffect.gpu_runtime.plan.rows import Row
-from qeffect.gpu_runtime.plan.slots import Provisioning, SlotPlan, plan_slots
-from qeffect.gpu_runtime.reductions import SCALING, Reductions, require_buckets
-from qeffect.gpu_runtime.reductions import Reducer as Reducer
-from qeffect.gpu_runtime.reductions import Reduction as Reduction
-from qeffect.keys import TapeKey
-from qeffect.log.recorder import Recorder
-from qeffect.refusals import Refused
-from qeffect.text import shown
+from .step.memory.tied import Place, Tied
+from .step.optimizer import Gradients, Optimizer
+from .step.plan.order import Kind, Order
+from .step.plan.rows import Row
+from .step.plan.slots import Provisioning, SlotPlan, plan_slots
+from .step.reductions import SCALING, Reductions, require_buckets
+from .step.reductions import Reducer as Reducer
+from .step.reductions import Reduction as Reduction
+from .step.streams import Handoff, handoff_for
 
 
 @attrs.frozen(kw_only=True)
@@ -87,10 +88,10 @@ class RuntimeConfig:
             name. The reducer is given all of this process's under that name, behind all other
             gradients, and has to leave the same sum in all copies, of other ranks too.
         amax: ``replica`` where scales are made of what a replica saw itself, ``replicas`` where all
-            share theirs at the end of each epoch (`qeffect.gpu_runtime.memory.scaling`). Where a
+            share theirs at the end of each epoch (`step/memory/scaling.py`). Where a
             reducer is, the contract's configuration has a bucket ``amax`` then, without which no
             epoch commits; the reducer then has `largest`, as that of
-            `qeffect.gpu_runtime.parallel.reduction`.
+            `qeffect.gpu_runtime.ranks.replicas`.
     """
 
     rule: Rule = "accumulate"
@@ -316,7 +317,7 @@ class Runtime:
         if self._shares_amax and not callable(getattr(self.reducer, "largest", None)):
             raise BackendError(
                 "amax='replicas' needs a reducer that has largest(words), as "
-                "qeffect.gpu_runtime.parallel.reduction.Replicas has; or take amax='replica'"
+                "qeffect.gpu_runtime.ranks.replicas.Replicas has; or take amax='replica'"
             )
 
     def _require_shareable(self) -> None:
@@ -364,7 +365,7 @@ class Runtime:
     def _make_executor(self) -> Executor:
         if not self.config.captured:
             return EagerExecutor(self.counters)
-        from qeffect.gpu_runtime.execute.graphs import capture
+        from .step.graphs import capture
 
         return capture(
             self.domain,

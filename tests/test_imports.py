@@ -112,20 +112,6 @@ def test_no_import_circle() -> None:
     assert set(graph) == set(order)
 
 
-def test_no_circle_of_rooms_in_the_runtime() -> None:
-    """Nor is there a circle between the runtime's folders and the modules beside them."""
-    rooms: dict[str, set[str]] = {}
-    for module, needed in _graph(("gpu_runtime",)).items():
-        room = ".".join(module.split(".")[:3])
-        rooms.setdefault(room, set()).update({".".join(n.split(".")[:3]) for n in needed} - {room})
-    try:
-        order = list(TopologicalSorter(rooms).static_order())
-    except CycleError as error:
-        pytest.fail(f"a circle of rooms: {' -> '.join(error.args[1])}")
-
-    assert order.index("qeffect.gpu_runtime.execute") < order.index("qeffect.gpu_runtime.runtime")
-
-
 def test_a_circle_would_be_seen() -> None:
     """The instrument is not blind: one edge back makes a circle."""
     graph = _graph(("qeffect",))

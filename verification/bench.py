@@ -34,10 +34,10 @@ def measure(progress: Callable[[str], None]) -> dict[str, Any]:
         Rates a second. ``accepted`` counts moves that led to a state, ``attempted`` those that
         were refused as well: both are transitions run.
     """
-    from qeffect.verification import mutants, prices
-    from qeffect.verification.explorer import large_scopes, run
-    from qeffect.verification.proofs import prove
-    from qeffect.verification.walks import machine
+    from . import mutants, prices
+    from .explorer import large_scopes, run
+    from .proofs import prove
+    from .walks import machine
 
     data: dict[str, Any] = {}
     for name, (scope, batch) in SCOPES.items():
@@ -80,7 +80,7 @@ def measure(progress: Callable[[str], None]) -> dict[str, Any]:
 
 def _sites() -> dict[str, dict[str, int]]:
     """Count the guards and the state updates in check and commit of each action."""
-    from qeffect.verification.mutants import sites
+    from .mutants import sites
 
     return {
         action: {

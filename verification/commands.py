@@ -375,19 +375,19 @@ def random_schedules(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _explorer() -> Any:
-    from qeffect.verification import explorer
+    from . import explorer
 
     return explorer
 
 
 def _prove() -> Any:
-    from qeffect.verification.proofs import prove
+    from .proofs import prove
 
     return prove
 
 
 def _mutants() -> Any:
-    from qeffect.verification import mutants
+    from . import mutants
 
     return mutants
 
@@ -399,6 +399,6 @@ def _cvc5() -> Any:
 
 
 def _machine() -> Any:
-    from qeffect.verification.walks import machine
+    from .walks import machine
 
     return machine

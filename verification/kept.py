@@ -24,11 +24,12 @@ from qeffect.report import write_text
 from qeffect.spec.clauses import CLAUSES, SCHEDULE_CLAUSES
 from qeffect.spec.document import fault_rows
 from qeffect.spec.promises import CHANGES, MEMORY, STEPS, WORLD
-from qeffect.verification.failures.catalogue import FAILURES
-from qeffect.verification.mutants import Mutant, Site, sites
-from qeffect.verification.proofs.finite import SCOPE, refuted, solver_of
-from qeffect.verification.proofs.obligations import Composition
-from qeffect.verification.symbolic import Encoding
+
+from .failures.catalogue import FAILURES
+from .mutants import Mutant, Site, sites
+from .proofs.finite import SCOPE, refuted, solver_of
+from .proofs.obligations import Composition
+from .symbolic import Encoding
 
 __all__ = ["FILE", "PROMISES", "guard_sites", "main", "places", "predicates_without", "rows"]
 

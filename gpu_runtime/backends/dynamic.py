@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.backends.protocol import BackendError, Matrix, NonMatrix, WgradUnit
+from .layers import LayerConfig
+from .protocol import BackendError, Matrix, NonMatrix, WgradUnit
 
 __all__ = ["DynamicHead", "library"]
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.backends.protocol import TensorSpec, WgradUnit
+from .layers import LayerConfig
+from .protocol import TensorSpec, WgradUnit
 
 __all__ = [
     "EMBEDDED",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import attrs
 import torch
 
-from qeffect.gpu_runtime.backends.protocol import TensorSpec
 from qeffect.text import shown
+
+from .protocol import TensorSpec
 
 
 @attrs.frozen

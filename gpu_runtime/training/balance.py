@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 import torch
 
-from qeffect.gpu_runtime.execute.eager import StageMemory
-from qeffect.gpu_runtime.plan.order import Order
-from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
-from qeffect.gpu_runtime.training.model import Language
+from ..runtime import Runtime, RuntimeConfig
+from ..step.eager import StageMemory
+from ..step.plan.order import Order
+from .model import Language
 
 __all__ = ["ACTIONS", "Times", "measured", "slowest"]
 

@@ -31,11 +31,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from qeffect.checkpoint import Checkpoint
-from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.memory.state import NumericalState
-from qeffect.gpu_runtime.parallel.channels import LostError, end_group
-from qeffect.gpu_runtime.parallel.world import Worker
-from qeffect.gpu_runtime.training.files import (
+
+from ..backends.protocol import BackendError
+from ..ranks.channels import LostError, end_group
+from ..ranks.world import Worker
+from ..step.memory.state import NumericalState
+from .files import (
     AWAY,
     FACTS,
     MANIFEST,
@@ -48,7 +49,7 @@ from qeffect.gpu_runtime.training.files import (
     problem_of,
     read_facts,
 )
-from qeffect.gpu_runtime.training.state import (
+from .state import (
     EXTRA,
     MODEL,
     NUMERICAL,

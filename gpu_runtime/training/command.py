@@ -20,16 +20,17 @@ import attrs
 import torch
 
 from qeffect.cli.command import Outcome, Progress, refuse_unused
-from qeffect.gpu_runtime.measure.report import Report, environment, require_place
-from qeffect.gpu_runtime.parallel.command import begun, processes, said_once, stopped_outcome
-from qeffect.gpu_runtime.parallel.compare import compared, native, summed, tensors_of
-from qeffect.gpu_runtime.parallel.consent import StoppedError
-from qeffect.gpu_runtime.parallel.world import Limits, Member, gathered
-from qeffect.gpu_runtime.training.config import Checkpointing, Config, read
-from qeffect.gpu_runtime.training.loop import Opened, Trainer, backend_of, opened, settled
-from qeffect.gpu_runtime.training.model import Language
 from qeffect.refusals import Refused
 from qeffect.report import UnusableError, finite
+
+from ..lab.measure.report import Report, environment, require_place
+from ..lab.ranks.command import begun, processes, said_once, stopped_outcome
+from ..lab.ranks.compare import compared, native, summed, tensors_of
+from ..ranks.consent import StoppedError
+from ..ranks.world import Limits, Member, gathered
+from .config import Checkpointing, Config, read
+from .loop import Opened, Trainer, backend_of, opened, settled
+from .model import Language
 
 __all__ = ["add_train_arguments", "release", "require_processes", "run_train"]
 

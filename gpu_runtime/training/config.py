@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 import attrs
 
-from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.memory.arena import RULES
-from qeffect.gpu_runtime.memory.scaling import AMAX
-from qeffect.gpu_runtime.parallel.model import NAMES
-from qeffect.gpu_runtime.plan.slots import PROVISIONINGS
 from qeffect.report import UnusableError
+
+from ..backends.layers import LayerConfig
+from ..ranks.job import NAMES
+from ..step.memory.arena import RULES
+from ..step.memory.scaling import AMAX
+from ..step.plan.slots import PROVISIONINGS
 
 __all__ = [
     "Checkpointing",

@@ -20,8 +20,9 @@ from typing import Any, Protocol
 import attrs
 import numpy as np
 
-from qeffect.gpu_runtime.training.data import save
 from qeffect.report import UnusableError
+
+from .data import save
 
 __all__ = ["Bytes", "Listed", "differences", "listing", "make", "stdlib"]
 

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from qeffect.cli.command import Outcome, Progress, refuse_unused
-from qeffect.gpu_runtime.training.corpus import make
+
+from .corpus import make
 
 __all__ = ["add_corpus_arguments", "run_corpus"]
 

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
-from qeffect.gpu_runtime.memory.state import Snapshot, live_state, preserving
-from qeffect.gpu_runtime.parallel.native import NativePipeline
-from qeffect.gpu_runtime.parallel.world import Member, Worker, gathered
-from qeffect.gpu_runtime.training.data import Loader
-from qeffect.gpu_runtime.training.model import Language
+from ..backends.protocol import BackendError, StageBackend
+from ..lab.ranks.native import NativePipeline
+from ..ranks.world import Member, Worker, gathered
+from ..step.memory.state import Snapshot, live_state, preserving
+from .data import Loader
+from .model import Language
 
 __all__ = ["evaluate", "evaluate_native"]
 

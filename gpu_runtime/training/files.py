@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from qeffect.gpu_runtime.backends.protocol import BackendError
+from ..backends.protocol import BackendError
 
 __all__ = [
     "AWAY",

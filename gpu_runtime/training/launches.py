@@ -15,13 +15,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.clipping import DeviceNorm, Norm
-from qeffect.gpu_runtime.execute.nested import obstacle
-from qeffect.gpu_runtime.parallel.command import could_not_capture
-from qeffect.gpu_runtime.parallel.consent import StoppedError, wait_for
-from qeffect.gpu_runtime.parallel.model import Batches, Job
-from qeffect.gpu_runtime.parallel.one_launch import OneLaunch, obstacles
-from qeffect.gpu_runtime.parallel.world import Member, Worker, gathered
+from ..lab.ranks.command import could_not_capture
+from ..ranks.consent import StoppedError, wait_for
+from ..ranks.job import Batches, Job
+from ..ranks.one_launch import OneLaunch, obstacles
+from ..ranks.world import Member, Worker, gathered
+from ..step.clipping import DeviceNorm, Norm
+from ..step.nested import obstacle
 
 __all__ = ["Steps", "Word", "hindrance"]
 

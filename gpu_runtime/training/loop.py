@@ -14,25 +14,26 @@ from typing import Any, NamedTuple
 import attrs
 import torch
 
-from qeffect.gpu_runtime.backends.dynamic import library
-from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.execute.graphs import GraphExecutor
-from qeffect.gpu_runtime.measure.train import perplexity
-from qeffect.gpu_runtime.parallel.compare import guarded
-from qeffect.gpu_runtime.parallel.consent import StoppedError
-from qeffect.gpu_runtime.parallel.world import Limits, Member, agree_on, gathered
-from qeffect.gpu_runtime.training.balance import measured, slowest
-from qeffect.gpu_runtime.training.checkpoint import Checkpoints, EarlierSaveError
-from qeffect.gpu_runtime.training.config import Config, differences
-from qeffect.gpu_runtime.training.data import DataError, Loader, Tokens
-from qeffect.gpu_runtime.training.evaluate import evaluate
-from qeffect.gpu_runtime.training.files import manifest, read_facts
-from qeffect.gpu_runtime.training.launches import Steps, hindrance
-from qeffect.gpu_runtime.training.metrics import Log, memory_bytes
-from qeffect.gpu_runtime.training.model import Language, balanced_cut, even_cut
-from qeffect.gpu_runtime.training.rates import Rate
 from qeffect.report import UnusableError, finite
 from qeffect.schedule.actions import ScheduleError
+
+from ..backends.dynamic import library
+from ..backends.protocol import BackendError
+from ..lab.measure.train import perplexity
+from ..lab.ranks.compare import guarded
+from ..ranks.consent import StoppedError
+from ..ranks.world import Limits, Member, agree_on, gathered
+from ..step.graphs import GraphExecutor
+from .balance import measured, slowest
+from .checkpoint import Checkpoints, EarlierSaveError
+from .config import Config, differences
+from .data import DataError, Loader, Tokens
+from .evaluate import evaluate
+from .files import manifest, read_facts
+from .launches import Steps, hindrance
+from .metrics import Log, memory_bytes
+from .model import Language, balanced_cut, even_cut
+from .rates import Rate
 
 __all__ = ["TIMES", "Opened", "Trainer", "backend_of", "job_of", "opened", "settled"]
 

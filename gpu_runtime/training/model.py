@@ -16,14 +16,14 @@ import attrs
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.ends import EMBEDDED, PROJECTED, Ends, cross_entropy
-from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
-from qeffect.gpu_runtime.clipping import Clipping
-from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.parallel.model import Job
-from qeffect.gpu_runtime.parallel.ties import Tie
-from qeffect.gpu_runtime.training.data import Loader
-from qeffect.gpu_runtime.training.rates import Rate
+from ..backends.ends import EMBEDDED, PROJECTED, Ends, cross_entropy
+from ..backends.protocol import BackendError, StageBackend
+from ..ranks.job import Job
+from ..ranks.ties import Tie
+from ..step.clipping import Clipping
+from ..step.optimizer import Optimizer
+from .data import Loader
+from .rates import Rate
 
 __all__ = ["Language", "balanced_cut", "decays", "even_cut", "name_of"]
 

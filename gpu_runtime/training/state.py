@@ -20,10 +20,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
-from qeffect.gpu_runtime.memory.state import same_bits
-from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.runtime import Runtime
+from ..backends.protocol import BackendError, parameters
+from ..runtime import Runtime
+from ..step.memory.state import same_bits
+from ..step.optimizer import Optimizer
 
 __all__ = [
     "EXTRA",

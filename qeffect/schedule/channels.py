@@ -19,12 +19,12 @@ from typing import Any
 
 import attrs
 
-from qeffect.schedule.actions import Schedule
-from qeffect.schedule.findings import Finding
-from qeffect.schedule.index import index_of
-from qeffect.schedule.messages import check_message_order
-from qeffect.schedule.rendezvous import check_rendezvous
-from qeffect.schedule.transport import QUEUES, RENDEZVOUS, Transport
+from .actions import Schedule
+from .findings import Finding
+from .index import index_of
+from .messages import check_message_order
+from .rendezvous import check_rendezvous
+from .transport import QUEUES, RENDEZVOUS, Transport
 
 #: A table that is refused for nothing else can still be asked about its messages.
 _ASKED = frozenset({"schedule.message-order", "schedule.outstanding-sends"})

@@ -22,11 +22,11 @@ from typing import Any
 
 import attrs
 
-from qeffect.config import StageConfig
-from qeffect.contract import Contract
-from qeffect.keys import TapeKey, TapeRef
-from qeffect.refusals import Refused
-from qeffect.schedule.actions import (
+from ..config import StageConfig
+from ..contract import Contract
+from ..keys import TapeKey, TapeRef
+from ..refusals import Refused
+from .actions import (
     RECEIVES,
     SEND_WAITS,
     SENDS,
@@ -35,12 +35,12 @@ from qeffect.schedule.actions import (
     Schedule,
     ScheduleError,
 )
-from qeffect.schedule.channels import Channel, channels
-from qeffect.schedule.findings import Finding, Place, place
-from qeffect.schedule.pairing import Discipline, Work, discipline
-from qeffect.schedule.plan import Plan, plan
-from qeffect.schedule.ranks import check_ranks
-from qeffect.schedule.transport import DEFAULT, Transport
+from .channels import Channel, channels
+from .findings import Finding, Place, place
+from .pairing import Discipline, Work, discipline
+from .plan import Plan, plan
+from .ranks import check_ranks
+from .transport import DEFAULT, Transport
 
 MATRICES = ("fc1", "fc2", "proj", "qkv")
 _SHOWN = 100

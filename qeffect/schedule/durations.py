@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import attrs
 
-from qeffect.schedule.actions import Kind, Schedule, ScheduleError, shorten
+from .actions import Kind, Schedule, ScheduleError, shorten
 
 #: Microseconds of each unit that a file may use.
 UNITS: Mapping[str, float] = MappingProxyType({"s": 1e6, "ms": 1e3, "us": 1.0})

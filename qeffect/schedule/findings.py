@@ -11,8 +11,9 @@ from typing import Any
 
 import attrs
 
-from qeffect.schedule.actions import Atom
 from qeffect.spec.clauses import SCHEDULE_CLAUSES
+
+from .actions import Atom
 
 __all__ = ["SCHEDULE_CLAUSES", "Finding", "Place", "finding", "place"]
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-from qeffect.schedule.actions import Schedule
-from qeffect.schedule.findings import Finding
+from .actions import Schedule
+from .findings import Finding
 
 _ROLE_MARKS = {
     "owner": "+",

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import attrs
 
-from qeffect.schedule.actions import PER_STAGE, Atom, Kind, Schedule
-from qeffect.schedule.transport import DEFAULT, Transport
+from .actions import PER_STAGE, Atom, Kind, Schedule
+from .transport import DEFAULT, Transport
 
 Event = tuple[Kind, int, int]
 

@@ -15,7 +15,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from qeffect.schedule.actions import COMPUTE, Action, Kind, Row, Schedule, ScheduleError, shorten
+from .actions import COMPUTE, Action, Kind, Row, Schedule, ScheduleError, shorten
 
 MAX_ENTRIES = 1_000_000
 MAX_RANKS = 65_536

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import attrs
 
-from qeffect.schedule.actions import Action, Schedule
-from qeffect.schedule.index import index_of
-from qeffect.schedule.simulate import Run, simulate
-from qeffect.schedule.steptime import Span, StepTime
+from .actions import Action, Schedule
+from .index import index_of
+from .simulate import Run, simulate
+from .steptime import Span, StepTime
 
 
 @attrs.frozen

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from qeffect.schedule.actions import RECEIVES, SENDS, Kind
-from qeffect.schedule.findings import Finding, finding, place
-from qeffect.schedule.index import Index, Spot
+from .actions import RECEIVES, SENDS, Kind
+from .findings import Finding, finding, place
+from .index import Index, Spot
 
 # For each message: what computes it, its counterpart, and where the counterpart's stage is.
 _PRODUCER = {Kind.SEND_F: Kind.FORWARD, Kind.SEND_B: Kind.DGRAD}

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from qeffect.schedule.actions import ScheduleError
+from .actions import ScheduleError
 
 Work = tuple[int, int]
 """A stage and a microbatch."""

@@ -27,8 +27,8 @@ from typing import Any
 
 import attrs
 
-from qeffect.schedule.actions import SEND_WAITS, SENDS, Kind, Schedule, ScheduleError
-from qeffect.schedule.slots import assign, own_readers
+from .actions import SEND_WAITS, SENDS, Kind, Schedule, ScheduleError
+from .slots import assign, own_readers
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
 GRAPHS_PER_TAPE = 3

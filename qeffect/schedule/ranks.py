@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from qeffect.schedule.actions import Schedule
-from qeffect.schedule.findings import Finding
-from qeffect.schedule.index import Index, index_of
-from qeffect.schedule.messages import check_inputs, check_message_order, check_messages
-from qeffect.schedule.rendezvous import check_rendezvous
-from qeffect.schedule.simulate import check_deadlock, simulate
-from qeffect.schedule.structure import (
+from .actions import Schedule
+from .findings import Finding
+from .index import Index, index_of
+from .messages import check_inputs, check_message_order, check_messages
+from .rendezvous import check_rendezvous
+from .simulate import check_deadlock, simulate
+from .structure import (
     check_missing,
     check_order,
     check_places,
@@ -24,8 +24,8 @@ from qeffect.schedule.structure import (
     check_repeats,
     check_sharding,
 )
-from qeffect.schedule.transport import Transport
-from qeffect.schedule.waits import check_outstanding, check_reduction_waits, check_send_waits
+from .transport import Transport
+from .waits import check_outstanding, check_reduction_waits, check_send_waits
 
 
 def _check_deadlock(index: Index) -> Iterator[Finding]:

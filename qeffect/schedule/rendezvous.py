@@ -23,11 +23,11 @@ from collections.abc import Hashable, Iterator
 
 import attrs
 
-from qeffect.schedule.actions import RECEIVES, SEND_WAITS, SENDS, WAITS, Atom, Kind
-from qeffect.schedule.findings import Finding, finding, place
-from qeffect.schedule.index import Event, Index, Spot
-from qeffect.schedule.messages import COUNTERPART, INPUTS
-from qeffect.schedule.transport import QUEUES, Transport
+from .actions import RECEIVES, SEND_WAITS, SENDS, WAITS, Atom, Kind
+from .findings import Finding, finding, place
+from .index import Event, Index, Spot
+from .messages import COUNTERPART, INPUTS
+from .transport import QUEUES, Transport
 
 _MESSAGES = SENDS | RECEIVES
 

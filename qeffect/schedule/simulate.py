@@ -23,10 +23,10 @@ from collections.abc import Iterator
 
 import attrs
 
-from qeffect.schedule.actions import RECEIVES, SEND_WAITS, Atom, Kind
-from qeffect.schedule.findings import Finding, finding, place
-from qeffect.schedule.index import Event, Index, Spot
-from qeffect.schedule.messages import INPUTS
+from .actions import RECEIVES, SEND_WAITS, Atom, Kind
+from .findings import Finding, finding, place
+from .index import Event, Index, Spot
+from .messages import INPUTS
 
 _SEND_OF = {Kind.RECV_F: (Kind.SEND_F, -1), Kind.RECV_B: (Kind.SEND_B, 1)}
 _RECEIVE_OF = {Kind.WAIT_SEND_F: (Kind.RECV_F, 1), Kind.WAIT_SEND_B: (Kind.RECV_B, -1)}

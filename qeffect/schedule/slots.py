@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from qeffect.schedule.actions import Kind
+from .actions import Kind
 
 Step = tuple[Kind, int, int]
 """What runs, its stage and its microbatch."""

@@ -44,7 +44,7 @@ from typing import Any
 
 import attrs
 
-from qeffect.schedule.actions import (
+from .actions import (
     RECEIVES,
     SEND_WAITS,
     SENDS,
@@ -55,10 +55,10 @@ from qeffect.schedule.actions import (
     Schedule,
     ScheduleError,
 )
-from qeffect.schedule.durations import Durations, Time
-from qeffect.schedule.index import Event
-from qeffect.schedule.messages import COUNTERPART, INPUTS
-from qeffect.schedule.transport import DEFAULT, Transport
+from .durations import Durations, Time
+from .index import Event
+from .messages import COUNTERPART, INPUTS
+from .transport import DEFAULT, Transport
 
 __all__ = ["RankTime", "Span", "StepTime", "step_time"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from qeffect.schedule.actions import WAITS, Kind
-from qeffect.schedule.findings import Finding, finding, place
-from qeffect.schedule.index import Index, Spot
+from .actions import WAITS, Kind
+from .findings import Finding, finding, place
+from .index import Index, Spot
 
 _NAMES = {Kind.FORWARD: "forward", Kind.DGRAD: "input gradient", Kind.WGRAD: "weight gradient"}
 _SHOWN = 8

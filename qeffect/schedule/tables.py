@@ -15,8 +15,8 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from qeffect.schedule.actions import Action, Schedule, ScheduleError
-from qeffect.schedule.infer import MAX_ENTRIES, MAX_RANKS, parse_entry, schedule_of
+from .actions import Action, Schedule, ScheduleError
+from .infer import MAX_ENTRIES, MAX_RANKS, parse_entry, schedule_of
 
 MAX_BYTES = 16 * 1024 * 1024
 _REFUSED = "refused"

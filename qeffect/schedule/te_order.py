@@ -17,8 +17,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from qeffect.schedule.actions import Action, Kind, Schedule, ScheduleError, shorten
-from qeffect.schedule.infer import MAX_ENTRIES, schedule_of
+from .actions import Action, Kind, Schedule, ScheduleError, shorten
+from .infer import MAX_ENTRIES, schedule_of
 
 MAX_CHUNKS = 4096
 

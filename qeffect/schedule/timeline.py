@@ -18,10 +18,10 @@ import textwrap
 from collections.abc import Iterator
 from xml.sax.saxutils import escape, quoteattr
 
-from qeffect.schedule.actions import Action, Kind, Schedule
-from qeffect.schedule.findings import Finding
-from qeffect.schedule.layout import Layout, Placed, layout, timed_layout
-from qeffect.schedule.steptime import Span, StepTime
+from .actions import Action, Kind, Schedule
+from .findings import Finding
+from .layout import Layout, Placed, layout, timed_layout
+from .steptime import Span, StepTime
 
 COLOURS = {
     Kind.FORWARD: "#2f5fd0",

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from qeffect.schedule.actions import Schedule, ScheduleError
-from qeffect.schedule.infer import MAX_ENTRIES, from_actions
+from .actions import Schedule, ScheduleError
+from .infer import MAX_ENTRIES, from_actions
 
 SINGLE = ("Schedule1F1B", "ScheduleGPipe")
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")

@@ -15,11 +15,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from qeffect.schedule.actions import RECEIVES, SEND_WAITS, SENDS, Kind, Schedule
-from qeffect.schedule.durations import UNITS
-from qeffect.schedule.findings import Finding
-from qeffect.schedule.layout import Placed, layout
-from qeffect.schedule.steptime import Span, StepTime
+from .actions import RECEIVES, SEND_WAITS, SENDS, Kind, Schedule
+from .durations import UNITS
+from .findings import Finding
+from .layout import Placed, layout
+from .steptime import Span, StepTime
 
 MICROSECONDS = 1000
 _THREADS = ("computation", "messages", "sharding and reduction")

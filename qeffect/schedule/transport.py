@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 import attrs
 
-from qeffect.schedule.actions import SENDS, Kind, Schedule, ScheduleError
+from .actions import SENDS, Kind, Schedule, ScheduleError
 
 #: Which messages share a queue, and so the order of their sends; with words for each.
 QUEUES: Mapping[str, str] = MappingProxyType(

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qeffect.schedule.actions import SEND_WAITS, SENDS, WAITS, Kind
-from qeffect.schedule.findings import Finding, finding, place
-from qeffect.schedule.index import Index, Spot
+from .actions import SEND_WAITS, SENDS, WAITS, Kind
+from .findings import Finding, finding, place
+from .index import Index, Spot
 
 _SHOWN = 8
 _WAIT_OF = {start: wait for wait, start in WAITS.items()}

@@ -13,11 +13,11 @@ from typing import Any
 import attrs
 import pytest
 
-from qeffect.gpu_runtime.bench.tables import Asked, asked
-from qeffect.gpu_runtime.parallel.alone import bound_ms
-from qeffect.gpu_runtime.parallel.model import Job
-from qeffect.gpu_runtime.parallel.scale import CELLS
-from qeffect.gpu_runtime.reports import paths
+from qeffect.gpu_runtime.lab.bench.tables import Asked, asked
+from qeffect.gpu_runtime.lab.ranks.alone import bound_ms
+from qeffect.gpu_runtime.lab.ranks.scale import CELLS
+from qeffect.gpu_runtime.lab.reports import paths
+from qeffect.gpu_runtime.ranks.job import Job
 from tests.docs import reading, runtime_block, scale_block, summary_block
 from tests.docs.bench_block import conditions, figures, missed
 from tests.docs.blocks import (
@@ -430,7 +430,7 @@ def test_a_remark_is_of_a_report_of_one_commit() -> None:
     [
         ((), "bench", "bench --out F --commit C", "qeffect runtime bench --out F"),
         ((), "scale", "runtime scale --pp 2", "qeffect runtime scale --pp 2"),
-        ((), "restarts", "--out F", "python -m qeffect.gpu_runtime.training.restarts --out F"),
+        ((), "restarts", "--out F", "python -m qeffect.gpu_runtime.lab.training.restarts --out F"),
         (
             ("torchrun", "-m", "qeffect"),
             "scale",
@@ -476,7 +476,7 @@ def test_reports_of_one_kind_are_told_without_the_others(folder: Path, kind: str
     assert all(f"[{name}]({name})" in page for name in names)
     if kind in summary_block.COMPARED:
         said = summary_block.runtime()
-        assert all(f"| [{name}](gpu_runtime/reports/{name}) | " in said for name in names)
+        assert all(f"| [{name}](gpu_runtime/lab/reports/{name}) | " in said for name in names)
 
 
 def test_a_listed_command_line_can_be_typed_again() -> None:

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
-from qeffect.gpu_runtime.evidence.cases import Case
-from qeffect.gpu_runtime.evidence.comparison import Recording, compare
-from qeffect.gpu_runtime.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.evidence.sides import fresh_stages, fuse_for, optimizer_of, run_native
-from qeffect.gpu_runtime.execute.graphs import GraphExecutor
-from qeffect.gpu_runtime.measure.workload import Workload
-from qeffect.gpu_runtime.memory.state import live_state
+from qeffect.gpu_runtime.lab.evidence.cases import Case
+from qeffect.gpu_runtime.lab.evidence.comparison import Recording, compare
+from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.lab.evidence.sides import fresh_stages, fuse_for, optimizer_of, run_native
+from qeffect.gpu_runtime.lab.measure.workload import Workload
 from qeffect.gpu_runtime.runtime import Reducer, Runtime, RuntimeConfig
+from qeffect.gpu_runtime.step.graphs import GraphExecutor
+from qeffect.gpu_runtime.step.memory.state import live_state
 
 from ..runtime.injection import FINAL, NUM_STEPS, ORDER, Injection
 

@@ -13,14 +13,14 @@ from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.backends.te.domain import library
 from qeffect.gpu_runtime.backends.te.stage import TransformerEngineStage
-from qeffect.gpu_runtime.evidence import streams as streamcheck
-from qeffect.gpu_runtime.evidence.cases import Case
-from qeffect.gpu_runtime.evidence.comparison import REQUIRED, Recording, compare
-from qeffect.gpu_runtime.evidence.faults import LocalReduction
-from qeffect.gpu_runtime.evidence.sides import fresh_stages, record
-from qeffect.gpu_runtime.measure.workload import Workload
-from qeffect.gpu_runtime.memory.arena import Rule
-from qeffect.gpu_runtime.plan.order import Kind, Step
+from qeffect.gpu_runtime.lab.evidence import streams as streamcheck
+from qeffect.gpu_runtime.lab.evidence.cases import Case
+from qeffect.gpu_runtime.lab.evidence.comparison import REQUIRED, Recording, compare
+from qeffect.gpu_runtime.lab.evidence.faults import LocalReduction
+from qeffect.gpu_runtime.lab.evidence.sides import fresh_stages, record
+from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.step.memory.arena import Rule
+from qeffect.gpu_runtime.step.plan.order import Kind, Step
 from qeffect.refusals import Refused
 
 from ..runtime.fault_table import FaultTable

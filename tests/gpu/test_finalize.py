@@ -8,9 +8,9 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
-from qeffect.gpu_runtime.memory.arena import Arena, Rule
-from qeffect.gpu_runtime.memory.state import same_bits
-from qeffect.gpu_runtime.memory.sums import DTYPES, MOST_TERMS, OrderedSum, add_up
+from qeffect.gpu_runtime.step.memory.arena import Arena, Rule
+from qeffect.gpu_runtime.step.memory.state import same_bits
+from qeffect.gpu_runtime.step.memory.sums import DTYPES, MOST_TERMS, OrderedSum, add_up
 
 pytestmark = pytest.mark.gpu
 

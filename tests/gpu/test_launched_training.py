@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from qeffect.gpu_runtime.training.data import save
-from tests.parallel import ranks
+from tests.ranks import ranks
 from tests.training import launched_bodies as bodies
 from tests.training import test_launches as on_cpu
 from tests.training.test_launches import begun_again, files, require_alike

@@ -1,7 +1,7 @@
 """
 A step as one launch, on real graphs: the bits of replays, and what ends it on every rank.
 
-The bodies are those of `tests/parallel/test_launch_bodies.py`, which takes them through replays on
+The bodies are those of `tests/ranks/test_launch_bodies.py`, which takes them through replays on
 CPUs. Every launch of ranks ends within `LIMIT_S`: a rank that hangs is killed and fails its test.
 """
 
@@ -15,12 +15,12 @@ import attrs
 import pytest
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.training.data import Loader, Tokens
 from qeffect.gpu_runtime.training.model import Language
-from tests.parallel import launch_bodies, ranks
-from tests.parallel.ranks import launch
-from tests.parallel.test_launch_bodies import one_cause
+from tests.ranks import launch_bodies, ranks
+from tests.ranks.ranks import launch
+from tests.ranks.test_launch_bodies import one_cause
 from tests.training.helpers import noise
 
 from .helpers import four_gpus, two_gpus

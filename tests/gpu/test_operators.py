@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from qeffect.gpu_runtime.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
 from qeffect.gpu_runtime.operators import Session
-from qeffect.gpu_runtime.plan.order import Order
+from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.refusals import Refused
 
 from ..runtime.test_operators import ORDER, assert_same_state, call, gradients_of, inputs_of

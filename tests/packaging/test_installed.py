@@ -168,7 +168,7 @@ class TestContents:
         data = {name for name in names(wheel) if not name.endswith(".py")}
         kept = {
             *(f"qeffect/spec/{n}.json" for n in ("faults", "kept", "event-log.schema")),
-            "qeffect/gpu_runtime/reports/report.schema.json",
+            "qeffect/gpu_runtime/lab/reports/report.schema.json",
             "qeffect/schedule/durations.schema.json",  # the help of `plan` points there
             "qeffect/gpu_runtime/training/corpora/cpython-3.11.7.txt",
             *(f"qeffect/gpu_runtime/training/examples/{n}.toml" for n in EXAMPLES),

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qeffect.gpu_runtime.evidence.comparison import Recording
-from qeffect.gpu_runtime.execute.graphs import GraphExecutor
-from qeffect.gpu_runtime.memory.state import same_bits
+from qeffect.gpu_runtime.lab.evidence.comparison import Recording
+from qeffect.gpu_runtime.step.graphs import GraphExecutor
+from qeffect.gpu_runtime.step.memory.state import same_bits
 from qeffect.refusals import Refused
 
 from .injection import Injection, parameters_of

@@ -8,11 +8,11 @@ native run gives, bit for bit.
 
 from __future__ import annotations
 
-from qeffect.gpu_runtime.evidence.comparison import Recording
-from qeffect.gpu_runtime.evidence.faults import LocalReduction, abort_write
-from qeffect.gpu_runtime.measure.workload import Workload
-from qeffect.gpu_runtime.memory.state import same_bits
-from qeffect.gpu_runtime.plan.order import Kind, Step
+from qeffect.gpu_runtime.lab.evidence.comparison import Recording
+from qeffect.gpu_runtime.lab.evidence.faults import LocalReduction, abort_write
+from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.step.memory.state import same_bits
+from qeffect.gpu_runtime.step.plan.order import Kind, Step
 
 from .injection import ORDER, Injection, parameters_of
 

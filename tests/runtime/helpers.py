@@ -8,15 +8,15 @@ import torch
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
-from qeffect.gpu_runtime.evidence.comparison import Comparison, Recording, compare
-from qeffect.gpu_runtime.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.evidence.native import NativeRun, rule_for
-from qeffect.gpu_runtime.measure.workload import Workload
-from qeffect.gpu_runtime.memory.arena import Rule
-from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.plan.order import Order
-from qeffect.gpu_runtime.plan.slots import Provisioning
+from qeffect.gpu_runtime.lab.evidence.comparison import Comparison, Recording, compare
+from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.lab.evidence.native import NativeRun, rule_for
+from qeffect.gpu_runtime.lab.measure.workload import Workload
 from qeffect.gpu_runtime.runtime import Reducer, Runtime, RuntimeConfig
+from qeffect.gpu_runtime.step.memory.arena import Rule
+from qeffect.gpu_runtime.step.optimizer import Optimizer
+from qeffect.gpu_runtime.step.plan.order import Order
+from qeffect.gpu_runtime.step.plan.slots import Provisioning
 
 from .unguarded import UnguardedRun
 

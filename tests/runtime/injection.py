@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
-from qeffect.gpu_runtime.evidence.comparison import Recording, compare
-from qeffect.gpu_runtime.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.evidence.faults import ROWS, settled
-from qeffect.gpu_runtime.evidence.native import NativeRun, rule_for
-from qeffect.gpu_runtime.measure.workload import Workload
-from qeffect.gpu_runtime.memory.state import live_state, same_bits
-from qeffect.gpu_runtime.plan.order import Kind, Order, Step
+from qeffect.gpu_runtime.lab.evidence.comparison import Recording, compare
+from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.lab.evidence.faults import ROWS, settled
+from qeffect.gpu_runtime.lab.evidence.native import NativeRun, rule_for
+from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.step.memory.state import live_state, same_bits
+from qeffect.gpu_runtime.step.plan.order import Kind, Order, Step
 from qeffect.keys import TapeRef
 from qeffect.refusals import Refused
 

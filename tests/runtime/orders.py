@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from qeffect.gpu_runtime.evidence.cases import random_order
-from qeffect.gpu_runtime.plan.order import Order
+from qeffect.gpu_runtime.lab.evidence.cases import random_order
+from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.schedule.torch_tables import torch_schedule
 
 __all__ = ["SCHEDULES", "TABLE_ROWS", "random_order", "table_order"]

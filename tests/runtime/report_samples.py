@@ -7,9 +7,16 @@ from typing import Any
 
 import attrs
 
-from qeffect.gpu_runtime.bench.cells import CELLS, BenchCell, sweep_cell
-from qeffect.gpu_runtime.bench.columns import COUNTED, LATE, SPECS, SWEEP_SPECS, UNGUARDED, Settings
-from qeffect.gpu_runtime.measure.report import Report
+from qeffect.gpu_runtime.lab.bench.cells import CELLS, BenchCell, sweep_cell
+from qeffect.gpu_runtime.lab.bench.columns import (
+    COUNTED,
+    LATE,
+    SPECS,
+    SWEEP_SPECS,
+    UNGUARDED,
+    Settings,
+)
+from qeffect.gpu_runtime.lab.measure.report import Report
 
 ENVIRONMENT = {
     "gpu": "none, chosen numbers",

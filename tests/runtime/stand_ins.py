@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain
-from qeffect.gpu_runtime.execute import graphs as capture
-from qeffect.gpu_runtime.execute.eager import EagerExecutor, StageMemory
-from qeffect.gpu_runtime.execute.reports import Effects
-from qeffect.gpu_runtime.execute.streams import HostHandoff
-from qeffect.gpu_runtime.memory.slots import Slot
+from qeffect.gpu_runtime.step import graphs as capture
+from qeffect.gpu_runtime.step.eager import EagerExecutor, StageMemory
+from qeffect.gpu_runtime.step.effects import Effects
+from qeffect.gpu_runtime.step.memory.slots import Slot
+from qeffect.gpu_runtime.step.streams import HostHandoff
 
 
 class StandInGraph:

@@ -11,10 +11,10 @@ import torch
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain
-from qeffect.gpu_runtime.measure.workload import Workload
-from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.plan.order import Order
+from qeffect.gpu_runtime.lab.measure.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
+from qeffect.gpu_runtime.step.optimizer import Optimizer
+from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.refusals import Refused
 
 from .helpers import TINY, guarded_run, reference_stages

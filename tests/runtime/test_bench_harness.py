@@ -18,7 +18,7 @@ import torch
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.devices import visible_id
 from qeffect.gpu_runtime.backends.protocol import parameters
-from qeffect.gpu_runtime.bench.cells import (
+from qeffect.gpu_runtime.lab.bench.cells import (
     CELLS,
     SWEEP_MICROBATCHES,
     TINY,
@@ -26,7 +26,7 @@ from qeffect.gpu_runtime.bench.cells import (
     cells_named,
     sweep_cell,
 )
-from qeffect.gpu_runtime.bench.columns import (
+from qeffect.gpu_runtime.lab.bench.columns import (
     COUNTED,
     LATE,
     REFERENCE_SPECS,
@@ -37,16 +37,16 @@ from qeffect.gpu_runtime.bench.columns import (
     Settings,
     specs_named,
 )
-from qeffect.gpu_runtime.bench.ours import Ours
-from qeffect.gpu_runtime.bench.reference_columns import NativeReference
-from qeffect.gpu_runtime.bench.rounds import CellRun
-from qeffect.gpu_runtime.bench.worker import ColumnError, InlineWorker, ProcessWorker
-from qeffect.gpu_runtime.measure import device
-from qeffect.gpu_runtime.measure.device import MemoryPoll, parse
-from qeffect.gpu_runtime.measure.report import Report, environment
-from qeffect.gpu_runtime.measure.tracing import busy, matrix_copies, shares, summarize
-from qeffect.gpu_runtime.memory.state import same_bits
-from qeffect.gpu_runtime.plan.slots import plan_slots
+from qeffect.gpu_runtime.lab.bench.ours import Ours
+from qeffect.gpu_runtime.lab.bench.reference_columns import NativeReference
+from qeffect.gpu_runtime.lab.bench.rounds import CellRun
+from qeffect.gpu_runtime.lab.bench.worker import ColumnError, InlineWorker, ProcessWorker
+from qeffect.gpu_runtime.lab.measure import device
+from qeffect.gpu_runtime.lab.measure.device import MemoryPoll, parse
+from qeffect.gpu_runtime.lab.measure.report import Report, environment
+from qeffect.gpu_runtime.lab.measure.tracing import busy, matrix_copies, shares, summarize
+from qeffect.gpu_runtime.step.memory.state import same_bits
+from qeffect.gpu_runtime.step.plan.slots import plan_slots
 
 from . import toys
 
@@ -595,10 +595,11 @@ class TestCommand:
     def test_importing_the_benchmark_imports_no_library(self) -> None:
         """Neither Transformer Engine nor a device context, nor the runtime's captures."""
         code = (
-            "import sys, torch, qeffect.gpu_runtime.bench\n"
-            "import qeffect.gpu_runtime.evidence.streams, qeffect.gpu_runtime.measure.plots\n"
+            "import sys, torch, qeffect.gpu_runtime.lab.bench\n"
+            "import qeffect.gpu_runtime.lab.evidence.streams\n"
+            "import qeffect.gpu_runtime.lab.measure.plots\n"
             "import qeffect.gpu_runtime.backends.te.baselines\n"
-            "import qeffect.gpu_runtime.bench.native_columns\n"
+            "import qeffect.gpu_runtime.lab.bench.native_columns\n"
             "assert 'transformer_engine' not in sys.modules\n"
             "assert 'matplotlib' not in sys.modules\n"
             "assert not torch.cuda.is_initialized()\n"

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from qeffect.config import Bucket
 from qeffect.gpu_runtime.backends.protocol import BackendError, matrices
-from qeffect.gpu_runtime.evidence.comparison import Recording, compare
-from qeffect.gpu_runtime.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.measure.workload import Workload
-from qeffect.gpu_runtime.memory.arena import RULES, Rule
-from qeffect.gpu_runtime.plan.order import Kind, Order
+from qeffect.gpu_runtime.lab.evidence.comparison import Recording, compare
+from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.lab.measure.workload import Workload
 from qeffect.gpu_runtime.runtime import Reduction, Runtime, RuntimeConfig
+from qeffect.gpu_runtime.step.memory.arena import RULES, Rule
+from qeffect.gpu_runtime.step.plan.order import Kind, Order
 from qeffect.refusals import Refused
 
 from .helpers import TINY, optimizer_for, reference_stages

@@ -2,7 +2,7 @@
 Capture and replay over stand-in graphs on a CPU: what is captured, what each replay picks.
 
 A stand-in graph runs its action again and leaves the results where the capture left them, as a
-graph's replay does. So everything in `qeffect.gpu_runtime.execute.graphs` but the device's own
+graph's replay does. So everything in `qeffect.gpu_runtime.step.graphs` but the device's own
 capture runs: which graphs a plan needs, pools, evidence, static results, checks of addresses, and
 that graphs survive a rebuild. Real graphs are compared with native on a GPU by `python -m
 qeffect.gpu_runtime compare`.
@@ -17,17 +17,17 @@ import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.backends.reference.scaling import Quantized
-from qeffect.gpu_runtime.evidence.comparison import Recording
-from qeffect.gpu_runtime.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.execute.eager import EagerExecutor, StageMemory
-from qeffect.gpu_runtime.execute.graphs import GraphExecutor
-from qeffect.gpu_runtime.measure.workload import Workload
-from qeffect.gpu_runtime.memory.arena import RULES, Rule
-from qeffect.gpu_runtime.memory.slots import Slot
-from qeffect.gpu_runtime.memory.state import NumericalState
-from qeffect.gpu_runtime.plan.order import Order
-from qeffect.gpu_runtime.plan.slots import PROVISIONINGS, Provisioning
+from qeffect.gpu_runtime.lab.evidence.comparison import Recording
+from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.lab.measure.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
+from qeffect.gpu_runtime.step.eager import EagerExecutor, StageMemory
+from qeffect.gpu_runtime.step.graphs import GraphExecutor
+from qeffect.gpu_runtime.step.memory.arena import RULES, Rule
+from qeffect.gpu_runtime.step.memory.slots import Slot
+from qeffect.gpu_runtime.step.memory.state import NumericalState
+from qeffect.gpu_runtime.step.plan.order import Order
+from qeffect.gpu_runtime.step.plan.slots import PROVISIONINGS, Provisioning
 
 from .helpers import TINY, assert_same, native, optimizer_for, reference_stages
 from .orders import random_order, table_order

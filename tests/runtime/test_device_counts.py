@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from qeffect.counts import COUNTED, fold, mark
-from qeffect.gpu_runtime.evidence.comparison import Recording
-from qeffect.gpu_runtime.memory.counters import DeviceCounters
+from qeffect.gpu_runtime.lab.evidence.comparison import Recording
+from qeffect.gpu_runtime.step.memory.counters import DeviceCounters
 from qeffect.refusals import Refused
 
 from .device_counts import DeviceCountsCases, LateCountsCases, Replay

@@ -25,12 +25,12 @@ import jsonschema
 import pytest
 import torch
 
-from qeffect.gpu_runtime import reports
 from qeffect.gpu_runtime.__main__ import main
-from qeffect.gpu_runtime.bench.cells import CELLS
-from qeffect.gpu_runtime.bench.columns import Settings
-from qeffect.gpu_runtime.evidence import command, faults, interleaved, probes
-from qeffect.gpu_runtime.evidence.cases import (
+from qeffect.gpu_runtime.lab import reports
+from qeffect.gpu_runtime.lab.bench.cells import CELLS
+from qeffect.gpu_runtime.lab.bench.columns import Settings
+from qeffect.gpu_runtime.lab.evidence import command, faults, interleaved, probes
+from qeffect.gpu_runtime.lab.evidence.cases import (
     DEFAULT_SETS,
     MATRIX,
     SETS,
@@ -40,15 +40,15 @@ from qeffect.gpu_runtime.evidence.cases import (
     on_device,
     small,
 )
-from qeffect.gpu_runtime.evidence.comparison import CATEGORIES, REQUIRED, Recording, compare
-from qeffect.gpu_runtime.evidence.pools import record_of
-from qeffect.gpu_runtime.evidence.sides import fresh_stages, record
-from qeffect.gpu_runtime.evidence.trials import DISCIPLINES, ORDERS, trial
-from qeffect.gpu_runtime.measure.derive import DERIVE
-from qeffect.gpu_runtime.measure.report import Report
-from qeffect.gpu_runtime.memory.arena import RULES
-from qeffect.gpu_runtime.plan.order import Order
+from qeffect.gpu_runtime.lab.evidence.comparison import CATEGORIES, REQUIRED, Recording, compare
+from qeffect.gpu_runtime.lab.evidence.pools import record_of
+from qeffect.gpu_runtime.lab.evidence.sides import fresh_stages, record
+from qeffect.gpu_runtime.lab.evidence.trials import DISCIPLINES, ORDERS, trial
+from qeffect.gpu_runtime.lab.measure.derive import DERIVE
+from qeffect.gpu_runtime.lab.measure.report import Report
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
+from qeffect.gpu_runtime.step.memory.arena import RULES
+from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.refusals import Refused
 
 from .helpers import guarded_run
@@ -424,7 +424,7 @@ class TestPools:
         """In outputs and gradients, not in digests."""
         import torch
 
-        from qeffect.gpu_runtime.evidence.trials import FiniteRecording
+        from qeffect.gpu_runtime.lab.evidence.trials import FiniteRecording
 
         recording = FiniteRecording("test")
         bad = torch.tensor([1.0, float("nan"), float("inf")]).bfloat16()

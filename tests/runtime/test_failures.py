@@ -16,10 +16,10 @@ import torch
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 from qeffect.gpu_runtime.backends.reference import ReferenceStage
 from qeffect.gpu_runtime.backends.reference.linear import ScaledLinear
-from qeffect.gpu_runtime.evidence.comparison import Recording, compare
-from qeffect.gpu_runtime.measure.workload import Workload
-from qeffect.gpu_runtime.memory.state import NumericalState
-from qeffect.gpu_runtime.plan.order import Kind, Order, Step
+from qeffect.gpu_runtime.lab.evidence.comparison import Recording, compare
+from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.step.memory.state import NumericalState
+from qeffect.gpu_runtime.step.plan.order import Kind, Order, Step
 from qeffect.refusals import Refused
 
 from .helpers import guarded_run

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
-from qeffect.gpu_runtime.memory import sums as finalize
-from qeffect.gpu_runtime.memory.arena import Arena
-from qeffect.gpu_runtime.memory.state import same_bits
-from qeffect.gpu_runtime.memory.sums import MOST_TERMS, OrderedSum, add_up, launches, suits
+from qeffect.gpu_runtime.step.memory import sums as finalize
+from qeffect.gpu_runtime.step.memory.arena import Arena
+from qeffect.gpu_runtime.step.memory.state import same_bits
+from qeffect.gpu_runtime.step.memory.sums import MOST_TERMS, OrderedSum, add_up, launches, suits
 
 from .helpers import TINY
 
@@ -141,7 +141,9 @@ class TestFallback:
 
         monkeypatch.setitem(sys.modules, "triton", None)
         monkeypatch.setitem(sys.modules, "triton.language", None)
-        monkeypatch.delitem(sys.modules, "qeffect.gpu_runtime.memory.sums_kernel", raising=False)
+        monkeypatch.delitem(
+            sys.modules, "qeffect.gpu_runtime.step.memory.sums_kernel", raising=False
+        )
 
         with pytest.raises(ImportError):
             finalize.compiled(2, BF16, CPU)

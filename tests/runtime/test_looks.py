@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.memory import looks
-from qeffect.gpu_runtime.memory.looks import Look
+from qeffect.gpu_runtime.step.memory import looks
+from qeffect.gpu_runtime.step.memory.looks import Look
 
 
 @pytest.fixture(params=["guards", "attributes"])

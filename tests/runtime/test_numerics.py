@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.evidence.comparison import compare
-from qeffect.gpu_runtime.evidence.native import rule_for
-from qeffect.gpu_runtime.memory.arena import Rule
-from qeffect.gpu_runtime.plan.order import Kind
-from qeffect.gpu_runtime.plan.slots import PROVISIONINGS
+from qeffect.gpu_runtime.lab.evidence.comparison import compare
+from qeffect.gpu_runtime.lab.evidence.native import rule_for
+from qeffect.gpu_runtime.step.memory.arena import Rule
+from qeffect.gpu_runtime.step.plan.order import Kind
+from qeffect.gpu_runtime.step.plan.slots import PROVISIONINGS
 
 from .helpers import LARGE, SMALL, TINY, assert_same, guarded, native, unguarded
 from .orders import SCHEDULES, TABLE_ROWS, random_order, table_order

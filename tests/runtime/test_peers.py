@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from qeffect.gpu_runtime import reports
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import parameters
 from qeffect.gpu_runtime.backends.te import domain as te
-from qeffect.gpu_runtime.bench import megatron, peers
-from qeffect.gpu_runtime.bench.peers import Ended, last_words, launched
-from qeffect.gpu_runtime.bench.side_by_side import sums
-from qeffect.gpu_runtime.measure.peers import FAR, combined, owed, peer_lines, verdict
+from qeffect.gpu_runtime.lab import reports
+from qeffect.gpu_runtime.lab.bench import megatron, peers
+from qeffect.gpu_runtime.lab.bench.peers import Ended, last_words, launched
+from qeffect.gpu_runtime.lab.bench.side_by_side import sums
+from qeffect.gpu_runtime.lab.measure.peers import FAR, combined, owed, peer_lines, verdict
 from qeffect.gpu_runtime.training.model import Language
 from qeffect.report import UnusableError
 

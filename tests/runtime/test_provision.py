@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from qeffect.gpu_runtime.plan.order import Kind, Order
-from qeffect.gpu_runtime.plan.slots import PROVISIONINGS, Provisioning, WgradVariant, plan_slots
+from qeffect.gpu_runtime.step.plan.order import Kind, Order
+from qeffect.gpu_runtime.step.plan.slots import (
+    PROVISIONINGS,
+    Provisioning,
+    WgradVariant,
+    plan_slots,
+)
 
 from .orders import TABLE_ROWS, random_order, table_order
 

@@ -15,8 +15,8 @@ from qeffect.gpu_runtime.backends.protocol import (
     matrices,
 )
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
-from qeffect.gpu_runtime.memory.arena import Arena, by_matrix
-from qeffect.gpu_runtime.memory.state import same_bits
+from qeffect.gpu_runtime.step.memory.arena import Arena, by_matrix
+from qeffect.gpu_runtime.step.memory.state import same_bits
 
 from .helpers import TINY
 from .test_scaling import an_input

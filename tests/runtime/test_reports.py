@@ -14,12 +14,12 @@ import jsonschema
 import pytest
 
 from qeffect.cli import main
-from qeffect.gpu_runtime import reports
-from qeffect.gpu_runtime.bench.cells import CELLS
-from qeffect.gpu_runtime.bench.columns import SPECS
-from qeffect.gpu_runtime.evidence import streams as streamcheck
-from qeffect.gpu_runtime.measure import plots
-from qeffect.gpu_runtime.measure.derive import (
+from qeffect.gpu_runtime.lab import reports
+from qeffect.gpu_runtime.lab.bench.cells import CELLS
+from qeffect.gpu_runtime.lab.bench.columns import SPECS
+from qeffect.gpu_runtime.lab.evidence import streams as streamcheck
+from qeffect.gpu_runtime.lab.measure import plots
+from qeffect.gpu_runtime.lab.measure.derive import (
     DERIVE,
     behind,
     beyond_floor,
@@ -30,10 +30,10 @@ from qeffect.gpu_runtime.measure.derive import (
     rank_peak,
     spread,
 )
-from qeffect.gpu_runtime.measure.report import SCHEMA, environment
-from qeffect.gpu_runtime.measure.scale import derive_scale
-from qeffect.gpu_runtime.measure.tables import bench_lines, stream_lines, sweep_lines
-from qeffect.gpu_runtime.measure.targets import GOALS, judge_cells
+from qeffect.gpu_runtime.lab.measure.report import SCHEMA, environment
+from qeffect.gpu_runtime.lab.measure.scale import derive_scale
+from qeffect.gpu_runtime.lab.measure.tables import bench_lines, stream_lines, sweep_lines
+from qeffect.gpu_runtime.lab.measure.targets import GOALS, judge_cells
 from qeffect.report import package
 
 from ..docs.remarks import CUT
@@ -652,7 +652,7 @@ class TestStreams:
         """Otherwise a stale read could look fresh; 200 steps in a row."""
         import torch
 
-        from qeffect.gpu_runtime.memory.state import same_bits
+        from qeffect.gpu_runtime.step.memory.state import same_bits
 
         producer = streamcheck.Producer(torch.device("cpu"), 32, 3)
         for number in range(200):
@@ -667,7 +667,7 @@ class TestStreams:
         """A buffer that did not would be written early, and a one-way read of it would be right."""
         import torch
 
-        from qeffect.gpu_runtime.memory.state import same_bits
+        from qeffect.gpu_runtime.step.memory.state import same_bits
 
         device = torch.device("cpu")
         long, short = streamcheck.Producer(device, 32, 3), streamcheck.Producer(device, 32, 2)

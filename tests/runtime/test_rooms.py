@@ -1,5 +1,5 @@
 """
-The rooms of the runtime that measure: what each may import.
+The rooms of the runtime: what each may import, and that nothing imports the laboratory.
 """
 
 from __future__ import annotations
@@ -14,9 +14,27 @@ from tests.test_imports import nodes
 
 ROOT = Path(__file__).parents[2] / "gpu_runtime"
 NAME = "qeffect.gpu_runtime"
-#: Rooms over which benchmarks and evidence stand; none of these may know those.
-BELOW = ("measure", "reports", "execute", "memory", "plan", "backends")
-MEASURING = ("bench", "evidence")
+#: Rooms in the order in which they stand: each may import those before it, and itself.
+ROOMS = (
+    "backends",
+    "step",
+    "runtime",
+    "operators",
+    "ranks",
+    "guards",
+    "training",
+    "doctor",
+    "lab",
+    "commands",
+)
+#: What the product still takes from the laboratory: to be emptied, never to grow.
+STILL = {
+    "ranks/world.py": {"lab.evidence.comparison"},
+    "training/command.py": {"lab.measure.report", "lab.ranks.command", "lab.ranks.compare"},
+    "training/evaluate.py": {"lab.ranks.native"},
+    "training/launches.py": {"lab.ranks.command"},
+    "training/loop.py": {"lab.measure.train", "lab.ranks.compare"},
+}
 
 
 def imported(path: Path, *, lazy: bool) -> Iterator[str]:
@@ -25,6 +43,10 @@ def imported(path: Path, *, lazy: bool) -> Iterator[str]:
         if not isinstance(node, ast.ImportFrom):
             continue
         base = node.module or ""
+        if node.level:
+            inside = [*NAME.split("."), *path.relative_to(ROOT).parent.parts]
+            inside = inside[: len(inside) - node.level + 1]
+            base = ".".join([*inside, base]).strip(".")
         if base == NAME or base.startswith(f"{NAME}."):
             for alias in node.names:
                 full = f"{base}.{alias.name}"
@@ -40,43 +62,38 @@ def module_at(name: str) -> Path | None:
     return None
 
 
-def modules(room: str) -> list[Path]:
-    """Every module of a room."""
-    return sorted((ROOT / room).rglob("*.py"))
+def room_of(path: Path) -> str:
+    """The room that a module of the runtime stands in."""
+    return path.relative_to(ROOT).with_suffix("").parts[0]
 
 
-@pytest.mark.parametrize("room", BELOW)
-def test_nothing_below_knows_a_benchmark_or_evidence(room: str) -> None:
-    """Not even inside a function."""
-    paths = modules(room)
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_rooms_before_it(room: str) -> None:
+    """Arrows between rooms go one way, also inside functions."""
+    paths = [p for p in sorted(ROOT.rglob("*.py")) if room_of(p) == room]
     assert paths
     for path in paths:
-        rooms = {name.split(".")[2] for name in imported(path, lazy=True) if name.count(".") > 1}
+        rooms = {n.split(".")[2] for n in imported(path, lazy=True) if n.count(".") > 1}
+        kept = STILL.get(str(path.relative_to(ROOT)), set())
 
-        assert not rooms & set(MEASURING), path
-
-
-def test_benchmarks_and_evidence_do_not_know_each_other() -> None:
-    """What they share is in `measure`."""
-    for room, other in (MEASURING, MEASURING[::-1]):
-        for path in modules(room):
-            assert not any(
-                name.startswith(f"{NAME}.{other}") for name in imported(path, lazy=True)
-            ), path
+        assert rooms - {n.split(".")[0] for n in kept} <= set(ROOMS[: ROOMS.index(room) + 1]), path
 
 
-@pytest.mark.parametrize("room", [*BELOW, *MEASURING, "parallel"])
-def test_training_stands_over_all_other_rooms(room: str) -> None:
-    """None of them knows what is trained, but benchmarks of complete steps, which time it."""
-    knowing = {
-        path.name
-        for path in modules(room)
-        if any(n.startswith(f"{NAME}.training") for n in imported(path, lazy=True))
-    }
-    assert knowing == ({"tables.py"} if room == "bench" else set())
+def test_every_room_is_listed() -> None:
+    """A new room has its place in the order."""
+    found = {room_of(path) for path in ROOT.rglob("*.py")} - {"__init__", "__main__"}
+
+    assert found == set(ROOMS)
 
 
-def test_training_knows_no_benchmark() -> None:
-    """Or the two rooms would stand on each other."""
-    for path in modules("training"):
-        assert not any(n.startswith(f"{NAME}.bench") for n in imported(path, lazy=True)), path
+def test_nothing_imports_the_laboratory_but_its_commands() -> None:
+    """The product stands on nothing that measures it: commands are loaded by name."""
+    found: dict[str, set[str]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for name in imported(path, lazy=True):
+            if name.startswith(f"{NAME}.lab") and room_of(path) != "lab":
+                found.setdefault(str(path.relative_to(ROOT)), set()).add(
+                    name.removeprefix(f"{NAME}.")
+                )
+
+    assert found == STILL

@@ -25,12 +25,12 @@ from qeffect.gpu_runtime.backends.protocol import Reports, StageBackend
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 from qeffect.gpu_runtime.backends.reference.linear import ScaledLinear
 from qeffect.gpu_runtime.backends.reference.scaling import Quantized
-from qeffect.gpu_runtime.evidence.comparison import Recording
-from qeffect.gpu_runtime.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.execute.reports import StageReports
-from qeffect.gpu_runtime.measure.workload import Workload
-from qeffect.gpu_runtime.plan.order import Order
+from qeffect.gpu_runtime.lab.evidence.comparison import Recording
+from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.lab.measure.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
+from qeffect.gpu_runtime.step.effects import StageReports
+from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.refusals import Refused
 
 from .helpers import TINY, guarded_run, optimizer_for

@@ -7,14 +7,14 @@ import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, TensorSpec, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
-from qeffect.gpu_runtime.evidence.comparison import Recording
-from qeffect.gpu_runtime.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.evidence.native import NativeRun
-from qeffect.gpu_runtime.measure.workload import Workload
-from qeffect.gpu_runtime.memory.state import live_state, same_bits
-from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.plan.order import Kind, Order
+from qeffect.gpu_runtime.lab.evidence.comparison import Recording
+from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.lab.evidence.native import NativeRun
+from qeffect.gpu_runtime.lab.measure.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
+from qeffect.gpu_runtime.step.memory.state import live_state, same_bits
+from qeffect.gpu_runtime.step.optimizer import Optimizer
+from qeffect.gpu_runtime.step.plan.order import Kind, Order
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused
 

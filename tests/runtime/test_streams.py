@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from qeffect.gpu_runtime.execute import streams
-from qeffect.gpu_runtime.execute.streams import GraphStream, HostHandoff, SideStream, handoff_for
+from qeffect.gpu_runtime.step import streams
+from qeffect.gpu_runtime.step.streams import GraphStream, HostHandoff, SideStream, handoff_for
 
 from .helpers import guarded_run
 from .orders import table_order

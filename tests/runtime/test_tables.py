@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from qeffect.gpu_runtime.measure import paper
-from qeffect.gpu_runtime.measure.complete import break_even_steps, derive_tables, table_lines
+from qeffect.gpu_runtime.lab.measure import paper
+from qeffect.gpu_runtime.lab.measure.complete import break_even_steps, derive_tables, table_lines
 
 from . import report_samples as samples
 

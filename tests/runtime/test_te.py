@@ -45,15 +45,15 @@ from qeffect.gpu_runtime.backends.te.internals import (
     missing_state,
 )
 from qeffect.gpu_runtime.backends.te.stage import TransformerEngineStage
-from qeffect.gpu_runtime.evidence.comparison import Recording, compare
-from qeffect.gpu_runtime.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.evidence.native import NativeRun, rule_for
-from qeffect.gpu_runtime.measure.workload import Workload
-from qeffect.gpu_runtime.memory.arena import Rule
-from qeffect.gpu_runtime.memory.state import preserving
-from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.plan.order import Order
+from qeffect.gpu_runtime.lab.evidence.comparison import Recording, compare
+from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.lab.evidence.native import NativeRun, rule_for
+from qeffect.gpu_runtime.lab.measure.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
+from qeffect.gpu_runtime.step.memory.arena import Rule
+from qeffect.gpu_runtime.step.memory.state import preserving
+from qeffect.gpu_runtime.step.optimizer import Optimizer
+from qeffect.gpu_runtime.step.plan.order import Order
 
 from . import fake_te
 from .orders import table_order

@@ -19,13 +19,13 @@ from qeffect import Refused
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
-from qeffect.gpu_runtime.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.measure.workload import Workload, by_index
-from qeffect.gpu_runtime.memory.arena import Rule
-from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.plan.order import Kind, Order
-from qeffect.gpu_runtime.plan.slots import WgradVariant
+from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.lab.measure.workload import Workload, by_index
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
+from qeffect.gpu_runtime.step.memory.arena import Rule
+from qeffect.gpu_runtime.step.optimizer import Optimizer
+from qeffect.gpu_runtime.step.plan.order import Kind, Order
+from qeffect.gpu_runtime.step.plan.slots import WgradVariant
 
 FP32 = torch.float32
 EXACT = LayerConfig(hidden=32, ffn=64, heads=2, sequence=16, dtype=FP32)

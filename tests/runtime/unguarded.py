@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import StageBackend, Tape
-from qeffect.gpu_runtime.evidence.comparison import Recording
-from qeffect.gpu_runtime.evidence.native import (
+from qeffect.gpu_runtime.lab.evidence.comparison import Recording
+from qeffect.gpu_runtime.lab.evidence.native import (
     matrix_names,
     record_outputs,
     record_step,
     record_sum,
 )
-from qeffect.gpu_runtime.measure.workload import Workload, by_index
-from qeffect.gpu_runtime.memory.arena import Arena, Rule, by_matrix
-from qeffect.gpu_runtime.memory.state import live_state
-from qeffect.gpu_runtime.optimizer import Optimizer
-from qeffect.gpu_runtime.plan.order import Kind, Order, Step
+from qeffect.gpu_runtime.lab.measure.workload import Workload, by_index
+from qeffect.gpu_runtime.step.memory.arena import Arena, Rule, by_matrix
+from qeffect.gpu_runtime.step.memory.state import live_state
+from qeffect.gpu_runtime.step.optimizer import Optimizer
+from qeffect.gpu_runtime.step.plan.order import Kind, Order, Step
 
 
 @attrs.define(eq=False)

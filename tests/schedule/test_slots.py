@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from qeffect.gpu_runtime.plan.order import Order
-from qeffect.gpu_runtime.plan.slots import plan_slots
+from qeffect.gpu_runtime.step.plan.order import Order
+from qeffect.gpu_runtime.step.plan.slots import plan_slots
 from qeffect.schedule.actions import SENDS, Kind, Schedule
 from qeffect.schedule.plan import plan
 from qeffect.schedule.slots import Step, assign, own_readers

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from qeffect.gpu_runtime.plan.order import Order
-from qeffect.gpu_runtime.plan.slots import plan_slots
+from qeffect.gpu_runtime.step.plan.order import Order
+from qeffect.gpu_runtime.step.plan.slots import plan_slots
 from qeffect.schedule.actions import RECEIVES, WAITS, Kind, ScheduleError
 from qeffect.schedule.check import check
 from qeffect.schedule.plan import plan

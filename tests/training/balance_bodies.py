@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qeffect.gpu_runtime.parallel.world import join
+from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.training import loop
 from qeffect.gpu_runtime.training.balance import Times, measured
 from qeffect.gpu_runtime.training.config import read
 from qeffect.gpu_runtime.training.loop import Trainer, opened, settled
-from tests.parallel.bodies import LIMITS
+from tests.ranks.bodies import LIMITS
 
 
 def measuring(path: str) -> dict[str, Any]:

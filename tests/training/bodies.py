@@ -22,22 +22,22 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
-from qeffect.gpu_runtime.evidence.comparison import digests
-from qeffect.gpu_runtime.evidence.native import rule_for
-from qeffect.gpu_runtime.memory.state import live_state
-from qeffect.gpu_runtime.parallel.channels import Message
-from qeffect.gpu_runtime.parallel.compare import guarded
-from qeffect.gpu_runtime.parallel.consent import Cause, StoppedError, name_of
-from qeffect.gpu_runtime.parallel.executor import Passage
-from qeffect.gpu_runtime.parallel.model import Job
-from qeffect.gpu_runtime.parallel.native import NativePipeline
-from qeffect.gpu_runtime.parallel.world import Limits, Worker, join
-from qeffect.gpu_runtime.plan.order import Order
-from qeffect.gpu_runtime.training import restarts
+from qeffect.gpu_runtime.lab.evidence.comparison import digests
+from qeffect.gpu_runtime.lab.evidence.native import rule_for
+from qeffect.gpu_runtime.lab.ranks.compare import guarded
+from qeffect.gpu_runtime.lab.ranks.native import NativePipeline
+from qeffect.gpu_runtime.lab.training import restarts
+from qeffect.gpu_runtime.lab.training.restarts import Trial, bits, facts_of, made
+from qeffect.gpu_runtime.ranks.channels import Message
+from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
+from qeffect.gpu_runtime.ranks.executor import Passage
+from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.ranks.world import Limits, Worker, join
+from qeffect.gpu_runtime.step.memory.state import live_state
+from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints, EarlierSaveError
 from qeffect.gpu_runtime.training.files import FACTS, MANIFEST, Writer, canonical
 from qeffect.gpu_runtime.training.model import Language
-from qeffect.gpu_runtime.training.restarts import Trial, bits, facts_of, made
 from qeffect.gpu_runtime.training.state import Persistent, by_layer
 from qeffect.refusals import Refused
 

@@ -15,14 +15,15 @@ from typing import Any
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.te import domain as te
-from qeffect.gpu_runtime.parallel import command
-from qeffect.gpu_runtime.parallel.native import NativePipeline
-from qeffect.gpu_runtime.parallel.world import Worker, join
-from qeffect.gpu_runtime.training import curves, loop
+from qeffect.gpu_runtime.lab.ranks import command
+from qeffect.gpu_runtime.lab.ranks.native import NativePipeline
+from qeffect.gpu_runtime.lab.training import curves
+from qeffect.gpu_runtime.lab.training.curves import Named, Told, trained
+from qeffect.gpu_runtime.ranks.world import Worker, join
+from qeffect.gpu_runtime.training import loop
 from qeffect.gpu_runtime.training.balance import Times
-from qeffect.gpu_runtime.training.curves import Named, Told, trained
 from qeffect.gpu_runtime.training.loop import opened
-from tests.parallel.bodies import LIMITS
+from tests.ranks.bodies import LIMITS
 from tests.runtime import fake_te
 
 

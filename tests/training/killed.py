@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.ranks.job import Job
 from tests.training import bodies
 
 if __name__ == "__main__":

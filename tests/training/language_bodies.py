@@ -15,17 +15,17 @@ import torch
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import matrices
 from qeffect.gpu_runtime.backends.te import domain as te
-from qeffect.gpu_runtime.evidence.comparison import digests
-from qeffect.gpu_runtime.memory.state import live_state
-from qeffect.gpu_runtime.parallel import command
-from qeffect.gpu_runtime.parallel.compare import compared, guarded
-from qeffect.gpu_runtime.parallel.world import join
+from qeffect.gpu_runtime.lab.evidence.comparison import digests
+from qeffect.gpu_runtime.lab.ranks import command
+from qeffect.gpu_runtime.lab.ranks.compare import compared, guarded
+from qeffect.gpu_runtime.ranks.world import join
+from qeffect.gpu_runtime.step.memory.state import live_state
 from qeffect.gpu_runtime.training.config import read
 from qeffect.gpu_runtime.training.data import Loader, Tokens
 from qeffect.gpu_runtime.training.evaluate import evaluate
 from qeffect.gpu_runtime.training.loop import Trainer
 from qeffect.gpu_runtime.training.model import Language
-from tests.parallel.bodies import LIMITS, bits, parameters_of
+from tests.ranks.bodies import LIMITS, bits, parameters_of
 from tests.runtime import fake_te
 
 

@@ -14,21 +14,23 @@ import attrs
 import torch
 
 from qeffect.cli import main
-from qeffect.gpu_runtime.evidence.command import DETERMINISTIC
-from qeffect.gpu_runtime.parallel import command, one_launch
-from qeffect.gpu_runtime.parallel.channels import LostError
-from qeffect.gpu_runtime.parallel.compare import guarded
-from qeffect.gpu_runtime.parallel.consent import Consent
-from qeffect.gpu_runtime.parallel.model import Job
-from qeffect.gpu_runtime.parallel.one_launch import obstacles
-from qeffect.gpu_runtime.parallel.world import join
-from qeffect.gpu_runtime.training import curves, launches, loop, restarts
+from qeffect.gpu_runtime.lab.evidence.command import DETERMINISTIC
+from qeffect.gpu_runtime.lab.ranks import command
+from qeffect.gpu_runtime.lab.ranks.compare import guarded
+from qeffect.gpu_runtime.lab.training import curves, restarts
+from qeffect.gpu_runtime.lab.training.restarts import Trial
+from qeffect.gpu_runtime.ranks import one_launch
+from qeffect.gpu_runtime.ranks.channels import LostError
+from qeffect.gpu_runtime.ranks.consent import Consent
+from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.ranks.one_launch import obstacles
+from qeffect.gpu_runtime.ranks.world import join
+from qeffect.gpu_runtime.training import launches, loop
 from qeffect.gpu_runtime.training.config import read
 from qeffect.gpu_runtime.training.loop import Trainer
-from qeffect.gpu_runtime.training.restarts import Trial
-from tests.parallel import recorded, recorded_bodies
-from tests.parallel.bodies import bits
-from tests.parallel.recorded_bodies import LIMITS
+from tests.ranks import recorded, recorded_bodies
+from tests.ranks.bodies import bits
+from tests.ranks.recorded_bodies import LIMITS
 
 
 def stand_in() -> None:

@@ -14,10 +14,10 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints, _narrowed
 from qeffect.gpu_runtime.training.files import name_of, numbered
-from tests.parallel.ranks import launch
+from tests.ranks.ranks import launch
 from tests.training import bodies
 
 JOB = Job(schedule="zbv", pp=2, microbatches=4)

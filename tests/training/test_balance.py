@@ -12,7 +12,7 @@ from qeffect.gpu_runtime.training.balance import ACTIONS, Times, measured, slowe
 from qeffect.gpu_runtime.training.config import read
 from qeffect.gpu_runtime.training.loop import job_of
 from qeffect.report import UnusableError
-from tests.parallel.ranks import launch
+from tests.ranks.ranks import launch
 
 from . import balance_bodies as bodies
 from .helpers import SMALL, language, noise, text

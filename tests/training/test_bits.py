@@ -10,8 +10,8 @@ import pytest
 
 from qeffect.gpu_runtime.training.data import Loader, Tokens
 from qeffect.gpu_runtime.training.rates import Rate
-from tests.parallel import bodies as pipelines
-from tests.parallel.ranks import launch
+from tests.ranks import bodies as pipelines
+from tests.ranks.ranks import launch
 
 from . import language_bodies as bodies
 from .helpers import language, noise, text

@@ -14,11 +14,11 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.parallel.world import join, launched
+from qeffect.gpu_runtime.ranks.world import join, launched
 from qeffect.gpu_runtime.training import config
 from qeffect.gpu_runtime.training.config import TABLES, differences, read
 from qeffect.report import UnusableError
-from tests.parallel.ranks import launch
+from tests.ranks.ranks import launch
 
 from . import language_bodies as bodies
 from .helpers import CONFIG, text
@@ -141,7 +141,7 @@ def test_a_launcher_that_says_no_number(
 ) -> None:
     """One line and 2, of both commands, also where it is the rank itself."""
     path = written(tmp_path)
-    monkeypatch.setattr("qeffect.gpu_runtime.parallel.command._LAST_WORD_S", 0.0)
+    monkeypatch.setattr("qeffect.gpu_runtime.lab.ranks.command._LAST_WORD_S", 0.0)
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.setenv(name, "abc")
         for command in (["train", str(path)], ["pipeline"]):

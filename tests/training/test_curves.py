@@ -12,11 +12,11 @@ import jsonschema
 import pytest
 
 from qeffect.cli import main
-from qeffect.gpu_runtime import reports
-from qeffect.gpu_runtime.measure.curves import derive_curves
-from qeffect.gpu_runtime.training.curves import Named
+from qeffect.gpu_runtime.lab import reports
+from qeffect.gpu_runtime.lab.measure.curves import derive_curves
+from qeffect.gpu_runtime.lab.training.curves import Named
 from qeffect.report import UnusableError
-from tests.parallel.ranks import launch
+from tests.ranks.ranks import launch
 from tests.runtime.report_samples import curve_run, curves_report
 
 from . import curves_bodies as bodies

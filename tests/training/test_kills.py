@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from qeffect.gpu_runtime.parallel.model import Job
-from tests.parallel.ranks import launch
+from qeffect.gpu_runtime.ranks.job import Job
+from tests.ranks.ranks import launch
 from tests.training import bodies
 
 JOB = Job(schedule="zbv", pp=2, microbatches=4)

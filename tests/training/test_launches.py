@@ -1,7 +1,7 @@
 """
 Training by one launch a step has the bits of guarded replays, with all that a run has.
 
-What a device would do is done by `tests.parallel.recorded`; all else is the run's own.
+What a device would do is done by `tests.ranks.recorded`; all else is the run's own.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from qeffect.cli import main
-from qeffect.gpu_runtime import reports
-from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.lab import reports
+from qeffect.gpu_runtime.lab.training.restarts import resumed_row
+from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.training import launches
-from qeffect.gpu_runtime.training.restarts import resumed_row
-from tests.parallel.ranks import launch
+from tests.ranks.ranks import launch
 
 from . import launched_bodies as bodies
 from .helpers import SMALL, language, noise, text

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 
-from tests.parallel.ranks import launch
+from tests.ranks.ranks import launch
 
 from . import language_bodies as bodies
 from .helpers import SMALL, language, noise, text

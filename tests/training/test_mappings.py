@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from qeffect.gpu_runtime.parallel.model import Job
-from tests.parallel.ranks import launch
+from qeffect.gpu_runtime.ranks.job import Job
+from tests.ranks.ranks import launch
 from tests.training import bodies
 from tests.training.helpers import language, noise
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from qeffect.gpu_runtime.parallel.model import Job
-from tests.parallel.ranks import Said, launch
+from qeffect.gpu_runtime.ranks.job import Job
+from tests.ranks.ranks import Said, launch
 from tests.training import bodies
 
 

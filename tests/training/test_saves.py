@@ -11,9 +11,9 @@ import attrs
 import pytest
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.parallel.model import Job
+from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints, plain, sizes
-from tests.parallel.ranks import launch
+from tests.ranks.ranks import launch
 from tests.training import bodies
 
 JOB = Job(schedule="zbv", pp=2, microbatches=4)

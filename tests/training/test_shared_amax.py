@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 import pytest
 
-from qeffect.gpu_runtime.parallel.model import Job
-from tests.parallel.ranks import launch
+from qeffect.gpu_runtime.ranks.job import Job
+from tests.ranks.ranks import launch
 from tests.training import bodies
 
 SHARED = Job(schedule="il", pp=1, vpp=2, dp=2, microbatches=2, amax="replicas")

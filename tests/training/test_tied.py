@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.parallel.ties import Reducers, Tie, require_declared
+from qeffect.gpu_runtime.ranks.ties import Reducers, Tie, require_declared
 from qeffect.gpu_runtime.training.model import Language
 from qeffect.refusals import Refused
-from tests.parallel.ranks import Said, launch
+from tests.ranks.ranks import Said, launch
 
 from . import language_bodies
 from . import tied_bodies as bodies

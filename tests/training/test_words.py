@@ -14,12 +14,12 @@ import torch
 
 from qeffect.cli import main
 from qeffect.cli.command import Exit
-from qeffect.gpu_runtime.measure.train import derive_train
-from qeffect.gpu_runtime.parallel.command import stopped_outcome
-from qeffect.gpu_runtime.parallel.consent import Cause
+from qeffect.gpu_runtime.lab.measure.train import derive_train
+from qeffect.gpu_runtime.lab.ranks.command import stopped_outcome
+from qeffect.gpu_runtime.ranks.consent import Cause
 from qeffect.gpu_runtime.training.data import Loader, Tokens
 from qeffect.gpu_runtime.training.metrics import Log
-from tests.parallel.ranks import launch
+from tests.ranks.ranks import launch
 
 from . import language_bodies as bodies
 from .helpers import CONFIG, language, noise, text

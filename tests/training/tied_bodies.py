@@ -11,20 +11,20 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceStage
-from qeffect.gpu_runtime.clipping import Norm, square_sums
-from qeffect.gpu_runtime.evidence.comparison import digests
-from qeffect.gpu_runtime.parallel.compare import compared, guarded
-from qeffect.gpu_runtime.parallel.consent import StoppedError
-from qeffect.gpu_runtime.parallel.model import Batches
-from qeffect.gpu_runtime.parallel.ties import Reducers, Tie
-from qeffect.gpu_runtime.parallel.world import Worker, join
-from qeffect.gpu_runtime.plan.order import Kind, Order
-from qeffect.gpu_runtime.reductions import Reductions
+from qeffect.gpu_runtime.lab.evidence.comparison import digests
+from qeffect.gpu_runtime.lab.ranks.compare import compared, guarded
+from qeffect.gpu_runtime.ranks.consent import StoppedError
+from qeffect.gpu_runtime.ranks.job import Batches
+from qeffect.gpu_runtime.ranks.ties import Reducers, Tie
+from qeffect.gpu_runtime.ranks.world import Worker, join
+from qeffect.gpu_runtime.step.clipping import Norm, square_sums
+from qeffect.gpu_runtime.step.plan.order import Kind, Order
+from qeffect.gpu_runtime.step.reductions import Reductions
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints
 from qeffect.gpu_runtime.training.model import Language
 from qeffect.gpu_runtime.training.state import Persistent
 from qeffect.refusals import Refused
-from tests.parallel.bodies import LIMITS
+from tests.ranks.bodies import LIMITS
 
 CPU = torch.device("cpu")
 SHARED = "embedding.weight"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from qeffect.gpu_runtime.parallel.compare import compared, guarded
-from qeffect.gpu_runtime.parallel.world import join
+from qeffect.gpu_runtime.lab.ranks.compare import compared, guarded
+from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.training.model import Language
-from tests.parallel.bodies import LIMITS
+from tests.ranks.bodies import LIMITS
 
 
 def against_native(jobs: list[Language], steps: int) -> list[dict[str, Any]]:

@@ -16,12 +16,12 @@ from qeffect.engine.stage import STATE, TRANSITIONS, Transitions
 from qeffect.relations.columns import CONFIG, Column
 from qeffect.relations.constants import DGRAD_BIT, RESERVED, WGRAD_BIT
 from qeffect.spec.predicates import Predicate
-from qeffect.verification.explorer.moves import EVIDENCE, Move, Rel
-from qeffect.verification.explorer.scopes import Scope, members_in
-from qeffect.verification.judging import instances
-from qeffect.verification.symbolic import Memory, raw
-from qeffect.verification.symbolic.encoding import STAGE_OF
 
+from ..explorer.moves import EVIDENCE, Move, Rel
+from ..explorer.scopes import Scope, members_in
+from ..judging import instances
+from ..symbolic import Memory, raw
+from ..symbolic.encoding import STAGE_OF
 from .drafts import Chunk, Draft, narrowed
 from .packing import Packing, Words
 from .program import Bundle, Evaluation, Node, Program, Value, conjoin, equal, negate

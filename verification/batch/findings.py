@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 
 from qeffect.spec.predicates import Predicate
-from qeffect.verification.explorer.findings import Findings, Seen, Stopwatch
-from qeffect.verification.explorer.walker import Walker
-from qeffect.verification.targets import refusal_name
 
+from ..explorer.findings import Findings, Seen, Stopwatch
+from ..explorer.walker import Walker
+from ..targets import refusal_name
 from .engine import Engine
 from .explore import BatchExploration, explore
 from .packing import Packing

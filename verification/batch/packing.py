@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from qeffect.engine.stage import STATE
 from qeffect.relations.constants import RESERVED
-from qeffect.verification.explorer.flat import TICKETS, FlatMemory
-from qeffect.verification.explorer.scopes import Scope, configuration, sizes
+
+from ..explorer.flat import TICKETS, FlatMemory
+from ..explorer.scopes import Scope, configuration, sizes
 
 __all__ = ["Field", "OutOfRangeError", "Packing", "Words", "ranges"]
 

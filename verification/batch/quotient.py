@@ -12,10 +12,10 @@ import numpy as np
 
 from qeffect.engine.stage import STATE
 from qeffect.relations.constants import NEVER, RESERVED
-from qeffect.verification.explorer.flat import TICKETS
-from qeffect.verification.explorer.quotient import VACATES
-from qeffect.verification.explorer.scopes import Scope, configuration, sizes
 
+from ..explorer.flat import TICKETS
+from ..explorer.quotient import VACATES
+from ..explorer.scopes import Scope, configuration, sizes
 from .drafts import Draft
 from .program import Value, select
 

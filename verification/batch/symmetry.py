@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qeffect.verification.explorer.symmetry import Family, families
-
+from ..explorer.symmetry import Family, families
 from .packing import Packing, Words
 
 __all__ = ["canonical_words"]

@@ -12,9 +12,8 @@ import numpy as np
 import z3
 from attrs import frozen
 
-from qeffect.verification.symbolic import Encoding, Path
-from qeffect.verification.symbolic.paths import paths
-
+from ..symbolic import Encoding, Path
+from ..symbolic.paths import paths
 from .program import Evaluation, Node, Program, Value, conjoin
 
 __all__ = ["INTEGERS", "Branch", "Leaf", "Tree", "leaves", "tree_of"]

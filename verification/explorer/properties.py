@@ -12,9 +12,9 @@ from attrs import define, field
 
 from qeffect.engine.stage import STATE
 from qeffect.spec.predicates import Predicate
-from qeffect.verification.judging import instances, speaks_of
-from qeffect.verification.watched import Watched
 
+from ..judging import instances, speaks_of
+from ..watched import Watched
 from .flat import FlatMemory
 from .scopes import members_in
 from .walker import Walker

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 
 from qeffect.engine.stage import Transitions
 from qeffect.spec.predicates import Predicate
-from qeffect.verification.induction import INVARIANTS
-from qeffect.verification.targets import refusal_name
 
+from ..induction import INVARIANTS
+from ..targets import refusal_name
 from .findings import Findings, Seen, Stopwatch
 from .plain import Exploration, explore
 from .properties import Checker, claimed
@@ -59,7 +59,7 @@ def run(
     walker = Walker(scope, composed)
     predicates = claimed(walker, invariants)
     if batch:
-        from qeffect.verification.batch.findings import (
+        from ..batch.findings import (
             find,  # NumPy and Z3, which a plain run needs not
         )
     else:

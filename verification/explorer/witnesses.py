@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from attrs import define, field
 
 from qeffect.engine.stage import transitions
-from qeffect.verification.targets import GUARDS, TRANSITION_NAMES, refusal_name
 
+from ..targets import GUARDS, TRANSITION_NAMES, refusal_name
 from .findings import Seen
 from .report import ExploreReport
 from .walker import Step, Walker
@@ -127,7 +127,7 @@ def _accepting_paths() -> Mapping[str, None]:
     """Return the names of the accepting paths that something can take."""
     import z3
 
-    from qeffect.verification.symbolic import Encoding, path_table
+    from ..symbolic import Encoding, path_table
 
     found: dict[str, None] = {}
     for paths in path_table(transitions(), Encoding.integers()).values():

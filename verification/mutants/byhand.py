@@ -13,11 +13,12 @@ from typing import Any, Final
 from qeffect.config import StageConfig
 from qeffect.engine.stage import TRANSITIONS
 from qeffect.keys import TapeKey, TapeRef
-from qeffect.verification.walks.oracle import violations
-from qeffect.verification.walks.processes import Process
-from qeffect.verification.walks.proposals import Plan, committed, prepared
-from qeffect.verification.walks.rehearsal import Action, Rehearsal, Schedule
-from qeffect.verification.walks.world import Call, World
+
+from ..walks.oracle import violations
+from ..walks.processes import Process
+from ..walks.proposals import Plan, committed, prepared
+from ..walks.rehearsal import Action, Rehearsal, Schedule
+from ..walks.world import Call, World
 
 __all__ = ["by_hand", "telling"]
 

@@ -25,8 +25,9 @@ from qeffect.relations.constants import (
     OVERWRITES,
     WGRAD_BIT,
 )
-from qeffect.verification.concrete import World
-from qeffect.verification.walks.rehearsal import Action
+
+from ..concrete import World
+from ..walks.rehearsal import Action
 
 __all__ = ["candidates"]
 

@@ -20,11 +20,11 @@ from qeffect.engine.stage import TRANSITIONS, transitions
 from qeffect.keys import TapeKey
 from qeffect.refusals import Refused
 from qeffect.relations.constants import NEVER
-from qeffect.verification.concrete import Setup, World
-from qeffect.verification.walks.processes import Process
-from qeffect.verification.walks.rehearsal import Action, Rehearsal, Schedule
-from qeffect.verification.walks.world import Call
 
+from ..concrete import Setup, World
+from ..walks.processes import Process
+from ..walks.rehearsal import Action, Rehearsal, Schedule
+from ..walks.world import Call
 from .byhand import by_hand, telling
 from .candidates import candidates
 from .probes import Probe, about, harm

@@ -12,9 +12,9 @@ from attrs import evolve, field, frozen
 from qeffect.engine.stage import TRANSITIONS, Transitions, transitions
 from qeffect.keys import TapeRef
 from qeffect.refusals import Refused
-from qeffect.verification.concrete import Arbitrary, Setup, World
-from qeffect.verification.walks.rehearsal import Action
 
+from ..concrete import Arbitrary, Setup, World
+from ..walks.rehearsal import Action
 from .sites import BREAKDOWN, Mutant
 
 __all__ = ["Probe", "about", "harm", "outcome"]

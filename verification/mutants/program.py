@@ -10,8 +10,8 @@ from attrs import evolve
 
 from qeffect.engine.stage import transitions
 from qeffect.refusals import Refused
-from qeffect.verification.walks.rehearsal import Action
 
+from ..walks.rehearsal import Action
 from .probes import Probe, about, harm
 from .sites import BREAKDOWN
 from .verdicts import Verdict
@@ -32,7 +32,7 @@ from qeffect.keys import TapeKey, TapeRef
 from qeffect.destinations import Destination
 from qeffect.refusals import Refused
 from qeffect.engine.stage import transitions
-from qeffect.verification.concrete import Arbitrary, Setup, World
+from ..concrete import Arbitrary, Setup, World
 
 LEFT_OUT = {omit!r}
 BROKEN = {{

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from qeffect.config import Bucket, StageConfig
 from qeffect.destinations import Destination
-from qeffect.verification.concrete import Setup
+
+from ..concrete import Setup
 
 __all__ = ["SETUPS"]
 

@@ -20,13 +20,13 @@ import z3
 from attrs import evolve, field, frozen
 
 from qeffect.refusals import Refused
-from qeffect.verification.concrete import Arbitrary
-from qeffect.verification.proofs.finite import SCOPE, refuted, solver_of
-from qeffect.verification.proofs.obligations import Composition, Goal, composition_name
-from qeffect.verification.proofs.solvers import Z3
-from qeffect.verification.symbolic import Encoding, Path
-from qeffect.verification.symbolic.terms import Term
 
+from ..concrete import Arbitrary
+from ..proofs.finite import SCOPE, refuted, solver_of
+from ..proofs.obligations import Composition, Goal, composition_name
+from ..proofs.solvers import Z3
+from ..symbolic import Encoding, Path
+from ..symbolic.terms import Term
 from .corpus import corpus, legal_schedules
 from .probes import Probe, harm, outcome
 from .sites import BREAKDOWN, Mutant, Site, sites

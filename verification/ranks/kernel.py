@@ -16,10 +16,11 @@ from typing import Any, Final
 from attrs import frozen
 
 from qeffect.engine.stage import Transitions
-from qeffect.verification.explorer import standard_scopes
-from qeffect.verification.explorer.plain import explore
-from qeffect.verification.explorer.scopes import Scope
-from qeffect.verification.explorer.walker import Walker
+
+from ..explorer import standard_scopes
+from ..explorer.plain import explore
+from ..explorer.scopes import Scope
+from ..explorer.walker import Walker
 
 __all__ = ["KERNEL_SCOPES", "Matched", "Seen", "match", "seen"]
 

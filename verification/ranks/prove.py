@@ -22,8 +22,8 @@ from attrs import asdict, frozen
 
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.ranks import RANK_COLUMNS, RANK_PROMISES, RANK_STEPS
-from qeffect.verification.symbolic.terms import Sym
 
+from ..symbolic.terms import Sym
 from .lemmas import CONFIGURATION, LEMMAS
 from .protocol import TRANSITIONS, Transition
 from .symbolic import State, Symbols, closed, fresh, holds, initial, run, variables

@@ -11,8 +11,8 @@ import z3
 
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.ranks import NOBODY, RANK_COLUMNS
-from qeffect.verification.symbolic.terms import Array, Scalar, Sym, raw
 
+from ..symbolic.terms import Array, Scalar, Sym, raw
 from .protocol import Transition
 
 __all__ = [

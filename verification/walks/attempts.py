@@ -12,9 +12,10 @@ from attrs import evolve
 
 from qeffect import Checkpoint, Destination, TapeKey, TapeRef, Ticket
 from qeffect.engine.stage import TRANSITIONS
-from qeffect.verification.targets import Target
-from qeffect.verification.walks.oracle import broken
-from qeffect.verification.walks.proposals import (
+
+from ..targets import Target
+from .oracle import broken
+from .proposals import (
     ACTIONS,
     Pick,
     a_link,
@@ -25,7 +26,7 @@ from qeffect.verification.walks.proposals import (
     reports,
     shares_pool,
 )
-from qeffect.verification.walks.world import Call, World
+from .world import Call, World
 
 __all__ = ["aimed", "attempt"]
 

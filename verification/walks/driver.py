@@ -13,17 +13,18 @@ from attrs import define, field
 from qeffect import Contract, Refused, Ticket
 from qeffect.keys import TapeRef
 from qeffect.relations.constants import NEVER
-from qeffect.verification.induction import INVARIANTS
-from qeffect.verification.judging import failing, members_of, seen, speaks_of
-from qeffect.verification.targets import TARGETS, Target
-from qeffect.verification.walks.attempts import aimed, attempt
-from qeffect.verification.walks.oracle import violations
-from qeffect.verification.walks.performing import perform
-from qeffect.verification.walks.processes import Process
-from qeffect.verification.walks.proposals import Pick, chooser, support
-from qeffect.verification.walks.timeline import Step, schedule_text, timeline_text
-from qeffect.verification.walks.walk import Walker
-from qeffect.verification.walks.world import Call, World
+
+from ..induction import INVARIANTS
+from ..judging import failing, members_of, seen, speaks_of
+from ..targets import TARGETS, Target
+from .attempts import aimed, attempt
+from .oracle import violations
+from .performing import perform
+from .processes import Process
+from .proposals import Pick, chooser, support
+from .timeline import Step, schedule_text, timeline_text
+from .walk import Walker
+from .world import Call, World
 
 __all__ = ["Driver", "Mismatch", "Tally"]
 

@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from qeffect import Contract
-from qeffect.verification.targets import CLAUSE_IDS, TARGETS, TRANSITION_NAMES, Target
-from qeffect.verification.walks.driver import Driver, Mismatch, Tally
-from qeffect.verification.walks.processes import PROCESSES, Process
-from qeffect.verification.walks.proposals import chooser
+
+from ..targets import CLAUSE_IDS, TARGETS, TRANSITION_NAMES, Target
+from .driver import Driver, Mismatch, Tally
+from .processes import PROCESSES, Process
+from .proposals import chooser
 
 __all__ = ["ContractMachine", "RandomReport", "numbers", "processes", "run", "uncovered"]
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 from qeffect import TapeKey, TapeRef, Ticket
-from qeffect.verification.walks.world import Call, Slot, World
+
+from .world import Call, Slot, World
 
 __all__ = ["broken", "seat", "violations"]
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from qeffect import Contract
-from qeffect.verification.walks.world import Call
+
+from .world import Call
 
 __all__ = ["perform"]
 

@@ -13,8 +13,9 @@ from typing import Any
 from attrs import evolve
 
 from qeffect import Checkpoint, TapeKey, Ticket
-from qeffect.verification.walks.oracle import broken, seat, violations
-from qeffect.verification.walks.world import Call, Slot, World
+
+from .oracle import broken, seat, violations
+from .world import Call, Slot, World
 
 __all__ = [
     "ACTIONS",

@@ -16,13 +16,14 @@ from attrs import evolve, field, frozen
 from qeffect import Checkpoint, Contract, TapeRef, Ticket
 from qeffect.configuration import Configuration
 from qeffect.engine.stage import RELATIONS
-from qeffect.verification.walks.oracle import seat
-from qeffect.verification.walks.performing import perform
-from qeffect.verification.walks.processes import Process
-from qeffect.verification.walks.proposals import ACTIONS
-from qeffect.verification.walks.timeline import Step, schedule_text, timeline_text
-from qeffect.verification.walks.walk import Walker
-from qeffect.verification.walks.world import Call, World
+
+from .oracle import seat
+from .performing import perform
+from .processes import Process
+from .proposals import ACTIONS
+from .timeline import Step, schedule_text, timeline_text
+from .walk import Walker
+from .world import Call, World
 
 __all__ = ["Action", "Rehearsal", "Schedule"]
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from attrs import frozen
 
 from qeffect import Ticket
-from qeffect.verification.walks.world import Call
+
+from .world import Call
 
 __all__ = ["Step", "schedule_text", "timeline_text"]
 

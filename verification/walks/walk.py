@@ -7,7 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from qeffect import Checkpoint
-from qeffect.verification.walks.proposals import (
+
+from .proposals import (
     Pick,
     Plan,
     chooser,
@@ -16,7 +17,7 @@ from qeffect.verification.walks.proposals import (
     recover,
     support,
 )
-from qeffect.verification.walks.world import Call, World
+from .world import Call, World
 
 __all__ = ["Walker"]
 

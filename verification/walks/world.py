@@ -16,7 +16,8 @@ from attrs import Factory, define, field, frozen
 from qeffect import Checkpoint, StageConfig, TapeKey, TapeRef, Ticket
 from qeffect.engine.freelist import FreeSlots
 from qeffect.keys import Cell
-from qeffect.verification.walks.processes import Process
+
+from .processes import Process
 
 __all__ = ["Call", "Domain", "Flight", "Link", "Pool", "Slot", "Stage", "Tape", "World"]
 

@@ -9,7 +9,7 @@ two actions that change places show in the bits here. The products are not its o
 dequantized and multiplied in fp32, which is exact enough to compare as raw bits.
 """
 
-from qeffect.gpu_runtime.backends.reference.scaling import ReferenceDomain
-from qeffect.gpu_runtime.backends.reference.stage import ReferenceStage
+from .scaling import ReferenceDomain
+from .stage import ReferenceStage
 
 __all__ = ["ReferenceDomain", "ReferenceStage"]

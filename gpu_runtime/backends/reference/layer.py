@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.backends.protocol import NonMatrix, WgradUnit
-from qeffect.gpu_runtime.backends.reference.linear import ScaledLinear
-from qeffect.gpu_runtime.backends.reference.scaling import ReferenceDomain
+from ..layers import LayerConfig
+from ..protocol import NonMatrix, WgradUnit
+from .linear import ScaledLinear
+from .scaling import ReferenceDomain
 
 
 class ReferenceLayer(torch.nn.Module):

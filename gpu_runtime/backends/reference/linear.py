@@ -16,8 +16,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.protocol import BackendError, Matrix, WgradUnit
-from qeffect.gpu_runtime.backends.reference.scaling import Quantized, ReferenceDomain, ScalingState
+from ..protocol import BackendError, Matrix, WgradUnit
+from .scaling import Quantized, ReferenceDomain, ScalingState
 
 Store = deque[tuple["ScaledLinear", tuple[Quantized, Quantized]]]
 """Deferred operands in the order in which dI queued them; a bare queue, as the library's is."""

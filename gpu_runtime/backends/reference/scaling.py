@@ -17,9 +17,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.devices import placed
-from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 from qeffect.text import shown
+
+from ..devices import placed
+from ..protocol import BackendError, StageBackend
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.dynamic import DynamicHead
-from qeffect.gpu_runtime.backends.ends import Ends, TokenEmbedding, drawn, stage_ends, tie_head
-from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.backends.protocol import (
+from ..dynamic import DynamicHead
+from ..ends import Ends, TokenEmbedding, drawn, stage_ends, tie_head
+from ..layers import LayerConfig
+from ..protocol import (
     RELATIONS,
     Adding,
     BackendError,
@@ -30,13 +30,13 @@ from qeffect.gpu_runtime.backends.protocol import (
     WgradUnit,
     module_probe,
 )
-from qeffect.gpu_runtime.backends.reference.layer import ReferenceHead, ReferenceLayer
-from qeffect.gpu_runtime.backends.reference.linear import (
+from .layer import ReferenceHead, ReferenceLayer
+from .linear import (
     ScaledLinear,
     Store,
     write_gradient,
 )
-from qeffect.gpu_runtime.backends.reference.scaling import ReferenceDomain
+from .scaling import ReferenceDomain
 
 Loss = Callable[..., Tensor]
 

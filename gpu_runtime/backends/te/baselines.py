@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.backends.te.domain import library, refuse_missing, reset_process
-from qeffect.gpu_runtime.backends.te.internals import BASELINE, missing_imports
+from ..layers import LayerConfig
+from .domain import library, refuse_missing, reset_process
+from .internals import BASELINE, missing_imports
 
 Chunking = Literal["chunks", "layers", "model"]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.protocol import BackendError, DeferredWork, WgradUnit
+from ..protocol import BackendError, DeferredWork, WgradUnit
 
 GEMM_ARGUMENTS = "wgrad_gemm_kwargs"
 """The closure variable that holds a deferred product's arguments ends in this."""

@@ -20,9 +20,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.devices import placed
-from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
-from qeffect.gpu_runtime.backends.te.internals import missing_imports
+from ..devices import placed
+from ..protocol import BackendError, StageBackend
+from .internals import missing_imports
 
 TESTED = ((2, 18), (2, 20))
 """

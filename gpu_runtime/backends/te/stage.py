@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.backends.dynamic import DynamicHead
-from qeffect.gpu_runtime.backends.ends import Ends, TokenEmbedding, drawn, stage_ends, tie_head
-from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.backends.protocol import (
+from ..dynamic import DynamicHead
+from ..ends import Ends, TokenEmbedding, drawn, stage_ends, tie_head
+from ..layers import LayerConfig
+from ..protocol import (
     RELATIONS,
     Adding,
     BackendError,
@@ -34,14 +34,14 @@ from qeffect.gpu_runtime.backends.protocol import (
     WgradUnit,
     module_probe,
 )
-from qeffect.gpu_runtime.backends.te import deferred
-from qeffect.gpu_runtime.backends.te.domain import (
+from . import deferred
+from .domain import (
     TransformerEngineDomain,
     library,
     refuse_missing,
     reset_process,
 )
-from qeffect.gpu_runtime.backends.te.internals import (
+from .internals import (
     STATE,
     STORES,
     missing_in_head,

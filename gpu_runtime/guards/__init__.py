@@ -1,0 +1,1 @@
+"""Guards for other people's frameworks, one module each."""

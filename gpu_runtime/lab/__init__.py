@@ -1,0 +1,1 @@
+"""The laboratory: what compares, times and plots the runtime. Nothing in the product imports it."""

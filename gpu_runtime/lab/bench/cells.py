@@ -1,0 +1,122 @@
+"""
+The cells of the speed and memory tables: dimensions of the layers, and the order they run in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+
+from qeffect.report import UnusableError
+from qeffect.schedule.torch_tables import torch_schedule
+
+from ...backends.layers import LayerConfig
+from ...step.plan.order import Order
+
+
+@attrs.frozen
+class BenchCell:
+    """
+    One workload: a rank's stages of one transformer layer each, and the order of their actions.
+
+    Args:
+        name: What tables call it.
+        hidden: Width of the residual stream.
+        ffn: Width of the MLP.
+        sequence: Tokens in a microbatch.
+        microbatches: Microbatches of a step.
+        heads: Attention heads; None is hidden / 128.
+        schedule: The class of torch whose table gives the order.
+        pp: Ranks of that table.
+        vpp: Stages of a rank.
+        rank: Which rank's row runs.
+        chained: Whether each stage feeds the next. Rows of a longer pipeline do not chain: there,
+            every stage reads and returns tensors of its own.
+    """
+
+    name: str
+    hidden: int
+    ffn: int
+    sequence: int
+    microbatches: int
+    heads: int | None = None
+    schedule: str = "ScheduleInterleaved1F1B"
+    pp: int = 1
+    vpp: int = 2
+    rank: int = 0
+    chained: bool = True
+
+    @property
+    def config(self) -> LayerConfig:
+        """The dimensions as the backends take them."""
+        heads = self.hidden // 128 if self.heads is None else self.heads
+        return LayerConfig(self.hidden, self.ffn, heads, self.sequence)
+
+    def order(self) -> Order:
+        """The row of the schedule's table, made by the torch that is installed."""
+        table = torch_schedule(
+            self.schedule, pp=self.pp, vpp=self.vpp, microbatches=self.microbatches
+        )
+        return Order.of_rank(table, self.rank)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, for reports and for workers."""
+        return attrs.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> BenchCell:
+        """The cell that `to_json` wrote."""
+        return cls(**data)
+
+
+CELLS: tuple[BenchCell, ...] = (
+    BenchCell("h2048-s256-m4", 2048, 8192, 256, 4),
+    BenchCell("h4096-s256-m8", 4096, 11008, 256, 8),
+    BenchCell("h4096-s4096-m4", 4096, 11008, 4096, 4),
+)
+"""The three cells of the tables: launch bound, between, and compute bound."""
+
+TINY = BenchCell("tiny", 32, 64, 16, 4, heads=2)
+"""A cell that a CPU runs in milliseconds, to exercise the harness."""
+
+SWEEP_MICROBATCHES = (2, 4, 8, 16, 32)
+
+
+def sweep_cell(base: BenchCell, microbatches: int, *, rank: int = 1) -> BenchCell:
+    """
+    The row of one rank of ZB-V over two ranks, with a cell's dimensions.
+
+    Rank 1 by default: it has the longer row of live tapes that are not released in order.
+    """
+    return attrs.evolve(
+        base,
+        name=f"zbv-pp2-rank{rank}-m{microbatches}",
+        microbatches=microbatches,
+        schedule="ScheduleZBVZeroBubble",
+        pp=2,
+        vpp=2,
+        rank=rank,
+        chained=False,
+    )
+
+
+def cells_named(names: Iterable[str]) -> list[BenchCell]:
+    """
+    Cells by index or name.
+
+    >>> [cell.name for cell in cells_named(["0", "tiny"])]
+    ['h2048-s256-m4', 'tiny']
+
+    Raises:
+        UnusableError: There is no such cell.
+    """
+    known = {cell.name: cell for cell in (*CELLS, TINY)}
+    known.update({str(n): cell for n, cell in enumerate(CELLS)})
+    found = []
+    for name in names:
+        if name not in known:
+            raise UnusableError(f"unknown cell {name!r}; choose from {', '.join(known)}")
+        found.append(known[name])
+    return found

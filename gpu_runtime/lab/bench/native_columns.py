@@ -1,0 +1,264 @@
+"""
+What users have today: native eager, the library's own graphs, and one graph of a whole step.
+
+The whole-step graph is a bound, not a product: it holds one fixed order with its data in place.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from ...backends.te import baselines as te_baselines
+from ...backends.te.baselines import Chunking
+from ...step.plan.order import Kind
+from .cells import BenchCell
+from .columns import Settings
+
+WARMUP_STEPS = 3
+
+
+@attrs.define(eq=False)
+class _Training:
+    """Layers, data and optimizer that every column of this module shares."""
+
+    cell: BenchCell
+    settings: Settings
+    fused: bool
+    capturable: bool = False
+    layers: list[torch.nn.Module] = attrs.field(factory=list, init=False)
+    matrices: list[torch.nn.Parameter] = attrs.field(factory=list, init=False)
+    x: list[Tensor] = attrs.field(factory=list, init=False)
+    dy: list[Tensor] = attrs.field(factory=list, init=False)
+    actions: list[tuple[bool, int, int]] = attrs.field(factory=list, init=False)
+    recipe: Any = attrs.field(default=None, init=False)
+    optimizer: Any = attrs.field(default=None, init=False)
+
+    def build(self) -> None:
+        """Layers with their first weights, inputs, output gradients and AdamW."""
+        config = self.cell.config
+        order = self.cell.order()
+        if not self.cell.chained:
+            raise ValueError(
+                f"{self.cell.name}: its stages do not feed each other, and native columns can time "
+                "only stages that do"
+            )
+        self.recipe = te_baselines.delayed_scaling(self.settings.history)
+        self.layers = [
+            te_baselines.layer(config, fused=self.fused, seed=n) for n in range(len(order.stages))
+        ]
+        self.matrices = [p for one in self.layers for p in te_baselines.matrices(one)]
+        if self.fused:
+            for parameter in self.matrices:
+                parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+        position = {stage: n for n, stage in enumerate(order.stages)}
+        self.actions = [
+            (step.kind is Kind.FORWARD, position[step.stage], step.microbatch)
+            for step in order.steps
+            if step.kind is not Kind.WGRAD
+        ]
+        torch.manual_seed(1)
+        shape = (config.sequence, config.batch, config.hidden)
+        for _ in range(self.cell.microbatches):
+            self.x.append(torch.randn(shape, device=self.settings.device, dtype=config.dtype))
+            self.dy.append(
+                torch.randn(shape, device=self.settings.device, dtype=config.dtype) * 0.01
+            )
+        self.optimizer = torch.optim.AdamW(
+            [p for one in self.layers for p in one.parameters()],
+            lr=1e-4,
+            fused=True,
+            capturable=self.capturable,
+        )
+
+    def update(self) -> None:
+        """AdamW on `.grad`, or on `main_grad` standing in for it; gradients are then dropped."""
+        if self.fused:
+            for parameter in self.matrices:
+                parameter.grad = parameter.main_grad  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def walk(self, forward: Any) -> None:
+        """
+        Every F and full backward in the table's order, each stage a graph of autograd of its own.
+
+        Args:
+            forward: Called with position, microbatch, input and whether it is the stage's first F.
+        """
+        inputs: dict[tuple[int, int], Tensor] = {}
+        outputs: dict[tuple[int, int], Tensor] = {}
+        started: set[int] = set()
+        last = len(self.layers) - 1
+        for is_forward, n, m in self.actions:
+            if is_forward:
+                source = self.x[m] if n == 0 else outputs[n - 1, m]
+                h = inputs[n, m] = source.detach().requires_grad_()
+                with te_baselines.autocast(self.recipe):
+                    outputs[n, m] = forward(n, m, h, n not in started)
+                started.add(n)
+            else:
+                dy = self.dy[m] if n == last else inputs.pop((n + 1, m)).grad
+                torch.autograd.backward(outputs.pop((n, m)), dy)
+                if n == 0:
+                    del inputs[0, m]
+
+    def facts(self) -> Mapping[str, Any]:
+        """Nothing beyond the cell."""
+        return {}
+
+    def close(self) -> None:
+        """Drop every tensor."""
+        self.layers.clear()
+        self.matrices.clear()
+        self.optimizer = None
+
+
+@attrs.define(eq=False)
+class Native(_Training):
+    """Eager full backward with weight caching."""
+
+    def warm(self) -> None:
+        """Native needs nothing before its first step."""
+
+    def step(self) -> None:
+        """One optimizer step."""
+        self.walk(self._forward)
+        self.update()
+
+    def _forward(self, n: int, m: int, h: Tensor, first: bool) -> Tensor:
+        y: Tensor = self.layers[n](h, is_first_microbatch=first)
+        return y
+
+
+@attrs.define(eq=False)
+class WholeStep(Native):
+    """The native step, update included, as one graph."""
+
+    capturable: bool = True
+    graph: Any = attrs.field(default=None, init=False)
+
+    def warm(self) -> None:
+        """Run the step on a side stream, then capture it there."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUP_STEPS):
+                super().step()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        gc.disable()  # A graph that is collected during a capture ends the capture.
+        try:
+            with torch.cuda.graph(self.graph, stream=stream):
+                super().step()
+        finally:
+            gc.enable()
+        torch.cuda.synchronize()
+
+    def step(self) -> None:
+        """Replay."""
+        self.graph.replay()
+
+    def facts(self) -> Mapping[str, Any]:
+        """One graph."""
+        return {"graphs": 1}
+
+    def close(self) -> None:
+        """Drop the graph before its memory."""
+        self.graph = None
+        super().close()
+
+
+@attrs.define(eq=False)
+class Graphed(_Training):
+    """The library's `make_graphed_callables` at one chunking."""
+
+    chunking: Chunking = "chunks"
+    by_microbatch: bool = False
+    graphs: tuple[Any, ...] = attrs.field(default=(), init=False)
+
+    def build(self) -> None:
+        """As every column, in the order that was asked for."""
+        super().build()
+        if self.by_microbatch:
+            positions = range(len(self.layers))
+            self.actions = [
+                (is_forward, n, m)
+                for m in range(self.cell.microbatches)
+                for is_forward, row in ((True, positions), (False, reversed(positions)))
+                for n in row
+            ]
+
+    def warm(self) -> None:
+        """The library's own warm-up and capture."""
+        if self.chunking == "chunks":
+            order = [(n + 1) if is_forward else -(n + 1) for is_forward, n, _ in self.actions]
+        else:
+            order = [1, -1] * self.cell.microbatches
+        self.graphs = te_baselines.graphed(
+            self.layers, self.x[0], self.cell.microbatches, order, self.chunking, self.recipe
+        )
+        self._zero()
+        torch.cuda.synchronize()
+
+    def step(self) -> None:
+        """One optimizer step; its graphs always accumulate, so `main_grad` starts at zero."""
+        if self.chunking == "chunks":
+            self.walk(self._forward)
+        else:
+            self._walk_microbatches()
+        self.update()
+        self._zero()
+
+    def _forward(self, n: int, m: int, h: Tensor, first: bool) -> Tensor:
+        y: Tensor = self.graphs[n * self.cell.microbatches + m](h, is_first_microbatch=first)
+        return y
+
+    def _walk_microbatches(self) -> None:
+        each = len(self.graphs) // self.cell.microbatches
+        for m in range(self.cell.microbatches):
+            y = self.x[m].detach().requires_grad_()
+            with te_baselines.autocast(self.recipe):
+                for forward in self.graphs[m * each : (m + 1) * each]:
+                    y = forward(y, is_first_microbatch=m == 0)
+            torch.autograd.backward(y, self.dy[m])
+
+    def _zero(self) -> None:
+        if self.fused:
+            torch._foreach_zero_([p.main_grad for p in self.matrices])  # type: ignore[attr-defined]
+
+    def facts(self) -> Mapping[str, Any]:
+        """A forward and a backward graph for each callable and microbatch."""
+        return {"graphs": 2 * len(self.graphs), "chunking": self.chunking}
+
+    def close(self) -> None:
+        """Drop the graphs before their memory."""
+        self.graphs = ()
+        super().close()
+
+
+def native(cell: BenchCell, settings: Settings, *, fused: bool) -> Native:
+    """Native eager, into `.grad` or fused into `main_grad`."""
+    return Native(cell, settings, fused)
+
+
+def whole_step(cell: BenchCell, settings: Settings, *, fused: bool) -> WholeStep:
+    """One graph of the native step."""
+    return WholeStep(cell, settings, fused)
+
+
+def graphed(
+    cell: BenchCell,
+    settings: Settings,
+    *,
+    chunking: Chunking,
+    fused: bool,
+    by_microbatch: bool = False,
+) -> Graphed:
+    """The library's own graphs; `by_microbatch` finishes each before the next, as no table does."""
+    return Graphed(cell, settings, fused, chunking=chunking, by_microbatch=by_microbatch)

@@ -1,0 +1,162 @@
+"""
+Host time of a guarded action, split into its parts.
+
+Whoever an action calls is timed inside it, one part at a time: a look at the clock costs as much as
+a small part does, and would show in the others. What a timed call adds to its own reading is
+measured on a call that does nothing, and taken off.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from qeffect.contract import Contract
+
+from ...step import actions as frames
+from ...step.graphs import GraphExecutor
+from ...step.memory.arena import Arena
+from ...step.memory.slots import Boundary
+from ...step.streams import GraphStream, HostHandoff
+
+Clock = Callable[[], int]
+"""Nanoseconds from anywhere; never goes back."""
+
+_CROSSING = ("cross", "cross_back", "record_tail")
+
+PARTS: Final[Mapping[str, tuple[tuple[Any, tuple[str, ...]], ...]]] = {
+    "kernel check": ((Contract, ("check_refresh", "check_forward", "check_dgrad", "check_wgrad")),),
+    "kernel commit": ((Contract, ("commit",)),),
+    "kernel streams": ((Contract, ("enter", "wait")),),
+    "kernel bind and read": ((Contract, ("bind", "read", "finish_read")),),
+    "streams and events": ((GraphStream, _CROSSING), (HostHandoff, _CROSSING)),
+    "caller's tensors": ((Boundary, ("check",)),),
+    "copies": ((frames, ("fill",)),),
+    "destinations": ((Arena, ("present",)),),
+    "addresses": ((GraphExecutor, ("check_addresses",)),),
+    "executor": ((GraphExecutor, ("refresh", "forward", "dgrad", "wgrad")),),
+}
+"""Whose calls are timed, by part. The executor's contain the look at addresses and the launch."""
+
+_CALIBRATIONS = 2000
+
+
+class _Watch:
+    """
+    Reads one part at a time.
+
+    Args:
+        clock: What is read before and after each call.
+
+    Attributes:
+        reading: What the timed calls have read since it was last set to zero.
+        calls: How many there were, ever.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.reading = self.calls = 0
+        self._added = 0
+        self._added = self._calibrated()
+
+    def _calibrated(self) -> int:
+        """What a timed call adds to its own reading: that of a call that does nothing."""
+        timed, read = self.timed(_nothing), []
+        for _ in range(_CALIBRATIONS):
+            self.reading = 0
+            timed()
+            read.append(self.reading)
+        return round(statistics.median(read))
+
+    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, adding to `reading`."""
+        clock, added = self.clock, self._added
+
+        def watched(*args: Any, **options: Any) -> Any:
+            started = clock()
+            try:
+                return call(*args, **options)
+            finally:
+                self.reading += clock() - started - added
+                self.calls += 1
+
+        return watched
+
+    @contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        """Time the calls of one part."""
+        originals = [
+            (owner, name, vars(owner)[name]) for owner, names in PARTS[part] for name in names
+        ]
+        try:
+            for owner, name, original in originals:
+                setattr(owner, name, self.timed(original))
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+
+
+def _nothing() -> None:
+    """A call that does nothing."""
+
+
+class _Split:
+    """Actions of which each call leaves what one part of it read."""
+
+    def __init__(
+        self, actions: Any, names: tuple[str, ...], watch: _Watch, ns: Mapping[str, list[int]]
+    ) -> None:
+        for name in names:
+            setattr(self, name, self._call(getattr(actions, name), watch, ns[name]))
+
+    @staticmethod
+    def _call(call: Callable[..., Any], watch: _Watch, ns: list[int]) -> Callable[..., Any]:
+        def split(*args: Any, **options: Any) -> Any:
+            watch.reading, before = 0, watch.calls
+            result = call(*args, **options)
+            if watch.calls != before:
+                ns.append(watch.reading)
+            return result
+
+        return split
+
+
+def part_times(
+    step: Callable[[Any], None],
+    actions: Any,
+    names: tuple[str, ...],
+    synchronize: Callable[[], None],
+    steps: int,
+    *,
+    clock: Clock = time.perf_counter_ns,
+) -> dict[str, dict[str, list[int]]]:
+    """
+    Split the calls of guarded steps into parts: for each part, some steps in which it is timed.
+
+    Args:
+        step: Runs one step through the actions that it is given.
+        actions: The guarded actions.
+        names: Calls to split.
+        synchronize: Waits for the device.
+        steps: How many for each part.
+        clock: Read around each call of a part.
+
+    Returns:
+        Nanoseconds of single calls in the order of the calls, by part and kind of call; a part
+        that a kind never calls is left out.
+    """
+    watch = _Watch(clock)
+    found: dict[str, dict[str, list[int]]] = {}
+    for part in PARTS:
+        ns: dict[str, list[int]] = {name: [] for name in names}
+        split = _Split(actions, names, watch, ns)
+        with watch.of(part):
+            for _ in range(steps):
+                step(split)
+                synchronize()
+        found[part] = {name: read for name, read in ns.items() if read}
+    return found

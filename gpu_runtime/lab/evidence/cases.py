@@ -1,0 +1,257 @@
+"""
+What is compared: dimensions, an order, an amax history and a destination, covered pairwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import attrs
+import torch
+
+from qeffect.schedule.torch_tables import torch_schedule
+
+from ...backends.layers import LayerConfig
+from ...step.memory.arena import RULES, Rule
+from ...step.plan.order import Kind, Order, Step
+from .native import NativeRule, rule_for
+
+Scaling = Literal["delayed", "current", "block"]
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@attrs.frozen
+class Case:
+    """
+    One comparison.
+
+    Args:
+        name: What reports call it.
+        schedule: A schedule class of torch, of which one rank's row runs, or `random`, or `given`.
+        rank: The rank, or the seed of a random order.
+        history: Entries of each amax history.
+        rule: Where dW writes.
+        dtype: Type of the destinations.
+        fused_qkv: One parameter for query, key and value, or three.
+        hidden: Width of the residual stream.
+        ffn: Width of the MLP.
+        heads: Attention heads.
+        sequence: Tokens of a microbatch.
+        steps: Optimizer steps.
+        scaling: The FP8 recipe.
+        num_layers: Layers in each stage.
+        cells: The order itself where the schedule is `given`, as in `0F0 0I0 0W0`.
+        pp: Ranks of the schedule's table.
+        vpp: Stages of a rank.
+        microbatches: Microbatches of a step.
+        recorded_from: The first step that is recorded. Later steps depend on every bit that earlier
+            ones leave, so a large case records its last step alone.
+    """
+
+    name: str
+    schedule: str
+    rank: int
+    history: int
+    rule: Rule
+    dtype: str = "bfloat16"
+    fused_qkv: bool = True
+    hidden: int = 512
+    ffn: int = 2048
+    heads: int = 4
+    sequence: int = 256
+    steps: int = 20
+    scaling: Scaling = "delayed"
+    num_layers: int = 1
+    cells: str = ""
+    pp: int = 2
+    vpp: int = 2
+    microbatches: int = 4
+    recorded_from: int = 0
+
+    @property
+    def config(self) -> LayerConfig:
+        """The dimensions as backends take them."""
+        return LayerConfig(
+            self.hidden, self.ffn, self.heads, self.sequence, fused_qkv=self.fused_qkv
+        )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Type of the destinations."""
+        return DTYPES[self.dtype]
+
+    def order(self) -> Order:
+        """The order of F, dI and dW."""
+        if self.schedule == "random":
+            return random_order(self.rank)
+        if self.schedule == "given":
+            return Order.parse(self.cells)
+        table = torch_schedule(
+            self.schedule, pp=self.pp, vpp=self.vpp, microbatches=self.microbatches
+        )
+        return Order.of_rank(table, self.rank)
+
+    def with_steps(self, steps: int) -> Case:
+        """The same comparison over another number of optimizer steps."""
+        return attrs.evolve(self, steps=steps, recorded_from=min(self.recorded_from, steps - 1))
+
+    def native_rule(self, backend: str) -> NativeRule | None:
+        """
+        How native accumulates the same sum; None where its library cannot, so that split eager is
+        the reference.
+        """
+        rule = rule_for(self.order(), self.rule, self.torch_dtype)
+        exact = rule in ("dgrad_order", "wgrad_order")
+        if backend != "reference" and (exact or (rule == "main_grad" and not self.fused_qkv)):
+            return None
+        return rule
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, for reports and other processes."""
+        return attrs.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Case:
+        """The case that `to_json` wrote."""
+        return cls(**data)
+
+
+def random_order(seed: int, *, num_stages: int = 2, num_microbatches: int = 4) -> Order:
+    """A legal order with arbitrary delays: only F before dI before dW of one tape is kept."""
+    rng = random.Random(seed)
+    after = {Kind.FORWARD: Kind.DGRAD, Kind.DGRAD: Kind.WGRAD}
+    ready = [
+        Step(Kind.FORWARD, stage, microbatch)
+        for stage in range(num_stages)
+        for microbatch in range(num_microbatches)
+    ]
+    steps = []
+    while ready:
+        step = ready.pop(rng.randrange(len(ready)))
+        steps.append(step)
+        if step.kind in after:
+            ready.append(step._replace(kind=after[step.kind]))
+    return Order(tuple(steps), f"random, seed {seed}")
+
+
+_IL, _IZB, _ZBV = (
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+)
+
+#: Hidden 512, 20 steps. Orders, destinations and histories so that every pair of two occurs.
+STEPWISE: tuple[Case, ...] = (
+    Case("il-copied-h4", _IL, 0, 4, "copied"),
+    Case("il-arena-h64", _IL, 1, 64, "per_microbatch"),
+    Case("il-accumulate-h4", _IL, 0, 4, "accumulate", "float32"),
+    Case("izb-copied-h64", _IZB, 1, 64, "copied"),
+    Case("izb-arena-h4", _IZB, 0, 4, "per_microbatch", fused_qkv=False),
+    Case("izb-accumulate-h64", _IZB, 0, 64, "accumulate"),
+    Case("zbv-copied-h4", _ZBV, 0, 4, "copied", fused_qkv=False),
+    Case("zbv-arena-h64", _ZBV, 1, 64, "per_microbatch"),
+    Case("zbv-accumulate-h64", _ZBV, 1, 64, "accumulate", "float32"),
+    Case("zbv-accumulate-h4", _ZBV, 0, 4, "accumulate"),
+    Case("random-copied-h64", "random", 3, 64, "copied"),
+    Case("random-arena-h4", "random", 5, 4, "per_microbatch"),
+    Case("random-accumulate-h4", "random", 7, 4, "accumulate", "float32", fused_qkv=False),
+    Case("random-accumulate-h64", "random", 9, 64, "accumulate", "float32"),
+    Case("zbv-two-layers-h4", _ZBV, 1, 4, "accumulate", num_layers=2),
+)
+
+_WIDE: dict[str, Any] = {"hidden": 2048, "ffn": 8192, "heads": 16, "steps": 6}
+
+#: Hidden 2,048, 6 steps.
+WIDE: tuple[Case, ...] = (
+    Case("wide-il-copied-h4", _IL, 0, 4, "copied", **_WIDE),
+    Case("wide-izb-arena-h64", _IZB, 1, 64, "per_microbatch", **_WIDE),
+    Case("wide-zbv-accumulate-h4", _ZBV, 1, 4, "accumulate", "float32", **_WIDE),
+)
+
+#: Recipes without delayed scaling's state; they leave out the relations that they do not use.
+RECIPES: tuple[Case, ...] = (
+    Case("current-scaling", _ZBV, 1, 4, "copied", scaling="current", steps=6),
+    Case("block-scaling", _ZBV, 1, 4, "copied", scaling="block", steps=6),
+)
+
+
+def _timed(name: str, rule: Rule, hidden: int, ffn: int, sequence: int, microbatches: int) -> Case:
+    return Case(
+        name,
+        _IL,
+        0,
+        1024,
+        rule,
+        hidden=hidden,
+        ffn=ffn,
+        heads=hidden // 128,
+        sequence=sequence,
+        steps=5,
+        pp=1,
+        microbatches=microbatches,
+        recorded_from=4,
+    )
+
+
+#: The shapes, orders and amax histories of the step table, whose last step is compared.
+TIMED: tuple[Case, ...] = (
+    _timed("timed-h2048-s256-m4-copied", "copied", 2048, 8192, 256, 4),
+    _timed("timed-h2048-s256-m4-accumulate", "accumulate", 2048, 8192, 256, 4),
+    _timed("timed-h4096-s256-m8-arena", "per_microbatch", 4096, 11008, 256, 8),
+    _timed("timed-h4096-s256-m8-accumulate", "accumulate", 4096, 11008, 256, 8),
+    _timed("timed-h4096-s4096-m4-accumulate", "accumulate", 4096, 11008, 4096, 4),
+)
+
+_SMALL: dict[str, Any] = {"hidden": 128, "ffn": 256, "heads": 2, "sequence": 64}
+
+
+def _matrix() -> Iterator[Case]:
+    rows = itertools.product(((_IL, "il"), (_IZB, "izb"), (_ZBV, "zbv")), (0, 1))
+    for ((schedule, short), rank), history, rule, fused in itertools.product(
+        rows, (4, 16, 64), RULES, (True, False)
+    ):
+        yield Case(
+            f"{short}{rank}-{rule}-h{history}-{'fused' if fused else 'split'}",
+            schedule,
+            rank,
+            history,
+            rule,
+            "float32" if rule == "accumulate" and fused else "bfloat16",
+            fused_qkv=fused,
+            **_SMALL,
+        )
+
+
+#: Every rank's row of every table, every history, every destination, fused and split QKV, at hidden
+#: 128 for 20 steps: small enough for a CPU. On a device their sequences are longer.
+MATRIX: tuple[Case, ...] = tuple(_matrix())
+
+SETS: Mapping[str, tuple[Case, ...]] = {
+    "stepwise": STEPWISE,
+    "wide": WIDE,
+    "recipes": RECIPES,
+    "timed": TIMED,
+    "matrix": MATRIX,
+}
+
+#: What `compare` runs unless asked otherwise.
+DEFAULT_SETS = ("stepwise", "wide", "recipes", "timed")
+
+
+def small(case: Case) -> Case:
+    """The same comparison at hidden 128, for a CPU; a case of that size is left alone."""
+    if case.hidden <= _SMALL["hidden"]:
+        return case
+    return attrs.evolve(case, **_SMALL).with_steps(min(case.steps, 6))
+
+
+#: Shorter sequences end in an illegal access under capture: see `probes`.
+SHORTEST = 128
+
+
+def on_device(case: Case) -> Case:
+    """The same comparison with sequences that the library's fused attention stays inside of."""
+    return attrs.evolve(case, sequence=max(case.sequence, SHORTEST))

@@ -1,0 +1,288 @@
+"""
+The fault table injected into a runtime whose graphs are live, and physical actions that fail.
+
+Six of the table's seven violations are refused and change nothing, so they are injected into an
+epoch that goes on and is compared like any other. The seventh starts a write after one that failed;
+like an F or a dI that fails half way it spoils its epoch, which is rebuilt from the last commit and
+run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from qeffect.refusals import Refused
+from qeffect.spec.document import fault_rows
+
+from ...runtime import Runtime
+from ...step.plan.order import Kind, Step
+from .driver import GuardedRun
+
+__all__ = ["INJECTED", "ROWS", "LocalReduction", "abort_write", "disturb", "refused", "settled"]
+
+#: The fault table by the name of each row.
+ROWS: Mapping[str, Mapping[str, str]] = {row["id"]: row for row in fault_rows()}
+
+#: What `disturb` injects, by the number of the step that it precedes or runs.
+INJECTED = {
+    1: "the six rows of the fault table that change nothing, while tapes are live",
+    2: "an F that fails after its replay",
+    3: "a dI that fails after its replay",
+    4: "a dW that fails after its replay; a write after an aborted one, the table's seventh row",
+}
+
+_HANDOFFS = ("submitted", "joined", "waited")
+
+
+class Failure(Exception):  # noqa: N818 - what it is, not what went wrong
+    """The failure of a physical action that an injection makes happen."""
+
+
+@attrs.define(eq=False)
+class LocalReduction:
+    """
+    A reduction over one rank: it leaves gradients as they are, and can be interrupted once.
+
+    Args:
+        during: Called while the next reduction is in flight.
+    """
+
+    during: Callable[[], None] | None = None
+
+    def __call__(self, bucket: int | str, gradients: Mapping[str, Tensor]) -> None:
+        """Reduce the gradients of a bucket in place."""
+        act, self.during = self.during, None
+        if act is not None:
+            act()
+
+
+def settled(runtime: Runtime) -> dict[str, object]:
+    """The kernel's state and the number of replays, without handoffs: a refused call makes them."""
+    found: dict[str, object] = dict(runtime.contract.snapshot())
+    for name in _HANDOFFS:
+        found.pop(name)
+    found["replays"] = getattr(runtime.executor, "num_replays", None)
+    return found
+
+
+def refused(
+    runtime: Runtime, clause: str, transition: str, action: Callable[[], object]
+) -> dict[str, str]:
+    """
+    Make an invalid call, which must be refused by one clause of one transition and change nothing.
+
+    Returns:
+        The clause and the transition, for a report.
+
+    Raises:
+        AssertionError: It was accepted, was refused otherwise, replayed or changed the kernel.
+    """
+    before = settled(runtime)
+    try:
+        action()
+    except Refused as error:
+        found = (error.clause, error.transition)
+        if found != (clause, transition):
+            raise AssertionError(
+                f"refused by {found[0]} in {found[1]}, expected {clause} in {transition}"
+            ) from error
+    else:
+        raise AssertionError(f"accepted; expected {clause} in {transition}")
+    after = settled(runtime)
+    if changed := [name for name in before if before[name] != after[name]]:
+        raise AssertionError(f"{clause}: the refused call changed {', '.join(changed)}")
+    return {"clause": clause, "transition": transition}
+
+
+def disturb(run: GuardedRun, number: int) -> list[dict[str, str]]:
+    """
+    Inject what belongs to a step.
+
+    Afterwards the epoch has either been run to its end and committed, or it has been rebuilt and is
+    to be run from its start. Nothing of an attempt that was given up is recorded.
+
+    Returns:
+        What was injected: the row's name or what failed, the clause, the transition and the step.
+
+    Raises:
+        AssertionError: A fault was accepted, refused by another clause, or changed something.
+    """
+    if number not in INJECTED:
+        return []
+    if number == 1:
+        return _refusals(run)
+    recording, run.recording = run.recording, None
+    try:
+        kind = {2: Kind.FORWARD, 3: Kind.DGRAD, 4: Kind.WGRAD}[number]
+        found = [_fail(run, kind)]
+        run.runtime.rebuild()
+        if kind is Kind.WGRAD:
+            found.append(_write_after_abort(run))
+            run.runtime.rebuild()
+    finally:
+        run.recording = recording
+    return found
+
+
+def _row(run: GuardedRun, name: str, where: object, action: Callable[[], object]) -> dict[str, str]:
+    """One row of the table, refused by exactly its clause in exactly its transition."""
+    row = ROWS[name]
+    found = refused(run.runtime, row["clause"], row["transition"], action)
+    return {"fault": name, **found, "where": str(where)}
+
+
+def _refusals(run: GuardedRun) -> list[dict[str, str]]:
+    """Run an epoch to its commit, with the rows that change nothing injected on the way."""
+    runtime, actions = run.runtime, run.runtime.actions
+    first, missing = runtime.order.steps[0], runtime.order.steps[-1]
+    key = runtime.key(first.stage, first.microbatch)
+    inputs = run.workload.inputs(runtime.stages[first.stage], runtime.epoch, first.microbatch)
+    found = [_row(run, "stale-cache", first, lambda: actions.forward(key, inputs))]
+    run.begin()
+    for step in runtime.order.steps[:-1]:
+        run.advance(step)
+        if step.kind is Kind.DGRAD:
+            found += _about_a_tape(run, step)
+    found.append(_row(run, "missing-wgrad", missing, lambda: _finalize(runtime, missing.stage)))
+    run.advance(missing)
+    if not isinstance(runtime.reducer, LocalReduction):
+        raise AssertionError("the runtime has no reduction that can be interrupted")
+
+    def save() -> None:
+        runtime.drain()
+        found.append(_row(run, "checkpoint-reduction", "reduction", runtime.checkpoint))
+
+    runtime.reducer.during = save
+    run.finish()
+    # What the table says of both checkpoints: withheld then, taken now.
+    runtime.checkpoint()
+    lacking = ROWS.keys() - {entry["fault"] for entry in found} - {"write-after-abort"}
+    if lacking:
+        raise AssertionError(f"not injected: {', '.join(sorted(lacking))}")
+    return found
+
+
+def _about_a_tape(run: GuardedRun, step: Step) -> list[dict[str, str]]:
+    """After a dI: its repetition, its slot's last tenant's reference, and a checkpoint."""
+    runtime, actions = run.runtime, run.runtime.actions
+    key = runtime.key(step.stage, step.microbatch)
+    ref = run.ref(key)
+    gradients = run.workload.output_gradients(
+        runtime.stages[step.stage], runtime.epoch, step.microbatch
+    )
+    found = [_row(run, "repeated-dgrad", step, lambda: actions.dgrad(key, ref, gradients))]
+    old = run.released.get((step.stage, ref.slot))
+    if old is not None:
+        # The slot is this tape's by now: reused, one generation on or more.
+        if not old.generation < ref.generation:
+            raise AssertionError(f"slot {ref.slot} was not reused: {old}, then {ref}")
+        found.append(_row(run, "old-reference", step, lambda: actions.wgrad(key, old)))
+    runtime.drain()
+    found.append(_row(run, "checkpoint-live-tape", step, runtime.checkpoint))
+    return found
+
+
+def _finalize(runtime: Runtime, stage: int) -> None:
+    """Finalize one stage as `Runtime.finalize` does, which would go on to the others."""
+    link = runtime.contract.link()
+    runtime.contract.submit("main")
+    runtime.handoff.wait_for_caller()
+    runtime.contract.join(link)
+    runtime.contract.finalize(stage, link)
+
+
+@contextmanager
+def _failing(run: GuardedRun, kind: Kind) -> Any:
+    """Let a physical action run, then raise before the kernel is told."""
+    executor = run.runtime.executor
+    method = {
+        Kind.FORWARD: "forward",
+        Kind.DGRAD: "dgrad",
+        Kind.WGRAD: "wgrad",
+    }[kind]
+    physical = getattr(executor, method)
+
+    def fails(*arguments: Any) -> Any:
+        physical(*arguments)
+        raise Failure(f"after the {kind.value} ran")
+
+    setattr(executor, method, fails)
+    try:
+        yield
+    except Failure:
+        return
+    finally:
+        setattr(executor, method, physical)
+    raise AssertionError(f"the injected failure of {kind.value} did not happen")
+
+
+def _fail(run: GuardedRun, kind: Kind) -> dict[str, str]:
+    """Let an epoch's second F or dI, or its last dW, run and then fail; its stage has no end."""
+    steps = run.runtime.order.steps
+    own = [step for step in steps if step.kind is kind]
+    if len(own) < 2:
+        raise AssertionError(f"the order has fewer than two {kind.value}")
+    failing = own[-1] if kind is Kind.WGRAD else own[1]
+    run.begin()
+    for step in steps[: steps.index(failing)]:
+        run.advance(step)
+    with _failing(run, kind):
+        run.advance(failing)
+    # Recipes without hidden state have no order to poison; their gradients are spoiled anyway.
+    poisons = kind is not Kind.WGRAD and "order" in run.runtime.relations
+    clause = "order.poisoned" if poisons else "arena.spoiled"
+    found = refused(run.runtime, clause, "finalize", lambda: _finalize(run.runtime, failing.stage))
+    return {"fault": f"a failed {kind.value}", **found, "where": str(failing)}
+
+
+def abort_write(run: GuardedRun, step: Step) -> None:
+    """Start a dW as a loop of its own would, let it write, and abort it."""
+    runtime = run.runtime
+    memory = runtime.memories[step.stage]
+    key, variant = runtime.key(step.stage, step.microbatch), memory.variants[step.microbatch]
+    link = runtime.contract.link()
+    runtime.contract.submit("main")
+    runtime.handoff.wait_for_caller()
+    runtime.contract.join(link)
+    ticket = runtime.contract.check_wgrad(
+        key,
+        run.ref(key),
+        destination=memory.arena.present(step.microbatch),
+        first=not variant.accumulate,
+        link=link,
+    )
+    with runtime.handoff.scope():
+        runtime.executor.wgrad(memory, memory.table[ticket.slot], variant)
+    runtime.contract.abort(ticket)
+
+
+def _write_after_abort(run: GuardedRun) -> dict[str, str]:
+    """Hold back a stage's last dW, abort the first of them half way, then start the second."""
+    runtime, steps = run.runtime, run.runtime.order.steps
+    last = {step.stage: n for n, step in enumerate(steps) if step.kind is Kind.FORWARD}
+    # From a stage's last F on nobody waits for its slots, so its dW can wait.
+    late = {
+        stage: [s for s in steps[n:] if s.stage == stage and s.kind is Kind.WGRAD]
+        for stage, n in last.items()
+    }
+    stage = max(late, key=lambda stage: len(late[stage]))
+    if len(late[stage]) < 2:
+        raise AssertionError("no stage of this order can hold back two dW")
+    aborted, second = late[stage][:2]
+    run.begin()
+    for step in steps:
+        if step not in late[stage]:
+            run.advance(step)
+    abort_write(run, aborted)
+    key = runtime.key(second.stage, second.microbatch)
+    return _row(
+        run,
+        "write-after-abort",
+        second,
+        lambda: runtime.actions.wgrad(key, run.ref(key)),
+    )

@@ -1,0 +1,254 @@
+"""
+Interleaved stages under Transformer Engine's own graphs, against native eager, bit by bit.
+
+Two open reports, NVIDIA/Megatron-LM#5966 and NVIDIA-NeMo/Megatron-Bridge#2096, have this shape: a
+rank of several chunks under `make_graphed_callables`, whose loss turns into NaN, without a
+published cause. A side here is one way to use those graphs for a rank's row of Interleaved 1F1B.
+The library relies on three things and looks at none: graphs are replayed in the order of their
+capture; where buffers are used again, a chunk's messages end before the end of the next chunk's
+backward; and there nobody keeps a gradient that a replay returned, as autograd does, which puts the
+first one into `.grad` as it is and adds the others into it. Each of the wrong sides breaks one of
+them. Every side is a process of its own, since the FP8 state is the process's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from qeffect.schedule.torch_tables import torch_schedule
+
+from ...backends.layers import LayerConfig
+from ...step.memory.state import raw_bits
+from ...step.plan.order import Kind, Order
+
+__all__ = ["SIDES", "Side", "differences", "record_side"]
+
+CONFIG = LayerConfig(256, 512, 2, 128)
+RANK, PP, CHUNKS, MICROBATCHES = 0, 2, 2, 8
+"""Rank 0 of two, two chunks of a layer, eight microbatches."""
+
+STEPS = 6
+HISTORY = 16
+
+
+@attrs.frozen
+class Side:
+    """
+    One way to run the row.
+
+    Args:
+        name: What the report calls it.
+        what: What is done, in a sentence.
+        graphs: Whether the library's graphs run it.
+        reuse: Whether the library uses buffers again.
+        captured_by: The rank in whose order the graphs are captured; the row's own by default.
+        taken: Whether each parameter gradient is added to a buffer of one's own as soon as it is
+            there, as Megatron's does, instead of staying in `.grad`.
+        late: How many forwards or backwards after its own a result is read, as a message that is
+            still under way reads it.
+        breaks: The relation that does not hold; None where all do.
+    """
+
+    name: str
+    what: str
+    graphs: bool = True
+    reuse: bool = False
+    taken: bool = False
+    captured_by: int = RANK
+    late: int = 0
+    breaks: str | None = None
+
+
+SIDES = (
+    Side("native", "native eager", graphs=False),
+    Side("native again", "native eager, once more", graphs=False),
+    Side("graphs", "captured and replayed in the row's order"),
+    Side("graphs, late", "the same, each result read two actions later", late=2),
+    Side(
+        "reuse, taken",
+        "buffers used again, results read and gradients taken at once",
+        reuse=True,
+        taken=True,
+    ),
+    Side(
+        "reuse, kept",
+        "buffers used again, results read at once, gradients kept in .grad",
+        reuse=True,
+        breaks="arena",
+    ),
+    Side(
+        "reuse, one late",
+        "buffers used again, gradients taken at once, results read an action later",
+        reuse=True,
+        taken=True,
+        late=1,
+        breaks="ownership",
+    ),
+    Side(
+        "reuse, two late",
+        "buffers used again, gradients taken at once, results read two actions later",
+        reuse=True,
+        taken=True,
+        late=2,
+        breaks="ownership",
+    ),
+    Side(
+        "exchanged",
+        "captured in the other rank's order, replayed in this one's",
+        captured_by=1,
+        breaks="capture",
+    ),
+)
+"""Every way, the reference first."""
+
+
+@attrs.define
+class _Record:
+    """Digests of what a run gave, and where the first value was no number."""
+
+    digests: dict[str, str] = attrs.field(factory=dict)
+    not_finite: str | None = None
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        held = tensor.detach().cpu()
+        self.digests[name] = hashlib.sha256(raw_bits(held).numpy().tobytes()).hexdigest()[:16]
+        if self.not_finite is None and not bool(torch.isfinite(held).all()):
+            self.not_finite = name
+
+
+@attrs.define
+class _Late:
+    """Results that a reader takes some actions after they are there."""
+
+    record: _Record
+    after: int
+    waiting: deque[tuple[str, Tensor]] = attrs.field(factory=deque)
+
+    def give(self, name: str, tensor: Tensor) -> None:
+        self.waiting.append((name, tensor.detach()))
+        while len(self.waiting) > self.after:
+            self.record.add(*self.waiting.popleft())
+
+    def end(self) -> None:
+        while self.waiting:
+            self.record.add(*self.waiting.popleft())
+
+
+def actions_of(rank: int) -> list[tuple[bool, int, int]]:
+    """Whether forward, chunk and microbatch, of every F and full backward of a rank's row."""
+    table = torch_schedule("ScheduleInterleaved1F1B", pp=PP, vpp=CHUNKS, microbatches=MICROBATCHES)
+    order = Order.of_rank(table, rank)
+    position = {stage: n for n, stage in enumerate(order.stages)}
+    return [
+        (step.kind is Kind.FORWARD, position[step.stage], step.microbatch)
+        for step in order.steps
+        if step.kind is not Kind.WGRAD
+    ]
+
+
+def record_side(side: Side) -> dict[str, Any]:
+    """
+    Train a few steps and return digests of every output, gradient and parameter.
+
+    Raises:
+        Exception: Whatever the library raises.
+    """
+    from ...backends.te import baselines
+
+    recipe = baselines.delayed_scaling(HISTORY)
+    layers = [baselines.layer(CONFIG, fused=False, seed=n) for n in range(CHUNKS)]
+    shape = (CONFIG.sequence, CONFIG.batch, CONFIG.hidden)
+    drawn = torch.Generator("cuda").manual_seed(1)
+
+    def draw() -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=CONFIG.dtype, generator=drawn)
+
+    cells = [(n, m) for n in range(CHUNKS) for m in range(MICROBATCHES)]
+    forwards: Callable[[int, int], Any] = lambda n, m: layers[n]  # noqa: E731
+    if side.graphs:
+        order = [n + 1 if forward else -(n + 1) for forward, n, _ in actions_of(side.captured_by)]
+        graphs = baselines.graphed(
+            layers, draw(), MICROBATCHES, order, "chunks", recipe, reuse=side.reuse
+        )
+        forwards = lambda n, m: graphs[n * MICROBATCHES + m]  # noqa: E731
+    parameters = [p for layer in layers for p in layer.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    if side.taken:
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(_take)  # type: ignore[no-untyped-call]
+    drawn.manual_seed(2)
+    record = _Record()
+    row = actions_of(RANK)
+    for step in range(STEPS):
+        given = {cell: draw() for cell in cells}
+        gradients = {cell: draw() * 0.01 for cell in cells}
+        late = _Late(record, side.late)
+        for name, tensor in _run(row, recipe, forwards, given, gradients):
+            late.give(f"step {step} {name}", tensor)
+        late.end()
+        for n, layer in enumerate(layers):
+            for name, parameter in layer.named_parameters():
+                if side.taken:
+                    parameter.grad, parameter.held = parameter.held, None  # type: ignore[attr-defined]
+                assert parameter.grad is not None
+                record.add(f"step {step} gradient {n} {name}", parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    for n, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            record.add(f"parameter {n} {name}", parameter)
+    return {"digests": record.digests, "not_finite": record.not_finite}
+
+
+def _take(parameter: Tensor) -> None:
+    """Add a gradient to the parameter's own buffer, and leave nothing in `.grad`."""
+    assert parameter.grad is not None
+    held = getattr(parameter, "held", None)
+    parameter.held = parameter.grad.clone() if held is None else held.add_(parameter.grad)  # type: ignore[attr-defined]
+    parameter.grad = None
+
+
+def _run(
+    row: list[tuple[bool, int, int]],
+    recipe: Any,
+    forwards: Callable[[int, int], Any],
+    given: Mapping[tuple[int, int], Tensor],
+    gradients: Mapping[tuple[int, int], Tensor],
+) -> Iterator[tuple[str, Tensor]]:
+    """Every F and full backward of a step; yields each output and input gradient as it is there."""
+    from ...backends.te import baselines
+
+    inputs: dict[tuple[int, int], Tensor] = {}
+    outputs: dict[tuple[int, int], Tensor] = {}
+    started: set[int] = set()
+    for forward, n, m in row:
+        cell = n, m
+        if forward:
+            inputs[cell] = given[cell].clone().requires_grad_()
+            with baselines.autocast(recipe):
+                y = forwards(n, m)(inputs[cell], is_first_microbatch=n not in started)
+            outputs[cell] = y
+            started.add(n)
+            yield f"output {n} {m}", y
+        else:
+            torch.autograd.backward(outputs.pop(cell), gradients[cell])
+            found = inputs.pop(cell).grad
+            assert found is not None
+            yield f"input gradient {n} {m}", found
+
+
+def differences(reference: Mapping[str, str], found: Mapping[str, str]) -> dict[str, Any]:
+    """How many digests differ, of how many, and the first one's name."""
+    names = [name for name in reference if reference[name] != found.get(name)]
+    return {
+        "compared": len(reference),
+        "different": len(names),
+        "first": names[0] if names else None,
+    }

@@ -1,0 +1,139 @@
+"""
+The runtime's actions with nobody asked: what guards cost is the difference.
+
+Everything physical is what `qeffect.gpu_runtime.step.actions` does: the handoff to the graph
+stream and back, the copies into static buffers, the replay. Left out are the kernel, the comparison
+of destinations with their descriptors and the check of baked addresses. It exists for the benchmark
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import attrs
+from torch import Tensor
+
+from qeffect.keys import TapeKey, TapeRef
+
+from ...runtime import Runtime
+from ...step.eager import StageMemory
+from ...step.memory.slots import Slot, fill
+
+
+class Silent:
+    """Stands in for the contract at the boundaries of an epoch, and accepts everything."""
+
+    counts_awaited = False
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def enter(self, link: int) -> None:
+        """Accept."""
+
+    def join(self, link: int) -> None:
+        """Accept."""
+
+    def wait(self, link: int) -> None:
+        """Accept."""
+
+    def finalize(self, stage: int, link: int) -> None:
+        """Accept."""
+
+    def commit_epoch(self, *, caller: Hashable, counted: object = None) -> int:
+        """Count."""
+        self.epoch += 1
+        return self.epoch
+
+
+def silence(runtime: Runtime) -> None:
+    """Replace a runtime's contract by one that accepts everything."""
+    silent = cast(Any, Silent(runtime.contract.epoch))
+    runtime.contract = silent
+    runtime.actions.contract = silent
+
+
+@attrs.define(eq=False)
+class UnguardedActions:
+    """
+    F, dI, dW and refresh without guards.
+
+    Args:
+        runtime: The runtime whose memory, plan, executor and streams are used.
+    """
+
+    runtime: Runtime
+
+    @contextmanager
+    def _on_graph_stream(self, *, after_copies: bool = False) -> Iterator[None]:
+        handoff = self.runtime.handoff
+        handoff.wait_for_caller()
+        with handoff.scope():
+            yield
+            # As the guarded actions do: a graph has marked its own tail.
+            if after_copies or not self.runtime.executor.marks_tail:
+                handoff.record_tail()
+        handoff.caller_waits()
+
+    def _slot(self, key: TapeKey) -> tuple[StageMemory, Slot]:
+        memory = self.runtime.memories[key.stage]
+        return memory, memory.table[memory.slot_of[key.microbatch]]
+
+    def refresh(self, stage: int) -> None:
+        """Refresh a stage's weight cache, wherever it may be by now."""
+        executor = self.runtime.executor
+        graphs = getattr(executor, "refreshes", None)
+        with self._on_graph_stream():
+            if graphs is None:
+                executor.refresh(self.runtime.memories[stage])
+            else:
+                graphs[stage].replay()
+
+    def forward(self, key: TapeKey, inputs: Sequence[Tensor] | None = None) -> TapeRef:
+        """F."""
+        memory, slot = self._slot(key)
+        with self._on_graph_stream():
+            if inputs is not None:
+                fill(slot.input_views, inputs)
+            self.runtime.executor.forward(memory, slot)
+        return TapeRef(slot.index, 0)
+
+    def bind(self, key: TapeKey) -> None:
+        """Nothing is compared."""
+
+    def dgrad(
+        self, key: TapeKey, ref: TapeRef, output_gradients: Sequence[Tensor] | None = None
+    ) -> None:
+        """dI."""
+        memory, slot = self._slot(key)
+        variant = memory.variants[key.microbatch]
+        with self._on_graph_stream():
+            if output_gradients is not None:
+                fill(slot.output_gradients, output_gradients)
+            self.runtime.executor.dgrad(memory, slot, variant)
+
+    def wgrad(self, key: TapeKey, ref: TapeRef) -> None:
+        """dW."""
+        memory, slot = self._slot(key)
+        variant = memory.variants[key.microbatch]
+        with self._on_graph_stream(after_copies=not memory.arena.direct):
+            self.runtime.executor.wgrad(memory, slot, variant)
+            if not memory.arena.direct:
+                memory.arena.keep_copies(key.microbatch, slot.wgrads)
+
+    def outputs(self, key: TapeKey, ref: TapeRef) -> Sequence[Tensor]:
+        """What F left."""
+        return self._slot(key)[1].outputs
+
+    def finish_outputs(self, key: TapeKey, ref: TapeRef) -> None:
+        """Nobody counts readers."""
+
+    def dgrads(self, key: TapeKey, ref: TapeRef) -> Sequence[Tensor]:
+        """What dI left."""
+        return self._slot(key)[1].dgrads
+
+    def finish_dgrads(self, key: TapeKey, ref: TapeRef) -> None:
+        """Nobody counts readers."""

@@ -1,0 +1,61 @@
+"""
+The checked-in measurements, their schema, and nothing written by hand.
+
+`qeffect runtime bench | streams | compare | pools | probes` write a report with `--out`; its
+derived part is a function of its raw part (`qeffect.gpu_runtime.lab.measure.derive`), and a test
+computes every one of them again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from qeffect.report import UnusableError, read_json
+
+FOLDER = Path(__file__).parent
+SCHEMA_PATH = FOLDER / "report.schema.json"
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema that every report follows."""
+    read: dict[str, Any] = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
+    return read
+
+
+def paths(folder: Path = FOLDER) -> list[Path]:
+    """Every report of a folder, the schema left out."""
+    return sorted(p for p in folder.glob("*.json") if p.name != SCHEMA_PATH.name)
+
+
+def load(folder: Path = FOLDER, *, kind: str | None = None) -> Iterator[dict[str, Any]]:
+    """
+    Reports of a folder, of one kind or of all.
+
+    Raises:
+        UnusableError: A file cannot be read, or is no report.
+    """
+    for path in paths(folder):
+        report = read_json(path)
+        if not isinstance(report, dict) or not isinstance(report.get("derived"), dict):
+            raise UnusableError(f"{path}: expected a report, found JSON without its derived part")
+        if kind is None or report.get("kind") == kind:
+            yield report
+
+
+def cells(found: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """
+    Derived and raw parts of each cell of some step-table reports, once.
+
+    A cell that several reports measured is taken from the one with most of its columns, whose
+    ratios are of one run; of equals from the first.
+    """
+    widest: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
+    for report in found:
+        for derived, raw in zip(report["derived"]["cells"], report["raw"]["cells"], strict=True):
+            known = widest.get(derived["cell"])
+            if len(derived["columns"]) > (len(known[0]["columns"]) if known else 0):
+                widest[derived["cell"]] = derived, raw
+    return [*widest.values()]

@@ -1,0 +1,78 @@
+"""
+What a graph of a step holds of the optimizer: where its state is, and its numbers.
+
+Of a number that is a tensor of a device, as a learning rate may be, a graph holds the place: what
+stands there may change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..step.optimizer import Optimizer
+
+__all__ = ["BakedOptimizer"]
+
+_address = Tensor.data_ptr
+
+
+class BakedOptimizer:
+    """
+    An optimizer as it is now, and whether it still is.
+
+    Args:
+        optimizer: The optimizer, whose update is captured now.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._addresses = optimizer.addresses()
+        self._numbers = _numbers(optimizer)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        groups = self.optimizer.adamw.param_groups
+        own = [value for group in groups for name, value in group.items() if name != "params"]
+        self._fixed = not any(isinstance(value, list) for value in own)
+        # Held here, so that nothing later can have the identity of one of these.
+        self._values = [value for group in groups for value in group.values()]
+        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
+        self._seen = [*map(_identities, groups)]
+        self._places = [*map(_address, self._tensors)]
+
+    def unmoved(self) -> bool:
+        """
+        Look at all of it again: every address of the state, every number of every group.
+
+        A number that is the very object which it was need not be described, and one in a list is.
+        """
+        if self.optimizer.addresses() != self._addresses:
+            return False
+        found = [*map(_identities, self.optimizer.adamw.param_groups)]
+        if self._fixed and found == self._seen:
+            if [*map(_address, self._tensors)] == self._places:
+                return True
+        if _numbers(self.optimizer) != self._numbers:
+            return False
+        self._prepare()
+        return True
+
+
+def _identities(group: dict[str, Any]) -> list[Any]:
+    return [*group, *map(id, group.values())]
+
+
+def _numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
+        {name: _told(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.adamw.param_groups
+    ]
+
+
+def _told(value: Any) -> Any:
+    """A number as it is now: the place of a tensor, and what a list has in it."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return [*map(_told, value)] if isinstance(value, list) else value

@@ -1,0 +1,419 @@
+"""
+The walk over one rank's row of a table with messages, every action through the guarded runtime.
+
+A receive reserves its slot and fills the slot's static input in place; a send leaves from what F or
+dI left in the slot, and reads it until the transfer was waited for. Two stages of one rank hand
+over without a message. Key and reference of a microbatch travel with its `Passage` from F to dI to
+dW. The step ends with the consent of all ranks, and only then with the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from qeffect.keys import TapeKey, TapeRef
+from qeffect.schedule.actions import Atom, Kind
+
+from ..backends.protocol import BackendError, StageBackend
+from ..runtime import Runtime
+from ..step.clipping import Clipping, Norm, square_sums
+from ..step.memory.slots import fill
+from ..step.optimizer import Gradients, Optimizer
+from ..step.plan.rows import Row
+from .channels import Channels, Message, Transfer
+from .consent import Consent, StoppedError, wait_for
+
+__all__ = ["Entry", "Feed", "Passage", "Pipeline"]
+
+
+class Feed(Protocol):
+    """
+    What comes from outside of the pipeline, and what is shown to the outside.
+
+    A step that is one launch asks for all that it takes before it uses any of it. On a GPU inputs
+    and gradients are asked for on a stream of their own, which waits for no other: what is given
+    is not written again, and is made of nothing that `outputs` was shown in the same step.
+    """
+
+    def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
+        """
+        What a stage takes that no other stage gives it.
+
+        All inputs of the first stage; of every other those behind its first, such as targets.
+        """
+
+    def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
+        """The gradients of the last stage's outputs; 1 where that is a scalar loss."""
+
+    def outputs(
+        self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
+    ) -> None:
+        """Look at the last stage's outputs, which are overwritten later: copy what is kept."""
+
+
+@attrs.define(eq=False)
+class Passage:
+    """
+    One microbatch's way through one local stage.
+
+    Args:
+        stage: The stage.
+        microbatch: The microbatch.
+        feeder: The passage through the local stage that feeds this one, if one does.
+        reader: The passage through the local stage that this one feeds, if one does.
+        source: The rank that the input comes from by message, or None.
+        target: The rank that the output goes to by message, or None.
+    """
+
+    stage: StageBackend
+    microbatch: int
+    feeder: Passage | None = None
+    reader: Passage | None = None
+    source: int | None = None
+    target: int | None = None
+    opens: bool = False
+    last: bool = False
+    key: TapeKey = attrs.field(init=False)
+    ref: TapeRef = attrs.field(init=False)
+    arriving: Transfer | None = None
+    arriving_gradient: Transfer | None = None
+    leaving: Transfer | None = None
+    leaving_gradient: Transfer | None = None
+
+    def forget(self) -> None:
+        """Drop the transfers of a step that has failed; they hold connections open."""
+        self.arriving = self.arriving_gradient = self.leaving = self.leaving_gradient = None
+
+
+class Entry(NamedTuple):
+    """One step of the program: what runs, on which passage, and where it stands in the table."""
+
+    act: Callable[[Passage], None]
+    passage: Passage
+    atom: Atom
+
+
+class Pipeline:
+    """
+    Training steps of one rank.
+
+    Args:
+        runtime: The guarded runtime of the row's stages, made with `row=`.
+        row: The row.
+        channels: The rank's messages.
+        feed: Data in, losses out.
+        ranks: Global rank of each of the table's ranks, in this replica.
+        consent: The verdict of all ranks; None lets errors pass as they are, for one rank alone.
+        clipping: What an update does with the norm of all gradients; the same on every rank. The
+            host then waits for them before the commit, as it has to say their norm.
+
+    Raises:
+        BackendError: The runtime is of another row, or a stage cannot be part of a pipeline.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        row: Row,
+        channels: Channels,
+        feed: Feed,
+        ranks: Sequence[int],
+        consent: Consent | None = None,
+        clipping: Clipping | None = None,
+    ) -> None:
+        if runtime.row is not row:
+            raise BackendError(
+                "the runtime was not made for this row; pass row= to both of Runtime and Pipeline"
+            )
+        self.runtime = runtime
+        self.row = row
+        self.channels = channels
+        self.feed = feed
+        self.ranks = tuple(ranks)
+        self.consent = consent
+        self.clipping = clipping or Clipping()
+        self.norm: Norm | None = None  # of the last step, where one is asked for
+        self.position = 0
+        self.launched = False  # whether messages are posted by a graph
+        self.passages = self._passages()
+        self.program = self._program()
+
+    def _passages(self) -> dict[tuple[int, int], Passage]:
+        row, table = self.row, self.row.table
+        home, last = table.stage_to_rank, table.num_stages - 1
+        found: dict[tuple[int, int], Passage] = {}
+        for index in row.stages:
+            stage = self.runtime.stages[index]
+            _require_boundaries(stage, first=index == 0, last=index == last)
+            for m in range(table.num_microbatches):
+                found[index, m] = Passage(
+                    stage,
+                    m,
+                    source=self.ranks[home[index - 1]] if row.receives_input(index) else None,
+                    target=self.ranks[home[index + 1]] if row.receives_gradient(index) else None,
+                    last=index == last,
+                )
+            first = row.order.microbatches(index, Kind.FORWARD)[0]
+            found[index, first].opens = True
+        for index, fed in row.feeds.items():
+            for m in range(table.num_microbatches):
+                found[index, m].reader = found[fed, m]
+                found[fed, m].feeder = found[index, m]
+        return found
+
+    def _program(self) -> list[Entry]:
+        acts: dict[Kind, Callable[[Passage], None]] = {
+            Kind.RECV_F: self.receive_input,
+            Kind.FORWARD: self.forward,
+            Kind.SEND_F: self.send_output,
+            Kind.WAIT_SEND_F: self.await_output,
+            Kind.RECV_B: self.receive_gradient,
+            Kind.DGRAD: self.dgrad,
+            Kind.SEND_B: self.send_gradient,
+            Kind.WAIT_SEND_B: self.await_gradient,
+            Kind.WGRAD: self.wgrad,
+            Kind.REDUCE_GRAD: self.finalize_stage,
+        }
+        return [
+            Entry(acts[a.kind], self.passages[a.stage, max(a.microbatch, 0)], a)
+            for a in self.row.atoms
+            if a.kind in acts  # a reduction is awaited at the end of the step
+        ]
+
+    # A step
+
+    def step(self, optimizer: Optimizer) -> Gradients:
+        """
+        Every action of the row, all ranks' consent, then the update.
+
+        Args:
+            optimizer: The optimizer over the runtime's stages.
+
+        Returns:
+            The gradients that the optimizer was given, valid until the next dW.
+
+        Raises:
+            StoppedError: A rank could not go on; no rank has updated its weights, and all raise
+                this with one cause. After a recoverable one every rank calls `Worker.rebuild`.
+        """
+        epoch, handoff = self.runtime.epoch, self.runtime.handoff
+        # The walk runs on the graph stream: behind what the caller's has now, before what comes.
+        handoff.wait_for_caller()
+        try:
+            with self.runtime.caller_scope():
+                self.actions()
+                gradients = self.finalize()
+                # Late counts too are compared here: one rank's device alone would skip its update.
+                self._settle()
+                late = self.runtime.config.late_counts
+                counted = self.runtime.counts_now() if late else self.runtime.device_counts()
+                self.runtime.contract.check_commit(caller="main", counted=counted)
+                norm = self._agree(epoch, gradients)
+                self.runtime.update(optimizer, gradients, norm=norm)
+                self.norm = norm
+        except Exception as error:
+            if self.consent is None:
+                raise
+            raise self._stopped(error, epoch) from None
+        handoff.caller_waits()
+        return gradients
+
+    def _settle(self) -> None:
+        """
+        Before the host reads what the device has computed: wait for it, with an end.
+
+        The device may be in a message that a rank owes which is gone, and a read has no deadline.
+        """
+        reads = bool(self.clipping) or self.runtime.counters is not None
+        if self.consent is None or not reads or self.runtime.domain.device.type == "cpu":
+            return
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        consent = self.consent
+        wait_for(done, consent, deadline=consent.deadline, grace=consent.grace)
+
+    def _agree(self, epoch: int, gradients: Gradients) -> Norm | None:
+        """Every rank's consent, and beside it the norm of all their gradients where one is used."""
+        parts = None
+        if self.clipping:
+            sums = square_sums(gradients, self.clipping.elsewhere)
+            parts = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
+        if self.consent is not None:
+            agreed = self.consent.agree(epoch, parts)
+        else:
+            self.channels.commit()
+            agreed = [parts[stage] for stage in sorted(parts)] if parts else []
+        return None if parts is None else Norm.of(agreed, self.clipping)
+
+    def actions(self) -> None:
+        """Every action and message of the row, in the table's order."""
+        key = self.runtime.key
+        for (index, m), passage in self.passages.items():
+            passage.key = key(index, m)
+        self.position = 0
+        for act, passage, _ in self.program:
+            act(passage)
+            self.position += 1
+
+    def finalize(self) -> Gradients:
+        """Whole and reduced gradients of every stage."""
+        return self.runtime.finalize()
+
+    def _stopped(self, error: Exception, epoch: int, *, told: int | None = None) -> StoppedError:
+        """
+        Every rank's one cause.
+
+        Args:
+            error: Why this rank cannot go on.
+            epoch: The epoch that it began; where it is over, weights may have moved.
+            told: The epoch that the error is of, where that is another one.
+        """
+        assert self.consent is not None
+        for passage in self.passages.values():
+            passage.forget()
+        at = self.position
+        atom = self.program[at].atom if at < len(self.program) else None
+        # Frames of a traceback hold transfers, and those hold connections open.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        if self.runtime.epoch != epoch or self.runtime.actions.broken is not None:
+            error.unrecoverable = True  # type: ignore[attr-defined]
+        passed = len(self.row.atoms) if atom is None else self.row.atoms.index(atom)
+        if self.launched or (atom is None and not any(self.channels.posted().values())):
+            passed = 0  # what was posted is not known here, or of the past
+        stopped = self.consent.stop(error, epoch if told is None else told, atom, passed)
+        self.runtime.abort()
+        return stopped
+
+    # Forward
+
+    def receive_input(self, p: Passage) -> None:
+        """RECV_F: the slot is the message's from here on."""
+        actions, stage = self.runtime.actions, p.stage.index
+        p.ref = actions.reserve(p.key)
+        into = actions.post_receive(p.key, p.ref)[0]
+        assert p.source is not None
+        p.arriving = self.channels.receive(into, p.source, Message(stage - 1, p.microbatch, False))
+
+    def forward(self, p: Passage) -> None:
+        """
+        F, with the refresh before the first of its stage in a step.
+
+        The refresh reads weights alone, and does not wait for the message.
+        """
+        actions, key, stage = self.runtime.actions, p.key, p.stage
+        if p.opens:
+            actions.refresh(stage.index)
+        if p.arriving is not None:
+            self.channels.wait(p.arriving)
+            p.arriving = None
+            actions.finish_receive(key, p.ref)
+        feeder = p.feeder
+        if feeder is not None:
+            (handed,) = actions.outputs(feeder.key, feeder.ref)
+            p.ref = actions.forward(key, (handed, *self._further(p)))
+            actions.finish_outputs(feeder.key, feeder.ref)
+        elif p.source is not None:
+            if len(stage.inputs) > 1:
+                (actions.fill or fill)(actions.input_buffers(key)[1:], self._further(p))
+            p.ref = actions.forward(key)
+        else:
+            p.ref = actions.forward(key, self.feed.inputs(stage, key.epoch, p.microbatch))
+        if p.last:
+            outputs = actions.outputs(key, p.ref)
+            self.feed.outputs(stage, key.epoch, p.microbatch, outputs)
+            actions.finish_outputs(key, p.ref)
+
+    def _further(self, p: Passage) -> Sequence[Tensor]:
+        """What a stage takes beside what the stage before it gave."""
+        if len(p.stage.inputs) == 1:
+            return ()
+        return self.feed.inputs(p.stage, p.key.epoch, p.microbatch)
+
+    def send_output(self, p: Passage) -> None:
+        """SEND_F: a reader of the output, until `await_output`."""
+        (output,) = self.runtime.actions.outputs(p.key, p.ref)
+        assert p.target is not None
+        p.leaving = self.channels.send(
+            output, p.target, Message(p.stage.index, p.microbatch, False)
+        )
+
+    def await_output(self, p: Passage) -> None:
+        """WAIT_SEND_F: the output has left."""
+        assert p.leaving is not None
+        self.channels.wait(p.leaving)
+        p.leaving = None
+        self.runtime.actions.finish_outputs(p.key, p.ref)
+
+    # Backward
+
+    def receive_gradient(self, p: Passage) -> None:
+        """RECV_B, into the buffer that dI reads."""
+        into = self.runtime.actions.post_receive(p.key, p.ref, gradient=True)[0]
+        assert p.target is not None
+        p.arriving_gradient = self.channels.receive(
+            into, p.target, Message(p.stage.index + 1, p.microbatch, True)
+        )
+
+    def dgrad(self, p: Passage) -> None:
+        """dI."""
+        actions, key, ref, reader = self.runtime.actions, p.key, p.ref, p.reader
+        if p.arriving_gradient is not None:
+            self.channels.wait(p.arriving_gradient)
+            p.arriving_gradient = None
+            actions.finish_receive(key, ref, gradient=True)
+        actions.bind(key)
+        if reader is not None:
+            actions.dgrad(key, ref, actions.dgrads(reader.key, reader.ref))
+            actions.finish_dgrads(reader.key, reader.ref)
+        elif p.last:
+            actions.dgrad(key, ref, self.feed.output_gradients(p.stage, key.epoch, p.microbatch))
+        else:
+            actions.dgrad(key, ref)
+
+    def send_gradient(self, p: Passage) -> None:
+        """SEND_B: a reader of the input gradient, until `await_gradient`."""
+        (gradient,) = self.runtime.actions.dgrads(p.key, p.ref)
+        assert p.source is not None
+        p.leaving_gradient = self.channels.send(
+            gradient, p.source, Message(p.stage.index, p.microbatch, True)
+        )
+
+    def await_gradient(self, p: Passage) -> None:
+        """WAIT_SEND_B: the input gradient has left."""
+        assert p.leaving_gradient is not None
+        self.channels.wait(p.leaving_gradient)
+        p.leaving_gradient = None
+        self.runtime.actions.finish_dgrads(p.key, p.ref)
+
+    def wgrad(self, p: Passage) -> None:
+        """dW."""
+        self.runtime.actions.wgrad(p.key, p.ref)
+
+    # The end of a stage
+
+    def finalize_stage(self, p: Passage) -> None:
+        """REDUCE_GRAD: the stage is whole; its reductions start while others still run."""
+        self.runtime.finalize_stage(p.stage.index)
+
+
+def _require_boundaries(stage: StageBackend, *, first: bool, last: bool) -> None:
+    """Refuse a stage that cannot hand over one tensor each way."""
+    where = f"stage {stage.index}"
+    if not last and len(stage.outputs) != 1:
+        raise BackendError(f"{where} gives {len(stage.outputs)} tensors; a message carries one")
+    flows = [n for n, spec in enumerate(stage.inputs) if spec.differentiable]
+    if not first and flows != [0]:
+        raise BackendError(
+            f"{where} has gradients of its inputs {flows}; behind the first stage it is input 0, "
+            "which a message brings, and no other"
+        )
+    if first and flows:
+        raise BackendError(
+            f"{where} is the first and has input gradients that nobody reads; build it with "
+            "first=True, or the counterpart of its backend"
+        )

@@ -1,0 +1,123 @@
+"""
+Two kernels of one thread block for a step that is one launch: compare, and publish.
+
+A rank's yes is the number of the step, counted from 1, and its no is 0: a communicator that is
+aborted may leave what it received in an earlier step, and a yes of that step is none to this one.
+"""
+
+import torch
+import triton  # type: ignore[import-not-found,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
+from torch import Tensor
+
+from ..step.memory.counters_kernel import block_of
+
+
+@triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+def _compare(  # type: ignore[no-untyped-def]
+    values,
+    wanted,
+    factors,
+    terms,
+    number,
+    word,
+    SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < SIZE
+    before = tl.load(wanted + offsets, mask=inside, other=0)
+    factor = tl.load(factors + offsets, mask=inside, other=0)
+    term = tl.load(terms + offsets, mask=inside, other=0)
+    value = tl.load(values + offsets, mask=inside, other=0)
+    now = before * factor + term
+    found = tl.max((value != now).to(tl.int32), axis=0)
+    tl.store(wanted + offsets, now, mask=inside)
+    yes = tl.load(number) + 1
+    tl.store(word, tl.where(found > 0, 0, yes).to(tl.float64))
+
+
+@triton.jit  # type: ignore[untyped-decorator,misc,unused-ignore]
+def _publish(  # type: ignore[no-untyped-def]
+    values,
+    heard,
+    skip,
+    ring,
+    number,
+    SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    WORLD: tl.constexpr,  # noqa: N803
+    RANKS: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+):
+    offsets = tl.arange(0, BLOCK)
+    ranks = tl.arange(0, RANKS)
+    value = tl.load(values + offsets, mask=offsets < SIZE, other=0)
+    said = tl.load(heard + ranks, mask=ranks < WORLD, other=0.0)
+    step = tl.load(number)
+    no = (said != (step + 1).to(tl.float64)) & (ranks < WORLD)
+    row = ring + (step % ROWS) * (1 + SIZE + WORLD)
+    tl.store(skip, tl.max(no.to(tl.int32), axis=0).to(tl.float32))
+    tl.store(row + 1 + offsets, value, mask=offsets < SIZE)
+    tl.store(row + 1 + SIZE + ranks, tl.where(said < 0, 2, no.to(tl.int64)), mask=ranks < WORLD)
+    tl.store(row, step)
+    tl.store(number, step + 1)
+
+
+def compare(
+    values: Tensor, wanted: Tensor, factors: Tensor, terms: Tensor, number: Tensor, word: Tensor
+) -> None:
+    """
+    Advance what the counters should be by a step, and compare.
+
+    Args:
+        values: Counters, int64, on the device, as all of these.
+        wanted: What they should have been a step before; advanced in place.
+        factors: What that is multiplied by in a step.
+        terms: What is then added.
+        number: Scalar of int64: the step's number, from 0.
+        word: Scalar of float64; 0 where any counter differs, else one more than the number.
+    """
+    size = values.numel()
+    with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
+        _compare[(1,)](
+            values,
+            wanted,
+            factors,
+            terms,
+            number,
+            word,
+            SIZE=size,
+            BLOCK=block_of(size),
+            num_warps=1,
+        )
+
+
+def publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: Tensor) -> None:
+    """
+    Say whether all ranks said yes to this step, and write it down where the host can read it.
+
+    Args:
+        values: Counters, int64, on the device.
+        heard: Each rank's word, float64, on the device; below 0 where its replica's reduced
+            gradients are not those of the first.
+        skip: Scalar of float32 on the device; 1 where any is not this step's yes, else 0.
+        ring: Rows of the step's number, its counters, and for each rank 1 where its word is not
+            this step's yes, 2 where it is below 0; int64, pinned.
+        number: Scalar of int64 on the device: the step's number, advanced in place.
+    """
+    size, world = values.numel(), heard.numel()
+    with torch.cuda.device_of(values):  # type: ignore[no-untyped-call]
+        _publish[(1,)](
+            values,
+            heard,
+            skip,
+            ring,
+            number,
+            SIZE=size,
+            BLOCK=block_of(size),
+            WORLD=world,
+            RANKS=block_of(world),
+            ROWS=ring.shape[0],
+            num_warps=1,
+        )

@@ -1,0 +1,257 @@
+"""
+A step of a pipeline without its device work: the guards of a step that is one launch.
+
+The transitions are asked for by the code that asks for them in guarded replays, in the same order,
+so that the contract cannot tell one from the other; a test compares the two. Two such steps are
+recorded. Where they are the same step (`qeffect.steps`), later ones are checked by one look at all
+that their transitions would read, and committed at once behind the launch; whatever differs, the
+step is rehearsed again, action by action, and recorded anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from qeffect.schedule.actions import Kind
+from qeffect.steps import RecordedStep, Recording
+
+from ..backends.protocol import BackendError
+from ..step.eager import StageMemory
+from ..step.effects import Effects
+from ..step.memory.slots import Slot
+from ..step.plan.slots import WgradVariant
+from ..step.streams import HostHandoff
+from .channels import Message, Transfer
+from .executor import Entry, Pipeline
+
+__all__ = ["Recorded", "Rehearsal"]
+
+
+class Recorded(Protocol):
+    """What an executor of graphs holds of its captures."""
+
+    @property
+    def slots(self) -> Mapping[int, Any]:
+        """By slot: what F, dI and each variant of dW reported."""
+
+    @property
+    def refreshed(self) -> Mapping[int, Effects]:
+        """By stage: what its refresh reported."""
+
+    def check_addresses(self, memory: StageMemory) -> None:
+        """Require that nothing that graphs bake in has moved."""
+
+
+class _Rehearsed:
+    """An executor that runs nothing, and reports what the captures recorded."""
+
+    marks_tail = True
+
+    def __init__(self, recorded: Recorded) -> None:
+        self.executor = recorded
+
+    def refresh(self, memory: StageMemory) -> Effects:
+        self.executor.check_addresses(memory)
+        return self.executor.refreshed[memory.stage.index]
+
+    def forward(self, memory: StageMemory, slot: Slot) -> Effects:
+        found: Effects = self.executor.slots[slot.index].ran
+        return found
+
+    def dgrad(
+        self, memory: StageMemory, slot: Slot, variant: WgradVariant
+    ) -> tuple[tuple[str, ...], Effects]:
+        found: tuple[tuple[str, ...], Effects] = self.executor.slots[slot.index].queued
+        return found
+
+    def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
+        found: tuple[str, ...] = self.executor.slots[slot.index].covered[variant]
+        return found
+
+
+class _Silent:
+    """Channels that post nothing; the graph does, in the order that was agreed on."""
+
+    def send(self, tensor: Tensor, to: int, message: Message) -> Transfer:
+        return Transfer(None, tensor, message.sent, to)
+
+    def receive(self, into: Tensor, source: int, message: Message) -> Transfer:
+        return Transfer(None, into, message.received, source)
+
+    def wait(self, transfer: Transfer) -> None:
+        """The graph waits."""
+
+
+class Rehearsal:
+    """
+    Every transition of a step, through a pipeline's own actions, and no device work.
+
+    Where the contract has an observer, an event log for one, each action of each step is told to
+    it: nothing is recorded, and every step is rehearsed.
+
+    Args:
+        pipeline: The pipeline; its runtime's contract is asked and told.
+        recorded: What the captures recorded of each action's effects.
+
+    Attributes:
+        as_one: Whether the latest step was checked as one, and is to be committed so.
+        steps: Steps that were rehearsed, and steps that were checked as one.
+        recurs: The step that recurs, where two in a row were the same; else None.
+        difference: Why the latest step that could not be checked as one could not; empty before.
+    """
+
+    def __init__(self, pipeline: Pipeline, recorded: Recorded) -> None:
+        self.pipeline = pipeline
+        self.executor = _Rehearsed(recorded)
+        self.handoff = HostHandoff()
+        self.channels = _Silent()
+        self.as_one = False
+        self.steps = [0, 0]
+        self.difference = ""
+        self._recording: Recording | None = None
+        self._last: RecordedStep | None = None  # of the latest step that was rehearsed
+        self.recurs: RecordedStep | None = None
+        self._program: list[Entry] = []
+
+    def run(self) -> None:
+        """
+        Ask the contract all that the step asks, up to its commit.
+
+        Raises:
+            Refused: What the guarded step would raise.
+        """
+        self.drop()
+        self.as_one = self.recurs is not None and self._same(self.recurs)
+        self.steps[self.as_one] += 1
+        if self.as_one:
+            self.pipeline.position = len(self.pipeline.program)
+            return
+        self.recurs = None
+        contract = self.pipeline.runtime.contract
+        if contract.observer is None:
+            self._recording = contract.record_step()
+        self._walk()
+        contract.check_commit(caller="main", guards_alone=True)
+
+    def commit(self) -> None:
+        """
+        Commit the epoch, as the update does.
+
+        Raises:
+            Refused: What `Runtime.update` would raise.
+        """
+        runtime = self.pipeline.runtime
+        contract, link = runtime.contract, runtime.actions.links["main"]
+        if self.as_one:
+            assert self.recurs is not None
+            contract.commit_step(self.recurs)
+            self.as_one = False
+        else:
+            contract.enter(link)
+            contract.commit_epoch(caller="main")
+            contract.join(link)
+            contract.wait(link)
+            self._keep()
+        runtime._forget_gradients()
+
+    def stopped(self) -> None:
+        """
+        After a stop: tell the contract the step's actions, where only its guards were asked.
+
+        Device work may have been launched. The contract is left where a step that is rehearsed
+        leaves it, in the middle of an epoch, and takes no step and no checkpoint before a restore.
+        """
+        self.drop()
+        if self.as_one:
+            self.as_one = False
+            with suppress(Exception):  # the stop has its cause already, which is yet to be told
+                self._walk()
+
+    def drop(self) -> None:
+        """Record no more of a step that did not come to its end."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.drop()
+
+    def _same(self, step: RecordedStep) -> bool:
+        """Whether the recorded step is what the actions would ask for and leave."""
+        self.difference = self._beside()
+        if not self.difference:
+            found = self.pipeline.runtime.contract.check_step(step)
+            self.difference = "" if found is None else str(found)
+        return not self.difference
+
+    def _beside(self) -> str:
+        """What has changed of all that the actions bring, beside the contract; empty if nothing."""
+        pipeline, runtime = self.pipeline, self.pipeline.runtime
+        if runtime.actions.broken is not None:
+            return runtime.actions.broken
+        if pipeline.program != self._program:
+            return "the program of the row has changed"
+        if not all(memory.arena.in_place() for memory in runtime.memories.values()):
+            return "a gradient destination has moved"
+        try:
+            for memory in runtime.memories.values():
+                self.executor.executor.check_addresses(memory)
+        except BackendError as error:  # the rehearsal's refresh refuses it, and aborts
+            return str(error)
+        return ""
+
+    def _keep(self) -> None:
+        """Keep a step that was rehearsed; from the second on that is the same, it recurs."""
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        before, self._last = self._last, None
+        try:
+            self._last = recording.end()
+        except ValueError as error:
+            self.difference = str(error)
+            return
+        if before is not None and before.recurs(self._last):
+            self.recurs, self._program = self._last, [*self.pipeline.program]
+
+    def _walk(self) -> None:
+        pipeline, actions = self.pipeline, self.pipeline.runtime.actions
+        held = actions.executor, actions.handoff, actions.fill, pipeline.channels
+        actions.executor, actions.handoff, actions.fill = self.executor, self.handoff, _nothing
+        pipeline.channels = self.channels  # type: ignore[assignment]
+        try:
+            with pipeline.runtime._reductions.unsent():
+                self._transitions()
+        finally:
+            actions.executor, actions.handoff, actions.fill, pipeline.channels = held
+
+    def _transitions(self) -> None:
+        pipeline, runtime = self.pipeline, self.pipeline.runtime
+        contract, link = runtime.contract, runtime.actions.links["main"]
+        final = set()
+        for (index, m), passage in pipeline.passages.items():
+            passage.key = runtime.key(index, m)
+        pipeline.position = 0
+        for act, passage, atom in pipeline.program:
+            if atom.kind is Kind.REDUCE_GRAD:
+                final.add(atom.stage)
+                contract.enter(link)
+                contract.finalize(atom.stage, link)
+                if (reducer := runtime._guarded_reducer) is not None:
+                    runtime._reductions.start_of(reducer, atom.stage, link)
+                contract.wait(link)
+            else:
+                act(passage)
+            pipeline.position += 1
+        contract.enter(link)
+        for index in runtime.memories:
+            if index not in final:
+                contract.finalize(index, link)
+        if runtime.reducer is not None:
+            runtime._reductions.end(runtime.reducer, link)
+        contract.wait(link)
+
+
+def _nothing(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Copy nothing: the graph does."""

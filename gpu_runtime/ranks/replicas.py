@@ -1,0 +1,179 @@
+"""
+Gradients of a stage summed over its replicas, started when the stage is whole.
+
+Several gradients of a bucket can leave in one call of the library. With two replicas that moves no
+bit: there is one addition, and it commutes. With more, where a value lies in what is sent decides
+the order in which the replicas' values are added, so that the last bits are others than one by one;
+they are the same on every replica all the same.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from .channels import Abort, LostError, end_group
+
+__all__ = ["Replicas", "calls_of"]
+
+ALONE_BYTES = 1 << 20
+"""gloo copies what leaves together into one buffer and back, which costs more than the calls that
+it saves where a gradient is larger than this; NCCL copies nothing."""
+
+
+class _Started:
+    """A bucket's collectives."""
+
+    def __init__(self, owner: Replicas, bucket: int | str, gradients: Iterable[Tensor]) -> None:
+        self.owner, self.bucket = owner, bucket
+        self.works: list[Any] = []
+        self.gradients = list(gradients)
+
+    def wait(self) -> None:
+        """The host waits (gloo), or the current stream does (NCCL)."""
+        try:
+            while self.works:
+                work = self.works.pop()
+                if self.owner.host:
+                    work.wait(self.owner.deadline)
+                else:
+                    work.wait()
+        except RuntimeError as error:
+            work = None
+            raise self.lost(error) from None
+        gradients, self.gradients = self.gradients, []
+        if self.owner.mean and gradients:
+            torch._foreach_div_(gradients, float(self.owner.size))
+
+    def lost(self, error: RuntimeError) -> LostError:
+        """What the library's error means."""
+        library = str(error)
+        error.__traceback__ = None  # its frames hold the group, and that its connections
+        name = f"{self.bucket}REDUCE_GRAD"
+        return LostError(name, -1, "imed out" in library, library)
+
+
+class Replicas:
+    """
+    The replicas of this rank's stages: a `Runtime`'s reducer.
+
+    Every replica walks the same row, so that all start their reductions in the same order.
+
+    Args:
+        group: A process group of the ranks that hold the same stages.
+        host: Whether the host waits for a collective (gloo).
+        deadline: Seconds that a wait of the host may take.
+        mean: Divide the sum by the number of replicas, when it is there.
+        together: Whether gradients of a bucket leave in one call for each type; None where that
+            moves no bit, which is with two replicas.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        *,
+        host: bool,
+        deadline: float,
+        mean: bool = False,
+        together: bool | None = None,
+    ) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.mean = mean
+        self.together = self.size == 2 if together is None else together
+        self.host = host
+        self.deadline = datetime.timedelta(seconds=deadline)
+        self._started: list[_Started] = []
+        self._ending: Abort | None = None
+
+    def __call__(self, bucket: int | str, gradients: Mapping[str, Tensor]) -> _Started:
+        """Begin to sum a bucket's gradients in place."""
+        started = self._begun(bucket, gradients.values())
+        alone = ALONE_BYTES if self.host else None
+        try:
+            for call in calls_of(started.gradients, together=self.together, alone=alone):
+                if len(call) == 1:
+                    work = dist.all_reduce(call[0], group=self.group, async_op=True)
+                    started.works.append(work)
+                    continue
+                with _coalescing_manager(group=self.group, async_ops=True) as one:
+                    for gradient in call:
+                        dist.all_reduce(gradient, group=self.group)
+                started.works += one.works
+        except RuntimeError as error:
+            raise started.lost(error) from None
+        return started
+
+    def largest(self, words: Tensor) -> _Started:
+        """Begin to replace int32 words in place by the largest of all replicas."""
+        started = self._begun("amax ", ())
+        try:
+            work = dist.all_reduce(words, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise started.lost(error) from None
+        started.works.append(work)
+        return started
+
+    def _begun(self, bucket: int | str, gradients: Iterable[Tensor]) -> _Started:
+        started = _Started(self, bucket, gradients)
+        if self.group is None:  # which would mean the group of all ranks
+            raise started.lost(RuntimeError("its connection is closed"))
+        self._started = [s for s in self._started if s.works] + [started]
+        return started
+
+    def let_go(self) -> None:
+        """
+        Begin to abort the group, and do not wait: a graph may hold kernels of other groups too,
+        and ends when those of all have been let go.
+        """
+        self._forget()
+        group, self.group = self.group, None
+        if group is not None and not self.host:
+            self._ending = Abort(group)
+        else:
+            self.group = group
+
+    def _forget(self) -> None:
+        for started in self._started:  # they hold connections open
+            started.works.clear()
+
+    def close(self, *, abort: bool = True) -> None:
+        """End the group; replicas that wait on it wake up. `abort` as for `Channels.close`."""
+        self._forget()
+        ending, self._ending = self._ending, None
+        if ending is not None:
+            ending.join()
+        group, self.group = self.group, None
+        if group is not None:
+            end_group(group, abort=abort and not self.host)
+
+
+def calls_of(
+    gradients: Iterable[Tensor], *, together: bool, alone: int | None
+) -> list[list[Tensor]]:
+    """
+    Which gradients leave in one call: a function of types and sizes, the same on every replica.
+
+    Args:
+        gradients: Those of a bucket, in its order.
+        together: Whether several may leave in one call, of one type.
+        alone: Size in bytes above which a gradient leaves alone; None where none does.
+    """
+    found: list[list[Tensor]] = []
+    of_type: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        large = alone is not None and gradient.numel() * gradient.element_size() > alone
+        if not together or large:
+            found.append([gradient])
+        elif gradient.dtype in of_type:
+            of_type[gradient.dtype].append(gradient)
+        else:
+            of_type[gradient.dtype] = [gradient]
+            found.append(of_type[gradient.dtype])
+    return found

@@ -1,0 +1,382 @@
+"""
+One step of every rank as one Chrome trace, and beside it the same step as it is simulated.
+
+On a CPU a time is the host's; on a GPU it is that of an event on the graph stream. A message's
+slice goes from where it was posted to where it was waited for, which is what an end of it knows;
+arrows go from the send to the receive. The zero of every rank is a barrier of all. Ranks of one
+host share its clock; between hosts, times are as far off as ranks leave the barrier apart.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qeffect.schedule.actions import Kind, Schedule
+from qeffect.schedule.durations import Durations
+from qeffect.schedule.steptime import step_time
+from qeffect.schedule.trace import timed_trace
+
+from ..backends.protocol import BackendError
+from ..step.eager import StageMemory
+from ..step.effects import Effects
+from .channels import Channels, Ends, Message, Transfer
+from .consent import name_of
+from .executor import Entry, Passage
+from .world import Member, Worker, gathered
+
+__all__ = ["Span", "Tracer", "chrome_trace"]
+
+_COMPUTATIONS = {Kind.FORWARD: "F", Kind.DGRAD: "I", Kind.WGRAD: "W"}
+_LANES = ("computation", "sends", "receives", "reductions", "end of the step")
+_APART = 1_000_000
+"""Identifiers of arrows of the simulated step begin here."""
+
+
+@attrs.frozen
+class Span:
+    """
+    Something that took time on a rank, in microseconds from the barrier.
+
+    Args:
+        lane: One of the rank's lanes.
+        name: The action, as it stands in a table.
+        start: When it began.
+        end: When it ended.
+        stage: The stage of a computation, else -1.
+        kind: `F`, `I` or `W` for a computation, `refresh` for what comes before a stage's first F;
+            `wait` for the time in which one waits for its message; else empty.
+        message: For a send or a receive, the two ranks and the message's number.
+    """
+
+    lane: str
+    name: str
+    start: float
+    end: float
+    stage: int = -1
+    kind: str = ""
+    message: tuple[int, int, int] | None = None
+
+
+class _Clock:
+    """Marks in time, which become microseconds when the step is over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cuda = device.type == "cuda"
+        if self.cuda:
+            torch.cuda.synchronize(device)
+        if dist.get_world_size() > 1:
+            dist.barrier()
+        self.host = time.perf_counter()
+        self.origin = self.mark()
+
+    def mark(self) -> Any:
+        """Now; on a GPU where the current stream has come to."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def of(self, mark: Any) -> float:
+        """Microseconds of a mark from the origin; the device has come to it."""
+        if self.cuda:
+            return 1e3 * float(self.origin.elapsed_time(mark))
+        return 1e6 * float(mark - self.host)
+
+
+class _Seen:
+    """Channels whose transfers are noted."""
+
+    def __init__(self, inner: Channels, tracer: Tracer) -> None:
+        self._inner, self._tracer = inner, tracer
+
+    def send(self, tensor: Tensor, to: int, message: Message) -> Transfer:
+        ends = Ends(self._inner.rank, to)
+        return self._posted(self._inner.send, tensor, to, message, ends, "sends")
+
+    def receive(self, into: Tensor, source: int, message: Message) -> Transfer:
+        ends = Ends(source, self._inner.rank)
+        return self._posted(self._inner.receive, into, source, message, ends, "receives")
+
+    def _posted(
+        self, post: Any, tensor: Tensor, peer: int, message: Message, ends: Ends, lane: str
+    ) -> Transfer:
+        began = self._tracer.clock.mark()
+        transfer: Transfer = post(tensor, peer, message)
+        self._tracer.under_way[id(transfer)] = (lane, began, (*ends, message.number))
+        return transfer
+
+    def wait(self, transfer: Transfer) -> None:
+        self._inner.wait(transfer)
+        ended = self._tracer.clock.mark()
+        lane, began, message = self._tracer.under_way.pop(id(transfer))
+        self._tracer.note(lane, transfer.action, began, ended, message=message)
+        self._tracer.resumed = ended
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _Noted:
+    """A reduction whose end is noted."""
+
+    def __init__(self, work: Any, bucket: int | str, tracer: Tracer) -> None:
+        self.work, self.bucket, self.tracer = work, bucket, tracer
+        self.began = tracer.clock.mark()
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        ended = self.tracer.clock.mark()
+        self.tracer.note("reductions", f"reduction of {self.bucket}", self.began, ended)
+
+
+class _Refreshing:
+    """An executor whose refreshes are noted, apart from the F that they come before."""
+
+    def __init__(self, inner: Any, tracer: Tracer) -> None:
+        self._inner, self._tracer = inner, tracer
+
+    def refresh(self, memory: StageMemory) -> Effects:
+        tracer, stage = self._tracer, memory.stage.index
+        began = tracer.clock.mark()
+        effects: Effects = self._inner.refresh(memory)
+        tracer.refreshed = ended = tracer.clock.mark()
+        name = f"{stage}REFRESH"
+        tracer.note("computation", name, began, ended, stage=stage, kind="refresh")
+        return effects
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class Tracer:
+    """
+    What one rank did in one step.
+
+    Args:
+        worker: The rank's worker, between two steps.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.clock: _Clock
+        self.under_way: dict[int, tuple[str, Any, tuple[int, int, int]]] = {}
+        self.resumed: Any = None
+        self.refreshed: Any = None
+        self._noted: list[tuple[str, str, Any, Any, dict[str, Any]]] = []
+
+    def note(self, lane: str, name: str, began: Any, ended: Any, **more: Any) -> None:
+        """Note something between two marks."""
+        self._noted.append((lane, name, began, ended, more))
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """A context for one step, entered by every rank; there is a barrier at its beginning."""
+        pipeline: Any = self.worker.pipeline
+        runtime: Any = self.worker.runtime
+        program, channels, reducer = list(pipeline.program), pipeline.channels, runtime.reducer
+        with self.worker.runtime.caller_scope():
+            self.clock = _Clock(self.worker.member.device)
+        pipeline.program[:] = [self._entry(entry) for entry in program]
+        pipeline.channels = _Seen(channels, self)
+        if reducer is not None:
+            runtime.reducer = lambda name, given: _Noted(reducer(name, given), name, self)
+        executor = runtime.actions.executor
+        runtime.actions.executor = _Refreshing(executor, self)
+        pipeline._agree = self._timed("consent of all", pipeline._agree)
+        runtime.update = self._timed("update", runtime.update)
+        try:
+            yield
+        finally:
+            pipeline.program[:] = program
+            pipeline.channels, runtime.reducer = channels, reducer
+            runtime.actions.executor = executor
+            del pipeline._agree, runtime.update
+        self.worker.runtime.handoff.synchronize()
+
+    def _timed(self, name: str, act: Any) -> Any:
+        def timed(*given: Any, **named: Any) -> Any:
+            began = self.clock.mark()
+            found = act(*given, **named)
+            self.note("end of the step", name, began, self.clock.mark())
+            return found
+
+        return timed
+
+    def _entry(self, entry: Entry) -> Entry:
+        kind = _COMPUTATIONS.get(entry.atom.kind)
+        if kind is None:
+            return entry
+        name, stage = name_of(entry.atom), entry.atom.stage
+
+        def act(passage: Passage) -> None:
+            began, self.resumed, self.refreshed = self.clock.mark(), None, None
+            entry.act(passage)
+            ended = self.clock.mark()
+            began = self.refreshed or began
+            if self.resumed is not None:
+                self.note("computation", f"{name} waits", began, self.resumed, kind="wait")
+                began = self.resumed
+            self.note("computation", name, began, ended, stage=stage, kind=kind)
+
+        return entry._replace(act=act)
+
+    def spans(self) -> list[Span]:
+        """What was noted, in microseconds from the barrier; the device has finished the step."""
+        of = self.clock.of
+        return [Span(lane, name, of(a), of(b), **more) for lane, name, a, b, more in self._noted]
+
+
+def chrome_trace(member: Member, tracer: Tracer, table: Schedule) -> dict[str, Any]:
+    """
+    Every rank's spans as one object that a Chrome trace file holds; every rank calls it.
+
+    Args:
+        member: This process.
+        tracer: What it did.
+        table: The schedule, which is simulated with the times that were measured.
+
+    Raises:
+        BackendError: A message left and never arrived, or the other way round.
+    """
+    own = (socket.gethostname(), tracer.clock.host, [attrs.astuple(s) for s in tracer.spans()])
+    said = gathered(member, own)
+    one_host = len({host for host, _, _ in said}) == 1
+    ranks = []
+    for _, zero, spans in said:
+        # One host has one clock: how far apart its ranks left the barrier is then known.
+        late = 1e6 * (zero - said[0][1]) if one_host else 0.0
+        ranks.append([_moved(Span(*span), late) for span in spans])
+    first = min(span.start for spans in ranks for span in spans)
+    ranks = [[_moved(span, -first) for span in spans] for spans in ranks]
+    events = list(_events(ranks, table))
+    durations = measured_durations(ranks[: table.num_ranks])
+    timed = step_time(table, durations)
+    for event in timed_trace(timed)["traceEvents"]:
+        event["pid"] += len(ranks)
+        if "id" in event:
+            event["id"] += _APART
+        if event["name"] == "process_name":
+            event["args"]["name"] = f"simulated {event['args']['name']}"
+        events.append(event)
+    last = max(span.end for spans in ranks for span in spans)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "source": table.source,
+            "clock": "events on the graph stream" if tracer.clock.cuda else "the host's",
+            "aligned": "one host's clock" if one_host else "at a barrier",
+            "step": f"{last:.1f} us",
+            "simulated step": f"{float(timed.time):.1f} us",
+        },
+    }
+
+
+def measured_durations(ranks: Sequence[Sequence[Span]]) -> Durations:
+    """
+    What a simulation takes of one pipeline's step: medians of each stage's F, I, W and refresh.
+
+    A message takes the median of the time from where both ends had posted it to where it was
+    waited for, which is at least its own; a rank's update is its own.
+
+    Args:
+        ranks: What each rank of the pipeline did.
+    """
+    stages: dict[int, dict[str, list[float]]] = {}
+    for spans in ranks:
+        for span in spans:
+            if span.stage >= 0:
+                took = stages.setdefault(span.stage, {}).setdefault(span.kind, [])
+                took.append(span.end - span.start)
+    ends = _ends([span for spans in ranks for span in spans])
+    took = [came.end - max(left.start, came.start) for left, came in ends.values()]
+    updates = {
+        rank: {"update": sum(s.end - s.start for s in spans if s.name == "update")}
+        for rank, spans in enumerate(ranks)
+    }
+    times = dict.fromkeys("FIW", 0.0)
+    times["message"] = max(0.0, statistics.median(took)) if took else 0.0
+    medians = {
+        stage: {kind: statistics.median(each) for kind, each in kinds.items()}
+        for stage, kinds in stages.items()
+    }
+    return Durations(times, "us", medians, updates)
+
+
+def _moved(span: Span, by: float) -> Span:
+    return attrs.evolve(span, start=span.start + by, end=span.end + by)
+
+
+def _ends(spans: Sequence[Span]) -> dict[tuple[int, int, int], tuple[Span, Span]]:
+    """Both ends of every message."""
+    sends = {s.message: s for s in spans if s.message is not None and s.lane == "sends"}
+    receives = {s.message: s for s in spans if s.message is not None and s.lane == "receives"}
+    if odd := sorted(sends.keys() ^ receives.keys()):
+        source, to, number = odd[0]
+        raise BackendError(
+            f"the trace has one end only of {Message.of(number).sent} from rank {source} to {to}; "
+            "trace a step that ran to its end"
+        )
+    return {message: (sends[message], receives[message]) for message in sends}
+
+
+def _events(ranks: Sequence[Sequence[Span]], table: Schedule) -> Iterator[dict[str, Any]]:
+    threads: dict[int, Mapping[Span, int]] = {}
+    for rank, spans in enumerate(ranks):
+        stages = ", ".join(map(str, table.stages_of(rank % table.num_ranks)))
+        yield _named("process_name", rank, 0, f"rank {rank} (stage {stages})")
+        threads[rank], names = _threads(spans)
+        for thread, name in enumerate(names):
+            yield _named("thread_name", rank, thread, name)
+        for span in spans:
+            yield {
+                "name": span.name,
+                "cat": span.kind or span.lane,
+                "ph": "X",
+                "pid": rank,
+                "tid": threads[rank][span],
+                "ts": span.start,
+                "dur": span.end - span.start,
+                "args": {} if span.stage < 0 else {"stage": span.stage},
+            }
+    every = [span for spans in ranks for span in spans]
+    for number, ((source, to, _), (left, came)) in enumerate(_ends(every).items()):
+        flow = {"name": "message", "cat": "messages", "id": number}
+        at = {"pid": source, "tid": threads[source][left], "ts": left.start}
+        yield flow | {"ph": "s"} | at
+        at = {"pid": to, "tid": threads[to][came], "ts": came.end}
+        yield flow | {"ph": "f", "bp": "e"} | at
+
+
+def _threads(spans: Sequence[Span]) -> tuple[Mapping[Span, int], list[str]]:
+    """A thread for each lane, and more where what is in it overlaps."""
+    names: list[str] = []
+    found: dict[Span, int] = {}
+    for lane in _LANES:
+        ends: list[tuple[float, int]] = []
+        for span in sorted((s for s in spans if s.lane == lane), key=lambda s: (s.start, s.end)):
+            free = next((n for n, (end, _) in enumerate(ends) if end <= span.start), None)
+            if free is None:
+                names.append(lane if not ends else f"{lane}, {len(ends) + 1}")
+                ends.append((span.end, len(names) - 1))
+                free = len(ends) - 1
+            ends[free] = span.end, ends[free][1]
+            found[span] = ends[free][1]
+    return found, names
+
+
+def _named(name: str, rank: int, thread: int, value: str) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": rank, "tid": thread, "args": {"name": value}}

@@ -1,0 +1,227 @@
+"""
+What F, dI, dW and a cache refresh do to memory, once the kernel has allowed them.
+
+An executor performs; it asks nothing and remembers nothing of epochs or keys. The eager one calls
+the backend, the captured one (`qeffect.gpu_runtime.step.graphs`) replays graphs of the very same
+calls, so that both run under the same guards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from ..backends.protocol import StageBackend, Wgrads, WgradUnit, matrices
+from .effects import Effects, StageReports
+from .memory.arena import Arena
+from .memory.counters import DeviceCounters
+from .memory.slots import Slot, SlotTable
+from .plan.slots import SlotPlan, WgradVariant
+
+_data_ptr = Tensor.data_ptr
+
+
+@attrs.define(eq=False)
+class StageMemory:
+    """
+    Everything physical that the runtime holds for one stage.
+
+    Args:
+        stage: The backend's stage.
+        table: Its slots.
+        arena: Its matrix-gradient destinations.
+        slot_of: Index in the process's pool of the slot that each microbatch uses.
+        variants: What the dW of each microbatch does.
+        reports: What its backend reports of its actions.
+        sums: Sums of its non-matrix gradients over the microbatches, in dI order.
+        all_units: Names of its units, in the order in which dI queues them.
+        all_matrices: Names of its matrices, sorted; the kernel's own tuple once it has one.
+        shared: Units whose destination another stage writes too.
+    """
+
+    stage: StageBackend
+    table: SlotTable
+    arena: Arena
+    slot_of: Sequence[int]
+    variants: Sequence[WgradVariant]
+    reports: StageReports = attrs.field(factory=StageReports)
+    shared: frozenset[str] = frozenset()
+    sums: list[Tensor] = attrs.field(init=False)
+    all_units: tuple[str, ...] = attrs.field(init=False)
+    all_matrices: tuple[str, ...] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        # -0.0 is the identity of addition for every float, -0.0 included; 0.0 is not.
+        self.sums = [torch.full_like(p.parameter, -0.0).detach() for p in self.stage.non_matrix]
+        self.all_units = tuple(unit.name for unit in self.stage.units)
+        self.all_matrices = tuple(sorted(m.name for m in matrices(self.stage)))
+
+    def addresses(self) -> dict[str, int]:
+        """Every address that graphs bake in and no bind compares: state, buffers, sums."""
+        found = dict(self.stage.addresses())
+        for slot in self.table:
+            for kind, held in (("input", slot.inputs), ("gradient", slot.output_gradients)):
+                for n, tensor in enumerate(held):
+                    found[f"buffer:slot {slot.index}.{kind}.{n}"] = tensor.data_ptr()
+        for owner, total in zip(self.stage.non_matrix, self.sums, strict=True):
+            found[f"sum:{owner.name}"] = total.data_ptr()
+        return found
+
+    def address_probe(self) -> Callable[[], list[int]]:
+        """A cheap look at `addresses`, as `StageBackend.address_probe` is one of the stage's."""
+        stage = self.stage.address_probe()
+
+        def look() -> list[int]:
+            found = [*stage()]
+            for slot in self.table:
+                found += map(_data_ptr, slot.inputs)
+                found += map(_data_ptr, slot.output_gradients)
+            found += map(_data_ptr, self.sums)
+            return found
+
+        return look
+
+    def open_epoch(self) -> None:
+        """Empty the sums; part of the refresh, the first thing a stage does in an epoch."""
+        for total in self.sums:
+            total.fill_(-0.0)
+
+    @classmethod
+    def allocate(
+        cls,
+        stage: StageBackend,
+        plan: SlotPlan,
+        arena: Arena,
+        first: int,
+        reports: StageReports | None = None,
+        shared: frozenset[str] = frozenset(),
+    ) -> StageMemory:
+        """
+        Make a stage's slots as a plan has them.
+
+        Args:
+            stage: The stage.
+            plan: The slot plan.
+            arena: The stage's destinations.
+            first: Index of its first slot in the process's pool.
+            reports: What its backend reports; None for nothing.
+            shared: Units whose destination another stage writes too.
+        """
+        microbatches = range(plan.order.num_microbatches)
+        return cls(
+            stage,
+            SlotTable(stage, first, plan.num_slots[stage.index]),
+            arena,
+            tuple(first + plan.slot_of[stage.index, m] for m in microbatches),
+            tuple(plan.variant(stage.index, m, arena.rule) for m in microbatches),
+            reports or StageReports(),
+            shared,
+        )
+
+    def evidence(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Matrix names as the kernel compares them; its very own tuple when all are there once."""
+        found = tuple(sorted(names))
+        return self.all_matrices if found == self.all_matrices else found
+
+    def evidence_of(self, units: Sequence[str]) -> tuple[str, ...]:
+        """Names of the matrices of units, as the kernel compares them."""
+        if tuple(units) == self.all_units:
+            return self.all_matrices
+        by_name: dict[str, WgradUnit] = {unit.name: unit for unit in self.stage.units}
+        return self.evidence(m.name for name in units for m in by_name[name].matrices)
+
+
+class Executor(Protocol):
+    """Physical actions on slots."""
+
+    marks_tail: bool
+    """Whether what it performs ends with the handoff's tail mark, as a captured graph does."""
+
+    def refresh(self, memory: StageMemory) -> Effects:
+        """Quantize the stage's weights into their caches and open its epoch."""
+
+    def forward(self, memory: StageMemory, slot: Slot) -> Effects:
+        """F from the slot's input buffers; leaves its outputs."""
+
+    def dgrad(
+        self, memory: StageMemory, slot: Slot, variant: WgradVariant
+    ) -> tuple[tuple[str, ...], Effects]:
+        """dI from the slot's gradient buffers; also returns the matrices whose work is queued."""
+
+    def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
+        """dW into the variant's destination; returns the matrices it covered."""
+
+
+class EagerExecutor:
+    """
+    Calls the backend.
+
+    Args:
+        counters: What the device counts beside every action; None counts nothing.
+    """
+
+    marks_tail = False
+
+    def __init__(self, counters: DeviceCounters | None = None) -> None:
+        self.counters = counters
+
+    def _count(self, action: str, place: int) -> None:
+        if self.counters is not None:
+            self.counters.ran(action, place)
+
+    def refresh(self, memory: StageMemory) -> Effects:
+        """Refresh the cache, empty the sums."""
+        memory.stage.refresh_cache()
+        memory.open_epoch()
+        self._count("refresh", memory.stage.index)
+        return Effects(memory.reports.take_filled())
+
+    def forward(self, memory: StageMemory, slot: Slot) -> Effects:
+        """F."""
+        reports = memory.reports
+        before = reports.updates()
+        outputs = memory.stage.forward(slot.tape, slot.inputs)
+        slot.outputs = tuple(output.detach() for output in outputs)
+        self._count("F", slot.index)
+        return Effects(reports.take_filled(), reports.since(before))
+
+    def dgrad(
+        self, memory: StageMemory, slot: Slot, variant: WgradVariant
+    ) -> tuple[tuple[str, ...], Effects]:
+        """dI, with the destinations bound before it."""
+        reports = memory.reports
+        before = reports.updates()
+        bound = memory.arena.buffers(variant.destination)
+        memory.stage.bind(slot.tape, bound)
+        result = memory.stage.dgrad(slot.tape, slot.output_gradients)
+        torch._foreach_add_(memory.sums, list(result.non_matrix))
+        slot.dgrads = result.inputs
+        slot.non_matrix = result.non_matrix
+        self._count("dI", slot.index)
+        effects = Effects(None, reports.since(before), reports.token(result.scales))
+        return memory.evidence_of(result.queued), effects
+
+    def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
+        """dW."""
+        return self.wgrad_keeping(memory, slot, variant, keep=False)
+
+    def wgrad_keeping(
+        self, memory: StageMemory, slot: Slot, variant: WgradVariant, *, keep: bool
+    ) -> tuple[str, ...]:
+        """A dW, of which the deferred work may be kept for another variant's capture."""
+        result = self.run_work(memory, slot, variant, keep=keep)
+        self._count("dW", slot.index)
+        return memory.evidence(result.covered)
+
+    @staticmethod
+    def run_work(memory: StageMemory, slot: Slot, variant: WgradVariant, *, keep: bool) -> Wgrads:
+        """Run a tape's deferred work for one variant; `keep` it to run another."""
+        slot.tape.bound = memory.arena.buffers(variant.destination)
+        given = {"joining": memory.shared} if variant.joins else {}
+        result = memory.stage.wgrad(slot.tape, accumulate=variant.accumulate, keep=keep, **given)
+        slot.wgrads = {} if memory.arena.direct else result.by_unit
+        return result

@@ -1,0 +1,415 @@
+"""
+CUDA graphs of every slot's F, dI and dW, and of every stage's cache refresh.
+
+Graphs that share a memory pool are right only when replayed in the order of their capture: memory
+that an earlier graph frees while it is captured is scratch of a later one, and the library's
+backward frees what it saved. So each slot has a private pool. Within it F, dI, dW is the only order
+that there is, and ownership enforces it.
+
+Warmup runs before capture on the same stream, because libraries allocate and choose kernels on
+first use; it moves numerical state and writes destinations, so both are put back.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+
+from ..backends.protocol import BackendError, StateDomain
+from .eager import EagerExecutor, StageMemory
+from .effects import UNREPORTED, Effects
+from .memory.counters import DeviceCounters
+from .memory.slots import Slot
+from .memory.state import preserving
+from .nested import nestable_graph
+from .plan.slots import SlotPlan, WgradVariant
+from .streams import GraphStream, Handoff
+
+
+@attrs.define(eq=False)
+class SlotGraphs:
+    """One slot's graphs, with what the capture saw of their evidence and results."""
+
+    forward: torch.cuda.CUDAGraph
+    dgrad: torch.cuda.CUDAGraph
+    wgrad: dict[WgradVariant, torch.cuda.CUDAGraph]
+    ran: Effects
+    queued: tuple[tuple[str, ...], Effects]
+    covered: dict[WgradVariant, tuple[str, ...]]
+    static: Slot
+    wgrads: dict[WgradVariant, Mapping[str, torch.Tensor]]
+
+
+@attrs.define
+class CaptureReport:
+    """
+    What capture cost and made.
+
+    Args:
+        warmup_seconds: Host time of the warmup, device drained.
+        capture_seconds: Host time of the captures.
+        num_graphs: Graphs held.
+        phases: Host seconds of the parts of both, by name; the device is not drained between them.
+    """
+
+    warmup_seconds: float = 0.0
+    capture_seconds: float = 0.0
+    num_graphs: int = 0
+    phases: dict[str, float] = attrs.field(factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the host time of a block to a phase."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - started
+            self.phases[name] = self.phases.get(name, 0.0) + spent
+
+
+class BakedAddresses:
+    """
+    Where everything was that a stage's graphs bake in, and how to see cheaply that it still is.
+
+    A probe looks in microseconds; only where it sees a difference are names walked.
+
+    Args:
+        memory: The stage's memory, captured.
+    """
+
+    def __init__(self, memory: StageMemory) -> None:
+        self.addresses = memory.addresses()
+        self._prepare(memory)
+
+    def _prepare(self, memory: StageMemory) -> None:
+        self._look = memory.address_probe()
+        self._seen = self._look()
+
+    def check(self, memory: StageMemory) -> None:
+        """
+        Compare what was baked in with where things are now.
+
+        Raises:
+            BackendError: Something has moved.
+        """
+        if self._look() == self._seen:
+            return
+        now = memory.addresses()
+        if self.addresses != now:
+            baked = self.addresses
+            name = next(n for n in (*baked, *now) if baked.get(n) != now.get(n))
+            raise BackendError(
+                f"stage {memory.stage.index}: {name} was at {baked.get(name)} when graphs were "
+                f"captured and is at {now.get(name)}; update tensors in place, or make a new "
+                "runtime"
+            )
+        self._prepare(memory)
+
+
+class GraphExecutor:
+    """
+    Replays what was captured, and reports what each capture recorded.
+
+    That a graph was replayed, and once, is not in a report: the device's counters say that.
+    """
+
+    marks_tail = True
+
+    def __init__(self, domain: StateDomain, report: CaptureReport) -> None:
+        self.domain = domain
+        self.report = report
+        self.num_replays = 0
+        self.slots: dict[int, SlotGraphs] = {}
+        self.refreshes: dict[int, torch.cuda.CUDAGraph] = {}
+        self.refreshed: dict[int, Effects] = {}
+        self.baked: dict[int, BakedAddresses] = {}
+
+    def refresh(self, memory: StageMemory) -> Effects:
+        """
+        Look whether every captured address still holds, then refresh.
+
+        Raises:
+            BackendError: A parameter, a scale or a cache has moved, or a module has joined.
+        """
+        self.check_addresses(memory)
+        self.num_replays += 1
+        self.refreshes[memory.stage.index].replay()
+        memory.stage.cache_was_refreshed()
+        return self.refreshed[memory.stage.index]
+
+    def forward(self, memory: StageMemory, slot: Slot) -> Effects:
+        """Replay F."""
+        graphs = self.slots[slot.index]
+        self.num_replays += 1
+        graphs.forward.replay()
+        slot.outputs = graphs.static.outputs
+        return graphs.ran
+
+    def dgrad(
+        self, memory: StageMemory, slot: Slot, variant: WgradVariant
+    ) -> tuple[tuple[str, ...], Effects]:
+        """Replay dI; what it queues was seen at capture and is the same each time."""
+        graphs = self.slots[slot.index]
+        self.num_replays += 1
+        graphs.dgrad.replay()
+        slot.dgrads = graphs.static.dgrads
+        slot.non_matrix = graphs.static.non_matrix
+        return graphs.queued
+
+    def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
+        """Replay dW of one variant."""
+        graphs = self.slots[slot.index]
+        self.num_replays += 1
+        graphs.wgrad[variant].replay()
+        slot.wgrads = graphs.wgrads[variant]
+        return graphs.covered[variant]
+
+    def check_addresses(self, memory: StageMemory) -> None:
+        """
+        Compare the addresses that graphs bake in with where things are now.
+
+        Raises:
+            BackendError: Something has moved, or a module joined the domain.
+        """
+        self.domain.check_membership()
+        self.baked[memory.stage.index].check(memory)
+
+
+def capture(
+    domain: StateDomain,
+    memories: Mapping[int, StageMemory],
+    plan: SlotPlan,
+    handoff: Handoff,
+    *,
+    shared_pool: Hashable | None = None,
+    counters: DeviceCounters | None = None,
+    nested: bool = False,
+) -> GraphExecutor:
+    """
+    Warm up, then capture every graph that the plan needs.
+
+    Args:
+        domain: The state domain; it is frozen here.
+        memories: Physical memory by stage.
+        plan: The slot plan.
+        handoff: The graph stream.
+        shared_pool: Not None lets all slots share one memory pool, captured as all F, all dI, all
+            dW. Only the test that shows the corruption asks for it.
+        counters: What every graph counts beside its action; at zero afterwards.
+        nested: Make graphs that can become part of another one (`nested`).
+
+    Raises:
+        BackendError: Something cannot be captured; all reasons are listed.
+    """
+    stages = [memory.stage for memory in memories.values()]
+    obstacles = [*domain.capture_obstacles()]
+    for stage in stages:
+        obstacles += [f"stage {stage.index}: {o}" for o in stage.capture_obstacles()]
+    if obstacles or not isinstance(handoff, GraphStream):
+        raise BackendError(f"cannot capture: {'; '.join(obstacles) or 'no graph stream'}")
+    domain.freeze()
+    report = CaptureReport()
+    executor = GraphExecutor(domain, report)
+    handoff.wait_for_caller()
+    with handoff.scope(), no_collection(), preserving(domain):
+        started = time.perf_counter()
+        for memory in memories.values():
+            warm_up(memory, report)
+        if counters is not None:
+            counters.warm()
+        with report.phase("warmup drain"):
+            handoff.synchronize()
+        report.warmup_seconds = time.perf_counter() - started
+        started = time.perf_counter()
+        recorder = _Recorder(handoff, report, kept=nested)
+        eager = EagerExecutor(counters)
+        for memory in memories.values():
+            executor.refreshes[memory.stage.index] = recorder.record(
+                "refresh",
+                torch.cuda.graph_pool_handle(),
+                partial(_refresh, eager, memory, executor.refreshed),
+            )
+        build = _per_slot if shared_pool is None else _shared
+        executor.slots = build(recorder, memories, plan, eager)
+        handoff.synchronize()
+        report.capture_seconds = time.perf_counter() - started
+        for memory in memories.values():
+            memory.arena.zero()
+            memory.table.rebuild()
+            executor.baked[memory.stage.index] = BakedAddresses(memory)
+        if counters is not None:
+            counters.zero()  # a stand-in for a graph runs what it captures
+    handoff.synchronize()
+    domain.check_membership()
+    return executor
+
+
+def _refresh(eager: EagerExecutor, memory: StageMemory, seen: dict[int, Effects]) -> None:
+    seen.setdefault(memory.stage.index, eager.refresh(memory))  # the capture's, not a stand-in's
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep the collector from destroying device objects in the middle of a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def warm_up(memory: StageMemory, report: CaptureReport) -> None:
+    """
+    Run a stage's refresh, F, dI and every kind of dW once, on its first slot.
+
+    Variants of dW that differ only in where they write are one kind: the same kernels, chosen once.
+    """
+    eager = EagerExecutor()
+    slot = next(iter(memory.table))
+    kinds = list({variant.accumulate: variant for variant in memory.variants}.values())
+    with report.phase("warmup refresh"):
+        eager.refresh(memory)
+    with report.phase("warmup F"):
+        eager.forward(memory, slot)
+    with report.phase("warmup dI"):
+        eager.dgrad(memory, slot, kinds[0])
+    with report.phase("warmup dW"):
+        for n, variant in enumerate(kinds):
+            eager.run_work(memory, slot, variant, keep=n + 1 < len(kinds))
+
+
+class _Recorder:
+    """Captures one graph after another on the graph stream."""
+
+    def __init__(self, handoff: GraphStream, report: CaptureReport, *, kept: bool) -> None:
+        self.handoff = handoff
+        self.report = report
+        self.kept = kept
+
+    def record(self, name: str, pool: Any, action: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture one action, with the external event at its tail."""
+        graph = torch.cuda.CUDAGraph() if not self.kept else nestable_graph()
+        # Not torch.cuda.graph(): that collects garbage and empties the cache at every entry.
+        with self.report.phase("capture begin"):
+            graph.capture_begin(pool=pool)
+        try:
+            with self.report.phase(f"capture {name}"):
+                action()
+                self.handoff.record_tail()
+        finally:
+            with self.report.phase("capture end"):
+                graph.capture_end()
+        self.report.num_graphs += 1
+        return graph
+
+
+class _SlotCapture:
+    """The three steps of capturing one slot, in the pools given for them."""
+
+    def __init__(
+        self,
+        recorder: _Recorder,
+        memory: StageMemory,
+        slot: Slot,
+        plan: SlotPlan,
+        eager: EagerExecutor,
+    ) -> None:
+        self.recorder = recorder
+        self.memory = memory
+        self.slot = slot
+        local = slot.index - memory.table.first_index
+        self.variants = plan.variants(memory.stage.index, local, memory.arena.rule)
+        self.eager = eager
+        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        self.ran = UNREPORTED
+        self.queued: tuple[tuple[str, ...], Effects] = ((), UNREPORTED)
+        self.covered: dict[WgradVariant, tuple[str, ...]] = {}
+        self.wgrads: dict[WgradVariant, Mapping[str, torch.Tensor]] = {}
+        self.wgrad: dict[WgradVariant, torch.cuda.CUDAGraph] = {}
+        # Held until the graphs die: freed, the pool would hand this memory to the next capture.
+        self.outputs: tuple[torch.Tensor, ...] = ()
+
+    def capture_forward(self, pool: Any) -> None:
+        def act() -> None:
+            self.ran = self.eager.forward(self.memory, self.slot)
+
+        self.graphs["F"] = self.recorder.record("F", pool, act)
+        self.outputs = self.slot.outputs
+
+    def capture_dgrad(self, pool: Any) -> None:
+        def act() -> None:
+            self.queued = self.eager.dgrad(self.memory, self.slot, self.variants[0])
+
+        self.graphs["dI"] = self.recorder.record("dI", pool, act)
+
+    def capture_wgrads(self, pool: Any) -> None:
+        for n, variant in enumerate(self.variants):
+            keep = n + 1 < len(self.variants)
+            act = partial(self._wgrad, variant, keep)
+            self.wgrad[variant] = self.recorder.record("dW", pool, act)
+
+    def _wgrad(self, variant: WgradVariant, keep: bool) -> None:
+        self.covered[variant] = self.eager.wgrad_keeping(self.memory, self.slot, variant, keep=keep)
+        self.wgrads[variant] = dict(self.slot.wgrads)
+
+    def finish(self) -> SlotGraphs:
+        static = attrs.evolve(self.slot, tape=self.memory.stage.new_tape(self.slot.index))
+        static.outputs = self.outputs
+        return SlotGraphs(
+            self.graphs["F"],
+            self.graphs["dI"],
+            self.wgrad,
+            self.ran,
+            self.queued,
+            self.covered,
+            static,
+            self.wgrads,
+        )
+
+
+def _captures(
+    recorder: _Recorder, memories: Mapping[int, StageMemory], plan: SlotPlan, eager: EagerExecutor
+) -> list[_SlotCapture]:
+    return [
+        _SlotCapture(recorder, memory, slot, plan, eager)
+        for memory in memories.values()
+        for slot in memory.table
+    ]
+
+
+def _per_slot(
+    recorder: _Recorder, memories: Mapping[int, StageMemory], plan: SlotPlan, eager: EagerExecutor
+) -> dict[int, SlotGraphs]:
+    finished = {}
+    for slot in _captures(recorder, memories, plan, eager):
+        pool = torch.cuda.graph_pool_handle()
+        slot.capture_forward(pool)
+        slot.capture_dgrad(pool)
+        slot.capture_wgrads(pool)
+        finished[slot.slot.index] = slot.finish()
+    return finished
+
+
+def _shared(
+    recorder: _Recorder, memories: Mapping[int, StageMemory], plan: SlotPlan, eager: EagerExecutor
+) -> dict[int, SlotGraphs]:
+    captures = _captures(recorder, memories, plan, eager)
+    pool = torch.cuda.graph_pool_handle()
+    for slot in captures:
+        slot.capture_forward(pool)
+    for slot in captures:
+        slot.capture_dgrad(pool)
+    for slot in captures:
+        slot.capture_wgrads(pool)
+    return {slot.slot.index: slot.finish() for slot in captures}

@@ -1,0 +1,229 @@
+"""
+Physical gradient destinations, and what must stay true of them.
+
+Three rules say where dW writes and what the optimizer then reads:
+
+`copied`
+    The library's own memory, cloned after every dW; summed at finalize. The conservative path.
+`per_microbatch`
+    One fixed buffer for every matrix and microbatch; summed at finalize. The paper's direct
+    placement, `M * sum(sizeof(W))` bytes.
+`accumulate`
+    One fixed buffer for every matrix: the first dW of an epoch overwrites it, later ones add to it.
+    Its size does not depend on the number of microbatches, its value depends on the order of dW.
+
+The kernel's arena ledger decides which microbatch may write, whether all have, and whether what is
+bound is what was configured. This module holds the memory, and describes it to the kernel as it is
+now: shape, dtype, device and address are read again at every bind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from qeffect.destinations import Destination
+
+from ...backends.protocol import StageBackend, WgradUnit
+from .looks import Look
+from .sums import OrderedSum
+from .tied import Tied
+
+Rule = Literal["copied", "per_microbatch", "accumulate"]
+RULES: tuple[Rule, ...] = ("copied", "per_microbatch", "accumulate")
+
+
+@attrs.define(eq=False)
+class Arena:
+    """
+    The matrix-gradient memory of one stage.
+
+    Args:
+        units: The stage's units of deferred work.
+        rule: Where dW writes.
+        num_microbatches: Microbatches of an epoch.
+        dtype: Type of the destinations. Where it differs from the parameters', the optimizer needs
+            master weights of that type.
+        device: Where they live.
+        tied: By unit, the name of the destination that another unit has too.
+        lent: By name, the sets of destinations that were made for an earlier unit; the arena adds
+            those that it makes.
+    """
+
+    units: tuple[WgradUnit, ...]
+    rule: Rule
+    num_microbatches: int
+    dtype: torch.dtype
+    device: torch.device
+    tied: Mapping[str, str] = attrs.field(factory=dict)
+    lent: dict[str, list[Tensor]] = attrs.field(factory=dict)
+    _own: tuple[str, ...] = attrs.field(init=False)
+    _buffers: list[dict[str, Tensor]] = attrs.field(init=False, factory=list)
+    _configured: list[tuple[Destination, ...]] = attrs.field(init=False, factory=list)
+    _looks: list[Look] = attrs.field(init=False, factory=list)
+    _copies: dict[int, dict[str, Tensor]] = attrs.field(init=False, factory=dict)
+    _sum: OrderedSum = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise ValueError(f"unknown destination rule {self.rule!r}; choose {', '.join(RULES)}")
+        if self.tied and not self.direct:
+            raise ValueError("tied weights share a destination, and under 'copied' there is none")
+        terms = 1 if self.rule == "accumulate" else self.num_microbatches
+        self._sum = OrderedSum.prepared(terms, self.dtype, self.device)
+        sets = {"copied": 0, "per_microbatch": self.num_microbatches, "accumulate": 1}[self.rule]
+        first = [self.tied.get(unit.name, unit.name) for unit in self.units]
+        self._own = tuple(
+            unit.name
+            for at, unit in enumerate(self.units)
+            if unit.name not in self.tied
+            or (first[at] not in self.lent and first[at] not in first[:at])
+        )
+        for index in range(sets):
+            self._buffers.append({unit.name: self._buffer(unit, index) for unit in self.units})
+        for index in range(self.num_microbatches if self.rule != "accumulate" else 1):
+            self._configured.append(self._described(index))
+            held = self._buffers[index].values() if self.direct else ()
+            self._looks.append(Look(held))
+
+    def _buffer(self, unit: WgradUnit, index: int) -> Tensor:
+        """Make the destination of a unit in one set, or take the one that it shares."""
+        sets = self.lent.setdefault(self.tied[unit.name], []) if unit.name in self.tied else []
+        if unit.name not in self._own:
+            return sets[index]
+        made = torch.zeros(unit.shape, dtype=self.dtype, device=self.device)
+        sets.append(made)
+        return made
+
+    @classmethod
+    def for_stage(
+        cls,
+        stage: StageBackend,
+        rule: Rule,
+        num_microbatches: int,
+        dtype: torch.dtype,
+        tied: Tied | None = None,
+    ) -> Arena:
+        """The arena of a stage, on the stage's device."""
+        device = stage.domain.device
+        if tied is None:
+            return cls(stage.units, rule, num_microbatches, dtype, device)
+        lent = tied.memory
+        return cls(stage.units, rule, num_microbatches, dtype, device, tied.units(stage), lent)
+
+    @property
+    def direct(self) -> bool:
+        """Whether dW writes straight into the arena."""
+        return self.rule != "copied"
+
+    @property
+    def num_bytes(self) -> int:
+        """Reserved destination memory, lent one aside; copies under `copied` are not counted."""
+        return sum(
+            buffers[name].numel() * buffers[name].element_size()
+            for buffers in self._buffers
+            for name in self._own
+        )
+
+    def buffers(self, index: int) -> Mapping[str, Tensor] | None:
+        """One set of destinations by unit; None for index -1, the library's own memory."""
+        return None if index < 0 else self._buffers[index]
+
+    def index_of(self, microbatch: int) -> int:
+        """Which set of destinations a microbatch writes."""
+        return {"copied": -1, "per_microbatch": microbatch, "accumulate": 0}[self.rule]
+
+    def destinations(self, microbatch: int) -> Mapping[str, Tensor] | None:
+        """The destinations that a microbatch's dW writes, by unit; None under `copied`."""
+        return self.buffers(self.index_of(microbatch))
+
+    def configured(self) -> tuple[Destination, ...]:
+        """Every destination, as the kernel is configured with."""
+        return tuple(d for described in self._configured for d in described)
+
+    def present(self, microbatch: int) -> tuple[Destination, ...]:
+        """
+        What a microbatch's dW would write now, for the kernel to compare with what it should.
+
+        The tensors are looked at each time. Where nothing about them has changed, the configured
+        description itself is returned, which the kernel compares by identity.
+        """
+        index = 0 if self.rule == "accumulate" else microbatch
+        return self._configured[index] if self._looks[index].unchanged() else self._described(index)
+
+    def in_place(self) -> bool:
+        """Whether `present` says of every microbatch what the kernel is configured with."""
+        return all(look.unchanged() for look in self._looks)
+
+    def _described(self, index: int) -> tuple[Destination, ...]:
+        owner = None if self.rule == "accumulate" else index
+        if not self.direct:
+            found = [Destination(m.name, owner) for unit in self.units for m in unit.matrices]
+        else:
+            found = [
+                Destination(
+                    matrix.name,
+                    owner,
+                    tuple(rows.shape),
+                    str(rows.dtype).removeprefix("torch."),
+                    str(rows.device),
+                    rows.data_ptr(),
+                    rows.numel() * rows.element_size(),
+                )
+                for unit in self.units
+                for matrix, rows in unit.rows(self._buffers[index][unit.name])
+            ]
+        return tuple(sorted(found, key=lambda d: d.matrix))
+
+    def keep_copies(self, microbatch: int, by_unit: Mapping[str, Tensor]) -> None:
+        """Under `copied`, clone what dW left in the library's memory before its slot is reused."""
+        self._copies[microbatch] = {name: tensor.clone() for name, tensor in by_unit.items()}
+
+    def written(self, microbatch: int) -> Mapping[str, Tensor]:
+        """What a microbatch's dW wrote, by unit."""
+        held = self.destinations(microbatch)
+        return self._copies[microbatch] if held is None else held
+
+    def spoil(self, microbatch: int) -> None:
+        """Forget a half-written copy; the ledger marks the epoch spoiled."""
+        self._copies.pop(microbatch, None)
+
+    def total(self, order: Sequence[int]) -> dict[str, Tensor]:
+        """
+        The gradient of each unit for the epoch, summed in the given order of microbatches.
+
+        The order matters: an eight-term sum in another order differs in most of its elements. A
+        unit whose destination is lent has no gradient here: it is the other's, summed once.
+        """
+        names = list(self._own)
+        if self.rule == "accumulate":
+            return {name: self._buffers[0][name] for name in names}
+        sets = self._copies if self.rule == "copied" else dict(enumerate(self._buffers))
+        ordered = [[sets[microbatch][name] for name in names] for microbatch in order]
+        self._sum(ordered)
+        return dict(zip(names, ordered[0], strict=True))
+
+    @property
+    def one_pass_obstacle(self) -> str:
+        """Why `total` adds one buffer after another instead of reading each once; empty if not."""
+        return self._sum.obstacle
+
+    def zero(self) -> None:
+        """Clear the buffers, as they were when the arena was made."""
+        for buffers in self._buffers:
+            for tensor in buffers.values():
+                tensor.zero_()
+
+    def start_epoch(self) -> None:
+        """Release the last epoch's copies."""
+        self._copies.clear()
+
+
+def by_matrix(units: Iterable[WgradUnit], by_unit: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each matrix's rows of its unit's gradient, by name; of the units that have one."""
+    found = [unit for unit in units if unit.name in by_unit]
+    return {m.name: rows for unit in found for m, rows in unit.rows(by_unit[unit.name])}

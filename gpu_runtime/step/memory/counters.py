@@ -1,0 +1,141 @@
+"""
+Counters in device memory: what the device itself says that it ran.
+
+One small kernel goes with every F, dI, dW and refresh, in the same captured graph: it adds one to
+the counter of the stage and the kind of action, and folds the action's mark into the digest of the
+state domain (`qeffect.counts`). So a graph counts whoever replays it. A step reads the counters
+back once, into pinned memory. The device can also compare them itself with what the contract
+expects, so that it skips the update where they differ and no host has to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from qeffect.counts import COUNTED, MULTIPLIER, DeviceCounts, mark
+
+
+class DeviceCounters:
+    """
+    The counters of one state domain.
+
+    Args:
+        places: (stage, slot) of every slot of the domain, by the process's index.
+        device: Where they live; on a CPU nothing is asynchronous.
+    """
+
+    def __init__(self, places: Iterable[tuple[int, int]], device: torch.device) -> None:
+        slots = list(places)
+        self.stages = tuple(dict.fromkeys(stage for stage, _ in slots))
+        size = 1 + len(COUNTED) * len(self.stages)
+        # The digest is multiplied before its mark is added; a counter is kept as it is.
+        self._factors = torch.ones(size, dtype=torch.int64, device=device)
+        self._factors[0] = MULTIPLIER
+        self.values = torch.zeros(size, dtype=torch.int64, device=device)
+        marked = [("refresh", stage, stage) for stage in self.stages]
+        marked += [(action, stage, slot) for stage, slot in slots for action in COUNTED[1:]]
+        # Of an even length, so that every row begins at an address of which a compiled kernel knows
+        # as much: another variant would have to be compiled in the middle of a capture.
+        rows = torch.zeros((len(marked), size + size % 2), dtype=torch.int64)
+        for n, (action, stage, place) in enumerate(marked):
+            rows[n, 0] = mark(action, place)
+            rows[n, self._at(stage, action)] = 1
+        held = rows.to(device)
+        self._terms = {
+            (action, place): held[n, :size] for n, (action, _, place) in enumerate(marked)
+        }
+        pinned = device.type == "cuda"
+        self._read = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
+        self._done: Any = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+        self._given = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
+        self._skip = torch.zeros((), dtype=torch.float32, device=device)
+        self._kernels = _kernels() if pinned else None
+
+    def _at(self, stage: int, action: str) -> int:
+        return 1 + len(COUNTED) * self.stages.index(stage) + COUNTED.index(action)
+
+    def ran(self, action: str, place: int) -> None:
+        """
+        Count an action, on the current stream; inside a capture this becomes a node of the graph.
+
+        Args:
+            action: One of `qeffect.counts.COUNTED`.
+            place: The slot of an F, dI or dW in the process's pool; the stage of a refresh.
+        """
+        term = self._terms[action, place]
+        if self._kernels is not None:
+            self._kernels.count(self.values, term, self._factors)
+        else:
+            torch.addcmul(term, self._factors, self.values, out=self.values)
+
+    def zero(self) -> None:
+        """Begin again, on the current stream, as the contract does at a restore."""
+        self.values.zero_()
+
+    def warm(self) -> None:
+        """Run the kernels once, so that no capture has to load them, and begin at zero."""
+        self.ran(*next(iter(self._terms)))
+        self.gate(DeviceCounts(0, {stage: (0,) * len(COUNTED) for stage in self.stages}))
+        self.zero()
+
+    def gate(self, expected: DeviceCounts) -> torch.Tensor:
+        """
+        Compare on the device, behind everything that the current stream was given; do not wait.
+
+        What is compared is read, so that the host learns of it by `taken`, before the next call.
+
+        Args:
+            expected: What the device must have counted.
+
+        Returns:
+            Scalar of float32 on the device: 1 where the counters differ, else 0. It is overwritten
+            by the next call.
+        """
+        self._given.copy_(torch.tensor(self.numbers_of(expected), dtype=torch.int64))
+        if self._kernels is None:
+            self._skip.copy_(torch.any(self.values != self._given.to(self.values.device)))
+            self.read()
+            return self._skip
+        self._kernels.compare(self.values, self._given, self._read, self._skip)
+        self._done.record()
+        return self._skip
+
+    def read(self) -> None:
+        """Copy the counters behind everything that the current stream was given; do not wait."""
+        self._read.copy_(self.values, non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+
+    def taken(self) -> DeviceCounts:
+        """Wait for the latest `read`, and return what it read."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self.counts_of(self._read.tolist())
+
+    def numbers_of(self, counts: DeviceCounts) -> list[int]:
+        """Counts in the order of `values`: the digest, then each stage's counters."""
+        return [counts.digest, *(n for stage in self.stages for n in counts.stages[stage])]
+
+    def counts_of(self, numbers: Sequence[int]) -> DeviceCounts:
+        """What numbers in the order of `values` say."""
+        (digest, *counted), width = numbers, len(COUNTED)
+        return DeviceCounts(
+            digest,
+            {
+                stage: tuple(counted[n * width : (n + 1) * width])
+                for n, stage in enumerate(self.stages)
+            },
+        )
+
+
+def _kernels() -> ModuleType | None:
+    """Kernels of one launch each; without a compiler for them torch's operations do the same."""
+    try:
+        from . import counters_kernel
+    except ImportError:
+        return None
+    return counters_kernel

@@ -1,0 +1,194 @@
+"""
+The physical side of a stage's slots: static buffers, retained tapes, and what F and dI left.
+
+A table owns its slots' input and output-gradient buffers, so that a receive can fill them in place
+before F or dI, and keeps outputs and input gradients alive until the slot is used again, so that a
+send can read them. It never decides anything: which slot may be touched is the kernel's answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from qeffect.text import shown
+
+from ...backends.protocol import BackendError, StageBackend, Tape, TensorSpec
+
+_form = attrgetter("shape", "dtype", "device")
+"""What a tensor and the specification of one both have."""
+
+
+@attrs.define(eq=False)
+class Boundary:
+    """
+    The tensors that cross into a stage, and the check of those that a caller passes.
+
+    Args:
+        stage: The stage's index.
+        what: What they are, for messages.
+        specs: What is expected of each.
+    """
+
+    stage: int
+    what: str
+    specs: tuple[TensorSpec, ...]
+    _forms: list[tuple[Any, ...]] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._forms = [*map(_form, self.specs)]
+
+    def check(self, values: Sequence[Tensor]) -> None:
+        """
+        Compare tensors that a caller passes with what the stage takes.
+
+        Raises:
+            BackendError: They are no tensors; or their number, or the shape, dtype or device of
+                one differs.
+        """
+        try:
+            forms = self._forms
+            if len(values) == 1 == len(forms):
+                # Most stages take one tensor, and a list of one costs more than what is looked at.
+                value, (shape, dtype, device) = values[0], forms[0]
+                if value.shape == shape and value.dtype is dtype and value.device == device:
+                    return
+            # One comparison in C; only where it fails is looked for what differs.
+            elif [*map(_form, values)] == forms:
+                return
+            if len(values) != len(self.specs):
+                raise BackendError(
+                    f"stage {self.stage} takes {len(self.specs)} {self.what}, found {len(values)}; "
+                    "pass all of them"
+                )
+            for n, (value, spec) in enumerate(zip(values, self.specs, strict=True)):
+                if problem := spec.mismatch(value):
+                    raise BackendError(f"stage {self.stage}, {self.what} {n}: {problem}")
+        except (AttributeError, LookupError, TypeError):
+            raise BackendError(
+                f"stage {self.stage}: expected a sequence of tensors as {self.what}, found "
+                f"{shown(values)}"
+            ) from None
+
+
+@attrs.define(eq=False)
+class Slot:
+    """
+    One slot.
+
+    Args:
+        index: Its index in the process's pool, as the kernel counts.
+        tape: What it retains between F and dW.
+        inputs: Static buffers that F reads.
+        output_gradients: Static buffers that dI reads.
+        outputs: What its last F returned.
+        dgrads: What its last dI returned.
+        non_matrix: Its last dI's non-matrix gradients, already added to the stage's sums.
+        wgrads: What its last dW left in the library's memory, under `copied`.
+    """
+
+    index: int
+    tape: Tape
+    inputs: tuple[Tensor, ...]
+    output_gradients: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...] = ()
+    dgrads: tuple[Tensor, ...] = ()
+    non_matrix: tuple[Tensor, ...] = ()
+    wgrads: Mapping[str, Tensor] = attrs.field(factory=dict)
+    # Aliases without autograd: filling a buffer is not part of any graph.
+    input_views: tuple[Tensor, ...] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.input_views = tuple(buffer.detach() for buffer in self.inputs)
+
+    def forget(self) -> None:
+        """Drop what the last tenant left, buffers excepted."""
+        self.outputs = ()
+        self.dgrads = ()
+        self.non_matrix = ()
+        self.wgrads = {}
+
+
+@attrs.define(eq=False)
+class SlotTable:
+    """
+    The slots of one stage.
+
+    Args:
+        stage: The stage.
+        first_index: Index of its first slot in the process's pool.
+        num_slots: How many it has.
+    """
+
+    stage: StageBackend
+    first_index: int
+    num_slots: int
+    inputs: Boundary = attrs.field(init=False)
+    output_gradients: Boundary = attrs.field(init=False)
+    _slots: list[Slot] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        index, wanted = self.stage.index, tuple(s for s in self.stage.outputs if s.differentiable)
+        self.inputs = Boundary(index, "inputs", tuple(self.stage.inputs))
+        self.output_gradients = Boundary(index, "output gradients", wanted)
+        self._slots = [
+            Slot(
+                self.first_index + local,
+                self.stage.new_tape(self.first_index + local),
+                tuple(spec.buffer() for spec in self.stage.inputs),
+                tuple(
+                    torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) for spec in wanted
+                ),
+            )
+            for local in range(self.num_slots)
+        ]
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots)
+
+    def __getitem__(self, index: int) -> Slot:
+        """The slot with an index of the process's pool."""
+        return self._slots[index - self.first_index]
+
+    def rebuild(self) -> None:
+        """Give every slot an empty tape with fresh stores: a failed dI may have half filled one."""
+        for slot in self._slots:
+            slot.forget()
+            slot.tape.clear()
+            slot.tape = self.stage.new_tape(slot.index)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the static buffers."""
+        return sum(
+            buffer.numel() * buffer.element_size()
+            for slot in self._slots
+            for buffer in (*slot.inputs, *slot.output_gradients)
+        )
+
+
+def fill(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """
+    Copy values into static buffers, several of them at once where the device can.
+
+    A value that is its buffer was filled in place already.
+    """
+    if len(values) == 1:
+        value, buffer = values[0], buffers[0]
+        if value.data_ptr() != buffer.data_ptr():
+            buffer.copy_(value.detach() if value.requires_grad else value)
+        return
+    into: list[Tensor] = []
+    out_of: list[Tensor] = []
+    for buffer, value in zip(buffers, values, strict=True):
+        if value.data_ptr() != buffer.data_ptr():
+            into.append(buffer)
+            # A copy from a tensor with a graph would make the buffer part of it.
+            out_of.append(value.detach() if value.requires_grad else value)
+    if into:
+        torch._foreach_copy_(into, out_of)

@@ -1,0 +1,121 @@
+"""
+Tied weights: which matrices are one parameter, and the destination that their products share.
+
+Two matrices, of one stage or of two, are tied where they are one `torch.nn.Parameter`. Their
+gradient is then one sum, written by every dW of both, and the parameter is updated from it once: it
+is the first matrix's, and the other one has none of its own. The kernel refuses two matrices of one
+parameter that the configuration does not declare tied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+from torch import Tensor
+
+from ...backends.protocol import BackendError, Matrix, StageBackend, WgradUnit
+
+Place = tuple[int, str]
+"""A matrix: its stage, and its name there."""
+
+
+@attrs.frozen
+class Tied:
+    """
+    The tied matrices of one process.
+
+    Args:
+        names: By stage and matrix, the name of the destination, where another matrix is of the same
+            parameter.
+        declared: The matrices that are declared tied.
+        sharers: By stage, the other one that writes one of its destinations.
+        memory: By name, the sets of destinations that were made for the first matrix.
+    """
+
+    names: Mapping[int, Mapping[str, str]] = attrs.field(factory=dict)
+    declared: frozenset[Place] = frozenset()
+    sharers: Mapping[int, int] = attrs.field(factory=dict)
+    memory: dict[str, list[Tensor]] = attrs.field(factory=dict)
+
+    @classmethod
+    def of(cls, stages: Sequence[StageBackend], declared: Sequence[Sequence[Place]]) -> Tied:
+        """
+        Find the matrices that are one parameter, and compare them with those declared tied.
+
+        Args:
+            stages: The stages of the process.
+            declared: Groups of matrices, each of one parameter.
+
+        Raises:
+            BackendError: A declared matrix is not there, is another parameter than the rest of its
+                group, or is one of several in one product; or a stage shares with two others.
+        """
+        found: dict[int, list[Place]] = {}
+        units: dict[Place, WgradUnit] = {}
+        matrices: dict[Place, Matrix] = {}
+        for stage in sorted(stages, key=lambda one: one.index):
+            for unit in stage.units:
+                for matrix in unit.matrices:
+                    place = stage.index, matrix.name
+                    units[place], matrices[place] = unit, matrix
+                    found.setdefault(id(matrix.parameter), []).append(place)
+        for group in declared:
+            for place in group:
+                if place not in matrices:
+                    raise BackendError(f"no matrix {place} is there to be tied")
+                if matrices[place].parameter is not matrices[group[0]].parameter:
+                    raise BackendError(
+                        f"{group[0]} and {place} are declared tied and are two parameters; make "
+                        "them one torch.nn.Parameter"
+                    )
+        names: dict[int, dict[str, str]] = {}
+        sharers: dict[int, int] = {}
+        for group in found.values():
+            if len(group) < 2:
+                continue
+            for place in group:
+                if len(units[place].matrices) > 1:
+                    raise BackendError(
+                        f"{place} is one of several matrices of the product {units[place].name!r} "
+                        "and is tied; only a matrix with a product of its own can be"
+                    )
+                names.setdefault(place[0], {})[place[1]] = "stages.{}.{}".format(*group[0])
+            of = sorted({index for index, _ in group})
+            for index in of if len(of) > 1 else ():
+                others = {sharers.get(index, index), *of} - {index}
+                if len(others) > 1:
+                    raise BackendError(
+                        f"stage {index} has weights tied with the stages {sorted(others)}; with "
+                        "one other at most"
+                    )
+                (sharers[index],) = others
+        return cls(names, frozenset(p for group in declared for p in group), sharers)
+
+    def buffers(self, stage: int) -> Mapping[str, str]:
+        """By matrix of a stage, the name of the destination that another matrix has too."""
+        return self.names.get(stage, {})
+
+    def tied(self, stage: int) -> tuple[str, ...]:
+        """The matrices of a stage that are declared tied."""
+        return tuple(name for owner, name in sorted(self.declared) if owner == stage)
+
+    def owned(self, stage: int, matrix: str) -> bool:
+        """Whether a matrix's parameter is its own, or the first one's of those that have it."""
+        name = self.buffers(stage).get(matrix)
+        return name is None or name == f"stages.{stage}.{matrix}"
+
+    def units(self, stage: StageBackend) -> dict[str, str]:
+        """By unit of a stage, the name of the destination that another unit has too."""
+        names = self.buffers(stage.index)
+        return {
+            unit.name: names[unit.matrices[0].name]
+            for unit in stage.units
+            if unit.matrices[0].name in names
+        }
+
+    def with_sharer(self, stage: StageBackend) -> frozenset[str]:
+        """The units of a stage whose destination another stage writes too."""
+        other = self.sharers.get(stage.index)
+        theirs = set(self.buffers(other).values()) if other is not None else set()
+        return frozenset(unit for unit, name in self.units(stage).items() if name in theirs)

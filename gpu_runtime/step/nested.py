@@ -1,0 +1,78 @@
+"""
+Graphs that become a part of another one: replayed while a stream is being captured, they are added.
+
+torch's graphs cannot: a launch while capturing is an error. These keep what was captured and add it
+to the capture under way as a child node, behind what the stream was given so far.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..backends.protocol import BackendError
+
+__all__ = ["nestable_graph", "obstacle"]
+
+
+def obstacle() -> str | None:
+    """Why no graph can become a part of another one here; None where it can."""
+    try:
+        from cuda.bindings import runtime  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
+    except ImportError as error:
+        return f"cuda.bindings cannot be imported ({error}): pip install cuda-bindings"
+    return None
+
+
+def nestable_graph() -> torch.cuda.CUDAGraph:
+    """
+    Make a graph whose `replay` adds it to a capture that is under way, and else launches it.
+
+    Raises:
+        BackendError: The driver's functions cannot be called from here.
+    """
+    if (problem := obstacle()) is not None:
+        raise BackendError(f"graphs of a whole step: {problem}")
+    made: torch.cuda.CUDAGraph = _nestable()()
+    return made
+
+
+@cache
+def _nestable() -> Any:
+    from cuda.bindings import runtime  # type: ignore[import-not-found,unused-ignore]
+
+    def done(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+        if int(answer[0]):
+            raise BackendError(f"adding a graph to the step's graph failed: {answer[0]}")
+        return answer[1:]
+
+    class Nestable(torch.cuda.CUDAGraph):
+        def __new__(cls) -> Any:
+            return super().__new__(cls, True)
+
+        def __init__(self) -> None:
+            super().__init__(True)  # type: ignore[call-arg]
+
+        def replay(self) -> None:
+            if not torch.cuda.is_current_stream_capturing():
+                super().replay()
+                return
+            stream = runtime.cudaStream_t(torch.cuda.current_stream().cuda_stream)
+            _, _, graph, behind, *_, count = done(runtime.cudaStreamGetCaptureInfo(stream))
+            before = list(behind)[:count] if behind else []
+            (node,) = done(
+                runtime.cudaGraphAddChildGraphNode(
+                    graph, before or None, len(before), runtime.cudaGraph_t(self.raw_cuda_graph())
+                )
+            )
+            flag = runtime.cudaStreamUpdateCaptureDependenciesFlags
+            instead = flag.cudaStreamSetCaptureDependencies
+            update = runtime.cudaStreamUpdateCaptureDependencies
+            try:
+                done(update(stream, [node], None, 1, instead))
+            except TypeError:  # before CUDA 13 edges carried no data
+                done(update(stream, [node], 1, instead))
+
+    return Nestable

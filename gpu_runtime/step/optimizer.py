@@ -1,0 +1,238 @@
+"""
+AdamW over the stages of one process, with master weights where destinations are not bf16.
+
+Torch's AdamW refuses parameters and gradients of different types, so fp32 destinations want fp32
+master weights: the optimizer updates the masters and writes them back rounded. Every parameter has
+one then, also those whose gradients stay bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qeffect.text import shown
+
+from ..backends.protocol import BackendError, StageBackend, parameters
+
+_address = Tensor.data_ptr
+
+Gradients = Mapping[int, Mapping[str, Tensor]]
+"""Parameter gradients of an epoch: by stage, then by parameter name."""
+
+
+class Optimizer:
+    """
+    One fused AdamW over every stage.
+
+    Args:
+        stages: The stages whose parameters it owns; one that several have is that of the lowest
+            index.
+        lr: Learning rate; a scalar tensor on the parameters' device where a graph holds the update
+            and the rate is to change (`set_rate`).
+        weight_decay: AdamW's decoupled decay.
+        decays: Which parameters decay, by name within the stage and by the parameter; None for
+            every one.
+        master_dtype: Type of the master weights; None updates the parameters themselves.
+        capturable: Keep the step count on the device, so that a graph can hold the update.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageBackend],
+        *,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.01,
+        decays: Callable[[str, Tensor], bool] | None = None,
+        master_dtype: torch.dtype | None = None,
+        capturable: bool = False,
+    ) -> None:
+        self.master_dtype = master_dtype
+        self.capturable = capturable
+        self.named: dict[str, Tensor] = {}
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._parameters: list[Tensor] = []
+        owner: dict[int, tuple[int, str]] = {}
+        for stage in sorted(stages, key=lambda one: one.index):
+            for name, parameter in parameters(stage).items():
+                owner.setdefault(id(parameter), (stage.index, name))
+        self._targets: dict[int, list[tuple[str, Tensor]]] = {}
+        decayed: list[Tensor] = []
+        others: list[Tensor] = []
+        for stage in stages:
+            targets = self._targets[stage.index] = []
+            for name, parameter in parameters(stage).items():
+                if owner[id(parameter)] != (stage.index, name):
+                    continue
+                self._parameters.append(parameter)
+                target: Tensor = parameter
+                if master_dtype is not None:
+                    target = parameter.detach().to(master_dtype, copy=True).requires_grad_()
+                    self._pairs.append((parameter, target))
+                self.named[f"stages.{stage.index}.{name}"] = target
+                targets.append((name, target))
+                (decayed if decays is None or decays(name, parameter) else others).append(target)
+        self._expected = {i: {name for name, _ in own} for i, own in self._targets.items()}
+        groups: list[dict[str, Any]] = [{"params": decayed}]
+        if others:
+            groups.append({"params": others, "weight_decay": 0.0})
+        self.adamw = torch.optim.AdamW(
+            groups if decayed else groups[1:],
+            lr=lr,
+            weight_decay=weight_decay,
+            fused=True,
+            capturable=capturable,
+        )
+
+    @property
+    def rate(self) -> float:
+        """The learning rate; where it is a tensor of a device, that is waited for."""
+        return float(self.adamw.param_groups[0]["lr"])
+
+    def set_rate(self, rate: float) -> None:
+        """Update with another learning rate from the next step on."""
+        held = {id(group["lr"]): group["lr"] for group in self.adamw.param_groups}
+        for one in held.values():
+            if isinstance(one, Tensor):  # which all groups have in common
+                one.fill_(rate)
+        for group in self.adamw.param_groups:
+            if not isinstance(group["lr"], Tensor):
+                group["lr"] = rate
+
+    def step(
+        self, gradients: Gradients, *, skip: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
+        """
+        Update every parameter from the gradients of one epoch.
+
+        Args:
+            gradients: By stage and parameter name; every parameter needs one.
+            skip: Scalar of float32 on the parameters' device. Where it is 1 the device leaves
+                parameters, moments and step counts as they are; no host reads it.
+            scale: Scalar of float32 on the parameters' device, which the gradients are multiplied
+                by, in place where they have their target's type.
+
+        Raises:
+            BackendError: A parameter has no gradient; nothing was updated.
+        """
+        if {index: named.keys() for index, named in gradients.items()} != self._expected:
+            self._refuse(gradients)
+        for index, targets in self._targets.items():
+            named = gradients[index]
+            for name, target in targets:
+                target.grad = named[name].to(target.dtype)
+        if scale is not None:
+            _multiply([t.grad for t in self.named.values() if t.grad is not None], scale)
+        self.adamw.found_inf = skip  # type: ignore[attr-defined]
+        try:
+            self.update()
+        finally:
+            self.adamw.found_inf = None  # type: ignore[attr-defined]
+
+    def _refuse(self, gradients: Gradients) -> None:
+        found = {f"stages.{i}.{name}" for i, named in gradients.items() for name in named}
+        odd = sorted(self.named.keys() ^ found) or ["a stage without parameters"]
+        raise BackendError(
+            f"gradients and parameters disagree on {len(odd)} names, first {odd[0]}; "
+            "finalize every stage before the optimizer step"
+        )
+
+    def update(self) -> None:
+        """Run AdamW on the gradients that are set, and write masters back into parameters."""
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        if self._pairs:
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [parameter for parameter, _ in self._pairs],
+                    [master for _, master in self._pairs],
+                )
+        # Fused AdamW moves weights without moving their version counters, which are how a backend
+        # sees that its cache is stale.
+        torch.autograd.graph.increment_version(self._parameters)
+
+    def state_tensors(self) -> Mapping[str, Tensor]:
+        """AdamW's state by parameter and kind, with the masters."""
+        state = {
+            f"{name}.{key}": value
+            for name, target in self.named.items()
+            for key, value in self.adamw.state[target].items()
+            if isinstance(value, Tensor)
+        }
+        if self._pairs:
+            state.update((f"{name}.master", target.detach()) for name, target in self.named.items())
+        return state
+
+    def addresses(self) -> list[int]:
+        """Where everything of `state_tensors` is: what a graph that holds the update reads."""
+        # By the order in which AdamW made it: looked up by parameter this took a step's time.
+        held = [*chain.from_iterable(map(dict.values, self.adamw.state.values()))]
+        try:
+            found = [*map(_address, held)]
+        except TypeError:  # something of the state is no tensor
+            found = [value.data_ptr() for value in held if isinstance(value, Tensor)]
+        if self._pairs:
+            found += map(_address, self.named.values())
+        return found
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """
+        Continue from what `state_tensors` of another optimizer over the same stages held.
+
+        Raises:
+            BackendError: A name is missing or one too many, or a tensor is none or of another
+                shape or type; nothing was loaded.
+        """
+        if not isinstance(state, Mapping):
+            raise BackendError(f"expected tensors by name, found {shown(state)}")
+        expected = {f"{name}.{key}" for name in self.named for key in _ADAMW_STATE}
+        if self._pairs:
+            expected |= {f"{name}.master" for name in self.named}
+        if odd := sorted(expected ^ state.keys()):
+            raise BackendError(
+                f"optimizer state disagrees on {len(odd)} names, first {odd[0]}; build the "
+                "optimizer over the same stages with the same master weights"
+            )
+        for name, target in self.named.items():
+            for key in (*_ADAMW_STATE, *["master"] * bool(self._pairs)):
+                _require_like(f"{name}.{key}", state[f"{name}.{key}"], target, key)
+        for name, target in self.named.items():
+            if self._pairs:
+                with torch.no_grad():
+                    target.copy_(state[f"{name}.master"])
+            held = self.adamw.state[target]
+            for key in _ADAMW_STATE:
+                saved = state[f"{name}.{key}"].detach()
+                if key in held:  # in place: a graph that holds the update reads it there
+                    held[key].copy_(saved)
+                else:
+                    held[key] = saved.to(target.device, copy=True)
+
+
+def _require_like(name: str, value: Any, target: Tensor, key: str) -> None:
+    """Require a tensor as AdamW holds one of a parameter: its count of steps, or of its form."""
+    shape, dtype = ((), torch.float32) if key == "step" else (tuple(target.shape), target.dtype)
+    if not isinstance(value, Tensor):
+        raise BackendError(f"optimizer state {name}: expected a tensor, found {shown(value)}")
+    if (tuple(value.shape), value.dtype) != (shape, dtype):
+        raise BackendError(
+            f"optimizer state {name}: expected shape {shape} of {dtype}, found "
+            f"{tuple(value.shape)} of {value.dtype}; load what this model's optimizer saved"
+        )
+
+
+def _multiply(gradients: Sequence[Tensor], scale: Tensor) -> None:
+    """Multiply in place, in float32: a device would round a factor of another type to theirs."""
+    same = [g for g in gradients if g.dtype == scale.dtype]
+    if same:
+        torch._foreach_mul_(same, scale)
+    for gradient in gradients:
+        if gradient.dtype != scale.dtype:
+            gradient.copy_(gradient.to(scale.dtype) * scale)
+
+
+_ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")

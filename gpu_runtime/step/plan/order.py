@@ -1,0 +1,134 @@
+"""
+The order of a process's F, dI and dW.
+
+An order is one rank's row of a schedule table. Both sides of a comparison run the same one: the
+state domain is moved by every F and dI of the process, so another order may be another computation.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import attrs
+
+from qeffect.schedule.actions import COMPUTE, Action, Kind, Schedule
+from qeffect.schedule.slots import assign, own_readers
+
+from ...backends.protocol import BackendError
+
+__all__ = ["Kind", "Order", "Step"]
+
+
+_KINDS = (Kind.FORWARD, Kind.DGRAD, Kind.WGRAD)
+
+
+class Step(NamedTuple):
+    """One F, dI or dW."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+@attrs.frozen
+class Order:
+    """
+    The F, dI and dW of one process in one epoch, in the order in which they run.
+
+    >>> order = Order.parse("0F0 0F1 0I1 0I0 0W0 0W1")
+    >>> order.microbatches(0, Kind.DGRAD)
+    (1, 0)
+    >>> order.peaks
+    {0: 2}
+
+    Args:
+        steps: The actions.
+        source: Where they come from, for people.
+    """
+
+    steps: tuple[Step, ...]
+    source: str = ""
+
+    @classmethod
+    def of_rank(cls, schedule: Schedule, rank: int) -> Order:
+        """
+        One rank's row of a schedule; a full backward is its dI, then its dW.
+
+        Raises:
+            ValueError: The schedule has no such rank.
+        """
+        if not 0 <= rank < schedule.num_ranks:
+            raise ValueError(
+                f"{schedule.source} has ranks 0 to {schedule.num_ranks - 1}, found rank {rank}"
+            )
+        steps = (
+            Step(atom.kind, atom.stage, atom.microbatch)
+            for atom in schedule.atoms[rank]
+            if atom.kind in COMPUTE
+        )
+        return cls(tuple(steps), f"{schedule.source} rank {rank}")
+
+    @classmethod
+    def parse(cls, text: str) -> Order:
+        """Read an order from cells, as in `0F0 0I0 0W0`."""
+        atoms = (atom for entry in text.split() for atom in Action.parse(entry).atoms())
+        return cls(tuple(Step(a.kind, a.stage, a.microbatch) for a in atoms), "given")
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """Stages that appear, ascending."""
+        return tuple(sorted({step.stage for step in self.steps}))
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Microbatches of one epoch."""
+        return 1 + max(step.microbatch for step in self.steps)
+
+    def microbatches(self, stage: int, kind: Kind) -> tuple[int, ...]:
+        """A stage's microbatches in the order of one kind of action."""
+        return tuple(s.microbatch for s in self.steps if s.stage == stage and s.kind is kind)
+
+    def require_whole(self) -> None:
+        """
+        Require one F, dI and dW of every microbatch of every stage, and the three in this order.
+
+        Raises:
+            BackendError: One is missing, is there twice, or comes too early.
+        """
+        seen: set[Step] = set()
+        for step in self.steps:
+            if step.kind not in _KINDS:
+                continue
+            if step in seen:
+                raise BackendError(f"the order repeats {step}; expected each F, dI and dW once")
+            for kind in _KINDS[: _KINDS.index(step.kind)]:
+                if (before := step._replace(kind=kind)) not in seen:
+                    raise BackendError(
+                        f"the order has {step} without {before} before it; put F before dI before "
+                        "dW of each microbatch"
+                    )
+            seen.add(step)
+        for stage in self.stages:
+            for microbatch in range(self.num_microbatches):
+                if (step := Step(Kind.WGRAD, stage, microbatch)) not in seen:
+                    raise BackendError(
+                        f"the order lacks {step}; expected F, dI and dW of microbatches 0 to "
+                        f"{self.num_microbatches - 1} of every stage"
+                    )
+
+    @property
+    def wgrads_follow_dgrads(self) -> bool:
+        """Whether every stage's dW runs in the order of its dI."""
+        return all(
+            self.microbatches(stage, Kind.WGRAD) == self.microbatches(stage, Kind.DGRAD)
+            for stage in self.stages
+        )
+
+    @property
+    def peaks(self) -> dict[int, int]:
+        """The most tapes that are live at once, by stage: a tape lives from its F to its dW."""
+        return dict(assign(self.steps, own_readers(self.steps)).peaks)

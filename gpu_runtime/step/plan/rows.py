@@ -1,0 +1,211 @@
+"""
+One rank's row of a table with messages, as it is walked: what is sent first, where a send is
+awaited, and which slot each microbatch uses when messages count among its consumers.
+
+A table says when messages are posted; up to torch 2.14 it does not say when a send has to be done.
+A slot is taken again by a receive or an F, and what still leaves from it must be gone by then, so a
+wait stands directly before that: no earlier, since a wait holds the stream, and in the table, so
+that `qeffect check` sees it too. Lifetimes begin where a slot is received into, not at F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import attrs
+
+from qeffect.schedule.actions import (
+    SEND_WAITS,
+    SENDS,
+    SHARDING,
+    Action,
+    Atom,
+    Kind,
+    Schedule,
+    ScheduleError,
+)
+from qeffect.schedule.check import check
+from qeffect.schedule.findings import Finding
+from qeffect.schedule.slots import Assignment, Step, Tape, assign
+from qeffect.schedule.transport import Transport
+
+from .order import Order
+from .slots import Provisioning, SlotPlan, local_readers
+
+__all__ = ["Row", "ScheduleRefusedError", "feeds_of", "walked"]
+
+#: How messages are carried here: a queue for each directed pair of ranks, and a send that ends only
+#: when its receive is posted, as it does on NCCL.
+TRANSPORT = Transport("edge", rendezvous="queue")
+
+_TAKES = (Kind.RECV_F, Kind.FORWARD)
+_WAIT_OF = {Kind.SEND_F: Kind.WAIT_SEND_F, Kind.SEND_B: Kind.WAIT_SEND_B}
+_SOURCE_OF = {Kind.SEND_F: Kind.FORWARD, Kind.SEND_B: Kind.DGRAD}
+
+
+class ScheduleRefusedError(ScheduleError):
+    """
+    A table that `qeffect check` refuses, so that no rank may begin to walk it.
+
+    Args:
+        finding: The first finding, which is the cause.
+    """
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(f"{finding.clause}: {finding.message}")
+        self.finding = finding
+
+
+@attrs.frozen
+class Row:
+    """
+    What one rank does in a step, and the slots that it does it in.
+
+    Args:
+        table: The whole table as it is walked; `walked` makes it.
+        rank: Whose row this is.
+        atoms: The row's indivisible steps.
+        order: Its F, dI and dW.
+        slots: Which slot each microbatch uses.
+        feeds: Which local stage each local stage feeds without a message.
+    """
+
+    table: Schedule
+    rank: int
+    atoms: tuple[Atom, ...]
+    order: Order
+    slots: SlotPlan
+    feeds: Mapping[int, int]
+
+    @classmethod
+    def of(cls, table: Schedule, rank: int, provisioning: Provisioning = "live") -> Row:
+        """
+        One rank's row of a table that `walked` returned.
+
+        Raises:
+            ScheduleError: The table has no such rank, or the rank does nothing.
+        """
+        if not 0 <= rank < table.num_ranks or not table.stages_of(rank):
+            raise ScheduleError(f"{table.source}: there is nothing for rank {rank} to do")
+        atoms = table.atoms[rank]
+        made = _assign(table, rank, _steps(atoms), reuse=provisioning == "live")
+        order = Order.of_rank(table, rank)
+        slots = SlotPlan(order, provisioning, made.slot_of, dict(made.num_slots))
+        return cls(table, rank, atoms, order, slots, feeds_of(table, rank))
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The rank's stages, ascending."""
+        return self.table.stages_of(self.rank)
+
+    def receives_input(self, stage: int) -> bool:
+        """Whether a message brings a stage's input."""
+        return stage > 0 and stage not in self.feeds.values()
+
+    def receives_gradient(self, stage: int) -> bool:
+        """Whether a message brings the gradient of a stage's output."""
+        return stage < self.table.num_stages - 1 and stage not in self.feeds
+
+
+def feeds_of(table: Schedule, rank: int) -> dict[int, int]:
+    """Which local stage each local stage of a rank feeds."""
+    own = set(table.stages_of(rank))
+    return {stage: stage + 1 for stage in sorted(own) if stage + 1 in own}
+
+
+def walked(schedule: Schedule, provisioning: Provisioning = "live") -> Schedule:
+    """
+    A table as it is walked, checked before and after.
+
+    A full backward becomes its dI and its dW, and what it sends leaves before the dW; a send that
+    the table does not await is awaited before its slot is taken again, or at the end of the row.
+
+    >>> from qeffect.schedule.infer import from_actions
+    >>> rows = [["0F0", "0SEND_F0", "0RECV_B0", "0B0"], ["1RECV_F0", "1F0", "1B0", "1SEND_B0"]]
+    >>> for row in walked(from_actions(rows)).rows:
+    ...     print(*row)
+    0F0 0SEND_F0 0RECV_B0 0I0 0W0 0WAIT_SEND_F0
+    1RECV_F0 1F0 1I0 1SEND_B0 1W0 1WAIT_SEND_B0
+
+    Args:
+        schedule: A table of all ranks, with messages where there is more than one.
+        provisioning: How slots are counted: a slot that is never taken again is awaited at the end.
+
+    Raises:
+        ScheduleRefusedError: `qeffect check` refuses the table, or the walk over it.
+        ScheduleError: Ranks are missing, or messages.
+    """
+    if not schedule.complete:
+        raise ScheduleError(f"{schedule.source}: some ranks are missing; give a table of all ranks")
+    if not schedule.has_comms and len(set(schedule.stage_to_rank.values())) > 1:
+        raise ScheduleError(
+            f"{schedule.source}: the table names no messages; give one with SEND_F, RECV_F, SEND_B "
+            "and RECV_B (torch's pipeline_order_with_comms)"
+        )
+    _require(schedule)
+    table = attrs.evolve(schedule, rows=tuple(tuple(_split(row)) for row in schedule.rows))
+    if not table.awaits_sends:
+        rows = (_awaited(table, r, provisioning) for r in range(table.num_ranks))
+        table = attrs.evolve(table, rows=tuple(rows))
+    _require(table)
+    return table
+
+
+def _require(table: Schedule) -> None:
+    verdict = check(table, transport=TRANSPORT)
+    if verdict.finding is not None:
+        raise ScheduleRefusedError(verdict.finding)
+
+
+def _split(row: Iterable[Action | None]) -> Iterator[Action]:
+    """Take computations apart and let what they send leave directly behind its source."""
+    done: list[Action] = []
+    latest: list[Action] = []  # the latest computation, and what it has sent since
+    for action in row:
+        if action is None or action.kind in SHARDING:
+            continue
+        if action.kind in SENDS:
+            source = Action(_SOURCE_OF[action.kind], action.stage, action.microbatch)
+            place = latest.index(source) + 1 if source in latest else len(latest)
+            while place < len(latest) and latest[place].kind in SENDS:
+                place += 1
+            latest.insert(place, action)
+            continue
+        done += latest
+        latest = [Action(a.kind, a.stage, a.microbatch) for a in action.atoms()]
+    return iter((*done, *latest))
+
+
+def _awaited(table: Schedule, rank: int, provisioning: Provisioning) -> tuple[Action, ...]:
+    """A row with a wait for every send: before its slot is taken again, or at the end."""
+    made = _assign(table, rank, _steps(table.atoms[rank]), reuse=provisioning == "live")
+    leaving: dict[tuple[int, int], list[Action]] = {}
+    taken: set[Tape] = set()
+    row: list[Action] = []
+    for action in table.rows[rank]:
+        assert action is not None  # `_split` leaves no entry idle
+        tape = action.stage, action.microbatch
+        if action.kind in _TAKES and tape not in taken:
+            taken.add(tape)
+            row += leaving.pop((action.stage, made.slot_of[tape]), ())
+        row.append(action)
+        if action.kind in SENDS:
+            wait = Action(_WAIT_OF[action.kind], *tape)
+            leaving.setdefault((action.stage, made.slot_of[tape]), []).append(wait)
+    return (*row, *(wait for waits in leaving.values() for wait in waits))
+
+
+def _steps(atoms: Sequence[Atom]) -> list[Step]:
+    return [(a.kind, a.stage, a.microbatch) for a in atoms]
+
+
+def _assign(table: Schedule, rank: int, steps: Sequence[Step], *, reuse: bool) -> Assignment:
+    """Assign slots from the receive on: free when dW, local readers and messages are done."""
+    ends = SEND_WAITS if table.awaits_sends else SENDS
+    readers = local_readers(
+        table.stages_of(rank), range(table.num_microbatches), feeds_of(table, rank)
+    )
+    for step in steps:
+        if step[0] in ends:
+            readers.setdefault(step, []).append((step[1], step[2]))
+    return assign(steps, readers, reuse=reuse, begins=_TAKES)

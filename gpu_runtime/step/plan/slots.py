@@ -1,0 +1,160 @@
+"""
+How many slots a stage gets, and which microbatch uses which: a pure function of the order.
+
+Live-slot provisioning reserves the order's peak of live tapes and reuses a slot as soon as its dW
+is done; the paper's provisioning reserves one slot for each microbatch. Because the assignment does
+not depend on anything that happens at run time, it can be captured: each slot's graphs know which
+destinations their microbatches write, and whether one of them is the first to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+import attrs
+
+from qeffect.schedule.slots import Step, Tape, assign
+
+from ..memory.arena import Rule
+from .order import Kind, Order
+
+Provisioning = Literal["live", "static"]
+PROVISIONINGS: tuple[Provisioning, ...] = ("live", "static")
+
+
+class WgradVariant(NamedTuple):
+    """
+    One thing that a slot's dW may have to do; captured graphs have one for each.
+
+    Args:
+        destination: Index of the set of destinations, -1 for the library's own memory.
+        accumulate: Whether it adds.
+        joins: Whether it adds to what its stage shares with another one, though it overwrites its
+            own: that other stage has opened it.
+    """
+
+    destination: int
+    accumulate: bool
+    joins: bool = False
+
+
+@attrs.frozen
+class SlotPlan:
+    """
+    Which slot each microbatch of each stage uses.
+
+    Args:
+        order: What runs.
+        provisioning: How slots were counted.
+        slot_of: Local slot by stage and microbatch.
+        num_slots: Slots by stage.
+        sharers: By stage, the other one that writes a destination of tied weights with it.
+    """
+
+    order: Order
+    provisioning: Provisioning
+    slot_of: Mapping[tuple[int, int], int]
+    num_slots: Mapping[int, int]
+    sharers: Mapping[int, int] = attrs.field(factory=dict)
+
+    def variant(self, stage: int, microbatch: int, rule: Rule) -> WgradVariant:
+        """What the dW of a microbatch does under a destination rule."""
+        if rule == "copied":
+            return WgradVariant(-1, False)
+        if rule == "per_microbatch":
+            return WgradVariant(microbatch, False, self._joins(stage, microbatch, {microbatch}))
+        every = self.order.microbatches(stage, Kind.WGRAD)
+        if microbatch != every[0]:
+            return WgradVariant(0, True)
+        return WgradVariant(0, False, self._joins(stage, microbatch, set(every)))
+
+    def _joins(self, stage: int, microbatch: int, others: set[int]) -> bool:
+        """Whether the sharer of a stage has written one of these microbatches before this one."""
+        for step in self.order.steps:
+            if step.kind is not Kind.WGRAD:
+                continue
+            if (step.stage, step.microbatch) == (stage, microbatch):
+                return False
+            if step.stage == self.sharers.get(stage) and step.microbatch in others:
+                return True
+        return False
+
+    def variants(self, stage: int, slot: int, rule: Rule) -> tuple[WgradVariant, ...]:
+        """Everything that the dW of one slot has to do in an epoch, each once."""
+        return tuple(
+            sorted(
+                {
+                    self.variant(stage, microbatch, rule)
+                    for (owner, microbatch), used in self.slot_of.items()
+                    if owner == stage and used == slot
+                }
+            )
+        )
+
+
+def plan_slots(
+    order: Order,
+    provisioning: Provisioning = "live",
+    *,
+    available: Mapping[int, int] | None = None,
+    feeds: Mapping[int, int] | None = None,
+) -> SlotPlan:
+    """
+    Assign slots by walking the order: the lowest free slot at F, free again when all is consumed.
+
+    A tape is consumed by its dW and by the readers of what it produced. Where a stage feeds another
+    one of the same process, the other's F reads its output, and its dI reads the other's input
+    gradient, which may be later than the other's dW.
+
+    >>> plan = plan_slots(Order.parse("0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2"))
+    >>> plan.num_slots, [plan.slot_of[0, m] for m in range(3)]
+    ({0: 2}, [0, 1, 0])
+
+    Args:
+        order: What runs.
+        provisioning: `live` or `static`.
+        available: Slots that a stage may have at most; unlimited where left out.
+        feeds: Which local stage each local stage feeds.
+
+    Raises:
+        ValueError: The order needs more slots than are available, or names an unknown provisioning.
+    """
+    if provisioning not in PROVISIONINGS:
+        raise ValueError(
+            f"unknown provisioning {provisioning!r}; choose {' or '.join(PROVISIONINGS)}"
+        )
+    readers = local_readers(order.stages, range(order.num_microbatches), feeds or {})
+    made = assign(order.steps, readers, reuse=provisioning == "live")
+    needed = {stage: made.num_slots.get(stage, 0) for stage in order.stages}
+    for stage, limit in (available or {}).items():
+        if needed.get(stage, 0) > limit:
+            raise ValueError(
+                f"stage {stage} has {limit} slots, this order needs {needed[stage]} with "
+                f"{provisioning} provisioning; give it {needed[stage]}"
+            )
+    return SlotPlan(order, provisioning, made.slot_of, needed)
+
+
+def local_readers(
+    stages: Iterable[int], microbatches: Iterable[int], feeds: Mapping[int, int]
+) -> dict[Step, list[Tape]]:
+    """
+    Who reads each tape: its dW, the stage that it feeds, and the dI of the one that feeds it.
+
+    Args:
+        stages: Stages of the process.
+        microbatches: Microbatches of an epoch.
+        feeds: Which local stage each local stage feeds.
+    """
+    found: dict[Step, list[Tape]] = {}
+    every = tuple(microbatches)
+    for stage in stages:
+        for microbatch in every:
+            readers = [(Kind.WGRAD, stage, microbatch)]
+            if stage in feeds:
+                readers.append((Kind.FORWARD, feeds[stage], microbatch))
+            readers += [(Kind.DGRAD, by, microbatch) for by, fed in feeds.items() if fed == stage]
+            for reader in readers:
+                found.setdefault(reader, []).append((stage, microbatch))
+    return found

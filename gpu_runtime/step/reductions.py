@@ -1,0 +1,232 @@
+"""
+Reductions of a process's gradients over data-parallel ranks: its buckets, started early or at the
+end of an epoch, each told to the contract where it starts and where it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+import torch
+
+from qeffect.config import Bucket
+from qeffect.contract import Contract
+
+from ..backends.protocol import BackendError, StageBackend
+from .memory.copies import Copies, names_of
+from .memory.scaling import SharedScaling
+from .memory.tied import Tied
+
+__all__ = ["SCALING", "Reducer", "Reduction", "Reductions", "require_buckets"]
+
+SCALING = "amax"
+"""The bucket that holds no gradient: the scaling state, where replicas share it."""
+
+
+class Reduction(Protocol):
+    """A reduction that was started, as an asynchronous collective of torch returns it."""
+
+    def wait(self) -> object:
+        """Make the current stream, or the host, wait until it is done."""
+
+
+#: What reduces: it is given a bucket's name and its gradients.
+Reducer = Callable[[int | str, Mapping[str, torch.Tensor]], Reduction | None]
+
+#: A bucket's stage, and the gradients that it holds.
+Held = tuple[int, tuple[str, ...]]
+
+
+def require_buckets(
+    stages: Mapping[int, StageBackend],
+    buckets: Mapping[int, Sequence[Bucket]],
+    order: Sequence[int | str],
+    tied: Tied,
+    copies: Copies,
+    *,
+    reduces: bool,
+) -> dict[int | str, Held]:
+    """
+    Return each bucket's stage and gradients, in the order in which they are started at the end.
+
+    Args:
+        stages: The process's stages.
+        buckets: Those that are configured; a stage that is not named has one of all its gradients.
+        order: The declared order of all buckets, or none.
+        tied: Which matrices are one parameter.
+        copies: Copies of weights, which leave when all else is reduced, in buckets of their own.
+        reduces: Whether anything reduces.
+
+    Raises:
+        BackendError: The buckets are not of these stages, nothing reduces them, or they do not
+            hold what a stage has.
+    """
+    unknown = sorted(buckets.keys() - stages.keys())
+    if unknown:
+        raise BackendError(f"buckets are of stages {unknown}; there are {sorted(stages)}")
+    if SCALING in (*order, *(bucket.name for given in buckets.values() for bucket in given)):
+        raise BackendError(
+            f"a bucket of gradients is called {SCALING!r}, which is that of the scaling state; "
+            "call it otherwise"
+        )
+    if buckets and not reduces:
+        raise BackendError("buckets are configured, and nothing reduces: pass a reducer")
+    found: dict[int | str, Held] = {}
+    for index in sorted(stages):
+        others = tuple(p.name for p in stages[index].non_matrix)
+        given = buckets.get(index, ())
+        if not given:
+            own = (m.name for u in stages[index].units for m in u.matrices)
+            every = tuple(name for name in own if tied.owned(index, name))
+            copied = names_of(copies, index)
+            found[index] = index, tuple(n for n in (*every, *others) if n not in copied)
+        rest = [bucket for bucket in given if not bucket.matrices]
+        if given and len(rest) != bool(others):
+            raise BackendError(
+                f"stage {index} has {len(others)} parameters that are no matrix, and "
+                f"{len(rest)} buckets without matrices to hold their gradients; expected "
+                f"{int(bool(others))}"
+            )
+        for bucket in given:
+            if bucket.name in found:
+                raise BackendError(
+                    f"bucket {bucket.name!r} is of the stages {found[bucket.name][0]} and "
+                    f"{index}; no gradient buffer here is of two stages"
+                )
+            held = tuple(n for n in bucket.matrices if tied.owned(index, n))
+            found[bucket.name] = index, held if bucket.matrices else others
+    return {name: found[name] for name in (order or found) if name in found}
+
+
+class _Unsent:
+    """A reduction that is told and not sent."""
+
+    def wait(self) -> None:
+        """It has ended."""
+
+
+class Reductions:
+    """
+    The reductions of one process in the current epoch.
+
+    Args:
+        contract: The process's contract.
+        buckets: What `require_buckets` returned.
+        gradients: The gradients of a stage, summed, by name.
+        told: Whether the contract is told of reductions; a backend may leave them out.
+        copies: Copies of weights. The reducer is given all of this process's of one weight, under
+            its name, behind all other gradients; it leaves the same sum in each copy.
+        scaling: The scaling state, where the replicas share it: reduced behind all gradients.
+    """
+
+    def __init__(
+        self,
+        contract: Contract,
+        buckets: Mapping[int | str, Held],
+        gradients: Callable[[int], Mapping[str, torch.Tensor]],
+        *,
+        told: bool,
+        copies: Copies | None = None,
+        scaling: SharedScaling | None = None,
+    ) -> None:
+        self.contract = contract
+        self.copies = {name: places for name, places in (copies or {}).items() if places}
+        self.buckets = buckets
+        self.told = told
+        self.scaling = scaling
+        self._gradients = gradients
+        self._sends = True
+        self._waits: dict[int | str, bool] = {}  # whether what was sent has an end of its own
+        self._running: dict[int | str, Reduction | None] = {}
+        self._ended: set[int | str] = set()
+
+    def start(self, reducer: Reducer, bucket: int | str, link: int) -> None:
+        """Start one; what the reducer raises fails it."""
+        self.contract.start_reduction(bucket, link)
+        try:
+            self._running[bucket] = self._begun(reducer, bucket)
+        except BaseException:
+            self.contract.fail_reduction(bucket)
+            raise
+
+    def start_of(self, reducer: Reducer, stage: int, link: int) -> None:
+        """Start those of a stage that have not been started."""
+        for bucket, (owner, _) in self.buckets.items():
+            if owner == stage and bucket not in self._running:
+                self.start(reducer, bucket, link)
+
+    def end(self, reducer: Reducer, link: int) -> None:
+        """Start what was not started, and wait for all of it."""
+        if not self.told:
+            for bucket in self._every():
+                work = self._begun(reducer, bucket)
+                if work is not None:
+                    work.wait()
+            return
+        for bucket in self._every():
+            if bucket not in self._running and bucket not in self._ended:
+                self.start(reducer, bucket, link)
+            if bucket in self._running and self._running[bucket] is None:
+                self._finish(bucket, link)
+        for bucket in list(self._running):
+            self._finish(bucket, link)
+
+    def _finish(self, bucket: int | str, link: int) -> None:
+        work = self._running.pop(bucket)
+        try:
+            if work is not None:
+                work.wait()
+        except BaseException:
+            self.contract.fail_reduction(bucket)
+            raise
+        self.contract.finish_reduction(bucket, link)
+        self._ended.add(bucket)
+
+    def fail(self) -> None:
+        """End those that are in flight; what they write is of no use any more."""
+        while self._running:
+            bucket, work = self._running.popitem()
+            if work is not None:
+                with suppress(Exception):
+                    work.wait()
+            self.contract.fail_reduction(bucket)
+
+    @contextmanager
+    def unsent(self) -> Iterator[None]:
+        """In it the contract is told of each reduction as when it was sent; nothing is reduced."""
+        self._sends = False
+        try:
+            yield
+        finally:
+            self._sends = True
+
+    def forget(self) -> None:
+        """What was reduced is of an epoch that is over, or begins again."""
+        self._ended.clear()
+
+    def _every(self) -> tuple[int | str, ...]:
+        """All buckets in the order in which they start at the end of an epoch."""
+        return (*self.buckets, *self.copies, *(() if self.scaling is None else (SCALING,)))
+
+    def _begun(self, reducer: Reducer, bucket: int | str) -> Reduction | None:
+        if not self._sends:
+            return _Unsent() if self._waits.get(bucket, True) else None
+        work: Reduction | None
+        if self.scaling is not None and bucket == SCALING:
+            work = self.scaling.start(reducer.largest)  # type: ignore[attr-defined]
+        else:
+            work = reducer(bucket, self._of(bucket))
+        self._waits[bucket] = work is not None
+        return work
+
+    def _of(self, bucket: int | str) -> dict[str, torch.Tensor]:
+        if isinstance(bucket, str) and bucket in self.copies:
+            places = self.copies[bucket]
+            return {
+                f"stages.{index}.{name}": self._gradients(index)[name] for index, name in places
+            }
+        stage, names = self.buckets[bucket]
+        total = self._gradients(stage)
+        return {name: total[name] for name in names}

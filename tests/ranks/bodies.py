@@ -1,0 +1,618 @@
+"""What the ranks of a test run."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qeffect.cli import main
+from qeffect.engine.stage import TRANSITIONS
+from qeffect.gpu_runtime.backends.layers import LayerConfig
+from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
+from qeffect.gpu_runtime.lab.evidence.comparison import digests
+from qeffect.gpu_runtime.lab.ranks import command
+from qeffect.gpu_runtime.lab.ranks.compare import CATEGORIES as CATEGORIES
+from qeffect.gpu_runtime.lab.ranks.compare import compared, guarded
+from qeffect.gpu_runtime.ranks.channels import Message, Transfer
+from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
+from qeffect.gpu_runtime.ranks.executor import Passage
+from qeffect.gpu_runtime.ranks.job import Batches, Job
+from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
+from qeffect.gpu_runtime.ranks.world import Limits, Worker, gathered, join, leave
+from qeffect.gpu_runtime.runtime import RuntimeConfig
+from qeffect.gpu_runtime.step.memory.state import live_state
+from qeffect.keys import TapeKey, TapeRef
+from qeffect.refusals import Refused
+
+Fault = Callable[[Worker], None]
+#: Nothing here takes a second where all is well.
+LIMITS = Limits(start=60.0, message=20.0, commit=20.0, grace=1.0)
+
+
+def exact(jobs: list[Job], steps: int) -> list[dict[str, Any]]:
+    """Every job in turn, natively under torch's pipeline and guarded, compared bit for bit."""
+    member = join("cpu", LIMITS)
+    said = []
+    for job in jobs:
+        result = compared(member, job, steps, limits=LIMITS)
+        found = result.comparison
+        said.append(
+            {
+                "compared": {c.category: c.compared for c in found.categories},
+                "differ": {c.category: c.mismatched for c in found.categories},
+                "first": [c.first for c in found.categories if c.mismatched],
+                "losses": result.losses,
+                "native losses": result.native_losses,
+                "slots": result.slots,
+            }
+        )
+    return said
+
+
+# Faults
+
+
+def _at(worker: Worker, action: str) -> int:
+    """The place of an action in this rank's program."""
+    return next(n for n, e in enumerate(worker.pipeline.program) if name_of(e.atom) == action)
+
+
+def twice(action: str) -> Fault:
+    """An action runs a second time, directly after itself."""
+
+    def inject(worker: Worker) -> None:
+        place = _at(worker, action)
+        worker.pipeline.program.insert(place, worker.pipeline.program[place])
+
+    return inject
+
+
+def raising(action: str) -> Fault:
+    """An action raises, after the contract let it begin."""
+
+    def inject(worker: Worker) -> None:
+        place = _at(worker, action)
+        entry = worker.pipeline.program[place]
+        executor: Any = worker.runtime.executor
+
+        def fail(*_: Any) -> None:
+            raise ArithmeticError("an injected failure")
+
+        def act(passage: Passage) -> None:
+            executor.wgrad = fail
+            try:
+                entry.act(passage)
+            finally:
+                del executor.wgrad
+
+        worker.pipeline.program[place] = entry._replace(act=act)
+
+    return inject
+
+
+class _Gone:
+    """The work of a message that was never posted."""
+
+    def wait(self, *_: Any) -> None:
+        return None
+
+
+def dropped(action: str) -> Fault:
+    """A send is passed, and nothing leaves."""
+
+    def inject(worker: Worker) -> None:
+        channels = worker.pipeline.channels
+        send = channels.send
+
+        def drop(tensor: Tensor, to: int, message: Message) -> Transfer:
+            if message.sent == action:
+                return Transfer(_Gone(), tensor, action, to)
+            return send(tensor, to, message)
+
+        channels.send = drop  # type: ignore[method-assign]
+
+    return inject
+
+
+def doubled(action: str) -> Fault:
+    """A message leaves twice."""
+
+    def inject(worker: Worker) -> None:
+        channels = worker.pipeline.channels
+        send = channels.send
+
+        def double(tensor: Tensor, to: int, message: Message) -> Transfer:
+            if message.sent == action:
+                send(tensor, to, message)
+            return send(tensor, to, message)
+
+        channels.send = double  # type: ignore[method-assign]
+
+    return inject
+
+
+def exchanged(first: str, second: str) -> Fault:
+    """A message leaves only behind a later one."""
+
+    def inject(worker: Worker) -> None:
+        program = worker.pipeline.program
+        held = program.pop(_at(worker, first))
+        program.insert(_at(worker, second) + 1, held)
+
+    return inject
+
+
+def late(action: str, seconds: float) -> Fault:
+    """The process does nothing for a while."""
+
+    def inject(worker: Worker) -> None:
+        place = _at(worker, action)
+        entry = worker.pipeline.program[place]
+
+        def act(passage: Passage) -> None:
+            time.sleep(seconds)
+            entry.act(passage)
+
+        worker.pipeline.program[place] = entry._replace(act=act)
+
+    return inject
+
+
+def killed(action: str) -> Fault:
+    """The process ends there as a crash would: nothing is flushed or closed by Python."""
+
+    def inject(worker: Worker) -> None:
+        place = _at(worker, action)
+
+        def act(_: Passage) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        worker.pipeline.program[place] = worker.pipeline.program[place]._replace(act=act)
+
+    return inject
+
+
+def killed_in_sum(weight: str) -> Fault:
+    """The process ends where the gradients of a tied weight's copies are to be added."""
+
+    def inject(worker: Worker) -> None:
+        reducers: Any = worker.runtime.reducer
+
+        def end(*_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        assert weight in reducers.pairs
+        reducers.pairs[weight] = end
+
+    return inject
+
+
+def terminated(action: str) -> Fault:
+    """The launcher ends the process there, while it has the word."""
+
+    def inject(worker: Worker) -> None:
+        place = _at(worker, action)
+
+        def act(_: Passage) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        worker.pipeline.program[place] = worker.pipeline.program[place]._replace(act=act)
+
+    return inject
+
+
+def bits(worker: Worker) -> dict[str, str]:
+    """Every tensor that a step moves, as digests of raw bits."""
+    named = {
+        f"{index}.{name}": tensor
+        for index, stage in worker.runtime.stages.items()
+        for name, tensor in parameters(stage).items()
+    }
+    named.update(live_state(worker.runtime.domain))
+    named.update(worker.optimizer.state_tensors())
+    return dict(zip(named, digests(list(named.values())), strict=True))
+
+
+def copies_of(job: Job, held: Mapping[str, str]) -> list[list[str]]:
+    """Digests of this rank's copies of tied weights, and of what AdamW holds of each."""
+    places = [f"{stage}.{name}" for tie in job.ties for stage, name in tie.copies]
+    kinds = ("exp_avg", "exp_avg_sq", "step")
+    return [
+        [held[place], *(held[f"stages.{place}.{kind}"] for kind in kinds)]
+        for place in places
+        if place in held
+    ]
+
+
+def _step(worker: Worker) -> dict[str, Any]:
+    """One step: its cause where it was stopped, and whether anything moved then."""
+    before = bits(worker)
+    try:
+        worker.step()
+    except StoppedError as stopped:
+        # Numerical state is of the failed attempt until the rebuild; nothing else may move.
+        held = parameters_of(worker)
+        moved = [name for name in held if held[name] != before[name]]
+        return {"cause": attrs.asdict(stopped.cause), "moved": moved, "epoch": worker.runtime.epoch}
+    return {"cause": None, "moved": [], "epoch": worker.runtime.epoch}
+
+
+def parameters_of(worker: Worker) -> dict[str, str]:
+    """The part of `bits` that only an update moves."""
+    state = live_state(worker.runtime.domain)
+    return {name: value for name, value in bits(worker).items() if name not in state}
+
+
+def once_more(worker: Worker, mend: Callable[[], None]) -> dict[str, Any]:
+    """A step that a fault stops, as `_step` tells it; then the step, mended, once more."""
+    said = _step(worker)
+    if said["cause"] is not None:
+        mend()
+        worker.rebuild(StoppedError(Cause(**said["cause"])))
+        worker.step()
+    return said
+
+
+def recovering(job: Job, faults: list[tuple[int, Any]], limits: Limits) -> dict[str, Any]:
+    """
+    A fault in one step after the other, each rebuilt and run again; then the same undisturbed.
+
+    Args:
+        job: What to train.
+        faults: For each step the rank that it befalls, and the fault as a name and arguments.
+        limits: How long anything may take.
+    """
+    member = join("cpu", LIMITS)
+    worker = guarded(member, job, "reference", limits=limits)
+    stops = []
+    for victim, (name, *given) in faults:
+        program = list(worker.pipeline.program)
+        if member.rank == victim:
+            globals()[name](*given)(worker)
+        stops.append(_step(worker))
+        worker.pipeline.program[:] = program
+        cause = stops[-1]["cause"]
+        if cause is not None:
+            worker.rebuild(StoppedError(Cause(**cause)))
+            stops[-1]["again"] = _step(worker)
+    disturbed = bits(worker)
+    losses = [worker.feed.losses_of(n) for n in range(len(faults))]
+    worker.close()
+    plain = guarded(member, job, "reference", limits=limits)
+    for _ in faults:
+        plain.step()
+    clean = bits(plain)
+    differ = [name for name in clean if clean[name] != disturbed[name]]
+    same = losses == [plain.feed.losses_of(n) for n in range(len(faults))]
+    plain.close()
+    return {"stops": stops, "differ": differ, "of": len(clean), "same losses": same}
+
+
+def stopping(job: Job, victim: int, fault: tuple[Any, ...], limits: Limits) -> dict[str, Any]:
+    """A step without, one with a fault on one rank; and what a rebuild says then."""
+    member = join("cpu", LIMITS)
+    worker = guarded(member, job, "reference", limits=limits)
+    worker.step()
+    name, *given = fault
+    if member.rank == victim:
+        globals()[name](*given)(worker)
+    said = _step(worker)
+    if said["cause"] is not None:
+        try:
+            worker.rebuild(StoppedError(Cause(**said["cause"])))
+        except StoppedError as again:
+            said["rebuild"] = str(again)
+    return said
+
+
+def updating(job: Job, limits: Limits) -> dict[str, Any]:
+    """The optimizer of one rank fails after all have consented; steps until all stop."""
+    member = join("cpu", LIMITS)
+    worker = guarded(member, job, "reference", limits=limits)
+    worker.step()
+    if member.rank == 1:
+        optimizer: Any = worker.optimizer
+
+        def fail(*_: Any) -> None:
+            raise ArithmeticError("an injected failure")
+
+        optimizer.step = fail
+    said: dict[str, Any] = {"cause": None}
+    while said["cause"] is None:
+        said = _step(worker)
+    return said
+
+
+def alike(job: Job, tables: list[str], steps: int) -> list[dict[str, Any]]:
+    """A job trained under its own table, then under tables from files."""
+    member = join("cpu", LIMITS)
+    found = []
+    for schedule in (job.schedule, *tables):
+        again = attrs.evolve(job, schedule=schedule)
+        worker = guarded(member, again, "reference", limits=LIMITS)
+        for _ in range(steps):
+            worker.step()
+        slots = sum(config.slots for config in worker.runtime.contract.stages)
+        found.append({"bits": bits(worker), "slots": slots})
+        worker.close()
+    return [
+        {
+            "differ": [n for n in found[0]["bits"] if found[0]["bits"][n] != f["bits"][n]],
+            "of": len(f["bits"]),
+            "slots": f["slots"],
+        }
+        for f in found
+    ]
+
+
+def behind(job: Job, limits: Limits) -> dict[str, Any]:
+    """The last rank goes back to an older checkpoint, the others do not."""
+    member = join("cpu", LIMITS)
+    worker = guarded(member, job, "reference", limits=limits)
+    worker.step()
+    held = worker.runtime.checkpoint()
+    worker.step()
+    if member.rank == member.world - 1:
+        worker.runtime.restore(*held)
+    return _step(worker)
+
+
+def exchange(job: Job, first: str, second: str, digested: bool) -> dict[str, Any]:
+    """Two sends of rank 0 change places where no tag pairs them, with digests and without."""
+    member = join("cpu", LIMITS)
+    found = []
+    for disturb in (True, False):
+        worker = guarded(member, job, "reference", limits=LIMITS, tagged=False)
+        if disturb and member.rank == 0:
+            exchanged(first, second)(worker)
+        if not digested:
+            worker.consent.every = ()
+        said = _step(worker)
+        found.append(bits(worker))
+        if disturb:
+            outcome = said
+        worker.close()
+    differ = [name for name in found[0] if found[0][name] != found[1][name]]
+    return {**outcome, "differ": differ}
+
+
+# What is typed, and what cannot run
+
+
+def typed(cases: list[tuple[list[str], int | None]]) -> list[tuple[int, str, str]]:
+    """
+    `qeffect runtime pipeline` with arguments, again and again.
+
+    Args:
+        cases: Arguments, and how many GPUs this host is to have; None for a torch without NCCL.
+    """
+    join("cpu", LIMITS)
+    command._LAST_WORD_S = 0.0
+    torch.cuda.is_available = lambda: True
+    torch.cuda.set_device = lambda _: None
+    said = []
+    for argv, gpus in cases:
+        dist.is_nccl_available = lambda gpus=gpus: gpus is not None
+        torch.cuda.device_count = lambda gpus=gpus: gpus or 0
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            code = main(["runtime", "pipeline", *argv])
+        said.append((code, out.getvalue().strip(), err.getvalue().strip()))
+    return said
+
+
+def unmet() -> str:
+    """The two ranks build their stages with different dimensions."""
+    member = join("cpu", LIMITS)
+    hidden = 32 * (1 + member.rank)
+    job = Job(pp=2, config=LayerConfig(hidden, 64, 2, 16))
+    try:
+        guarded(member, job, "reference", limits=LIMITS)
+    except BackendError as error:
+        return str(error)
+    return "accepted"
+
+
+def unbuilt() -> tuple[str, str]:
+    """A mistake of rank 1's own in building its stages: what each rank hears, and of what class."""
+    member = join("cpu", LIMITS)
+    job = Job(pp=2)
+
+    def build(_: tuple[int, ...]) -> Any:
+        return [] if member.rank == 0 else {}["no\nsuch layer"]
+
+    try:
+        Worker(member, job.table(), 2, build, lambda _: Batches(None, member.device), limits=LIMITS)  # type: ignore[arg-type]
+    except BackendError as error:
+        return str(error), type(error.__cause__).__name__
+    return "accepted", ""
+
+
+# The end of a process
+
+
+def leaving() -> dict[str, Any]:
+    """Threads of groups before and after a rank leaves; a cycle holds one of its groups."""
+    member = join("cpu", LIMITS)
+    held: dict[str, Any] = {"group": dist.new_group([0, 1])}
+    held["itself"] = held
+    dist.all_reduce(torch.ones(2), group=held["group"])
+    gathered(member, "a word")
+    before = _threads_of_groups()
+    del held
+    leave()
+    leave()
+    return {
+        "threads before": before,
+        "threads after": _threads_of_groups(),
+        "initialized": dist.is_initialized(),
+    }
+
+
+def _threads_of_groups() -> int:
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum("gloo" in name for name in names)
+
+
+# A step without its device work
+
+
+class _Kept:
+    """What a slot's actions reported; of each dI in turn, since each used another F's scales."""
+
+    def __init__(self) -> None:
+        self.ran: Any = None
+        self.covered: dict[Any, Any] = {}
+        self.queue: list[Any] = []
+
+    @property
+    def queued(self) -> Any:
+        return self.queue.pop(0)
+
+
+class _Noting:
+    """An eager executor that keeps what every action reported, as graphs keep their captures'."""
+
+    marks_tail = False
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.slots: dict[int, Any] = {}
+        self.refreshed: dict[int, Any] = {}
+
+    def _of(self, slot: Any) -> Any:
+        return self.slots.setdefault(slot.index, _Kept())
+
+    def refresh(self, memory: Any) -> Any:
+        found = self.refreshed[memory.stage.index] = self.inner.refresh(memory)
+        return found
+
+    def forward(self, memory: Any, slot: Any) -> Any:
+        found = self._of(slot).ran = self.inner.forward(memory, slot)
+        return found
+
+    def dgrad(self, memory: Any, slot: Any, variant: Any) -> Any:
+        found = self.inner.dgrad(memory, slot, variant)
+        self._of(slot).queue.append(found)
+        return found
+
+    def wgrad(self, memory: Any, slot: Any, variant: Any) -> Any:
+        found = self._of(slot).covered[variant] = self.inner.wgrad(memory, slot, variant)
+        return found
+
+    def check_addresses(self, memory: Any) -> None:
+        """An eager executor bakes nothing in."""
+
+
+def rehearsed(job: Job, spoil: str | None) -> dict[str, Any]:
+    """
+    The transitions of two guarded steps, and of a third that is rehearsed.
+
+    Args:
+        job: What to train.
+        spoil: The action that the rehearsed program leaves out; None for a right one.
+    """
+    member = join("cpu", LIMITS)
+    worker = guarded(member, job, "reference", limits=LIMITS)
+    runtime = worker.runtime
+    told: list[list[str]] = []
+
+    def hear(transition: str, given: tuple[Any, ...], result: Any) -> None:
+        named = zip(TRANSITIONS[transition], given, strict=True)
+        held = {name: _same(value) for name, value in named if name not in _MOVES}
+        told[-1].append(f"{transition} {held}")
+
+    runtime.contract.observer = hear
+    noting = runtime.actions.executor = _Noting(runtime.executor)
+    tokens = []
+    for _ in range(2):
+        told.append([])
+        for kept in noting.slots.values():
+            kept.queue.clear()
+        worker.step()
+        tokens.append(runtime.contract.token(runtime.order.stages[0]))
+    for kept in noting.slots.values():  # an eager dI reports whose scales it used; a graph's cannot
+        kept.queue[:] = [
+            (names, effects._replace(scales=effects.scales + tokens[1] - tokens[0]))
+            for names, effects in kept.queue
+        ]
+    told.append([])
+    before = bits(worker)
+    if spoil is not None:
+        places = [n for n, e in enumerate(worker.pipeline.program) if name_of(e.atom) == spoil]
+        for place in places:
+            del worker.pipeline.program[place]
+    refusal, where = None, "rehearsal"
+    try:
+        rehearsal = Rehearsal(worker.pipeline, noting)
+        rehearsal.run()
+        where = "guards of the commit"
+        runtime.contract.check_commit(caller="main", guards_alone=True)
+        where = "commit"
+        rehearsal.commit()
+    except Refused as refused:
+        refusal = refused.clause
+    return {
+        "guarded": [told[0], told[1]],
+        "rehearsed": told[2],
+        "moved": [name for name, digest in bits(worker).items() if before[name] != digest],
+        "refusal": refusal,
+        "where": where,
+        "posted": sum(map(len, worker.pipeline.channels.posted().values())),
+    }
+
+
+#: What differs from step to step by itself.
+_MOVES = ("token", "ticket", "epoch", "scales", "fill_epoch")
+
+
+def _same(given: Any) -> Any:
+    """A key without its epoch, a reference without its generation."""
+    if isinstance(given, TapeKey):
+        return given.cell
+    if isinstance(given, TapeRef):
+        return given.slot
+    return given
+
+
+def example(source: str) -> str:
+    """A program as the README has it; what it printed."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        exec(compile(source, "README", "exec"), {})
+    return out.getvalue()
+
+
+def late_counts(job: Job) -> dict[str, Any]:
+    """A device that ran something twice, where the device compares: a step, its end, and again."""
+    member = join("cpu", LIMITS)
+    worker = Worker(
+        member,
+        job.table(),
+        job.pp,
+        lambda indices: job.stages(indices, member.device, "reference"),
+        lambda replica: Batches(job.batch(member.device, replica), member.device),
+        RuntimeConfig(device_counts=True, late_counts=True),
+        limits=LIMITS,
+    )
+    worker.step()
+    counters = worker.runtime.counters
+    assert counters is not None
+    if member.rank == 0:
+        counters.ran("F", 0)
+    said = _step(worker)
+    if said["cause"] is not None:
+        worker.rebuild(StoppedError(Cause(**said["cause"])))
+        said["again"] = _step(worker)
+    return said

@@ -1,0 +1,277 @@
+"""What ranks do in the tests of `guard`: a model of ordinary modules under torch's schedules."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining.schedules import _Action
+
+from qeffect.config import StageConfig
+from qeffect.contract import Contract
+from qeffect.gpu_runtime.guards.pipelining import UNUSED, GuardedSchedule, guard
+from qeffect.refusals import Refused
+
+MICROBATCHES = 4
+WIDTH = 8
+SINGLE = ("Schedule1F1B", "ScheduleGPipe")
+V = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+
+
+# Composed once, before ranks are forked.
+Contract([StageConfig(0, microbatches=1, slots=1)], omit=UNUSED)
+
+
+class Block(nn.Module):
+    """An ordinary layer: linear, norm, nonlinearity; and a count of its forwards."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return torch.tanh(self.norm(self.linear(x)))
+
+
+class Run:
+    """One rank of a model cut into stages, under a schedule of torch's."""
+
+    def __init__(self, name: str, *, ranks: int = 2) -> None:
+        rank = dist.get_rank()
+        own = [rank, rank + ranks]
+        if name in SINGLE:
+            own = [rank]
+        elif name in V:
+            own = [rank, 2 * ranks - 1 - rank]
+        total = ranks if name in SINGLE else 2 * ranks
+        x = torch.zeros(2, WIDTH)
+        self.blocks = [Block(index) for index in own]
+        self.stages = [
+            PipelineStage(
+                block,
+                index,
+                total,
+                x.device,
+                input_args=x.clone().requires_grad_(index > 0),
+                output_args=x.clone().requires_grad_(),
+                input_grads=x if index else None,
+                output_grads=None if index == total - 1 else x,
+            )
+            for block, index in zip(self.blocks, own, strict=True)
+        ]
+        made = getattr(torch_schedules, name)
+        self.schedule = made(
+            self.stages[0] if name in SINGLE else self.stages,
+            MICROBATCHES,
+            loss_fn=nn.functional.mse_loss,
+        )
+        self.own = own
+        parameters = [p for block in self.blocks for p in block.parameters()]
+        self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    def alone(self) -> Run:
+        """Do without what stages tell each other of shapes, where no other rank is there."""
+        for stage in self.stages:
+            stage._inference_mode = InferenceMode.STATIC
+        self.schedule._warmup_p2p = lambda *_: None
+        return self
+
+    def step(self, number: int) -> list[str]:
+        """Run a step; return the bits of losses, outputs, gradients and parameters, as digests."""
+        generator = torch.Generator().manual_seed(number)
+        x, y = (torch.randn(2 * MICROBATCHES, WIDTH, generator=generator) for _ in range(2))
+        losses: list[Tensor] = []
+        self.optimizer.zero_grad()
+        given = (x,) if 0 in self.own else ()
+        out = self.schedule.step(*given, target=y, losses=losses)
+        gradients = [p.grad for block in self.blocks for p in block.parameters()]
+        self.optimizer.step()
+        kept = [p for block in self.blocks for p in block.parameters()]
+        found = [*losses, *([] if out is None else [out]), *gradients, *kept]
+        return [_digest(value) for value in found]
+
+
+def _digest(value: Any) -> str:
+    if value is None:
+        return "none"
+    return hashlib.sha256(value.detach().contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def join() -> None:
+    """Enter the group of both ranks; whoever waits for a rank that is gone does not wait long."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+
+
+def accepted(names: list[str], steps: int) -> dict[str, Any]:
+    """Every schedule without and with a guard, the same model and data: the bits of both."""
+    join()
+    said = {}
+    for name in names:
+        plain, own = Run(name), Run(name)
+        guarded = guard(own.schedule)
+        bits = [(plain.step(n), own.step(n)) for n in range(steps)]
+        if name not in V:  # torch itself cannot evaluate those: a backward has no gradient
+            x = torch.ones(2 * MICROBATCHES, WIDTH)
+            own.schedule.eval(*((x,) if 0 in own.own else ()), target=x)
+            own.step(steps)  # and a step after it is one
+        said[name] = {
+            "plain": [a for a, _ in bits],
+            "guarded": [b for _, b in bits],
+            "epoch": guarded.contract.epoch,
+            "tapes": len(guarded.contract.live()),
+        }
+    return said
+
+
+def begun_again(names: list[str], failing: int) -> dict[str, list[list[str]]]:
+    """
+    The gradients of a step as it is, and behind one whose loss raised: with `rebuild`, without.
+
+    Without is what torch does by itself: no guard is there.
+    """
+    join()
+    data = [torch.randn(2 * MICROBATCHES, WIDTH) for _ in range(2)]
+    said = {}
+    for name in names:
+        found = []
+        for fails, guards in ((False, True), (True, True), (True, False)):
+            run = Run(name, ranks=1)
+            loss, asked = run.schedule._loss_fn, 0
+
+            def counted(y: Tensor, t: Tensor, loss: Any = loss, fails: bool = fails) -> Any:
+                nonlocal asked
+                asked += 1
+                if fails and asked == failing:
+                    raise ArithmeticError("no loss")
+                return loss(y, t)
+
+            run.schedule._loss_fn = counted
+            guarded = guard(run.schedule) if guards else None
+            if fails:
+                with suppress(ArithmeticError):
+                    run.schedule.step(data[0], target=data[0])
+                run.optimizer.zero_grad()
+                if guarded is not None:
+                    guarded.rebuild()
+            run.schedule.step(data[1], target=data[1])
+            found.append([_digest(p.grad) for block in run.blocks for p in block.parameters()])
+        said[name] = found
+    return said
+
+
+# Faults: what a runtime's table or loop does wrong on one rank
+
+
+def edit_row(run: Run, edit: Callable[[list[str]], object], rank: int | None = None) -> None:
+    """Edit a rank's row, this one's by default, as texts."""
+    table, rank = run.schedule.pipeline_order_with_comms, rank or run.schedule.rank
+    row = [str(action) for action in table[rank]]
+    edit(row)
+    table[rank] = [_Action.from_str(entry) for entry in row]
+
+
+def _last_backward(row: list[str], stage: int) -> str:
+    return [e for e in row if e[: -len("0")] in (f"{stage}W", f"{stage}B")][-1]
+
+
+def _doubled(row: list[str]) -> None:
+    row.insert(row.index("0F1") + 1, "0F1")
+
+
+def _missing(row: list[str]) -> None:
+    row.remove(_last_backward(row, 0))
+
+
+def _reordered(row: list[str]) -> None:
+    swap = {"0F0": "0F1", "0F1": "0F0", "0SEND_F0": "0SEND_F1", "0SEND_F1": "0SEND_F0"}
+    row[:] = [swap.get(entry, entry) for entry in row]
+
+
+_ROWS = {"doubled": _doubled, "missing": _missing, "reordered": _reordered}
+
+
+def _loop(run: Run, fault: str) -> None:
+    """Let the loop of a single-stage class ask its stage for the wrong thing."""
+    stage = run.stages[0]
+    forward, backward, send = (
+        stage.forward_one_chunk,
+        stage.backward_one_chunk,
+        stage.get_fwd_send_ops,
+    )
+
+    def forward_twice(m: int, *args: Any, **kwargs: Any) -> Any:
+        if m == 1:
+            forward(m, *args, **kwargs)
+        return forward(m, *args, **kwargs)
+
+    def backward_but_one(m: int, *args: Any, **kwargs: Any) -> Any:
+        return None if m == MICROBATCHES - 1 else backward(m, *args, **kwargs)
+
+    def other(method: Any) -> Any:
+        return lambda m, *args, **kwargs: method({0: 1, 1: 0}.get(m, m), *args, **kwargs)
+
+    if fault == "doubled":
+        stage.forward_one_chunk = forward_twice
+    elif fault == "missing":
+        stage.backward_one_chunk = backward_but_one
+    else:
+        stage.forward_one_chunk, stage.get_fwd_send_ops = other(forward), other(send)
+
+
+def inject(run: Run, fault: str) -> None:
+    """Put a fault on rank 0."""
+    if dist.get_rank():
+        return
+    if hasattr(run.schedule, "pipeline_order_with_comms"):
+        edit_row(run, _ROWS[fault])
+    else:
+        _loop(run, fault)
+
+
+def faulted(name: str, fault: str) -> list[dict[str, Any]]:
+    """A fault without a guard, and then one behind a guarded step: what became of each."""
+    join()
+    plain = Run(name)
+    inject(plain, fault)
+    without = outcome(plain, None)
+    run = Run(name)
+    guarded = guard(run.schedule)
+    run.step(0)
+    inject(run, fault)
+    return [without, outcome(run, guarded)]
+
+
+def outcome(run: Run, guarded: GuardedSchedule | None) -> dict[str, Any]:
+    """What became of a step: it passed, was refused, or failed otherwise."""
+    try:
+        run.step(1)
+    except Refused as refused:
+        assert guarded is not None
+        return {
+            "refused": refused.clause,
+            "at": guarded.at,
+            "notes": refused.__notes__,
+            "epoch": guarded.contract.epoch,
+        }
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
+    return {"passed": True}
+
+
+def example(text: str) -> dict[str, Any]:
+    """Run the text of an example, as a script on each rank."""
+    scope: dict[str, Any] = {}
+    exec(compile(text, "example", "exec"), scope)
+    return {"epoch": scope["guarded"].contract.epoch}

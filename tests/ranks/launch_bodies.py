@@ -1,0 +1,443 @@
+"""
+What the ranks of the tests of one launch a step run: on GPUs by launches, on CPUs by replays.
+
+Every body is given the device, and takes the same steps on both, so that all of it but the launch
+itself runs where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import signal
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
+from qeffect.gpu_runtime.lab.evidence.command import DETERMINISTIC
+from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError
+from qeffect.gpu_runtime.ranks.job import Batches, Job
+from qeffect.gpu_runtime.ranks.one_launch import OneLaunch, _Gate
+from qeffect.gpu_runtime.ranks.world import Limits, Member, Worker, join
+from qeffect.gpu_runtime.runtime import RuntimeConfig
+from qeffect.gpu_runtime.step.clipping import Clipping, Norm, square_sums
+from qeffect.gpu_runtime.step.memory.counters import DeviceCounters
+from qeffect.gpu_runtime.step.optimizer import Optimizer
+from qeffect.gpu_runtime.training.model import Language
+from tests.ranks import bodies
+from tests.ranks.bodies import bits, copies_of, parameters_of
+from tests.ranks.recorded import gate_without_kernels
+
+#: Nothing takes a second but where a rank is gone: then the host asks for as long as this.
+LIMITS = Limits(start=90.0, message=15.0, commit=15.0, grace=3.0)
+BACKENDS = {"cpu": "reference", "cuda": "transformer-engine"}
+BEFORE = 5  # a guarded step, a captured one, two launches that are rehearsed, one as one
+
+
+class _Poisoned(Batches):
+    """Data whose targets are no number in one step."""
+
+    poisoned = -1
+
+    def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
+        found = super().inputs(stage, step, microbatch)
+        if step != self.poisoned or (stage.index == 0 and len(found) == 1):
+            return found
+        return (*found[:-1], torch.full_like(found[-1], math.nan))
+
+
+def _made(job: Job, device: str, *, one: bool, rate: float | None = None, **options: Any) -> Worker:
+    os.environ.update(DETERMINISTIC)
+    member = join(device, LIMITS)
+    cuda = device == "cuda"
+
+    def optimizer(stages: Any) -> Optimizer:
+        lr = 1e-3 if rate is None else torch.full((), rate, device=member.device)
+        decays = job.decays if isinstance(job, Language) else None
+        capturable = cuda and (one or rate is not None)
+        return Optimizer(stages, lr=lr, decays=decays, capturable=capturable)
+
+    return Worker(
+        member,
+        job.table(),
+        job.pp,
+        lambda indices: job.stages(indices, member.device, BACKENDS[device]),
+        lambda replica: _Poisoned(job.batch(member.device, replica), member.device),
+        RuntimeConfig(
+            rule=job.rule,
+            provisioning=job.provisioning,
+            captured=cuda,
+            nested=one,
+            device_counts=one,
+            late_counts=one,
+            amax=job.amax,
+        ),
+        limits=LIMITS,
+        optimizer=optimizer,
+        ties=job.ties,
+        **options,
+    )
+
+
+def _runner(worker: Worker) -> OneLaunch | Worker:
+    """Launches on a GPU; on a CPU what launches are compared with."""
+    return OneLaunch(worker) if worker.member.device.type == "cuda" else worker
+
+
+def _quiet(worker: Worker) -> None:
+    if worker.member.device.type == "cuda":
+        torch.cuda.synchronize(worker.member.device)
+
+
+def _end(runner: OneLaunch | Worker) -> None:
+    if isinstance(runner, OneLaunch):
+        runner.leave()
+
+
+def launched(
+    job: Job,
+    device: str,
+    steps: int,
+    *given: Any,
+) -> dict[str, Any]:
+    """
+    Steps as replays, then the same ones as launches: what each leaves, and what differs.
+
+    Args:
+        job: What to train.
+        device: `cpu` or `cuda`.
+        steps: Optimizer steps.
+        given: The learning rate of each step, or None for one that is no tensor; the limit of the
+            norm or None; the step whose data are poisoned, or -1.
+    """
+    runs = [_run(job, device, steps, one, *given) for one in (False, True)]
+    found, words = [left for left, _ in runs], [word for _, word in runs]
+    names = found[0].keys() | found[1].keys()
+    return {
+        "differ": sorted(n for n in names if found[0].get(n) != found[1].get(n)),
+        "of": len(names),
+        "copies": copies_of(job, found[1]),
+        "replays": words[0],
+        "launches": words[1],
+    }
+
+
+def _run(
+    job: Job,
+    device: str,
+    steps: int,
+    one: bool,
+    rates: Sequence[float] | None,
+    limit: float | None,
+    poisoned: int,
+) -> tuple[dict[str, str], dict[str, Any]]:
+    gc.collect()  # one runtime at a time shares the library's state
+    rate = None if rates is None else rates[0]
+    worker = _made(job, device, one=one, rate=rate, clip_norm=limit, skip_nonfinite=poisoned >= 0)
+    assert isinstance(worker.feed, _Poisoned)
+    worker.feed.poisoned = poisoned
+    runner = _runner(worker) if one else worker
+    moved, norms = [], []
+    for step in range(steps):
+        if rates is not None:
+            worker.optimizer.set_rate(rates[step])
+        _quiet(worker)
+        before = parameters_of(worker)
+        runner.step()
+        _quiet(worker)
+        moved.append(sum(before.get(n, d) != d for n, d in parameters_of(worker).items()))
+        norms.append(repr(None if runner.norm is None else attrs.astuple(runner.norm)))
+    _end(runner)
+    _quiet(worker)
+    left = bits(worker)
+    state = worker.optimizer.state_tensors()
+    counted = sorted({float(v) for n, v in state.items() if n.endswith(".step")})
+    if isinstance(runner, OneLaunch):
+        runner.close()
+    worker.close()
+    return left, {"moved": moved, "norms": norms, "steps": counted}
+
+
+def _until_stopped(worker: Worker, runner: OneLaunch | Worker, most: int) -> dict[str, Any]:
+    """Steps until all stop: the cause, after how many, and what of the weights moved meanwhile."""
+    _quiet(worker)
+    before = parameters_of(worker)
+    for step in range(most):
+        try:
+            runner.step()
+        except StoppedError as stopped:
+            _quiet(worker)
+            moved = [n for n, d in parameters_of(worker).items() if before[n] != d]
+            return {"cause": attrs.asdict(stopped.cause), "moved": moved, "after": step}
+    return {"cause": None, "moved": [], "after": most}
+
+
+def _begun(job: Job, device: str) -> tuple[Worker, OneLaunch | Worker]:
+    worker = _made(job, device, one=True)
+    runner = _runner(worker)
+    for _ in range(BEFORE):
+        runner.step()
+    return worker, runner
+
+
+def differing(job: Job, device: str, victim: int) -> dict[str, Any]:
+    """One rank's device runs something that was not committed."""
+    worker, runner = _begun(job, device)
+    if worker.member.rank == victim:
+        _miscount(worker)
+    return _until_stopped(worker, runner, 3)
+
+
+def refused(job: Job, device: str, victim: int, action: str) -> dict[str, Any]:
+    """One rank's program has an action twice, which its rehearsal refuses."""
+    worker, runner = _begun(job, device)
+    published = None
+    if worker.member.rank == victim:
+        bodies.twice(action)(worker)
+        _quiet(worker)
+        published = _published(runner)
+    said = _until_stopped(worker, runner, 3)
+    if worker.member.rank == victim:
+        said["launched"] = _published(runner) - (published or 0)
+    return said
+
+
+def _published(runner: OneLaunch | Worker) -> int:
+    """Steps that the device has run as launches, by its own count."""
+    return int(runner._gate.number) if isinstance(runner, OneLaunch) else 0
+
+
+def recovered(job: Job, device: str, steps: int, victim: int, action: str | None) -> dict[str, Any]:
+    """
+    Steps without a fault; then the same ones as launches, of which one ends, and is begun again.
+
+    Args:
+        job: What to train.
+        device: `cpu` or `cuda`.
+        steps: Optimizer steps.
+        victim: The rank of the fault.
+        action: What its program has twice; None for a device that counts what nobody committed.
+    """
+    whole, _ = _run(job, device, steps, False, None, None, -1)
+    gc.collect()
+    worker, runner = _begun(job, device)
+    if worker.member.rank == victim:
+        if action is not None:
+            bodies.twice(action)(worker)
+        else:
+            _miscount(worker)
+    said = _until_stopped(worker, runner, 3)
+    if said["cause"] is not None:
+        runner.rebuild(StoppedError(Cause(**said["cause"])))
+    said["again"] = worker.runtime.epoch
+    while worker.runtime.epoch < steps:
+        runner.step()
+    _end(runner)
+    _quiet(worker)
+    left = bits(worker)
+    said["differ"] = [name for name in whole if whole[name] != left[name]]
+    said["of"] = len(whole)
+    if isinstance(runner, OneLaunch):
+        said["captured"] = runner.graph is not None
+        runner.close()
+    worker.close()
+    return said
+
+
+def _miscount(worker: Worker) -> None:
+    counters = worker.runtime.counters
+    assert counters is not None
+    with worker.runtime.caller_scope():
+        counters.ran("F", 0)
+
+
+def killed(job: Job, device: str, victim: int, action: str | None) -> dict[str, Any]:
+    """
+    A rank ends as a crash would.
+
+    Args:
+        job: What to train.
+        device: `cpu` or `cuda`.
+        victim: The rank.
+        action: Where in its replays; None between two launches; `warm-up` in that of a capture,
+            where the other ranks' devices wait for its word.
+    """
+    if action == "warm-up":
+        worker = _made(job, device, one=True)
+        runner = _runner(worker)
+        runner.step()
+        _die_in_warm_up(worker, runner, victim)
+    elif action is None:
+        worker, runner = _begun(job, device)
+        _quiet(worker)  # no rank's last launch waits for the victim: the next one does
+        dist.barrier()
+        if worker.member.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        worker = _made(job, device, one=False)
+        runner = worker
+        for _ in range(BEFORE):
+            runner.step()
+        if worker.member.rank == victim:
+            bodies.killed(action)(worker)
+    return _until_stopped(worker, runner, 3)
+
+
+def _die_in_warm_up(worker: Worker, runner: OneLaunch | Worker, victim: int) -> None:
+    if isinstance(runner, OneLaunch):
+        runner._gate.warm()  # its communicator begins while all ranks are there
+    _quiet(worker)
+    dist.barrier()
+    if worker.member.rank == victim:
+        if not isinstance(runner, OneLaunch):
+            os.kill(os.getpid(), signal.SIGKILL)
+        gate: Any = runner._gate
+        gate.warm = lambda: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def changed(job: Job, device: str) -> dict[str, Any]:
+    """A learning rate that is a number of the host changes behind a capture."""
+    worker, runner = _begun(job, device)
+    worker.optimizer.set_rate(5e-4)
+    return _until_stopped(worker, runner, 1)
+
+
+def resumed(job: Job, device: str) -> dict[str, Any]:
+    """Launches are left for a checkpoint and taken up again; and a launch after a guarded step."""
+    worker, runner = _begun(job, device)
+    _end(runner)
+    checkpoint, _ = worker.runtime.checkpoint()
+    if isinstance(runner, OneLaunch):
+        runner.resume()
+    runner.step()
+    _end(runner)
+    worker.step()
+    refusal = ""
+    if isinstance(runner, OneLaunch):
+        try:
+            runner.resume()
+        except BackendError as error:
+            refusal = str(error)
+        runner.close()
+    epoch = worker.runtime.epoch
+    worker.close()
+    return {"checkpoint": checkpoint.epoch, "epoch": epoch, "refusal": refusal}
+
+
+# The gate of a launch, over ranks, without its kernels
+
+
+def gated(limit: float | None) -> list[dict[str, Any]]:
+    """
+    The gate's word on each rank: all well, a value that is no number, and a device that differs.
+
+    Beside it what the host says of the same gradients.
+    """
+    member, clipping, made = _gates(limit)
+    found = []
+    for case in ("well", "no number", "differs"):
+        gate, every, own = made()
+        if case == "no number":
+            every[1]["w"][2, 2] = math.inf
+        if case == "differs" and member.rank == 0:
+            gate.counters.ran("F", 0)
+        skip = gate.capture(own)
+        parts = [float(part) for part in square_sums(every, clipping.elsewhere).values()]
+        assert gate.norm is not None
+        found.append(
+            {
+                "skip": float(skip),
+                "scale": None if gate.scale is None else float(gate.scale),
+                "norm": repr(gate.norm.read()),
+                "host": repr(Norm.of(parts, clipping)),
+                "said": gate.ring[0].tolist()[-member.world :],
+            }
+        )
+        gate.close()
+    return found
+
+
+def gated_replicas(limit: float | None) -> list[dict[str, Any]]:
+    """The gate of two replicas of one rank: alike, no number in one alone, and one that differs."""
+    member = join("cpu", LIMITS)
+    gate_without_kernels()
+    clipping = Clipping(max_norm=limit, skip_nonfinite=True)
+    worker: Any = SimpleNamespace(
+        member=member,
+        clipping=clipping,
+        table=SimpleNamespace(num_stages=2),
+        pp=1,
+        runtime=SimpleNamespace(domain=SimpleNamespace(stages=(), extra_state=dict)),
+    )
+    found = []
+    for case in ("alike", "no number", "differs"):
+        gate = _Gate(DeviceCounters([(0, 0)], member.device), worker)
+        every = {stage: {"w": torch.full((3,), 1.5 + stage)} for stage in range(2)}
+        parts = [float(part) for part in square_sums(every).values()]
+        if member.rank == 1 and case != "alike":
+            every[1]["w"][1] = math.inf if case == "no number" else 2.75
+        skip = gate.capture(every)
+        assert gate.norm is not None
+        found.append(
+            {
+                "skip": float(skip),
+                "updated": int(gate.updated),
+                "norm": repr(gate.norm.read()),
+                "host": repr(Norm.of(parts, clipping)),
+                "said": gate.ring[0].tolist()[-member.world :],
+            }
+        )
+        gate.close()
+    return found
+
+
+def unheard(limit: float | None) -> list[dict[str, Any]]:
+    """Three steps that go well on each rank; the second hears what was said in the first."""
+    member, _, made = _gates(limit)
+    gate, _, own = made()
+    found, before, gather = [], torch.empty(0), gate._gather
+
+    def same(into: Tensor, _: Tensor) -> None:
+        into.copy_(before)
+
+    for step in range(3):
+        gate._gather = same if step == 1 else gather  # type: ignore[method-assign]
+        skip = gate.capture(own)
+        before = (gate.heard if gate.norm is None else gate.rows).clone()
+        said = gate.ring[step].tolist()[-member.world :]
+        found.append({"skip": float(skip), "said": said})
+    gate.close()
+    return found
+
+
+def _gates(limit: float | None) -> tuple[Member, Clipping, Any]:
+    """This rank, its limits, and what makes a gate with gradients: of all stages, and its own."""
+    member = join("cpu", LIMITS)
+    gate_without_kernels()
+    stages = 2 * member.world
+    tied = frozenset({(stages - 1, "w")})  # a copy, which counts where the other one is
+    clipping = Clipping(max_norm=limit, skip_nonfinite=True, elsewhere=tied)
+    worker: Any = SimpleNamespace(
+        member=member,
+        clipping=clipping,
+        table=SimpleNamespace(num_stages=stages),
+        pp=member.world,
+        runtime=SimpleNamespace(domain=SimpleNamespace(stages=(), extra_state=dict)),
+    )
+
+    def made() -> tuple[_Gate, dict[int, dict[str, Tensor]], dict[int, dict[str, Tensor]]]:
+        every = {}
+        for stage in range(stages):
+            g = torch.Generator().manual_seed(stage)
+            every[stage] = {"w": torch.randn(7, 5, generator=g), "b": torch.randn(3, generator=g)}
+        own = {s: every[s] for s in every if s % member.world == member.rank}
+        return _Gate(DeviceCounters([(0, 0)], member.device), worker), every, own
+
+    return member, clipping, made

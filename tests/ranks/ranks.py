@@ -1,0 +1,81 @@
+"""
+Ranks as torchrun starts them, but from a server that has torch loaded: a launch takes no seconds.
+
+The test's own process keeps the store, as torchrun's agent does, so that it outlives every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+#: No launch takes longer: a rank that hangs is killed and fails its test.
+LIMIT_S = 100.0
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["tests.ranks.bodies", "tests.ranks.guard_bodies", "tests.training.bodies"]
+)
+
+
+class Said:
+    """What the ranks of a launch left: exit codes, and what each wrote, by rank."""
+
+    def __init__(self, codes: list[int | None], words: dict[int, Any], seconds: float) -> None:
+        self.codes, self.words, self.seconds = codes, words, seconds
+
+
+def _rank(rank: int, world: int, port: int, out: str, body: Callable[..., Any], args: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    words = body(*args)
+    Path(out, f"{rank}.json").write_text(json.dumps(words))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # without a barrier: a run that was stopped has no group left to meet in
+
+
+def launch(world: int, folder: Path, body: Callable[..., Any], *args: Any) -> Said:
+    """
+    Run `body(*args)` on every rank; what it returns is what the rank says.
+
+    Args:
+        world: How many ranks.
+        folder: An empty folder.
+        body: A function of `tests.ranks.bodies`.
+        args: What it takes.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    began = time.monotonic()
+    ranks = [
+        _CONTEXT.Process(target=_rank, args=(n, world, store.port, str(folder), body, args))
+        for n in range(world)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(max(0.0, began + LIMIT_S - time.monotonic()))
+    for rank in ranks:
+        if rank.is_alive():
+            rank.kill()
+            rank.join()
+    words = {int(f.stem): json.loads(f.read_text()) for f in folder.glob("*.json")}
+    return Said([rank.exitcode for rank in ranks], words, time.monotonic() - began)

@@ -1,0 +1,358 @@
+"""
+CUDA graphs and the device's stream, on a CPU: for the tests of a step that is one launch.
+
+A capture records each operation of torch's dispatcher, each message and each collective, and leaves
+the memory as it was, as a capture does. A replay does them again, on the same memory, in a thread
+that does one thing after another, as a stream does. A message that cannot come is passed over, as
+a device passes over a kernel whose communicator was aborted.
+
+A device holds its communicators by itself. Here its thread takes them from where the host keeps
+them, so the host ends none while something is being posted: torch would not know the group any
+more, or would take no group for the group of all ranks.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from qeffect.gpu_runtime.backends.protocol import Reports
+from qeffect.gpu_runtime.backends.reference.stage import ReferenceStage
+from qeffect.gpu_runtime.ranks import one_launch
+from qeffect.gpu_runtime.ranks.channels import Channels, LostError
+from qeffect.gpu_runtime.ranks.consent import Consent
+from qeffect.gpu_runtime.ranks.replicas import Replicas, _Started
+from qeffect.gpu_runtime.ranks.world import Worker
+from qeffect.gpu_runtime.step.eager import EagerExecutor, StageMemory
+from qeffect.gpu_runtime.step.effects import Effects
+from qeffect.gpu_runtime.step.memory.slots import Slot
+from qeffect.gpu_runtime.step.optimizer import Optimizer
+from qeffect.gpu_runtime.step.plan.slots import WgradVariant
+from qeffect.gpu_runtime.training import launches
+
+
+class _Stream:
+    """One thread; what it was given it does in order."""
+
+    def __init__(self) -> None:
+        self._given: queue.Queue[Callable[[], None]] = queue.Queue()
+        self.problem: BaseException | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            act = self._given.get()
+            try:
+                with torch.no_grad():
+                    act()
+            except BaseException as error:
+                self.problem = error
+            self._given.task_done()
+
+    def submit(self, act: Callable[[], None]) -> None:
+        self._given.put(act)
+
+    def synchronize(self, *_: Any) -> None:
+        self._given.join()
+        if self.problem is not None:
+            raise self.problem
+
+
+STREAM = _Stream()
+
+
+class _Event:
+    def __init__(self) -> None:
+        self._done = threading.Event()
+
+    def record(self) -> None:
+        self._done = done = threading.Event()  # what was recorded before is forgotten
+        STREAM.submit(done.set)
+
+    def query(self) -> bool:
+        return self._done.is_set()
+
+
+class _Tape(TorchDispatchMode):
+    """Everything that runs while it is on, and the memory that was there before."""
+
+    current: _Tape | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[tuple[Any, ...]] = []
+        self.before: dict[int, tuple[Any, Any]] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_map(lambda value: value, (args, kwargs or {}))
+        self.keep(given)
+        out = func(*args, **(kwargs or {}))
+        self._made.update(_place(t) for t in tree_leaves(out) if isinstance(t, Tensor))
+        self.nodes.append(("op", func, *given, out))
+        return out
+
+    def keep(self, given: Any) -> None:
+        """Copy the memory of tensors that are seen for the first time."""
+        for tensor in tree_leaves(given):
+            if isinstance(tensor, Tensor) and _place(tensor) not in self.before:
+                if _place(tensor) not in self._made:
+                    storage = tensor.untyped_storage()
+                    self.before[_place(tensor)] = storage, storage.clone()
+
+    def restore(self) -> None:
+        for storage, copy in self.before.values():
+            storage.copy_(copy)
+        self.before.clear()
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Graph:
+    """As `torch.cuda.CUDAGraph`."""
+
+    def __init__(self) -> None:
+        self.tape = _Tape()
+
+    def capture_begin(self, **_: Any) -> None:
+        _Tape.current = self.tape
+        self.tape.__enter__()
+
+    def capture_end(self) -> None:
+        self.tape.__exit__(None, None, None)
+        _Tape.current = None
+        self.tape.restore()
+        for node in self.tape.nodes:  # what holds a connection open
+            if node[0] == "call" and hasattr(node[-1], "work"):
+                node[-1].work = None
+
+    def replay(self) -> None:
+        nodes = self.tape.nodes
+        STREAM.submit(lambda: _again(nodes))
+
+    def reset(self) -> None:
+        self.tape = _Tape()
+
+
+def _again(nodes: list[tuple[Any, ...]]) -> None:
+    made: dict[int, Any] = {}
+    for kind, act, args, kwargs, out in nodes:
+        if kind == "op":
+            found = act(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(found), strict=True):
+                if isinstance(old, Tensor) and _place(old) != _place(new) and new.numel():
+                    old.copy_(new)
+            continue
+        try:
+            found = act(*(made.get(id(a), a) for a in args), **kwargs)
+        except LostError:
+            found = _LOST
+        if out is not None:
+            made[id(out)] = found
+
+
+_LOST = SimpleNamespace(wait=lambda: None)
+#: Held while something is posted, and while connections end; nobody waits for a rank under it,
+#: but the host for what is under way on a connection that it ends.
+_POSTING = threading.RLock()
+
+
+def _recorded(owner: type, name: str, *, posts: bool = True) -> None:
+    """Let a method that talks to other ranks be one node of a tape; one that `posts` only posts."""
+    real = getattr(owner, name)
+
+    def act(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is _LOST or _LOST in args:
+            return None
+        with _POSTING if posts else nullcontext():
+            return talk(self, *args, **kwargs)
+
+    def talk(self: Any, *args: Any, **kwargs: Any) -> Any:
+        alone = getattr(self, "world", 2) == 1
+        if getattr(self, "group", self) is None and not alone:
+            raise LostError(name, -1, False, "its connection is closed")
+        try:
+            return real(self, *args, **kwargs)
+        except (AttributeError, RuntimeError) as error:  # what the host closed meanwhile
+            raise LostError(name, -1, False, str(error)) from None
+
+    def stands_in(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tape = _Tape.current
+        if tape is None:
+            return real(self, *args, **kwargs)
+        tape.keep((args, kwargs))
+        with _disable_current_modes():
+            found = real(self, *args, **kwargs)
+        tape.nodes.append(("call", act, (self, *args), kwargs, found))
+        return found
+
+    setattr(owner, name, stands_in)
+
+
+def _ends_alone(owner: type, name: str) -> None:
+    """Let a method that ends connections wait until nothing is being posted."""
+    real = getattr(owner, name)
+
+    def ends(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _POSTING:
+            return real(self, *args, **kwargs)
+
+    setattr(owner, name, ends)
+
+
+class RecordingExecutor(EagerExecutor):
+    """An eager executor that keeps what every action reported, as graphs keep their captures'."""
+
+    def __init__(self, inner: EagerExecutor) -> None:
+        super().__init__(inner.counters)
+        self.slots: dict[int, Any] = {}
+        self.refreshed: dict[int, Effects] = {}
+
+    def _of(self, slot: Slot) -> Any:
+        return self.slots.setdefault(slot.index, SimpleNamespace(covered={}))
+
+    def refresh(self, memory: StageMemory) -> Effects:
+        found = self.refreshed[memory.stage.index] = super().refresh(memory)
+        return found
+
+    def forward(self, memory: StageMemory, slot: Slot) -> Effects:
+        found: Effects = super().forward(memory, slot)
+        self._of(slot).ran = found
+        return found
+
+    def dgrad(
+        self, memory: StageMemory, slot: Slot, variant: WgradVariant
+    ) -> tuple[tuple[str, ...], Effects]:
+        found = self._of(slot).queued = super().dgrad(memory, slot, variant)
+        return found
+
+    def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
+        found = self._of(slot).covered[variant] = super().wgrad(memory, slot, variant)
+        return found
+
+    def check_addresses(self, memory: StageMemory) -> None:
+        """Nothing is baked in but what the tape holds."""
+
+
+def _compare(
+    values: Tensor, wanted: Tensor, factors: Tensor, terms: Tensor, number: Tensor, word: Tensor
+) -> None:
+    now = wanted * factors + terms
+    word.copy_(torch.where((values != now).any(), 0, number + 1))
+    wanted.copy_(now)
+
+
+def _publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: Tensor) -> None:
+    no = heard != number + 1
+    skip.copy_(no.any())
+    row = torch.cat([number[None], values, torch.where(heard < 0, one_launch.UNLIKE, no.long())])
+    ring.index_copy_(0, (number % len(ring))[None], row[None])
+    number.add_(1)
+
+
+def gate_without_kernels() -> None:
+    """The gate's two kernels, as torch's operations."""
+    name = "qeffect.gpu_runtime.ranks.gate_kernel"
+    kernels: Any = sys.modules.setdefault(name, ModuleType(name))
+    kernels.compare, kernels.publish = _compare, _publish
+
+
+def _behind_launches() -> None:
+    """What a training loop queues behind a launch, and before the next one."""
+    copy, training, optimizers = launches._copy, cast("Any", launches), cast("Any", Optimizer)
+
+    def copied(held: Any, groups: Any) -> None:
+        STREAM.submit(lambda: copy(held, groups))
+
+    training._copy = copied
+    set_rate = Optimizer.set_rate
+
+    def rated(self: Any, rate: float) -> None:
+        if isinstance(self.adamw.param_groups[0]["lr"], Tensor):
+            STREAM.submit(lambda: set_rate(self, rate))
+        else:
+            set_rate(self, rate)
+
+    optimizers.set_rate = rated
+
+
+def install() -> None:
+    """From here on this process captures and replays on its CPU."""
+    cuda: Any = torch.cuda
+    cuda.CUDAGraph, cuda.Event, cuda.synchronize = _Graph, _Event, STREAM.synchronize
+    cuda.graph_pool_handle = lambda: None
+    stands_in: Any = one_launch
+    stands_in.GraphExecutor, stands_in.obstacle = RecordingExecutor, lambda: None
+    load = one_launch._Staged.load
+
+    def loaded(self: Any, step: int) -> None:
+        STREAM.submit(lambda: load(self, step))
+
+    stands_in._Staged.load = loaded
+    warm = one_launch._Gate.warm
+
+    def warmed(self: Any) -> None:
+        def act() -> None:
+            with suppress(LostError):  # passed over
+                warm(self)
+
+        STREAM.submit(act)
+
+    stands_in._Gate.warm = warmed
+    _behind_launches()
+    reference: Any = ReferenceStage
+    reference.reports = property(lambda _: Reports())
+    gate_without_kernels()
+    for owner, name in (
+        (Channels, "send"),
+        (Channels, "receive"),
+        (Replicas, "__call__"),
+        (Replicas, "largest"),
+    ):
+        _recorded(owner, name)
+    for owner in (Channels, _Started):
+        _recorded(owner, "wait", posts=False)
+
+    def gathered(self: Any, into: Tensor, own: Tensor) -> None:
+        into.fill_(0.0)
+        if self.world == 1:
+            into.copy_(own)
+            return
+        try:
+            with _POSTING:
+                group = self.group  # the host may let it go while its work is waited for
+                if group is None:
+                    raise LostError("commit", -1, False, "its connection is closed")
+                work = dist.all_gather_into_tensor(into.view(-1), own, group=group, async_op=True)
+            work.wait()
+        except RuntimeError as error:
+            into.fill_(0.0)
+            raise LostError("commit", -1, False, str(error)) from None
+
+    stands_in._Gate._gather = gathered
+    # An abort of gloo is its last reference.
+    stands_in._Gate.let_go = one_launch._Gate.close
+    _recorded(one_launch._Gate, "_gather", posts=False)
+    for owner in (Consent, one_launch._Gate):
+        _ends_alone(owner, "close")
+
+
+def capturable(worker: Worker) -> Worker:
+    """A worker whose steps can be one launch, as far as a CPU has them."""
+    runtime: Any = worker.runtime
+    runtime.executor = runtime.actions.executor = RecordingExecutor(runtime.executor)
+    worker.optimizer.capturable = True
+    return worker

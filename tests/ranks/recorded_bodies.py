@@ -1,0 +1,323 @@
+"""What the ranks of the tests of launches on a CPU run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from qeffect.gpu_runtime.lab.ranks import command
+from qeffect.gpu_runtime.ranks import one_launch
+from qeffect.gpu_runtime.ranks.channels import Channels, Ends, Message
+from qeffect.gpu_runtime.ranks.consent import Consent, StoppedError
+from qeffect.gpu_runtime.ranks.job import Batches, Job
+from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
+from qeffect.gpu_runtime.ranks.replicas import Replicas
+from qeffect.gpu_runtime.ranks.world import Limits, Worker, join
+from qeffect.gpu_runtime.runtime import RuntimeConfig
+from tests.ranks import bodies, recorded
+from tests.ranks.bodies import bits, copies_of, parameters_of
+
+LIMITS = Limits(start=60.0, message=15.0, commit=15.0, grace=6.0)
+
+
+def _made(job: Job, options: dict[str, Any]) -> Worker:
+    member = join("cpu", LIMITS)
+    return recorded.capturable(
+        Worker(
+            member,
+            job.table(),
+            job.pp,
+            lambda indices: job.stages(indices, member.device, "reference"),
+            lambda replica: Batches(job.batch(member.device, replica), member.device),
+            RuntimeConfig(
+                rule=job.rule,
+                provisioning=job.provisioning,
+                nested=True,
+                device_counts=True,
+                late_counts=True,
+                amax=job.amax,
+            ),
+            limits=LIMITS,
+            ties=job.ties,
+            **options,
+        )
+    )
+
+
+def replayed(job: Job, steps: int, options: dict[str, Any]) -> dict[str, str]:
+    """What guarded steps leave."""
+    worker = _made(job, options)
+    for _ in range(steps):
+        worker.step()
+    left = bits(worker)
+    worker.close()
+    return left
+
+
+def launched(job: Job, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Guarded steps, then the same ones as launches: what differs, and the norms."""
+    recorded.install()
+    first = _made(job, options)
+    norms = []
+    for _ in range(steps):
+        first.step()
+        norms.append(repr(first.norm))
+    left = bits(first)
+    first.close()
+    worker = _made(job, options)
+    runner = OneLaunch(worker)
+    found = []
+    for _ in range(steps):
+        runner.step()
+        recorded.STREAM.synchronize()
+        found.append(repr(runner.norm))
+    runner.leave()
+    own = bits(worker)
+    captured = runner._gate.number
+    runner.close()
+    worker.close()
+    return {
+        "differ": [name for name in left if left[name] != own[name]],
+        "of": len(left),
+        "copies": copies_of(job, own),
+        "launches": int(captured),
+        "rehearsed and as one": runner.rehearsal.steps,
+        "norms": [norms, found],
+    }
+
+
+def uncaptured(job: Job, steps: int) -> dict[str, Any]:
+    """A capture that one rank's library refuses: how the run goes on, and what it leaves."""
+    recorded.install()
+    worker = _made(job, {})
+    runner: OneLaunch | Worker = OneLaunch(worker)
+    assert isinstance(runner, OneLaunch)
+    if worker.member.rank == job.world - 1:
+        capture = runner._gate.capture
+
+        def refuse(gradients: Any) -> Any:
+            if gradients is not None:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return capture(gradients)
+
+        runner._gate.capture = refuse  # type: ignore[method-assign]
+    notes: list[str] = []
+    while worker.runtime.epoch < steps:
+        try:
+            runner.step()
+        except StoppedError as stopped:
+            whole = runner if isinstance(runner, OneLaunch) else None
+            command.uncaptured(whole, stopped, notes)
+            runner = worker
+    left = bits(worker)
+    worker.close()
+    return {"notes": notes, "left": left}
+
+
+def unwarmed(job: Job, steps: int, behind: bool) -> dict[str, Any]:
+    """
+    The last rank fails in the warm-up of a capture, and its connections outlive its stop.
+
+    Args:
+        job: What to train.
+        steps: Until which epoch.
+        behind: Whether its device has said its word by then; else the other ranks' devices wait
+            for it.
+    """
+    recorded.install()
+    worker = _made(job, {})
+    runner = OneLaunch(worker)
+    gate, held = runner._gate, []
+    if worker.member.rank == job.world - 1:
+        warm = gate.warm
+
+        def fail() -> None:
+            if behind:
+                warm()
+                recorded.STREAM.synchronize()
+            held.append(gate.group)
+            raise RuntimeError("an injected failure")
+
+        gate.warm = fail  # type: ignore[method-assign]
+    causes = []
+    while worker.runtime.epoch < steps:
+        try:
+            runner.step()
+        except StoppedError as stopped:
+            causes.append(attrs.asdict(stopped.cause))
+            held.clear()
+            runner.rebuild(stopped)
+    runner.leave()
+    left = bits(worker)
+    runner.close()
+    worker.close()
+    return {"causes": causes, "left": left, "captured": runner._base}
+
+
+def _twice(worker: Worker, action: str) -> Callable[[], None]:
+    program = list(worker.pipeline.program)
+    bodies.twice(action)(worker)
+
+    def mend() -> None:
+        worker.pipeline.program[:] = program
+
+    return mend
+
+
+def _miscounted(worker: Worker, _: str) -> Callable[[], None]:
+    counters = worker.runtime.counters
+    assert counters is not None
+    recorded.STREAM.submit(lambda: counters.ran("F", 0))
+    return lambda: None
+
+
+def _squares_that_differ(worker: Worker, _: str) -> Callable[[], None]:
+    recorded.STREAM.submit(lambda: UNTIL_UNLIKE.zero_())
+    return lambda: None
+
+
+#: How many launches go by until one of them has other gradients than the other replicas.
+UNTIL_UNLIKE = torch.full((), 1 << 40, dtype=torch.int64)
+
+
+def _with_unlike_squares() -> None:
+    """Let what a launch says of its gradients differ once, when it is asked for."""
+    real = one_launch.square_sums
+
+    def squares(*given: Any) -> dict[int, torch.Tensor]:
+        found = {stage: part + (UNTIL_UNLIKE == 0) for stage, part in real(*given).items()}
+        UNTIL_UNLIKE.sub_(1)
+        return found
+
+    one_launch.square_sums = squares  # type: ignore[attr-defined]
+
+
+def _slow_to_stop(runner: OneLaunch) -> None:
+    """Let the device come to the end of what was launched, before the host ends connections."""
+    real = runner._stopped
+
+    def stopped() -> None:
+        recorded.STREAM.synchronize()
+        real()
+
+    runner._stopped = stopped  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[Worker, str], Callable[[], None]]] = {
+    "twice": _twice,
+    "miscounted": _miscounted,
+    "unlike": _squares_that_differ,
+}
+
+
+def recovering(
+    job: Job, steps: int, options: dict[str, Any], faults: list[tuple[int, int, str, str]]
+) -> dict[str, Any]:
+    """
+    Launches of which some end in a stop, after which all ranks begin the epoch again.
+
+    Args:
+        job: What to train.
+        steps: Until which epoch.
+        options: Of the worker.
+        faults: For each, the epoch before which it is made, its rank, its kind, and its action.
+    """
+    recorded.install()
+    _with_unlike_squares()
+    worker = _made(job, options)
+    runner = OneLaunch(worker)
+    if any(kind == "unlike" for _, _, kind, _ in faults):
+        _slow_to_stop(runner)
+    due = {epoch: (victim, kind, action) for epoch, victim, kind, action in faults}
+    said: list[dict[str, Any]] = []
+    while worker.runtime.epoch < steps:
+        epoch = worker.runtime.epoch
+        if epoch in due:
+            victim, kind, action = due.pop(epoch)
+            if worker.member.rank == victim:
+                FAULTS[kind](worker, action)
+        try:
+            runner.step()
+            if worker.runtime.epoch == steps:
+                runner.leave()
+        except StoppedError as stopped:
+            recorded.STREAM.synchronize()
+            before = parameters_of(worker)
+            runner.rebuild(stopped)
+            said.append(
+                {
+                    "cause": attrs.asdict(stopped.cause),
+                    "again": worker.runtime.epoch,
+                    "moved": [n for n, d in parameters_of(worker).items() if before[n] != d],
+                }
+            )
+    left = bits(worker)
+    runner.close()
+    worker.close()
+    return {"stops": said, "left": left, "epoch": worker.runtime.epoch}
+
+
+def ended_while_posting() -> list[list[str]]:
+    """
+    The host ends connections while the device's thread posts on them.
+
+    Returns:
+        What became of each post, of a message and of the two calls of a bucket: over which
+        connection it went.
+    """
+    recorded.install()
+    return [_posts_of(begin) for begin in (_a_message, _a_bucket)]
+
+
+def _posts_of(begin: Callable[[Any], tuple[Consent, Callable[[], Any]]]) -> list[str]:
+    anywhere: Any = dist
+    group: Any = SimpleNamespace(size=lambda: 2, ended=False)
+    inside, ended = threading.Event(), threading.Event()
+    posts: list[str] = []
+
+    def post(*_: Any, group: Any, **__: Any) -> Any:
+        inside.set()
+        ended.wait(0.3)  # time for the host to end it
+        posts.append("of all ranks" if group is None else "ended" if group.ended else "its own")
+        return SimpleNamespace(wait=lambda *_: None)
+
+    def destroy(group: Any) -> None:
+        group.ended = True
+
+    anywhere.isend = anywhere.all_reduce = lambda *_, **__: SimpleNamespace()
+    anywhere.destroy_process_group = destroy
+    consent, action = begin(group)
+    graph = recorded._Graph()
+    graph.capture_begin()
+    action()
+    graph.capture_end()
+    anywhere.isend = anywhere.all_reduce = post
+    graph.replay()
+    assert inside.wait(10.0)
+    consent.close()
+    ended.set()
+    recorded.STREAM.synchronize()
+    assert group.ended
+    return posts
+
+
+def _a_message(group: Any) -> tuple[Consent, Callable[[], Any]]:
+    channels = Channels(0, {Ends(0, 1): group}, host=True)
+    table: Any = None
+    consent = Consent(None, None, 0, 1, (), channels, table, (0,))
+    return consent, lambda: channels.send(torch.ones(2), 1, Message(0, 0, False))
+
+
+def _a_bucket(group: Any) -> tuple[Consent, Callable[[], Any]]:
+    replicas = Replicas(group, host=True, deadline=1.0, together=False)
+    table: Any = None
+    channels = Channels(0, {}, host=True)
+    consent = Consent(None, None, 0, 1, (), channels, table, (0,), replicas=replicas)
+    gradients = {"w": torch.ones(2), "b": torch.ones(2)}
+    return consent, lambda: replicas(0, gradients)

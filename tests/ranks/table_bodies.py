@@ -1,0 +1,83 @@
+"""What the ranks of the tables' tests run."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qeffect.cli import main
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.lab.bench import peers, side_by_side, tables
+from qeffect.gpu_runtime.lab.bench.tables import Asked
+from qeffect.gpu_runtime.lab.ranks import command
+from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.ranks.world import join
+from qeffect.gpu_runtime.runtime import RuntimeConfig
+from tests.runtime import stand_ins
+
+from .bodies import LIMITS
+
+
+def tables_command(argv: list[str]) -> tuple[int, str, str]:
+    """`qeffect runtime tables`: exit code and what the rank said."""
+    join("cpu", LIMITS)
+    command._LAST_WORD_S = 0.0
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(["runtime", "tables", *argv])
+    return code, out.getvalue(), err.getvalue()
+
+
+def one_fails() -> list[dict[str, Any]]:
+    """Three rows, of which the second cannot be built on rank 1."""
+    member = join("cpu", LIMITS)
+    args = argparse.Namespace(
+        pp=2, device="cpu", rounds=1, steps=1, native_steps=1, no_profile=True
+    )
+    row = Asked("tiny-m2", "layers", 2, "zbv", "replays")
+    build = Job.stages
+
+    def fails(job: Job, *args: Any, **options: Any) -> Any:
+        if member.rank == 1:
+            raise BackendError("not today")
+        return build(job, *args, **options)
+
+    found = []
+    for stages in (build, fails, build):
+        Job.stages = stages  # type: ignore[method-assign]
+        found.append(tables._measured(member, args, row, {}, [row]))
+    return found
+
+
+def peers_of_ours(folder: str) -> list[dict[str, Any]]:
+    """Native and replays of a small cell, as the peers measure them."""
+    member = join("cpu", LIMITS)
+    asked = side_by_side.Asked(
+        cells=["tiny-m2"], rounds=1, steps=1, native_steps=1, device="cpu", profile=False, settled=3
+    )
+    found: list[dict[str, Any]] = []
+    peers.ours(member, asked, Path(folder), found.append)
+    return found
+
+
+def captured_facts() -> dict[str, Any]:
+    """What is known of replays of a small cell, over stand-ins for graphs."""
+    member = join("cpu", LIMITS)
+    row = Asked("tiny-m4", "language", 2, "zbv", "replays")
+    with pytest.MonkeyPatch.context() as patch:
+        stand_ins.install(patch)
+        side = tables._Replays(member, row.job(2), "reference", RuntimeConfig(captured=True))
+        side.step()
+        facts = side.facts()
+        slots = sum(memory.table.num_slots for memory in side.worker.runtime.memories.values())
+        variants = sum(
+            len(slot.wgrad)
+            for slot in side.worker.runtime.executor.slots.values()  # type: ignore[union-attr]
+        )
+        side.close()
+    return {**facts, "sum of slots": slots, "variants": variants}

@@ -1,0 +1,152 @@
+"""
+One norm over the gradients of all ranks: clipped alike, skipped alike, torch's own bits.
+
+The reference is torch's pipeline over native full backwards, whose gradients of all ranks are
+brought together and clipped by `torch.nn.utils` in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from qeffect.gpu_runtime.backends.protocol import BackendError
+from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.step.clipping import Clipping, DeviceNorm, Norm, square_sums
+from tests.ranks import clip_bodies
+from tests.ranks.ranks import launch
+
+STEPS = 3
+LIMIT = 0.01
+TWO = [Job(schedule="zbv", pp=2), Job(schedule="il", pp=2, rule="per_microbatch")]
+FOUR = [Job(schedule="izb", pp=2, dp=2, microbatches=4)]
+
+
+@pytest.mark.parametrize("jobs", [TWO, FOUR], ids=["two ranks", "two ranks, two replicas"])
+def test_clipped_training_has_the_bits_of_plain_torch_over_all_parameters(
+    jobs: list[Job], tmp_path: Path
+) -> None:
+    """Every step is clipped; parameters, AdamW's moments, scales and histories are compared."""
+    world = jobs[0].world
+    said = launch(world, tmp_path, clip_bodies.clipped, jobs, STEPS, LIMIT)
+    assert said.codes == [0] * world
+    for n in range(len(jobs)):
+        ranks = [said.words[rank][n] for rank in range(world)]
+        for rank in ranks:
+            assert rank["differ"] == []
+            assert rank["of"] > 20
+            assert rank["losses"] == rank["native losses"]
+            assert rank["norms"] == ranks[0]["norms"]
+            for (total, factor, skipped), theirs in zip(rank["norms"], rank["theirs"], strict=True):
+                assert 0 < factor < 1
+                assert not skipped
+                # The root of a sum of squared norms, added in another order, in float64.
+                assert math.isclose(float(total), theirs, rel_tol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("job", "rank"), [(TWO[0], 1), (FOUR[0], 3)], ids=["two ranks", "one of two replicas"]
+)
+def test_one_value_that_is_not_finite_on_one_rank_skips_every_ranks_update(
+    job: Job, rank: int, tmp_path: Path
+) -> None:
+    """The epoch commits, no weight and no count of AdamW moves, and what follows is torch's."""
+    spoil = (rank, 1, math.nan)
+    said = launch(job.world, tmp_path, clip_bodies.clipped, [job], STEPS, LIMIT, spoil)
+    assert said.codes == [0] * job.world
+    for n in range(job.world):
+        (word,) = said.words[n]
+        assert [skipped for _, _, skipped in word["norms"]] == [False, True, False]
+        assert word["moved"][1] == 0
+        assert word["moved"][0] > 10
+        assert word["moved"][2] > 10
+        assert word["epoch"] == STEPS
+        assert word["counted"] == [STEPS - 1]
+        assert word["differ"] == []
+        assert word["of"] > 20
+
+
+def test_an_infinite_gradient_skips_without_a_limit_too(tmp_path: Path) -> None:
+    """`skip_nonfinite` alone; no gradient is changed otherwise."""
+    spoil = (0, 0, -math.inf)
+    said = launch(2, tmp_path, clip_bodies.clipped, [TWO[0]], 2, None, spoil)
+    assert said.codes == [0, 0]
+    for rank in range(2):
+        (word,) = said.words[rank]
+        assert [norm[1:] for norm in word["norms"]] == [[1.0, True], [1.0, False]]
+        assert [word["moved"][0], word["counted"], word["differ"]] == [0, [1], []]
+
+
+def test_which_rank_has_which_stage_does_not_move_a_bit_of_the_norm(tmp_path: Path) -> None:
+    """Four stages in a loop and in a V: the first epoch's gradients are the same sums."""
+    jobs = [Job(schedule=name, pp=2, microbatches=1) for name in ("il", "gpipe")]
+    jobs[1] = Job(schedule="gpipe", pp=4, microbatches=1)
+    (loop, line) = (
+        launch(job.world, _folder(tmp_path, job.schedule), clip_bodies.mapped, [job], 1)
+        for job in jobs
+    )
+    assert loop.words[0] == loop.words[1]
+    assert {str(words) for words in line.words.values()} == {str(loop.words[0])}
+    assert float(loop.words[0][0][0]) > 0
+
+
+def _folder(path: Path, name: str) -> Path:
+    made = path / name
+    made.mkdir()
+    return made
+
+
+def test_replicas_that_do_not_have_one_gradient_stop_before_the_update(tmp_path: Path) -> None:
+    """Both are finite, so nothing is skipped: the reduction did not do its work."""
+    said = launch(4, tmp_path, clip_bodies.diverged, FOUR[0])
+    assert said.codes == [0] * 4
+    causes = [said.words[rank]["cause"] for rank in range(4)]
+    assert causes == [causes[0]] * 4
+    assert causes[0]["kind"] == "disagreed"
+    assert "the reduced gradients of stage 3" in causes[0]["text"]
+    assert all(said.words[rank]["moved"] == [] for rank in range(4))
+
+
+def test_ranks_with_different_limits_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    """One rank alone could clip, or skip, otherwise."""
+    said = launch(2, tmp_path, clip_bodies.unlike, TWO[0])
+    assert said.codes == [0, 0]
+    assert said.words[0] == said.words[1]
+    assert "clip_norm is 1.0 on rank 0 and 2.0 on rank 1" in said.words[0]
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, math.nan, math.inf])
+def test_a_limit_that_is_no_positive_number_is_refused(limit: float) -> None:
+    """A limit of nothing would set every gradient to zero."""
+    with pytest.raises(BackendError, match="clip_norm is"):
+        Clipping(max_norm=limit)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[9.0, 16.0], [1e300, 1e-300, 3.0], [0.1] * 7, [math.nan, 1.0], [1.0, math.inf], [0.0]],
+)
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("limit", [None, 0.3, 1e9])
+def test_a_device_says_what_the_host_says(
+    parts: list[float], skip: bool, limit: float | None
+) -> None:
+    """The same steps in the same order, so that one launch has the bits of replays."""
+    clipping = Clipping(max_norm=limit, skip_nonfinite=skip)
+    device = DeviceNorm.on(torch.device("cpu"), clipping)
+    device.take(torch.tensor(parts, dtype=torch.float64))
+    assert repr(device.read()) == repr(Norm.of(parts, clipping))
+
+
+def test_a_stages_part_is_the_sum_of_its_parameters_squares_in_their_order() -> None:
+    """Computed here one after another."""
+    g = torch.Generator().manual_seed(5)
+    named = {str(n): torch.randn(3 + n, 7, generator=g).bfloat16() for n in range(6)}
+    named["bias"] = torch.randn(11, generator=g)
+    (part,) = square_sums({4: named}).values()
+    squares = [torch.linalg.vector_norm(t, dtype=torch.float64).square() for t in named.values()]
+    assert float(part) == float(torch.stack(squares).sum())
+    assert math.isclose(float(part), sum(float(t.double().square().sum()) for t in named.values()))

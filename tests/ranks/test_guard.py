@@ -1,0 +1,230 @@
+"""
+`guard(schedule)`: torch's schedules over ordinary modules run as before, and wrong ones are named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from qeffect.gpu_runtime.guards.pipelining import guard
+from qeffect.refusals import Refused
+from qeffect.schedule.actions import ScheduleError
+from tests.ranks import guard_bodies as bodies
+from tests.ranks.ranks import launch
+
+INTERLEAVED, ZERO_BUBBLE, ZBV = (
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+)
+NAMES = (INTERLEAVED, ZERO_BUBBLE, ZBV, "Schedule1F1B", "ScheduleGPipe")
+README = Path(__file__).parents[2] / "README.md"
+
+
+class TestTwoRanks:
+    """Two processes over gloo."""
+
+    def test_a_step_begun_again_has_its_own_losses(self, tmp_path: Path) -> None:
+        """torch keeps those of a failed step, and computes the next one's gradients of them."""
+        names = ["ScheduleGPipe"]
+        for name, found in launch(1, tmp_path, bodies.begun_again, names, 4).words[0].items():
+            right, rebuilt, left = found
+            assert right == rebuilt, name
+            assert right != left, name
+
+    def test_a_guard_changes_no_bit(self, tmp_path: Path) -> None:
+        """Losses, outputs, gradients and parameters of three steps are those without a guard."""
+        said = launch(2, tmp_path, bodies.accepted, [*NAMES, "ScheduleDualPipeV"], 3).words
+
+        assert [0, 1] == sorted(said)
+        for rank, found in said.items():
+            for name, run in found.items():
+                assert run["plain"] == run["guarded"], (rank, name)
+                assert "none" not in run["plain"][0]
+                assert len(set(map(tuple, run["plain"]))) == 3  # it does train
+                assert (3 if name in bodies.V else 4) == run["epoch"]
+                assert 0 == run["tapes"]
+
+    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize(
+        ("fault", "clauses", "at"),
+        [
+            ("doubled", {"ownership.key-live"}, "0F1"),
+            ("missing", {"epoch.incomplete", "order.incomplete"}, "0REDUCE_GRAD"),
+            ("reordered", {"order.reordered"}, "0F1"),
+        ],
+    )
+    def test_what_torch_lets_pass_is_refused_where_it_happens(
+        self, name: str, fault: str, clauses: set[str], at: str, tmp_path: Path
+    ) -> None:
+        """Without the guard the step ends and nobody knows; with it rank 0 names the action."""
+        said = launch(2, tmp_path, bodies.faulted, name, fault).words
+
+        assert [{"passed": True}] * 2 == [said[0][0], said[1][0]]
+        refused = said[0][1]
+        assert refused["refused"] in clauses, refused
+        assert (at, 1) == (refused["at"], refused["epoch"])
+        assert refused["notes"][0].startswith("at pipeline rank 0")
+        assert refused["notes"][0].endswith(at)
+        assert "refused" not in said[1][1]
+
+    def test_the_example_runs(self, tmp_path: Path) -> None:
+        """The example of the README trains for two guarded steps, in ten lines and imports."""
+        (text,) = re.findall(
+            r"```python\n([^`]*parallel\.guard import guard.*?)```",
+            README.read_text(encoding="utf-8"),
+            re.DOTALL,
+        )
+        lines = [line for line in text.splitlines() if line and "import" not in line]
+        said = launch(2, tmp_path, bodies.example, text).words
+
+        assert len(lines) <= 10
+        assert {0: {"epoch": 2}, 1: {"epoch": 2}} == said
+
+
+@pytest.fixture(params=[0, 1])
+def rank(request: pytest.FixtureRequest) -> Iterator[int]:
+    """One rank of two whose messages go nowhere: what it does is all there is to see."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=2)
+    yield request.param
+    dist.destroy_process_group()
+
+
+def _edited(name: str, entry: int, change: str, with_guard: bool) -> dict[str, Any]:
+    run = bodies.Run(name).alone()
+    guarded = guard(run.schedule) if with_guard else None
+
+    def edit(row: list[str]) -> None:
+        if change == "doubled":
+            row.insert(entry, row[entry])
+        else:
+            del row[entry]
+
+    bodies.edit_row(run, edit)
+    return bodies.outcome(run, guarded)
+
+
+class TestOneRank:
+    """Every entry of a rank's row, and the calls of `guard` itself."""
+
+    @pytest.mark.parametrize("name", [INTERLEAVED, ZBV])
+    def test_every_entry_matters(self, rank: int, name: str) -> None:
+        """Whichever entry is left out or stands twice, a clause names it; torch passes some by."""
+        row = list(map(str, bodies.Run(name).schedule.pipeline_order_with_comms[rank]))
+        places = [n for n, entry in enumerate(row) if "SHARD" not in entry]
+        passed = 0
+        for number, place in enumerate(places[::3]):
+            change = ("doubled", "missing")[number % 2]
+            found = _edited(name, place, change, True)
+            assert "." in found.get("refused", ""), (row[place], change, found)
+            passed += "passed" in _edited(name, place, change, False)
+
+        assert passed >= 2
+
+    def test_a_refused_step_can_be_run_again(self, rank: int) -> None:
+        """After a refusal `rebuild` begins the same epoch again; without it the step is refused."""
+        run = bodies.Run(ZERO_BUBBLE).alone()
+        guarded = guard(run.schedule)
+        table = run.schedule.pipeline_order_with_comms
+        whole = table[rank]
+        run.step(0)
+        first = next(str(action) for action in whole if str(action)[1] == "F")
+        bodies.edit_row(run, lambda row: row.insert(row.index(first), first))
+        with pytest.raises(Refused, match="ownership") as caught:
+            run.step(1)
+        assert first == guarded.at in caught.value.__notes__[0]
+        table[rank] = whole
+        with pytest.raises(Refused, match="ownership"):
+            run.step(1)
+        guarded.rebuild()
+        run.step(1)
+
+        assert 2 == guarded.contract.epoch
+
+    def test_a_failing_module_spoils_the_epoch(self, rank: int) -> None:
+        """What a module raises goes through; the epoch cannot commit until it is rebuilt."""
+        run = bodies.Run("Schedule1F1B").alone()
+        guarded = guard(run.schedule)
+        broken = run.blocks[0].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(RuntimeError, match="failed to run forward"):
+            run.step(0)
+        broken.remove()
+        assert () == guarded.contract.outstanding()
+        with pytest.raises(Refused):
+            run.step(0)
+        guarded.rebuild()
+        run.step(0)
+
+        assert 1 == guarded.contract.epoch
+
+    def test_a_registered_function_is_guarded_as_its_action(self, rank: int) -> None:
+        """A function that takes torch's place is asked about like the action, and told of."""
+        run = bodies.Run(ZBV).alone()
+        guarded = guard(run.schedule)
+        seen: list[str] = []
+        kind = bodies.torch_schedules._ComputationType.BACKWARD_WEIGHT
+        run.schedule.register_custom_function(kind, lambda action, _: seen.append(str(action)))
+        row = list(map(str, run.schedule.pipeline_order_with_comms[rank]))
+        run.step(0)
+        assert [entry for entry in row if "W" in entry] == seen
+        assert 1 == guarded.contract.epoch
+        bodies.edit_row(run, lambda row: row.insert(row.index(seen[0]), seen[0]))
+        seen.clear()
+        with pytest.raises(Refused, match="ownership"):
+            run.step(1)
+
+        assert 1 == len(seen)
+
+    def test_remove_leaves_nothing(self, rank: int) -> None:
+        """After `remove` the schedule and its stages are as they were, and can be guarded again."""
+        run = bodies.Run("Schedule1F1B").alone()
+        before = [dict(vars(run.schedule)), *(dict(vars(stage)) for stage in run.stages)]
+        guarded = guard(run.schedule)
+        with pytest.raises(ValueError, match="guarded already"):
+            guard(run.schedule)
+        guarded.remove()
+        assert before == [dict(vars(run.schedule)), *(dict(vars(s)) for s in run.stages)]
+        run.step(0)
+        assert 0 == guarded.contract.epoch
+        guarded = guard(run.schedule)
+        run.step(0)
+
+        assert 1 == guarded.contract.epoch
+
+    def test_stages_of_two_schedules_have_one_guard(self, rank: int) -> None:
+        """Two would each count what the other's schedule runs, and refuse what is right."""
+        run = bodies.Run(ZBV).alone()
+        guarded = guard(run.schedule)
+        other = type(run.schedule)(run.stages, 4, loss_fn=run.schedule._loss_fn)
+        with pytest.raises(ValueError, match=r"is guarded already, in a ScheduleZBVZero.*remove\("):
+            guard(other)
+        run.step(0)
+        assert 1 == guarded.contract.epoch
+        guarded.remove()
+        assert 0 == guard(other).contract.epoch
+
+    def test_a_wrong_table_is_never_begun(self, rank: int) -> None:
+        """What `qeffect check` refuses is refused before a step, on every rank."""
+        run = bodies.Run(ZBV).alone()
+        bodies.edit_row(run, lambda row: row.remove("1RECV_F0" if rank else "0RECV_B0"), rank)
+
+        with pytest.raises(ScheduleError, match="rank"):
+            guard(run.schedule)
+
+    def test_what_is_no_schedule(self, rank: int) -> None:
+        """Something else, and a schedule without a backward, end in one sentence."""
+        with pytest.raises(TypeError, match="expects a schedule of torch"):
+            guard(object())
+        run = bodies.Run(ZBV).alone()
+        with pytest.raises(TypeError, match="transport must be a Transport or None, got 5"):
+            guard(run.schedule, transport=5)  # type: ignore[arg-type]
+        run.schedule._has_backward = False
+        with pytest.raises(ValueError, match="give loss_fn on every rank"):
+            guard(run.schedule)

@@ -1,0 +1,70 @@
+"""How the processes of ranks end: with no thread of a group that the interpreter would wait for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.ranks import bodies
+from tests.ranks.ranks import launch
+
+#: Rank 0 leaves a collective under way, which ends while the interpreter is about to: the sleep
+#: holds its lock, and is the last thing before its end.
+LEAVES = """
+import atexit, ctypes
+atexit.register(ctypes.PyDLL(None).usleep, 700_000)
+import os, time, torch
+import torch.distributed as dist
+from qeffect.gpu_runtime.ranks.world import Limits, join
+member = join("cpu", Limits(start=30.0))
+if member.rank == 0:
+    found = [torch.ones(3), torch.ones(3)]
+    dist.all_gather(found, torch.ones(3), async_op=True)
+    del found
+    member.store.set("leaving", "now")
+else:
+    member.store.wait(["leaving"])
+    time.sleep(0.3)
+    os._exit(0)
+"""
+
+
+def test_a_process_whose_last_collective_is_under_way_ends_as_it_was_to() -> None:
+    """A thread that gives tensors back to an interpreter that is ending aborts the process."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVES],
+            env={**given, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=90)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+
+
+def test_no_thread_of_a_group_is_left_behind_the_last_collective(tmp_path: Path) -> None:
+    """Also of one that only a cycle of references holds."""
+    said = launch(2, tmp_path, bodies.leaving)
+    assert said.codes == [0, 0]
+    for word in said.words.values():
+        assert word["threads before"] >= 4
+        assert word["threads after"] == 0
+        assert not word["initialized"]

@@ -1,0 +1,29 @@
+"""Ours among the peers, over two ranks of a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qeffect.gpu_runtime.lab.measure.peers import verdict
+from tests.ranks import table_bodies
+from tests.ranks.ranks import launch
+
+
+def test_replays_have_natives_gradients_and_another_schedule_is_close(tmp_path: Path) -> None:
+    """Interleaved bit for bit; ZB-V, whose stages lie on other ranks, may scale in its order."""
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "said").mkdir()
+    body = table_bodies.peers_of_ours
+    said = launch(2, tmp_path / "said", body, str(tmp_path / "kept"))
+    assert said.codes == [0, 0]
+    for rank in range(2):
+        native, il, zbv = said.words[rank]
+        assert [row["side"] for row in (native, il, zbv)] == ["native", "replays", "replays"]
+        assert [verdict(row) for row in (native, il)] == ["same bits", "same bits"]
+        (against,) = il["gradients"]
+        assert (against["compared"], against["different"], against["not_finite"]) == (53, 0, 0)
+        (against,) = zbv["gradients"]
+        assert against["compared"] == 53
+        assert against["relative"] < 0.1
+        assert verdict(zbv) in ("same bits", "close")
+        assert native["loss"] > 0

@@ -1,0 +1,34 @@
+"""What the ranks of the tests of traces run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qeffect.gpu_runtime.lab.ranks.compare import guarded
+from qeffect.gpu_runtime.ranks.consent import name_of
+from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.ranks.trace import Tracer, chrome_trace
+from qeffect.gpu_runtime.ranks.world import join
+from tests.ranks.bodies import LIMITS, bits
+
+
+def traced(job: Job) -> dict[str, Any]:
+    """Three steps, the second of them traced; and three that were not."""
+    member = join("cpu", LIMITS)
+    found = []
+    words: dict[str, Any] = {}
+    for traces in (True, False):
+        worker = guarded(member, job, "reference", limits=LIMITS)
+        worker.step()
+        if traces:
+            tracer = Tracer(worker)
+            with tracer.tracing():
+                worker.step()
+            words["trace"] = chrome_trace(member, tracer, worker.table)
+            words["row"] = [name_of(e.atom) for e in worker.pipeline.program]
+        else:
+            worker.step()
+        worker.step()
+        found.append(bits(worker))
+        worker.close()
+    return {**words, "differ": [n for n in found[0] if found[0][n] != found[1][n]]}
