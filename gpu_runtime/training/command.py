@@ -28,6 +28,7 @@ from ..lab.ranks.command import begun, processes, said_once, stopped_outcome
 from ..lab.ranks.compare import compared, native, summed, tensors_of
 from ..ranks.consent import StoppedError
 from ..ranks.world import Limits, Member, gathered
+from ..runtime import mode_on
 from .config import Checkpointing, Config, read
 from .loop import Opened, Trainer, backend_of, opened, settled
 from .model import Language
@@ -72,10 +73,10 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     if args.compare is not None:
         refuse_unused(args, ["--resume"], "--compare begins anew")
         config = attrs.evolve(config, checkpoint=Checkpointing())
-    if args.compare == "all" and config.parallel.one_launch:
+    if args.compare == "all" and config.parallel.mode == "one launch":
         raise UnusableError(
-            f"{args.config}: [parallel] one_launch: --compare all looks at every action of a step, "
-            "which one launch does not show; give --compare ends, or leave one out"
+            f"{args.config}: [parallel] mode: --compare all looks at every action of a step, which "
+            "one launch does not show; give --compare ends, or another mode"
         )
     data = opened(config)  # before any rank waits for another
     job = data.job
@@ -192,7 +193,7 @@ def _compared(
     if member.rank == 0:
         progress.note(f"{what}, guarded and native")
     job = given.job
-    captured = config.run.device == "cuda" and config.parallel.captured
+    captured = mode_on(config.run.device, config.parallel.mode) != "eager"
     result = compared(
         member,
         job,

@@ -25,7 +25,8 @@ from ...backends.layers import LayerConfig
 from ...backends.protocol import BackendError
 from ...ranks.consent import Cause, StoppedError
 from ...ranks.job import NAMES, Batches, Job
-from ...ranks.one_launch import OneLaunch, obstacles
+from ...ranks.obstacles import obstacles
+from ...ranks.one_launch import OneLaunch
 from ...ranks.trace import Tracer, chrome_trace
 from ...ranks.world import (
     Limits,
@@ -45,7 +46,6 @@ from .compare import Compared, compared, guarded, summed
 __all__ = [
     "add_pipeline_arguments",
     "begun",
-    "could_not_capture",
     "mute",
     "processes",
     "run_pipeline",
@@ -380,13 +380,12 @@ def _trained(
         member,
         job,
         backend,
-        captured=captured,
+        mode="one launch" if args.one_launch else "replays" if captured else "eager",
         limits=limits,
         event_log=log,
         repeat=True,
         clip_norm=args.clip_norm,
         skip_nonfinite=args.skip_nonfinite,
-        one_launch=args.one_launch,
     )
     notes: list[str] = []
     norms = []
@@ -471,17 +470,11 @@ def uncaptured(whole: OneLaunch | None, stopped: StoppedError, notes: list[str])
     Raises:
         StoppedError: It ended for anything else.
     """
-    if whole is None or not could_not_capture(whole, stopped):
+    if whole is None or not whole.could_not_capture(stopped):
         raise stopped
     whole.rebuild(stopped)
     whole.close()
     notes.append(f"guarded replays, as the step could not be captured: {stopped.cause.text}")
-
-
-def could_not_capture(whole: OneLaunch, stopped: StoppedError) -> bool:
-    """Whether what stopped all ranks is that one could not capture the step, and all are there."""
-    cause = stopped.cause
-    return whole.steps == 1 and cause.kind == "raised" and cause.recoverable
 
 
 def _loss(worker: Worker, whole: OneLaunch | None, step: int) -> float:

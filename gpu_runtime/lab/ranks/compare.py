@@ -21,7 +21,7 @@ from ...ranks.executor import Passage, Pipeline
 from ...ranks.job import Batches, Job
 from ...ranks.ties import Tie
 from ...ranks.world import Limits, Member, Worker, gathered
-from ...runtime import RuntimeConfig
+from ...runtime import Mode, RuntimeConfig
 from ...step.clipping import EPSILON, square_sums
 from ...step.memory.state import live_state
 from ...step.optimizer import Gradients, Optimizer
@@ -199,7 +199,7 @@ def guarded(
     job: Job,
     backend: str,
     *,
-    captured: bool = False,
+    mode: Mode = "eager",
     limits: Limits | None = None,
     event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
     tagged: bool = True,
@@ -207,22 +207,19 @@ def guarded(
     repeat: bool = False,
     clip_norm: float | None = None,
     skip_nonfinite: bool = False,
-    one_launch: bool = False,
 ) -> Worker:
     """
     A job's guarded pipeline, ready for its first step; every rank calls it.
 
-    Args are those of `Worker`; with `one_launch` its steps can be one launch each.
+    Args are those of `Worker` and of `RuntimeConfig`.
     """
     config = RuntimeConfig(
         rule=job.rule,
         provisioning=job.provisioning,
-        captured=captured,
-        nested=one_launch,
-        device_counts=one_launch,
-        late_counts=one_launch,
+        mode=mode,
         amax=job.amax,
     )
+    make = partial(job.optimizer, capturable=True) if mode == "one launch" else job.optimizer
     worker = Worker(
         member,
         job.table(),
@@ -231,7 +228,7 @@ def guarded(
         lambda replica: Batches(job.batch(member.device, replica), member.device, repeat=repeat),
         config,
         limits=limits,
-        optimizer=partial(job.optimizer, capturable=True) if one_launch else job.optimizer,
+        optimizer=make,
         event_log=event_log,
         tagged=tagged,
         pipeline=pipeline,
@@ -271,7 +268,7 @@ def compared(
         member,
         job,
         backend,
-        captured=captured,
+        mode="replays" if captured else "eager",
         limits=limits,
         event_log=event_log,
         pipeline=Recorded,
