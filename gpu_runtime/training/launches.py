@@ -15,8 +15,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..lab.ranks.command import could_not_capture
 from ..ranks.consent import StoppedError, wait_for
+from ..ranks.fallback import capture_failed
 from ..ranks.job import Batches, Job
 from ..ranks.one_launch import OneLaunch, obstacles
 from ..ranks.world import Member, Worker, gathered
@@ -189,7 +189,7 @@ class Steps:
             Whether that was the cause; where not, nothing was done.
         """
         whole = self.whole
-        if whole is None or not could_not_capture(whole, stopped):
+        if whole is None or not capture_failed(whole, stopped):
             return False
         self.rebuild(stopped)
         whole.close()

@@ -19,8 +19,7 @@ from qeffect.schedule.actions import ScheduleError
 
 from ..backends.dynamic import library
 from ..backends.protocol import BackendError
-from ..lab.measure.train import perplexity
-from ..lab.ranks.compare import guarded
+from ..ranks.assembly import build_worker
 from ..ranks.consent import StoppedError
 from ..ranks.world import Limits, Member, agree_on, gathered
 from ..step.graphs import GraphExecutor
@@ -29,6 +28,7 @@ from .checkpoint import Checkpoints, EarlierSaveError
 from .config import Config, differences
 from .data import DataError, Loader, Tokens
 from .evaluate import evaluate
+from .figures import perplexity
 from .files import manifest, read_facts
 from .launches import Steps, hindrance
 from .metrics import Log, memory_bytes
@@ -275,7 +275,7 @@ class Trainer:
         self._tell_cut()
         one_launch = config.parallel.one_launch
         why = hindrance(member, self.job) if one_launch else ""
-        self.worker = guarded(
+        self.worker = build_worker(
             member,
             self.job,
             backend_of(config),

@@ -14,12 +14,12 @@ import attrs
 import torch
 
 from qeffect.cli import main
-from qeffect.gpu_runtime.lab.evidence.command import DETERMINISTIC
+from qeffect.gpu_runtime.backends.deterministic import DETERMINISTIC
 from qeffect.gpu_runtime.lab.ranks import command
-from qeffect.gpu_runtime.lab.ranks.compare import guarded
 from qeffect.gpu_runtime.lab.training import curves, restarts
 from qeffect.gpu_runtime.lab.training.restarts import Trial
 from qeffect.gpu_runtime.ranks import one_launch
+from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import LostError
 from qeffect.gpu_runtime.ranks.consent import Consent
 from qeffect.gpu_runtime.ranks.job import Job
@@ -168,7 +168,7 @@ def without_graphs(jobs: list[Any]) -> list[dict[str, Any]]:
     member = join("cpu", LIMITS)
     found = []
     for job in jobs:
-        worker = guarded(member, job, "reference", one_launch=True)
+        worker = build_worker(member, job, "reference", one_launch=True)
         groups = worker.optimizer.adamw.param_groups
         rates = [group["lr"] for group in groups]
         found.append({"missing": obstacles(worker), "tensors": all(map(torch.is_tensor, rates))})

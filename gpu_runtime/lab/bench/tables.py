@@ -30,6 +30,7 @@ from ...backends.protocol import BackendError
 from ...ranks.consent import StoppedError
 from ...ranks.job import Job
 from ...ranks.one_launch import OneLaunch
+from ...ranks.processes import silence
 from ...ranks.world import Member, Worker, gathered, join
 from ...runtime import RuntimeConfig
 from ...step.graphs import GraphExecutor
@@ -46,7 +47,6 @@ from ..measure.report import (
     require_alike,
     require_place,
 )
-from ..ranks.command import mute
 from ..ranks.compare import held_by
 from ..ranks.native import Batch, NativePipeline
 from ..ranks.timing import (
@@ -269,10 +269,10 @@ def run_tables(args: argparse.Namespace, progress: Progress) -> Outcome:
         require_place(args.out)
         finished = _trial(args, progress)
     except (BackendError, ScheduleError, UnusableError) as error:
-        mute(failed=True)
+        silence(failed=True)
         raise UnusableError(str(error)) from error
     outcome = _outcome(finished)
-    mute(failed=outcome.exit != 0)
+    silence(failed=outcome.exit != 0)
     return outcome
 
 

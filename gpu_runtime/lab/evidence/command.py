@@ -18,6 +18,7 @@ import torch
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
 
+from ...backends.deterministic import DETERMINISTIC
 from ...backends.protocol import BackendError
 from ..measure.device import require_device
 from ..measure.report import Report, environment
@@ -34,17 +35,10 @@ from .faults import INJECTED
 from .sides import GUARDED, SIDES, record
 
 __all__ = [
-    "DETERMINISTIC",
     "add_compare_arguments",
     "compare_cases",
     "run_compare",
 ]
-
-#: Deterministic on both sides: nondeterministic attention is allowed by default.
-DETERMINISTIC = {
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-}
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .train import mean, perplexity, rounded
+from ...training.figures import mean, perplexity, rounded
 
 __all__ = [
     "BASE",

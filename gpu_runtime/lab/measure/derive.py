@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from ...training.figures import derive_train
 from .complete import derive_tables
 from .curves import derive_curves
 from .host import derive_host
@@ -26,7 +27,6 @@ from .restarts import derive_restarts
 from .scale import derive_scale
 from .targets import judge_cells, judge_sweep
 from .tracing import device_copies, matrix_copies
-from .train import derive_train
 
 Raw = Mapping[str, Any]
 _DIGITS = 4

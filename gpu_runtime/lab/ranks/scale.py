@@ -26,11 +26,12 @@ from ...backends.protocol import BackendError
 from ...ranks.consent import StoppedError
 from ...ranks.job import Job
 from ...ranks.one_launch import OneLaunch
+from ...ranks.processes import silence
 from ...ranks.world import Member, Worker, gathered, join
 from ...runtime import RuntimeConfig
+from ...step.memory.digests import digests
 from ...step.optimizer import Gradients
 from ...step.plan.order import Order
-from ..evidence.comparison import digests
 from ..measure.report import Report, environment
 from ..measure.tables import target_lines
 from ..measure.tracing import shares, traced
@@ -42,7 +43,6 @@ from .alone import (
     row_as_one_graph,
     spent_ms,
 )
-from .command import mute
 from .compare import compared, summed, tensors_of
 from .timing import (
     Turns,
@@ -117,13 +117,13 @@ def run_scale(args: argparse.Namespace, progress: Progress) -> Outcome:
             Job(schedule=name, pp=args.pp).table()
         outcome = _run(args, progress)
     except (BackendError, ScheduleError) as error:
-        mute(failed=True)
+        silence(failed=True)
         raise UnusableError(str(error)) from error
     except StoppedError as stopped:
         cause = stopped.cause
         data = {"clause": cause.clause, "rank": cause.rank, "step": None, "action": cause.action}
         outcome = Outcome("refused", data, [f"Every rank stopped: {cause.text}"])
-    mute(failed=outcome.exit != 0)
+    silence(failed=outcome.exit != 0)
     return outcome
 
 

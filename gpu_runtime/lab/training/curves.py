@@ -32,13 +32,15 @@ from qeffect.refusals import Refused
 from qeffect.report import UnusableError, finite, program
 
 from ...backends.protocol import BackendError, StageBackend, parameters
+from ...ranks.assembly import build_worker
 from ...ranks.consent import StoppedError
 from ...ranks.job import NAMES
+from ...ranks.processes import join_ranks, report_once, stopped_outcome
 from ...ranks.world import Limits, Member, Worker, gathered
 from ...step.optimizer import Optimizer
 from ...training.command import release, require_processes
 from ...training.config import Checkpointing, Config, read
-from ...training.evaluate import evaluate, evaluate_native
+from ...training.evaluate import evaluate
 from ...training.launches import Steps, hindrance
 from ...training.loop import TIMES, Opened, backend_of, opened, settled
 from ...training.model import Language
@@ -51,9 +53,9 @@ from ..measure.report import (
     require_alike,
     require_place,
 )
-from ..ranks.command import begun, said_once, stopped_outcome
-from ..ranks.compare import guarded, native_pipeline, tensors_of
+from ..ranks.compare import native_pipeline, tensors_of
 from ..ranks.native import NativePipeline
+from .evaluate import evaluate_native
 
 __all__ = ["Named", "add_curves_arguments", "merged", "run_curves", "trained"]
 
@@ -171,7 +173,7 @@ class _Guarded:
         one_launch = config.parallel.one_launch
         why = hindrance(member, data.job) if one_launch else ""
         _require_launches(config, why)
-        self.worker: Worker = guarded(
+        self.worker: Worker = build_worker(
             member,
             data.job,
             backend_of(config),
@@ -460,7 +462,7 @@ def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
     require_place(args.out)
     if args.merge is None:
-        return said_once(lambda: _run(args, progress))
+        return report_once(lambda: _run(args, progress))
     others = ["--runs", "--steps", "--held-out-steps", "--limit-s", "--device", "--commit"]
     refuse_unused(args, others, "--merge runs nothing")
     if args.config is not None:
@@ -497,7 +499,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     if args.held_out_steps is not None:
         windows = args.held_out_steps * job.windows_a_step
     windows = min(windows, held_out.tokens.windows(held_out.sequence))
-    member = begun(first.run.device, _limits(first), deterministic=True)
+    member = join_ranks(first.run.device, _limits(first), deterministic=True)
     if member.rank:
         progress = Progress(enabled=False)
     times: dict[str, Any] = {}

@@ -32,18 +32,18 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from qeffect.checkpoint import Checkpoint
 
+from ...backends.deterministic import DETERMINISTIC
 from ...backends.layers import LayerConfig
 from ...backends.protocol import BackendError, StageBackend, parameters
 from ...ranks.job import Batches, Job
 from ...ranks.world import Limits, Member, Worker, join
 from ...runtime import RuntimeConfig
+from ...step.memory.digests import digests
 from ...step.memory.state import NumericalState, live_state
 from ...step.optimizer import Optimizer
 from ...training.checkpoint import Checkpoints, Replicas, sizes
 from ...training.launches import Steps
 from ...training.state import Persistent, by_layer, optimizer_state, shares_amax
-from ..evidence.command import DETERMINISTIC
-from ..evidence.comparison import digests
 from ..measure.report import Report, UnusableError, environment
 
 __all__ = [
