@@ -296,7 +296,7 @@ def _with(report: Mapping[str, Any]) -> str:
     if report["kind"] == "tables" and "merged" in report["configuration"]:
         return f", the first of {len(report['configuration']['merged'])} trials that were merged"
     name = example_of(report)
-    folder = "../training/examples"
+    folder = "../../training/examples"
     return "" if name is None else f" with [{name}]({folder}/{name})"
 
 
