@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.backends.deterministic import DETERMINISTIC
-from qeffect.gpu_runtime.lab.evidence.comparison import Recording
+from qeffect.gpu_runtime.lab.comparisons.recording import Recording
 
 from .helpers import native_final
 

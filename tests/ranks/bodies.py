@@ -20,8 +20,8 @@ from qeffect.cli import main
 from qeffect.engine.stage import TRANSITIONS
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
-from qeffect.gpu_runtime.lab.ranks.compare import CATEGORIES as CATEGORIES
-from qeffect.gpu_runtime.lab.ranks.compare import compared
+from qeffect.gpu_runtime.lab.comparisons.ranks import CATEGORIES as CATEGORIES
+from qeffect.gpu_runtime.lab.comparisons.ranks import compared
 from qeffect.gpu_runtime.ranks import processes
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message, Transfer

@@ -19,13 +19,13 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from qeffect.gpu_runtime.lab.training import restarts
 from torch.distributed.checkpoint.metadata import Metadata
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
-from qeffect.gpu_runtime.lab.evidence.native import rule_for
-from qeffect.gpu_runtime.lab.ranks.native import NativePipeline
-from qeffect.gpu_runtime.lab.training import restarts
-from qeffect.gpu_runtime.lab.training.restarts import Trial, bits, facts_of, made
+from qeffect.gpu_runtime.lab.commands.restarts import Trial, bits, facts_of, made
+from qeffect.gpu_runtime.lab.comparisons.native import rule_for
+from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of

@@ -11,12 +11,12 @@ from typing import Any
 
 import attrs
 import torch
+from qeffect.gpu_runtime.lab.ranks import command
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import matrices
 from qeffect.gpu_runtime.backends.te import domain as te
-from qeffect.gpu_runtime.lab.ranks import command
-from qeffect.gpu_runtime.lab.ranks.compare import compared
+from qeffect.gpu_runtime.lab.comparisons.ranks import compared
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.step.memory.digests import digests

@@ -12,12 +12,12 @@ from typing import Any
 
 import attrs
 import torch
+from qeffect.gpu_runtime.lab.ranks import command
+from qeffect.gpu_runtime.lab.training import curves, restarts
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.deterministic import DETERMINISTIC
-from qeffect.gpu_runtime.lab.ranks import command
-from qeffect.gpu_runtime.lab.training import curves, restarts
-from qeffect.gpu_runtime.lab.training.restarts import Trial
+from qeffect.gpu_runtime.lab.commands.restarts import Trial
 from qeffect.gpu_runtime.ranks import one_launch
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import LostError

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceStage
-from qeffect.gpu_runtime.lab.ranks.compare import compared
+from qeffect.gpu_runtime.lab.comparisons.ranks import compared
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.consent import StoppedError
 from qeffect.gpu_runtime.ranks.job import Batches
