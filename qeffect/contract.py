@@ -70,6 +70,7 @@ class Contract(Blocks, TapeCalls, StreamCalls, EpochCalls, StepCalls, RestartCal
         TypeError, ValueError: The configuration is unusable.
         Refused: The gradient destinations overlap or do not match.
 
+    >>> from qeffect import TapeKey
     >>> contract = Contract([StageConfig(0, microbatches=1, slots=1, matrices=("w",))])
     >>> key = TapeKey(epoch=0, stage=0, microbatch=0)
     >>> with contract.refresh(0):

@@ -22,12 +22,12 @@ from ..refusals import Refused
 from ..relations.constants import NEVER
 from ..threads import ConcurrentCallError, exclusive_call
 from ..tickets import ABORTS, COMMITS, Fills, Ticket
-from .parts import Parts
+from .reading import Reading
 
 __all__ = ["Redemption"]
 
 
-class Redemption(Parts):
+class Redemption(Reading):
     """Redeem a ticket, once: by commit or by abort."""
 
     def commit(

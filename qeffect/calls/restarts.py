@@ -8,12 +8,12 @@ from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..threads import exclusive_call
-from .parts import Parts
+from .reading import Reading
 
 __all__ = ["RestartCalls"]
 
 
-class RestartCalls(Parts):
+class RestartCalls(Reading):
     """Save what persists, begin a new incarnation, and declare a cache lost."""
 
     @exclusive_call

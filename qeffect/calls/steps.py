@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from ..steps import Difference, RecordedStep, Recording, Standing
 from ..threads import exclusive_call
-from .parts import Parts
+from .reading import Reading
 
 __all__ = ["StepCalls"]
 
 
-class StepCalls(Parts):
+class StepCalls(Reading):
     """Record a step; later compare it with the state and commit it as one."""
 
     def standing(self) -> Standing:
