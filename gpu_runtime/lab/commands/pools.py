@@ -25,7 +25,6 @@ from ..comparisons.recording import Recording, compare
 from ..reports.report import Report, environment
 from ..runner.device import require_device
 from ..statistics.text import table
-from .compare import DETERMINISTIC
 
 __all__ = ["add_pools_arguments", "compare_pools", "run_pools"]
 
