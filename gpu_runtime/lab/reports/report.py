@@ -7,7 +7,7 @@ killed leaves a valid report of what it had; `complete` says whether it reached 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from qeffect.report import UnusableError, read_json, require_place, write_json
 
 from ..runner import device
 from ..statistics.derive import DERIVE
+from .text import LINES
 
 __all__ = [
     "ALIKE",
@@ -74,6 +75,10 @@ class Report:
             "raw": self.raw,
         }
 
+    def lines(self) -> list[str]:
+        """What a command prints of it last."""
+        return list(LINES[self.kind](self.to_json()))
+
     def save(self) -> None:
         """Write the report, whole or not at all."""
         if self.path is not None:
@@ -111,16 +116,13 @@ def environment(commit: str | None) -> dict[str, Any]:
     return record
 
 
-def read_part(
-    path: Path, kind: str, lines: Callable[[Mapping[str, Any]], object] = len
-) -> dict[str, Any]:
+def read_part(path: Path, kind: str) -> dict[str, Any]:
     """
     Read a report that is to become a part of another one.
 
     Args:
         path: The file.
         kind: Its kind, as the command that makes it is called.
-        lines: Says what was derived.
 
     Raises:
         UnusableError: It is no report of this kind, or nothing can be derived from it.
@@ -141,7 +143,7 @@ def read_part(
                 f"--merge {path}: expected a whole report, found none of {name}; {again}"
             )
     try:
-        lines(DERIVE[kind](part["raw"]))
+        LINES[kind]({**part, "derived": DERIVE[kind](part["raw"])})
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UnusableError(
             f"--merge {path}: expected measurements in raw, found some from which nothing follows "
