@@ -23,7 +23,6 @@ from qeffect.gpu_runtime.lab.runner import device
 from qeffect.gpu_runtime.lab.runner.device import MemoryPoll, parse
 from qeffect.gpu_runtime.lab.runner.processes import ColumnError, InlineWorker, ProcessWorker
 from qeffect.gpu_runtime.lab.runner.rounds import CellRun
-from qeffect.gpu_runtime.lab.runner.tracing import busy, matrix_copies, shares, summarize
 from qeffect.gpu_runtime.lab.sides.cells import (
     CELLS,
     SWEEP_MICROBATCHES,
@@ -45,6 +44,7 @@ from qeffect.gpu_runtime.lab.sides.columns import (
 )
 from qeffect.gpu_runtime.lab.sides.ours import Ours
 from qeffect.gpu_runtime.lab.sides.reference import NativeReference
+from qeffect.gpu_runtime.lab.statistics.traces import busy, matrix_copies, shares, summarize
 from qeffect.gpu_runtime.step.memory.state import same_bits
 from qeffect.gpu_runtime.step.plan.slots import plan_slots
 

@@ -18,6 +18,7 @@ from qeffect.gpu_runtime.lab import reports
 from qeffect.gpu_runtime.lab.commands import plots
 from qeffect.gpu_runtime.lab.commands import streams as streamcheck
 from qeffect.gpu_runtime.lab.reports.report import SCHEMA, environment
+from qeffect.gpu_runtime.lab.reports.text import bench_lines, stream_lines, sweep_lines
 from qeffect.gpu_runtime.lab.sides.cells import CELLS
 from qeffect.gpu_runtime.lab.sides.columns import SPECS
 from qeffect.gpu_runtime.lab.statistics.derive import (
@@ -29,11 +30,10 @@ from qeffect.gpu_runtime.lab.statistics.derive import (
     memory_bytes,
     paired,
     rank_peak,
-    spread,
 )
 from qeffect.gpu_runtime.lab.statistics.goals import GOALS, judge_cells
 from qeffect.gpu_runtime.lab.statistics.scale import derive_scale
-from qeffect.gpu_runtime.lab.statistics.text import bench_lines, stream_lines, sweep_lines
+from qeffect.gpu_runtime.lab.statistics.summary import spread
 from qeffect.report import package
 
 from ..docs.remarks import CUT

@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
-from qeffect.gpu_runtime.lab.training import restarts
+from qeffect.gpu_runtime.lab.commands import restarts
 from torch.distributed.checkpoint.metadata import Metadata
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters

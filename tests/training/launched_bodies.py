@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import torch
 from qeffect.gpu_runtime.lab.ranks import command
-from qeffect.gpu_runtime.lab.training import curves, restarts
+from qeffect.gpu_runtime.lab.commands import curves, restarts
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.deterministic import DETERMINISTIC

@@ -37,7 +37,6 @@ from ..sides.columns import (
     Settings,
     specs_named,
 )
-from ..statistics.text import bench_lines, sweep_lines
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,10 +99,9 @@ def run_bench(args: argparse.Namespace, progress: Progress) -> Outcome:
         report.raw["cells"].append(run.record)
         run.run()
     finished = report.finish()
-    lines = sweep_lines(finished) if args.table == "sweep" else bench_lines(finished)
     errors = failures(finished)
     data = {"derived": finished["derived"], "failures": errors}
-    return Outcome("refused" if errors else "accepted", data, lines)
+    return Outcome("refused" if errors else "accepted", data, report.lines())
 
 
 def failures(report: dict[str, Any]) -> list[str]:

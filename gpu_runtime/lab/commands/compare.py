@@ -32,7 +32,6 @@ from ..comparisons.recording import (
 from ..comparisons.sides import GUARDED, SIDES, record
 from ..reports.report import Report, environment
 from ..runner.device import require_device
-from ..statistics.text import table
 
 __all__ = [
     "add_compare_arguments",
@@ -86,7 +85,7 @@ def run_compare(args: argparse.Namespace, progress: Progress) -> Outcome:
     finished = report.finish()
     differ = finished["derived"]["mismatched"] or report.raw["failures"]
     data = {"derived": finished["derived"], "failures": report.raw["failures"]}
-    return Outcome("refused" if differ else "accepted", data, _lines(finished))
+    return Outcome("refused" if differ else "accepted", data, report.lines())
 
 
 def _sides(args: argparse.Namespace) -> list[str]:
@@ -234,18 +233,3 @@ def _line(run: Mapping[str, Any]) -> str:
     said = f"DIFFER {differ}" if differ else "all the same"
     name = run["case"]["name"]
     return f"{name}: {run['candidate']} against {run['reference']}: {compared} compared, {said}"
-
-
-def _lines(report: Mapping[str, Any]) -> list[str]:
-    derived = report["derived"]
-    rows = [
-        (name, str(total["compared"]), str(total["mismatched"]))
-        for name, total in derived["categories"].items()
-    ]
-    lines = table(("category", "compared", "mismatched"), rows)
-    lines += [f"failed: {f['case']} {f['side']}: {f['error']}" for f in report["raw"]["failures"]]
-    lines.append(
-        f"{derived['compared']} values of {derived['runs']} comparisons, "
-        f"{derived['mismatched']} mismatched."
-    )
-    return lines

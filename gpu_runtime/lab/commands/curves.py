@@ -55,7 +55,6 @@ from ..reports.report import (
     require_place,
 )
 from ..sides.torch_pipeline import NativePipeline
-from ..statistics.curves import curve_lines
 
 __all__ = ["Named", "add_curves_arguments", "merged", "run_curves", "trained"]
 
@@ -471,9 +470,7 @@ def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
     report.path = args.out
     report.save()
     what = f"{len(args.merge)} reports in one"
-    return _outcome(
-        report.to_json(), what + ", NOT complete: one of them is not" * (not report.complete)
-    )
+    return _outcome(report, what + ", NOT complete: one of them is not" * (not report.complete))
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -555,9 +552,10 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         if cut_short:
             what += f"; {said} within --limit-s {args.limit_s:g}: {', '.join(cut_short)}"
     if not short and not left:
-        return _outcome(report.finish(), what)
+        report.finish()
+        return _outcome(report, what)
     report.save()
-    return _outcome(report.to_json(), f"{what}; the report is NOT complete")
+    return _outcome(report, f"{what}; the report is NOT complete")
 
 
 def _names(args: argparse.Namespace) -> list[Named]:
@@ -569,13 +567,13 @@ def _names(args: argparse.Namespace) -> list[Named]:
     return [Named.of(text) for text in args.runs]
 
 
-def _outcome(made: Mapping[str, Any], what: str) -> Outcome:
-    derived = made["derived"]
+def _outcome(report: Report, what: str) -> Outcome:
+    derived = report.to_json()["derived"]
     same = not any(
         row["losses_differ"] or row["held_out_differ"] or row["state_differs"]
         for row in derived["same_order"]
     )
-    return Outcome("accepted" if same else "refused", derived, [what, *curve_lines(derived)])
+    return Outcome("accepted" if same else "refused", derived, [what, *report.lines()])
 
 
 def merged(paths: Sequence[Path]) -> Report:
@@ -588,7 +586,7 @@ def merged(paths: Sequence[Path]) -> Report:
         UnusableError: One is no report of this kind; they were made at another commit, elsewhere,
             of other versions or of another configuration; or two have a run of one name.
     """
-    parts = [read_part(path, "curves", curve_lines) for path in paths]
+    parts = [read_part(path, "curves") for path in paths]
     first = parts[0]
     require_alike([(path, _facts(part)) for path, part in zip(paths, parts, strict=True)])
     runs: list[Any] = []

@@ -60,7 +60,7 @@ from ..sides.pipelines import (
     worker_side,
 )
 from ..statistics.paper import LARGE, SMALL
-from ..statistics.peers import EAGER, combined, owed, peer_lines
+from ..statistics.peers import EAGER, combined, owed
 from .tables import LAYERS, DrawnLanguage
 
 __all__ = ["Ended", "last_words", "launched", "main", "ours"]
@@ -411,7 +411,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _start(args, mode, cells, Path(folder), raw)
             report.save()
     derived = report.finish()["derived"]
-    print("\n".join(peer_lines(derived)))
+    print("\n".join(report.lines()))
     own = [row for row in derived["rows"] if row["side"] in ("native", "replays", "one launch")]
     return 0 if own and all(map(owed, own)) else 1
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -19,12 +19,12 @@ import attrs
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
 
+from ...backends.deterministic import DETERMINISTIC
 from ..comparisons.capture_memory import DISCIPLINES, NATIVE, ORDERS, WATCHED, trial
 from ..comparisons.cases import Case, small
 from ..comparisons.recording import Recording, compare
 from ..reports.report import Report, environment
 from ..runner.device import require_device
-from ..statistics.text import table
 
 __all__ = ["add_pools_arguments", "compare_pools", "run_pools"]
 
@@ -75,7 +75,7 @@ def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:
     data = {"derived": finished["derived"]}
     harmless = (p.endswith(HARMLESS) for p in finished["derived"]["problems"])
     verdict = "accepted" if all(on_cpu and found for found in harmless) else "refused"
-    return Outcome(verdict, data, pool_lines(finished))
+    return Outcome(verdict, data, report.lines())
 
 
 def compare_pools(
@@ -153,27 +153,3 @@ def _line(run: Mapping[str, Any]) -> str:
     compared = sum(c["compared"] for c in run["categories"])
     mismatched = sum(c["mismatched"] for c in run["categories"])
     return f"{run['order']}: {run['discipline']}: {mismatched} of {compared} differ from native"
-
-
-def pool_lines(report: Mapping[str, Any]) -> Sequence[str]:
-    """A row for each order and discipline, then what must not be."""
-    rows = []
-    for entry in report["derived"]["orders"]:
-        for name, total in entry["disciplines"].items():
-            refused = total["refused"]
-            rows.append(
-                (
-                    entry["order"],
-                    name,
-                    "-" if refused is None else f"{refused['clause']} at {refused['action']}",
-                    str(total["compared"]),
-                    str(total["mismatched"]),
-                    str(total["nonfinite"]),
-                )
-            )
-    header = ("order", "discipline", "refused", "compared", "mismatched", "non-finite")
-    lines = table(header, rows)
-    for entry in report["derived"]["orders"]:
-        for name, total in entry["disciplines"].items():
-            lines += [f"{entry['order']}, {name}: first {f}" for f in total["first"][:1]]
-    return [*lines, *(f"PROBLEM: {problem}" for problem in report["derived"]["problems"])]

@@ -106,8 +106,7 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
         report.save()
         report.raw["interleaved"] = _sides()
     finished = report.finish()
-    lines = [f"{probe['what']}: {probe['found']}" for probe in finished["derived"]["probes"]]
-    return Outcome("accepted", {"derived": finished["derived"]}, lines)
+    return Outcome("accepted", {"derived": finished["derived"]}, report.lines())
 
 
 def pairing(source: str | None = None) -> dict[str, Any]:

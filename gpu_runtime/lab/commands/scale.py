@@ -34,6 +34,7 @@ from ...step.optimizer import Gradients
 from ...step.plan.order import Order
 from ..comparisons.ranks import compared, summed, tensors_of
 from ..reports.report import Report, environment
+from ..runner.profiler import traced
 from ..runner.rank_parts import (
     alone,
     bound_ms,
@@ -42,7 +43,6 @@ from ..runner.rank_parts import (
     row_as_one_graph,
     spent_ms,
 )
-from ..runner.tracing import shares, traced
 from ..sides.pipelines import (
     Turns,
     backend_on,
@@ -52,7 +52,7 @@ from ..sides.pipelines import (
     waited,
     worker_side,
 )
-from ..statistics.text import target_lines
+from ..statistics.traces import shares
 
 __all__ = ["add_scale_arguments", "run_scale"]
 
@@ -171,7 +171,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     derived = finished["derived"]
     same = all(not row["different"] and row["values"] for row in derived["compared"])
     same = same and not any(row.get("final_different") for row in derived["timed"])
-    return Outcome("accepted" if same else "refused", {"derived": derived}, _lines(derived))
+    return Outcome("accepted" if same else "refused", {"derived": derived}, report.lines())
 
 
 def _job(args: argparse.Namespace, schedule: str, config: LayerConfig, microbatches: int) -> Job:
@@ -351,22 +351,3 @@ def _timed(
     """A side of a cell, with its names."""
     found = timed(member, step, Turns(args.rounds, steps), made=made, facts=facts)
     return {"cell": name, "side": side, "schedule": schedule, **found}
-
-
-def _lines(derived: dict[str, Any]) -> list[str]:
-    lines = [
-        f"{row['name']}, {row['schedule']}, {row['steps']} steps: {row['different']} of "
-        f"{row['values']} values differ from torch's own pipeline"
-        for row in derived["compared"]
-    ]
-    for row in derived["timed"]:
-        over = "" if row["native_over_this"] is None else f", {row['native_over_this']:.1f}x native"
-        if "final_different" in row:
-            over += f", {row['final_different']} of {row['final_values']} tensors differ"
-        bound = "" if row["over_bound"] is None else f", {row['over_bound']:.2f}x of its bound"
-        lines.append(
-            f"{row['cell']}, {row['side']}, {row['schedule']}: {row['step_ms']['median']:.2f} ms a "
-            f"step, {row['single_ms']['median']:.2f} alone, {row['host_ms']['median']:.2f} of the "
-            f"host{over}{bound}"
-        )
-    return lines + target_lines(derived["targets"])

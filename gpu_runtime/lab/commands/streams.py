@@ -34,7 +34,6 @@ from qeffect.report import UnusableError
 from ...step.memory.state import same_bits
 from ..reports.report import Report, environment
 from ..runner.device import require_device
-from ..statistics.text import stream_lines
 
 KINDS = ("output", "parameter", "scaling", "cache")
 HANDOFFS = ("one-way", "two-way", "graph-event")
@@ -232,7 +231,7 @@ def run_streams(args: argparse.Namespace, progress: Progress) -> Outcome:
     finished = report.finish()
     found = problems(finished["derived"]["handoffs"])
     data = {"derived": finished["derived"], "problems": list(found)}
-    return Outcome("refused" if found else "accepted", data, stream_lines(finished))
+    return Outcome("refused" if found else "accepted", data, report.lines())
 
 
 def problems(handoffs: dict[str, Any]) -> Sequence[str]:

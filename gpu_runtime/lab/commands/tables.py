@@ -55,7 +55,6 @@ from ..sides.pipelines import (
     worker_side,
 )
 from ..sides.torch_pipeline import Batch, NativePipeline
-from ..statistics.complete_step import table_lines
 from ..statistics.paper import LARGE, SMALL
 
 __all__ = ["Asked", "DrawnLanguage", "add_tables_arguments", "asked", "merged", "run_tables"]
@@ -276,14 +275,14 @@ def run_tables(args: argparse.Namespace, progress: Progress) -> Outcome:
     return outcome
 
 
-def _outcome(report: Mapping[str, Any]) -> Outcome:
-    derived = report["derived"]
+def _outcome(report: Report) -> Outcome:
+    derived = report.to_json()["derived"]
     different = any(row.get("different") for row in derived["rows"])
     verdict = "refused" if different or derived["errors"] else "accepted"
-    return Outcome(verdict, {"derived": derived}, table_lines(derived))
+    return Outcome(verdict, {"derived": derived}, report.lines())
 
 
-def merged(paths: Sequence[Path], out: Path | None) -> dict[str, Any]:
+def merged(paths: Sequence[Path], out: Path | None) -> Report:
     """
     One report of several trials.
 
@@ -298,7 +297,7 @@ def merged(paths: Sequence[Path], out: Path | None) -> dict[str, Any]:
         UnusableError: A file is no report of `tables`; trials are of several devices, commits or
             versions; or one is named twice.
     """
-    found = [read_part(path, "tables", table_lines) for path in paths]
+    found = [read_part(path, "tables") for path in paths]
     require_alike([(path, _facts(part)) for path, part in zip(paths, found, strict=True)])
     trials: list[Any] = []
     for path, part in zip(paths, found, strict=True):
@@ -316,7 +315,7 @@ def merged(paths: Sequence[Path], out: Path | None) -> dict[str, Any]:
     report = Report("tables", out, first["environment"], configuration, {"trials": trials})
     report.complete = all(one["complete"] for one in found)
     report.save()
-    return report.to_json()
+    return report
 
 
 def _facts(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -328,7 +327,7 @@ def _facts(part: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _trial(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+def _trial(args: argparse.Namespace, progress: Progress) -> Report:
     member = join(args.device)
     if member.world != args.pp:
         raise UnusableError(
@@ -362,7 +361,8 @@ def _trial(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
             at = row.cell, row.model, row.vpp
         trial["rows"].append(_measured(member, args, row, references, rows))
         report.save()
-    return report.finish()
+    report.finish()
+    return report
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,7 @@ Reports of the laboratory: their derived figures by kind, and parts that become 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from qeffect.report import UnusableError, read_json, require_place
 from ... import report
 from ...report import SCHEMA, environment
 from ..statistics.derive import DERIVE
+from .text import LINES
 
 __all__ = [
     "ALIKE",
@@ -42,17 +43,18 @@ class Report(report.Report):
     ) -> None:
         super().__init__(kind, path, environment, configuration, raw, derive=DERIVE[kind])
 
+    def lines(self) -> list[str]:
+        """What a command prints of it last."""
+        return list(LINES[self.kind](self.to_json()))
 
-def read_part(
-    path: Path, kind: str, lines: Callable[[Mapping[str, Any]], object] = len
-) -> dict[str, Any]:
+
+def read_part(path: Path, kind: str) -> dict[str, Any]:
     """
     Read a report that is to become a part of another one.
 
     Args:
         path: The file.
         kind: Its kind, as the command that makes it is called.
-        lines: Says what was derived.
 
     Raises:
         UnusableError: It is no report of this kind, or nothing can be derived from it.
@@ -73,7 +75,7 @@ def read_part(
                 f"--merge {path}: expected a whole report, found none of {name}; {again}"
             )
     try:
-        lines(DERIVE[kind](part["raw"]))
+        LINES[kind]({**part, "derived": DERIVE[kind](part["raw"])})
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UnusableError(
             f"--merge {path}: expected measurements in raw, found some from which nothing follows "

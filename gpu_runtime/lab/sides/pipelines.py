@@ -25,7 +25,8 @@ from ...ranks.world import Limits, Member, Worker, gathered
 from ...runtime import RuntimeConfig
 from ...step.optimizer import Gradients, Optimizer
 from ...step.plan.order import Order
-from ..runner.tracing import matrix_copies, profiled
+from ..runner.profiler import profiled
+from ..statistics.traces import matrix_copies
 from .torch_pipeline import Batch, NativePipeline
 
 __all__ = [
