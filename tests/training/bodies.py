@@ -19,10 +19,10 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
-from qeffect.gpu_runtime.lab.commands import restarts
 from torch.distributed.checkpoint.metadata import Metadata
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
+from qeffect.gpu_runtime.lab.commands import restarts
 from qeffect.gpu_runtime.lab.commands.restarts import Trial, bits, facts_of, made
 from qeffect.gpu_runtime.lab.comparisons.native import rule_for
 from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline

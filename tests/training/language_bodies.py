@@ -11,12 +11,12 @@ from typing import Any
 
 import attrs
 import torch
-from qeffect.gpu_runtime.lab.ranks import command
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import matrices
 from qeffect.gpu_runtime.backends.te import domain as te
 from qeffect.gpu_runtime.lab.comparisons.ranks import compared
+from qeffect.gpu_runtime.ranks import processes
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.step.memory.digests import digests
@@ -103,7 +103,7 @@ def _names(job: Language) -> dict[str, list[str]]:
 def trained(config: str, *options: str) -> tuple[int, str, str]:
     """`qeffect runtime train` on a rank without TensorBoard: its exit code, and what it said."""
     sys.modules["tensorboard"] = None  # type: ignore[assignment]
-    command._LAST_WORD_S = 0.0
+    processes._LAST_WORD_S = 0.0
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = main(["runtime", "train", config, *options])

@@ -12,13 +12,12 @@ from typing import Any
 
 import attrs
 import torch
-from qeffect.gpu_runtime.lab.ranks import command
-from qeffect.gpu_runtime.lab.commands import curves, restarts
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.deterministic import DETERMINISTIC
+from qeffect.gpu_runtime.lab.commands import curves, restarts
 from qeffect.gpu_runtime.lab.commands.restarts import Trial
-from qeffect.gpu_runtime.ranks import one_launch
+from qeffect.gpu_runtime.ranks import one_launch, processes
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import LostError
 from qeffect.gpu_runtime.ranks.consent import Consent
@@ -138,7 +137,7 @@ def commands(cases: list[list[str]]) -> list[tuple[int, str, str]]:
 
 def said(cases: list[list[str]]) -> list[tuple[int, str, str]]:
     """`qeffect runtime`, one after the other: exit codes, and what was said."""
-    command._LAST_WORD_S = 0.0
+    processes._LAST_WORD_S = 0.0
     found = []
     for case in cases:
         out, err = io.StringIO(), io.StringIO()
