@@ -2,7 +2,7 @@
 Why a step cannot be one launch: the one list of obstacles, each with what to change.
 
 `obstacles_on` lists what is known before a worker is made, `obstacles` all that a worker shows. A
-step whose capture itself fails shows that in its stop (`OneLaunch.could_not_capture`).
+step whose capture itself fails shows that in its stop (`fallback.py`).
 """
 
 from __future__ import annotations

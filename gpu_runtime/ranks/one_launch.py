@@ -312,11 +312,6 @@ class OneLaunch:
         limits = self.worker.limits
         wait_for(done, self.pipeline.consent, deadline=limits.commit, grace=limits.grace)
 
-    def could_not_capture(self, stopped: StoppedError) -> bool:
-        """Whether a stop means that a rank could not capture the step, and all ranks are there."""
-        cause = stopped.cause
-        return self.steps == 1 and cause.kind == "raised" and cause.recoverable
-
     @property
     def norm(self) -> Norm | None:
         """

@@ -28,9 +28,9 @@ from ..backends.protocol import (
     matrices,
     parameters,
 )
-from ..lab.evidence.comparison import digests
 from ..runtime import Runtime, RuntimeConfig
 from ..step.clipping import Clipping, Norm
+from ..step.memory.digests import digests
 from ..step.optimizer import Optimizer
 from ..step.plan.rows import Row, walked
 from .channels import (

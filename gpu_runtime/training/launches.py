@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ranks.consent import StoppedError, wait_for
+from ..ranks.fallback import capture_failed
 from ..ranks.job import Batches, Job
 from ..ranks.obstacles import first_obstacle, obstacles, obstacles_on
 from ..ranks.one_launch import OneLaunch
@@ -184,7 +185,7 @@ class Steps:
             Whether that was the cause; where not, nothing was done.
         """
         whole = self.whole
-        if whole is None or not whole.could_not_capture(stopped):
+        if whole is None or not capture_failed(whole, stopped):
             return False
         self.rebuild(stopped)
         whole.close()

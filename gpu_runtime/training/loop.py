@@ -19,8 +19,7 @@ from qeffect.schedule.actions import ScheduleError
 
 from ..backends.dynamic import library
 from ..backends.protocol import BackendError
-from ..lab.measure.train import perplexity
-from ..lab.ranks.compare import guarded
+from ..ranks.assembly import build_worker
 from ..ranks.consent import StoppedError
 from ..ranks.world import Limits, Member, agree_on, gathered
 from ..runtime import mode_on
@@ -30,6 +29,7 @@ from .checkpoint import Checkpoints, EarlierSaveError
 from .config import Config, differences
 from .data import DataError, Loader, Tokens
 from .evaluate import evaluate
+from .figures import perplexity
 from .files import manifest, read_facts
 from .launches import Steps, mode_of
 from .metrics import Log, memory_bytes
@@ -276,7 +276,7 @@ class Trainer:
         self.log = self._log(show, note)
         self._tell_cut()
         mode, why = mode_of(member, self.job, config.parallel.mode)
-        self.worker = guarded(
+        self.worker = build_worker(
             member,
             self.job,
             backend_of(config),

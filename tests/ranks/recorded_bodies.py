@@ -11,8 +11,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from qeffect.gpu_runtime.lab.ranks import command
-from qeffect.gpu_runtime.ranks import one_launch
+from qeffect.gpu_runtime.ranks import fallback, one_launch
 from qeffect.gpu_runtime.ranks.channels import Channels, Ends, Message
 from qeffect.gpu_runtime.ranks.consent import Consent, StoppedError
 from qeffect.gpu_runtime.ranks.job import Batches, Job
@@ -110,7 +109,7 @@ def uncaptured(job: Job, steps: int) -> dict[str, Any]:
             runner.step()
         except StoppedError as stopped:
             whole = runner if isinstance(runner, OneLaunch) else None
-            command.uncaptured(whole, stopped, notes)
+            fallback.fall_back(whole, stopped, notes)
             runner = worker
     left = bits(worker)
     worker.close()

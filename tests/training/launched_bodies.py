@@ -14,12 +14,11 @@ import attrs
 import torch
 
 from qeffect.cli import main
-from qeffect.gpu_runtime.lab.evidence.command import DETERMINISTIC
-from qeffect.gpu_runtime.lab.ranks import command
-from qeffect.gpu_runtime.lab.ranks.compare import guarded
-from qeffect.gpu_runtime.lab.training import restarts
-from qeffect.gpu_runtime.lab.training.restarts import Trial
-from qeffect.gpu_runtime.ranks import one_launch
+from qeffect.gpu_runtime.backends.deterministic import DETERMINISTIC
+from qeffect.gpu_runtime.lab.commands import restarts
+from qeffect.gpu_runtime.lab.commands.restarts import Trial
+from qeffect.gpu_runtime.ranks import one_launch, processes
+from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import LostError
 from qeffect.gpu_runtime.ranks.consent import Consent
 from qeffect.gpu_runtime.ranks.job import Job
@@ -128,7 +127,7 @@ def commands(cases: list[list[str]]) -> list[tuple[int, str, str]]:
 
 def said(cases: list[list[str]]) -> list[tuple[int, str, str]]:
     """`qeffect runtime`, one after the other: exit codes, and what was said."""
-    command._LAST_WORD_S = 0.0
+    processes._LAST_WORD_S = 0.0
     found = []
     for case in cases:
         out, err = io.StringIO(), io.StringIO()
@@ -159,7 +158,7 @@ def without_graphs(jobs: list[Any]) -> list[dict[str, Any]]:
     member = join("cpu", LIMITS)
     found = []
     for job in jobs:
-        worker = guarded(member, job, "reference", mode="one launch")
+        worker = build_worker(member, job, "reference", mode="one launch")
         groups = worker.optimizer.adamw.param_groups
         rates = [group["lr"] for group in groups]
         found.append({"missing": obstacles(worker), "tensors": all(map(torch.is_tensor, rates))})
