@@ -28,11 +28,14 @@ class RuntimeCommand:
         name: What is typed after ``qeffect runtime``.
         help: What it does, in a line.
         module: Holds ``add_NAME_arguments(parser)`` and ``run_NAME(args, progress)``.
+        comparison: A module of the laboratory that declares ``--compare`` and runs the command
+            when it is given; empty without one.
     """
 
     name: str
     help: str
     module: str
+    comparison: str = ""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """
@@ -41,16 +44,19 @@ class RuntimeCommand:
         Raises:
             UnusableError: torch is missing; the message says which extra brings it.
         """
-        self._part("add", "_arguments")(parser)
+        for module in filter(None, (self.module, self.comparison)):
+            self._part(module, "add", "_arguments")(parser)
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Do the work."""
-        outcome: Outcome = self._part("run")(args, progress)
+        compares = self.comparison and args.compare is not None
+        module = self.comparison if compares else self.module
+        outcome: Outcome = self._part(module, "run")(args, progress)
         return outcome
 
-    def _part(self, prefix: str, suffix: str = "") -> Any:
+    def _part(self, name: str, prefix: str, suffix: str = "") -> Any:
         try:
-            module = importlib.import_module(f"qeffect.gpu_runtime.{self.module}")
+            module = importlib.import_module(f"qeffect.gpu_runtime.{name}")
         except (ImportError, OSError) as error:  # OSError: a library of torch's cannot be loaded
             if _torch_works():
                 raise
@@ -80,19 +86,19 @@ class RuntimeCommands:
         for name, text, module in (
             ("doctor", "say what this machine has, what works on it and what is missing", "doctor"),
             (
-                "lab.demo",
+                "demo",
                 "run a few guarded steps, the same natively, and compare every bit",
-                "lab.demo",
+                "lab.commands.demo",
             ),
             (
                 "compare",
                 "compare native, eager and captured steps bit for bit",
-                "lab.evidence.command",
+                "lab.commands.compare",
             ),
             (
                 "pipeline",
                 "train a guarded pipeline over the ranks that torchrun started",
-                "lab.ranks.command",
+                "lab.commands.pipeline",
             ),
             (
                 "corpus",
@@ -107,34 +113,35 @@ class RuntimeCommands:
             (
                 "curves",
                 "train run after run, guarded and natively, into one report of loss curves",
-                "lab.training.curves",
+                "lab.commands.curves",
             ),
-            ("bench", "measure step time, memory, set-up, copies and guards", "lab.bench.cli"),
+            ("bench", "measure step time, memory, set-up, copies and guards", "lab.commands.bench"),
             (
                 "scale",
                 "compare and time a pipeline over the ranks that torchrun started",
-                "lab.ranks.scale",
+                "lab.commands.scale",
             ),
             (
                 "tables",
                 "measure the paper's complete-step tables over the ranks that torchrun started",
-                "lab.bench.tables",
+                "lab.commands.tables",
             ),
             (
                 "streams",
                 "count stale reads of one-way and two-way handoffs",
-                "lab.evidence.streams",
+                "lab.commands.streams",
             ),
             (
                 "pools",
                 "show what graphs that share one memory pool corrupt",
-                "lab.evidence.pools",
+                "lab.commands.pools",
             ),
             (
                 "probes",
                 "look at what the documentation says of the library",
-                "lab.evidence.probes",
+                "lab.commands.probes",
             ),
-            ("plots", "draw the reports", "lab.measure.plots"),
+            ("plots", "draw the reports", "lab.commands.plots"),
         ):
-            yield RuntimeCommand(name, text, module)
+            comparison = "lab.commands.train" if name == "train" else ""
+            yield RuntimeCommand(name, text, module, comparison)
