@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-from attrs import Factory, define, field, fields
+from attrs import define, field, fields
 
 from qeffect import Contract, StageConfig
 from qeffect.contract import Observer
@@ -58,13 +58,9 @@ class Process:
     @property
     def options(self) -> dict[str, Any]:
         """The arguments of the contract, without the stages, that differ from their defaults."""
-        found = {}
-        for option in fields(Process)[2:]:
-            default = option.default
-            default = default.factory() if isinstance(default, Factory) else default  # type: ignore[arg-type]
-            if getattr(self, option.name) != default:
-                found[option.name] = getattr(self, option.name)
-        return found
+        plain = Process(self.name, self.stages)
+        names = (option.name for option in fields(Process)[2:])
+        return {n: getattr(self, n) for n in names if getattr(self, n) != getattr(plain, n)}
 
     def contract(self, observer: Observer | None = None, **changes: Any) -> Contract:
         """Return a fresh contract of the process; ``changes`` replace arguments by name."""

@@ -16,7 +16,7 @@ from qeffect import TapeKey, TapeRef, Ticket
 from qeffect.engine.freelist import FreeSlots
 from qeffect.keys import Cell
 
-from ..caller import Call
+from ..calls import Call
 from ..process import Process
 from .entities import Domain, Flight, Link, Pool, Reduction, Slot, Stage, Tape
 
