@@ -56,7 +56,7 @@ from .consent import DisagreementError, StoppedError, wait_for
 from .executor import Feed, Passage
 from .feeds import made
 from .rehearsal import Rehearsal
-from .world import Worker
+from .worker import Worker
 
 __all__ = ["OneLaunch", "obstacles"]
 

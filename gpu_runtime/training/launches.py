@@ -19,7 +19,8 @@ from ..ranks.consent import StoppedError, wait_for
 from ..ranks.fallback import capture_failed
 from ..ranks.job import Batches, Job
 from ..ranks.one_launch import OneLaunch, obstacles
-from ..ranks.world import Member, Worker, gathered
+from ..ranks.worker import Worker
+from ..ranks.world import Member, gathered
 from ..step.clipping import DeviceNorm, Norm
 from ..step.nested import obstacle
 

@@ -33,7 +33,7 @@ from qeffect.gpu_runtime.ranks import one_launch
 from qeffect.gpu_runtime.ranks.channels import Channels, LostError
 from qeffect.gpu_runtime.ranks.consent import Consent
 from qeffect.gpu_runtime.ranks.replicas import Replicas, _Started
-from qeffect.gpu_runtime.ranks.world import Worker
+from qeffect.gpu_runtime.ranks.worker import Worker
 from qeffect.gpu_runtime.step.eager import EagerExecutor, StageMemory
 from qeffect.gpu_runtime.step.effects import Effects
 from qeffect.gpu_runtime.step.memory.slots import Slot
