@@ -8,7 +8,7 @@ import os
 from functools import partial
 from typing import BinaryIO
 
-from ..runtime import RuntimeConfig
+from ..runtime import Mode, RuntimeConfig
 from .executor import Pipeline
 from .job import Batches, Job
 from .worker import Worker
@@ -22,7 +22,7 @@ def build_worker(
     job: Job,
     backend: str,
     *,
-    captured: bool = False,
+    mode: Mode = "eager",
     limits: Limits | None = None,
     event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
     tagged: bool = True,
@@ -30,7 +30,6 @@ def build_worker(
     repeat: bool = False,
     clip_norm: float | None = None,
     skip_nonfinite: bool = False,
-    one_launch: bool = False,
 ) -> Worker:
     """
     Build this rank's guarded pipeline of a job, ready for its first step; every rank calls it.
@@ -39,7 +38,7 @@ def build_worker(
         member: This process.
         job: The schedule, the mapping and the model.
         backend: ``reference`` or ``transformer-engine``.
-        captured: Replay CUDA graphs.
+        mode: How a step runs.
         limits: Timeouts in seconds.
         event_log: Where this rank's event log goes, as for `Runtime`.
         tagged: Whether messages are tagged where the transport knows tags.
@@ -47,20 +46,17 @@ def build_worker(
         repeat: Give every step the data of the first.
         clip_norm: As for `Worker`; None takes the job's.
         skip_nonfinite: As for `Worker`; the job's counts too.
-        one_launch: Prepare the steps to be one launch each.
 
     Raises:
         ScheduleError: The table is refused.
         BackendError: As for `Worker`.
         Refused: As for `Worker`.
     """
+    optimizer = partial(job.optimizer, capturable=True) if mode == "one launch" else job.optimizer
     config = RuntimeConfig(
         rule=job.rule,
         provisioning=job.provisioning,
-        captured=captured,
-        nested=one_launch,
-        device_counts=one_launch,
-        late_counts=one_launch,
+        mode=mode,
         amax=job.amax,
     )
     worker = Worker(
@@ -71,7 +67,7 @@ def build_worker(
         lambda replica: Batches(job.batch(member.device, replica), member.device, repeat=repeat),
         config,
         limits=limits,
-        optimizer=partial(job.optimizer, capturable=True) if one_launch else job.optimizer,
+        optimizer=optimizer,
         event_log=event_log,
         tagged=tagged,
         pipeline=pipeline,

@@ -144,6 +144,8 @@ class Worker:
         self._require_one_end(config.amax)
         self.runtime = self._runtime(build, config, event_log)
         self.optimizer = optimizer(list(self.runtime.stages.values()))
+        if config.mode == "one launch":
+            self.optimizer.make_capturable()
         self._pipeline = pipeline
         self.attempt, self.name = 0, next(_WORKERS)
         self._stepping = False

@@ -605,7 +605,7 @@ def late_counts(job: Job) -> dict[str, Any]:
         job.pp,
         lambda indices: job.stages(indices, member.device, "reference"),
         lambda replica: Batches(job.batch(member.device, replica), member.device),
-        RuntimeConfig(device_counts=True, late_counts=True),
+        RuntimeConfig(counts="next step"),
         limits=LIMITS,
     )
     worker.step()

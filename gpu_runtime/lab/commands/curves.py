@@ -42,7 +42,7 @@ from ...step.optimizer import Optimizer
 from ...training.command import release, require_processes
 from ...training.config import Checkpointing, Config, read
 from ...training.evaluate import evaluate
-from ...training.launches import Steps, hindrance
+from ...training.launches import Steps, mode_of
 from ...training.loop import TIMES, Opened, backend_of, opened, settled
 from ...training.model import Language
 from ..comparisons.evaluation import evaluate_native
@@ -119,13 +119,20 @@ class Named:
         config = read(
             path,
             model={"head": self.head} if self.head is not None else {},
-            parallel={"schedule": self.schedule, "one_launch": self.side == "launched"},
+            parallel={
+                "schedule": self.schedule,
+                "mode": "one launch" if self.side == "launched" else None,
+            },
             run={"device": device, "steps": steps},
         )
         seed = config.model.seed + self.seed
         read(path, model={"seed": seed})  # refuses a sum that is none
+        parallel = config.parallel
+        if parallel.mode == "one launch" and self.side != "launched":
+            parallel = attrs.evolve(parallel, mode="replays")
         return attrs.evolve(
             config,
+            parallel=parallel,
             model=attrs.evolve(config.model, seed=seed),
             data=attrs.evolve(config.data, seed=config.data.seed + self.seed),
             checkpoint=Checkpointing(),
@@ -169,19 +176,17 @@ class _Guarded:
 
     def __init__(self, member: Member, config: Config, data: Opened) -> None:
         self.data = data
-        self.captured = config.run.device == "cuda" and config.parallel.captured
-        one_launch = config.parallel.one_launch
-        why = hindrance(member, data.job) if one_launch else ""
+        mode, why = mode_of(member, data.job, config.parallel.mode)
+        self.captured = mode != "eager"
         _require_launches(config, why)
         self.worker: Worker = build_worker(
             member,
             data.job,
             backend_of(config),
-            captured=self.captured,
+            mode=mode,
             limits=_limits(config),
-            one_launch=one_launch,
         )
-        self.steps = Steps(self.worker, one_launch=one_launch)
+        self.steps = Steps(self.worker)
         _require_launches(config, self.steps.replays)
         self.optimizer = self.worker.optimizer
         self.stages: Mapping[int, StageBackend] = self.worker.runtime.stages

@@ -22,7 +22,8 @@ from ...ranks.assembly import build_worker
 from ...ranks.consent import StoppedError
 from ...ranks.fallback import fall_back
 from ...ranks.job import NAMES, Batches, Job
-from ...ranks.one_launch import OneLaunch, obstacles
+from ...ranks.obstacles import obstacles
+from ...ranks.one_launch import OneLaunch
 from ...ranks.processes import join_ranks, process_count, report_once, stopped_outcome
 from ...ranks.trace import Tracer, chrome_trace
 from ...ranks.worker import Worker
@@ -273,13 +274,12 @@ def _trained(
         member,
         job,
         backend,
-        captured=captured,
+        mode="one launch" if args.one_launch else "replays" if captured else "eager",
         limits=limits,
         event_log=log,
         repeat=True,
         clip_norm=args.clip_norm,
         skip_nonfinite=args.skip_nonfinite,
-        one_launch=args.one_launch,
     )
     notes: list[str] = []
     norms = []

@@ -29,7 +29,7 @@ from ...ranks.one_launch import OneLaunch
 from ...ranks.processes import silence
 from ...ranks.worker import Worker
 from ...ranks.world import Member, gathered, join
-from ...runtime import RuntimeConfig
+from ...runtime import RuntimeConfig, mode_on
 from ...step.memory.digests import digests
 from ...step.optimizer import Gradients
 from ...step.plan.order import Order
@@ -208,10 +208,8 @@ def _native(member: Member, args: argparse.Namespace, name: str) -> dict[str, An
     return _timed(member, args, name, "native", "il", side.step, args.native_steps, made, {})
 
 
-def _worker(
-    member: Member, args: argparse.Namespace, job: Job, config: RuntimeConfig, *, capturable: bool
-) -> Worker:
-    return worker_side(member, job, backend_on(args.device), config, capturable=capturable)
+def _worker(member: Member, args: argparse.Namespace, job: Job, config: RuntimeConfig) -> Worker:
+    return worker_side(member, job, backend_on(args.device), config)
 
 
 def _final(worker: Worker) -> dict[str, str]:
@@ -238,8 +236,8 @@ def _one_launch(
     config, microbatches = CELLS[name]
     job = _job(args, schedule, config, microbatches)
     began = time.perf_counter()
-    counting = RuntimeConfig(captured=True, device_counts=True, late_counts=True, nested=True)
-    worker = _worker(member, args, job, counting, capturable=True)
+    counting = RuntimeConfig(mode="one launch")
+    worker = _worker(member, args, job, counting)
     whole = OneLaunch(worker)
     made = time.perf_counter() - began
     for _ in range(BEFORE):
@@ -314,8 +312,8 @@ def _guarded(
     config, microbatches = CELLS[name]
     job = _job(args, schedule, config, microbatches)
     began = time.perf_counter()
-    captured = RuntimeConfig(captured=args.device == "cuda")
-    worker = _worker(member, args, job, captured, capturable=False)
+    config_of = RuntimeConfig(mode=mode_on(args.device))
+    worker = _worker(member, args, job, config_of)
     made = time.perf_counter() - began
     for _ in range(BEFORE):
         worker.step()

@@ -33,7 +33,7 @@ from ...ranks.one_launch import OneLaunch
 from ...ranks.processes import silence
 from ...ranks.worker import Worker
 from ...ranks.world import Member, gathered, join
-from ...runtime import RuntimeConfig
+from ...runtime import Mode, RuntimeConfig
 from ...step.graphs import GraphExecutor
 from ...step.memory.arena import Rule
 from ...step.memory.state import same_bits
@@ -420,8 +420,7 @@ class _Replays:
 
     def __init__(self, member: Member, job: Job, backend: str, config: RuntimeConfig) -> None:
         self.member = member
-        launched = config.nested
-        self.worker: Worker = worker_side(member, job, backend, config, capturable=launched)
+        self.worker: Worker = worker_side(member, job, backend, config)
 
     def step(self) -> None:
         self.worker.step()
@@ -485,13 +484,13 @@ class _OneLaunch(_Replays):
 
 
 def _make(member: Member, row: Asked, job: Job, device: str) -> _Side:
-    backend, captured = backend_on(device), device == "cuda"
+    backend = backend_on(device)
     if row.side == "native":
         return _Native(member, job, backend)
     if row.side == "one launch":
-        counting = RuntimeConfig(captured=True, device_counts=True, late_counts=True, nested=True)
-        return _OneLaunch(member, job, backend, counting)
-    config = RuntimeConfig(rule=job.rule, captured=captured and row.side != "eager")
+        return _OneLaunch(member, job, backend, RuntimeConfig(mode="one launch"))
+    mode: Mode = "replays" if device == "cuda" and row.side != "eager" else "eager"
+    config = RuntimeConfig(rule=job.rule, mode=mode)
     return _Replays(member, job, backend, config)
 
 

@@ -15,6 +15,7 @@ from qeffect.report import UnusableError, finite
 
 from ...ranks.processes import report_once
 from ...ranks.world import Limits, gathered
+from ...runtime import mode_on
 from ...training.command import (
     Run,
     carry_out,
@@ -54,10 +55,10 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     config = read(args.config, run={"device": args.device, "steps": args.steps})
     refuse_unused(args, ["--resume"], "--compare begins anew")
     config = attrs.evolve(config, checkpoint=Checkpointing())
-    if args.compare == "all" and config.parallel.one_launch:
+    if args.compare == "all" and config.parallel.mode == "one launch":
         raise UnusableError(
-            f"{args.config}: [parallel] one_launch: --compare all looks at every action of a step, "
-            "which one launch does not show; give --compare ends, or leave one out"
+            f"{args.config}: [parallel] mode: --compare all looks at every action of a step, which "
+            "one launch does not show; give --compare ends, or another mode"
         )
     side = _every_action if args.compare == "all" else _ends
     return carry_out(
@@ -71,7 +72,7 @@ def _every_action(run: Run, progress: Progress) -> Outcome:
     if member.rank == 0:
         progress.note(f"{what}, guarded and native")
     job = run.data.job
-    captured = config.run.device == "cuda" and config.parallel.captured
+    captured = mode_on(config.run.device, config.parallel.mode) != "eager"
     result = compared(
         member,
         job,

@@ -221,7 +221,7 @@ def compared(
         member,
         job,
         backend,
-        captured=captured,
+        mode="replays" if captured else "eager",
         limits=limits,
         event_log=event_log,
         pipeline=Recorded,
