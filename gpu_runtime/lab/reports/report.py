@@ -7,6 +7,7 @@ killed leaves a valid report of what it had; `complete` says whether it reached 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
     "SCHEMA",
     "Report",
     "UnusableError",
+    "add_report_options",
     "environment",
     "read_part",
     "require_alike",
@@ -91,6 +93,20 @@ class Report:
         return self.to_json()
 
 
+def add_report_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """
+    Declare `--out` and `--commit`, which every command has that writes a report.
+
+    Args:
+        parser: The command's.
+        required: Whether `--out` must be given.
+    """
+    parser.add_argument(
+        "--out", type=Path, required=required, metavar="F", help="file of the JSON report"
+    )
+    parser.add_argument("--commit", metavar="SHA", help="the commit, outside a git checkout")
+
+
 def environment(commit: str | None) -> dict[str, Any]:
     """
     Record the device beside what every report of the project records.
@@ -132,7 +148,7 @@ def read_part(path: Path, kind: str) -> dict[str, Any]:
     except UnusableError as error:
         raise UnusableError(f"--merge {error}") from None
     found = part.get("kind") if isinstance(part, dict) and part.get("schema") == SCHEMA else None
-    again = f"make one with qeffect runtime {kind}"
+    again = f"make one with qeffect runtime report {kind}"
     if found != kind:
         raise UnusableError(
             f"--merge {path}: expected a report of kind {kind!r}, found {found!r}; {again}"
