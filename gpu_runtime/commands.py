@@ -29,12 +29,15 @@ class RuntimeCommand:
         name: What is typed after ``qeffect runtime``.
         help: What it does, in a line.
         module: Holds ``add_NAME_arguments(parser)`` and ``run_NAME(args, progress)``.
+        comparison: A module of the laboratory that declares ``--compare`` and runs the command
+            when it is given; empty without one.
         moved: The command's new name; the old one works for a release and says so.
     """
 
     name: str
     help: str
     module: str
+    comparison: str = ""
     moved: str | None = None
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -44,18 +47,21 @@ class RuntimeCommand:
         Raises:
             UnusableError: torch is missing; the message says which extra brings it.
         """
-        self._part("add", "_arguments")(parser)
+        for module in filter(None, (self.module, self.comparison)):
+            self._part(module, "add", "_arguments")(parser)
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Do the work."""
         if self.moved is not None and os.environ.get("RANK", "0") == "0":
             progress.note(f"qeffect: runtime {self.name} is now {self.moved}; use the new name")
-        outcome: Outcome = self._part("run")(args, progress)
+        compares = self.comparison and args.compare is not None
+        module = self.comparison if compares else self.module
+        outcome: Outcome = self._part(module, "run")(args, progress)
         return outcome
 
-    def _part(self, prefix: str, suffix: str = "") -> Any:
+    def _part(self, name: str, prefix: str, suffix: str = "") -> Any:
         try:
-            module = importlib.import_module(f"qeffect.gpu_runtime.{self.module}")
+            module = importlib.import_module(f"qeffect.gpu_runtime.{name}")
         except (ImportError, OSError) as error:  # OSError: a library of torch's cannot be loaded
             if _torch_works():
                 raise
@@ -139,7 +145,8 @@ class RuntimeCommands:
                 "training.command",
             ),
         ):
-            yield RuntimeCommand(name, text, module)
+            comparison = "lab.commands.train" if name == "train" else ""
+            yield RuntimeCommand(name, text, module, comparison)
         yield ReportCommands()
         for name in MOVED:
             new = f"runtime report {name}"

@@ -17,6 +17,7 @@ import torch
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
 
+from ...backends.deterministic import DETERMINISTIC
 from ...backends.protocol import BackendError
 from ..comparisons.cases import DEFAULT_SETS, SETS, Case, on_device, small
 from ..comparisons.faults import INJECTED
@@ -32,17 +33,10 @@ from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
 
 __all__ = [
-    "DETERMINISTIC",
     "add_compare_arguments",
     "compare_cases",
     "run_compare",
 ]
-
-#: Deterministic on both sides: nondeterministic attention is allowed by default.
-DETERMINISTIC = {
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-}
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:

@@ -31,7 +31,7 @@ from qeffect.report import write_json
 
 from ...ranks.one_launch import OneLaunch
 from ...ranks.world import Member, gathered, join
-from ...runtime import RuntimeConfig
+from ...runtime import RuntimeConfig, mode_on
 from ...step.optimizer import Gradients
 from ..comparisons.ranks import held_by
 from ..reports.report import (
@@ -139,10 +139,8 @@ def _replays(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     job = asked.job(cell, schedule)
     began = time.perf_counter()
-    config = RuntimeConfig(captured=asked.device == "cuda")
-    worker = worker_side(
-        member, job, backend_on(asked.device), config, capturable=False, optimizer=still
-    )
+    config = RuntimeConfig(mode=mode_on(asked.device))
+    worker = worker_side(member, job, backend_on(asked.device), config, optimizer=still)
     made = time.perf_counter() - began
     for _ in range(asked.settled - 1):
         worker.step()
@@ -166,10 +164,8 @@ def _one_launch(
     """Of one launch what it leaves is compared: AdamW's moments are those of its gradients."""
     job = asked.job(cell, schedule)
     began = time.perf_counter()
-    config = RuntimeConfig(captured=True, device_counts=True, late_counts=True, nested=True)
-    worker = worker_side(
-        member, job, backend_on(asked.device), config, capturable=True, optimizer=still
-    )
+    config = RuntimeConfig(mode="one launch")
+    worker = worker_side(member, job, backend_on(asked.device), config, optimizer=still)
     whole = OneLaunch(worker)
     made = time.perf_counter() - began
     for _ in range(asked.settled):

@@ -18,12 +18,12 @@ import attrs
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
 
+from ...backends.deterministic import DETERMINISTIC
 from ..comparisons.capture_memory import DISCIPLINES, NATIVE, ORDERS, WATCHED, trial
 from ..comparisons.cases import Case, small
 from ..comparisons.recording import Recording, compare
 from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
-from .compare import DETERMINISTIC
 
 __all__ = ["add_pools_arguments", "compare_pools", "run_pools"]
 

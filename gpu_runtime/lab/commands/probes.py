@@ -30,7 +30,7 @@ import torch
 
 from qeffect.cli.command import Outcome, Progress
 
-from ...runtime import Runtime, RuntimeConfig
+from ...runtime import Runtime, RuntimeConfig, mode_on
 from ..comparisons import interleaved
 from ..comparisons.cases import Case
 from ..comparisons.sides import fresh_stages, record
@@ -252,7 +252,7 @@ def _looked(backend: str, device: str) -> dict[str, Any]:
     """Time looks at everything that a stage's graphs bake in, in microseconds of host time."""
     case = _case(128)
     stages = fresh_stages(case, backend, device=device)
-    runtime = Runtime(stages, case.order(), RuntimeConfig(captured=device == "cuda", readers=True))
+    runtime = Runtime(stages, case.order(), RuntimeConfig(mode=mode_on(device), readers=True))
     memory = next(iter(runtime.memories.values()))
     look = memory.address_probe()
     spent = []

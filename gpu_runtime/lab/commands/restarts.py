@@ -34,19 +34,19 @@ from qeffect import cli
 from qeffect.checkpoint import Checkpoint
 from qeffect.cli.command import Outcome, Progress
 
+from ...backends.deterministic import DETERMINISTIC
 from ...backends.layers import LayerConfig
 from ...backends.protocol import BackendError, StageBackend, parameters
 from ...ranks.job import Batches, Job
 from ...ranks.world import Limits, Member, Worker, join
-from ...runtime import RuntimeConfig
+from ...runtime import Mode, RuntimeConfig
+from ...step.memory.digests import digests
 from ...step.memory.state import NumericalState, live_state
 from ...step.optimizer import Optimizer
 from ...training.checkpoint import Checkpoints, Replicas, sizes
 from ...training.launches import Steps
 from ...training.state import Persistent, by_layer, optimizer_state, shares_amax
-from ..comparisons.recording import digests
 from ..reports.report import Report, UnusableError, add_report_options, environment
-from .compare import DETERMINISTIC
 
 __all__ = [
     "Trial",
@@ -74,16 +74,14 @@ class Trial:
     Args:
         job: The model, its mapping and its data.
         device: `cpu` or `cuda`.
-        captured: Replay CUDA graphs.
-        one_launch: Take a step as one graph.
+        mode: How a step runs.
         masters: Accumulate in float32, over master weights of float32.
         limits: How long anything may take.
     """
 
     job: Job = attrs.field(factory=Job)
     device: str = "cpu"
-    captured: bool = False
-    one_launch: bool = False
+    mode: Mode = "eager"
     masters: bool = False
     limits: Limits = attrs.field(factory=Limits)
 
@@ -115,7 +113,7 @@ def made(member: Member, trial: Trial) -> Worker:
 
     def optimizer(stages: list[StageBackend]) -> Optimizer:
         if not trial.masters:
-            return Optimizer(stages, capturable=trial.one_launch)
+            return Optimizer(stages)
         return Optimizer(stages, master_dtype=wide, capturable=trial.device == "cuda")
 
     worker = Worker(
@@ -129,10 +127,7 @@ def made(member: Member, trial: Trial) -> Worker:
         RuntimeConfig(
             rule=job.rule,
             provisioning=job.provisioning,
-            captured=trial.captured,
-            nested=trial.one_launch,
-            device_counts=trial.one_launch,
-            late_counts=trial.one_launch,
+            mode=trial.mode,
             dtype=wide,
             amax=job.amax,
         ),
@@ -208,7 +203,7 @@ def _trained(
 ) -> dict[str, Any]:
     job = trial.job
     began, first, saved = worker.runtime.epoch, bits(worker, job), {}
-    steps = Steps(worker, one_launch=trial.one_launch)
+    steps = Steps(worker)
     if steps.replays:
         raise BackendError(f"a step cannot be one launch: {steps.replays}")
     while worker.runtime.epoch < until:
@@ -332,6 +327,13 @@ LAYERS = 4
 """Layers of the model, whatever its mapping."""
 
 
+def _mode(args: argparse.Namespace) -> Mode:
+    """The mode that the options ask for."""
+    if args.one_launch:
+        return "one launch"
+    return "eager" if args.device == "cpu" or args.eager else "replays"
+
+
 def _trial(args: argparse.Namespace, schedule: str, layers: int, vpp: int | None) -> Trial:
     hidden, ffn, heads, sequence = (
         (64, 128, 2, 32) if args.device == "cpu" else (args.hidden, 4 * args.hidden, 8, 512)
@@ -350,8 +352,7 @@ def _trial(args: argparse.Namespace, schedule: str, layers: int, vpp: int | None
     return Trial(
         job=job,
         device=args.device,
-        captured=args.device == "cuda" and not args.eager,
-        one_launch=args.one_launch,
+        mode=_mode(args),
         masters=args.masters,
     )
 

@@ -30,8 +30,9 @@ from ...backends.protocol import BackendError
 from ...ranks.consent import StoppedError
 from ...ranks.job import Job
 from ...ranks.one_launch import OneLaunch
+from ...ranks.processes import silence
 from ...ranks.world import Member, Worker, gathered, join
-from ...runtime import RuntimeConfig
+from ...runtime import Mode, RuntimeConfig
 from ...step.graphs import GraphExecutor
 from ...step.memory.arena import Rule
 from ...step.memory.state import same_bits
@@ -56,7 +57,6 @@ from ..sides.pipelines import (
 )
 from ..sides.torch_pipeline import Batch, NativePipeline
 from ..statistics.paper import LARGE, SMALL
-from .pipeline import mute
 
 __all__ = ["Asked", "DrawnLanguage", "add_tables_arguments", "asked", "merged", "run_tables"]
 
@@ -268,10 +268,10 @@ def run_tables(args: argparse.Namespace, progress: Progress) -> Outcome:
         require_place(args.out)
         finished = _trial(args, progress)
     except (BackendError, ScheduleError, UnusableError) as error:
-        mute(failed=True)
+        silence(failed=True)
         raise UnusableError(str(error)) from error
     outcome = _outcome(finished)
-    mute(failed=outcome.exit != 0)
+    silence(failed=outcome.exit != 0)
     return outcome
 
 
@@ -419,8 +419,7 @@ class _Replays:
 
     def __init__(self, member: Member, job: Job, backend: str, config: RuntimeConfig) -> None:
         self.member = member
-        launched = config.nested
-        self.worker: Worker = worker_side(member, job, backend, config, capturable=launched)
+        self.worker: Worker = worker_side(member, job, backend, config)
 
     def step(self) -> None:
         self.worker.step()
@@ -484,13 +483,13 @@ class _OneLaunch(_Replays):
 
 
 def _make(member: Member, row: Asked, job: Job, device: str) -> _Side:
-    backend, captured = backend_on(device), device == "cuda"
+    backend = backend_on(device)
     if row.side == "native":
         return _Native(member, job, backend)
     if row.side == "one launch":
-        counting = RuntimeConfig(captured=True, device_counts=True, late_counts=True, nested=True)
-        return _OneLaunch(member, job, backend, counting)
-    config = RuntimeConfig(rule=job.rule, captured=captured and row.side != "eager")
+        return _OneLaunch(member, job, backend, RuntimeConfig(mode="one launch"))
+    mode: Mode = "replays" if device == "cuda" and row.side != "eager" else "eager"
+    config = RuntimeConfig(rule=job.rule, mode=mode)
     return _Replays(member, job, backend, config)
 
 

@@ -137,7 +137,6 @@ def worker_side(
     backend: str,
     config: RuntimeConfig,
     *,
-    capturable: bool,
     optimizer: Callable[..., Optimizer] = Optimizer,
 ) -> Worker:
     """
@@ -148,8 +147,7 @@ def worker_side(
         job: The pipeline.
         backend: Whose layers.
         config: How it runs.
-        capturable: Whether a graph can hold the update.
-        optimizer: Makes the optimizer; takes `capturable` too.
+        optimizer: Makes the optimizer.
     """
     return Worker(
         member,
@@ -159,7 +157,7 @@ def worker_side(
         lambda replica: Drawn(drawn(job, member.device), member.device),
         config,
         limits=Limits(message=30.0, commit=30.0),
-        optimizer=lambda stages: optimizer(stages, capturable=capturable),
+        optimizer=optimizer,
         ties=job.ties,
     )
 
