@@ -89,10 +89,7 @@ class TestStepTables:
         checks = []
         for derived, raw in cells():
             columns = {n: c for n, c in raw["columns"].items() if n in derived["columns"]}
-            for family, key in (
-                ("native", "native_over_this"),
-                ("te_graphs", "te_graphs_over_this"),
-            ):
+            for family in ("native", "te_graphs"):
                 own = [n for n, c in columns.items() if c["family"] == family]
                 if not own:
                     continue
