@@ -127,7 +127,6 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
     "the words of a refusal": ("explain.*", "refusals.*", "text.*"),
     "a step that recurs": (
         "steps.*",
-        "entries.*",
         "ledgers.steps.*",
         "calls.steps.StepCalls.standing",
         "calls.steps.StepCalls.record_step",
