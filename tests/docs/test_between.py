@@ -124,7 +124,7 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "ledgers.tapes.Tapes.reference",
         "keys.*",
     ),
-    "the words of a refusal": ("explain.*", "refusals.*", "text.*"),
+    "the words of a refusal": ("explain.*", "explanations.*", "refusals.*", "text.*"),
     "a step that recurs": (
         "steps.*",
         "ledgers.steps.*",
