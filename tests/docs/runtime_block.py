@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from qeffect.gpu_runtime.lab.commands.plots import swept
-from qeffect.gpu_runtime.lab.statistics.derive import REQUIREMENTS
+from qeffect.gpu_runtime.lab.statistics.evidence import REQUIREMENTS
 from qeffect.gpu_runtime.training.config import TABLES, read
 from qeffect.report import package
 from tests.docs import device_block, scale_block, tables_block

@@ -23,7 +23,6 @@ from qeffect.gpu_runtime.lab.runner import device
 from qeffect.gpu_runtime.lab.runner.device import MemoryPoll, parse
 from qeffect.gpu_runtime.lab.runner.processes import ColumnError, InlineWorker, ProcessWorker
 from qeffect.gpu_runtime.lab.runner.rounds import CellRun
-from qeffect.gpu_runtime.lab.runner.tracing import busy, matrix_copies, shares, summarize
 from qeffect.gpu_runtime.lab.sides.cells import (
     CELLS,
     SWEEP_MICROBATCHES,
@@ -45,6 +44,7 @@ from qeffect.gpu_runtime.lab.sides.columns import (
 )
 from qeffect.gpu_runtime.lab.sides.ours import Ours
 from qeffect.gpu_runtime.lab.sides.reference import NativeReference
+from qeffect.gpu_runtime.lab.statistics.traces import busy, matrix_copies, shares, summarize
 from qeffect.gpu_runtime.step.memory.state import same_bits
 from qeffect.gpu_runtime.step.plan.slots import plan_slots
 
@@ -54,8 +54,8 @@ COMMIT = "0" * 40
 
 
 def bench(*words: str) -> int:
-    """Run `qeffect runtime bench`; return its exit code."""
-    return main(["runtime", "bench", *words, "--commit", COMMIT])
+    """Run `qeffect runtime report bench`; return its exit code."""
+    return main(["runtime", "report", "bench", *words, "--commit", COMMIT])
 
 
 def scripted_run(
@@ -589,13 +589,13 @@ class TestCommand:
 
     def test_the_commit_is_forty_digits(self, capsys: pytest.CaptureFixture[str]) -> None:
         """A report that names no commit cannot be reproduced."""
-        assert 2 == main(["runtime", "bench", "--device", "cpu", "--commit", "main"])
+        assert 2 == main(["runtime", "report", "bench", "--device", "cpu", "--commit", "main"])
         assert "40 hexadecimal digits" in capsys.readouterr().err
 
     def test_importing_the_benchmark_imports_no_library(self) -> None:
         """Neither Transformer Engine nor a device context, nor the runtime's captures."""
         code = (
-            "import sys, torch, qeffect.gpu_runtime.lab.bench\n"
+            "import sys, torch, qeffect.gpu_runtime.lab.commands.bench\n"
             "import qeffect.gpu_runtime.lab.commands.streams\n"
             "import qeffect.gpu_runtime.lab.commands.plots\n"
             "import qeffect.gpu_runtime.backends.te.baselines\n"

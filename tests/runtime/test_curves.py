@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from qeffect.gpu_runtime.lab.commands import plots
+from qeffect.gpu_runtime.lab.reports.text import curve_lines
 from qeffect.gpu_runtime.lab.statistics.curves import (
-    curve_lines,
     derive_curves,
     quantile,
     upper_bound,

@@ -1,5 +1,5 @@
 """
-``qeffect runtime bench``: the step, memory and sweep tables as a JSON report.
+``qeffect runtime report bench``: the step, memory and sweep tables as a JSON report.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -15,7 +14,7 @@ import attrs
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
 
-from ..reports.report import Report, environment
+from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
 from ..runner.rounds import CellRun
 from ..sides.cells import (
@@ -37,7 +36,6 @@ from ..sides.columns import (
     Settings,
     specs_named,
 )
-from ..statistics.text import bench_lines, sweep_lines
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,10 +67,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         help="cpu runs the reference backend, eager, to see the tables; its numbers mean nothing",
     )
     parser.add_argument("--no-profile", action="store_true", help="leave kernel times out")
-    parser.add_argument(
-        "--out", type=Path, metavar="F", help="write the JSON report here as it grows"
-    )
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+    add_report_options(parser)
 
 
 def run_bench(args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -100,10 +95,9 @@ def run_bench(args: argparse.Namespace, progress: Progress) -> Outcome:
         report.raw["cells"].append(run.record)
         run.run()
     finished = report.finish()
-    lines = sweep_lines(finished) if args.table == "sweep" else bench_lines(finished)
     errors = failures(finished)
     data = {"derived": finished["derived"], "failures": errors}
-    return Outcome("refused" if errors else "accepted", data, lines)
+    return Outcome("refused" if errors else "accepted", data, report.lines())
 
 
 def failures(report: dict[str, Any]) -> list[str]:

@@ -1,5 +1,5 @@
 """
-``qeffect runtime pools``: graphs in one memory pool for each slot, and in one that
+``qeffect runtime report pools``: graphs in one memory pool for each slot, and in one that
 all slots share, replayed out of capture order and compared with native full backward, bit for bit.
 """
 
@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -19,13 +18,12 @@ import attrs
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
 
+from ...backends.deterministic import DETERMINISTIC
 from ..comparisons.capture_memory import DISCIPLINES, NATIVE, ORDERS, WATCHED, trial
 from ..comparisons.cases import Case, small
 from ..comparisons.recording import Recording, compare
-from ..reports.report import Report, environment
+from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
-from ..statistics.text import table
-from .compare import DETERMINISTIC
 
 __all__ = ["add_pools_arguments", "compare_pools", "run_pools"]
 
@@ -44,8 +42,7 @@ def add_pools_arguments(parser: argparse.ArgumentParser) -> None:
         default="cuda",
         help="cpu runs the reference backend, eager, at hidden 128; there a pool moves no memory",
     )
-    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+    add_report_options(parser)
 
 
 def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -76,7 +73,7 @@ def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:
     data = {"derived": finished["derived"]}
     harmless = (p.endswith(HARMLESS) for p in finished["derived"]["problems"])
     verdict = "accepted" if all(on_cpu and found for found in harmless) else "refused"
-    return Outcome(verdict, data, pool_lines(finished))
+    return Outcome(verdict, data, report.lines())
 
 
 def compare_pools(
@@ -154,27 +151,3 @@ def _line(run: Mapping[str, Any]) -> str:
     compared = sum(c["compared"] for c in run["categories"])
     mismatched = sum(c["mismatched"] for c in run["categories"])
     return f"{run['order']}: {run['discipline']}: {mismatched} of {compared} differ from native"
-
-
-def pool_lines(report: Mapping[str, Any]) -> Sequence[str]:
-    """A row for each order and discipline, then what must not be."""
-    rows = []
-    for entry in report["derived"]["orders"]:
-        for name, total in entry["disciplines"].items():
-            refused = total["refused"]
-            rows.append(
-                (
-                    entry["order"],
-                    name,
-                    "-" if refused is None else f"{refused['clause']} at {refused['action']}",
-                    str(total["compared"]),
-                    str(total["mismatched"]),
-                    str(total["nonfinite"]),
-                )
-            )
-    header = ("order", "discipline", "refused", "compared", "mismatched", "non-finite")
-    lines = table(header, rows)
-    for entry in report["derived"]["orders"]:
-        for name, total in entry["disciplines"].items():
-            lines += [f"{entry['order']}, {name}: first {f}" for f in total["first"][:1]]
-    return [*lines, *(f"PROBLEM: {problem}" for problem in report["derived"]["problems"])]

@@ -1,5 +1,5 @@
 """
-``qeffect runtime scale``: a guarded pipeline over ranks, compared and timed against torch's own.
+``qeffect runtime report scale``: a guarded pipeline, compared with torch's own and timed beside it.
 
 Started by torchrun; rank 0 writes the report. The native side is torch's schedule runtime over
 stages whose backward is the library's full one. Both sides train the same model from the same bits.
@@ -12,7 +12,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,13 +25,16 @@ from ...backends.protocol import BackendError
 from ...ranks.consent import StoppedError
 from ...ranks.job import Job
 from ...ranks.one_launch import OneLaunch
-from ...ranks.world import Member, Worker, gathered, join
-from ...runtime import RuntimeConfig
+from ...ranks.processes import silence
+from ...ranks.worker import Worker
+from ...ranks.world import Member, gathered, join
+from ...runtime import RuntimeConfig, mode_on
+from ...step.memory.digests import digests
 from ...step.optimizer import Gradients
 from ...step.plan.order import Order
 from ..comparisons.ranks import compared, summed, tensors_of
-from ..comparisons.recording import digests
-from ..reports.report import Report, environment
+from ..reports.report import Report, add_report_options, environment
+from ..runner.profiler import traced
 from ..runner.rank_parts import (
     alone,
     bound_ms,
@@ -41,7 +43,6 @@ from ..runner.rank_parts import (
     row_as_one_graph,
     spent_ms,
 )
-from ..runner.tracing import shares, traced
 from ..sides.pipelines import (
     Turns,
     backend_on,
@@ -51,8 +52,7 @@ from ..sides.pipelines import (
     waited,
     worker_side,
 )
-from ..statistics.text import target_lines
-from .pipeline import mute
+from ..statistics.traces import shares
 
 __all__ = ["add_scale_arguments", "run_scale"]
 
@@ -96,8 +96,7 @@ def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of a turn")
     parser.add_argument("--native-steps", type=int, default=3, metavar="N", help="of a native turn")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+    add_report_options(parser)
 
 
 def run_scale(args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -117,13 +116,13 @@ def run_scale(args: argparse.Namespace, progress: Progress) -> Outcome:
             Job(schedule=name, pp=args.pp).table()
         outcome = _run(args, progress)
     except (BackendError, ScheduleError) as error:
-        mute(failed=True)
+        silence(failed=True)
         raise UnusableError(str(error)) from error
     except StoppedError as stopped:
         cause = stopped.cause
         data = {"clause": cause.clause, "rank": cause.rank, "step": None, "action": cause.action}
         outcome = Outcome("refused", data, [f"Every rank stopped: {cause.text}"])
-    mute(failed=outcome.exit != 0)
+    silence(failed=outcome.exit != 0)
     return outcome
 
 
@@ -171,7 +170,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     derived = finished["derived"]
     same = all(not row["different"] and row["values"] for row in derived["compared"])
     same = same and not any(row.get("final_different") for row in derived["timed"])
-    return Outcome("accepted" if same else "refused", {"derived": derived}, _lines(derived))
+    return Outcome("accepted" if same else "refused", {"derived": derived}, report.lines())
 
 
 def _job(args: argparse.Namespace, schedule: str, config: LayerConfig, microbatches: int) -> Job:
@@ -207,10 +206,8 @@ def _native(member: Member, args: argparse.Namespace, name: str) -> dict[str, An
     return _timed(member, args, name, "native", "il", side.step, args.native_steps, made, {})
 
 
-def _worker(
-    member: Member, args: argparse.Namespace, job: Job, config: RuntimeConfig, *, capturable: bool
-) -> Worker:
-    return worker_side(member, job, backend_on(args.device), config, capturable=capturable)
+def _worker(member: Member, args: argparse.Namespace, job: Job, config: RuntimeConfig) -> Worker:
+    return worker_side(member, job, backend_on(args.device), config)
 
 
 def _final(worker: Worker) -> dict[str, str]:
@@ -237,8 +234,8 @@ def _one_launch(
     config, microbatches = CELLS[name]
     job = _job(args, schedule, config, microbatches)
     began = time.perf_counter()
-    counting = RuntimeConfig(captured=True, device_counts=True, late_counts=True, nested=True)
-    worker = _worker(member, args, job, counting, capturable=True)
+    counting = RuntimeConfig(mode="one launch")
+    worker = _worker(member, args, job, counting)
     whole = OneLaunch(worker)
     made = time.perf_counter() - began
     for _ in range(BEFORE):
@@ -313,8 +310,8 @@ def _guarded(
     config, microbatches = CELLS[name]
     job = _job(args, schedule, config, microbatches)
     began = time.perf_counter()
-    captured = RuntimeConfig(captured=args.device == "cuda")
-    worker = _worker(member, args, job, captured, capturable=False)
+    config_of = RuntimeConfig(mode=mode_on(args.device))
+    worker = _worker(member, args, job, config_of)
     made = time.perf_counter() - began
     for _ in range(BEFORE):
         worker.step()
@@ -351,22 +348,3 @@ def _timed(
     """A side of a cell, with its names."""
     found = timed(member, step, Turns(args.rounds, steps), made=made, facts=facts)
     return {"cell": name, "side": side, "schedule": schedule, **found}
-
-
-def _lines(derived: dict[str, Any]) -> list[str]:
-    lines = [
-        f"{row['name']}, {row['schedule']}, {row['steps']} steps: {row['different']} of "
-        f"{row['values']} values differ from torch's own pipeline"
-        for row in derived["compared"]
-    ]
-    for row in derived["timed"]:
-        over = "" if row["native_over_this"] is None else f", {row['native_over_this']:.1f}x native"
-        if "final_different" in row:
-            over += f", {row['final_different']} of {row['final_values']} tensors differ"
-        bound = "" if row["over_bound"] is None else f", {row['over_bound']:.2f}x of its bound"
-        lines.append(
-            f"{row['cell']}, {row['side']}, {row['schedule']}: {row['step_ms']['median']:.2f} ms a "
-            f"step, {row['single_ms']['median']:.2f} alone, {row['host_ms']['median']:.2f} of the "
-            f"host{over}{bound}"
-        )
-    return lines + target_lines(derived["targets"])

@@ -134,7 +134,7 @@ class Session:
         """Device work of some steps; None where there is no device."""
         if not self.on_device:
             return None
-        from .tracing import profile_steps
+        from .profiler import profile_steps
 
         found: dict[str, Any] = profile_steps(self._the_column().step, self._synchronize, steps)
         return found

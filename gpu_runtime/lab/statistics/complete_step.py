@@ -10,22 +10,18 @@ are never pooled where both are shown. Memory is the most of all trials.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import paper
-from .text import number, table, target_lines
+from .summary import Raw, busiest_ms, extremes, judged, largest, median, ratio, step_ms
 
-__all__ = ["INITIAL", "break_even_steps", "derive_tables", "table_lines"]
+__all__ = ["INITIAL", "break_even_steps", "derive_tables"]
 
-Raw = Mapping[str, Any]
 INITIAL = 3
 """Trials of the first set."""
-_DIGITS = 4
-_GB = 1e9
 
 KEY = ("cell", "microbatches", "model", "pp", "vpp", "schedule", "side")
 """What makes two rows of two trials the same measurement."""
@@ -56,7 +52,7 @@ def break_even_steps(own: Raw, native: Raw) -> float | None:
         own: A row: `construction_s`, `first_step_s`, and `step_ms` of its rounds.
         native: The native row of the same trial.
     """
-    ours, theirs = _step(own), _step(native)
+    ours, theirs = step_ms(own), step_ms(native)
     if ours >= theirs:
         return None
     behind = 1e3 * (setup_s(own) - setup_s(native))
@@ -66,10 +62,6 @@ def break_even_steps(own: Raw, native: Raw) -> float | None:
 def setup_s(row: Raw) -> float:
     """Seconds until the first step is done, capture included, on the slowest rank."""
     return float(row["construction_s"] + row["first_step_s"])
-
-
-def _step(row: Raw) -> float:
-    return float(statistics.median(row["step_ms"]))
 
 
 def derive_tables(raw: Raw) -> dict[str, Any]:
@@ -145,17 +137,17 @@ def _set(pairs: Sequence[_Pair]) -> dict[str, float | None]:
     even = [break_even_steps(own, native) for own, native in paired]
     reached = [steps for steps in even if steps is not None]
     return {
-        "ms": _median(_step(pair.own) for pair in pairs),
-        "native_over_this": _median(_step(native) / _step(own) for own, native in paired),
-        "break_even_steps": _median(reached) if len(reached) == len(even) else None,
+        "ms": median(step_ms(pair.own) for pair in pairs),
+        "native_over_this": median(step_ms(native) / step_ms(own) for own, native in paired),
+        "break_even_steps": median(reached) if len(reached) == len(even) else None,
     }
 
 
 def _row(pairs: Sequence[_Pair]) -> dict[str, Any]:
     """One measurement over its trials."""
     first = pairs[0].own
-    steps = [_step(pair.own) for pair in pairs]
-    median = statistics.median(steps)
+    steps = [step_ms(pair.own) for pair in pairs]
+    step = statistics.median(steps)
     paired, whole = _paired(pairs), _set(pairs)
     sets = {
         "initial": [pair for pair in pairs if pair.trial < INITIAL],
@@ -165,31 +157,31 @@ def _row(pairs: Sequence[_Pair]) -> dict[str, Any]:
     found = {
         **_name(first),
         "trials": len(pairs),
-        "step_ms": _spread(steps),
-        "single_ms": _median(statistics.median(p.own["single_ms"]) for p in pairs),
-        "host_ms": _median(statistics.median(p.own["host_ms"]) for p in pairs),
+        "step_ms": extremes(steps),
+        "single_ms": median(statistics.median(p.own["single_ms"]) for p in pairs),
+        "host_ms": median(statistics.median(p.own["host_ms"]) for p in pairs),
         **{f"{name}_{key}": v for name, own in sets.items() for key, v in _set(own).items()},
-        "tokens_per_s": round(1e3 * first["tokens"] / median),
-        "setup_s": _median(setup_s(p.own) for p in pairs),
+        "tokens_per_s": round(1e3 * first["tokens"] / step),
+        "setup_s": median(setup_s(p.own) for p in pairs),
         "native_over_this": whole["native_over_this"],
-        "copied_over_this": _median(
-            _step(p.copied) / _step(p.own) for p in pairs if p.copied is not None
+        "copied_over_this": median(
+            step_ms(p.copied) / step_ms(p.own) for p in pairs if p.copied is not None
         ),
         "break_even_steps": whole["break_even_steps"],
         "never_even": sum(break_even_steps(own, native) is None for own, native in paired),
         "peak_bytes": max(_most(p.own, "allocated_peak") for p in pairs),
-        "above_native_bytes": _largest(
+        "above_native_bytes": largest(
             max(_differences(own, native, "allocated_peak")) for own, native in paired
         ),
         "grown_bytes": max(_most(p.own, "grown") for p in pairs),
-        "capture_s": _median(
+        "capture_s": median(
             max(fact["warmup_s"] + fact["capture_s"] for fact in p.own["facts"])
             for p in pairs
             if "capture_s" in p.own["facts"][0]
         ),
         "built_bytes": max(_most(p.own, "built") for p in pairs),
         # What the allocator holds more of than for eager calls, when both are made.
-        "captured_bytes": _largest(
+        "captured_bytes": largest(
             max(_differences(p.own, p.eager, "reserved"))
             for p in pairs
             if p.eager is not None and p.own["side"] == "replays"
@@ -202,10 +194,10 @@ def _row(pairs: Sequence[_Pair]) -> dict[str, Any]:
             name: [rank[name] for rank in first["planned"]]
             for name in ("peak_live", "peak_deferred", "delayed")
         },
-        "copies": _largest(
+        "copies": largest(
             max(rank["per_step"] for rank in p.own["copies"]) for p in pairs if p.own.get("copies")
         ),
-        "copied_bytes": _largest(
+        "copied_bytes": largest(
             max(rank["bytes_per_step"] for rank in p.own["copies"])
             for p in pairs
             if p.own.get("copies")
@@ -214,14 +206,10 @@ def _row(pairs: Sequence[_Pair]) -> dict[str, Any]:
         "over_busiest": None,
         "compared_with": None,
     }
-    busy = [
-        (_step(p.own), max(rank["kernels"] + rank["copies"] for rank in p.own["busy_ms"]))
-        for p in pairs
-        if p.own["busy_ms"]
-    ]
+    busy = [(step_ms(p.own), ms) for p in pairs if (ms := busiest_ms(p.own)) is not None]
     if busy:
-        found["busiest_ms"] = _median(ms for _, ms in busy)
-        found["over_busiest"] = _median(step / ms for step, ms in busy)
+        found["busiest_ms"] = median(ms for _, ms in busy)
+        found["over_busiest"] = median(step / ms for step, ms in busy)
     if compared := [p.own["compared"] for p in pairs if p.own["compared"] is not None]:
         found["compared_with"] = compared[0]["with"]
         found["values"] = sum(one["values"] for one in compared)
@@ -235,20 +223,6 @@ def _most(row: Raw, what: str) -> int:
 
 def _differences(own: Raw, native: Raw, what: str) -> list[int]:
     return [a[what] - b[what] for a, b in zip(own["memory"], native["memory"], strict=True)]
-
-
-def _median(values: Iterable[float]) -> float | None:
-    held = list(values)
-    return round(statistics.median(held), _DIGITS) if held else None
-
-
-def _largest(values: Iterable[float]) -> float | None:
-    return max(values, default=None)
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-    return {name: round(value, _DIGITS) for name, value in found.items()}
 
 
 def _of(rows: Sequence[Raw], **wanted: Any) -> list[Raw]:
@@ -338,7 +312,7 @@ def _attribution(rows: Sequence[Raw]) -> list[dict[str, Any]]:
                 "delayed": row["delayed"],
                 "paper_ms": theirs,
                 "paper_native_over_this": (
-                    None if theirs is None else round(paper.ATTRIBUTION["native"] / theirs, _DIGITS)
+                    None if theirs is None else ratio(paper.ATTRIBUTION["native"], theirs)
                 ),
                 "paper_copies": paper.COPIES.get(name),
             }
@@ -413,7 +387,7 @@ def _weak(rows: Sequence[Raw]) -> list[dict[str, Any]]:
                         "side": name,
                         "pp2_ms": a,
                         "pp4_ms": b,
-                        "rate": round(a / b, _DIGITS),
+                        "rate": ratio(a, b),
                     }
                 )
     return found
@@ -448,8 +422,8 @@ def _mapping(rows: Sequence[Raw]) -> list[dict[str, Any]]:
                     "pp4": f"{after['side']}, {after['schedule']}",
                     "pp2_ms": a,
                     "pp4_ms": b,
-                    "speedup": round(a / b, _DIGITS),
-                    "efficiency": round(a / b / 2, _DIGITS),
+                    "speedup": ratio(a, b),
+                    "efficiency": ratio(a, 2 * b),
                     "paper_speedup": theirs.get("speedup"),
                     "paper_efficiency": theirs.get("efficiency"),
                 }
@@ -485,24 +459,13 @@ def _targets(found: Raw) -> list[dict[str, Any]]:
             if row["side"] == "fastest"
         ],
     }
-    judged = []
+    found_goals = []
     for goal, bound, value, cell in _GOALS:
         for side, measured in best[goal](cell):
             if measured is None:
                 continue
-            met = measured <= value if bound == "at most" else measured >= value
-            judged.append(
-                {
-                    "goal": goal,
-                    "cell": cell,
-                    "column": side,
-                    "bound": bound,
-                    "value": value,
-                    "measured": measured,
-                    "met": met,
-                }
-            )
-    return judged
+            found_goals.append(judged(goal, cell, side, bound, value, measured))
+    return found_goals
 
 
 def _language(
@@ -518,45 +481,3 @@ def _language(
         return []
     row = choose(own, key=lambda row: float(row[what]))
     return [(f"{row['side']}, {row['schedule']}", row[what])]
-
-
-def table_lines(derived: Raw) -> list[str]:
-    """Every row, then goals."""
-    rows = [
-        (
-            row["cell"],
-            row["model"],
-            f"{row['pp']}x{row['vpp']}",
-            row["schedule"],
-            row["side"],
-            number(row["step_ms"]["median"]),
-            number(row["native_over_this"]),
-            number(row["over_busiest"]),
-            number(row["break_even_steps"], 1),
-            _gigabytes(row["above_native_bytes"]),
-            number(row["capture_s"]),
-            number(row["copies"], 0),
-            "-" if row["compared_with"] is None else f"{row['different']} of {row['values']}",
-        )
-        for row in derived["rows"]
-    ]
-    header = (
-        "cell", "model", "PPxVPP", "schedule", "side", "ms", "native/this", "/kernels", "even at",
-        "GB above", "capture s", "copies", "differ",
-    )  # fmt: skip
-    lines = ["", *table(header, rows)]
-    for row in derived["mapping"]:
-        theirs = row["paper_efficiency"]
-        lines.append(
-            f"mapping, {row['model']}, {row['side']}: {row['pp2_ms']:.2f} to {row['pp4_ms']:.2f} "
-            f"ms, efficiency {row['efficiency']:.3f}" + (f" (paper {theirs})" if theirs else "")
-        )
-    for row in derived["weak"]:
-        lines.append(f"weak scaling, {row['cell']}, {row['side']}: rate {row['rate']:.3f}")
-    lines += [f"FAILED: {error['cell']}, {error['side']}, {error['schedule']}: {error['error']}"
-              for error in derived["errors"]]  # fmt: skip
-    return lines + target_lines(derived["targets"])
-
-
-def _gigabytes(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value / _GB:+.2f}"

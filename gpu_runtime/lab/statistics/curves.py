@@ -17,12 +17,12 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .training import mean, perplexity, rounded
+from ...training.figures import mean, perplexity, rounded
+from .summary import Raw
 
 __all__ = [
     "BASE",
     "MARGIN",
-    "curve_lines",
     "derive_curves",
     "quantile",
     "reached",
@@ -31,7 +31,6 @@ __all__ = [
     "upper_bound",
 ]
 
-Raw = Mapping[str, Any]
 MARGIN = 1.05
 """How much higher a perplexity may be and count as no worse."""
 BASE = "il"
@@ -298,39 +297,3 @@ def seconds_at(clock: Sequence[Sequence[float]], step: int) -> float:
             break
         before, begun = last, end
     return begun + (end - begun) * (step - before) / (last - before)
-
-
-def curve_lines(derived: Raw) -> list[str]:
-    """What came of it, for a terminal."""
-    lines = []
-    for run in derived["runs"]:
-        said = "" if run["finite"] else ", NOT FINITE"
-        lines.append(
-            f"  {run['run']:24} {run['steps']:6} steps, {run['step_ms']:.2f} ms each, loss "
-            f"{_spelled(run['first_ten'])} to {_spelled(run['last_ten'])}, held out "
-            f"{_spelled(run['held_out_loss'])}{said}"
-        )
-    for row in derived["same_order"]:
-        state = {None: "not compared", False: "the same", True: "NOT the same"}
-        lines.append(
-            f"  {row['run']} and {row['native']}: {row['losses_differ']} of {row['steps']} losses "
-            f"differ, {row['held_out_differ']} of {row['held_out']} held out; tensors at the end: "
-            f"{state[row['state_differs']]}"
-        )
-    for row in derived["non_inferiority"]:
-        lines.append(
-            f"  {row['side']}, head {row['head']}, {row['schedule']} against {row['against']}, "
-            f"seeds {row['seeds']}, step {row['step']}: perplexity {_spelled(row['ratio'])} of it, "
-            f"at most {_spelled(row['upper'])} (95 %); margin {row['margin']}"
-        )
-    for row in derived["to_loss"]:
-        last = row["levels"][-1]
-        lines.append(
-            f"  {row['run']} comes to {last['loss']} in {last['seconds']:.1f} s, {row['native']} "
-            f"in {last['native_seconds']:.1f} s: {last['native_over_this']:.2f} times as long"
-        )
-    return lines
-
-
-def _spelled(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"

@@ -15,58 +15,29 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..runner.tracing import device_copies, matrix_copies
+from ...training.figures import derive_train
 from .complete_step import derive_tables
 from .curves import derive_curves
+from .evidence import derive_compare, derive_pools, derive_probes, derive_streams
 from .goals import judge_cells, judge_sweep
 from .host import derive_host
 from .peers import derive_peers
 from .restarts import derive_restarts
 from .scale import derive_scale
-from .training import derive_train
-
-Raw = Mapping[str, Any]
-_DIGITS = 4
+from .summary import Raw, extremes, rounded, spread
+from .traces import device_copies, matrix_copies
 
 LIBRARY = ("native", "te_graphs", "whole_step")
 """Families of columns that are the library's, not this runtime's."""
-
-REQUIREMENTS = ("addresses", "retained work", "growth")
-"""Categories of a comparison in which a guarded run is held against zero, not against native."""
 
 APART = ("copied", "per_microbatch")
 """Destinations that keep every microbatch's gradient, and sum them at the end of the step."""
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """
-    Median, extremes, and the distance of these as a fraction of the median.
-
-    >>> spread([1.0, 2.0, 4.0])
-    {'median': 2.0, 'min': 1.0, 'max': 4.0, 'spread': 1.5}
-    """
-    median = statistics.median(values)
-    return {
-        "median": round(median, _DIGITS),
-        "min": round(min(values), _DIGITS),
-        "max": round(max(values), _DIGITS),
-        "spread": round((max(values) - min(values)) / median, _DIGITS),
-    }
-
-
-def spread_around_zero(values: Sequence[float]) -> dict[str, float]:
-    """Median and extremes of differences, which have no meaningful relative spread."""
-    return {
-        "median": round(statistics.median(values), _DIGITS),
-        "min": round(min(values), _DIGITS),
-        "max": round(max(values), _DIGITS),
-    }
-
-
-def step_ms(column: Raw) -> list[float]:
+def rounds_ms(column: Raw) -> list[float]:
     """Milliseconds of a step, for each round."""
     return [1e3 * turn["wall_s"] / turn["steps"] for turn in column["rounds"]]
 
@@ -84,7 +55,9 @@ def usable(columns: Mapping[str, Raw]) -> dict[str, Raw]:
 def fastest(columns: Mapping[str, Raw], family: str) -> str | None:
     """The column of a family with the least median step."""
     own = {
-        name: statistics.median(step_ms(c)) for name, c in columns.items() if c["family"] == family
+        name: statistics.median(rounds_ms(c))
+        for name, c in columns.items()
+        if c["family"] == family
     }
     return min(own, key=own.__getitem__) if own else None
 
@@ -112,13 +85,13 @@ def floors(columns: Mapping[str, Raw]) -> dict[str, dict[str, Any]]:
         ):
             found[column["rule"]] = {"kernel_ms": ms, "column": name}
     for floor in found.values():
-        floor["kernel_ms"] = round(floor["kernel_ms"], _DIGITS)
+        floor["kernel_ms"] = rounded(floor["kernel_ms"])
     return found
 
 
 def paired(top: Raw, bottom: Raw) -> dict[str, float]:
     """The ratio of two columns' step times, round by round."""
-    pairs = zip(step_ms(top), step_ms(bottom), strict=False)
+    pairs = zip(rounds_ms(top), rounds_ms(bottom), strict=False)
     return spread([a / b for a, b in pairs])
 
 
@@ -128,7 +101,7 @@ def break_even(column: Raw, native: Raw) -> int | None:
 
     None when it never does.
     """
-    ours, theirs = (statistics.median(step_ms(c)) for c in (column, native))
+    ours, theirs = (statistics.median(rounds_ms(c)) for c in (column, native))
     if ours >= theirs:
         return None
     behind = 1e3 * sum(column[key] - native[key] for key in ("warm_s", "first_step_s"))
@@ -192,13 +165,13 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
     }
     for name, column in columns.items():
         rule = summed_like(column)
-        ms = statistics.median(step_ms(column))
+        ms = statistics.median(rounds_ms(column))
         kernels = kernel_ms(column)
         entry: dict[str, Any] = {
-            "step_ms": spread(step_ms(column)),
+            "step_ms": spread(rounds_ms(column)),
             "host_ms": spread(host_ms(column)),
-            "kernel_ms": _rounded(kernels),
-            "over_own_kernels": None if kernels is None else _rounded(ms / kernels),
+            "kernel_ms": rounded(kernels),
+            "over_own_kernels": None if kernels is None else rounded(ms / kernels),
             "over_floor": _over_floor(ms, None if rule is None else floor.get(rule)),
             "beyond_floor": (
                 None
@@ -209,7 +182,7 @@ def derive_cell(raw: Raw) -> dict[str, Any]:
             "native_over_this": _ratio(columns, native, name),
             "te_graphs_over_this": _ratio(columns, te, name),
             **construction(column),
-            "first_step_s": _rounded(column["first_step_s"]),
+            "first_step_s": rounded(column["first_step_s"]),
             "break_even_steps": None if native is None else break_even(column, columns[native]),
             "peak_bytes": memory_bytes(column),
             "above_native_bytes": None if native is None else above(column, columns[native]),
@@ -251,9 +224,9 @@ def construction(column: Raw) -> dict[str, float | None]:
     """
     facts = column["facts"]
     return {
-        "construction_s": _rounded(column["warm_s"]),
-        "warmup_s": _rounded(facts.get("warmup_s")),
-        "capture_s": _rounded(facts.get("capture_s")),
+        "construction_s": rounded(column["warm_s"]),
+        "warmup_s": rounded(facts.get("warmup_s")),
+        "capture_s": rounded(facts.get("capture_s")),
     }
 
 
@@ -264,14 +237,14 @@ def behind(column: Raw, native: Raw) -> dict[str, float | None]:
     Device-to-device copies are the profiler's, as is the time of kernels; both are taken at the
     load of the profiled steps, not of the timed ones.
     """
-    gap = statistics.median(step_ms(column)) - statistics.median(step_ms(native))
+    gap = statistics.median(rounds_ms(column)) - statistics.median(rounds_ms(native))
     if column["trace"] is None or native["trace"] is None:
-        return {"step_ms": _rounded(gap), "copies_ms": None, "unexplained_ms": None}
+        return {"step_ms": rounded(gap), "copies_ms": None, "unexplained_ms": None}
     copies = device_copies(column["trace"]) - device_copies(native["trace"])
     return {
-        "step_ms": _rounded(gap),
-        "copies_ms": _rounded(copies),
-        "unexplained_ms": _rounded(gap - copies),
+        "step_ms": rounded(gap),
+        "copies_ms": rounded(copies),
+        "unexplained_ms": rounded(gap - copies),
     }
 
 
@@ -287,17 +260,17 @@ def beyond_floor(column: Raw, floor: Raw) -> dict[str, float | None]:
         column: The column.
         floor: The library's column whose kernel time is the floor.
     """
-    ms, least = statistics.median(step_ms(column)), kernel_ms(floor)
+    ms, least = statistics.median(rounds_ms(column)), kernel_ms(floor)
     kernels = kernel_ms(column)
     assert least is not None, "a floor has kernel times"
-    found: dict[str, float | None] = {"step_ms": _rounded(ms - least)}
+    found: dict[str, float | None] = {"step_ms": rounded(ms - least)}
     if kernels is None:
         return {**found, "kernels_ms": None, "copies_ms": None, "beyond_kernels_ms": None}
     return {
         **found,
-        "kernels_ms": _rounded(kernels - least),
-        "copies_ms": _rounded(device_copies(column["trace"]) - device_copies(floor["trace"])),
-        "beyond_kernels_ms": _rounded(ms - kernels),
+        "kernels_ms": rounded(kernels - least),
+        "copies_ms": rounded(device_copies(column["trace"]) - device_copies(floor["trace"])),
+        "beyond_kernels_ms": rounded(ms - kernels),
     }
 
 
@@ -313,7 +286,7 @@ def derive_guards(columns: Mapping[str, Raw]) -> dict[str, Any] | None:
         "host_ms_on": spread(host_ms(on)),
         "host_ms_off": spread(host_ms(off)),
         "actions": actions,
-        "host_us_of_a_guard": spread_around_zero([1e3 * (a - b) / actions for a, b in pairs]),
+        "host_us_of_a_guard": extremes([1e3 * (a - b) / actions for a, b in pairs]),
     }
 
 
@@ -334,7 +307,7 @@ def _ratio(columns: Mapping[str, Raw], top: str | None, bottom: str | None) -> A
 def _over_floor(ms: float, floor: Raw | None) -> dict[str, Any] | None:
     if floor is None:
         return None
-    return {"ratio": _rounded(ms / floor["kernel_ms"]), "of": floor["column"]}
+    return {"ratio": rounded(ms / floor["kernel_ms"]), "of": floor["column"]}
 
 
 def _over_whole_step(
@@ -344,10 +317,6 @@ def _over_whole_step(
     if reference is None:
         return None
     return {**paired(columns[name], columns[reference]), "of": reference}
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, _DIGITS)
 
 
 def derive_bench(raw: Raw) -> dict[str, Any]:
@@ -373,7 +342,7 @@ def derive_sweep(raw: Raw) -> dict[str, Any]:
                     "arena_bytes": facts["arena_bytes"],
                     **construction(column),
                     "peak_bytes": memory_bytes(column),
-                    "step_ms": spread(step_ms(column)),
+                    "step_ms": spread(rounds_ms(column)),
                 }
             )
     return {"points": points, "targets": judge_sweep(points)}
@@ -393,155 +362,6 @@ def rank_peak(order: str) -> int:
         live += ("F" in action) - ("W" in action)
         peak = max(peak, live)
     return peak
-
-
-def derive_streams(raw: Raw) -> dict[str, Any]:
-    """Stale reads by handoff, over all processes."""
-    found: dict[str, Any] = {}
-    for handoff in dict.fromkeys(run["handoff"] for run in raw["runs"]):
-        runs = [run for run in raw["runs"] if run["handoff"] == handoff]
-        found[handoff] = {
-            "processes": len(runs),
-            "checks": sum(run["checks"] for run in runs),
-            "stale": sum(run["stale"] for run in runs),
-            "stale_by_kind": _sum_of(run["stale_by_kind"] for run in runs),
-            "vacuous": sum(run["vacuous"] for run in runs),
-        }
-    return {"handoffs": found}
-
-
-def _sum_of(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for count in counts:
-        for key, value in count.items():
-            total[key] = total.get(key, 0) + value
-    return total
-
-
-def derive_compare(raw: Raw) -> dict[str, Any]:
-    """
-    Totals of bit comparisons, by category and by what was compared with what.
-
-    `native_against_ours` is what the evidence rests on. `native_again` is the control: the library
-    against itself in another process. `eager_against_ours` is where the library cannot form the
-    sum, so that split eager is the reference. `requirements` are counts of a guarded run that must
-    be zero and have no counterpart on the native side.
-    """
-    categories: dict[str, dict[str, int]] = {}
-    by_reference: dict[str, dict[str, int]] = {
-        name: {"runs": 0, "compared": 0, "mismatched": 0}
-        for name in ("native_against_ours", "native_again", "eager_against_ours")
-    }
-    requirements = {"compared": 0, "mismatched": 0}
-    for run in raw["runs"]:
-        own = by_reference[_compared_as(run)]
-        own["runs"] += 1
-        for entry in run["categories"]:
-            for total in (
-                categories.setdefault(entry["category"], {"compared": 0, "mismatched": 0}),
-                requirements if entry["category"] in REQUIREMENTS else own,
-            ):
-                total["compared"] += entry["compared"]
-                total["mismatched"] += entry["mismatched"]
-    return {
-        "runs": len(raw["runs"]),
-        "compared": sum(t["compared"] for t in categories.values()),
-        "mismatched": sum(t["mismatched"] for t in categories.values()),
-        **by_reference,
-        "requirements": requirements,
-        "faults": _sum_of({f["clause"]: 1} for run in raw["runs"] for f in run.get("injected", ())),
-        "categories": categories,
-    }
-
-
-def _compared_as(run: Raw) -> str:
-    if run["candidate"] == "native-again":
-        return "native_again"
-    return "native_against_ours" if run["reference"].startswith("native") else "eager_against_ours"
-
-
-def derive_pools(raw: Raw) -> dict[str, Any]:
-    """What each discipline of capture memory did in each order, and what must not be."""
-    orders = []
-    problems: list[str] = []
-    for order in dict.fromkeys(run["order"] for run in raw["runs"]):
-        runs = {run["discipline"]: run for run in raw["runs"] if run["order"] == order}
-        totals = {name: _pool_totals(run) for name, run in runs.items()}
-        orders.append({"order": order, "disciplines": totals})
-        for name in ("native-again", "private", "private-unguarded", "shared"):
-            if name not in runs:
-                problems.append(f"{order}: {name} was not run")
-            elif runs[name]["error"]:
-                problems.append(f"{order}: {name} failed: {runs[name]['error']}")
-            else:
-                problems += (f"{order}: {p}" for p in _pool_problems(name, totals[name]))
-    return {"orders": orders, "problems": problems}
-
-
-def _pool_totals(run: Raw) -> dict[str, Any]:
-    return {
-        "refused": run["refused"],
-        "compared": sum(c["compared"] for c in run["categories"]),
-        "mismatched": sum(c["mismatched"] for c in run["categories"]),
-        "nonfinite": run["nonfinite"],
-        "by_category": {c["category"]: c["mismatched"] for c in run["categories"]},
-        "first": [f"{c['category']}: {label}" for c in run["categories"] for label in c["first"]],
-    }
-
-
-def _pool_problems(name: str, total: Raw) -> Iterable[str]:
-    refused = None if total["refused"] is None else total["refused"]["clause"]
-    if not total["compared"]:
-        yield f"{name} compared nothing"
-    elif name == "shared":
-        if refused != "capture.out-of-order":
-            yield f"the kernel did not refuse a shared pool out of capture order ({refused})"
-        if not total["mismatched"]:
-            yield "a shared pool did no harm, so the comparison shows nothing"
-    else:
-        if refused is not None:
-            yield f"{name} was refused by {refused}"
-        if total["mismatched"]:
-            yield f"{name} differs from native in {total['mismatched']} values"
-
-
-def derive_probes(raw: Raw) -> dict[str, Any]:
-    """What each probe found, in a sentence: nothing is judged."""
-    probes = []
-    for run in raw["attention"]:
-        attention = "fused attention" if run["fused_attention"] else "NVTE_FUSED_ATTN=0"
-        found = "ran" if run["error"] is None else f"failed, {run['error']}"
-        if run.get("invalid_writes") is not None:
-            where = ", ".join(run["kernels"])
-            sizes = " and ".join(map(str, run["write_bytes"]))
-            found += f"; {run['invalid_writes']} invalid writes"
-            found += f" of {sizes} bytes in {where}" if run["invalid_writes"] else ""
-        what = f"sequences of {run['sequence']} tokens, {attention}, {run['how']}"
-        probes.append({"what": what, "found": found})
-    lines = list(raw["pairing"]["lines"].values())
-    version = raw["pairing"]["version"]
-    if None in lines:
-        found = "the library is not installed or binds otherwise"
-    else:
-        found = (
-            f"that of its chunk's most recent dgrad (Transformer Engine {version}, "
-            f"pytorch/graph.py, lines {', '.join(map(str, sorted(lines)))})"
-        )
-    probes.append({"what": "the graph of a dW in the library's own graphs", "found": found})
-    if (looked := raw["addresses"]) is not None:
-        found = looked["error"] or (
-            f"{looked['median_us']:.1f} µs for {looked['addresses']} addresses of a stage"
-        )
-        probes.append({"what": "a look at every baked address", "found": found})
-    # Reports from before interleaved stages were looked at have none.
-    for side in raw.get("interleaved", ()):
-        found = side["error"] or f"{side['different']} of {side['compared']} values differ"
-        if side["first"] is not None:
-            found += f", first {side['first']}"
-        if side["not_finite"] is not None:
-            found += f"; not finite from {side['not_finite']} on"
-        probes.append({"what": f"interleaved stages, {side['name']}", "found": found})
-    return {"probes": probes}
 
 
 DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import attrs
 
 from .host import GOAL_US
+from .summary import judged
 
 GB = 1e9
 DIRECT = ("ours_per_microbatch", "ours_accumulate")
@@ -50,17 +51,8 @@ class Goal:
         measured = self.read(cell, column)
         if measured is None:
             return None
-        met = measured <= self.value if self.bound == "at most" else measured >= self.value
-        never = math.isinf(measured)
-        return {
-            "goal": self.name,
-            "cell": cell["cell"],
-            "column": column,
-            "bound": self.bound,
-            "value": self.value,
-            "measured": None if never else measured,
-            "met": met,
-        }
+        found = judged(self.name, cell["cell"], column, self.bound, self.value, measured)
+        return {**found, "measured": None} if math.isinf(measured) else found
 
 
 def _entry(*path: str) -> Callable[[Mapping[str, Any], str], float | None]:
@@ -217,14 +209,14 @@ GOALS: tuple[Goal, ...] = (
 def judge_cells(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Every goal that was measured, with its number."""
     by_name = {cell["cell"]: cell for cell in cells}
-    judged = (
+    found = (
         goal.judge(by_name[name], column)
         for goal in GOALS
         for name in goal.cells
         if name in by_name
         for column in goal.columns
     )
-    return [entry for entry in judged if entry is not None]
+    return [entry for entry in found if entry is not None]
 
 
 def judge_sweep(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -235,7 +227,7 @@ def judge_sweep(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     by more than a granule of the allocator.
     """
     granule = 2 * 1024 * 1024
-    judged: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     live = [p for p in points if p["provisioning"] == "live"]
     for tapes in sorted({p["sum_of_stage_peaks"] for p in live}):
         flat = sorted(
@@ -247,22 +239,14 @@ def judge_sweep(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         where = f"M {first['microbatches']} to {last['microbatches']}, stage peaks of {tapes} tapes"
         for key, allowed in (("graphs", 0), ("arena_bytes", 0)):
             rise = last[key] - first[key]
-            judged.append(_flat(where, key, rise, allowed))
+            found.append(_flat(key, where, rise, allowed))
         if first["peak_bytes"] is not None and last["peak_bytes"] is not None:
             rise = max(
                 last["peak_bytes"][k] - first["peak_bytes"][k] for k in ("allocated", "reserved")
             )
-            judged.append(_flat(where, "peak bytes", rise, granule))
-    return judged
+            found.append(_flat("peak bytes", where, rise, granule))
+    return found
 
 
-def _flat(where: str, what: str, rise: int, allowed: int) -> dict[str, Any]:
-    return {
-        "goal": f"live slots: rise of {what}",
-        "cell": where,
-        "column": "live",
-        "bound": "at most",
-        "value": allowed,
-        "measured": rise,
-        "met": rise <= allowed,
-    }
+def _flat(what: str, where: str, rise: int, allowed: int) -> dict[str, Any]:
+    return judged(f"live slots: rise of {what}", where, "live", "at most", allowed, rise)

@@ -17,10 +17,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .summary import Raw, microseconds
+
 GOAL_US = 12.0
 """Host time of a guarded action over the bare replay's, on the first cell, in microseconds."""
-
-Raw = Mapping[str, Any]
 
 
 def derive_host(columns: Mapping[str, Raw]) -> dict[str, Any]:
@@ -45,19 +45,19 @@ def derive_column(raw: Raw) -> dict[str, Any]:
         bare = raw["bare_ns"].get(name)
         kinds[name] = {
             "calls": len(ns) / steps,
-            "us": _spread(ns),
-            "bare_us": _spread(bare) if bare else None,
+            "us": microseconds(ns),
+            "bare_us": microseconds(bare) if bare else None,
             "over_bare_us": round((statistics.median(ns) - statistics.median(bare)) / 1e3, 3)
             if bare
             else None,
         }
     found: dict[str, Any] = {"kinds": kinds, "copy_us": None, "of_an_action_us": None}
     if raw["copy_ns"]:
-        found["copy_us"] = _spread(raw["copy_ns"])
+        found["copy_us"] = microseconds(raw["copy_ns"])
     if raw["bare_ns"]:
         guarded, bare = (_by_step(raw[key], steps) for key in ("guarded_ns", "bare_ns"))
         over = [(a - b) / actions for a, b in zip(guarded, bare, strict=True)]
-        found["of_an_action_us"] = {**_spread(over), "goal": GOAL_US}
+        found["of_an_action_us"] = {**microseconds(over), "goal": GOAL_US}
     if raw.get("parts_ns"):
         parts = _parts(raw)
         if (whole := found["of_an_action_us"]) is not None:
@@ -97,54 +97,3 @@ def _by_step(times: Mapping[str, Sequence[int]], steps: int) -> list[int]:
         for n in range(steps):
             totals[n] += sum(ns[n * each : (n + 1) * each])
     return totals
-
-
-def _spread(ns: Sequence[float]) -> dict[str, float]:
-    """Median, extremes and the middle half's width, in microseconds."""
-    ordered = sorted(ns)
-    quarter = len(ordered) // 4
-    return {
-        "median": round(statistics.median(ordered) / 1e3, 3),
-        "min": round(ordered[0] / 1e3, 3),
-        "max": round(ordered[-1] / 1e3, 3),
-        "middle_half": round((ordered[-1 - quarter] - ordered[quarter]) / 1e3, 3),
-    }
-
-
-def host_rows(host: Mapping[str, Raw]) -> list[tuple[str, ...]]:
-    """The host table: a row for each kind of call of each column, and one for all of them."""
-    rows: list[tuple[str, ...]] = []
-    for name, column in host.items():
-        for kind, entry in column["kinds"].items():
-            bare = entry["bare_us"]
-            rows.append(
-                (
-                    f"{name} {kind}",
-                    f"{entry['calls']:g}",
-                    f"{entry['us']['median']:.2f}",
-                    f"{entry['us']['middle_half']:.2f}",
-                    "-" if bare is None else f"{bare['median']:.2f}",
-                    "-" if bare is None else f"{entry['over_bare_us']:.2f}",
-                )
-            )
-        if (copy := column["copy_us"]) is not None:
-            rows.append(
-                (f"{name} copy", "", f"{copy['median']:.2f}", f"{copy['middle_half']:.2f}", "", "")
-            )
-        if (over := column["of_an_action_us"]) is not None:
-            rows.append(
-                (
-                    f"{name}, an action over its replay (goal {over['goal']:g})",
-                    "",
-                    "",
-                    f"{over['middle_half']:.2f}",
-                    "",
-                    f"{over['median']:.2f}",
-                )
-            )
-        for part, us in column.get("parts_us", {}).items():
-            rows.append((f"{name}, of it {part}", "", "", "", "", f"{us:.2f}"))
-    return rows
-
-
-HOST_HEADER = ("host us", "calls", "us", "middle half", "bare us", "over bare")

@@ -9,23 +9,20 @@ rounded before it is quantized), so there the distance is said.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from . import paper
-from .text import number, table, target_lines
+from .summary import Raw, busiest_ms, extremes, judged, median, ratio, rounded, step_ms
 
-__all__ = ["FAR", "combined", "derive_peers", "owed", "peer_lines", "verdict"]
+__all__ = ["FAR", "combined", "derive_peers", "owed", "verdict"]
 
-Raw = Mapping[str, Any]
 FAR: Final = 0.25
 """
 Of the norm of native's gradients. Megatron's other rounding and its other head move them by a sixth
 or so (`from_native` in `reports/peers.json`); one microbatch of eight left out or taken twice moves
 them by a third.
 """
-_DIGITS = 4
 EAGER = "megatron none"
 GRAPHS = ("megatron transformer_engine", "megatron local", "megatron full_iteration")
 
@@ -65,21 +62,17 @@ def combined(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, An
         key: sum(sums[key] for sums in tensors.values())
         for key in ("apart", "own", "theirs", "product")
     }
-    found["relative"] = _quotient(total["apart"] ** 0.5, total["theirs"] ** 0.5)
-    found["cosine"] = _quotient(total["product"], (total["own"] * total["theirs"]) ** 0.5)
+    found["relative"] = ratio(total["apart"] ** 0.5, total["theirs"] ** 0.5, 6)
+    found["cosine"] = ratio(total["product"], (total["own"] * total["theirs"]) ** 0.5, 6)
     apart = {
         name: relative
         for name, sums in tensors.items()
-        if (relative := _quotient(sums["apart"] ** 0.5, sums["theirs"] ** 0.5)) is not None
+        if (relative := ratio(sums["apart"] ** 0.5, sums["theirs"] ** 0.5, 6)) is not None
     }
     if apart:
         name = max(apart, key=apart.__getitem__)
         found["worst"] = [name, apart[name]]
     return found
-
-
-def _quotient(a: float, b: float) -> float | None:
-    return round(a / b, 6) if b else None
 
 
 def verdict(row: Raw) -> str:
@@ -124,21 +117,13 @@ def derive_peers(raw: Raw) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for cell in dict.fromkeys(row["cell"] for row in raw["rows"]):
         own = [row for row in raw["rows"] if row["cell"] == cell]
-        base = {row["side"]: _step(row) for row in own if row["error"] is None}
+        base = {row["side"]: step_ms(row) for row in own if row["error"] is None}
         graphs = [
             row for row in own if row["side"] in GRAPHS and verdict(row) in ("same bits", "close")
         ]
-        best = min(graphs, key=_step, default=None)
+        best = min(graphs, key=step_ms, default=None)
         rows += [_row(row, base, best) for row in own]
     return {"rows": rows, "capability": _capability(rows, raw), "targets": _targets(rows)}
-
-
-def _step(row: Raw) -> float:
-    return float(statistics.median(row["step_ms"]))
-
-
-def _over(theirs: float | None, own: float) -> float | None:
-    return None if theirs is None else round(theirs / own, _DIGITS)
 
 
 def _row(row: Raw, base: Mapping[str, float], best: Raw | None) -> dict[str, Any]:
@@ -151,24 +136,20 @@ def _row(row: Raw, base: Mapping[str, float], best: Raw | None) -> dict[str, Any
     }
     if row["error"] is not None:
         return found
-    step = _step(row)
-    busy = [rank["kernels"] + rank["copies"] for rank in row["busy_ms"]]
+    step = step_ms(row)
+    busiest = busiest_ms(row)
     named = {one["with"]: one for one in row["gradients"]}
     return {
         **found,
-        "step_ms": {
-            "median": round(step, _DIGITS),
-            "min": round(min(row["step_ms"]), _DIGITS),
-            "max": round(max(row["step_ms"]), _DIGITS),
-        },
-        "single_ms": round(statistics.median(row["single_ms"]), _DIGITS),
-        "native_over_this": _over(base.get("native"), step),
-        "megatron_eager_over_this": _over(base.get(EAGER), step),
-        "best_graphs_over_this": None if best is None else _over(_step(best), step),
+        "step_ms": extremes(row["step_ms"]),
+        "single_ms": median(row["single_ms"]),
+        "native_over_this": ratio(base.get("native"), step),
+        "megatron_eager_over_this": ratio(base.get(EAGER), step),
+        "best_graphs_over_this": None if best is None else ratio(step_ms(best), step),
         "best_graphs": None if best is None else best["side"],
-        "busiest_ms": round(max(busy), _DIGITS) if busy else None,
-        "over_busiest": round(step / max(busy), _DIGITS) if busy else None,
-        "construction_s": round(row["construction_s"], _DIGITS),
+        "busiest_ms": rounded(busiest),
+        "over_busiest": None if busiest is None else ratio(step, busiest),
+        "construction_s": rounded(row["construction_s"]),
         "peak_bytes": max(row["peak_bytes"]),
         "loss": row["loss"],
         "from_native": named["native"]["relative"] if "native" in named else None,
@@ -254,47 +235,6 @@ def _targets(rows: Sequence[Raw]) -> list[dict[str, Any]]:
             continue
         choose = max if bound == "at least" else min
         row = choose(own, key=lambda row, key=key: float(row[key]))  # type: ignore[misc]
-        measured = row[key]
-        found.append(
-            {
-                "goal": goal,
-                "cell": cell,
-                "column": f"{row['side']}, {row['schedule']}",
-                "bound": bound,
-                "value": value,
-                "measured": measured,
-                "met": measured >= value if bound == "at least" else measured <= value,
-            }
-        )
+        column = f"{row['side']}, {row['schedule']}"
+        found.append(judged(goal, cell, column, bound, value, row[key]))
     return found
-
-
-def peer_lines(derived: Raw) -> list[str]:
-    """Every side, what works, and goals."""
-    rows = []
-    for row in derived["rows"]:
-        if row["error"] is not None:
-            rows.append(
-                (row["cell"], row["side"], row["schedule"], "-", "-", "-", "-", "-", "failed")
-            )
-            continue
-        rows.append(
-            (
-                row["cell"],
-                row["side"],
-                row["schedule"],
-                number(row["step_ms"]["median"]),
-                number(row["native_over_this"]),
-                number(row["best_graphs_over_this"]),
-                number(row["over_busiest"]),
-                number(row["from_native"], 4),
-                row["verdict"],
-            )
-        )
-    header = (
-        "cell", "side", "schedule", "ms", "native/this", "best graphs/this", "/kernels",
-        "from native", "gradients",
-    )  # fmt: skip
-    lines = ["", *table(header, rows)]
-    lines += [f"{row['path']}: {row['observed']}" for row in derived["capability"]]
-    return lines + target_lines(derived["targets"])

@@ -4,16 +4,14 @@ What follows from the raw numbers of a pipeline over ranks: totals, medians, rat
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .paper import LARGE, SMALL
+from .summary import DIGITS, Raw, busiest_ms, extremes, judged, ratio, rounded, step_ms
 
 __all__ = ["BOUND_GOALS", "derive_scale"]
 
-Raw = Mapping[str, Any]
-_DIGITS = 4
 BOUND_GOALS: Mapping[str, float] = {SMALL: 1.08, LARGE: 1.04}
 """By cell: how much longer than its bound a step may take, at most."""
 NATIVE_GOALS: Mapping[int, Mapping[str, float]] = {
@@ -59,19 +57,8 @@ def _targets(timed: Sequence[Raw], ranks: int) -> list[dict[str, Any]]:
     def judge(goal: str, row: Raw, bound: str, value: float | None, measured: float | None) -> None:
         if value is None or measured is None:
             return
-        met = measured >= value if bound == "at least" else measured <= value
         column = f"{row['side']}, {row['schedule']}"
-        found.append(
-            {
-                "goal": goal,
-                "cell": row["cell"],
-                "column": column,
-                "bound": bound,
-                "value": value,
-                "measured": measured,
-                "met": met,
-            }
-        )
+        found.append(judged(goal, row["cell"], column, bound, value, measured))
 
     for row in timed:
         cell = row["cell"]
@@ -89,47 +76,46 @@ def _targets(timed: Sequence[Raw], ranks: int) -> list[dict[str, Any]]:
                 if (one["cell"], one["schedule"], one["side"])
                 == (cell, row["schedule"], "one launch")
             ]
-            over = round(row["step_ms"]["median"] / whole[0], _DIGITS) if whole else None
+            over = ratio(row["step_ms"]["median"], whole[0]) if whole else None
             judge("replays over one launch", row, "at most", REPLAYS_GOAL, over)
             above = row["above_native_bytes"]
-            above = None if above is None else round(above / 1e9, _DIGITS)
+            above = ratio(above, 1e9)
             judge("GB above native", row, "at most", MEMORY_GOALS_GB.get(cell), above)
     return found
 
 
 def _timed(row: Raw, native: Raw | None) -> dict[str, Any]:
-    median = statistics.median(row["step_ms"])
+    step = step_ms(row)
     bound = row.get("bound_ms")
     found = {
         "cell": row["cell"],
         "side": row["side"],
         "schedule": row["schedule"],
-        **{name: _spread(row[name]) for name in ("step_ms", "single_ms", "host_ms")},
-        **({"host_ahead_ms": _spread(row["host_ahead_ms"])} if "host_ahead_ms" in row else {}),
-        "bound_ms": None if bound is None else round(bound, _DIGITS),
-        "over_bound": None if bound is None else round(median / bound, _DIGITS),
+        **{name: extremes(row[name]) for name in ("step_ms", "single_ms", "host_ms")},
+        **({"host_ahead_ms": extremes(row["host_ahead_ms"])} if "host_ahead_ms" in row else {}),
+        "bound_ms": rounded(bound),
+        "over_bound": None if bound is None else ratio(step, bound),
         "peak_bytes": max(row["peak_bytes"]),
-        "construction_s": round(row["construction_s"], _DIGITS),
+        "construction_s": rounded(row["construction_s"]),
         "native_over_this": None,
         "above_native_bytes": None,
     }
     if own := row.get("in_order", {}).get("bound_ms"):
-        found["in_order_bound_ms"] = round(own, _DIGITS)
-        found["over_in_order"] = round(median / own, _DIGITS)
+        found["in_order_bound_ms"] = rounded(own)
+        found["over_in_order"] = ratio(step, own)
     if split := row.get("split"):
-        found["longest_row_ms"] = round(max(rank["row_ms"] for rank in split), _DIGITS)
-        found["over_longest_row"] = round(median / found["longest_row_ms"], _DIGITS)
+        found["longest_row_ms"] = rounded(max(rank["row_ms"] for rank in split))
+        found["over_longest_row"] = ratio(step, found["longest_row_ms"])
         found["split"] = [_split(rank["launch"], rank["row"]) for rank in split]
     if row.get("message_ms"):
-        found["message_ms"] = round(row["message_ms"], _DIGITS)
-    if busy := [own["kernels"] + own["copies"] for own in row.get("busy_ms", ())]:
-        found["busiest_ms"] = round(max(busy), _DIGITS)
-        found["over_busiest"] = round(median / max(busy), _DIGITS)
+        found["message_ms"] = rounded(row["message_ms"])
+    if (busiest := busiest_ms(row)) is not None:
+        found["busiest_ms"] = rounded(busiest)
+        found["over_busiest"] = ratio(step, busiest)
     if "final" in row:
         found["final_values"], found["final_different"] = row["final"]
     if native is not None and native is not row:
-        theirs = statistics.median(native["step_ms"])
-        found["native_over_this"] = round(theirs / median, _DIGITS)
+        found["native_over_this"] = ratio(step_ms(native), step)
         pairs = zip(row["peak_bytes"], native["peak_bytes"], strict=True)
         found["above_native_bytes"] = max(own - other for own, other in pairs)
     return found
@@ -153,9 +139,4 @@ def _split(launch: Raw, row: Raw) -> dict[str, float]:
         "awaited": launch["awaited"] - row["awaited"],
         "beside": launch["beside"],
     }
-    return {name: round(value, _DIGITS) for name, value in found.items()}
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-    return {name: round(value, _DIGITS) for name, value in found.items()}
+    return {name: round(value, DIGITS) for name, value in found.items()}

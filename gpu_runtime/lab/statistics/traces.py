@@ -1,5 +1,5 @@
 """
-What the device did in some steps, from torch's profiler: kernel times and copies with their sizes.
+The device's work in a Chrome trace: kernel times, and copies with their sizes.
 
 The profiler's Chrome trace is read, because it alone carries the bytes of a copy. A matrix-gradient
 copy is a device-to-device copy of exactly the bytes of one unit of deferred work; a graph's copy
@@ -9,14 +9,10 @@ copy can also be a kernel, which carries no size.
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from heapq import nlargest
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -82,16 +78,6 @@ def summarize(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]
             for name, us in nlargest(12, kernel_us.items(), key=lambda item: item[1])
         ],
     }
-
-
-def profile_steps(step: Callable[[], None], synchronize: Callable[[], None], steps: int) -> Any:
-    """
-    Run some steps under the profiler with device activities alone, and sum up their trace.
-
-    Raises:
-        RuntimeError: The profiler saw nothing on the device.
-    """
-    return summarize(traced(step, synchronize, steps), steps)
 
 
 def busy(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, float]:
@@ -160,45 +146,6 @@ def shares(events: Iterable[Mapping[str, Any]], launches: int) -> dict[str, floa
         at = when
     found["step"] = finish - begin
     return {share: round(us / (launches - 1) / 1e3, 4) for share, us in found.items()}
-
-
-def profiled(
-    step: Callable[[], object], synchronize: Callable[[], None], steps: int
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """
-    Run some steps under the profiler; what `busy` and `summarize` say of them.
-
-    Raises:
-        RuntimeError: The profiler saw nothing on the device.
-    """
-    events = traced(step, synchronize, steps)
-    return busy(events, steps), summarize(events, steps)
-
-
-def traced(step: Callable[[], object], synchronize: Callable[[], None], steps: int) -> Any:
-    """
-    The events of the Chrome trace of some steps, of the device alone.
-
-    The library under the profiler is let go behind it. Left attached, it makes the host look at
-    every node of every graph that is launched later, and what is timed then is not what users have.
-
-    Raises:
-        RuntimeError: The profiler saw nothing on the device.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    os.environ["TEARDOWN_CUPTI"] = "1"  # what Kineto asks for where it ends a trace
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(steps):
-            step()
-        synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    if not any(event.get("cat") in DEVICE_CATEGORIES for event in events):
-        raise RuntimeError("the profiler recorded nothing on the device; is another one attached?")
-    return events
 
 
 def device_copies(trace: Mapping[str, Any]) -> float:
