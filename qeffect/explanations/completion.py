@@ -52,7 +52,8 @@ EXPLANATIONS: Final[Mapping[str, Explanation]] = {
         f"a link of domain {domain_of(st, a)}",
     ),
     "completion.caller-to-graph": lambda st, a: (
-        f"a replay whose graph stream waited up to piece {st.joined[a['link']]} of the caller's work",
+        f"a replay whose graph stream waited up to piece {st.joined[a['link']]} of the caller's "
+        "work",
         f"a wait up to piece {st.submitted[a['link']]}",
     ),
     "completion.graph-to-caller": lambda st, a: (

@@ -37,7 +37,7 @@ class TestCallerToGraph:
         """A refresh and dI are replays too."""
         rig = Rig()
         rig.contract.submit()
-        with refused(rig, "completion.caller-to-graph", "", "for all 1"):
+        with refused(rig, "completion.caller-to-graph", "", "piece 1"):
             rig.contract.check_refresh(0)
         rig.contract.join()
         ref = rig.forward(0)
