@@ -80,7 +80,7 @@ class RuntimeCommands:
         for name, text, module in (
             ("doctor", "say what this machine has, what works on it and what is missing", "doctor"),
             (
-                "lab.demo",
+                "demo",
                 "run a few guarded steps, the same natively, and compare every bit",
                 "lab.demo",
             ),
