@@ -28,9 +28,9 @@ from ..backends.protocol import (
     matrices,
     parameters,
 )
-from ..lab.evidence.comparison import digests
 from ..runtime import Runtime, RuntimeConfig
 from ..step.clipping import Clipping, Norm
+from ..step.memory.digests import digests
 from ..step.optimizer import Optimizer
 from ..step.plan.rows import Row, walked
 from .channels import (
@@ -354,6 +354,8 @@ class Worker:
         self._require_one_end(config.amax)
         self.runtime = self._runtime(build, config, event_log)
         self.optimizer = optimizer(list(self.runtime.stages.values()))
+        if config.mode == "one launch":
+            self.optimizer.make_capturable()
         self._pipeline = pipeline
         self.attempt, self.name = 0, next(_WORKERS)
         self._stepping = False

@@ -35,7 +35,7 @@ __all__ = ["main"]
 
 #: Numbers with commas between them, the first one negative.
 _NEGATIVE_LIST: Final = re.compile(r"-[0-9.]+(?:\s*,\s*-?[0-9.]+)*")
-#: Commands of the layers above the kernel; their entry points exist only where QEffect is installed.
+#: Commands of the layers above the kernel, whose entry points exist only once QEffect is installed.
 _REGISTERED: Final = ("explore", "failures", "prove", "ranks", "runtime")
 _EXIT_CODES: Final = (
     "exit codes: 0 everything kept the contract; 1 a violation was found; 2 the input cannot be "

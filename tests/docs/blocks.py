@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 KERNEL_REPORTS = ROOT / "verification" / "reports"
-RUNTIME_REPORTS = ROOT / "gpu_runtime" / "reports"
+RUNTIME_REPORTS = ROOT / "gpu_runtime" / "lab" / "reports"
 KERNEL_PAGE = KERNEL_REPORTS / "README.md"
 RUNTIME_PAGE = RUNTIME_REPORTS / "README.md"
 

@@ -8,8 +8,8 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from qeffect.gpu_runtime.lab.measure.derive import REQUIREMENTS
-from qeffect.gpu_runtime.lab.measure.plots import swept
+from qeffect.gpu_runtime.lab.commands.plots import swept
+from qeffect.gpu_runtime.lab.statistics.evidence import REQUIREMENTS
 from qeffect.gpu_runtime.training.config import TABLES, read
 from qeffect.report import package
 from tests.docs import device_block, scale_block, tables_block
@@ -253,8 +253,8 @@ def _resources() -> str:
 
 #: Reports that commands of their own make.
 _MADE_BY = {
-    "restarts": "python -m qeffect.gpu_runtime.lab.training.restarts",
-    "peers": "python -m qeffect.gpu_runtime.lab.bench.peers",
+    "restarts": "python -m qeffect.gpu_runtime.lab.commands.restarts",
+    "peers": "python -m qeffect.gpu_runtime.lab.commands.peers",
 }
 
 
@@ -296,7 +296,7 @@ def _with(report: Mapping[str, Any]) -> str:
     if report["kind"] == "tables" and "merged" in report["configuration"]:
         return f", the first of {len(report['configuration']['merged'])} trials that were merged"
     name = example_of(report)
-    folder = "../training/examples"
+    folder = "../../training/examples"
     return "" if name is None else f" with [{name}]({folder}/{name})"
 
 

@@ -12,9 +12,10 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.lab.bench import peers, side_by_side, tables
-from qeffect.gpu_runtime.lab.bench.tables import Asked
-from qeffect.gpu_runtime.lab.ranks import command
+from qeffect.gpu_runtime.lab.commands import peers, tables
+from qeffect.gpu_runtime.lab.commands import pipeline as command
+from qeffect.gpu_runtime.lab.commands.tables import Asked
+from qeffect.gpu_runtime.lab.sides import language as side_by_side
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.runtime import RuntimeConfig
@@ -29,7 +30,7 @@ def tables_command(argv: list[str]) -> tuple[int, str, str]:
     command._LAST_WORD_S = 0.0
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        code = main(["runtime", "tables", *argv])
+        code = main(["runtime", "report", "tables", *argv])
     return code, out.getvalue(), err.getvalue()
 
 
@@ -71,7 +72,7 @@ def captured_facts() -> dict[str, Any]:
     row = Asked("tiny-m4", "language", 2, "zbv", "replays")
     with pytest.MonkeyPatch.context() as patch:
         stand_ins.install(patch)
-        side = tables._Replays(member, row.job(2), "reference", RuntimeConfig(captured=True))
+        side = tables._Replays(member, row.job(2), "reference", RuntimeConfig(mode="replays"))
         side.step()
         facts = side.facts()
         slots = sum(memory.table.num_slots for memory in side.worker.runtime.memories.values())

@@ -11,7 +11,7 @@ import torch
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain
-from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.gpu_runtime.step.plan.order import Order
@@ -170,4 +170,4 @@ class TestBadCalls:
     def test_capture_without_cuda(self) -> None:
         """Capturing on a CPU is refused with the reason."""
         with pytest.raises(BackendError, match="cannot capture: device cpu has no CUDA graphs"):
-            Runtime(reference_stages(ORDER, 4, TINY), ORDER, RuntimeConfig(captured=True))
+            Runtime(reference_stages(ORDER, 4, TINY), ORDER, RuntimeConfig(mode="replays"))

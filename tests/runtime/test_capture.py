@@ -17,9 +17,9 @@ import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.backends.reference.scaling import Quantized
-from qeffect.gpu_runtime.lab.evidence.comparison import Recording
-from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
+from qeffect.gpu_runtime.lab.comparisons.recording import Recording
+from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.eager import EagerExecutor, StageMemory
 from qeffect.gpu_runtime.step.graphs import GraphExecutor
@@ -48,7 +48,7 @@ def captured_run(
 ) -> GuardedRun:
     """A guarded runtime that replays stand-in graphs."""
     stages = reference_stages(order, 4, TINY)
-    config = RuntimeConfig(rule=rule, provisioning=provisioning, captured=True, readers=True)
+    config = RuntimeConfig(rule=rule, provisioning=provisioning, mode="replays", readers=True)
     return GuardedRun(Runtime(stages, order, config), Workload(), optimizer_for(stages, BF16))
 
 

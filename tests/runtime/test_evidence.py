@@ -27,10 +27,12 @@ import torch
 
 from qeffect.gpu_runtime.__main__ import main
 from qeffect.gpu_runtime.lab import reports
-from qeffect.gpu_runtime.lab.bench.cells import CELLS
-from qeffect.gpu_runtime.lab.bench.columns import Settings
-from qeffect.gpu_runtime.lab.evidence import command, faults, interleaved, probes
-from qeffect.gpu_runtime.lab.evidence.cases import (
+from qeffect.gpu_runtime.lab.commands import compare as command
+from qeffect.gpu_runtime.lab.commands import probes
+from qeffect.gpu_runtime.lab.commands.pools import record_of
+from qeffect.gpu_runtime.lab.comparisons import faults, interleaved
+from qeffect.gpu_runtime.lab.comparisons.capture_memory import DISCIPLINES, ORDERS, trial
+from qeffect.gpu_runtime.lab.comparisons.cases import (
     DEFAULT_SETS,
     MATRIX,
     SETS,
@@ -40,12 +42,12 @@ from qeffect.gpu_runtime.lab.evidence.cases import (
     on_device,
     small,
 )
-from qeffect.gpu_runtime.lab.evidence.comparison import CATEGORIES, REQUIRED, Recording, compare
-from qeffect.gpu_runtime.lab.evidence.pools import record_of
-from qeffect.gpu_runtime.lab.evidence.sides import fresh_stages, record
-from qeffect.gpu_runtime.lab.evidence.trials import DISCIPLINES, ORDERS, trial
-from qeffect.gpu_runtime.lab.measure.derive import DERIVE
-from qeffect.gpu_runtime.lab.measure.report import Report
+from qeffect.gpu_runtime.lab.comparisons.recording import CATEGORIES, REQUIRED, Recording, compare
+from qeffect.gpu_runtime.lab.comparisons.sides import fresh_stages, record
+from qeffect.gpu_runtime.lab.reports.report import Report
+from qeffect.gpu_runtime.lab.sides.cells import CELLS
+from qeffect.gpu_runtime.lab.sides.columns import Settings
+from qeffect.gpu_runtime.lab.statistics.derive import DERIVE
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.memory.arena import RULES
 from qeffect.gpu_runtime.step.plan.order import Order
@@ -424,7 +426,7 @@ class TestPools:
         """In outputs and gradients, not in digests."""
         import torch
 
-        from qeffect.gpu_runtime.lab.evidence.trials import FiniteRecording
+        from qeffect.gpu_runtime.lab.comparisons.capture_memory import FiniteRecording
 
         recording = FiniteRecording("test")
         bad = torch.tensor([1.0, float("nan"), float("inf")]).bfloat16()
@@ -440,7 +442,7 @@ class TestPools:
         self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """One line, and exit code 2."""
-        assert 2 == main(["pools", *arguments])
+        assert 2 == main(["report", "pools", *arguments])
 
         got = capsys.readouterr()
         assert said in got.err
@@ -517,7 +519,7 @@ class TestProbes:
         """The reference backend runs every length; the library is not there to be read."""
         out = tmp_path / "probes.json"
 
-        assert 0 == main(["probes", "--device", "cpu", *COMMIT, "--out", str(out)])
+        assert 0 == main(["report", "probes", "--device", "cpu", *COMMIT, "--out", str(out)])
 
         report = json.loads(out.read_text())
         jsonschema.Draft202012Validator(reports.schema()).validate(report)
@@ -527,7 +529,7 @@ class TestProbes:
 
     def test_without_a_device(self, capsys: pytest.CaptureFixture[str]) -> None:
         """One line, and exit code 2."""
-        assert 2 == main(["probes", *COMMIT])
+        assert 2 == main(["report", "probes", *COMMIT])
         assert "no CUDA device is here" in capsys.readouterr().err
 
 
@@ -566,7 +568,7 @@ class TestOtherCommands:
         assert 2 == main(["demo", "--steps", "0"])
         assert "--steps must be at least 1" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("name", ["demo", "bench --help", "streams", "doctor"])
+    @pytest.mark.parametrize("name", ["demo", "report bench --help", "report streams", "doctor"])
     def test_without_torch_a_command_names_the_extra(self, name: str) -> None:
         """Any command says what is missing and how to get it, and exits with 2."""
         code = (

@@ -16,8 +16,8 @@ import torch
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 from qeffect.gpu_runtime.backends.reference import ReferenceStage
 from qeffect.gpu_runtime.backends.reference.linear import ScaledLinear
-from qeffect.gpu_runtime.lab.evidence.comparison import Recording, compare
-from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.lab.comparisons.recording import Recording, compare
+from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.step.memory.state import NumericalState
 from qeffect.gpu_runtime.step.plan.order import Kind, Order, Step
 from qeffect.refusals import Refused
@@ -226,7 +226,7 @@ class TestTheWholeStepIsAborted:
     @pytest.mark.parametrize("late", [False, True])
     def test_a_log_that_is_full_at_the_commit(self, late: bool) -> None:
         """The commit has happened and the update has not: nothing goes on from there."""
-        injected = Injection(device_counts=late, late_counts=late)
+        injected = Injection(counts="next step" if late else None)
         injected.run.actions()
 
         def full(transition: str, *_: Any) -> None:

@@ -15,11 +15,13 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.lab import reports
-from qeffect.gpu_runtime.lab.bench.cells import CELLS
-from qeffect.gpu_runtime.lab.bench.columns import SPECS
-from qeffect.gpu_runtime.lab.evidence import streams as streamcheck
-from qeffect.gpu_runtime.lab.measure import plots
-from qeffect.gpu_runtime.lab.measure.derive import (
+from qeffect.gpu_runtime.lab.commands import plots
+from qeffect.gpu_runtime.lab.commands import streams as streamcheck
+from qeffect.gpu_runtime.lab.reports.report import SCHEMA, environment
+from qeffect.gpu_runtime.lab.reports.text import bench_lines, stream_lines, sweep_lines
+from qeffect.gpu_runtime.lab.sides.cells import CELLS
+from qeffect.gpu_runtime.lab.sides.columns import SPECS
+from qeffect.gpu_runtime.lab.statistics.derive import (
     DERIVE,
     behind,
     beyond_floor,
@@ -28,12 +30,10 @@ from qeffect.gpu_runtime.lab.measure.derive import (
     memory_bytes,
     paired,
     rank_peak,
-    spread,
 )
-from qeffect.gpu_runtime.lab.measure.report import SCHEMA, environment
-from qeffect.gpu_runtime.lab.measure.scale import derive_scale
-from qeffect.gpu_runtime.lab.measure.tables import bench_lines, stream_lines, sweep_lines
-from qeffect.gpu_runtime.lab.measure.targets import GOALS, judge_cells
+from qeffect.gpu_runtime.lab.statistics.goals import GOALS, judge_cells
+from qeffect.gpu_runtime.lab.statistics.scale import derive_scale
+from qeffect.gpu_runtime.lab.statistics.summary import spread
 from qeffect.report import package
 
 from ..docs.remarks import CUT
@@ -678,9 +678,9 @@ class TestStreams:
 
     def test_without_a_device_the_check_says_so(self, capsys: pytest.CaptureFixture[str]) -> None:
         """One line, and exit code 2."""
-        assert 2 == main(["runtime", "streams"])
+        assert 2 == main(["runtime", "report", "streams"])
         assert "no CUDA device" in capsys.readouterr().err
-        assert 2 == main(["runtime", "streams", "--checks", "0"])
+        assert 2 == main(["runtime", "report", "streams", "--checks", "0"])
         assert "must be at least 1" in capsys.readouterr().err
 
 
@@ -724,7 +724,9 @@ class TestPictures:
         """One line that names the file or the folder, and no picture."""
         (tmp_path / "x.json").write_text(text, errors="surrogateescape")
         out = tmp_path / "out"
-        assert 2 == main(["runtime", "plots", "--reports", str(tmp_path), "--out", str(out)])
+        assert 2 == main(
+            ["runtime", "report", "plots", "--reports", str(tmp_path), "--out", str(out)]
+        )
         (line,) = capsys.readouterr().err.splitlines()
         assert told in line
         assert not out.exists()
@@ -735,7 +737,7 @@ class TestPictures:
         """It is that place, and not the reports, which is named."""
         folder = self.folder(tmp_path, samples.sweep_report())
         words = ["--reports", str(folder), "--out", str(folder / "0.json")]
-        assert 2 == main(["runtime", "plots", *words])
+        assert 2 == main(["runtime", "report", "plots", *words])
         (line,) = capsys.readouterr().err.splitlines()
         assert f"--out {folder / '0.json'}: File exists; name a folder" in line
 
@@ -802,6 +804,16 @@ class TestPictures:
     ) -> None:
         """It says how to make a report."""
         out = tmp_path / "out"
-        assert 2 == main(["runtime", "plots", "--reports", str(tmp_path), "--out", str(out)])
-        assert "make one with qeffect runtime bench" in capsys.readouterr().err
+        assert 2 == main(
+            ["runtime", "report", "plots", "--reports", str(tmp_path), "--out", str(out)]
+        )
+        assert "make one with qeffect runtime report bench" in capsys.readouterr().err
+
+    def test_an_old_name_works_and_names_the_new_one(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """One line before the error; other ranks than the first say nothing."""
+        assert 2 == main(["runtime", "plots", "--reports", str(tmp_path), "--out", str(tmp_path)])
+        first, _ = capsys.readouterr().err.splitlines()
+        assert "runtime plots is now runtime report plots" in first
         assert not (tmp_path / "out").exists()

@@ -22,17 +22,17 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
-from qeffect.gpu_runtime.lab.evidence.comparison import digests
-from qeffect.gpu_runtime.lab.evidence.native import rule_for
-from qeffect.gpu_runtime.lab.ranks.compare import guarded
-from qeffect.gpu_runtime.lab.ranks.native import NativePipeline
-from qeffect.gpu_runtime.lab.training import restarts
-from qeffect.gpu_runtime.lab.training.restarts import Trial, bits, facts_of, made
+from qeffect.gpu_runtime.lab.commands import restarts
+from qeffect.gpu_runtime.lab.commands.restarts import Trial, bits, facts_of, made
+from qeffect.gpu_runtime.lab.comparisons.native import rule_for
+from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
+from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.ranks.executor import Passage
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.world import Limits, Worker, join
+from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.state import live_state
 from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints, EarlierSaveError
@@ -498,7 +498,7 @@ def carried(job: Job, folder: str) -> dict[str, Any]:
 def language(job: Language, folder: str) -> dict[str, Any]:
     """Two steps of a language model and a save; or a load, and a step."""
     member = join("cpu", LIMITS)
-    worker = guarded(member, job, "reference", limits=LIMITS)
+    worker = build_worker(member, job, "reference", limits=LIMITS)
     checkpoints, must = Checkpoints(folder), {"layers": sum(job.cut)}
 
     def bits_now() -> dict[str, str]:

@@ -1,0 +1,129 @@
+"""
+Reports of the laboratory: their derived figures by kind, and parts that become one report.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from qeffect.report import UnusableError, read_json, require_place
+
+from ... import report
+from ...report import SCHEMA, environment
+from ..statistics.derive import DERIVE
+from .text import LINES
+
+__all__ = [
+    "ALIKE",
+    "SCHEMA",
+    "Report",
+    "UnusableError",
+    "add_report_options",
+    "environment",
+    "read_part",
+    "require_alike",
+    "require_place",
+]
+
+ALIKE = ("commit", "gpu", "driver", "gpu_memory_mib", "python", "packages")
+"""What reports that become one have to agree in, of the environment."""
+
+
+class Report(report.Report):
+    """A report whose derived figures follow from its kind, one of those that `DERIVE` has."""
+
+    def __init__(
+        self,
+        kind: str,
+        path: Path | None,
+        environment: Mapping[str, Any],
+        configuration: Mapping[str, Any],
+        raw: dict[str, Any],
+    ) -> None:
+        super().__init__(kind, path, environment, configuration, raw, derive=DERIVE[kind])
+
+    def lines(self) -> list[str]:
+        """What a command prints of it last."""
+        return list(LINES[self.kind](self.to_json()))
+
+
+def add_report_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """
+    Declare `--out` and `--commit`, which every command has that writes a report.
+
+    Args:
+        parser: The command's.
+        required: Whether `--out` must be given.
+    """
+    parser.add_argument(
+        "--out", type=Path, required=required, metavar="F", help="file of the JSON report"
+    )
+    parser.add_argument("--commit", metavar="SHA", help="the commit, outside a git checkout")
+
+
+def read_part(path: Path, kind: str) -> dict[str, Any]:
+    """
+    Read a report that is to become a part of another one.
+
+    Args:
+        path: The file.
+        kind: Its kind, as the command that makes it is called.
+
+    Raises:
+        UnusableError: It is no report of this kind, or nothing can be derived from it.
+    """
+    try:
+        part = read_json(path)
+    except UnusableError as error:
+        raise UnusableError(f"--merge {error}") from None
+    found = part.get("kind") if isinstance(part, dict) and part.get("schema") == SCHEMA else None
+    again = f"make one with qeffect runtime report {kind}"
+    if found != kind:
+        raise UnusableError(
+            f"--merge {path}: expected a report of kind {kind!r}, found {found!r}; {again}"
+        )
+    for name, types in _PARTS.items():
+        if not isinstance(part.get(name), types):
+            raise UnusableError(
+                f"--merge {path}: expected a whole report, found none of {name}; {again}"
+            )
+    try:
+        LINES[kind]({**part, "derived": DERIVE[kind](part["raw"])})
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UnusableError(
+            f"--merge {path}: expected measurements in raw, found some from which nothing follows "
+            f"({type(error).__name__}: {error}); {again}"
+        ) from None
+    made: dict[str, Any] = part
+    return made
+
+
+_PARTS: Mapping[str, type] = {
+    "environment": dict,
+    "configuration": dict,
+    "raw": dict,
+    "complete": bool,
+}
+
+
+def require_alike(parts: Iterable[tuple[Path, Mapping[str, Any]]]) -> None:
+    """
+    Require that what reports say of themselves is the same.
+
+    Args:
+        parts: Files, and what has to agree, by name.
+
+    Raises:
+        UnusableError: Something differs from the first one's.
+    """
+    (whence, first), *others = parts
+    for path, own in others:
+        for name in sorted(own.keys() | first.keys()):
+            if own.get(name) != first.get(name):
+                raise UnusableError(
+                    f"--merge {path}: {name} is {own.get(name)!r}, in {whence} it is "
+                    f"{first.get(name)!r}; merge parts of one configuration, made in one place"
+                )

@@ -1,0 +1,182 @@
+"""
+What more ranks than were measured would do: the simulator over what two ranks measured.
+
+Nothing here is a measurement. Times of F, dI, dW, refreshes and updates are those of a report of
+``qeffect runtime report scale``, one layer a stage; messages are assumptions, stated in `Links`.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from qeffect.schedule.actions import Schedule
+from qeffect.schedule.durations import Durations
+from qeffect.schedule.steptime import step_time
+from qeffect.schedule.torch_tables import torch_schedule
+
+from ...step.plan.rows import Row, walked
+
+__all__ = ["CLASSES", "Links", "Measured", "Projected", "projected"]
+
+CLASSES = {"il": "ScheduleInterleaved1F1B", "zbv": "ScheduleZBVZeroBubble"}
+STAGES_A_RANK = 2
+MOST_SLOTS = 16
+
+
+@attrs.frozen
+class Links:
+    """
+    What messages are taken to cost; assumed, not measured.
+
+    Args:
+        ranks_a_host: Consecutive ranks that share a host.
+        inside_ms: Latency of a message inside of a host.
+        inside_gb_s: What a link there carries, in GB/s.
+        between_ms: Latency of a message between hosts.
+        between_gb_s: What a link there carries, in GB/s: 25 is 200 Gb/s.
+        slower: What the time of messages between hosts is multiplied by.
+    """
+
+    ranks_a_host: int = 8
+    inside_ms: float = 0.01
+    inside_gb_s: float = 100.0
+    between_ms: float = 0.02
+    between_gb_s: float = 25.0
+    slower: float = 1.0
+
+    def of(self, pp: int, size: int) -> dict[tuple[int, int], float]:
+        """What a message of as many bytes takes between each two neighbours, in milliseconds."""
+        found = {}
+        for a in range(pp):
+            for b in {(a + 1) % pp, (a - 1) % pp} - {a}:
+                if a // self.ranks_a_host == b // self.ranks_a_host:
+                    found[a, b] = self.inside_ms + size / self.inside_gb_s / 1e6
+                else:
+                    took = self.between_ms + size / self.between_gb_s / 1e6
+                    found[a, b] = self.slower * took
+        return found
+
+
+@attrs.frozen
+class Measured:
+    """
+    What a report measured of one cell over two ranks.
+
+    Args:
+        first: Times of F, I, W and the refresh of the first stage, in milliseconds.
+        inner: Medians of the stages that are neither.
+        last: Those of the last stage, which has the loss.
+        update: A rank's update.
+        replays_host: The host's time for each F, dI or dW of guarded replays, all of a step in it.
+        launch_host: The same of one launch, of a step by itself; back to back it is less.
+        message_bytes: What passes from stage to stage.
+    """
+
+    first: Mapping[str, float]
+    inner: Mapping[str, float]
+    last: Mapping[str, float]
+    update: float
+    replays_host: float
+    launch_host: float
+    message_bytes: int
+
+    @classmethod
+    def of(cls, report: Mapping[str, Any], cell: str, schedule: str) -> Measured:
+        """Read from a report of `scale`; its host times are of a step alone."""
+        rows = {
+            row["side"]: row
+            for row in report["raw"]["timed"]
+            if row["cell"] == cell and row["schedule"] == schedule
+        }
+        alone = {int(n): times for n, times in rows["guarded"]["alone_ms"].items()}
+        order = sorted(alone)
+        kinds = ("F", "I", "W", "refresh")
+        inner = [alone[n] for n in order[1:-1]]
+        hidden, sequence, microbatches = (int(part[1:]) for part in cell.split("-"))
+        actions = 3 * STAGES_A_RANK * microbatches
+        hosts = {side: statistics.median(row["host_ms"]) / actions for side, row in rows.items()}
+        return cls(
+            {kind: alone[order[0]][kind] for kind in kinds},
+            {kind: statistics.median(times[kind] for times in inner) for kind in kinds},
+            {kind: alone[order[-1]][kind] for kind in kinds},
+            max(rows["guarded"]["update_ms"]),
+            hosts["guarded"],
+            hosts["one launch"],
+            2 * hidden * sequence,
+        )
+
+
+@attrs.frozen
+class Projected:
+    """
+    One row: a simulated step in milliseconds, and what it is made of.
+
+    Args:
+        pp: Ranks.
+        microbatches: Microbatches.
+        free: The step with messages for nothing.
+        step: With messages as they are assumed.
+        slow: With messages between hosts ten times slower.
+        bubble: Idle share of the step with messages, over all ranks.
+        replays: With the host of guarded replays as it was measured in front of each action.
+        launch_host: What the host of one launch takes for as many actions.
+        slots: Most slots of a rank; None above `MOST_SLOTS` ranks, where planning takes minutes.
+    """
+
+    pp: int
+    microbatches: int
+    free: float
+    step: float
+    slow: float
+    bubble: float
+    replays: float
+    launch_host: float
+    slots: int | None
+
+
+@functools.cache
+def _table(cls: str, pp: int, microbatches: int) -> Schedule:
+    return torch_schedule(cls, pp=pp, vpp=STAGES_A_RANK, microbatches=microbatches, comms=True)
+
+
+def projected(measured: Measured, schedule: str, pp: int, links: Links | None = None) -> Projected:
+    """
+    Simulate a step of more ranks, one layer a stage, `2 * pp` microbatches.
+
+    Args:
+        measured: What two ranks measured.
+        schedule: `il` or `zbv`.
+        pp: Ranks.
+        links: What messages are taken to cost.
+    """
+    links = links or Links()
+    count = 2 * pp
+    table = _table(CLASSES[schedule], pp, count)
+    ends = {0: measured.first, table.num_stages - 1: measured.last}
+    times = {**measured.inner, "update": measured.update}
+
+    def simulated(between: Links | None, host: float = 0.0) -> Any:
+        taken = {} if between is None else between.of(pp, measured.message_bytes)
+        return step_time(table, Durations({**times, "host": host}, "ms", stages=ends, links=taken))
+
+    step = simulated(links)
+    slots = None
+    if pp <= MOST_SLOTS:
+        walk = walked(table, "live")
+        slots = max(sum(Row.of(walk, n, "live").slots.num_slots.values()) for n in range(pp))
+    return Projected(
+        pp,
+        count,
+        float(simulated(None).time),
+        float(step.time),
+        float(simulated(attrs.evolve(links, slower=10.0)).time),
+        statistics.mean(rank.bubble for rank in step.ranks),
+        float(simulated(links, measured.replays_host).time),
+        measured.launch_host * 3 * STAGES_A_RANK * count,
+        slots,
+    )
