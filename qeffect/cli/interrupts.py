@@ -37,7 +37,7 @@ class Interrupts:
             process was interrupted. Called once, from another thread.
     """
 
-    def __init__(self, say: Callable[[], None]) -> None:
+    def __init__(self, say: Callable[[], object]) -> None:
         self._say = say
         self._main = threading.main_thread()
         self._ending = threading.Event()
