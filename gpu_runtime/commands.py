@@ -80,19 +80,19 @@ class RuntimeCommands:
         for name, text, module in (
             ("doctor", "say what this machine has, what works on it and what is missing", "doctor"),
             (
-                "lab.demo",
+                "demo",
                 "run a few guarded steps, the same natively, and compare every bit",
-                "lab.demo",
+                "lab.commands.demo",
             ),
             (
                 "compare",
                 "compare native, eager and captured steps bit for bit",
-                "lab.evidence.command",
+                "lab.commands.compare",
             ),
             (
                 "pipeline",
                 "train a guarded pipeline over the ranks that torchrun started",
-                "lab.ranks.command",
+                "lab.commands.pipeline",
             ),
             (
                 "corpus",
@@ -107,34 +107,34 @@ class RuntimeCommands:
             (
                 "curves",
                 "train run after run, guarded and natively, into one report of loss curves",
-                "lab.training.curves",
+                "lab.commands.curves",
             ),
-            ("bench", "measure step time, memory, set-up, copies and guards", "lab.bench.cli"),
+            ("bench", "measure step time, memory, set-up, copies and guards", "lab.commands.bench"),
             (
                 "scale",
                 "compare and time a pipeline over the ranks that torchrun started",
-                "lab.ranks.scale",
+                "lab.commands.scale",
             ),
             (
                 "tables",
                 "measure the paper's complete-step tables over the ranks that torchrun started",
-                "lab.bench.tables",
+                "lab.commands.tables",
             ),
             (
                 "streams",
                 "count stale reads of one-way and two-way handoffs",
-                "lab.evidence.streams",
+                "lab.commands.streams",
             ),
             (
                 "pools",
                 "show what graphs that share one memory pool corrupt",
-                "lab.evidence.pools",
+                "lab.commands.pools",
             ),
             (
                 "probes",
                 "look at what the documentation says of the library",
-                "lab.evidence.probes",
+                "lab.commands.probes",
             ),
-            ("plots", "draw the reports", "lab.measure.plots"),
+            ("plots", "draw the reports", "lab.commands.plots"),
         ):
             yield RuntimeCommand(name, text, module)

@@ -1,5 +1,5 @@
 """
-One call at a time: two threads inside one contract are found at once, before either does harm.
+One call at a time: a second thread inside one contract is refused before it changes anything.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-__all__ = ["ConcurrentCallError", "alone"]
+__all__ = ["ConcurrentCallError", "exclusive_call"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -16,12 +16,12 @@ R = TypeVar("R")
 
 class ConcurrentCallError(RuntimeError):
     """
-    A call came while another one of the same contract was under way; it has done nothing.
+    A call came while another call of the same contract was under way; it has done nothing.
 
-    Calls may come from any thread, one after another, as those of autograd's own threads do. Two
-    at once leave open which action comes first on the device, so that no lock could mend it: the
-    caller orders its threads. A call from within a call, by an observer or a finalizer, is the
-    same error.
+    Calls may come from any thread, one after another, as autograd's threads do. Two calls at once
+    leave open which action comes first on the device. A lock could not decide that, so the caller
+    must order its threads. A call from within a call, by an observer or a finalizer, raises this
+    error too.
 
     Args:
         call: Name of the call.
@@ -36,7 +36,7 @@ class ConcurrentCallError(RuntimeError):
     def __str__(self) -> str:
         return (
             f"{self.args[0]} while another call of this contract is under way; nothing was done: "
-            "let threads take turns, each call after the last has returned"
+            "let threads take turns, each call after the previous one has returned"
         )
 
 
@@ -47,13 +47,13 @@ class _Entered(Protocol):
 S = TypeVar("S", bound=_Entered)
 
 
-def alone(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+def exclusive_call(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """
-    Decorate a method that no other may overlap.
+    Decorate a method that no other call of its contract may overlap.
 
-    The interpreter changes threads where a function is called or a loop turns, and between the
-    look at the flag and its setting there is neither. A flag so costs a tenth of what a lock does;
-    the calls of a step spell it out, since a decorator would cost a call.
+    The interpreter switches threads only at calls and loop turns, and there is neither between
+    reading the flag and setting it. A flag therefore suffices, at a tenth of a lock's cost. The
+    hot calls of a step contain the same lines themselves, since a decorator would cost a call.
     """
     name = getattr(method, "__name__", "a call")
 

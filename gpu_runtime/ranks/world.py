@@ -28,7 +28,7 @@ from ..backends.protocol import (
     matrices,
     parameters,
 )
-from ..lab.evidence.comparison import digests
+from ..lab.comparisons.recording import digests
 from ..runtime import Runtime, RuntimeConfig
 from ..step.clipping import Clipping, Norm
 from ..step.optimizer import Optimizer

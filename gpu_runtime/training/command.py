@@ -23,9 +23,9 @@ from qeffect.cli.command import Outcome, Progress, refuse_unused
 from qeffect.refusals import Refused
 from qeffect.report import UnusableError, finite
 
-from ..lab.measure.report import Report, environment, require_place
-from ..lab.ranks.command import begun, processes, said_once, stopped_outcome
-from ..lab.ranks.compare import compared, native, summed, tensors_of
+from ..lab.commands.pipeline import begun, processes, said_once, stopped_outcome
+from ..lab.comparisons.ranks import compared, native, summed, tensors_of
+from ..lab.reports.report import Report, environment, require_place
 from ..ranks.consent import StoppedError
 from ..ranks.world import Limits, Member, gathered
 from .config import Checkpointing, Config, read

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backends.protocol import BackendError, StageBackend
-from ..lab.ranks.native import NativePipeline
+from ..lab.sides.torch_pipeline import NativePipeline
 from ..ranks.world import Member, Worker, gathered
 from ..step.memory.state import Snapshot, live_state, preserving
 from .data import Loader

@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..lab.ranks.command import could_not_capture
+from ..lab.commands.pipeline import could_not_capture
 from ..ranks.consent import StoppedError, wait_for
 from ..ranks.job import Batches, Job
 from ..ranks.one_launch import OneLaunch, obstacles

@@ -19,8 +19,8 @@ from qeffect.schedule.actions import ScheduleError
 
 from ..backends.dynamic import library
 from ..backends.protocol import BackendError
-from ..lab.measure.train import perplexity
-from ..lab.ranks.compare import guarded
+from ..lab.comparisons.ranks import guarded
+from ..lab.statistics.training import perplexity
 from ..ranks.consent import StoppedError
 from ..ranks.world import Limits, Member, agree_on, gathered
 from ..step.graphs import GraphExecutor

@@ -701,10 +701,10 @@ def test_help_of_the_runtime_loads_no_torch() -> None:
         assert ("doctor" in done.stdout) is ("runtime" in argv and "--help" in argv)
 
 
-@pytest.mark.parametrize("module", ["qeffect.gpu_runtime", "qeffect.gpu_runtime.lab.bench"])
+@pytest.mark.parametrize("module", ["qeffect.gpu_runtime", "qeffect.gpu_runtime.lab"])
 def test_modules_of_the_runtime_are_its_commands(module: str) -> None:
     """``python -m`` gives the same words as ``qeffect runtime``."""
-    words = ["runtime", *(["bench"] if module.endswith("bench") else [])]
+    words = ["runtime", *(["bench"] if module.endswith("lab") else [])]
 
     alias, command = (
         subprocess.run(

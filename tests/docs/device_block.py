@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from qeffect.gpu_runtime.lab.measure.host import REST
 from qeffect.gpu_runtime.lab.reports import cells
+from qeffect.gpu_runtime.lab.statistics.host import REST
 from tests.docs.blocks import KERNEL_REPORTS, load, markdown
 from tests.docs.reading import dated, machine_of, milliseconds, ratio, reports
 

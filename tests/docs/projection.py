@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from qeffect.gpu_runtime.lab.measure.projection import CLASSES, Links, Measured, projected
+from qeffect.gpu_runtime.lab.statistics.projection import CLASSES, Links, Measured, projected
 from tests.docs.blocks import ROOT, RUNTIME_REPORTS, load, markdown
 
 PAGE = ROOT / "gpu_runtime" / "PROJECTION.md"

@@ -8,8 +8,8 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from qeffect.gpu_runtime.lab.measure.derive import REQUIREMENTS
-from qeffect.gpu_runtime.lab.measure.plots import swept
+from qeffect.gpu_runtime.lab.commands.plots import swept
+from qeffect.gpu_runtime.lab.statistics.evidence import REQUIREMENTS
 from qeffect.gpu_runtime.training.config import TABLES, read
 from qeffect.report import package
 from tests.docs import device_block, scale_block, summary_block, tables_block
@@ -244,8 +244,8 @@ def _resources() -> str:
 
 #: The programs of reports that `qeffect runtime` does not make.
 _MADE_BY = {
-    "restarts": "python -m qeffect.gpu_runtime.lab.training.restarts",
-    "peers": "python -m qeffect.gpu_runtime.lab.bench.peers",
+    "restarts": "python -m qeffect.gpu_runtime.lab.commands.restarts",
+    "peers": "python -m qeffect.gpu_runtime.lab.commands.peers",
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from qeffect.gpu_runtime.lab.measure.scale import BOUND_GOALS
+from qeffect.gpu_runtime.lab.statistics.scale import BOUND_GOALS
 from tests.docs.blocks import markdown
 from tests.docs.reading import machine_of, ratio
 from tests.docs.remarks import remark

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from qeffect.gpu_runtime.lab.measure.scale import BOUND_GOALS
 from qeffect.gpu_runtime.lab.reports import cells
+from qeffect.gpu_runtime.lab.statistics.scale import BOUND_GOALS
 from qeffect.report import package
 from tests.docs.blocks import markdown
 from tests.docs.device_block import latest_goals

@@ -13,10 +13,10 @@ from typing import Any
 import attrs
 import pytest
 
-from qeffect.gpu_runtime.lab.bench.tables import Asked, asked
-from qeffect.gpu_runtime.lab.ranks.alone import bound_ms
-from qeffect.gpu_runtime.lab.ranks.scale import CELLS
+from qeffect.gpu_runtime.lab.commands.scale import CELLS
+from qeffect.gpu_runtime.lab.commands.tables import Asked, asked
 from qeffect.gpu_runtime.lab.reports import paths
+from qeffect.gpu_runtime.lab.runner.rank_parts import bound_ms
 from qeffect.gpu_runtime.ranks.job import Job
 from tests.docs import reading, runtime_block, scale_block, summary_block
 from tests.docs.bench_block import conditions, figures, missed
@@ -430,7 +430,7 @@ def test_a_remark_is_of_a_report_of_one_commit() -> None:
     [
         ((), "bench", "bench --out F --commit C", "qeffect runtime bench --out F"),
         ((), "scale", "runtime scale --pp 2", "qeffect runtime scale --pp 2"),
-        ((), "restarts", "--out F", "python -m qeffect.gpu_runtime.lab.training.restarts --out F"),
+        ((), "restarts", "--out F", "python -m qeffect.gpu_runtime.lab.commands.restarts --out F"),
         (
             ("torchrun", "-m", "qeffect"),
             "scale",

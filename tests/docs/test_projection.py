@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qeffect.gpu_runtime.lab.measure.projection import CLASSES, Links
+from qeffect.gpu_runtime.lab.statistics.projection import CLASSES, Links
 from tests.docs.blocks import RUNTIME_REPORTS, load
 from tests.docs.projection import CELLS, HEADER, PAGE, RANKS, REPORT, page, row
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qeffect.gpu_runtime.lab.evidence.command import DETERMINISTIC
-from qeffect.gpu_runtime.lab.evidence.comparison import Recording
+from qeffect.gpu_runtime.lab.commands.compare import DETERMINISTIC
+from qeffect.gpu_runtime.lab.comparisons.recording import Recording
 
 from .helpers import native_final
 

@@ -10,11 +10,16 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
-from qeffect.gpu_runtime.lab.evidence.cases import Case
-from qeffect.gpu_runtime.lab.evidence.comparison import Recording, compare
-from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.lab.evidence.sides import fresh_stages, fuse_for, optimizer_of, run_native
-from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.lab.comparisons.cases import Case
+from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
+from qeffect.gpu_runtime.lab.comparisons.recording import Recording, compare
+from qeffect.gpu_runtime.lab.comparisons.sides import (
+    fresh_stages,
+    fuse_for,
+    optimizer_of,
+    run_native,
+)
+from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.runtime import Reducer, Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.graphs import GraphExecutor
 from qeffect.gpu_runtime.step.memory.state import live_state

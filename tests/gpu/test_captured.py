@@ -13,12 +13,12 @@ from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.backends.te.domain import library
 from qeffect.gpu_runtime.backends.te.stage import TransformerEngineStage
-from qeffect.gpu_runtime.lab.evidence import streams as streamcheck
-from qeffect.gpu_runtime.lab.evidence.cases import Case
-from qeffect.gpu_runtime.lab.evidence.comparison import REQUIRED, Recording, compare
-from qeffect.gpu_runtime.lab.evidence.faults import LocalReduction
-from qeffect.gpu_runtime.lab.evidence.sides import fresh_stages, record
-from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.lab.commands import streams as streamcheck
+from qeffect.gpu_runtime.lab.comparisons.cases import Case
+from qeffect.gpu_runtime.lab.comparisons.faults import LocalReduction
+from qeffect.gpu_runtime.lab.comparisons.recording import REQUIRED, Recording, compare
+from qeffect.gpu_runtime.lab.comparisons.sides import fresh_stages, record
+from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.step.memory.arena import Rule
 from qeffect.gpu_runtime.step.plan.order import Kind, Step
 from qeffect.refusals import Refused

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
 from qeffect.gpu_runtime.operators import Session
 from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.refusals import Refused

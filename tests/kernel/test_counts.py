@@ -350,7 +350,7 @@ class TestLate:
 
     def test_wrong_calls(self) -> None:
         """What belongs to the other kind of contract says so."""
-        with pytest.raises(ValueError, match="late=True wants counted=True"):
+        with pytest.raises(ValueError, match="late=True requires counted=True"):
             Contract([stage(0)], late=True)
         step = Step(late=True)
         step.run()

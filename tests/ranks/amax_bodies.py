@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.lab.ranks.compare import guarded
+from qeffect.gpu_runtime.lab.comparisons.ranks import guarded
 from qeffect.gpu_runtime.ranks.executor import Entry, Pipeline
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.world import Worker, gathered, join

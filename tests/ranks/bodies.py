@@ -20,10 +20,10 @@ from qeffect.cli import main
 from qeffect.engine.stage import TRANSITIONS
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
-from qeffect.gpu_runtime.lab.evidence.comparison import digests
-from qeffect.gpu_runtime.lab.ranks import command
-from qeffect.gpu_runtime.lab.ranks.compare import CATEGORIES as CATEGORIES
-from qeffect.gpu_runtime.lab.ranks.compare import compared, guarded
+from qeffect.gpu_runtime.lab.commands import pipeline as command
+from qeffect.gpu_runtime.lab.comparisons.ranks import CATEGORIES as CATEGORIES
+from qeffect.gpu_runtime.lab.comparisons.ranks import compared, guarded
+from qeffect.gpu_runtime.lab.comparisons.recording import digests
 from qeffect.gpu_runtime.ranks.channels import Message, Transfer
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.ranks.executor import Passage

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
-from qeffect.gpu_runtime.lab.evidence.comparison import digests
-from qeffect.gpu_runtime.lab.evidence.native import rule_for
-from qeffect.gpu_runtime.lab.ranks.compare import guarded
-from qeffect.gpu_runtime.lab.ranks.native import NativePipeline
+from qeffect.gpu_runtime.lab.comparisons.native import rule_for
+from qeffect.gpu_runtime.lab.comparisons.ranks import guarded
+from qeffect.gpu_runtime.lab.comparisons.recording import digests
+from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
 from qeffect.gpu_runtime.ranks.consent import StoppedError
 from qeffect.gpu_runtime.ranks.executor import Pipeline
 from qeffect.gpu_runtime.ranks.job import Job

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
-from qeffect.gpu_runtime.lab.evidence.command import DETERMINISTIC
+from qeffect.gpu_runtime.lab.commands.compare import DETERMINISTIC
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError
 from qeffect.gpu_runtime.ranks.job import Batches, Job
 from qeffect.gpu_runtime.ranks.one_launch import OneLaunch, _Gate

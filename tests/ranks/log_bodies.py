@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.lab.ranks.compare import guarded
+from qeffect.gpu_runtime.lab.comparisons.ranks import guarded
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.world import Limits, join
 

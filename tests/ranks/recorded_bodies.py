@@ -11,7 +11,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from qeffect.gpu_runtime.lab.ranks import command
+from qeffect.gpu_runtime.lab.commands import pipeline as command
 from qeffect.gpu_runtime.ranks import one_launch
 from qeffect.gpu_runtime.ranks.channels import Channels, Ends, Message
 from qeffect.gpu_runtime.ranks.consent import Consent, StoppedError

@@ -12,9 +12,10 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.lab.bench import peers, side_by_side, tables
-from qeffect.gpu_runtime.lab.bench.tables import Asked
-from qeffect.gpu_runtime.lab.ranks import command
+from qeffect.gpu_runtime.lab.commands import peers, tables
+from qeffect.gpu_runtime.lab.commands import pipeline as command
+from qeffect.gpu_runtime.lab.commands.tables import Asked
+from qeffect.gpu_runtime.lab.sides import language as side_by_side
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.runtime import RuntimeConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qeffect.gpu_runtime.lab.ranks.alone import bound_ms, graph_of
+from qeffect.gpu_runtime.lab.runner.rank_parts import bound_ms, graph_of
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.step.plan.order import Kind
 from qeffect.gpu_runtime.step.plan.rows import Row, walked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qeffect.gpu_runtime.lab.measure.peers import verdict
+from qeffect.gpu_runtime.lab.statistics.peers import verdict
 from tests.ranks import table_bodies
 from tests.ranks.ranks import launch
 

@@ -12,9 +12,9 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.lab import reports
-from qeffect.gpu_runtime.lab.bench.tables import Asked, asked
-from qeffect.gpu_runtime.lab.measure.complete import derive_tables
-from qeffect.gpu_runtime.lab.measure.paper import LARGE, SMALL
+from qeffect.gpu_runtime.lab.commands.tables import Asked, asked
+from qeffect.gpu_runtime.lab.statistics.complete_step import derive_tables
+from qeffect.gpu_runtime.lab.statistics.paper import LARGE, SMALL
 from qeffect.gpu_runtime.training.model import Language
 from qeffect.schedule.plan import plan
 from qeffect.schedule.torch_tables import torch_schedule

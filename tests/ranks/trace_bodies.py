@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qeffect.gpu_runtime.lab.ranks.compare import guarded
+from qeffect.gpu_runtime.lab.comparisons.ranks import guarded
 from qeffect.gpu_runtime.ranks.consent import name_of
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.trace import Tracer, chrome_trace

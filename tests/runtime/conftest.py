@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from qeffect.gpu_runtime.lab.evidence.comparison import Recording
+from qeffect.gpu_runtime.lab.comparisons.recording import Recording
 
 from .injection import native_final
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qeffect.gpu_runtime.lab.evidence.comparison import Recording
+from qeffect.gpu_runtime.lab.comparisons.recording import Recording
 from qeffect.gpu_runtime.step.graphs import GraphExecutor
 from qeffect.gpu_runtime.step.memory.state import same_bits
 from qeffect.refusals import Refused

@@ -8,9 +8,9 @@ native run gives, bit for bit.
 
 from __future__ import annotations
 
-from qeffect.gpu_runtime.lab.evidence.comparison import Recording
-from qeffect.gpu_runtime.lab.evidence.faults import LocalReduction, abort_write
-from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.lab.comparisons.faults import LocalReduction, abort_write
+from qeffect.gpu_runtime.lab.comparisons.recording import Recording
+from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.step.memory.state import same_bits
 from qeffect.gpu_runtime.step.plan.order import Kind, Step
 

@@ -8,10 +8,10 @@ import torch
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
-from qeffect.gpu_runtime.lab.evidence.comparison import Comparison, Recording, compare
-from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.lab.evidence.native import NativeRun, rule_for
-from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
+from qeffect.gpu_runtime.lab.comparisons.native import NativeRun, rule_for
+from qeffect.gpu_runtime.lab.comparisons.recording import Comparison, Recording, compare
+from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.runtime import Reducer, Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.memory.arena import Rule
 from qeffect.gpu_runtime.step.optimizer import Optimizer

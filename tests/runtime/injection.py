@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.backends.protocol import StageBackend, parameters
-from qeffect.gpu_runtime.lab.evidence.comparison import Recording, compare
-from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.lab.evidence.faults import ROWS, settled
-from qeffect.gpu_runtime.lab.evidence.native import NativeRun, rule_for
-from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
+from qeffect.gpu_runtime.lab.comparisons.faults import ROWS, settled
+from qeffect.gpu_runtime.lab.comparisons.native import NativeRun, rule_for
+from qeffect.gpu_runtime.lab.comparisons.recording import Recording, compare
+from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.step.memory.state import live_state, same_bits
 from qeffect.gpu_runtime.step.plan.order import Kind, Order, Step
 from qeffect.keys import TapeRef

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from qeffect.gpu_runtime.lab.evidence.cases import random_order
+from qeffect.gpu_runtime.lab.comparisons.cases import random_order
 from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.schedule.torch_tables import torch_schedule
 

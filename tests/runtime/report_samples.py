@@ -7,8 +7,9 @@ from typing import Any
 
 import attrs
 
-from qeffect.gpu_runtime.lab.bench.cells import CELLS, BenchCell, sweep_cell
-from qeffect.gpu_runtime.lab.bench.columns import (
+from qeffect.gpu_runtime.lab.reports.report import Report
+from qeffect.gpu_runtime.lab.sides.cells import CELLS, BenchCell, sweep_cell
+from qeffect.gpu_runtime.lab.sides.columns import (
     COUNTED,
     LATE,
     SPECS,
@@ -16,7 +17,6 @@ from qeffect.gpu_runtime.lab.bench.columns import (
     UNGUARDED,
     Settings,
 )
-from qeffect.gpu_runtime.lab.measure.report import Report
 
 ENVIRONMENT = {
     "gpu": "none, chosen numbers",

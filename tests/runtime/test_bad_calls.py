@@ -11,7 +11,7 @@ import torch
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain
-from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.gpu_runtime.step.plan.order import Order

@@ -18,7 +18,12 @@ import torch
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.devices import visible_id
 from qeffect.gpu_runtime.backends.protocol import parameters
-from qeffect.gpu_runtime.lab.bench.cells import (
+from qeffect.gpu_runtime.lab.reports.report import Report, environment
+from qeffect.gpu_runtime.lab.runner import device
+from qeffect.gpu_runtime.lab.runner.device import MemoryPoll, parse
+from qeffect.gpu_runtime.lab.runner.processes import ColumnError, InlineWorker, ProcessWorker
+from qeffect.gpu_runtime.lab.runner.rounds import CellRun
+from qeffect.gpu_runtime.lab.sides.cells import (
     CELLS,
     SWEEP_MICROBATCHES,
     TINY,
@@ -26,7 +31,7 @@ from qeffect.gpu_runtime.lab.bench.cells import (
     cells_named,
     sweep_cell,
 )
-from qeffect.gpu_runtime.lab.bench.columns import (
+from qeffect.gpu_runtime.lab.sides.columns import (
     COUNTED,
     LATE,
     REFERENCE_SPECS,
@@ -37,14 +42,9 @@ from qeffect.gpu_runtime.lab.bench.columns import (
     Settings,
     specs_named,
 )
-from qeffect.gpu_runtime.lab.bench.ours import Ours
-from qeffect.gpu_runtime.lab.bench.reference_columns import NativeReference
-from qeffect.gpu_runtime.lab.bench.rounds import CellRun
-from qeffect.gpu_runtime.lab.bench.worker import ColumnError, InlineWorker, ProcessWorker
-from qeffect.gpu_runtime.lab.measure import device
-from qeffect.gpu_runtime.lab.measure.device import MemoryPoll, parse
-from qeffect.gpu_runtime.lab.measure.report import Report, environment
-from qeffect.gpu_runtime.lab.measure.tracing import busy, matrix_copies, shares, summarize
+from qeffect.gpu_runtime.lab.sides.ours import Ours
+from qeffect.gpu_runtime.lab.sides.reference import NativeReference
+from qeffect.gpu_runtime.lab.statistics.traces import busy, matrix_copies, shares, summarize
 from qeffect.gpu_runtime.step.memory.state import same_bits
 from qeffect.gpu_runtime.step.plan.slots import plan_slots
 
@@ -596,10 +596,10 @@ class TestCommand:
         """Neither Transformer Engine nor a device context, nor the runtime's captures."""
         code = (
             "import sys, torch, qeffect.gpu_runtime.lab.bench\n"
-            "import qeffect.gpu_runtime.lab.evidence.streams\n"
-            "import qeffect.gpu_runtime.lab.measure.plots\n"
+            "import qeffect.gpu_runtime.lab.commands.streams\n"
+            "import qeffect.gpu_runtime.lab.commands.plots\n"
             "import qeffect.gpu_runtime.backends.te.baselines\n"
-            "import qeffect.gpu_runtime.lab.bench.native_columns\n"
+            "import qeffect.gpu_runtime.lab.sides.library\n"
             "assert 'transformer_engine' not in sys.modules\n"
             "assert 'matplotlib' not in sys.modules\n"
             "assert not torch.cuda.is_initialized()\n"

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from qeffect.config import Bucket
 from qeffect.gpu_runtime.backends.protocol import BackendError, matrices
-from qeffect.gpu_runtime.lab.evidence.comparison import Recording, compare
-from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
+from qeffect.gpu_runtime.lab.comparisons.recording import Recording, compare
+from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.runtime import Reduction, Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.memory.arena import RULES, Rule
 from qeffect.gpu_runtime.step.plan.order import Kind, Order

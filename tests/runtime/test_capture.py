@@ -17,9 +17,9 @@ import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.backends.reference.scaling import Quantized
-from qeffect.gpu_runtime.lab.evidence.comparison import Recording
-from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
+from qeffect.gpu_runtime.lab.comparisons.recording import Recording
+from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.eager import EagerExecutor, StageMemory
 from qeffect.gpu_runtime.step.graphs import GraphExecutor

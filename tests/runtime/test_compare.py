@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from qeffect.gpu_runtime.lab.evidence.comparison import CATEGORIES, REQUIRED, Recording, compare
+from qeffect.gpu_runtime.lab.comparisons.recording import CATEGORIES, REQUIRED, Recording, compare
 
 
 def recording(**values: torch.Tensor | int) -> Recording:

@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
-from qeffect.gpu_runtime.lab.measure import plots
-from qeffect.gpu_runtime.lab.measure.curves import curve_lines, derive_curves, quantile, upper_bound
+from qeffect.gpu_runtime.lab.commands import plots
+from qeffect.gpu_runtime.lab.reports.text import curve_lines
+from qeffect.gpu_runtime.lab.statistics.curves import (
+    derive_curves,
+    quantile,
+    upper_bound,
+)
 from tests.docs.curves_block import curves
 
 from .report_samples import curve_run, curves_report

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qeffect.counts import COUNTED, fold, mark
-from qeffect.gpu_runtime.lab.evidence.comparison import Recording
+from qeffect.gpu_runtime.lab.comparisons.recording import Recording
 from qeffect.gpu_runtime.step.memory.counters import DeviceCounters
 from qeffect.refusals import Refused
 

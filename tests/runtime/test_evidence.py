@@ -27,10 +27,12 @@ import torch
 
 from qeffect.gpu_runtime.__main__ import main
 from qeffect.gpu_runtime.lab import reports
-from qeffect.gpu_runtime.lab.bench.cells import CELLS
-from qeffect.gpu_runtime.lab.bench.columns import Settings
-from qeffect.gpu_runtime.lab.evidence import command, faults, interleaved, probes
-from qeffect.gpu_runtime.lab.evidence.cases import (
+from qeffect.gpu_runtime.lab.commands import compare as command
+from qeffect.gpu_runtime.lab.commands import probes
+from qeffect.gpu_runtime.lab.commands.pools import record_of
+from qeffect.gpu_runtime.lab.comparisons import faults, interleaved
+from qeffect.gpu_runtime.lab.comparisons.capture_memory import DISCIPLINES, ORDERS, trial
+from qeffect.gpu_runtime.lab.comparisons.cases import (
     DEFAULT_SETS,
     MATRIX,
     SETS,
@@ -40,12 +42,12 @@ from qeffect.gpu_runtime.lab.evidence.cases import (
     on_device,
     small,
 )
-from qeffect.gpu_runtime.lab.evidence.comparison import CATEGORIES, REQUIRED, Recording, compare
-from qeffect.gpu_runtime.lab.evidence.pools import record_of
-from qeffect.gpu_runtime.lab.evidence.sides import fresh_stages, record
-from qeffect.gpu_runtime.lab.evidence.trials import DISCIPLINES, ORDERS, trial
-from qeffect.gpu_runtime.lab.measure.derive import DERIVE
-from qeffect.gpu_runtime.lab.measure.report import Report
+from qeffect.gpu_runtime.lab.comparisons.recording import CATEGORIES, REQUIRED, Recording, compare
+from qeffect.gpu_runtime.lab.comparisons.sides import fresh_stages, record
+from qeffect.gpu_runtime.lab.reports.report import Report
+from qeffect.gpu_runtime.lab.sides.cells import CELLS
+from qeffect.gpu_runtime.lab.sides.columns import Settings
+from qeffect.gpu_runtime.lab.statistics.derive import DERIVE
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.memory.arena import RULES
 from qeffect.gpu_runtime.step.plan.order import Order
@@ -424,7 +426,7 @@ class TestPools:
         """In outputs and gradients, not in digests."""
         import torch
 
-        from qeffect.gpu_runtime.lab.evidence.trials import FiniteRecording
+        from qeffect.gpu_runtime.lab.comparisons.capture_memory import FiniteRecording
 
         recording = FiniteRecording("test")
         bad = torch.tensor([1.0, float("nan"), float("inf")]).bfloat16()

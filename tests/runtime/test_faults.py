@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from qeffect.gpu_runtime.lab.evidence.faults import ROWS, LocalReduction
+from qeffect.gpu_runtime.lab.comparisons.faults import ROWS, LocalReduction
 
 from .fault_table import FaultTable
 from .injection import Injection

@@ -14,21 +14,22 @@ import torch
 
 import qeffect.gpu_runtime
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain
-from qeffect.gpu_runtime.lab.bench.cells import CELLS, TINY, BenchCell
-from qeffect.gpu_runtime.lab.bench.columns import Settings
-from qeffect.gpu_runtime.lab.bench.host import ASKED, REPLAYS, host_times
-from qeffect.gpu_runtime.lab.bench.ours import Ours
-from qeffect.gpu_runtime.lab.bench.parts import PARTS, part_times
-from qeffect.gpu_runtime.lab.bench.rounds import CellRun
-from qeffect.gpu_runtime.lab.bench.worker import InlineWorker
-from qeffect.gpu_runtime.lab.measure.derive import derive_cell
-from qeffect.gpu_runtime.lab.measure.host import derive_column, host_rows
+from qeffect.gpu_runtime.lab.reports.text import host_rows
+from qeffect.gpu_runtime.lab.runner.action_parts import PARTS, part_times
+from qeffect.gpu_runtime.lab.runner.host_times import ASKED, REPLAYS, host_times
+from qeffect.gpu_runtime.lab.runner.processes import InlineWorker
+from qeffect.gpu_runtime.lab.runner.rounds import CellRun
+from qeffect.gpu_runtime.lab.sides.cells import CELLS, TINY, BenchCell
+from qeffect.gpu_runtime.lab.sides.columns import Settings
+from qeffect.gpu_runtime.lab.sides.ours import Ours
+from qeffect.gpu_runtime.lab.statistics.derive import derive_cell
+from qeffect.gpu_runtime.lab.statistics.host import derive_column
 from qeffect.gpu_runtime.step import graphs as capture
 from qeffect.gpu_runtime.step.streams import HostHandoff
 
 from . import toys
 
-SCHEMA = Path(qeffect.gpu_runtime.__file__).parent / "reports" / "report.schema.json"
+SCHEMA = Path(qeffect.gpu_runtime.__file__).parent / "lab" / "reports" / "report.schema.json"
 SETTINGS = Settings(device="cpu", history=4)
 #: The first cell's order over layers that a CPU runs at once: two chained stages, 4 microbatches.
 CELL: BenchCell = attrs.evolve(CELLS[0], hidden=32, ffn=64, sequence=16, heads=2)
@@ -281,7 +282,7 @@ class TestDerived:
             toys.spec("native"),
             attrs.evolve(
                 toys.spec("ours_accumulate", family="ours_captured"),
-                factory="qeffect.gpu_runtime.lab.bench.ours:captured",
+                factory="qeffect.gpu_runtime.lab.sides.ours:captured",
                 options={"destination": "accumulate", "provisioning": "live"},
             ),
         ]

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.te import baselines as te_baselines
-from qeffect.gpu_runtime.lab.bench import native_columns
-from qeffect.gpu_runtime.lab.bench.cells import TINY
+from qeffect.gpu_runtime.lab.sides import library as native_columns
+from qeffect.gpu_runtime.lab.sides.cells import TINY
 from qeffect.gpu_runtime.step.memory.state import same_bits
 
 from . import toys

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.lab.evidence.comparison import compare
-from qeffect.gpu_runtime.lab.evidence.native import rule_for
+from qeffect.gpu_runtime.lab.comparisons.native import rule_for
+from qeffect.gpu_runtime.lab.comparisons.recording import compare
 from qeffect.gpu_runtime.step.memory.arena import Rule
 from qeffect.gpu_runtime.step.plan.order import Kind
 from qeffect.gpu_runtime.step.plan.slots import PROVISIONINGS

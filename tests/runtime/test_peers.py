@@ -17,10 +17,12 @@ from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import parameters
 from qeffect.gpu_runtime.backends.te import domain as te
 from qeffect.gpu_runtime.lab import reports
-from qeffect.gpu_runtime.lab.bench import megatron, peers
-from qeffect.gpu_runtime.lab.bench.peers import Ended, last_words, launched
-from qeffect.gpu_runtime.lab.bench.side_by_side import sums
-from qeffect.gpu_runtime.lab.measure.peers import FAR, combined, owed, peer_lines, verdict
+from qeffect.gpu_runtime.lab.commands import peers
+from qeffect.gpu_runtime.lab.commands.peers import Ended, last_words, launched
+from qeffect.gpu_runtime.lab.reports.text import peer_lines
+from qeffect.gpu_runtime.lab.sides import megatron
+from qeffect.gpu_runtime.lab.sides.language import sums
+from qeffect.gpu_runtime.lab.statistics.peers import FAR, combined, owed, verdict
 from qeffect.gpu_runtime.training.model import Language
 from qeffect.report import UnusableError
 

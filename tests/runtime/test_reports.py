@@ -15,11 +15,13 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.lab import reports
-from qeffect.gpu_runtime.lab.bench.cells import CELLS
-from qeffect.gpu_runtime.lab.bench.columns import SPECS
-from qeffect.gpu_runtime.lab.evidence import streams as streamcheck
-from qeffect.gpu_runtime.lab.measure import plots
-from qeffect.gpu_runtime.lab.measure.derive import (
+from qeffect.gpu_runtime.lab.commands import plots
+from qeffect.gpu_runtime.lab.commands import streams as streamcheck
+from qeffect.gpu_runtime.lab.reports.report import SCHEMA, environment
+from qeffect.gpu_runtime.lab.reports.text import bench_lines, stream_lines, sweep_lines
+from qeffect.gpu_runtime.lab.sides.cells import CELLS
+from qeffect.gpu_runtime.lab.sides.columns import SPECS
+from qeffect.gpu_runtime.lab.statistics.derive import (
     DERIVE,
     behind,
     beyond_floor,
@@ -28,12 +30,10 @@ from qeffect.gpu_runtime.lab.measure.derive import (
     memory_bytes,
     paired,
     rank_peak,
-    spread,
 )
-from qeffect.gpu_runtime.lab.measure.report import SCHEMA, environment
-from qeffect.gpu_runtime.lab.measure.scale import derive_scale
-from qeffect.gpu_runtime.lab.measure.tables import bench_lines, stream_lines, sweep_lines
-from qeffect.gpu_runtime.lab.measure.targets import GOALS, judge_cells
+from qeffect.gpu_runtime.lab.statistics.goals import GOALS, judge_cells
+from qeffect.gpu_runtime.lab.statistics.scale import derive_scale
+from qeffect.gpu_runtime.lab.statistics.summary import spread
 from qeffect.report import package
 
 from ..docs.remarks import CUT

@@ -29,11 +29,11 @@ ROOMS = (
 )
 #: What the product still takes from the laboratory: to be emptied, never to grow.
 STILL = {
-    "ranks/world.py": {"lab.evidence.comparison"},
-    "training/command.py": {"lab.measure.report", "lab.ranks.command", "lab.ranks.compare"},
-    "training/evaluate.py": {"lab.ranks.native"},
-    "training/launches.py": {"lab.ranks.command"},
-    "training/loop.py": {"lab.measure.train", "lab.ranks.compare"},
+    "ranks/world.py": {"lab.comparisons.recording"},
+    "training/command.py": {"lab.commands.pipeline", "lab.comparisons.ranks", "lab.reports.report"},
+    "training/evaluate.py": {"lab.sides.torch_pipeline"},
+    "training/launches.py": {"lab.commands.pipeline"},
+    "training/loop.py": {"lab.comparisons.ranks", "lab.statistics.training"},
 }
 
 

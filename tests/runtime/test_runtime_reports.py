@@ -25,9 +25,9 @@ from qeffect.gpu_runtime.backends.protocol import Reports, StageBackend
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 from qeffect.gpu_runtime.backends.reference.linear import ScaledLinear
 from qeffect.gpu_runtime.backends.reference.scaling import Quantized
-from qeffect.gpu_runtime.lab.evidence.comparison import Recording
-from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
+from qeffect.gpu_runtime.lab.comparisons.recording import Recording
+from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.effects import StageReports
 from qeffect.gpu_runtime.step.plan.order import Order

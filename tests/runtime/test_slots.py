@@ -7,10 +7,10 @@ import torch
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, TensorSpec, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
-from qeffect.gpu_runtime.lab.evidence.comparison import Recording
-from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.lab.evidence.native import NativeRun
-from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
+from qeffect.gpu_runtime.lab.comparisons.native import NativeRun
+from qeffect.gpu_runtime.lab.comparisons.recording import Recording
+from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.memory.state import live_state, same_bits
 from qeffect.gpu_runtime.step.optimizer import Optimizer

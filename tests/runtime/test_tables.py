@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
-from qeffect.gpu_runtime.lab.measure import paper
-from qeffect.gpu_runtime.lab.measure.complete import break_even_steps, derive_tables, table_lines
+from qeffect.gpu_runtime.lab.reports.text import table_lines
+from qeffect.gpu_runtime.lab.statistics import paper
+from qeffect.gpu_runtime.lab.statistics.complete_step import (
+    break_even_steps,
+    derive_tables,
+)
 
 from . import report_samples as samples
 

@@ -45,10 +45,10 @@ from qeffect.gpu_runtime.backends.te.internals import (
     missing_state,
 )
 from qeffect.gpu_runtime.backends.te.stage import TransformerEngineStage
-from qeffect.gpu_runtime.lab.evidence.comparison import Recording, compare
-from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.lab.evidence.native import NativeRun, rule_for
-from qeffect.gpu_runtime.lab.measure.workload import Workload
+from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
+from qeffect.gpu_runtime.lab.comparisons.native import NativeRun, rule_for
+from qeffect.gpu_runtime.lab.comparisons.recording import Recording, compare
+from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.memory.arena import Rule
 from qeffect.gpu_runtime.step.memory.state import preserving

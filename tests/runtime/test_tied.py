@@ -19,8 +19,8 @@ from qeffect import Refused
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
-from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
-from qeffect.gpu_runtime.lab.measure.workload import Workload, by_index
+from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
+from qeffect.gpu_runtime.lab.comparisons.workload import Workload, by_index
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.memory.arena import Rule
 from qeffect.gpu_runtime.step.optimizer import Optimizer

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from qeffect.gpu_runtime.backends.protocol import parameters
-from qeffect.gpu_runtime.lab.evidence.comparison import Recording, compare
-from qeffect.gpu_runtime.lab.evidence.driver import GuardedRun
+from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
+from qeffect.gpu_runtime.lab.comparisons.recording import Recording, compare
 
 from .helpers import guarded_run
 from .orders import table_order

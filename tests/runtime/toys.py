@@ -8,9 +8,9 @@ from typing import Any
 
 import attrs
 
-from qeffect.gpu_runtime.lab.bench.cells import BenchCell
-from qeffect.gpu_runtime.lab.bench.columns import ColumnSpec, Family, Settings, SumRule
-from qeffect.gpu_runtime.lab.bench.worker import ColumnError
+from qeffect.gpu_runtime.lab.runner.processes import ColumnError
+from qeffect.gpu_runtime.lab.sides.cells import BenchCell
+from qeffect.gpu_runtime.lab.sides.columns import ColumnSpec, Family, Settings, SumRule
 
 SETTINGS = Settings(
     rounds=3, steps=4, warm_steps=1, profile_steps=2, growth_steps=40, history=16, device="cpu"

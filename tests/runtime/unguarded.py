@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import StageBackend, Tape
-from qeffect.gpu_runtime.lab.evidence.comparison import Recording
-from qeffect.gpu_runtime.lab.evidence.native import (
+from qeffect.gpu_runtime.lab.comparisons.native import (
     matrix_names,
     record_outputs,
     record_step,
     record_sum,
 )
-from qeffect.gpu_runtime.lab.measure.workload import Workload, by_index
+from qeffect.gpu_runtime.lab.comparisons.recording import Recording
+from qeffect.gpu_runtime.lab.comparisons.workload import Workload, by_index
 from qeffect.gpu_runtime.step.memory.arena import Arena, Rule, by_matrix
 from qeffect.gpu_runtime.step.memory.state import live_state
 from qeffect.gpu_runtime.step.optimizer import Optimizer

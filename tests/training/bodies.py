@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
-from qeffect.gpu_runtime.lab.evidence.comparison import digests
-from qeffect.gpu_runtime.lab.evidence.native import rule_for
-from qeffect.gpu_runtime.lab.ranks.compare import guarded
-from qeffect.gpu_runtime.lab.ranks.native import NativePipeline
-from qeffect.gpu_runtime.lab.training import restarts
-from qeffect.gpu_runtime.lab.training.restarts import Trial, bits, facts_of, made
+from qeffect.gpu_runtime.lab.commands import restarts
+from qeffect.gpu_runtime.lab.commands.restarts import Trial, bits, facts_of, made
+from qeffect.gpu_runtime.lab.comparisons.native import rule_for
+from qeffect.gpu_runtime.lab.comparisons.ranks import guarded
+from qeffect.gpu_runtime.lab.comparisons.recording import digests
+from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
 from qeffect.gpu_runtime.ranks.channels import Message
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.ranks.executor import Passage

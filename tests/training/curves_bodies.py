@@ -15,10 +15,10 @@ from typing import Any
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.te import domain as te
-from qeffect.gpu_runtime.lab.ranks import command
-from qeffect.gpu_runtime.lab.ranks.native import NativePipeline
-from qeffect.gpu_runtime.lab.training import curves
-from qeffect.gpu_runtime.lab.training.curves import Named, Told, trained
+from qeffect.gpu_runtime.lab.commands import curves
+from qeffect.gpu_runtime.lab.commands import pipeline as command
+from qeffect.gpu_runtime.lab.commands.curves import Named, Told, trained
+from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
 from qeffect.gpu_runtime.ranks.world import Worker, join
 from qeffect.gpu_runtime.training import loop
 from qeffect.gpu_runtime.training.balance import Times

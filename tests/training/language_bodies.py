@@ -15,9 +15,9 @@ import torch
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import matrices
 from qeffect.gpu_runtime.backends.te import domain as te
-from qeffect.gpu_runtime.lab.evidence.comparison import digests
-from qeffect.gpu_runtime.lab.ranks import command
-from qeffect.gpu_runtime.lab.ranks.compare import compared, guarded
+from qeffect.gpu_runtime.lab.commands import pipeline as command
+from qeffect.gpu_runtime.lab.comparisons.ranks import compared, guarded
+from qeffect.gpu_runtime.lab.comparisons.recording import digests
 from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.step.memory.state import live_state
 from qeffect.gpu_runtime.training.config import read

@@ -14,11 +14,11 @@ import attrs
 import torch
 
 from qeffect.cli import main
-from qeffect.gpu_runtime.lab.evidence.command import DETERMINISTIC
-from qeffect.gpu_runtime.lab.ranks import command
-from qeffect.gpu_runtime.lab.ranks.compare import guarded
-from qeffect.gpu_runtime.lab.training import curves, restarts
-from qeffect.gpu_runtime.lab.training.restarts import Trial
+from qeffect.gpu_runtime.lab.commands import curves, restarts
+from qeffect.gpu_runtime.lab.commands import pipeline as command
+from qeffect.gpu_runtime.lab.commands.compare import DETERMINISTIC
+from qeffect.gpu_runtime.lab.commands.restarts import Trial
+from qeffect.gpu_runtime.lab.comparisons.ranks import guarded
 from qeffect.gpu_runtime.ranks import one_launch
 from qeffect.gpu_runtime.ranks.channels import LostError
 from qeffect.gpu_runtime.ranks.consent import Consent

@@ -141,7 +141,7 @@ def test_a_launcher_that_says_no_number(
 ) -> None:
     """One line and 2, of both commands, also where it is the rank itself."""
     path = written(tmp_path)
-    monkeypatch.setattr("qeffect.gpu_runtime.lab.ranks.command._LAST_WORD_S", 0.0)
+    monkeypatch.setattr("qeffect.gpu_runtime.lab.commands.pipeline._LAST_WORD_S", 0.0)
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.setenv(name, "abc")
         for command in (["train", str(path)], ["pipeline"]):

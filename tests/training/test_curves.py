@@ -13,8 +13,8 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.lab import reports
-from qeffect.gpu_runtime.lab.measure.curves import derive_curves
-from qeffect.gpu_runtime.lab.training.curves import Named
+from qeffect.gpu_runtime.lab.commands.curves import Named
+from qeffect.gpu_runtime.lab.statistics.curves import derive_curves
 from qeffect.report import UnusableError
 from tests.ranks.ranks import launch
 from tests.runtime.report_samples import curve_run, curves_report

@@ -18,7 +18,7 @@ import torch
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.lab import reports
-from qeffect.gpu_runtime.lab.training.restarts import resumed_row
+from qeffect.gpu_runtime.lab.commands.restarts import resumed_row
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.training import launches
 from tests.ranks.ranks import launch

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from qeffect.gpu_runtime.lab.training import restarts
-from qeffect.gpu_runtime.lab.training.restarts import remapped_row, resumed_row
+from qeffect.gpu_runtime.lab.commands import restarts
+from qeffect.gpu_runtime.lab.commands.restarts import remapped_row, resumed_row
 
 BYTES = {"numerical": 1, "total": 2}
 
@@ -105,7 +105,7 @@ def test_without_graphs_no_step_is_one(
 def test_the_driver_runs_on_a_cpu(tmp_path: Path) -> None:
     """Under torchrun, in fresh processes of their own; the report is whole."""
     out = tmp_path / "restarts.json"
-    command = [sys.executable, "-m", "qeffect.gpu_runtime.lab.training.restarts",
+    command = [sys.executable, "-m", "qeffect.gpu_runtime.lab.commands.restarts",
                "--schedules", "il",
                "--masters", "--asynchronous", "--commit", "0" * 40, "--out", str(out)]  # fmt: skip
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

@@ -14,8 +14,8 @@ import torch
 
 from qeffect.cli import main
 from qeffect.cli.command import Exit
-from qeffect.gpu_runtime.lab.measure.train import derive_train
-from qeffect.gpu_runtime.lab.ranks.command import stopped_outcome
+from qeffect.gpu_runtime.lab.commands.pipeline import stopped_outcome
+from qeffect.gpu_runtime.lab.statistics.training import derive_train
 from qeffect.gpu_runtime.ranks.consent import Cause
 from qeffect.gpu_runtime.training.data import Loader, Tokens
 from qeffect.gpu_runtime.training.metrics import Log

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceStage
-from qeffect.gpu_runtime.lab.evidence.comparison import digests
-from qeffect.gpu_runtime.lab.ranks.compare import compared, guarded
+from qeffect.gpu_runtime.lab.comparisons.ranks import compared, guarded
+from qeffect.gpu_runtime.lab.comparisons.recording import digests
 from qeffect.gpu_runtime.ranks.consent import StoppedError
 from qeffect.gpu_runtime.ranks.job import Batches
 from qeffect.gpu_runtime.ranks.ties import Reducers, Tie

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qeffect.gpu_runtime.lab.ranks.compare import compared, guarded
+from qeffect.gpu_runtime.lab.comparisons.ranks import compared, guarded
 from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.training.model import Language
 from tests.ranks.bodies import LIMITS

@@ -2,7 +2,7 @@
 The checked-in measurements, their schema, and nothing written by hand.
 
 `qeffect runtime bench | streams | compare | pools | probes` write a report with `--out`; its
-derived part is a function of its raw part (`qeffect.gpu_runtime.lab.measure.derive`), and a test
+derived part is a function of its raw part (`qeffect.gpu_runtime.lab.statistics.derive`), and a test
 computes every one of them again.
 """
 

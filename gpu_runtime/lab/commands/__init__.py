@@ -1,0 +1,3 @@
+"""
+The commands of the laboratory; `qeffect.gpu_runtime.commands` names them.
+"""

@@ -1,0 +1,168 @@
+"""
+``qeffect runtime bench``: the step, memory and sweep tables as a JSON report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from qeffect.cli.command import Outcome, Progress
+from qeffect.report import UnusableError
+
+from ..reports.report import Report, environment
+from ..runner.device import require_device
+from ..runner.rounds import CellRun
+from ..sides.cells import (
+    CELLS,
+    SWEEP_MICROBATCHES,
+    TINY,
+    BenchCell,
+    cells_named,
+    sweep_cell,
+)
+from ..sides.columns import (
+    COUNTED,
+    LATE,
+    REFERENCE_SPECS,
+    SPECS,
+    SWEEP_SPECS,
+    UNGUARDED,
+    ColumnSpec,
+    Settings,
+    specs_named,
+)
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `bench`."""
+    parser.add_argument(
+        "table",
+        nargs="?",
+        choices=("step", "sweep"),
+        default="step",
+        help="step: time, memory, set-up, copies and guards; sweep: resources against microbatches",
+    )
+    parser.add_argument("--cells", nargs="+", metavar="CELL", help="cells by index or name")
+    parser.add_argument("--columns", nargs="+", metavar="NAME", help="columns, or how they start")
+    parser.add_argument(
+        "--microbatches", nargs="+", type=int, metavar="M", help="microbatches of the sweep"
+    )
+    parser.add_argument(
+        "--rank", type=int, choices=(0, 1), default=1, help="the sweep's rank of ZB-V over two"
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each column")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of a turn")
+    parser.add_argument("--growth-steps", type=int, metavar="N", help="steps that must not grow")
+    parser.add_argument("--history", type=int, default=1024, help="entries of each amax history")
+    parser.add_argument("--quick", action="store_true", help="2 rounds of 5 steps, to see it run")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu runs the reference backend, eager, to see the tables; its numbers mean nothing",
+    )
+    parser.add_argument("--no-profile", action="store_true", help="leave kernel times out")
+    parser.add_argument(
+        "--out", type=Path, metavar="F", help="write the JSON report here as it grows"
+    )
+    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+
+
+def run_bench(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """
+    Measure and report; refused when a column failed.
+
+    Raises:
+        UnusableError: Nothing can be measured here.
+    """
+    settings = settings_of(args)
+    work = _sweep(args) if args.table == "sweep" else _step(args)
+    if settings.device == "cuda":
+        require_device("--device cpu shows that the tables run")
+    report = Report(
+        "sweep" if args.table == "sweep" else "bench",
+        args.out,
+        environment(args.commit),
+        {"quick": args.quick, "settings": attrs.asdict(settings)},
+        {"cells": []},
+    )
+    report.save()
+    say = _timed(progress)
+    for cell, specs in work:
+        run = CellRun(cell, specs, settings, report.save, say)
+        report.raw["cells"].append(run.record)
+        run.run()
+    finished = report.finish()
+    errors = failures(finished)
+    data = {"derived": finished["derived"], "failures": errors}
+    return Outcome("refused" if errors else "accepted", data, report.lines())
+
+
+def failures(report: dict[str, Any]) -> list[str]:
+    """Errors of columns that failed."""
+    return [
+        column["error"]
+        for cell in report["raw"]["cells"]
+        for column in cell["columns"].values()
+        if column["error"]
+    ]
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """
+    Rounds and steps as asked for.
+
+    Raises:
+        UnusableError: One is not positive.
+    """
+    sweep = args.table == "sweep"
+    default = Settings(rounds=3, steps=10, growth_steps=0, profile_steps=0) if sweep else Settings()
+    if args.quick:
+        default = attrs.evolve(default, rounds=2, steps=5, growth_steps=0, profile_steps=1)
+    if args.device == "cpu":
+        default = attrs.evolve(default, device="cpu")
+    if args.no_profile or sweep or args.device == "cpu":
+        default = attrs.evolve(default, profile_steps=0)
+    given = {
+        name: getattr(args, name)
+        for name in ("rounds", "steps", "growth_steps", "history")
+        if getattr(args, name) is not None
+    }
+    settings = attrs.evolve(default, **given)
+    for name in ("rounds", "steps", "history"):
+        if getattr(settings, name) < 1:
+            raise UnusableError(f"--{name} must be at least 1, not {getattr(settings, name)}")
+    return settings
+
+
+def _step(args: argparse.Namespace) -> list[tuple[BenchCell, Sequence[ColumnSpec]]]:
+    on_cpu = args.device == "cpu"
+    known = REFERENCE_SPECS if on_cpu else (*SPECS, UNGUARDED, COUNTED, LATE)
+    cells = cells_named(args.cells or ["tiny"]) if on_cpu else cells_named(args.cells or "012")
+    if args.columns is not None:
+        return [(cell, specs_named(args.columns, known)) for cell in cells]
+    if on_cpu:
+        return [(cell, known) for cell in cells]
+    # Guards and counts cost the most beside the least work, so they are measured there.
+    return [(cell, known if cell == CELLS[0] else SPECS) for cell in cells]
+
+
+def _sweep(args: argparse.Namespace) -> list[tuple[BenchCell, Sequence[ColumnSpec]]]:
+    default = TINY.name if args.device == "cpu" else CELLS[0].name
+    base = cells_named(args.cells or [default])[0]
+    specs = SWEEP_SPECS if args.columns is None else specs_named(args.columns, SWEEP_SPECS)
+    counts = SWEEP_MICROBATCHES if args.microbatches is None else args.microbatches
+    if min(counts) < 1:
+        raise UnusableError(f"--microbatches must be at least 1, not {min(counts)}")
+    return [(sweep_cell(base, m, rank=args.rank), specs) for m in counts]
+
+
+def _timed(progress: Progress) -> Callable[[str], None]:
+    started = time.monotonic()
+    return lambda text: progress.note(f"Measuring. {time.monotonic() - started:6.1f} s  {text}")

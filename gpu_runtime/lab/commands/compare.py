@@ -1,0 +1,241 @@
+"""
+``qeffect runtime compare``: native, eager and captured, in processes of their own, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qeffect.cli.command import Outcome, Progress
+from qeffect.report import UnusableError
+
+from ...backends.protocol import BackendError
+from ..comparisons.cases import DEFAULT_SETS, SETS, Case, on_device, small
+from ..comparisons.faults import INJECTED
+from ..comparisons.recording import (
+    CATEGORIES,
+    REQUIRED,
+    Category,
+    Recording,
+    compare,
+)
+from ..comparisons.sides import GUARDED, SIDES, record
+from ..reports.report import Report, environment
+from ..runner.device import require_device
+
+__all__ = [
+    "DETERMINISTIC",
+    "add_compare_arguments",
+    "compare_cases",
+    "run_compare",
+]
+
+#: Deterministic on both sides: nondeterministic attention is allowed by default.
+DETERMINISTIC = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `compare`."""
+    parser.add_argument(
+        "--sets",
+        nargs="+",
+        choices=tuple(SETS),
+        default=list(DEFAULT_SETS),
+        help=f"sets of cases (default {' '.join(DEFAULT_SETS)})",
+    )
+    parser.add_argument("--cases", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument("--steps", type=int, metavar="N", help="fewer steps, to see it run")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="sides to run; all by default")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu compares the reference backend at hidden 128, without capture",
+    )
+    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
+    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+
+
+def run_compare(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """
+    Compare and report; refused when a bit differs, a side failed or a case had no two sides.
+
+    Raises:
+        UnusableError: The request cannot be run here.
+    """
+    cases = _chosen(args)
+    if args.device == "cuda":
+        require_device("--device cpu compares the reference backend")
+    sides = _sides(args)
+    report = Report(
+        "compare",
+        args.out,
+        environment(args.commit),
+        {"sides": list(sides), "device": args.device},
+        {"runs": [], "failures": []},
+    )
+    report.save()
+    compare_cases(cases, sides, args.device, report, progress.note)
+    finished = report.finish()
+    differ = finished["derived"]["mismatched"] or report.raw["failures"]
+    data = {"derived": finished["derived"], "failures": report.raw["failures"]}
+    return Outcome("refused" if differ else "accepted", data, report.lines())
+
+
+def _sides(args: argparse.Namespace) -> list[str]:
+    usual = SIDES if args.device == "cuda" else ("native", "native-again", "eager")
+    sides = list(dict.fromkeys(args.sides or usual))
+    if args.device == "cpu" and "captured" in sides:
+        raise UnusableError("a CPU captures nothing; leave `captured` out of --sides")
+    if len(sides) < 2:
+        raise UnusableError(f"--sides {sides[0]} has nothing to be compared with; name two or more")
+    if "disturbed" in sides and args.steps is not None and args.steps <= max(INJECTED):
+        raise UnusableError(
+            f"--steps {args.steps} ends before the last fault is injected; use "
+            f"{max(INJECTED) + 1} or more, or leave `disturbed` out of --sides"
+        )
+    return sides
+
+
+def _chosen(args: argparse.Namespace) -> list[Case]:
+    cases = [case for name in args.sets for case in SETS[name]]
+    if args.cases:
+        known = {case.name: case for case in cases}
+        if missing := [name for name in args.cases if name not in known]:
+            raise UnusableError(f"unknown case {missing[0]!r}; choose from {', '.join(known)}")
+        cases = [known[name] for name in args.cases]
+    if args.device == "cuda":
+        cases = [on_device(case) for case in cases]
+    else:
+        cases = [small(case) for case in cases if case.scaling == "delayed"]
+        if not cases:
+            raise UnusableError(
+                "the reference backend has delayed scaling only; choose other cases"
+            )
+    if args.steps is not None:
+        if args.steps < 1:
+            raise UnusableError(f"--steps must be at least 1, not {args.steps}")
+        cases = [case.with_steps(args.steps) for case in cases]
+    return cases
+
+
+def compare_cases(
+    cases: Sequence[Case],
+    sides: Sequence[str],
+    device: str,
+    report: Report,
+    say: Callable[[str], None],
+) -> None:
+    """Run every side in a process of its own, all at once; compare, and say so, case by case."""
+    context = multiprocessing.get_context("spawn")
+    backend = "transformer-engine" if device == "cuda" else "reference"
+    os.environ.update(DETERMINISTIC)
+    pipes, processes = {}, []
+    for side in sides:
+        mine, theirs = context.Pipe()
+        process = context.Process(
+            target=_serve,
+            args=(theirs, side, backend, device, [case.to_json() for case in cases]),
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        pipes[side] = mine
+        processes.append(process)
+    for case in cases:
+        recordings: dict[str, Recording] = {}
+        for side, pipe in pipes.items():
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                kind, value = "failed", "the process ended"
+            if kind == "failed":
+                report.raw["failures"].append({"case": case.name, "side": side, "error": value})
+            elif value is not None:
+                recordings[side] = Recording.from_json(json.loads(value))
+        runs = _compared(case, recordings)
+        for run in runs:
+            report.raw["runs"].append(run)
+            say(_line(run))
+        if not runs and not any(f["case"] == case.name for f in report.raw["failures"]):
+            # A case that no two sides could run must not look like one that agreed.
+            lacking = {
+                "case": case.name,
+                "side": ", ".join(recordings) or "none",
+                "error": "nothing to compare with",
+            }
+            report.raw["failures"].append(lacking)
+        report.save()
+    for process in processes:
+        process.join(timeout=30)
+
+
+def _compared(case: Case, recordings: Mapping[str, Recording]) -> list[dict[str, Any]]:
+    """Compare the sides of one case with its reference: native, or split eager without one."""
+    reference = "native" if "native" in recordings else "eager"
+    if reference not in recordings:
+        return []
+    base = recordings[reference]
+    runs = []
+    for side, recording in recordings.items():
+        if side == reference:
+            continue
+        held: list[Category] = [c for c in CATEGORIES if base.values.get(c)]
+        held += REQUIRED if side in GUARDED else ()
+        result = compare(base, recording, categories=held)
+        runs.append(
+            {
+                "case": case.to_json(),
+                "reference": base.what,
+                "candidate": side,
+                "injected": recording.injected,
+                "categories": [
+                    {
+                        "category": c.category,
+                        "compared": c.compared,
+                        "mismatched": c.mismatched,
+                        "first": list(c.first),
+                    }
+                    for c in result.categories
+                ],
+            }
+        )
+    return runs
+
+
+def _serve(
+    pipe: Any, side: str, backend: str, device: str, cases: Sequence[Mapping[str, Any]]
+) -> None:
+    """Run one side of every case; the state domain of the library is this process."""
+    # Results of a CPU depend on the number of threads; beside a GPU more only get in the way.
+    torch.set_num_threads(1)
+    for data in cases:
+        case = Case.from_json(data)
+        try:
+            recording = record(case, side, backend, device)
+            text = None if recording is None else json.dumps(recording.to_json())
+            pipe.send(("done", text))
+        except BackendError as error:
+            pipe.send(("failed", str(error)))
+        except Exception:
+            pipe.send(("failed", traceback.format_exc(limit=-6)))
+
+
+def _line(run: Mapping[str, Any]) -> str:
+    compared = sum(c["compared"] for c in run["categories"])
+    differ = {c["category"]: c["mismatched"] for c in run["categories"] if c["mismatched"]}
+    said = f"DIFFER {differ}" if differ else "all the same"
+    name = run["case"]["name"]
+    return f"{name}: {run['candidate']} against {run['reference']}: {compared} compared, {said}"

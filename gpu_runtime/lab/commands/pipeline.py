@@ -1,0 +1,493 @@
+"""
+``qeffect runtime pipeline``: a guarded pipeline over the ranks that torchrun started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import attrs
+import torch
+
+from qeffect.cli.command import Outcome, Progress
+from qeffect.report import UnusableError, finite, require_place, write_text
+from qeffect.schedule.actions import ScheduleError
+
+from ...backends.layers import LayerConfig
+from ...backends.protocol import BackendError
+from ...ranks.consent import Cause, StoppedError
+from ...ranks.job import NAMES, Batches, Job
+from ...ranks.one_launch import OneLaunch, obstacles
+from ...ranks.trace import Tracer, chrome_trace
+from ...ranks.world import (
+    Limits,
+    Member,
+    Worker,
+    agree_on,
+    gathered,
+    join,
+    launched,
+)
+from ...step.memory.arena import RULES
+from ...step.memory.scaling import AMAX
+from ...step.plan.slots import PROVISIONINGS
+from ..comparisons.ranks import Compared, compared, guarded, summed
+from .compare import DETERMINISTIC
+
+__all__ = [
+    "add_pipeline_arguments",
+    "begun",
+    "could_not_capture",
+    "mute",
+    "processes",
+    "run_pipeline",
+    "said_once",
+    "stopped_outcome",
+]
+
+#: How long rank 0 has for its last word.
+_LAST_WORD_S = 5.0
+#: Kinds of causes whose rank cannot speak.
+_DUMB = ("gone", "late")
+#: Kinds of causes that the contract or its ranks found wrong in a step.
+_VIOLATIONS = ("refused", "dropped", "disagreed")
+_SIZES = {"cpu": (64, 128, 2, 32), "cuda": (512, 2048, 8, 256)}
+
+
+def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `pipeline`."""
+    parser.add_argument(
+        "--schedule",
+        default="zbv",
+        metavar="NAME",
+        help=f"{', '.join(NAMES)}, a class of torch, or a CSV table with messages (default zbv)",
+    )
+    parser.add_argument("--pp", type=int, default=2, metavar="N", help="pipeline ranks (default 2)")
+    parser.add_argument("--vpp", type=int, metavar="N", help="stages of each rank")
+    parser.add_argument("--dp", type=int, default=1, metavar="N", help="replicas (default 1)")
+    parser.add_argument(
+        "--microbatches", type=int, metavar="N", help="of a step and replica (default 2 * PP)"
+    )
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps (default 4)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="and so gloo or NCCL (default cpu)"
+    )
+    parser.add_argument(
+        "--backend",
+        choices=("reference", "transformer-engine"),
+        help="layers (default: reference on cpu, transformer-engine on cuda)",
+    )
+    parser.add_argument("--eager", action="store_true", help="on cuda, without graphs")
+    parser.add_argument("--rule", choices=RULES, default="accumulate", help="where dW writes")
+    parser.add_argument(
+        "--provisioning", choices=PROVISIONINGS, default="live", help="how slots are counted"
+    )
+    parser.add_argument(
+        "--amax", choices=AMAX, default="replica", help="whose amax scales are made of"
+    )
+    for name, text in (
+        ("layers", "of a stage (default 1)"),
+        ("hidden", "width of a layer"),
+        ("ffn", "width of its MLP"),
+        ("heads", "attention heads"),
+        ("sequence", "tokens of a microbatch"),
+    ):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="run torch's own pipeline too, native, and compare every bit",
+    )
+    # Not --log: torchrun reads an option that could be the beginning of one of its own as such.
+    parser.add_argument("--event-logs", metavar="DIR", help="a folder for each rank's event log")
+    parser.add_argument("--one-launch", action="store_true", help="on cuda, a step as one graph")
+    parser.add_argument("--clip-norm", type=float, metavar="X", help="of all ranks' gradients")
+    parser.add_argument(
+        "--skip-nonfinite", action="store_true", help="no update where that norm is not finite"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="F", help="write a Chrome trace of the last step of all ranks"
+    )
+
+
+def run_pipeline(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """
+    Train, and compare where asked; refused where a bit differs or the contract was not kept.
+
+    Rank 0 speaks; the others end with the same exit code: 1 for a violation, 2 where the ranks
+    stopped for anything else (`stopped_outcome`).
+
+    Raises:
+        UnusableError: The job cannot be run by these processes; the same on every rank.
+    """
+    return said_once(lambda: _run(args, progress))
+
+
+def said_once(run: Callable[[], Outcome]) -> Outcome:
+    """
+    What a run comes to, left to one rank to say: 0, or 1 where 0 is the one that is gone, or late.
+
+    Raises:
+        UnusableError: The run cannot be made; rank 0 has the word.
+    """
+    try:
+        outcome = run()
+    except (BackendError, ScheduleError, UnusableError) as error:
+        mute(failed=True)
+        raise UnusableError(str(error)) from error
+    cause = outcome.data.get("cause") or {}
+    mute(failed=outcome.exit != 0, speaker=int(cause.get("rank") == 0 and cause["kind"] in _DUMB))
+    return outcome
+
+
+def mute(*, failed: bool, speaker: int = 0) -> None:
+    """Leave the word to one rank: what every rank says alike is said once."""
+    try:
+        rank, world = launched()
+    except BackendError:  # no rank is known to be the first: each says what it found
+        return
+    if world is not None and rank != speaker:
+        sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - until the end
+        if failed:  # torchrun ends all ranks when the first one fails, also one that is to speak
+            time.sleep(_LAST_WORD_S)
+
+
+def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
+    _require_together(args)
+    job = _job(args)
+    world = processes()
+    if world is not None and world != job.world:
+        raise UnusableError(
+            f"{world} processes were started for --pp {job.pp} --dp {job.dp}, which takes "
+            f"{job.world}; start torchrun with --nproc-per-node {job.world}"
+        )
+    limits = Limits()
+    member = begun(args.device, limits, deterministic=args.compare)
+    backend = args.backend or ("reference" if args.device == "cpu" else "transformer-engine")
+    log = _log(args.event_logs, member)
+    _require_writable(args.trace, member)
+    captured = args.device == "cuda" and not args.eager
+    what = (
+        f"{Path(args.schedule).name}: PP={job.pp}, {job.num_stages} stages, DP={job.dp}, "
+        f"{job.microbatches} microbatches, {args.steps} steps with the {backend} backend, "
+        f"{'captured' if captured else 'eager'}, on {args.device}"
+    )
+    try:
+        if args.compare:
+            result = compared(
+                member, job, args.steps, backend, captured=captured, limits=limits, event_log=log
+            )
+            return _compared(member, what, result)
+        return _trained(args, member, job, backend, captured, limits, log, what)
+    except StoppedError as stopped:
+        return stopped_outcome(stopped.cause, what)
+
+
+def stopped_outcome(cause: Cause, what: str) -> Outcome:
+    """
+    What a run comes to that every rank stopped.
+
+    A violation (exit code 1) is what the contract refused, ranks that disagreed and a message that
+    was skipped. A rank that raised, ended, was ended, or came late or whose connection broke has
+    violated nothing: the run could not be made (2).
+
+    Args:
+        cause: Why.
+        what: What was run, in a line.
+    """
+    data = {
+        "clause": cause.clause,
+        "rank": cause.rank,
+        "step": None,
+        "action": cause.action,
+        "cause": attrs.asdict(cause),
+    }
+    said = f"Every rank stopped: {cause.text}"
+    if cause.kind in _VIOLATIONS:
+        return Outcome("refused", data, [what, said])
+    return Outcome("unusable", {"error": said, **data}, [what, said])
+
+
+def begun(device: str, limits: Limits, *, deterministic: bool) -> Member:
+    """
+    Meet the other ranks, before the library is imported.
+
+    Args:
+        device: `cpu`, where a rank has one thread, or `cuda`.
+        limits: How long that may take.
+        deterministic: Ask the library for deterministic kernels, where nobody said otherwise.
+    """
+    member = join(device, limits)
+    if member.device.type == "cpu":
+        torch.set_num_threads(1)
+    if deterministic:
+        for name, value in DETERMINISTIC.items():
+            os.environ.setdefault(name, value)
+    return member
+
+
+def processes() -> int | None:
+    """
+    How many processes a launcher started; None where there was none.
+
+    Raises:
+        BackendError: What it left in the environment cannot be.
+    """
+    return launched()[1]
+
+
+def _require_together(args: argparse.Namespace) -> None:
+    """Refuse options that say nothing together."""
+    if args.one_launch and args.device != "cuda":
+        raise UnusableError(
+            "--one-launch makes a step one CUDA graph, so it needs --device cuda; leave it out"
+        )
+    if args.amax == "replicas" and args.dp == 1:
+        raise UnusableError(
+            "--amax replicas shares amax between replicas, and --dp 1 has one; give --dp 2 or more"
+        )
+    clips = args.clip_norm is not None or args.skip_nonfinite
+    for given, name, other, why in (
+        (args.eager, "--one-launch", "--eager", "without graphs there is none of a step"),
+        (args.trace, "--one-launch", "--trace", "the host sees no action of a launch"),
+        (args.compare, "--one-launch", "--compare", "runtime scale compares launches"),
+        (args.compare, "--trace", "--compare", "a comparison is not a step to look at"),
+        (args.compare, "--clip-norm and --skip-nonfinite", "--compare", "torch's side does not"),
+    ):
+        asked = {"--one-launch": args.one_launch, "--trace": args.trace}.get(name, clips)
+        if asked and given:
+            raise UnusableError(f"{name} with {other}: {why}; leave one out")
+
+
+def _job(args: argparse.Namespace) -> Job:
+    for name in ("pp", "vpp", "dp", "microbatches", "steps", "layers"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UnusableError(f"--{name} must be at least 1, not {value}")
+    given = (args.hidden, args.ffn, args.heads, args.sequence)
+    hidden, ffn, heads, sequence = (
+        usual if value is None else value
+        for value, usual in zip(given, _SIZES[args.device], strict=True)
+    )
+    if heads < 1:
+        raise UnusableError(f"--heads must be at least 1, not {heads}")
+    try:
+        config = LayerConfig(hidden, ffn, heads, sequence)
+    except ValueError as error:
+        raise UnusableError(str(error)) from error
+    job = Job(
+        schedule=args.schedule,
+        pp=args.pp,
+        vpp=args.vpp,
+        dp=args.dp,
+        microbatches=args.microbatches or 2 * args.pp,
+        layers=args.layers or 1,
+        rule=args.rule,
+        provisioning=args.provisioning,
+        config=config,
+        amax=args.amax,
+    )
+    if job.cls_name:
+        return job
+    if args.compare:
+        raise UnusableError(
+            "--compare needs a schedule class that torch itself can run; name one, or leave it out"
+        )
+    table = job.table()
+    if table.num_ranks != job.pp:
+        raise UnusableError(
+            f"{Path(args.schedule).name} is a table of {table.num_ranks} ranks, --pp is {job.pp}; "
+            f"give --pp {table.num_ranks}, or a table of {job.pp} ranks"
+        )
+    stages, microbatches = table.num_stages // table.num_ranks, table.num_microbatches
+    for name, found in (("vpp", stages), ("microbatches", microbatches)):
+        asked = getattr(args, name)
+        if asked is not None and asked != found:
+            raise UnusableError(
+                f"{Path(args.schedule).name} has {found} for --{name}, not {asked}; leave it out"
+            )
+    return attrs.evolve(job, vpp=stages, microbatches=microbatches)
+
+
+def _log(folder: str | None, member: Member) -> Path | None:
+    if folder is None:
+        return None
+    problem = ""
+    place = Path(folder)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"rank{member.rank}.jsonl").touch()
+    except OSError as error:
+        problem = (
+            f"--event-logs {folder}: {error.strerror or error}; name a folder that can be written"
+        )
+    agree_on(member, problem)
+    return place / f"rank{member.rank}.jsonl"
+
+
+def _require_writable(file: Path | None, member: Member) -> None:
+    """Before the first step, not behind the last: rank 0 writes the trace."""
+    problem = ""
+    if file is not None and member.rank == 0:
+        try:
+            require_place(file, "--trace")
+        except UnusableError as error:
+            problem = str(error)
+    agree_on(member, problem)
+
+
+def _compared(member: Member, what: str, result: Compared) -> Outcome:
+    own = {
+        "totals": result.totals(),
+        "slots": result.slots,
+        "first": [label for c in result.comparison.categories for label in c.first],
+    }
+    ranks = gathered(member, own)
+    totals = summed([rank["totals"] for rank in ranks])
+    same = not any(bad for _, bad in totals.values()) and all(n for n, _ in totals.values())
+    lines = [
+        what + ", and torch's own pipeline over native full backwards:",
+        *(f"  {name:20} {bad:6} of {n:8} differ" for name, (n, bad) in totals.items()),
+        "The same bits on every rank" if same else "NOT the same",
+    ]
+    data = {
+        "categories": {name: {"compared": n, "differ": bad} for name, (n, bad) in totals.items()},
+        "slots": [rank["slots"] for rank in ranks],
+        "first": [rank["first"] for rank in ranks],
+    }
+    return Outcome("accepted" if same else "refused", data, lines)
+
+
+def _trained(
+    args: argparse.Namespace,
+    member: Member,
+    job: Job,
+    backend: str,
+    captured: bool,
+    limits: Limits,
+    log: Path | None,
+    what: str,
+) -> Outcome:
+    worker = guarded(
+        member,
+        job,
+        backend,
+        captured=captured,
+        limits=limits,
+        event_log=log,
+        repeat=True,
+        clip_norm=args.clip_norm,
+        skip_nonfinite=args.skip_nonfinite,
+        one_launch=args.one_launch,
+    )
+    notes: list[str] = []
+    norms = []
+    whole = _whole(worker, notes) if args.one_launch else None
+    runner = whole or worker
+    tracer = None if args.trace is None else Tracer(worker)
+    seconds, losses = [], []
+    for number in range(args.steps):
+        began = time.perf_counter()
+        last = number == args.steps - 1
+        with tracer.tracing() if tracer is not None and last else nullcontext():
+            try:
+                runner.step()
+            except StoppedError as stopped:
+                uncaptured(whole, stopped, notes)
+                whole, runner = None, worker
+                runner.step()
+        if member.device.type == "cuda":
+            torch.cuda.synchronize(member.device)
+        seconds.append(time.perf_counter() - began)
+        losses.append(_loss(worker, whole, number))
+        if (norm := runner.norm) is not None:
+            norms.append(attrs.asdict(norm))
+    if whole is not None:
+        whole.leave()
+        whole.close()
+    own = {
+        "losses": losses,
+        "slots": [config.slots for config in worker.runtime.contract.stages],
+        "seconds": seconds,
+    }
+    if tracer is not None:
+        traced = chrome_trace(member, tracer, worker.table)
+        if member.rank == 0:
+            write_text(args.trace, json.dumps(traced, indent=1) + "\n")
+        notes.append(f"{args.trace}: the last step took {traced['otherData']['step']}, simulated "
+                     f"{traced['otherData']['simulated step']}")  # fmt: skip
+    worker.close()
+    ranks = gathered(member, own)
+    losses = [sum(rank["losses"][step] for rank in ranks) for step in range(args.steps)]
+    slowest = [max(rank["seconds"][step] for rank in ranks) for step in range(args.steps)]
+    median = statistics.median(slowest)
+    lines = [
+        f"{what}, the same data each",
+        f"  loss {', '.join(f'{loss:.6f}' for loss in losses)}",
+        f"  slots of each rank's stages {[rank['slots'] for rank in ranks]}",
+        f"  {median * 1e3:.1f} ms a step (median of {args.steps}, slowest rank, synchronised)",
+        *(f"  {note}" for note in notes),
+    ]
+    data = {"losses": losses, "slots": [rank["slots"] for rank in ranks], "step_s": slowest}
+    if norms:
+        # A number that is not finite has no place in JSON.
+        data["norms"] = [
+            {**norm, "total": finite(norm["total"]), "factor": finite(norm["factor"])}
+            for norm in norms
+        ]
+        totals = ", ".join(f"{norm['total']:.6g}" for norm in norms)
+        skipped = sum(norm["skipped"] for norm in norms)
+        lines.insert(2, f"  norm {totals}; {skipped} updates skipped")
+    return Outcome("accepted", data, lines)
+
+
+def _whole(worker: Worker, notes: list[str]) -> OneLaunch | None:
+    """Steps as one launch; or none, and why, where some rank's step cannot be one."""
+    said = gathered(worker.member, obstacles(worker))
+    why = next((found for found in said if found), None)
+    if why is None:
+        return OneLaunch(worker)
+    notes.append(f"guarded replays, as the step cannot be one graph: {'; '.join(why)}")
+    return None
+
+
+def uncaptured(whole: OneLaunch | None, stopped: StoppedError, notes: list[str]) -> None:
+    """
+    Begin a step again, with guarded replays, which some rank could not capture.
+
+    Args:
+        whole: What was to capture it.
+        stopped: How the step ended, on every rank.
+        notes: Told why.
+
+    Raises:
+        StoppedError: It ended for anything else.
+    """
+    if whole is None or not could_not_capture(whole, stopped):
+        raise stopped
+    whole.rebuild(stopped)
+    whole.close()
+    notes.append(f"guarded replays, as the step could not be captured: {stopped.cause.text}")
+
+
+def could_not_capture(whole: OneLaunch, stopped: StoppedError) -> bool:
+    """Whether what stopped all ranks is that one could not capture the step, and all are there."""
+    cause = stopped.cause
+    return whole.steps == 1 and cause.kind == "raised" and cause.recoverable
+
+
+def _loss(worker: Worker, whole: OneLaunch | None, step: int) -> float:
+    """The loss of this rank's part of a step that has just run."""
+    if whole is not None and whole.graph is not None:
+        return sum(float(whole.feed.losses[m]) for m in sorted(whole.feed.losses))
+    feed = worker.feed
+    assert isinstance(feed, Batches)
+    return sum(feed.losses_of(step))

@@ -1,0 +1,155 @@
+"""
+``qeffect runtime pools``: graphs in one memory pool for each slot, and in one that
+all slots share, replayed out of capture order and compared with native full backward, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from qeffect.cli.command import Outcome, Progress
+from qeffect.report import UnusableError
+
+from ..comparisons.capture_memory import DISCIPLINES, NATIVE, ORDERS, WATCHED, trial
+from ..comparisons.cases import Case, small
+from ..comparisons.recording import Recording, compare
+from ..reports.report import Report, environment
+from ..runner.device import require_device
+from .compare import DETERMINISTIC
+
+__all__ = ["add_pools_arguments", "compare_pools", "run_pools"]
+
+TIMEOUT_S = 300.0
+
+#: What `derive` says of a shared pool whose replay was right, as every one is on a CPU.
+HARMLESS = "a shared pool did no harm, so the comparison shows nothing"
+
+
+def add_pools_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `pools`."""
+    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps of each run")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu runs the reference backend, eager, at hidden 128; there a pool moves no memory",
+    )
+    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
+    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+
+
+def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """
+    Replay both disciplines and report.
+
+    Refused when private pools differ from native in a bit, when the kernel allowed a shared one,
+    or when on a device a shared one did no harm, so that nothing was shown.
+
+    Raises:
+        UnusableError: Nothing can be run here.
+    """
+    if args.steps is not None and args.steps < 1:
+        raise UnusableError(f"--steps must be at least 1, not {args.steps}")
+    on_cpu = args.device == "cpu"
+    if not on_cpu:
+        require_device("--device cpu shows the trials over the reference backend")
+    cases = [small(case) for case in ORDERS] if on_cpu else list(ORDERS)
+    if args.steps is not None:
+        cases = [case.with_steps(args.steps) for case in cases]
+    configuration = {"orders": [case.to_json() for case in cases]}
+    report = Report("pools", args.out, environment(args.commit), configuration, {"runs": []})
+    report.save()
+    backend = "reference" if on_cpu else "transformer-engine"
+    for case in cases:
+        compare_pools(case, backend, args.device, report, progress.note)
+    finished = report.finish()
+    data = {"derived": finished["derived"]}
+    harmless = (p.endswith(HARMLESS) for p in finished["derived"]["problems"])
+    verdict = "accepted" if all(on_cpu and found for found in harmless) else "refused"
+    return Outcome(verdict, data, report.lines())
+
+
+def compare_pools(
+    case: Case, backend: str, device: str, report: Report, say: Callable[[str], None]
+) -> None:
+    """Run native twice and every discipline, each in a fresh process, and compare with native."""
+    os.environ.update(DETERMINISTIC)
+    names = (*NATIVE, *DISCIPLINES)
+    started = [_start(case.to_json(), name, backend, device) for name in names]
+    found = {name: _answer(*each) for name, each in zip(names, started, strict=True)}
+    base = found["native"]
+    for name in names[1:]:
+        run = record_of(case, name, base, found[name])
+        report.raw["runs"].append(run)
+        say(_line(run))
+    report.save()
+
+
+def _start(*arguments: Any) -> tuple[SpawnProcess, Connection]:
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    return process, mine
+
+
+def _serve(pipe: Connection, *arguments: Any) -> None:
+    pipe.send(trial(*arguments))
+
+
+def _answer(process: SpawnProcess, pipe: Connection) -> Mapping[str, Any]:
+    try:
+        if pipe.poll(TIMEOUT_S):
+            answer: Mapping[str, Any] = pipe.recv()
+            return answer
+        return {"error": f"no answer within {TIMEOUT_S:g} s"}
+    except EOFError:
+        return {"error": "the process ended without an answer"}
+    finally:
+        pipe.close()
+        process.join(timeout=10)
+        if process.is_alive():
+            process.kill()
+
+
+def record_of(
+    case: Case, name: str, native: Mapping[str, Any], own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One run's raw record: what was refused, and what differed from native."""
+    error = own["error"] or (f"native: {native['error']}" if native["error"] else None)
+    categories = []
+    if error is None:
+        reference = Recording.from_json(native["recording"])
+        result = compare(reference, Recording.from_json(own["recording"]), categories=WATCHED)
+        for category in result.categories:
+            categories.append({**attrs.asdict(category), "first": list(category.first)})
+    return {
+        "order": case.name,
+        "cells": " ".join(map(str, case.order().steps)),
+        "rule": case.rule,
+        "steps": case.steps,
+        "discipline": name,
+        "slots": dict(own.get("slots", {})),
+        "refused": own.get("refused"),
+        "nonfinite": own.get("nonfinite", 0),
+        "categories": categories,
+        "error": error,
+    }
+
+
+def _line(run: Mapping[str, Any]) -> str:
+    if run["error"]:
+        return f"{run['order']}: {run['discipline']} FAILED, {run['error']}"
+    compared = sum(c["compared"] for c in run["categories"])
+    mismatched = sum(c["mismatched"] for c in run["categories"])
+    return f"{run['order']}: {run['discipline']}: {mismatched} of {compared} differ from native"

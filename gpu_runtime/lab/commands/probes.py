@@ -1,0 +1,273 @@
+"""
+``qeffect runtime probes``: what is said of the library, looked at on this machine.
+
+Each statement that the documentation makes about Transformer Engine, or about the cost of watching
+it, has a probe here: the attention backward of short sequences, the weight gradient that the
+library's own graphs bind to a dgrad, the time that a look at every baked address takes, and ways to
+use the library's graphs for interleaved stages (`interleaved`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qeffect.cli.command import Outcome, Progress
+
+from ...runtime import Runtime, RuntimeConfig
+from ..comparisons import interleaved
+from ..comparisons.cases import Case
+from ..comparisons.sides import fresh_stages, record
+from ..reports.report import Report, environment
+from ..runner.device import require_device
+
+__all__ = ["add_probes_arguments", "pairing", "run_probes", "sanitized"]
+
+PROBES = ("attention", "addresses", "interleaved")
+TIMEOUT_S = 180.0
+LOOKS = 2000
+
+#: Sequences with and without cuDNN's fused attention; the last is where the documentation stands.
+ATTENTION = ((64, True), (64, False), (128, True))
+
+#: What binds dW in the library's `_make_graphed_callables`: the chunk's counter has moved on by the
+#: dgrads that were captured, and a dW's graph is the one before it.
+PAIRING = (
+    "per_callable_bwd_idx -= _num_layers_per_chunk[m_chunk]",
+    "bwd_dw_graph = bwd_dw_graphs[per_callable_bwd_idx]",
+    "bwd_idx[m_chunk] += 1",
+)
+
+
+def add_probes_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `probes`."""
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu runs the reference backend, to see the probes; it says nothing of the library",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PROBES,
+        default=list(PROBES),
+        metavar="WHAT",
+        help=f"some of {', '.join(PROBES)}",
+    )
+    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
+    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+
+
+def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """
+    Look and report, whatever was found: a probe has no wrong outcome.
+
+    Raises:
+        UnusableError: Nothing can be run here.
+    """
+    if args.device == "cuda":
+        require_device("--device cpu shows the probes over the reference backend")
+    report = Report(
+        "probes",
+        args.out,
+        environment(args.commit),
+        {"device": args.device, "only": args.only},
+        {"attention": [], "pairing": pairing(), "addresses": None, "interleaved": []},
+    )
+    report.save()
+    for sequence, fused in ATTENTION if "attention" in args.only else ():
+        progress(f"Looking. Attention of {sequence} tokens")
+        report.raw["attention"].append(_attention(sequence, fused, args.device, None))
+        report.save()
+    tool = _sanitizer()
+    if args.device == "cuda" and tool is not None and "attention" in args.only:
+        report.raw["attention"].append(_attention(64, True, args.device, tool))
+    if "addresses" in args.only:
+        report.raw["addresses"] = _asked(["addresses", args.device])
+    if args.device == "cuda" and "interleaved" in args.only:
+        progress("Looking. Interleaved stages under the library's graphs")
+        report.save()
+        report.raw["interleaved"] = _sides()
+    finished = report.finish()
+    return Outcome("accepted", {"derived": finished["derived"]}, report.lines())
+
+
+def pairing(source: str | None = None) -> dict[str, Any]:
+    """
+    Read how the installed library binds a dW in its graphs; nothing of it is imported.
+
+    Args:
+        source: The text to read instead of the installed one.
+
+    Returns:
+        The version, the digest of the file, and the line of each statement of `PAIRING`, None where
+        it is not there.
+    """
+    found: dict[str, Any] = {"version": None, "sha256": None, "lines": dict.fromkeys(PAIRING)}
+    spec = importlib.util.find_spec("transformer_engine") if source is None else None
+    if spec is not None and spec.submodule_search_locations:
+        path = Path(next(iter(spec.submodule_search_locations))) / "pytorch" / "graph.py"
+        if path.exists():
+            source = path.read_text(encoding="utf-8")
+            found["version"] = version("transformer_engine")
+    if source is not None:
+        found["sha256"] = hashlib.sha256(source.encode()).hexdigest()
+        lines = [line.strip() for line in source.splitlines()]
+        for statement in PAIRING:
+            if statement in lines:
+                found["lines"][statement] = lines.index(statement) + 1
+    return found
+
+
+def sanitized(text: str) -> dict[str, Any]:
+    """What compute-sanitizer said: how many invalid writes, in which kernels."""
+    found = re.findall(r"Invalid __global__ write of size (\d+) bytes?\s*\n=+\s+at (\S+)", text)
+    kernels = sorted({re.split(r"[+(]", kernel)[0] for _, kernel in found})
+    return {
+        "invalid_writes": len(found),
+        "write_bytes": sorted({int(size) for size, _ in found}),
+        "kernels": kernels,
+    }
+
+
+def _sanitizer() -> str | None:
+    return shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path="/usr/local/cuda/bin"
+    )
+
+
+def _attention(sequence: int, fused: bool, device: str, tool: str | None) -> dict[str, Any]:
+    """A few steps at a length of sequence, in a process that may die of them."""
+    words = ["attention", device, str(sequence), "eager" if tool else "captured"]
+    answer = _asked(words, fused=fused, tool=tool)
+    return {
+        "sequence": sequence,
+        "fused_attention": fused,
+        "how": "eager, compute-sanitizer" if tool else words[-1] if device == "cuda" else "eager",
+        **answer,
+    }
+
+
+def _asked(words: Sequence[str], *, fused: bool = True, tool: str | None = None) -> dict[str, Any]:
+    """Ask a fresh process; what ends it is an answer too."""
+    command = [sys.executable, "-m", "qeffect.gpu_runtime.lab.commands.probes", *words]
+    if tool is not None:
+        command = [tool, "--tool", "memcheck", "--print-limit", "1000", *command]
+    surroundings = {**os.environ} if fused else {**os.environ, "NVTE_FUSED_ATTN": "0"}
+    if words[0] == "side":
+        surroundings["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, env=surroundings
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {TIMEOUT_S:g} s"}
+    answer: dict[str, Any] = {"error": None}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if lines:
+        answer = json.loads(lines[-1])
+    else:
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        answer["error"] = said[:300]
+    if tool is not None:
+        answer.update(sanitized(done.stdout + done.stderr))
+    return answer
+
+
+def _sides() -> list[dict[str, Any]]:
+    """Every side at once, each in a process of its own, compared with the first."""
+    with ThreadPoolExecutor(len(interleaved.SIDES)) as pool:
+        answers = list(pool.map(lambda side: _asked(["side", side.name]), interleaved.SIDES))
+    reference = answers[0].get("digests", {})
+    return [
+        {
+            "name": side.name,
+            "what": side.what,
+            "breaks": side.breaks,
+            "error": answer["error"],
+            "not_finite": answer.get("not_finite"),
+            **interleaved.differences(reference, answer.get("digests", {})),
+        }
+        for side, answer in zip(interleaved.SIDES, answers, strict=True)
+    ]
+
+
+def _case(sequence: int) -> Case:
+    return Case(
+        f"sequence {sequence}",
+        "ScheduleZBVZeroBubble",
+        1,
+        4,
+        "accumulate",
+        hidden=128,
+        ffn=256,
+        heads=2,
+        sequence=sequence,
+        steps=3,
+    )
+
+
+def _answer(words: Sequence[str]) -> dict[str, Any]:
+    """The child's part."""
+    torch.set_num_threads(1)
+    if words[0] == "side":
+        (chosen,) = (side for side in interleaved.SIDES if side.name == words[1])
+        try:
+            return {"error": None, **interleaved.record_side(chosen)}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"[:300]}
+    what, device, *rest = words
+    backend = "transformer-engine" if device == "cuda" else "reference"
+    if what == "attention":
+        try:
+            side = rest[1] if device == "cuda" else "eager"
+            record(_case(int(rest[0])), side, backend, device)
+            if device == "cuda":
+                torch.cuda.synchronize()
+        except Exception as error:
+            # An illegal access is what is looked for.
+            lines = str(error).strip().splitlines() or [""]
+            return {"error": f"{type(error).__name__}: {lines[0]}"[:300]}
+        return {"error": None}
+    return {"error": None, **_looked(backend, device)}
+
+
+def _looked(backend: str, device: str) -> dict[str, Any]:
+    """Time looks at everything that a stage's graphs bake in, in microseconds of host time."""
+    case = _case(128)
+    stages = fresh_stages(case, backend, device=device)
+    runtime = Runtime(stages, case.order(), RuntimeConfig(captured=device == "cuda", readers=True))
+    memory = next(iter(runtime.memories.values()))
+    look = memory.address_probe()
+    spent = []
+    for _ in range(LOOKS):
+        started = time.perf_counter()
+        look()
+        spent.append(1e6 * (time.perf_counter() - started))
+    return {
+        "looks": LOOKS,
+        "addresses": len(memory.addresses()),
+        "median_us": round(statistics.median(spent), 3),
+        "min_us": round(min(spent), 3),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(_answer(sys.argv[1:])), flush=True)

@@ -1,0 +1,353 @@
+"""
+``qeffect runtime scale``: a guarded pipeline over ranks, compared and timed against torch's own.
+
+Started by torchrun; rank 0 writes the report. The native side is torch's schedule runtime over
+stages whose backward is the library's full one. Both sides train the same model from the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qeffect.cli.command import Outcome, Progress
+from qeffect.report import UnusableError
+from qeffect.schedule.actions import ScheduleError
+
+from ...backends.layers import LayerConfig
+from ...backends.protocol import BackendError
+from ...ranks.consent import StoppedError
+from ...ranks.job import Job
+from ...ranks.one_launch import OneLaunch
+from ...ranks.world import Member, Worker, gathered, join
+from ...runtime import RuntimeConfig
+from ...step.optimizer import Gradients
+from ...step.plan.order import Order
+from ..comparisons.ranks import compared, summed, tensors_of
+from ..comparisons.recording import digests
+from ..reports.report import Report, environment
+from ..runner.profiler import traced
+from ..runner.rank_parts import (
+    alone,
+    bound_ms,
+    in_order,
+    message_ms,
+    row_as_one_graph,
+    spent_ms,
+)
+from ..sides.pipelines import (
+    Turns,
+    backend_on,
+    native_side,
+    released,
+    timed,
+    waited,
+    worker_side,
+)
+from ..statistics.traces import shares
+from .pipeline import mute
+
+__all__ = ["add_scale_arguments", "run_scale"]
+
+SCHEDULES = ("il", "izb", "zbv")
+CELLS: dict[str, tuple[LayerConfig, int]] = {
+    "h2048-s256-m4": (LayerConfig(2048, 8192, 16, 256), 4),
+    "h4096-s256-m8": (LayerConfig(4096, 11008, 32, 256), 8),
+    "tiny": (LayerConfig(32, 64, 2, 16), 4),
+}
+"""Layers and microbatches of what is timed; `tiny` is for a CPU."""
+COMPARED: dict[str, tuple[LayerConfig, int]] = {
+    "hidden 512": (LayerConfig(512, 2048, 8, 256), 20),
+    "hidden 2048": (LayerConfig(2048, 8192, 16, 256), 6),
+    "tiny": (LayerConfig(32, 64, 2, 16), 3),
+}
+"""Layers and steps of what is compared."""
+BEFORE = 6
+"""Steps whose outcome is compared between replays and one launch a step."""
+TRACED = 5
+"""Steps under the profiler whose time is split; the first only says where the next begins."""
+
+
+def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `scale`."""
+    parser.add_argument("--pp", type=int, default=2, metavar="N", help="ranks (default 2)")
+    parser.add_argument(
+        "--schedules", nargs="+", default=list(SCHEDULES), metavar="NAME", help="il, izb, zbv"
+    )
+    parser.add_argument(
+        "--cells", nargs="*", default=list(CELLS)[:2], choices=CELLS, metavar="CELL", help="to time"
+    )
+    parser.add_argument(
+        "--compared",
+        nargs="*",
+        default=list(COMPARED)[:2],
+        choices=COMPARED,
+        metavar="NAME",
+        help="to compare bit for bit",
+    )
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each side")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of a turn")
+    parser.add_argument("--native-steps", type=int, default=3, metavar="N", help="of a native turn")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
+    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+
+
+def run_scale(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """
+    Compare, then time; refused where a bit differs.
+
+    Raises:
+        UnusableError: The ranks cannot run it.
+    """
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    if args.rounds < 1 or args.steps < 1 or args.native_steps < 1:
+        raise UnusableError("--rounds, --steps and --native-steps must be at least 1")
+    if not args.cells and not args.compared:
+        raise UnusableError("--cells and --compared are both empty; name something to measure")
+    try:
+        for name in args.schedules:
+            Job(schedule=name, pp=args.pp).table()
+        outcome = _run(args, progress)
+    except (BackendError, ScheduleError) as error:
+        mute(failed=True)
+        raise UnusableError(str(error)) from error
+    except StoppedError as stopped:
+        cause = stopped.cause
+        data = {"clause": cause.clause, "rank": cause.rank, "step": None, "action": cause.action}
+        outcome = Outcome("refused", data, [f"Every rank stopped: {cause.text}"])
+    mute(failed=outcome.exit != 0)
+    return outcome
+
+
+def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
+    member = join(args.device)
+    if member.world != args.pp:
+        raise UnusableError(
+            f"{member.world} processes were started for --pp {args.pp}; start torchrun with "
+            f"--nproc-per-node {args.pp}"
+        )
+    configuration = {
+        "pp": args.pp,
+        "vpp": 2,
+        "layers_a_stage": 1,
+        "device": args.device,
+        "backend": backend_on(args.device),
+        "schedules": args.schedules,
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "native_steps": args.native_steps,
+    }
+    own = args.out if member.rank == 0 else None
+    raw: dict[str, Any] = {"compared": [], "timed": []}
+    report = Report("scale", own, environment(args.commit), configuration, raw)
+    for name in args.compared:
+        for schedule in args.schedules:
+            progress(f"Comparing. {schedule}, {name}")
+            raw["compared"].append(_compare(member, args, schedule, name))
+            report.save()
+    for name in args.cells:
+        progress(f"Timing. {name}, native")
+        with released(member):
+            raw["timed"].append(_native(member, args, name))
+        for schedule in args.schedules:
+            progress(f"Timing. {name}, {schedule}")
+            with released(member):
+                guarded, final = _guarded(member, args, schedule, name)
+            raw["timed"].append(guarded)
+            if args.device == "cuda":
+                progress(f"Timing. {name}, {schedule}, one launch a step")
+                with released(member):
+                    raw["timed"].append(_one_launch(member, args, schedule, name, guarded, final))
+            report.save()
+    finished = report.finish()
+    derived = finished["derived"]
+    same = all(not row["different"] and row["values"] for row in derived["compared"])
+    same = same and not any(row.get("final_different") for row in derived["timed"])
+    return Outcome("accepted" if same else "refused", {"derived": derived}, report.lines())
+
+
+def _job(args: argparse.Namespace, schedule: str, config: LayerConfig, microbatches: int) -> Job:
+    return Job(
+        schedule=schedule, pp=args.pp, vpp=2, microbatches=microbatches, config=config, history=16
+    )
+
+
+def _compare(member: Member, args: argparse.Namespace, schedule: str, name: str) -> dict[str, Any]:
+    config, steps = COMPARED[name]
+    job = _job(args, schedule, config, 2 * args.pp)
+    with released(member):
+        captured = args.device == "cuda"
+        found = compared(member, job, steps, backend_on(args.device), captured=captured)
+    ranks = gathered(member, (found.totals(), found.slots))
+    return {
+        "name": name,
+        "schedule": schedule,
+        "steps": steps,
+        "microbatches": job.microbatches,
+        "categories": {c: list(of) for c, of in summed([rank for rank, _ in ranks]).items()},
+        "slots": [slots for _, slots in ranks],
+    }
+
+
+def _native(member: Member, args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """torch's Interleaved 1F1B over full backwards: what users run today."""
+    config, microbatches = CELLS[name]
+    job = _job(args, "il", config, microbatches)
+    began = time.perf_counter()
+    side = native_side(member, job, backend_on(args.device))
+    made = time.perf_counter() - began
+    return _timed(member, args, name, "native", "il", side.step, args.native_steps, made, {})
+
+
+def _worker(
+    member: Member, args: argparse.Namespace, job: Job, config: RuntimeConfig, *, capturable: bool
+) -> Worker:
+    return worker_side(member, job, backend_on(args.device), config, capturable=capturable)
+
+
+def _final(worker: Worker) -> dict[str, str]:
+    """Digests of everything that training has left on this rank; waits for its last step."""
+    runtime = worker.runtime
+    runtime.handoff.synchronize()
+    caches = {
+        f"cache {index} {name}": digests([held.detach()])[0]
+        for index, stage in runtime.stages.items()
+        for name, held in stage.cached_weights().items()
+    }
+    return {**tensors_of(runtime.stages, worker.optimizer), **caches}
+
+
+def _one_launch(
+    member: Member,
+    args: argparse.Namespace,
+    schedule: str,
+    name: str,
+    guarded: dict[str, Any],
+    final: dict[str, str],
+) -> dict[str, Any]:
+    """The same steps, each one launch; what they leave is compared with what replays left."""
+    config, microbatches = CELLS[name]
+    job = _job(args, schedule, config, microbatches)
+    began = time.perf_counter()
+    counting = RuntimeConfig(captured=True, device_counts=True, late_counts=True, nested=True)
+    worker = _worker(member, args, job, counting, capturable=True)
+    whole = OneLaunch(worker)
+    made = time.perf_counter() - began
+    for _ in range(BEFORE):
+        whole.step()
+    whole.leave()
+    own = _final(worker)
+    odd = sorted(n for n in final.keys() | own.keys() if final.get(n) != own.get(n))
+    facts = {"capture_s": whole.capture_seconds, "first": odd[:3]}
+    whole.resume()
+    found = _timed(member, args, name, "one launch", schedule, whole.step, args.steps, made, facts)
+    parts, ahead = _ahead(member, whole, args)
+    waited(member)
+    launches = shares(traced(whole.step, member.synchronize, TRACED), TRACED)
+    whole.leave()
+    gradients = worker.pipeline.step(worker.optimizer)
+    order = Order.of_rank(job.table(), member.rank % job.pp)
+    waited(member)
+    split = {"launch": launches, **_own_row(worker, gradients, order)}
+    ranks = gathered(member, (len(final), len(odd), parts, whole.rehearsal.steps, ahead))
+    found["final"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
+    for fact, (_, _, own_ms, counted, _) in zip(found["facts"], ranks, strict=True):
+        fact["host_parts_ms"], fact["rehearsed_and_as_one"] = own_ms, counted
+    found["host_ahead_ms"] = [
+        max(times) for times in zip(*(rank[4] for rank in ranks), strict=True)
+    ]
+    for what in ("alone_ms", "update_ms", "message_ms", "bound_ms", "in_order"):
+        found[what] = guarded[what]
+    found["split"] = gathered(member, split)
+    whole.close()
+    worker.close()
+    return found
+
+
+def _ahead(
+    member: Member, whole: OneLaunch, args: argparse.Namespace
+) -> tuple[dict[str, float], list[float]]:
+    """
+    What the host of launches back to back does a step, in milliseconds.
+
+    Returns:
+        The median of each part, and of each round what a step took without its wait for the one
+        before: the device is what a host waits for that is ahead of it.
+    """
+    rounds: list[float] = []
+    parts: list[dict[str, float]] = []
+    for _ in range(args.rounds):
+        waited(member)
+        took = []
+        for _ in range(args.steps):
+            began = time.perf_counter()
+            whole.step()
+            took.append(1e3 * (time.perf_counter() - began) - whole.host_ms["step before"])
+            parts.append(whole.host_ms)
+        rounds.append(statistics.median(took))
+    return {part: statistics.median(one[part] for one in parts) for part in parts[0]}, rounds
+
+
+def _own_row(worker: Worker, gradients: Gradients, order: Order) -> dict[str, Any]:
+    """A rank's row as one graph without messages: its time, and how it is spent."""
+    with row_as_one_graph(worker, gradients, order) as replay:
+        took = spent_ms(replay)
+        return {
+            "row_ms": took,
+            "row": shares(traced(replay, torch.cuda.synchronize, TRACED), TRACED),
+        }
+
+
+def _guarded(
+    member: Member, args: argparse.Namespace, schedule: str, name: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Guarded replays, or eager calls on a CPU, under one schedule; and what they left."""
+    config, microbatches = CELLS[name]
+    job = _job(args, schedule, config, microbatches)
+    began = time.perf_counter()
+    captured = RuntimeConfig(captured=args.device == "cuda")
+    worker = _worker(member, args, job, captured, capturable=False)
+    made = time.perf_counter() - began
+    for _ in range(BEFORE):
+        worker.step()
+    final = _final(worker)
+    facts: dict[str, Any] = {"slots": [s.slots for s in worker.runtime.contract.stages]}
+    found = _timed(member, args, name, "guarded", schedule, worker.step, args.steps, made, facts)
+    gradients = worker.pipeline.step(worker.optimizer)
+    ranks = gathered(member, alone(worker, gradients))
+    found["message_ms"] = max(gathered(member, message_ms(member, job, worker)))
+    found["alone_ms"] = {stage: times for rank, _ in ranks for stage, times in rank.items()}
+    found["update_ms"] = [update for _, update in ranks]
+    found["bound_ms"] = bound_ms(job, found["alone_ms"], found["update_ms"], found["message_ms"])
+    order = Order.of_rank(job.table(), member.rank % job.pp)
+    ranks = gathered(member, in_order(worker, gradients, order))
+    times = {stage: took for rank, _ in ranks for stage, took in rank.items()}
+    updates = [update for _, update in ranks]
+    bound = bound_ms(job, times, updates, found["message_ms"])
+    found["in_order"] = {"times_ms": times, "update_ms": updates, "bound_ms": bound}
+    worker.close()
+    return found, final
+
+
+def _timed(
+    member: Member,
+    args: argparse.Namespace,
+    name: str,
+    side: str,
+    schedule: str,
+    step: Callable[[], object],
+    steps: int,
+    made: float,
+    facts: dict[str, Any],
+) -> dict[str, Any]:
+    """A side of a cell, with its names."""
+    found = timed(member, step, Turns(args.rounds, steps), made=made, facts=facts)
+    return {"cell": name, "side": side, "schedule": schedule, **found}

@@ -1,0 +1,244 @@
+"""
+The stream table: what a consumer reads behind a captured graph, with both halves of the handoff and
+with the first half alone.
+
+A producer graph runs on the runtime's own graph stream: a chain of products long enough that the
+host is always ahead of it, then an update of an output, a parameter, an amax history with its scale
+and a quantized copy of the parameter. A consumer graph on the caller's stream copies all of these.
+Both use `qeffect.gpu_runtime.step.streams`, in the order of calls of a guarded action: the graph
+stream waits for the caller, replays, marks its tail, and the caller waits for that mark. Leaving
+the last wait out is the one-way handoff; nothing but this check and the tests does that. A third
+run leaves out the mark that is recorded after the replay, so that the event inside the graph alone
+must do.
+
+A check is stale when what the consumer copied differs from what the producer left once the device
+is idle, and vacuous when the producer changed nothing, so that a stale read could not be seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qeffect.cli.command import Outcome, Progress
+from qeffect.report import UnusableError
+
+from ...step.memory.state import same_bits
+from ..reports.report import Report, environment
+from ..runner.device import require_device
+
+KINDS = ("output", "parameter", "scaling", "cache")
+HANDOFFS = ("one-way", "two-way", "graph-event")
+TIMEOUT_S = 300.0
+
+
+class Producer:
+    """
+    Fixed buffers, and the work that moves them from one state to the next.
+
+    Args:
+        device: Where.
+        width: Width of the square products.
+        depth: How many there are in a row.
+    """
+
+    def __init__(self, device: torch.device, width: int, depth: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.depth = depth
+        self.token = torch.zeros((), device=device)
+        self.weight = (torch.randn(width, width, generator=generator) / width**0.5).to(device)
+        self.state: dict[str, Tensor] = {
+            "output": torch.zeros(width, width, device=device),
+            "parameter": torch.randn(width, width, generator=generator).to(device),
+            "scaling": torch.zeros(16, device=device),
+            "cache": torch.zeros(width, width, device=device, dtype=torch.float8_e4m3fn),
+        }
+
+    def run(self) -> None:
+        """One step; everything that it writes depends on the whole chain of products."""
+        state = self.state
+        product = self.weight
+        for _ in range(self.depth):
+            product = product @ self.weight
+        # Trigonometry keeps every buffer bounded, and different after every step.
+        state["output"].copy_(product + self.token.sin())
+        state["parameter"].add_(3 * state["output"]).cos_()
+        state["scaling"].copy_(state["scaling"].roll(1))
+        state["scaling"][0] = state["parameter"].abs().mean()
+        state["cache"].copy_(state["parameter"] / state["scaling"].amax())
+
+
+def check_handoff(handoff: str, checks: int, *, width: int, depth: int) -> dict[str, Any]:
+    """
+    Run producer and consumer graphs, and compare what was read with what was left.
+
+    Args:
+        handoff: One of `HANDOFFS`.
+        checks: How many replays to check.
+        width: Width of the producer's products.
+        depth: How many it has.
+
+    Returns:
+        Counts of stale and vacuous checks, and how long the producer takes.
+    """
+    from ...backends.devices import placed
+    from ...step.streams import GraphStream
+
+    device = placed()
+    stream = GraphStream(device, two_way=handoff != "one-way")
+    producer = Producer(device, width, depth)
+    read = {kind: torch.zeros_like(tensor) for kind, tensor in producer.state.items()}
+    produce, consume = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with stream.scope():
+        producer.run()
+        stream.synchronize()
+        produce.capture_begin()
+        producer.run()
+        stream.record_tail()
+        produce.capture_end()
+    caller = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stale_by_kind = dict.fromkeys(KINDS, 0)
+    stale = vacuous = 0
+    started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    producer_ms: list[float] = []
+    host_ms: list[float] = []
+    with torch.cuda.stream(caller):
+        consume.capture_begin()
+        for kind in KINDS:
+            read[kind].copy_(producer.state[kind])
+        consume.capture_end()
+        torch.cuda.synchronize()
+        for number in range(checks):
+            before = {kind: tensor.clone() for kind, tensor in producer.state.items()}
+            torch.cuda.synchronize()
+            at = time.perf_counter()
+            producer.token.fill_(float(number + 1))
+            stream.wait_for_caller()
+            with stream.scope():
+                started.record()
+                produce.replay()
+                ended.record()
+                if handoff != "graph-event":
+                    stream.record_tail()
+            stream.caller_waits()
+            consume.replay()
+            host_ms.append(1e3 * (time.perf_counter() - at))
+            torch.cuda.synchronize()
+            producer_ms.append(started.elapsed_time(ended))
+            differs = [k for k in KINDS if not same_bits(read[k], producer.state[k])]
+            stale += bool(differs)
+            for kind in differs:
+                stale_by_kind[kind] += 1
+            vacuous += any(same_bits(before[k], producer.state[k]) for k in KINDS)
+    return {
+        "handoff": handoff,
+        "checks": checks,
+        "stale": stale,
+        "stale_by_kind": stale_by_kind,
+        "vacuous": vacuous,
+        "producer_ms": round(sorted(producer_ms)[checks // 2], 4),
+        "host_ms": round(sorted(host_ms)[checks // 2], 4),
+    }
+
+
+def _child(pipe: Connection, arguments: dict[str, Any]) -> None:
+    try:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            raise RuntimeError("the process has a device context already; it is not a fresh one")
+        pipe.send(("done", check_handoff(**arguments)))
+    except Exception as error:
+        pipe.send(("failed", f"{type(error).__name__}: {error}"))
+
+
+def in_fresh_process(arguments: dict[str, Any]) -> dict[str, Any]:
+    """
+    `check_handoff` in a process of its own.
+
+    Raises:
+        RuntimeError: It failed, or gave no answer in time.
+    """
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_child, args=(theirs, arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not mine.poll(TIMEOUT_S):
+            raise RuntimeError(f"no answer within {TIMEOUT_S:g} s")
+        kind, value = mine.recv()
+    except EOFError:
+        raise RuntimeError("the process ended without an answer") from None
+    finally:
+        mine.close()
+        process.join(timeout=10)
+        if process.is_alive():
+            process.kill()
+    if kind == "failed":
+        raise RuntimeError(value)
+    found: dict[str, Any] = value
+    return found
+
+
+def add_streams_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `streams`."""
+    parser.add_argument("--processes", type=int, default=3, metavar="N", help="for each handoff")
+    parser.add_argument("--checks", type=int, default=200, metavar="N", help="in each process")
+    parser.add_argument("--width", type=int, default=2048, help="width of the producer's products")
+    parser.add_argument("--depth", type=int, default=32, help="how many products it has in a row")
+    parser.add_argument("--quick", action="store_true", help="1 process of 20 checks each")
+    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
+    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+
+
+def run_streams(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """
+    Check both handoffs and report.
+
+    Refused when the two-way handoff read stale data, or when a check could not have seen any.
+
+    Raises:
+        UnusableError: Nothing can be run here, or a process did not answer.
+    """
+    if min(args.processes, args.checks, args.width, args.depth) < 1:
+        raise UnusableError("--processes, --checks, --width and --depth must be at least 1")
+    require_device("stale reads happen between a device's streams alone", library=False)
+    processes, checks = (1, 20) if args.quick else (args.processes, args.checks)
+    configuration = {"quick": args.quick, "width": args.width, "depth": args.depth}
+    report = Report("streams", args.out, environment(args.commit), configuration, {"runs": []})
+    for handoff in HANDOFFS:
+        for number in range(processes):
+            progress.note(f"Checking. {handoff} process {number + 1} of {processes}")
+            asked = {
+                "handoff": handoff,
+                "checks": checks,
+                "width": args.width,
+                "depth": args.depth,
+            }
+            try:
+                report.raw["runs"].append(in_fresh_process(asked))
+            except RuntimeError as error:
+                raise UnusableError(str(error)) from error
+            report.save()
+    finished = report.finish()
+    found = problems(finished["derived"]["handoffs"])
+    data = {"derived": finished["derived"], "problems": list(found)}
+    return Outcome("refused" if found else "accepted", data, report.lines())
+
+
+def problems(handoffs: dict[str, Any]) -> Sequence[str]:
+    """What must not be: a stale read behind the two-way handoff, or a check that saw nothing."""
+    found = []
+    if handoffs.get("two-way", {}).get("stale"):
+        found.append("the two-way handoff read stale data")
+    if any(entry["vacuous"] for entry in handoffs.values()):
+        found.append("a producer changed nothing, so that a stale read could not be seen")
+    return found

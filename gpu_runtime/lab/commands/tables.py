@@ -1,0 +1,648 @@
+"""
+``qeffect runtime tables``: one trial of the paper's tables, and trials merged into one report.
+
+A trial is one start of torchrun; rank 0 writes the report again after every row, so that a run that
+is ended early leaves what it had. Merging starts no ranks. The language model has one layer a stage
+with token embedding and head over 32,768 tokens, as the paper's; `layers` leaves both ends out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from qeffect.cli.command import Outcome, Progress, refuse_unused
+from qeffect.report import UnusableError
+from qeffect.schedule.actions import ScheduleError
+from qeffect.schedule.plan import plan
+
+from ...backends.layers import LayerConfig
+from ...backends.protocol import BackendError
+from ...ranks.consent import StoppedError
+from ...ranks.job import Job
+from ...ranks.one_launch import OneLaunch
+from ...ranks.world import Member, Worker, gathered, join
+from ...runtime import RuntimeConfig
+from ...step.graphs import GraphExecutor
+from ...step.memory.arena import Rule
+from ...step.memory.state import same_bits
+from ...training.model import Language
+from ..comparisons.ranks import held_by
+from ..reports.report import (
+    ALIKE,
+    Report,
+    environment,
+    read_part,
+    require_alike,
+    require_place,
+)
+from ..sides.pipelines import (
+    Turns,
+    backend_on,
+    native_side,
+    released,
+    timed,
+    worker_side,
+)
+from ..sides.torch_pipeline import Batch, NativePipeline
+from ..statistics.paper import LARGE, SMALL
+from .pipeline import mute
+
+__all__ = ["Asked", "DrawnLanguage", "add_tables_arguments", "asked", "merged", "run_tables"]
+
+LAYERS: Mapping[str, LayerConfig] = {
+    "h2048-s256": LayerConfig(2048, 8192, 16, 256),
+    "h4096-s256": LayerConfig(4096, 11008, 32, 256),
+    "tiny": LayerConfig(32, 64, 2, 16),
+}
+"""A cell is one of these and its microbatches, as in `tiny-m4`; `tiny` is for a CPU."""
+CELLS = (SMALL, LARGE, "tiny-m4")
+PARTS = ("steps", "attribution", "resources", "weak", "mapping")
+VOCABULARY, TINY_VOCABULARY = 32768, 64
+HISTORY = 16
+BEFORE = 6
+"""Steps, the first included, after which a side is compared with its reference."""
+RULES: Mapping[str, Rule] = {"copied": "copied", "per_microbatch": "per_microbatch"}
+"""Where dW writes, of sides that do not accumulate into one destination."""
+REFERENCES = {
+    "eager": "native",
+    "replays": "native",
+    "per_microbatch": "copied",
+    "one launch": "replays",
+}
+"""What a side has to have the bits of, under one schedule: each forms the same sums."""
+
+
+@attrs.frozen(kw_only=True)
+class DrawnLanguage(Language):
+    """A language model over tokens that are drawn evenly: `(sequence, batch)`, int64."""
+
+    def batch(self, device: torch.device, replica: int = 0) -> Batch:
+        """Tokens and targets of a step's microbatch, the same on every rank that asks."""
+        shape = self.config.sequence, self.config.batch
+
+        def draw(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+            place = (step * self.dp + replica) * self.microbatches + microbatch
+            g = torch.Generator().manual_seed((self.seed << 32) + place)
+            x, y = (torch.randint(self.vocabulary, shape, generator=g) for _ in range(2))
+            return x.to(device), y.to(device)
+
+        return draw
+
+
+@attrs.frozen
+class Asked:
+    """
+    One row that is to be measured.
+
+    Args:
+        cell: Layers and microbatches of a step, as `h4096-s256-m8`.
+        model: `language` or `layers`.
+        vpp: Stages of each rank.
+        schedule: A short name of torch's schedule classes.
+        side: `native`, `eager`, `copied`, `per_microbatch`, `replays` (captured, accumulating), or
+            `one launch`.
+    """
+
+    cell: str
+    model: str
+    vpp: int
+    schedule: str
+    side: str
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step."""
+        return int(self.cell.rsplit("-m", 1)[1])
+
+    @property
+    def layers(self) -> str:
+        """A name of `LAYERS`."""
+        return self.cell.rsplit("-m", 1)[0]
+
+    def job(self, pp: int) -> Job:
+        """The pipeline of the row over as many ranks."""
+        common: dict[str, Any] = {
+            "schedule": self.schedule,
+            "pp": pp,
+            "vpp": self.vpp,
+            "microbatches": self.microbatches,
+            "config": LAYERS[self.layers],
+            "history": HISTORY,
+            "rule": RULES.get(self.side, "accumulate"),
+        }
+        if self.model == "layers":
+            return Job(**common)
+        tiny = self.layers == "tiny"
+        return DrawnLanguage(**common, vocabulary=TINY_VOCABULARY if tiny else VOCABULARY)
+
+
+def asked(
+    parts: Iterable[str],
+    cells: Sequence[str],
+    pp: int,
+    *,
+    microbatches: Sequence[int] = (2, 4, 8, 16, 32),
+    captured: bool = True,
+) -> list[Asked]:
+    """
+    The rows of some parts, each once, in the order in which they are measured.
+
+    Args:
+        parts: Names of `PARTS`: `steps` is native, replays and one launch of the language model in
+            every cell; `attribution` adds eager, copied and per-microbatch destinations in the last
+            one; `resources` is ZB-V by microbatches in the last one, over two ranks; `weak` is
+            layers alone, one a stage, in every cell; `mapping` is the model of four layers in the
+            last one.
+        cells: Names of `CELLS`.
+        pp: Ranks.
+        microbatches: Of `resources`.
+        captured: Whether there are graphs; without, nothing is one launch.
+    """
+    sides = ("replays", "one launch") if captured else ("replays",)
+    last = cells[-1]
+    wanted = tuple(parts)
+
+    def both(cell: str, model: str, vpp: int, schedules: Sequence[str]) -> list[Asked]:
+        return [Asked(cell, model, vpp, s, side) for s in schedules for side in sides]
+
+    rows: list[Asked] = []
+    for cell in cells:
+        if "steps" in wanted or ("attribution" in wanted and cell == last):
+            rows.append(Asked(cell, "language", 2, "il", "native"))
+        if "attribution" in wanted and cell == last:
+            rows += [
+                Asked(cell, "language", 2, "il", side)
+                for side in ("eager", "copied", "per_microbatch")
+            ]
+        if "steps" in wanted:
+            rows += both(cell, "language", 2, ("il", "zbv"))
+        if "weak" in wanted:
+            rows += both(cell, "layers", 2, ("il", "zbv"))
+    if "mapping" in wanted:
+        vpp, schedules = (1, ("1f1b", "izb")) if pp == 4 else (2, ("il", "zbv"))
+        for model in ("language", "layers"):
+            rows += both(last, model, vpp, schedules)
+    if "resources" in wanted:
+        layers = last.rsplit("-m", 1)[0]
+        rows += [Asked(f"{layers}-m{m}", "language", 2, "zbv", "replays") for m in microbatches]
+    return list(dict.fromkeys(rows))
+
+
+def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `tables`."""
+    parser.add_argument("--pp", type=int, metavar="N", help="ranks (default 2)")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        metavar="PART",
+        help=f"{', '.join(PARTS)} (default: the first three)",
+    )
+    parser.add_argument(
+        "--cells", nargs="+", choices=CELLS, metavar="CELL", help=f"default {SMALL} {LARGE}"
+    )
+    parser.add_argument(
+        "--microbatches", nargs="+", type=int, metavar="M", help="of resources (default 2 to 32)"
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each side (default 3)")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of a turn (default 10)")
+    parser.add_argument(
+        "--native-steps", type=int, metavar="N", help="of a turn that launches (default 3)"
+    )
+    parser.add_argument(
+        "--no-profile", action="store_true", default=None, help="count no kernels and no copies"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default cuda")
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, metavar="F", help="merge reports of trials, in this order"
+    )
+    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
+    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+
+
+_DEFAULTS: Mapping[str, Any] = {
+    "pp": 2,
+    "parts": PARTS[:3],
+    "cells": (SMALL, LARGE),
+    "microbatches": (2, 4, 8, 16, 32),
+    "rounds": 3,
+    "steps": 10,
+    "native_steps": 3,
+    "device": "cuda",
+}
+
+
+def run_tables(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """
+    Measure one trial, or merge several.
+
+    Raises:
+        UnusableError: The ranks cannot run it, or a report cannot be merged.
+    """
+    if args.merge is not None:
+        options = [f"--{name.replace('_', '-')}" for name in (*_DEFAULTS, "no_profile", "commit")]
+        refuse_unused(args, options, "--merge measures nothing")
+        require_place(args.out)
+        return _outcome(merged(args.merge, args.out))
+    for name, value in _DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    numbers = (args.rounds, args.steps, args.native_steps, *args.microbatches)
+    if min(numbers) < 1:
+        raise UnusableError(
+            "--rounds, --steps, --native-steps and --microbatches must be at least 1, found "
+            f"{min(numbers)}"
+        )
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    try:
+        require_place(args.out)
+        finished = _trial(args, progress)
+    except (BackendError, ScheduleError, UnusableError) as error:
+        mute(failed=True)
+        raise UnusableError(str(error)) from error
+    outcome = _outcome(finished)
+    mute(failed=outcome.exit != 0)
+    return outcome
+
+
+def _outcome(report: Report) -> Outcome:
+    derived = report.to_json()["derived"]
+    different = any(row.get("different") for row in derived["rows"])
+    verdict = "refused" if different or derived["errors"] else "accepted"
+    return Outcome(verdict, {"derived": derived}, report.lines())
+
+
+def merged(paths: Sequence[Path], out: Path | None) -> Report:
+    """
+    One report of several trials.
+
+    Args:
+        paths: Reports of `tables`, in the order of the trials.
+        out: Where it is written; None keeps it in memory.
+
+    Returns:
+        The report; complete where every trial is, and made where the first one was.
+
+    Raises:
+        UnusableError: A file is no report of `tables`; trials are of several devices, commits or
+            versions; or one is named twice.
+    """
+    found = [read_part(path, "tables") for path in paths]
+    require_alike([(path, _facts(part)) for path, part in zip(paths, found, strict=True)])
+    trials: list[Any] = []
+    for path, part in zip(paths, found, strict=True):
+        for trial in part["raw"]["trials"]:
+            if trial in trials:
+                raise UnusableError(
+                    f"--merge {path}: its trial of {trial['date']} is there twice; name each once"
+                )
+            trials.append(trial)
+    first = found[0]
+    configuration = {
+        **first["configuration"],
+        "merged": [report["configuration"] for report in found],
+    }
+    report = Report("tables", out, first["environment"], configuration, {"trials": trials})
+    report.complete = all(one["complete"] for one in found)
+    report.save()
+    return report
+
+
+def _facts(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What has to agree; ranks, parts and cells may differ, and so may hosts of several ranks."""
+    place, asked = part["environment"], part["configuration"]
+    return {
+        **{name: place.get(name) for name in ALIKE},
+        **{name: asked.get(name) for name in ("device", "backend")},
+    }
+
+
+def _trial(args: argparse.Namespace, progress: Progress) -> Report:
+    member = join(args.device)
+    if member.world != args.pp:
+        raise UnusableError(
+            f"{member.world} processes were started for --pp {args.pp}; start torchrun with "
+            f"--nproc-per-node {args.pp}"
+        )
+    if member.rank:
+        progress = Progress(enabled=False)
+    captured = args.device == "cuda"
+    rows = asked(args.parts, args.cells, args.pp, microbatches=args.microbatches, captured=captured)
+    for row in rows:
+        row.job(args.pp).table()  # refuses before anything is measured
+    configuration = {name: _plain(getattr(args, name)) for name in _DEFAULTS}
+    configuration["backend"] = backend_on(args.device)
+    trial: dict[str, Any] = {"pp": args.pp, "rows": []}
+    own = args.out if member.rank == 0 else None
+    place = environment(args.commit)
+    trial["date"] = place["date"]
+    report = Report("tables", own, place, configuration, {"trials": [trial]})
+    references: dict[tuple[Any, ...], dict[str, Tensor]] = {}
+    at: tuple[Any, ...] | None = None
+    with released(member):
+        # What a process pays once, whichever side is its first, is no side's.
+        first = Asked(args.cells[0], "layers", 2, "il", "native").job(args.pp)
+        _Native(member, first, backend_on(args.device)).step()
+    for row in rows:
+        progress(f"{row.cell}, {row.model}, {row.schedule}, {row.side}")
+        # References live as long as the rows that may be compared with them.
+        if at != (row.cell, row.model, row.vpp):
+            references.clear()
+            at = row.cell, row.model, row.vpp
+        trial["rows"].append(_measured(member, args, row, references, rows))
+        report.save()
+    report.finish()
+    return report
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+class _Side(Protocol):
+    """
+    A side that was made: its step, what it left, what is known of it.
+
+    Attributes:
+        opening: Steps that belong to its set-up.
+    """
+
+    opening: int
+
+    def step(self) -> object:
+        """One step."""
+
+    def left(self) -> dict[str, Tensor]:
+        """Everything that training has moved, live; waits for the device."""
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of this rank."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class _Native:
+    opening = 1
+
+    def __init__(self, member: Member, job: Job, backend: str) -> None:
+        self.member = member
+        self.pipeline: NativePipeline = native_side(member, job, backend)
+        self.step = self.pipeline.step
+
+    def left(self) -> dict[str, Tensor]:
+        self.member.synchronize()
+        stages = {stage.index: stage for stage in self.pipeline.stages}
+        return held_by(stages, self.pipeline.optimizer)
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        return
+
+
+class _Replays:
+    """Guarded replays, or eager calls."""
+
+    opening = 1
+
+    def __init__(self, member: Member, job: Job, backend: str, config: RuntimeConfig) -> None:
+        self.member = member
+        launched = config.nested
+        self.worker: Worker = worker_side(member, job, backend, config, capturable=launched)
+
+    def step(self) -> None:
+        self.worker.step()
+
+    def left(self) -> dict[str, Tensor]:
+        self.worker.runtime.handoff.synchronize()
+        return held_by(self.worker.runtime.stages, self.worker.optimizer)
+
+    def facts(self) -> dict[str, Any]:
+        """Of one more step: handoffs and replays; and what was captured and allocated for all."""
+        runtime = self.worker.runtime
+        executor = runtime.executor
+        captured = executor if isinstance(executor, GraphExecutor) else None
+        before = runtime.handoff.handoffs, 0 if captured is None else captured.num_replays
+        self.step()
+        after = runtime.handoff.handoffs, 0 if captured is None else captured.num_replays
+        found: dict[str, Any] = {
+            "handoffs": after[0] - before[0],
+            "replays": after[1] - before[1],
+            "slots": [stage.slots for stage in runtime.contract.stages],
+            "arena_bytes": sum(memory.arena.num_bytes for memory in runtime.memories.values()),
+        }
+        if captured is not None:
+            found["graphs"] = captured.report.num_graphs
+            found["warmup_s"] = captured.report.warmup_seconds
+            found["capture_s"] = captured.report.capture_seconds
+        return found
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+class _OneLaunch(_Replays):
+    """The same, each step one launch; the first is guarded, the second is captured."""
+
+    opening = 2
+
+    def __init__(self, member: Member, job: Job, backend: str, config: RuntimeConfig) -> None:
+        super().__init__(member, job, backend, config)
+        self.whole = OneLaunch(self.worker)
+
+    def step(self) -> None:
+        self.whole.step()
+
+    def left(self) -> dict[str, Tensor]:
+        self.whole.leave()
+        found = super().left()
+        self.whole.resume()
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        found = super().facts()
+        found["graphs"] += 1
+        found["replays"] = 1  # of a step's one graph, in which the slots' are nodes
+        found["capture_s"] += self.whole.capture_seconds
+        return found
+
+    def close(self) -> None:
+        self.whole.close()
+        super().close()
+
+
+def _make(member: Member, row: Asked, job: Job, device: str) -> _Side:
+    backend, captured = backend_on(device), device == "cuda"
+    if row.side == "native":
+        return _Native(member, job, backend)
+    if row.side == "one launch":
+        counting = RuntimeConfig(captured=True, device_counts=True, late_counts=True, nested=True)
+        return _OneLaunch(member, job, backend, counting)
+    config = RuntimeConfig(rule=job.rule, captured=captured and row.side != "eager")
+    return _Replays(member, job, backend, config)
+
+
+def _measured(
+    member: Member,
+    args: argparse.Namespace,
+    row: Asked,
+    references: dict[tuple[Any, ...], dict[str, Tensor]],
+    rows: Sequence[Asked],
+) -> dict[str, Any]:
+    """One row; a side that cannot be measured has its error, and the others go on."""
+    job = row.job(args.pp)
+    named = {**attrs.asdict(row), "microbatches": row.microbatches, "pp": args.pp}
+    tokens = row.microbatches * job.config.sequence * job.config.batch
+    with released(member):
+        try:
+            found = _side(member, args, row, job, references, rows)
+        except (BackendError, StoppedError, RuntimeError, ValueError) as error:
+            words = str(error).strip().splitlines()
+            return {**named, "error": f"{type(error).__name__}: {words[0] if words else ''}"}
+    return {**named, "error": None, "tokens": tokens, **found}
+
+
+def _side(
+    member: Member,
+    args: argparse.Namespace,
+    row: Asked,
+    job: Job,
+    references: dict[tuple[Any, ...], dict[str, Tensor]],
+    rows: Sequence[Asked],
+) -> dict[str, Any]:
+    before, reserved = _used(member), _reserved(member)
+    began = time.perf_counter()
+    side = _make(member, row, job, args.device)
+    member.synchronize()
+    made = time.perf_counter() - began
+    built, reserved = _used(member) - before, _reserved(member) - reserved
+    began = time.perf_counter()
+    for _ in range(side.opening):
+        side.step()
+    member.synchronize()
+    first = time.perf_counter() - began
+    for _ in range(BEFORE - side.opening):
+        side.step()
+    member.synchronize()
+    peak, stood = _peak(member) - before, _used(member)
+    compared = _compared(member, row, side, references, rows)
+    facts = side.facts()
+    eager = row.side in ("native", "eager")
+    turns = Turns(args.rounds, args.native_steps if eager else args.steps, not args.no_profile)
+    own = _unit_bytes(side)
+    found = timed(member, side.step, turns, made=made, facts=facts, units=own)
+    kept = sum(_bytes(tensor) for tensor in references.get(_reference_key(row), {}).values())
+    memory = {
+        "built": built,
+        "reserved": reserved,
+        "allocated_peak": peak,
+        # What was cloned for later rows is not the side's.
+        "grown": _used(member) - stood - kept,
+        "device": _driver(member),
+    }
+    found["memory"] = gathered(member, memory)
+    found["first_step_s"] = max(gathered(member, first))
+    found["compared"] = compared
+    found["planned"] = [
+        {"peak_live": rank.peak_live, "peak_deferred": rank.peak_deferred, "delayed": rank.delayed}
+        for rank in plan(job.table()).ranks
+    ]
+    side.close()
+    return found
+
+
+def _reference_key(row: Asked) -> tuple[Any, ...]:
+    return row.schedule, row.side
+
+
+def _compared(
+    member: Member,
+    row: Asked,
+    side: _Side,
+    references: dict[tuple[Any, ...], dict[str, Tensor]],
+    rows: Sequence[Asked],
+) -> dict[str, Any] | None:
+    """How many tensors differ from the reference's after as many steps; and this side's kept."""
+    base = REFERENCES.get(row.side)
+    theirs = references.get((row.schedule, base)) if base is not None else None
+    found = None
+    needed = any(
+        attrs.evolve(row, side=other.side) == other and REFERENCES.get(other.side) == row.side
+        for other in rows
+    )
+    if theirs is None and not needed:
+        return None
+    left = side.left()
+    if theirs is not None:
+        odd = [
+            name
+            for name in theirs.keys() | left.keys()
+            if name not in theirs or name not in left or not _alike(theirs[name], left[name])
+        ]
+        ranks = gathered(member, (len(theirs), len(odd), sorted(odd)[:2]))
+        found = {
+            "with": base,
+            "values": sum(rank[0] for rank in ranks),
+            "different": sum(rank[1] for rank in ranks),
+            "first": [name for rank in ranks for name in rank[2]],
+        }
+    if needed:
+        references[_reference_key(row)] = {
+            name: tensor.detach().clone() for name, tensor in left.items()
+        }
+    return found
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Raw bits; a step count may be kept on the host by one side and on the device by another."""
+    return same_bits(a.to(b.device), b)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size() if tensor.is_cuda else 0
+
+
+def _unit_bytes(side: _Side) -> list[int]:
+    stages: Iterable[Any]
+    if isinstance(side, _Native):
+        stages = side.pipeline.stages
+    else:
+        assert isinstance(side, _Replays)
+        stages = side.worker.runtime.stages.values()
+    return [
+        math.prod(unit.shape) * unit.matrices[0].parameter.element_size()
+        for stage in stages
+        for unit in stage.units
+    ]
+
+
+def _used(member: Member) -> int:
+    return torch.cuda.memory_allocated(member.device) if member.device.type == "cuda" else 0
+
+
+def _reserved(member: Member) -> int:
+    return torch.cuda.memory_reserved(member.device) if member.device.type == "cuda" else 0
+
+
+def _peak(member: Member) -> int:
+    return torch.cuda.max_memory_allocated(member.device) if member.device.type == "cuda" else 0
+
+
+def _driver(member: Member) -> int:
+    """What the driver says the device holds, of whoever."""
+    if member.device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(member.device)
+    return int(total - free)

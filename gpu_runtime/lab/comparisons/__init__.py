@@ -1,0 +1,3 @@
+"""
+Recorded runs compared bit for bit: guarded steps against native full backward.
+"""

@@ -1,0 +1,227 @@
+"""
+One order under one discipline of capture memory, in a process of its own.
+
+`private` is the runtime as it is: one pool for each slot, guarded. `shared` gives all slots one
+pool: the guarded run is taken up to the kernel's refusal, then the very same graphs are replayed
+from the start with nobody asked. `private-unguarded` does the same with private pools, so that what
+`shared` corrupts can be laid to the pool and not to the missing guards.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from qeffect.keys import TapeKey, TapeRef
+from qeffect.refusals import Refused
+
+from ...runtime import Runtime, RuntimeConfig
+from ...step.actions import GuardedActions
+from ...step.optimizer import Optimizer
+from ...step.plan.order import Kind, Step
+from ..sides.unguarded import UnguardedActions, silence
+from .cases import Case
+from .native import record_step
+from .recording import Category, Recording
+from .sides import fresh_stages, fuse_for, optimizer_of, run_native
+from .workload import Workload
+
+__all__ = ["DISCIPLINES", "NATIVE", "ORDERS", "WATCHED", "FiniteRecording", "trial"]
+
+NATIVE = ("native", "native-again")
+DISCIPLINES = ("private", "private-unguarded", "shared")
+
+#: Orders that leave the capture order of a shared pool: all F, then all dI, then all dW.
+ORDERS: tuple[Case, ...] = (
+    Case(
+        "crossed dI",
+        "given",
+        0,
+        4,
+        "copied",
+        steps=8,
+        cells="0F0 0F1 0I1 0I0 0W1 0W0",
+    ),
+    # Slot 0 runs F and dI of microbatch 2 while slot 1 still holds the work of its dW.
+    Case(
+        "slot reuse before dW",
+        "given",
+        0,
+        4,
+        "copied",
+        steps=8,
+        cells="0F0 0F1 0I0 0I1 0W0 0F2 0I2 0W1 0W2",
+    ),
+    Case("ZB-V rank 1", "ScheduleZBVZeroBubble", 1, 4, "accumulate", steps=8),
+)
+
+WATCHED: tuple[Category, ...] = ("outputs", "input gradients", "parameter gradients", "parameters")
+
+
+@attrs.define
+class FiniteRecording(Recording):
+    """
+    A recording that also counts values that are no finite numbers.
+
+    Args:
+        nonfinite: How many there were in the categories that are watched.
+    """
+
+    nonfinite: int = 0
+
+    def add_all(self, category: Category, where: str, named: Mapping[str, Tensor]) -> None:
+        """Record several tensors of one category by name."""
+        super().add_all(category, where, named)
+        if category in WATCHED:
+            self.nonfinite += sum(int((~torch.isfinite(t)).sum()) for t in named.values())
+
+
+@attrs.define(eq=False)
+class Replay:
+    """
+    A runtime's epochs with or without guards, recorded under native's labels.
+
+    Args:
+        runtime: The runtime.
+        actions: Its guarded actions, or the same without guards.
+        optimizer: The optimizer over its stages.
+        recording: Where to record; None for a rehearsal.
+    """
+
+    runtime: Runtime
+    actions: GuardedActions | UnguardedActions
+    optimizer: Optimizer
+    recording: Recording | None
+    _tapes: dict[tuple[int, int], tuple[TapeKey, TapeRef]] = attrs.field(factory=dict, init=False)
+    _refreshed: set[int] = attrs.field(factory=set, init=False)
+
+    def until_refused(self) -> dict[str, Any] | None:
+        """Run an epoch but for its last action; return the first refusal, or None."""
+        self._begin()
+        for position, step in enumerate(self.runtime.order.steps[:-1]):
+            try:
+                self._act(step)
+            except Refused as refused:
+                return {"clause": refused.clause, "action": str(step), "position": position}
+        return None
+
+    def run(self, num_steps: int) -> None:
+        """Run whole optimizer steps."""
+        for _ in range(num_steps):
+            self._begin()
+            for step in self.runtime.order.steps:
+                self._act(step)
+            number, stages = self.runtime.epoch, list(self.runtime.stages.values())
+            gradients = self.runtime.finalize()
+            record_step(self.recording, number, stages, gradients, before_update=True)
+            self.runtime.update(self.optimizer, gradients)
+            record_step(self.recording, number, stages, gradients, optimizer=self.optimizer)
+
+    def _begin(self) -> None:
+        self._tapes.clear()
+        self._refreshed.clear()
+
+    def _act(self, step: Step) -> None:
+        runtime, actions = self.runtime, self.actions
+        stage, name = runtime.stages[step.stage], (step.stage, step.microbatch)
+        where = f"step {runtime.epoch} {step}"
+        if step.kind is Kind.FORWARD:
+            if step.stage not in self._refreshed:
+                actions.refresh(step.stage)
+                self._refreshed.add(step.stage)
+            key = runtime.key(*name)
+            inputs = Workload().inputs(stage, key.epoch, step.microbatch)
+            tape = self._tapes[name] = key, actions.forward(key, inputs)
+            outputs = actions.outputs(*tape)
+            self._record("outputs", where, outputs)
+            actions.finish_outputs(*tape)
+        elif step.kind is Kind.DGRAD:
+            tape = self._tapes[name]
+            actions.bind(tape[0])
+            gradients = Workload().output_gradients(stage, tape[0].epoch, step.microbatch)
+            actions.dgrad(*tape, gradients)
+            self._record("input gradients", where, actions.dgrads(*tape))
+            actions.finish_dgrads(*tape)
+        else:
+            actions.wgrad(*self._tapes.pop(name))
+
+    def _record(self, category: Category, where: str, tensors: Any) -> None:
+        if self.recording is not None:
+            self.recording.add_all(category, where, {str(n): t for n, t in enumerate(tensors)})
+
+
+def trial(case: Mapping[str, Any], discipline: str, backend: str, device: str) -> dict[str, Any]:
+    """
+    Run one order under one discipline, or natively, as a fresh process does.
+
+    Returns:
+        `recording` (None where nothing was run to its end), `nonfinite`, `refused`, `slots` and
+        `error`.
+    """
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {
+        "recording": None,
+        "nonfinite": 0,
+        "refused": None,
+        "slots": {},
+        "error": None,
+    }
+    try:
+        recording = FiniteRecording(discipline)
+        _run(Case.from_json(case), discipline, backend, device, recording, found)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found["recording"] = recording.to_json()
+        found["nonfinite"] = recording.nonfinite
+    except Exception as error:
+        # What a corrupted replay raises is part of what it did; the process ends either way.
+        lines = str(error).strip().splitlines() or [""]
+        found["error"] = f"{type(error).__name__}: {lines[0]}"[:300]
+    return found
+
+
+def _run(
+    case: Case,
+    discipline: str,
+    backend: str,
+    device: str,
+    recording: Recording,
+    found: dict[str, Any],
+) -> None:
+    gc.collect()
+    if discipline in NATIVE:
+        rule = case.native_rule(backend)
+        if rule is None:
+            raise ValueError(f"{case.name}: the library has no native sum of this order")
+        run_native(case, rule, backend, device, recording)
+        return
+    stages = fresh_stages(case, backend, fuse=fuse_for(case.rule), device=device)
+    runtime = Runtime(
+        stages,
+        case.order(),
+        RuntimeConfig(
+            rule=case.rule,
+            dtype=case.torch_dtype,
+            captured=device != "cpu",
+            readers=True,
+            # Declared, an order that a shared pool cannot carry is refused before any action is.
+            declared=discipline != "shared",
+            pool="shared" if discipline == "shared" else None,
+        ),
+    )
+    found["slots"] = {str(stage): count for stage, count in runtime.plan.num_slots.items()}
+    optimizer = optimizer_of(case, stages)
+    if discipline != "private":
+        found["refused"] = Replay(runtime, runtime.actions, optimizer, None).until_refused()
+        # Numerical state as before the first action; the graphs stay.
+        runtime.rebuild()
+        actions: GuardedActions | UnguardedActions = UnguardedActions(runtime)
+        silence(runtime)
+    else:
+        actions = runtime.actions
+    Replay(runtime, actions, optimizer, recording).run(case.steps)

@@ -1,0 +1,395 @@
+"""
+A guarded pipeline against torch's own over native full backwards, every bit of it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, BinaryIO
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...backends.protocol import StageBackend, parameters
+from ...ranks.channels import transport_of
+from ...ranks.executor import Passage, Pipeline
+from ...ranks.job import Batches, Job
+from ...ranks.ties import Tie
+from ...ranks.world import Limits, Member, Worker, gathered
+from ...runtime import RuntimeConfig
+from ...step.clipping import EPSILON, square_sums
+from ...step.memory.state import live_state
+from ...step.optimizer import Gradients, Optimizer
+from ...step.plan.order import Order
+from ..sides.torch_pipeline import NativePipeline
+from .native import record_step, rule_for
+from .recording import Comparison, Recording, compare, digests
+
+__all__ = [
+    "CATEGORIES",
+    "Compared",
+    "Recorded",
+    "compared",
+    "guarded",
+    "held_by",
+    "native",
+    "native_pipeline",
+    "summed",
+    "tensors_of",
+]
+
+CATEGORIES = (
+    "outputs",
+    "input gradients",
+    "parameter gradients",
+    "parameters",
+    "AdamW state",
+    "amax histories",
+    "scales",
+    "caches",
+)
+
+
+def summed(ranks: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+    """The totals of all ranks together, every category named."""
+    return {
+        name: (
+            sum(r.get(name, (0, 0))[0] for r in ranks),
+            sum(r.get(name, (0, 0))[1] for r in ranks),
+        )
+        for name in (*CATEGORIES, "losses")
+    }
+
+
+@attrs.frozen
+class Compared:
+    """
+    One rank's comparison.
+
+    Args:
+        comparison: By category.
+        losses: The guarded losses of this rank, by step and microbatch.
+        native_losses: torch's.
+        slots: Slots of each stage of this rank.
+    """
+
+    comparison: Comparison
+    losses: list[list[float]]
+    native_losses: list[list[float]]
+    slots: list[int]
+
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """How many values were compared, and how many differ, by category and of the losses."""
+        found = {c.category: (c.compared, c.mismatched) for c in self.comparison.categories}
+        differ = sum(
+            a != b
+            for x, y in zip(self.losses, self.native_losses, strict=True)
+            for a, b in zip(x, y, strict=True)
+        )
+        return {**found, "losses": (sum(map(len, self.native_losses)), differ)}
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs, losses included."""
+        return not self.comparison.mismatched and self.losses == self.native_losses
+
+
+class Recorded(Pipeline):
+    """A pipeline that writes down what flows; `recording` is set before its first step."""
+
+    recording: Recording | None = None
+
+    def forward(self, p: Passage) -> None:
+        """F, then what it gave and the state that it left."""
+        super().forward(p)
+        if self.recording is not None:
+            outputs = () if p.last else self._slot(p).outputs
+            self._note(p, f"F{p.microbatch}", "outputs", outputs)
+
+    def dgrad(self, p: Passage) -> None:
+        """dI, likewise."""
+        super().dgrad(p)
+        if self.recording is not None:
+            self._note(p, f"I{p.microbatch}", "input gradients", self._slot(p).dgrads)
+
+    def step(self, optimizer: Optimizer) -> Gradients:
+        """One step, then what it left."""
+        number = self.runtime.epoch
+        gradients = super().step(optimizer)
+        self.runtime.handoff.synchronize()  # what follows is read on another stream
+        stages = list(self.runtime.stages.values())
+        record_step(self.recording, number, stages, gradients, optimizer=optimizer)
+        return gradients
+
+    def finalize(self) -> Gradients:
+        """Gradients, recorded before the update."""
+        gradients = super().finalize()
+        self.runtime.handoff.synchronize()
+        stages = list(self.runtime.stages.values())
+        record_step(self.recording, self.runtime.epoch, stages, gradients, before_update=True)
+        return gradients
+
+    def _slot(self, p: Passage) -> Any:
+        return self.runtime.memories[p.stage.index].table[p.ref.slot]
+
+    def _note(self, p: Passage, action: str, category: Any, found: Any) -> None:
+        assert self.recording is not None
+        where = f"step {p.key.epoch} {p.stage.index}{action}"
+        self.recording.add_all(category, where, {str(n): t for n, t in enumerate(found)})
+        self.recording.add_state(where, live_state(self.runtime.domain))
+
+
+def native(
+    member: Member, job: Job, steps: int, backend: str, recording: Recording | None
+) -> NativePipeline:
+    """Train a job natively under torch's schedule class; every rank calls it."""
+    run = native_pipeline(member, job, backend, recording)
+    for step in range(steps):
+        job.prepare(step, run.optimizer)
+        run.step()
+    return run
+
+
+def native_pipeline(
+    member: Member, job: Job, backend: str, recording: Recording | None = None
+) -> NativePipeline:
+    """
+    A job's native pipeline before its first step; every rank calls it.
+
+    Its process groups last as long as the process.
+    """
+    replica, place = divmod(member.rank, job.pp)
+    groups = [
+        dist.new_group(job.ranks(r), backend=transport_of(member.device)) for r in range(job.dp)
+    ]
+    order = Order.of_rank(job.table(), place)
+    fuse = rule_for(order, job.rule) == "main_grad"
+    after = _after(member, job, place)
+    shared = _amax_over(member, job, place) if job.amax == "replicas" and job.dp > 1 else None
+
+    def reduce(gradients: Gradients) -> Tensor | None:
+        if shared is not None:
+            shared(live_state(run.domain))
+        return None if after is None else after(gradients)
+
+    run = NativePipeline(
+        job.cls_name,
+        job.stages(order.stages, member.device, backend, loss=False, fuse=fuse),
+        job.num_stages,
+        order,
+        job.microbatches,
+        job.batch(member.device, replica),
+        job.loss,
+        groups[replica],
+        rule=job.rule,
+        recording=recording,
+        reduce=reduce,
+        optimizer=job.optimizer,
+    )
+    return run
+
+
+def guarded(
+    member: Member,
+    job: Job,
+    backend: str,
+    *,
+    captured: bool = False,
+    limits: Limits | None = None,
+    event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
+    tagged: bool = True,
+    pipeline: type[Pipeline] = Pipeline,
+    repeat: bool = False,
+    clip_norm: float | None = None,
+    skip_nonfinite: bool = False,
+    one_launch: bool = False,
+) -> Worker:
+    """
+    A job's guarded pipeline, ready for its first step; every rank calls it.
+
+    Args are those of `Worker`; with `one_launch` its steps can be one launch each.
+    """
+    config = RuntimeConfig(
+        rule=job.rule,
+        provisioning=job.provisioning,
+        captured=captured,
+        nested=one_launch,
+        device_counts=one_launch,
+        late_counts=one_launch,
+        amax=job.amax,
+    )
+    worker = Worker(
+        member,
+        job.table(),
+        job.pp,
+        lambda indices: job.stages(indices, member.device, backend),
+        lambda replica: Batches(job.batch(member.device, replica), member.device, repeat=repeat),
+        config,
+        limits=limits,
+        optimizer=partial(job.optimizer, capturable=True) if one_launch else job.optimizer,
+        event_log=event_log,
+        tagged=tagged,
+        pipeline=pipeline,
+        clip_norm=job.clipping.max_norm if clip_norm is None else clip_norm,
+        skip_nonfinite=skip_nonfinite or job.clipping.skip_nonfinite,
+        ties=job.ties,
+    )
+    worker.heed_termination()
+    return worker
+
+
+def compared(
+    member: Member,
+    job: Job,
+    steps: int,
+    backend: str = "reference",
+    *,
+    captured: bool = False,
+    limits: Limits | None = None,
+    event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
+) -> Compared:
+    """
+    Both sides of a job, and every bit compared; every rank calls it.
+
+    Args:
+        member: This process.
+        job: What to train.
+        steps: Optimizer steps.
+        backend: `reference` or `transformer-engine`.
+        captured: Replay CUDA graphs on the guarded side.
+        limits: How long anything may take.
+        event_log: Where the guarded side's event log goes.
+    """
+    theirs, ours = Recording("torch's pipeline, native"), Recording("guarded pipeline")
+    oracle = native(member, job, steps, backend, theirs)
+    worker = guarded(
+        member,
+        job,
+        backend,
+        captured=captured,
+        limits=limits,
+        event_log=event_log,
+        pipeline=Recorded,
+    )
+    assert isinstance(worker.pipeline, Recorded)
+    worker.pipeline.recording = ours
+    for step in range(steps):
+        job.prepare(step, worker.optimizer)
+        worker.step()
+    feed = worker.feed
+    assert isinstance(feed, Batches)
+    worker.close()
+    # A rank with one stage, at an end of the pipeline, has no outputs or no input gradients.
+    held = [name for name in CATEGORIES if theirs.values.get(name) or ours.values.get(name)]
+    return Compared(
+        compare(theirs, ours, categories=held),
+        [feed.losses_of(step) for step in range(steps)],
+        oracle.losses,
+        [own.slots for own in worker.runtime.contract.stages],
+    )
+
+
+def _after(member: Member, job: Job, place: int) -> Callable[[Gradients], Tensor | None] | None:
+    """What native training does when every gradient is there: sum over replicas, tie, and clip."""
+    sums = [_sum_over(member, job, place)] if job.dp > 1 else []
+    sums += [_sum_of_copies(member, job, tie) for tie in job.ties]
+    limit = job.clipping.max_norm
+    ranks = job.ranks(member.rank // job.pp)
+    second = [place for tie in job.ties for place in tie.copies[1:]]
+
+    def after(gradients: Gradients) -> Tensor | None:
+        for reduce in sums:
+            reduce(gradients)
+        return None if limit is None else clip(gradients, limit)
+
+    def clip(gradients: Gradients, limit: float) -> Tensor:
+        own = {stage: float(part) for stage, part in square_sums(gradients, second).items()}
+        said = gathered(member, own)
+        parts = {stage: part for rank in ranks for stage, part in said[rank].items()}
+        norm = math.sqrt(sum(parts[stage] for stage in sorted(parts)))
+        wanted = torch.tensor(limit, dtype=torch.float64) / (norm + EPSILON)
+        return wanted.clamp(max=1.0).float().to(member.device)
+
+    return after if sums or limit is not None else None
+
+
+def _sum_over(member: Member, job: Job, place: int) -> Callable[[Gradients], None]:
+    """The plain sum over replicas, one tensor after another, when everything has run."""
+    group = _replicas_of(member, job, place)
+
+    def reduce(gradients: Gradients) -> None:
+        for named in gradients.values():
+            for gradient in named.values():
+                dist.all_reduce(gradient, group=group)
+
+    return reduce
+
+
+def _amax_over(member: Member, job: Job, place: int) -> Callable[[Mapping[str, Tensor]], None]:
+    """The largest amax and the smallest scale of the replicas, one tensor after another."""
+    group = _replicas_of(member, job, place)
+
+    def share(state: Mapping[str, Tensor]) -> None:
+        for name, tensor in state.items():
+            least = name.endswith("scale")
+            dist.all_reduce(tensor, dist.ReduceOp.MIN if least else dist.ReduceOp.MAX, group=group)
+
+    return share
+
+
+def _replicas_of(member: Member, job: Job, place: int) -> Any:
+    groups = [
+        dist.new_group(list(range(p, job.world, job.pp)), backend=transport_of(member.device))
+        for p in range(job.pp)
+    ]
+    return groups[place]
+
+
+def _sum_of_copies(member: Member, job: Job, tie: Tie) -> Callable[[Gradients], None]:
+    """The plain sum of a tied weight's two gradients, the first copy's and then the second's."""
+    home = job.table().stage_to_rank
+    places = [home[stage] for stage, _ in tie.copies]
+    own = None
+    for replica in range(job.dp if places[0] != places[1] else 0):
+        ranks = [job.ranks(replica)[place] for place in places]
+        group = dist.new_group(ranks, backend=transport_of(member.device))
+        own = group if member.rank in ranks else own
+
+    def reduce(gradients: Gradients) -> None:
+        mine = [gradients[stage][name] for stage, name in tie.copies if stage in gradients]
+        if not mine:
+            return
+        both = mine
+        if len(mine) == 1:
+            both = [torch.empty_like(mine[0]) for _ in range(2)]
+            dist.all_gather(both, mine[0], group=own)
+            if places[0] > places[1]:  # a group's ranks are in the world's order
+                both.reverse()
+        total = both[0] + both[1]
+        for gradient in mine:
+            gradient.copy_(total)
+
+    return reduce
+
+
+def held_by(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, Tensor]:
+    """Everything that a step moves: parameters, numerical state, AdamW; live, not copied."""
+    named: dict[str, Tensor] = {
+        f"{index}.{name}": parameter.detach()
+        for index, stage in stages.items()
+        for name, parameter in parameters(stage).items()
+    }
+    named.update(live_state(next(iter(stages.values())).domain))
+    named.update(optimizer.state_tensors())
+    return named
+
+
+def tensors_of(stages: Mapping[int, StageBackend], optimizer: Optimizer) -> dict[str, str]:
+    """Digests of everything that a step moves."""
+    held = held_by(stages, optimizer)
+    return {name: digests([tensor.cpu()])[0] for name, tensor in held.items()}

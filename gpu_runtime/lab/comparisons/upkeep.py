@@ -1,0 +1,126 @@
+"""
+What a guarded run must not do from one step to the next: move memory, keep work, grow.
+
+A library's own full backward has no slots, graphs or tapes to compare these with, so a run counts
+what must not be, and a comparison holds each count against zero.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import attrs
+import torch
+from torch import Tensor
+
+from qeffect.refusals import Refused
+
+from ...runtime import Runtime
+from .recording import Recording
+
+__all__ = ["SETTLED", "Upkeep"]
+
+#: The step after which a run must not grow: optimizer state and workspaces exist by then.
+SETTLED = 1
+
+
+@attrs.define(eq=False)
+class Upkeep:
+    """
+    A runtime's addresses, retained work and resources, looked at after every step.
+
+    Args:
+        runtime: The runtime, before its first step.
+    """
+
+    runtime: Runtime
+    _addresses: dict[str, int] = attrs.field(init=False)
+    _resources: dict[str, int] | None = attrs.field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        self._addresses = dict(self._named())
+
+    def after_step(self, number: int, recording: Recording | None) -> None:
+        """
+        Look after a step has been committed.
+
+        Args:
+            number: Which step.
+            recording: Where the counts go, or None.
+        """
+        if recording is not None:
+            where = f"step {number}"
+            now = dict(self._named())
+            for name in dict.fromkeys((*self._addresses, *now)):
+                moved = int(self._addresses.get(name) != now.get(name))
+                recording.add("addresses", f"{where} {name}", moved)
+            for name, count in self._retained().items():
+                recording.add("retained work", f"{where} {name}", count)
+
+    def count(self) -> None:
+        """Count what the process holds now; `record_growth` compares with it."""
+        self._resources = self._counted()
+
+    def record_growth(self, recording: Recording) -> None:
+        """Record what there is more of than when it was counted."""
+        if self._resources is None:
+            raise ValueError("growth was asked for before anything was counted; call `count` first")
+        for name, count in self._counted().items():
+            recording.add("growth", name, max(0, count - self._resources[name]))
+
+    def _named(self) -> Iterator[tuple[str, int]]:
+        for index, memory in self.runtime.memories.items():
+            for name, address in memory.addresses().items():
+                # Whether an eager library keeps its quantized weights in place is its own affair.
+                if self.runtime.config.captured or not name.startswith("cache:"):
+                    yield f"stage {index} {name}", address
+            if memory.arena.direct:
+                for microbatch in range(self.runtime.order.num_microbatches):
+                    for name, tensor in (memory.arena.destinations(microbatch) or {}).items():
+                        yield f"stage {index} gradient:{microbatch} {name}", tensor.data_ptr()
+        for slot, graphs in getattr(self.runtime.executor, "slots", {}).items():
+            static = graphs.static
+            for kind in ("outputs", "dgrads", "non_matrix"):
+                for n, tensor in enumerate(getattr(static, kind)):
+                    yield f"graph:slot {slot} {kind} {n}", tensor.data_ptr()
+
+    def _retained(self) -> dict[str, int]:
+        """Tapes, deferred products and whatever else keeps the kernel from a checkpoint."""
+        runtime = self.runtime
+        tapes = [slot.tape for memory in runtime.memories.values() for slot in memory.table]
+        runtime.drain()
+        try:
+            runtime.contract.checkpoint()
+            withheld = 0
+        except Refused:
+            withheld = 1
+        return {
+            "live tapes": len(runtime.contract.live()),
+            "deferred products": sum(len(tape.work) for tape in tapes),
+            "retained outputs": sum(len(tape.outputs) for tape in tapes),
+            "checkpoints withheld": withheld,
+        }
+
+    def _counted(self) -> dict[str, int]:
+        """
+        What a process holds: tensors, or on a device the bytes that they asked for; graphs, slots.
+
+        Not the allocator's blocks: one that is not worth splitting counts whole, so that the same
+        tensors can take more or less of them from step to step.
+        """
+        runtime = self.runtime
+        while gc.collect():
+            pass  # what one pass frees may hold what the next one finds
+        found = {
+            "slots": sum(1 for memory in runtime.memories.values() for _ in memory.table),
+            "graphs": getattr(getattr(runtime.executor, "report", None), "num_graphs", 0),
+            "tickets": len(runtime.contract.live()),
+        }
+        if runtime.domain.device.type == "cuda":
+            torch.cuda.synchronize(runtime.domain.device)
+            stats = torch.cuda.memory_stats(runtime.domain.device)
+            found["requested bytes"] = stats["requested_bytes.all.current"]
+        else:
+            found["tensors"] = sum(1 for held in gc.get_objects() if issubclass(type(held), Tensor))
+        return found

@@ -1,3 +1,0 @@
-"""
-Measuring: the device, reports, tables and pictures that benchmarks and evidence share.
-"""

@@ -1,1 +1,0 @@
-"""Pipelines over ranks, compared with torch's own and timed."""

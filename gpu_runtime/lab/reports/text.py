@@ -1,0 +1,397 @@
+"""
+Short tables of a report, ratios first, as a command prints them last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..statistics.summary import Raw
+
+__all__ = ["LINES", "table"]
+
+Report = Mapping[str, Any]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """
+    Columns of text, the first to the left and the others to the right.
+
+    >>> table(("a", "b"), [("x", "10")])
+    ['a   b', 'x  10']
+    """
+    widths = [max(len(row[n]) for row in (header, *rows)) for n in range(len(header))]
+    return [
+        "  ".join(
+            cell.ljust(width) if n == 0 else cell.rjust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (header, *rows)
+    ]
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number, or a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _median(entry: Mapping[str, float] | None, digits: int = 2) -> str:
+    return "-" if entry is None else number(entry["median"], digits)
+
+
+def bench_lines(report: Report) -> list[str]:
+    """Step, memory and set-up of each cell, then goals."""
+    lines: list[str] = []
+    header = (
+        "column",
+        "native/this",
+        "TE graphs/this",
+        "/floor",
+        "/own kernels",
+        "/whole",
+        "ms",
+        "spread",
+        "kernels ms",
+        "host ms",
+        "construction s",
+        "even at",
+        "GB above",
+        "copies",
+    )
+    for cell, raw in zip(report["derived"]["cells"], report["raw"]["cells"], strict=True):
+        rows = []
+        for name, entry in cell["columns"].items():
+            memory = entry["above_native_bytes"]
+            copies = entry.get("matrix_copies")
+            rows.append(
+                (
+                    name,
+                    _median(entry["native_over_this"]),
+                    _median(entry["te_graphs_over_this"]),
+                    "-" if entry["over_floor"] is None else number(entry["over_floor"]["ratio"], 3),
+                    number(entry["over_own_kernels"], 3),
+                    _median(entry["over_whole_step"], 3),
+                    _median(entry["step_ms"], 3),
+                    f"{100 * entry['step_ms']['spread']:.1f}%",
+                    number(entry["kernel_ms"], 3),
+                    _median(entry["host_ms"], 3),
+                    number(entry["construction_s"]),
+                    number(entry["break_even_steps"], 0),
+                    "-" if memory is None else number(memory["largest"] / 1e9, 3),
+                    "-" if copies is None else number(copies["per_step"], 0),
+                )
+            )
+        lines += ["", f"{cell['cell']}   native is {cell['fastest_native']}"]
+        lines += table(header, rows)
+        lines += [
+            f"{name}: FAILED, {column['error']}"
+            for name, column in raw["columns"].items()
+            if column["error"]
+        ]
+        if cell["copied_over_per_microbatch"] is not None:
+            lines.append(
+                f"copied / per_microbatch  {_median(cell['copied_over_per_microbatch'], 3)}"
+            )
+        if (guards := cell["guards"]) is not None:
+            lines.append(
+                f"guards on / off  {_median(guards['step_on_over_off'], 4)},"
+                f" {_median(guards['host_us_of_a_guard'])} us of host time an action"
+            )
+        for name in ("device_counts", "late_counts"):
+            if counts := cell.get(name):
+                title = name.replace("_", " ")
+                lines.append(f"{title} on / off  {_median(counts['step_on_over_off'], 4)}")
+        if host := cell.get("host"):
+            lines += ["", *table(HOST_HEADER, host_rows(host))]
+    return lines + target_lines(report["derived"]["targets"])
+
+
+def sweep_lines(report: Report) -> list[str]:
+    """Resources against microbatches."""
+    rows = [
+        (
+            p["provisioning"],
+            str(p["microbatches"]),
+            str(p["peak_live_tapes"]),
+            str(p["sum_of_stage_peaks"]),
+            str(p["graphs"]),
+            number(p["arena_bytes"] / 1e9, 3),
+            number(p["construction_s"], 3),
+            number(p["warmup_s"], 3),
+            number(p["capture_s"], 3),
+            "-" if p["peak_bytes"] is None else number(max(p["peak_bytes"].values()) / 1e9, 3),
+            _median(p["step_ms"], 3),
+        )
+        for p in sorted(
+            report["derived"]["points"], key=lambda p: (p["provisioning"], p["microbatches"])
+        )
+    ]
+    header = (
+        "provisioning", "M", "live at once", "stage peaks", "graphs", "arena GB", "construction s",
+        "warm-up s", "capture s", "peak GB", "ms",
+    )  # fmt: skip
+    return ["", *table(header, rows), *target_lines(report["derived"]["targets"])]
+
+
+def target_lines(targets: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many goals were met, and each that was missed with what was measured."""
+    if not targets:
+        return []
+    missed = [t for t in targets if not t["met"]]
+    lines = ["", f"goals: {len(targets) - len(missed)} of {len(targets)} met"]
+    if missed:
+        rows = [
+            (
+                t["goal"],
+                t["cell"],
+                t["column"],
+                f"{t['bound']} {t['value']:g}",
+                "never" if t["measured"] is None else f"{t['measured']:g}",
+            )
+            for t in missed
+        ]
+        lines += table(("missed", "cell", "column", "wanted", "measured"), rows)
+    return lines
+
+
+def stream_lines(report: Report) -> list[str]:
+    """Stale reads by handoff."""
+    rows = [
+        (
+            handoff,
+            str(entry["processes"]),
+            str(entry["checks"]),
+            str(entry["stale"]),
+            ", ".join(f"{kind} {count}" for kind, count in entry["stale_by_kind"].items()),
+        )
+        for handoff, entry in report["derived"]["handoffs"].items()
+    ]
+    return ["", *table(("handoff", "processes", "checks", "stale", "by kind"), rows)]
+
+
+def host_rows(host: Mapping[str, Raw]) -> list[tuple[str, ...]]:
+    """The host table: a row for each kind of call of each column, and one for all of them."""
+    rows: list[tuple[str, ...]] = []
+    for name, column in host.items():
+        for kind, entry in column["kinds"].items():
+            bare = entry["bare_us"]
+            rows.append(
+                (
+                    f"{name} {kind}",
+                    f"{entry['calls']:g}",
+                    f"{entry['us']['median']:.2f}",
+                    f"{entry['us']['middle_half']:.2f}",
+                    "-" if bare is None else f"{bare['median']:.2f}",
+                    "-" if bare is None else f"{entry['over_bare_us']:.2f}",
+                )
+            )
+        if (copy := column["copy_us"]) is not None:
+            rows.append(
+                (f"{name} copy", "", f"{copy['median']:.2f}", f"{copy['middle_half']:.2f}", "", "")
+            )
+        if (over := column["of_an_action_us"]) is not None:
+            rows.append(
+                (
+                    f"{name}, an action over its replay (goal {over['goal']:g})",
+                    "",
+                    "",
+                    f"{over['middle_half']:.2f}",
+                    "",
+                    f"{over['median']:.2f}",
+                )
+            )
+        for part, us in column.get("parts_us", {}).items():
+            rows.append((f"{name}, of it {part}", "", "", "", "", f"{us:.2f}"))
+    return rows
+
+
+HOST_HEADER = ("host us", "calls", "us", "middle half", "bare us", "over bare")
+
+
+def table_lines(derived: Raw) -> list[str]:
+    """Every row, then goals."""
+    rows = [
+        (
+            row["cell"],
+            row["model"],
+            f"{row['pp']}x{row['vpp']}",
+            row["schedule"],
+            row["side"],
+            number(row["step_ms"]["median"]),
+            number(row["native_over_this"]),
+            number(row["over_busiest"]),
+            number(row["break_even_steps"], 1),
+            gigabytes(row["above_native_bytes"]),
+            number(row["capture_s"]),
+            number(row["copies"], 0),
+            "-" if row["compared_with"] is None else f"{row['different']} of {row['values']}",
+        )
+        for row in derived["rows"]
+    ]
+    header = (
+        "cell", "model", "PPxVPP", "schedule", "side", "ms", "native/this", "/kernels", "even at",
+        "GB above", "capture s", "copies", "differ",
+    )  # fmt: skip
+    lines = ["", *table(header, rows)]
+    for row in derived["mapping"]:
+        theirs = row["paper_efficiency"]
+        lines.append(
+            f"mapping, {row['model']}, {row['side']}: {row['pp2_ms']:.2f} to {row['pp4_ms']:.2f} "
+            f"ms, efficiency {row['efficiency']:.3f}" + (f" (paper {theirs})" if theirs else "")
+        )
+    for row in derived["weak"]:
+        lines.append(f"weak scaling, {row['cell']}, {row['side']}: rate {row['rate']:.3f}")
+    lines += [f"FAILED: {error['cell']}, {error['side']}, {error['schedule']}: {error['error']}"
+              for error in derived["errors"]]  # fmt: skip
+    return lines + target_lines(derived["targets"])
+
+
+def gigabytes(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value / 1e9:+.2f}"
+
+
+def peer_lines(derived: Raw) -> list[str]:
+    """Every side, what works, and goals."""
+    rows = []
+    for row in derived["rows"]:
+        if row["error"] is not None:
+            rows.append(
+                (row["cell"], row["side"], row["schedule"], "-", "-", "-", "-", "-", "failed")
+            )
+            continue
+        rows.append(
+            (
+                row["cell"],
+                row["side"],
+                row["schedule"],
+                number(row["step_ms"]["median"]),
+                number(row["native_over_this"]),
+                number(row["best_graphs_over_this"]),
+                number(row["over_busiest"]),
+                number(row["from_native"], 4),
+                row["verdict"],
+            )
+        )
+    header = (
+        "cell", "side", "schedule", "ms", "native/this", "best graphs/this", "/kernels",
+        "from native", "gradients",
+    )  # fmt: skip
+    lines = ["", *table(header, rows)]
+    lines += [f"{row['path']}: {row['observed']}" for row in derived["capability"]]
+    return lines + target_lines(derived["targets"])
+
+
+def curve_lines(derived: Raw) -> list[str]:
+    """What came of it, for a terminal."""
+    lines = []
+    for run in derived["runs"]:
+        said = "" if run["finite"] else ", NOT FINITE"
+        lines.append(
+            f"  {run['run']:24} {run['steps']:6} steps, {run['step_ms']:.2f} ms each, loss "
+            f"{_spelled(run['first_ten'])} to {_spelled(run['last_ten'])}, held out "
+            f"{_spelled(run['held_out_loss'])}{said}"
+        )
+    for row in derived["same_order"]:
+        state = {None: "not compared", False: "the same", True: "NOT the same"}
+        lines.append(
+            f"  {row['run']} and {row['native']}: {row['losses_differ']} of {row['steps']} losses "
+            f"differ, {row['held_out_differ']} of {row['held_out']} held out; tensors at the end: "
+            f"{state[row['state_differs']]}"
+        )
+    for row in derived["non_inferiority"]:
+        lines.append(
+            f"  {row['side']}, head {row['head']}, {row['schedule']} against {row['against']}, "
+            f"seeds {row['seeds']}, step {row['step']}: perplexity {_spelled(row['ratio'])} of it, "
+            f"at most {_spelled(row['upper'])} (95 %); margin {row['margin']}"
+        )
+    for row in derived["to_loss"]:
+        last = row["levels"][-1]
+        lines.append(
+            f"  {row['run']} comes to {last['loss']} in {last['seconds']:.1f} s, {row['native']} "
+            f"in {last['native_seconds']:.1f} s: {last['native_over_this']:.2f} times as long"
+        )
+    return lines
+
+
+def _spelled(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def scale_lines(derived: Raw) -> list[str]:
+    lines = [
+        f"{row['name']}, {row['schedule']}, {row['steps']} steps: {row['different']} of "
+        f"{row['values']} values differ from torch's own pipeline"
+        for row in derived["compared"]
+    ]
+    for row in derived["timed"]:
+        over = "" if row["native_over_this"] is None else f", {row['native_over_this']:.1f}x native"
+        if "final_different" in row:
+            over += f", {row['final_different']} of {row['final_values']} tensors differ"
+        bound = "" if row["over_bound"] is None else f", {row['over_bound']:.2f}x of its bound"
+        lines.append(
+            f"{row['cell']}, {row['side']}, {row['schedule']}: {row['step_ms']['median']:.2f} ms a "
+            f"step, {row['single_ms']['median']:.2f} alone, {row['host_ms']['median']:.2f} of the "
+            f"host{over}{bound}"
+        )
+    return lines + target_lines(derived["targets"])
+
+
+def pool_lines(report: Mapping[str, Any]) -> Sequence[str]:
+    """A row for each order and discipline, then what must not be."""
+    rows = []
+    for entry in report["derived"]["orders"]:
+        for name, total in entry["disciplines"].items():
+            refused = total["refused"]
+            rows.append(
+                (
+                    entry["order"],
+                    name,
+                    "-" if refused is None else f"{refused['clause']} at {refused['action']}",
+                    str(total["compared"]),
+                    str(total["mismatched"]),
+                    str(total["nonfinite"]),
+                )
+            )
+    header = ("order", "discipline", "refused", "compared", "mismatched", "non-finite")
+    lines = table(header, rows)
+    for entry in report["derived"]["orders"]:
+        for name, total in entry["disciplines"].items():
+            lines += [f"{entry['order']}, {name}: first {f}" for f in total["first"][:1]]
+    return [*lines, *(f"PROBLEM: {problem}" for problem in report["derived"]["problems"])]
+
+
+def compare_lines(report: Mapping[str, Any]) -> list[str]:
+    derived = report["derived"]
+    rows = [
+        (name, str(total["compared"]), str(total["mismatched"]))
+        for name, total in derived["categories"].items()
+    ]
+    lines = table(("category", "compared", "mismatched"), rows)
+    lines += [f"failed: {f['case']} {f['side']}: {f['error']}" for f in report["raw"]["failures"]]
+    lines.append(
+        f"{derived['compared']} values of {derived['runs']} comparisons, "
+        f"{derived['mismatched']} mismatched."
+    )
+    return lines
+
+
+def probe_lines(derived: Raw) -> list[str]:
+    """What each probe found."""
+    return [f"{probe['what']}: {probe['found']}" for probe in derived["probes"]]
+
+
+LINES: Mapping[str, Callable[[Report], Sequence[str]]] = {
+    "bench": bench_lines,
+    "sweep": sweep_lines,
+    "streams": stream_lines,
+    "compare": compare_lines,
+    "pools": pool_lines,
+    "probes": lambda report: probe_lines(report["derived"]),
+    "scale": lambda report: scale_lines(report["derived"]),
+    "tables": lambda report: table_lines(report["derived"]),
+    "peers": lambda report: peer_lines(report["derived"]),
+    "curves": lambda report: curve_lines(report["derived"]),
+}
+"""The tables that a command prints last, by kind of report."""

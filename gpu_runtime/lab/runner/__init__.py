@@ -1,0 +1,3 @@
+"""
+Running sides: processes, rounds, the device, the profiler, and host times.
+"""

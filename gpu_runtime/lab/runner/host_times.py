@@ -1,0 +1,180 @@
+"""
+Host time of each guarded action, and of the bare replay of the very graphs that it replays.
+
+Every call of some steps is timed by itself, on a stream that the device has drained, so that no
+full queue makes the host wait. Then the calls are split into parts, one part at a time. Last, the
+same graphs are replayed in the same order with nothing around them: the difference is what asking,
+copying and crossing streams cost. The bare replays move numerical state as nobody allowed, so a
+column can only be closed after them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+
+from ...runtime import Runtime
+from ...step.graphs import GraphExecutor
+from ...step.memory.slots import fill
+from ...step.plan.order import Kind, Order
+from .action_parts import Clock, part_times
+
+REPLAYS = ("refresh", "forward", "dgrad", "wgrad")
+"""Actions that replay one graph each; the others only ask."""
+
+ASKED = ("bind", "outputs", "finish_outputs", "dgrads", "finish_dgrads")
+"""Calls between them."""
+
+_NAMES = {Kind.FORWARD: "forward", Kind.DGRAD: "dgrad", Kind.WGRAD: "wgrad"}
+
+
+@attrs.define(eq=False)
+class Times:
+    """
+    Nanoseconds of single calls, by name, in the order of the calls.
+
+    Args:
+        clock: What is read before and after each call.
+        ns: What was read.
+    """
+
+    clock: Clock = time.perf_counter_ns
+    ns: dict[str, list[int]] = attrs.field(factory=dict)
+
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, timed."""
+        clock, times = self.clock, self.ns.setdefault(name, [])
+
+        def wrapped(*args: Any, **options: Any) -> Any:
+            started = clock()
+            result = call(*args, **options)
+            times.append(clock() - started)
+            return result
+
+        return wrapped
+
+
+class TimedActions:
+    """
+    Actions of which every call is timed.
+
+    Args:
+        actions: Guarded ones, or the same without guards.
+        times: Where to note it.
+    """
+
+    def __init__(self, actions: Any, times: Times) -> None:
+        for name in (*REPLAYS, *ASKED):
+            setattr(self, name, times.timed(name, getattr(actions, name)))
+
+
+def host_times(
+    runtime: Runtime,
+    step: Callable[[Any], None],
+    actions: Any,
+    synchronize: Callable[[], None],
+    steps: int,
+    *,
+    clock: Clock = time.perf_counter_ns,
+) -> dict[str, Any]:
+    """
+    Time some steps call by call, then the bare replays of as many.
+
+    Args:
+        runtime: The runtime; without captured graphs there is nothing bare to time.
+        step: Runs one step through the actions that it is given.
+        actions: The actions.
+        synchronize: Waits for the device.
+        steps: How many.
+        clock: Read around each call.
+
+    Returns:
+        `steps`, `actions` (those that replay, in a step), `guarded_ns` and `bare_ns` by name,
+        `copy_ns`, the copies into static buffers alone, and `parts_ns` by part and name, where
+        graphs and guards are both there to be split.
+    """
+    guarded, bare, copies = Times(clock), Times(clock), Times(clock)
+    timed = TimedActions(actions, guarded)
+    synchronize()
+    for _ in range(steps):
+        step(timed)
+        synchronize()
+    executor = runtime.executor
+    parts: Mapping[str, Any] = {}
+    if isinstance(executor, GraphExecutor):
+        if actions is runtime.actions:
+            parts = part_times(step, actions, (*REPLAYS, *ASKED), synchronize, steps, clock=clock)
+        with runtime.caller_scope():
+            for _ in range(steps):
+                for name, replay in replays(runtime.order, executor, runtime):
+                    bare.timed(name, replay)()
+                synchronize()
+            copy = copies.timed("copy", fill)
+            for _ in range(steps):
+                for buffers, values in _copied(runtime):
+                    copy(buffers, values)
+                synchronize()
+    order = runtime.order
+    return {
+        "steps": steps,
+        "actions": len(order.steps) + len(order.stages),
+        "guarded_ns": guarded.ns,
+        "bare_ns": bare.ns,
+        "copy_ns": copies.ns.get("copy", []),
+        "parts_ns": parts,
+    }
+
+
+def replays(
+    order: Order, executor: GraphExecutor, runtime: Runtime
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The graphs of one step in its order: each with the action that would replay it."""
+    refreshed: set[int] = set()
+    for kind, stage, microbatch in order.steps:
+        memory = runtime.memories[stage]
+        if kind is Kind.FORWARD and stage not in refreshed:
+            refreshed.add(stage)
+            yield "refresh", executor.refreshes[stage].replay
+        graphs = executor.slots[memory.slot_of[microbatch]]
+        graph = {
+            Kind.FORWARD: graphs.forward,
+            Kind.DGRAD: graphs.dgrad,
+            Kind.WGRAD: graphs.wgrad[memory.variants[microbatch]],
+        }[kind]
+        yield _NAMES[kind], graph.replay
+
+
+def _copied(runtime: Runtime) -> Iterator[tuple[Any, Any]]:
+    """What the F and dI of one step copy: static buffers, and values like them elsewhere."""
+    for memory in runtime.memories.values():
+        for slot in memory.table:
+            values = tuple(buffer.clone() for buffer in slot.input_views)
+            gradients = tuple(buffer.clone() for buffer in slot.output_gradients)
+            if values:
+                yield slot.input_views, values
+            if gradients:
+                yield slot.output_gradients, gradients
+
+
+@contextmanager
+def through(column: Any, actions: Any) -> Iterator[None]:
+    """Let a column's step call other actions than its own."""
+    own, column.actions = column.actions, actions
+    try:
+        yield
+    finally:
+        column.actions = own
+
+
+def times_of(column: Any, synchronize: Callable[[], None], steps: int) -> Mapping[str, Any]:
+    """`host_times` of a column of the benchmark."""
+
+    def step(actions: Any) -> None:
+        with through(column, actions):
+            column.step()
+
+    return host_times(column.runtime, step, column.actions, synchronize, steps)

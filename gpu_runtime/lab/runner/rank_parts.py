@@ -1,0 +1,222 @@
+"""
+What the parts of a rank's step take by themselves, and the bound that follows from them.
+
+A stage's graphs again and again; a rank's row in its order, without messages; a message between two
+ranks. A dW that adds to a gradient reads what it adds to, and takes longer than the first of its
+stage, which only writes: every microbatch counts with its own.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+
+from qeffect.schedule.actions import Kind
+from qeffect.schedule.durations import Durations
+from qeffect.schedule.steptime import step_time
+
+from ...ranks.channels import Message
+from ...ranks.job import Job
+from ...ranks.world import Member, Worker
+from ...step.eager import StageMemory
+from ...step.graphs import GraphExecutor, no_collection
+from ...step.optimizer import Gradients
+from ...step.plan.order import Order, Step
+from ..sides.pipelines import waited
+
+__all__ = [
+    "alone",
+    "bound_ms",
+    "graph_of",
+    "in_order",
+    "message_ms",
+    "row_as_one_graph",
+    "spent_ms",
+]
+
+REPLAYS = 20
+_ROWS = 6
+_QUEUEING_CYCLES = 40_000_000
+"""About 20 ms of a device, in which the host queues messages."""
+
+Times = dict[str, dict[str, float]]
+"""Milliseconds by stage, and by `F`, `I`, `W` and `refresh`."""
+
+
+def alone(worker: Worker, gradients: Gradients) -> tuple[Times, float]:
+    """
+    What each stage's graphs, and the update, take when nothing else runs, in milliseconds.
+
+    The last thing that is done with a runtime: what these replays compute is of no use. A dW is the
+    mean over the stage's microbatches. Empty, and 0, where nothing was captured.
+    """
+    executor = worker.runtime.executor
+    if not isinstance(executor, GraphExecutor):
+        return {}, 0.0
+    found = {}
+    with worker.runtime.caller_scope():
+        update = spent_ms(lambda: worker.optimizer.step(gradients))
+        for index, memory in worker.runtime.memories.items():
+            graphs = executor.slots[next(iter(memory.table)).index]
+            slot_with = dict(zip(memory.variants, memory.slot_of, strict=True))
+            took = {
+                variant: spent_ms(executor.slots[slot].wgrad[variant].replay)
+                for variant, slot in slot_with.items()
+            }
+            found[str(index)] = {
+                "F": spent_ms(graphs.forward.replay),
+                "I": spent_ms(graphs.dgrad.replay),
+                "W": statistics.mean(took[variant] for variant in memory.variants),
+                "refresh": spent_ms(executor.refreshes[index].replay),
+            }
+    return found, update
+
+
+def in_order(worker: Worker, gradients: Gradients, order: Order) -> tuple[Times, float]:
+    """
+    The same of a whole row, replayed without messages, again and again: each in its own place.
+
+    Alone, a graph finds in the cache what it left there itself; here it finds what came before it.
+    """
+    executor = worker.runtime.executor
+    if not isinstance(executor, GraphExecutor):
+        return {}, 0.0
+    acts = list(_row(worker, executor, gradients, order))
+    spent: list[list[float]] = [[] for _ in acts]
+    with worker.runtime.caller_scope():
+        for _ in range(_ROWS):
+            marks = [_mark() for _ in range(len(acts) + 1)]
+            torch.cuda.synchronize()
+            torch.cuda._sleep(_QUEUEING_CYCLES)  # type: ignore[no-untyped-call]
+            marks[0].record()
+            for (_, _, act), mark in zip(acts, marks[1:], strict=True):
+                act()
+                mark.record()
+            torch.cuda.synchronize()
+            for times, (began, ended) in zip(spent, pairwise(marks), strict=True):
+                times.append(began.elapsed_time(ended))
+    places: dict[tuple[str, str], list[float]] = {}
+    for (stage, kind, _), times in zip(acts, spent, strict=True):
+        places.setdefault((stage, kind), []).append(statistics.median(times))
+    found: Times = {}
+    for (stage, kind), medians in places.items():
+        found.setdefault(stage, {})[kind] = statistics.mean(medians)
+    return found, found.pop("")["update"]
+
+
+@contextmanager
+def row_as_one_graph(
+    worker: Worker, gradients: Gradients, order: Order
+) -> Iterator[Callable[[], None]]:
+    """
+    A rank's row, its refreshes and its update, as one graph without messages.
+
+    What it computes is of no use, as in `alone`. The worker is one that can be `OneLaunch`'s.
+    """
+    executor = worker.runtime.executor
+    assert isinstance(executor, GraphExecutor)
+    graph = torch.cuda.CUDAGraph()
+    with worker.runtime.caller_scope():
+        torch.cuda.synchronize()
+        with no_collection():
+            graph.capture_begin(
+                pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"
+            )
+            try:
+                for _, _, act in _row(worker, executor, gradients, order):
+                    act()
+            finally:
+                graph.capture_end()
+        yield graph.replay
+        torch.cuda.synchronize()
+        graph.reset()
+
+
+def _row(
+    worker: Worker, executor: GraphExecutor, gradients: Gradients, order: Order
+) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """A row's stage, kind and replay of each action, refreshes first; the update last."""
+    memories = worker.runtime.memories
+    for index in memories:
+        yield str(index), "refresh", executor.refreshes[index].replay
+    for step in order.steps:
+        graph = graph_of(step, memories[step.stage], executor)
+        yield str(step.stage), step.kind.value, graph.replay
+    yield "", "update", lambda: worker.optimizer.step(gradients)
+
+
+def graph_of(step: Step, memory: StageMemory, executor: GraphExecutor) -> torch.cuda.CUDAGraph:
+    """The graph that an action replays: of its microbatch's slot, and of what its dW does."""
+    graphs = executor.slots[memory.slot_of[step.microbatch]]
+    if step.kind is Kind.WGRAD:
+        return graphs.wgrad[memory.variants[step.microbatch]]
+    return graphs.forward if step.kind is Kind.FORWARD else graphs.dgrad
+
+
+def spent_ms(act: Callable[[], object]) -> float:
+    """The device's time for one of several in milliseconds, so that no launch is in it."""
+    times = []
+    for _ in range(REPLAYS):
+        start, end = _mark(), _mark()
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(4):
+            act()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 4)
+    return float(statistics.median(times))
+
+
+def message_ms(member: Member, job: Job, worker: Worker) -> float:
+    """
+    What an activation takes from rank 0 to rank 1 or back, when nothing else runs, in milliseconds.
+
+    Back and forth without the host: the device sleeps until all of them are queued. Zero on every
+    other rank, and where there are no GPUs. What is posted here is in no table.
+    """
+    channels = worker.pipeline.channels
+    if member.device.type == "cpu" or job.pp == 1:
+        return 0.0
+    tensor = job.config.activation(member.device).buffer()
+    start, end = _mark(), _mark()
+    waited(member)
+    if member.rank > 1:
+        return 0.0
+    torch.cuda._sleep(_QUEUEING_CYCLES)  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(REPLAYS):
+        for source in (0, 1):
+            post = channels.send if member.rank == source else channels.receive
+            channels.wait(post(tensor, 1 - member.rank, Message(source, 0, source == 1)))
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end) / (2 * REPLAYS))
+
+
+def bound_ms(
+    job: Job,
+    alone: Mapping[str, Mapping[str, float]],
+    updates: Sequence[float],
+    message: float,
+) -> float | None:
+    """
+    The critical path of a schedule over what each stage's graphs and a message take alone.
+
+    A stage's refresh stands before its first F and waits for no message. None where nothing was
+    captured.
+    """
+    if not alone:
+        return None
+    stages = {int(stage): times for stage, times in alone.items()}
+    ranks = {rank: {"update": update} for rank, update in enumerate(updates)}
+    every = {**dict.fromkeys("FIW", 0.0), "message": message}
+    return float(step_time(job.table(), Durations(every, "ms", stages, ranks)).time)
+
+
+def _mark() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

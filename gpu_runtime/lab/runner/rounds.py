@@ -1,0 +1,217 @@
+"""
+All columns of a cell in turn, round after round, each in its own process.
+
+Setting up is sequential, so that set-up times and memory belong to one column at a time; only the
+loading of libraries, which is booked on no column, runs for all at once. Each round starts with
+another column, so that none always follows the pause in which clocks are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from ..sides.cells import BenchCell
+from ..sides.columns import ColumnSpec, Settings
+from . import device
+from .processes import ColumnError, ProcessWorker, Worker
+
+TIMEOUT_S = 180.0
+ACTION_STEPS = 20
+"""Steps whose actions the host times one by one, and as many of bare replays."""
+
+MakeWorker = Callable[[ColumnSpec, BenchCell, Settings], Worker]
+Progress = Callable[[str], None]
+
+
+@attrs.define(eq=False)
+class CellRun:
+    """
+    One cell's measurement.
+
+    Args:
+        cell: The workload.
+        specs: The columns.
+        settings: Rounds and steps.
+        save: Called with nothing whenever `record` has grown, so that a killed run leaves what it
+            had.
+        progress: Where to say what is being done.
+        make_worker: Makes a worker; a process unless a test says otherwise.
+        record: What was measured, as plain data.
+    """
+
+    cell: BenchCell
+    specs: Sequence[ColumnSpec]
+    settings: Settings
+    save: Callable[[], None] = lambda: None
+    progress: Progress = lambda text: None
+    make_worker: MakeWorker = ProcessWorker
+    record: dict[str, Any] = attrs.field(factory=dict, init=False)
+    _workers: dict[str, Worker] = attrs.field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        order = self.cell.order()
+        self.record.update(
+            cell=self.cell.to_json(),
+            order=" ".join(map(str, order.steps)),
+            order_source=order.source,
+            peak_live_tapes={str(stage): peak for stage, peak in order.peaks.items()},
+            libraries_bytes=None,
+            columns={spec.name: _blank(spec) for spec in self.specs},
+            clocks=[],
+        )
+
+    def run(self) -> dict[str, Any]:
+        """Measure everything; columns that fail are recorded as failed and left out."""
+        try:
+            self._start()
+            self._build()
+            for number in range(self.settings.rounds):
+                self._round(number)
+            self._finish()
+        finally:
+            for worker in self._workers.values():
+                worker.end()
+            self._workers.clear()
+        self.save()
+        return self.record
+
+    def _column(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.record["columns"][name]
+        return found
+
+    def _fail(self, name: str, error: ColumnError) -> None:
+        self._column(name)["error"] = str(error)
+        self.progress(f"{self.cell.name} {name}: failed, {error}")
+        worker = self._workers.pop(name, None)
+        if worker is not None:
+            worker.end()
+        self.save()
+
+    def _ask(self, name: str, method: str, **arguments: Any) -> dict[str, Any] | None:
+        """One method of one column; None when it failed, and the column is then gone."""
+        try:
+            worker = self._workers[name]
+            worker.post(method, **arguments)
+            return worker.collect(TIMEOUT_S)
+        except ColumnError as error:
+            self._fail(name, error)
+            return None
+
+    def _start(self) -> None:
+        self.progress(f"{self.cell.name}: loading libraries in {len(self.specs)} processes")
+        before = self._device_used()
+        for spec in self.specs:
+            self._workers[spec.name] = self.make_worker(spec, self.cell, self.settings)
+        for name in list(self._workers):
+            try:
+                self._workers[name].post("prepare")
+            except ColumnError as error:
+                self._fail(name, error)
+        for name in list(self._workers):
+            try:
+                self._column(name).update(self._workers[name].collect(TIMEOUT_S))
+            except ColumnError as error:
+                self._fail(name, error)
+        after = self._device_used()
+        if before is not None and after is not None and self._workers:
+            self.record["libraries_bytes"] = (after - before) // len(self._workers)
+
+    def _device_used(self) -> int | None:
+        found = None if self.settings.device == "cpu" else device.query(("memory.used",))
+        return None if found is None else int(found["memory.used"]) * 1024 * 1024
+
+    def _build(self) -> None:
+        if self.settings.device == "cpu":
+            self._build_each(None)
+            return
+        # Polling ends before the rounds: it takes the driver's locks.
+        with device.MemoryPoll() as poll:
+            self._build_each(poll)
+
+    def _build_each(self, poll: device.MemoryPoll | None) -> None:
+        for spec in self.specs:
+            if spec.name not in self._workers:
+                continue
+            self.progress(f"{self.cell.name} {spec.name}: set-up and first steps")
+            if poll is not None:
+                poll.mark()
+            built = self._ask(spec.name, "build")
+            if built is not None:
+                built["memory"]["device_polled_rise"] = None if poll is None else poll.rise()
+                self._column(spec.name).update(built)
+                self.save()
+
+    def _round(self, number: int) -> None:
+        names = [spec.name for spec in self.specs if spec.name in self._workers]
+        shift = number % max(len(names), 1)
+        self.progress(f"{self.cell.name}: round {number + 1} of {self.settings.rounds}")
+        for name in names[shift:] + names[:shift]:
+            turn = self._ask(
+                name, "turn", steps=self.settings.steps, warm_steps=self.settings.warm_steps
+            )
+            if turn is not None:
+                self._column(name)["rounds"].append(turn)
+        if self.settings.device != "cpu":
+            self.record["clocks"].append({"round": number, **(device.query(device.STATE) or {})})
+        self.save()
+
+    def _finish(self) -> None:
+        """Growth, then the profiler, whose own buffers would count as growth, then single calls."""
+        for spec in self.specs:
+            if spec.name in self._workers:
+                self.progress(f"{self.cell.name} {spec.name}: growth and kernels")
+                self._growth(spec)
+            if spec.name in self._workers and self.settings.profile_steps:
+                trace = self._ask(spec.name, "trace", steps=self.settings.profile_steps)
+                if trace is not None:
+                    self._column(spec.name)["trace"] = trace
+                self.save()
+            # Last: it replays graphs out of any order that a contract allows.
+            if spec.name in self._workers and spec.family == "ours_captured":
+                timed = self._ask(spec.name, "host_actions", steps=ACTION_STEPS)
+                if timed:
+                    self._column(spec.name)["host_actions"] = timed
+                self.save()
+
+    def _growth(self, spec: ColumnSpec) -> None:
+        column = self._column(spec.name)
+        done = sum(
+            turn["steps"] + turn["warm_steps"] + len(turn["host_s"]) for turn in column["rounds"]
+        )
+        wanted = self.settings.growth_steps if spec.family.startswith("ours") else 0
+        if wanted > done:
+            if self._ask(spec.name, "turn", steps=wanted - done, warm_steps=0) is None:
+                return
+            done = wanted
+        now = self._ask(spec.name, "memory")
+        if now is not None:
+            before = column["memory"]
+            column["growth"] = {
+                "steps": done,
+                "allocated_before": before["allocated"],
+                "allocated_after": now["allocated"],
+                "reserved_before": before["reserved"],
+                "reserved_after": now["reserved"],
+            }
+
+
+def _blank(spec: ColumnSpec) -> dict[str, Any]:
+    return {
+        "title": spec.title,
+        "family": spec.family,
+        "rule": spec.rule,
+        "options": dict(spec.options),
+        "error": None,
+        "prepare_s": None,
+        "build_s": None,
+        "warm_s": None,
+        "first_step_s": None,
+        "memory": None,
+        "facts": {},
+        "rounds": [],
+        "growth": None,
+        "trace": None,
+    }

@@ -1,0 +1,277 @@
+"""
+The columns of the tables: what each runs, and which columns may be compared with which.
+
+A column is a small object in a process of its own, because Transformer Engine's numerical state is
+the process: every update goes over every registered module, so two columns in one process would
+time, and might move, each other's state.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Protocol
+
+import attrs
+
+from qeffect.report import UnusableError
+
+from .cells import BenchCell
+
+Family = Literal["native", "te_graphs", "whole_step", "ours_eager", "ours_captured"]
+SumRule = Literal["grad", "main_grad"]
+
+
+class Column(Protocol):
+    """One way to run an optimizer step over a cell."""
+
+    def build(self) -> None:
+        """Make what every column has: parameters, optimizer, data."""
+
+    def warm(self) -> None:
+        """Do what only this column needs before its first step: warm-up, capture, arenas."""
+
+    def step(self) -> None:
+        """Enqueue one optimizer step; nothing waits for the device."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """Counts that the column knows about itself: graphs, arena bytes, slots."""
+
+    def close(self) -> None:
+        """Let go of device memory."""
+
+
+@attrs.frozen
+class Settings:
+    """
+    What is the same for every column of a report.
+
+    Args:
+        rounds: How often each column has its turn.
+        steps: Steps of one turn, between two synchronisations.
+        warm_steps: Untimed steps before those, in the same turn.
+        profile_steps: Steps under the profiler, after all rounds; 0 leaves it out.
+        growth_steps: Steps after which memory must be what it was; 0 leaves it out.
+        history: Entries of each amax history. 1024 is the library's own default.
+        device: "cuda" or "cpu".
+    """
+
+    rounds: int = 5
+    steps: int = 20
+    warm_steps: int = 3
+    profile_steps: int = 3
+    growth_steps: int = 200
+    history: int = 1024
+    device: str = "cuda"
+
+
+@attrs.frozen
+class ColumnSpec:
+    """
+    A column by name, in a form that travels to a worker process.
+
+    Args:
+        name: What reports call it.
+        title: What tables call it.
+        family: What kind of contender it is.
+        rule: How matrix gradients are summed over microbatches: columns of one rule do the same
+            arithmetic, so they share a floor.
+        factory: `module:function`, called with the cell, the settings and the options.
+        options: Further arguments of the factory.
+    """
+
+    name: str
+    title: str
+    family: Family
+    rule: SumRule
+    factory: str
+    options: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def make(self, cell: BenchCell, settings: Settings) -> Column:
+        """Import the factory, here and now, and call it."""
+        module, _, function = self.factory.partition(":")
+        made: Column = getattr(importlib.import_module(module), function)(
+            cell, settings, **self.options
+        )
+        return made
+
+
+_NATIVE = "qeffect.gpu_runtime.lab.sides.library:"
+_OURS = "qeffect.gpu_runtime.lab.sides.ours:captured"
+
+
+def _ours(name: str, title: str, destination: str, rule: SumRule, **options: object) -> ColumnSpec:
+    return ColumnSpec(
+        name,
+        title,
+        "ours_captured",
+        rule,
+        _OURS,
+        {"destination": destination, "provisioning": "live", **options},
+    )
+
+
+SPECS: tuple[ColumnSpec, ...] = (
+    ColumnSpec(
+        "native_grad", "native, .grad", "native", "grad", _NATIVE + "native", {"fused": False}
+    ),
+    ColumnSpec(
+        "native_main_grad",
+        "native, fused main_grad",
+        "native",
+        "main_grad",
+        _NATIVE + "native",
+        {"fused": True},
+    ),
+    ColumnSpec(
+        "te_graphs_chunks",
+        "TE graphs, a chunk each, table order",
+        "te_graphs",
+        "grad",
+        _NATIVE + "graphed",
+        {"chunking": "chunks", "fused": False},
+    ),
+    ColumnSpec(
+        "te_graphs_chunks_plain",
+        "TE graphs, a chunk each, microbatch by microbatch",
+        "te_graphs",
+        "grad",
+        _NATIVE + "graphed",
+        {"chunking": "chunks", "fused": False, "by_microbatch": True},
+    ),
+    ColumnSpec(
+        "te_graphs_layers",
+        "TE graphs, a layer each, one chunk",
+        "te_graphs",
+        "grad",
+        _NATIVE + "graphed",
+        {"chunking": "layers", "fused": False},
+    ),
+    ColumnSpec(
+        "te_graphs_model",
+        "TE graphs, both layers in one",
+        "te_graphs",
+        "grad",
+        _NATIVE + "graphed",
+        {"chunking": "model", "fused": False},
+    ),
+    ColumnSpec(
+        "te_graphs_model_main_grad",
+        "TE graphs, both layers in one, main_grad",
+        "te_graphs",
+        "main_grad",
+        _NATIVE + "graphed",
+        {"chunking": "model", "fused": True},
+    ),
+    ColumnSpec(
+        "whole_grad",
+        "one graph of the native step, .grad",
+        "whole_step",
+        "grad",
+        _NATIVE + "whole_step",
+        {"fused": False},
+    ),
+    ColumnSpec(
+        "whole_main_grad",
+        "one graph of the native step, main_grad",
+        "whole_step",
+        "main_grad",
+        _NATIVE + "whole_step",
+        {"fused": True},
+    ),
+    ColumnSpec(
+        "ours_eager",
+        "ours, eager, accumulate",
+        "ours_eager",
+        "main_grad",
+        "qeffect.gpu_runtime.lab.sides.ours:eager",
+        {"destination": "accumulate"},
+    ),
+    _ours("ours_copied", "ours, captured, copied", "copied", "grad"),
+    _ours("ours_per_microbatch", "ours, captured, per microbatch", "per_microbatch", "grad"),
+    _ours("ours_accumulate", "ours, captured, accumulate", "accumulate", "main_grad"),
+    _ours(
+        "ours_two_streams",
+        "ours, captured, accumulate, called from a stream of the caller's own",
+        "accumulate",
+        "main_grad",
+        two_streams=True,
+    ),
+)
+"""Columns of the step table."""
+
+UNGUARDED = _ours(
+    "ours_unguarded",
+    "ours, captured, accumulate, guards off",
+    "accumulate",
+    "main_grad",
+    guards=False,
+)
+"""The same step without asking the kernel; it exists in this benchmark alone."""
+
+COUNTED = _ours(
+    "ours_device_counts",
+    "ours, captured, accumulate, counted by the device",
+    "accumulate",
+    "main_grad",
+    device_counts=True,
+)
+"""The same step with counters in device memory, compared at the commit."""
+
+LATE = _ours(
+    "ours_late_counts",
+    "ours, captured, accumulate, counted and compared by the device",
+    "accumulate",
+    "main_grad",
+    device_counts=True,
+    late_counts=True,
+)
+"""The same step with counters that the device itself compares before the update."""
+
+SWEEP_SPECS: tuple[ColumnSpec, ...] = (
+    _ours("live", "live slots, accumulate", "accumulate", "main_grad"),
+    attrs.evolve(
+        _ours(
+            "per_microbatch", "a slot and a destination each microbatch", "per_microbatch", "grad"
+        ),
+        options={"destination": "per_microbatch", "provisioning": "static"},
+    ),
+)
+"""Columns of the microbatch sweep: this project's provisioning and the paper's."""
+
+
+REFERENCE_SPECS: tuple[ColumnSpec, ...] = (
+    ColumnSpec(
+        "native_grad",
+        "native reference, .grad",
+        "native",
+        "grad",
+        "qeffect.gpu_runtime.lab.sides.reference:native",
+    ),
+    *(
+        attrs.evolve(spec, title=spec.title.replace("captured", "eager"))
+        for spec in (*SPECS, UNGUARDED, COUNTED, LATE)
+        if spec.family.startswith("ours")
+    ),
+)
+"""What a CPU runs: the reference backend, natively and through the runtime, nothing captured."""
+
+
+def specs_named(names: Iterable[str], among: Iterable[ColumnSpec]) -> list[ColumnSpec]:
+    """
+    Columns by name, or by a leading part of it.
+
+    Raises:
+        UnusableError: A name matches nothing.
+    """
+    known = list(among)
+    found: dict[str, ColumnSpec] = {}
+    for name in names:
+        exact = [spec for spec in known if spec.name == name]
+        matching = exact or [spec for spec in known if spec.name.startswith(name)]
+        if not matching:
+            raise UnusableError(
+                f"unknown column {name!r}; choose from {', '.join(spec.name for spec in known)}"
+            )
+        found.update((spec.name, spec) for spec in matching)
+    return list(found.values())

@@ -1,0 +1,378 @@
+"""
+Megatron-core at the mathematics of the others, in each of its graph modes; imported by `peers`.
+
+Read and written for megatron-core 0.19.2, which needs no package beside torch and Transformer
+Engine. Its model starts with the bits of ours: parameters are copied by name (`theirs`), and query,
+key and value lie in one matrix by head in both. What differs from ours is said here: its head is
+bf16, ours is FP8; its GELU, of the same approximation, is rounded to bf16 before it is quantized.
+Every mode runs under Megatron's own DistributedDataParallel, whose main_grad is the gradient.
+Messages are not batched: with two ranks a batch has a send each way between the same two, which
+NCCL pairs by their order, so that Megatron-LM refuses that.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qeffect.report import UnusableError
+
+from ...backends.protocol import parameters
+from ...ranks.world import Member, gathered
+from ...step.plan.order import Order
+from ..commands.tables import DrawnLanguage
+from ..statistics.peers import EAGER
+from .language import (
+    HISTORY,
+    PP,
+    VPP,
+    Asked,
+    compared,
+    keep,
+    named,
+)
+from .pipelines import drawn, released, timed
+
+__all__ = ["delayed", "library", "measure", "theirs"]
+
+CAPTURED_AT = 3
+"""Steps before Transformer Engine's graphs are made, as Megatron's own loop warms up."""
+MODULES = (
+    "megatron.core.parallel_state",
+    "megatron.core.num_microbatches_calculator",
+    "megatron.core.tensor_parallel",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.transformer.transformer_config",
+    "megatron.core.transformer.cuda_graphs",
+    "megatron.core.full_cuda_graph",
+)
+_LAYER = re.compile(r"layers\.(\d+)\.(.*)")
+_PAIRS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "self_attention.layernorm_qkv.": (
+        "self_attention.linear_qkv.",
+        ("layer_norm_weight", "layer_norm_bias", "weight", "bias"),
+    ),
+    "self_attention.proj.": ("self_attention.linear_proj.", ("weight", "bias")),
+    "layernorm_mlp.": ("mlp.linear_fc1.", ("layer_norm_weight", "layer_norm_bias")),
+    "layernorm_mlp.fc1_": ("mlp.linear_fc1.", ("weight", "bias")),
+    "layernorm_mlp.fc2_": ("mlp.linear_fc2.", ("weight", "bias")),
+}
+"""Ours and Megatron's beginning of a name, and what follows either."""
+_OF_LAYER = {our + part: other + part for our, (other, parts) in _PAIRS.items() for part in parts}
+_OF_ENDS: Mapping[str, str] = {
+    "embedding.weight": "embedding.word_embeddings.weight",
+    "embedding.position": "embedding.position_embeddings.weight",
+    "head.layer_norm_weight": "decoder.final_layernorm.weight",
+    "head.layer_norm_bias": "decoder.final_layernorm.bias",
+    "head.weight": "output_layer.weight",
+}
+
+
+def theirs(name: str, first_layer: int) -> str:
+    """
+    Megatron's name, within a chunk, of a parameter of ours.
+
+    Args:
+        name: The model's name: `layers.5.self_attention.proj.weight`, `head.weight`.
+        first_layer: The model's layer that is the chunk's first.
+
+    >>> theirs("layers.3.layernorm_mlp.fc1_weight", 3)
+    'decoder.layers.0.mlp.linear_fc1.weight'
+
+    Raises:
+        KeyError: There is no such parameter.
+    """
+    found = _LAYER.fullmatch(name)
+    if found is None:
+        return _OF_ENDS[name]
+    return f"decoder.layers.{int(found[1]) - first_layer}.{_OF_LAYER[found[2]]}"
+
+
+def library() -> SimpleNamespace:
+    """
+    Megatron-core's modules, by the last part of their names.
+
+    Raises:
+        UnusableError: It is not installed, or lacks one.
+    """
+    import importlib
+
+    found = {}
+    for name in MODULES:
+        try:
+            found[name.rsplit(".", 1)[1]] = importlib.import_module(name)
+        except ImportError as error:
+            raise UnusableError(
+                f"{name} cannot be imported ({error}): pip install --no-deps megatron-core==0.19.2"
+            ) from error
+    return SimpleNamespace(**found)
+
+
+def delayed() -> dict[str, str]:
+    """What Megatron says to a dense model whose weight gradients are to be delayed."""
+    lib = library()
+    try:
+        lib.transformer_config.TransformerConfig(
+            num_layers=4,
+            hidden_size=128,
+            num_attention_heads=2,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            pipeline_dtype=torch.bfloat16,
+            pipeline_model_parallel_size=PP,
+            virtual_pipeline_model_parallel_size=VPP,
+            delay_wgrad_compute=True,
+        )
+    except (AssertionError, ValueError) as error:
+        return {"megatron delayed dW": f"refused before training: {error}"}
+    return {"megatron delayed dW": "accepted by the configuration; not trained"}
+
+
+def measure(mode: str, asked: Asked, folder: Path, done: Callable[[dict[str, Any]], None]) -> None:
+    """
+    One mode of Megatron in every cell.
+
+    Args:
+        mode: `none`, `transformer_engine`, `local` or `full_iteration`.
+        asked: What to measure.
+        folder: Where gradients are kept for comparison.
+        done: Takes each row when it is measured.
+
+    Raises:
+        UnusableError: Megatron-core is not installed.
+    """
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    lib = library()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    member = Member(rank, world, rank, device, dist.distributed_c10d._get_default_store())
+    lib.parallel_state.initialize_model_parallel(1, PP, VPP)
+    graphs = mode != "none"
+    lib.tensor_parallel.model_parallel_cuda_manual_seed(
+        0, te_rng_tracker=graphs, use_cudagraphable_rng=graphs
+    )
+    for cell in asked.cells:
+        with released(member):
+            done(_cell(lib, member, mode, asked, folder, cell))
+
+
+class _Megatron:
+    """Megatron's model of a job, its optimizer and its step."""
+
+    def __init__(self, lib: SimpleNamespace, member: Member, mode: str, job: DrawnLanguage) -> None:
+        self.lib, self.mode, self.job = lib, mode, job
+        calculator = lib.num_microbatches_calculator
+        calculator.destroy_num_microbatches_calculator()
+        calculator.init_num_microbatches_calculator(member.rank, None, job.microbatches, 1, 1)
+        order = Order.of_rank(job.table(), member.rank)
+        self.indices = order.stages
+        own = self._ours(member)
+        self.config = self._config()
+        chunks: list[Any] = []
+        self.names: list[tuple[str, Any]] = []
+        for v, index in enumerate(self.indices):
+            chunk = self._chunk(v).cuda().bfloat16()  # as its Float16Module does
+            held = dict(chunk.named_parameters())
+            if odd := sorted(held.keys() ^ {theirs(name, index) for name in own[index]}):
+                raise ValueError(f"parameters disagree on {len(odd)} names, first {odd[0]}")
+            with torch.no_grad():
+                for name, value in own[index].items():
+                    held[theirs(name, index)].copy_(value)
+            self.names += [(name, held[theirs(name, index)]) for name in own[index]]
+            chunks.append(chunk)
+        del own
+        self.model = self._replicated(chunks)
+        self.parameters = [parameter for _, parameter in self.names]
+        self.adamw = torch.optim.AdamW(self.parameters, lr=0.0, weight_decay=0.0, fused=True)
+        self.run = lib.pipeline_parallel.get_forward_backward_func()
+        if mode == "full_iteration":
+            self.run = lib.full_cuda_graph.FullCudaGraphWrapper(
+                self.run, cuda_graph_warmup_steps=CAPTURED_AT
+            )
+        self.data = self._data(member)
+        self.losses: list[dict[str, Tensor]] = []
+
+    def _ours(self, member: Member) -> dict[int, dict[str, Tensor]]:
+        """Parameters of ours of this rank by stage, by the model's names; the stages are gone."""
+        from ...backends.te.domain import reset_process
+
+        stages = self.job.stages(self.indices, member.device, "transformer-engine", loss=False)
+        found = {
+            stage.index: {
+                self.job.name_of(stage.index, name): parameter.detach().clone()
+                for name, parameter in parameters(stage).items()
+            }
+            for stage in stages
+        }
+        reset_process()
+        return found
+
+    def _config(self) -> Any:
+        c = self.job.config
+        graphs: dict[str, Any] = {}
+        if self.mode != "none":
+            graphs = {"cuda_graph_impl": self.mode, "cuda_graph_warmup_steps": CAPTURED_AT}
+        if self.mode == "full_iteration":
+            graphs["cuda_graph_modules"] = []
+        return self.lib.transformer_config.TransformerConfig(
+            num_layers=self.job.num_stages,
+            hidden_size=c.hidden,
+            ffn_hidden_size=c.ffn,
+            num_attention_heads=c.heads,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            pipeline_dtype=torch.bfloat16,
+            pipeline_model_parallel_size=PP,
+            virtual_pipeline_model_parallel_size=VPP,
+            overlap_p2p_comm=True,
+            batch_p2p_comm=False,
+            fp8="hybrid",
+            fp8_recipe="delayed",
+            fp8_amax_history_len=HISTORY,
+            fp8_amax_compute_algo="max",
+            activation_func=functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            gradient_accumulation_fusion=False,
+            deallocate_pipeline_outputs=self.mode == "none",
+            **graphs,
+        )
+
+    def _chunk(self, v: int) -> Any:
+        state, job = self.lib.parallel_state, self.job
+        state.set_virtual_pipeline_model_parallel_rank(v)
+        spec = self.lib.gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+        return self.lib.gpt_model.GPTModel(
+            self.config,
+            spec,
+            job.vocabulary,
+            job.config.sequence,
+            pre_process=state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=v),
+            post_process=state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=v),
+            position_embedding_type="learned_absolute",
+            vp_stage=v,
+            share_embeddings_and_output_weights=False,
+        )
+
+    def _replicated(self, chunks: list[Any]) -> list[Any]:
+        """
+        Chunks under Megatron's DistributedDataParallel, made on a stream of its own.
+
+        It keeps autograd's node of each parameter, and a node keeps the stream that it was made on:
+        with the default one every backward in a capture ends in an error. Megatron's own loop does
+        the same.
+        """
+        distributed = self.lib.distributed
+        settings = distributed.DistributedDataParallelConfig(overlap_grad_reduce=False)
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            made = [
+                distributed.DistributedDataParallel(self.config, settings, chunk)
+                for chunk in chunks
+            ]
+        torch.cuda.current_stream().wait_stream(aside)
+        return made
+
+    def _data(self, member: Member) -> list[dict[str, Tensor]]:
+        """The microbatches of every step: batch first, as Megatron has them."""
+        batch = drawn(self.job, member.device)
+        found = []
+        for m in range(self.job.microbatches):
+            tokens, labels = (part.t().contiguous() for part in batch(0, m))
+            places = torch.arange(tokens.shape[1], device=member.device).expand_as(tokens)
+            found.append({"tokens": tokens, "labels": labels, "places": places.contiguous()})
+        return found
+
+    def _forward(self, data: Any, chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        batch = next(data)
+        out = chunk(batch["tokens"], batch["places"], None, labels=batch["labels"])
+
+        def loss(per_token: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            mean = per_token.float().mean()
+            return mean, {"loss": mean.detach().clone()}  # theirs divides the mean in place
+
+        return out, loss
+
+    def gradients_of_a_step(self) -> None:
+        """Forward and backward of every microbatch, into main_grad."""
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.losses = self.run(
+            forward_step_func=self._forward,
+            data_iterator=[iter(self.data) for _ in self.model],
+            model=self.model,
+            num_microbatches=self.job.microbatches,
+            seq_length=self.job.config.sequence,
+            micro_batch_size=self.job.config.batch,
+            forward_only=False,
+        )
+
+    def step(self) -> None:
+        """One optimizer step."""
+        self.gradients_of_a_step()
+        for parameter in self.parameters:
+            parameter.grad = parameter.main_grad
+        self.adamw.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def capture(self) -> float:
+        """Make Transformer Engine's graphs, where the mode is that; seconds of the host."""
+        if self.mode != "transformer_engine":
+            return 0.0
+        began = time.perf_counter()
+        helper = self.lib.cuda_graphs.TECudaGraphHelper(
+            self.model, self.config, self.job.config.sequence, self.job.config.batch, []
+        )
+        helper.create_cudagraphs()
+        return time.perf_counter() - began
+
+    def loss(self) -> float:
+        """The loss of the last step, where this rank has it."""
+        if not isinstance(self.losses, list) or not self.losses:
+            return 0.0
+        return float(sum(float(one["loss"]) for one in self.losses)) / self.job.microbatches
+
+
+def _cell(
+    lib: SimpleNamespace, member: Member, mode: str, asked: Asked, folder: Path, cell: str
+) -> dict[str, Any]:
+    job = asked.job(cell, "il")
+    began = time.perf_counter()
+    side = _Megatron(lib, member, mode, job)
+    made = time.perf_counter() - began
+    capture = 0.0
+    for n in range(asked.settled):
+        if n == CAPTURED_AT:
+            capture = side.capture()
+        side.step()
+    member.synchronize()
+    own = {name: parameter.main_grad for name, parameter in side.names}
+    name = EAGER if mode == "none" else f"megatron {mode}"
+    if mode == "none":
+        keep(folder, cell, EAGER, member.rank, own)
+    references = ["native"] if mode == "none" else ["native", EAGER]
+    gradients = compared(member, folder, cell, references, own)
+    loss = sum(gathered(member, side.loss()))
+    turns = asked.turns(graphs=mode != "none")
+    found = timed(member, side.step, turns, made=made, facts={"capture_s": capture})
+    return named(cell, name, "il", gradients, loss, found)

@@ -1,0 +1,227 @@
+"""
+The oracle: torch's own pipeline over native full backwards.
+
+`dw_builder` is torch's hook for deferred weight gradients. With one that defers nothing, dI is the
+full backward and W is empty, so that the order of F and dI on a rank is the schedule's, as it is
+in the guarded pipeline. This side knows nothing of slots, tapes, guards or our messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from qeffect.schedule.torch_tables import SINGLE
+
+from ...backends.protocol import BackendError, StageBackend, parameters
+from ...step.memory.arena import Rule, by_matrix
+from ...step.memory.state import live_state, preserving
+from ...step.optimizer import Gradients, Optimizer
+from ...step.plan.order import Order
+from ..comparisons.native import record_step, rule_for
+from ..comparisons.recording import Recording
+
+__all__ = ["NativePipeline"]
+
+Batch = Callable[[int, int], tuple[Tensor, Tensor]]
+"""Input and target of a step's microbatch."""
+
+
+class _Forward(torch.nn.Module):
+    """A stage's ordinary forward; the first of a step refreshes its weight cache."""
+
+    def __init__(self, stage: StageBackend) -> None:
+        super().__init__()
+        self.backend, self.first = stage, True
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        (out,) = self.backend.native_forward((hidden,), first=self.first)
+        self.first = False
+        return out
+
+
+class _Stage(PipelineStage):
+    """torch's stage; it writes down what flows, and where full backwards put their gradients."""
+
+    def __init__(self, owner: NativePipeline, stage: StageBackend, **options: Any) -> None:
+        super().__init__(_Forward(stage), stage.index, dw_builder=self._deferred, **options)
+        self.owner, self.backend, self.at = owner, stage, 0
+        assert isinstance(self.submod, _Forward)
+        self.forwards = self.submod
+        self.sums: dict[str, Tensor] = {}
+        if owner.rule == "main_grad":
+            self.sums = self._buffers(owner.dtype)
+            stage.native_bind(self.sums)
+        elif owner.rule == "grad":
+            stage.native_bind(None)
+
+    def _buffers(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        # -0.0 is the identity of addition for every float, -0.0 included; 0.0 is not.
+        device = self.backend.domain.device
+        return {
+            u.name: torch.full(u.shape, -0.0, dtype=dtype, device=device)
+            for u in self.backend.units
+        }
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.owner.note(self, f"F{fwd_chunk_id}", "outputs", () if self.is_last else (out,))
+        return out
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self.at = m = bwd_chunk_id
+        if self.owner.rule == "wgrad_order":
+            kept = self.owner.kept[self.stage_index, m] = self._buffers(torch.float32)
+            self.backend.native_bind(kept)
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        found = () if self.is_first else self.bwd_cache[m]
+        self.owner.note(self, f"I{m}", "input gradients", found)
+
+    def _deferred(self) -> Callable[[], None]:
+        m = self.at
+        return lambda: self._add(m)
+
+    def _add(self, m: int) -> None:
+        kept = self.owner.kept.pop((self.stage_index, m), {})
+        if kept and not self.sums:
+            self.sums = self._buffers(self.owner.dtype)
+        for name, value in kept.items():
+            self.sums[name].copy_(torch.add(self.sums[name], value))
+
+
+class NativePipeline:
+    """
+    Native training of one rank under one of torch's schedule classes.
+
+    Args:
+        schedule: The class's name.
+        stages: Fresh stages of the rank, the last without its loss: torch computes that.
+        num_stages: Stages of the whole pipeline.
+        order: The rank's row, which says how gradients are summed.
+        microbatches: Microbatches of a step.
+        batch: The data.
+        loss: Maps the last stage's output and the target to a scalar.
+        group: A process group of the pipeline's ranks.
+        rule: Where the guarded side's dW writes.
+        dtype: Type of accumulated gradients.
+        recording: Where to record, or None.
+        reduce: What is done to the gradients of all stages before the update; it returns what the
+            update multiplies them by, or None.
+        optimizer: Makes the optimizer over the stages.
+    """
+
+    def __init__(
+        self,
+        schedule: str,
+        stages: Sequence[StageBackend],
+        num_stages: int,
+        order: Order,
+        microbatches: int,
+        batch: Batch,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        group: Any,
+        *,
+        rule: Rule = "accumulate",
+        dtype: torch.dtype = torch.bfloat16,
+        recording: Recording | None = None,
+        reduce: Callable[[Gradients], Tensor | None] | None = None,
+        optimizer: Callable[[list[StageBackend]], Optimizer] = Optimizer,
+    ) -> None:
+        self.stages, self.batch, self.microbatches = list(stages), batch, microbatches
+        self.recording, self.reduce = recording, reduce
+        self.dtype = dtype
+        self.rule = rule_for(order, rule, dtype)
+        exact = self.rule in ("wgrad_order", "dgrad_order")
+        if self.rule == "dgrad_order" or (exact and stages[0].domain.name != "reference"):
+            raise BackendError(
+                "the library rounds gradients into main_grad, so its full backward has no exact "
+                "gradient of a microbatch to sum in this order; compare another schedule or rule"
+            )
+        self.kept: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self.number = 0
+        self.domain = stages[0].domain
+        with preserving(self.domain):
+            for stage in stages:
+                stage.warm()
+        self.piped = [
+            _Stage(
+                self,
+                stage,
+                num_stages=num_stages,
+                device=self.domain.device,
+                input_args=stage.inputs[0].buffer(),
+                output_args=stage.outputs[0].buffer(),
+                group=group,
+            )
+            for stage in stages
+        ]
+        cls = getattr(torch_schedules, schedule)
+        alone = schedule in SINGLE
+        self.schedule = cls(
+            self.piped[0] if alone else self.piped,
+            microbatches,
+            loss_fn=loss,
+            scale_grads=False,
+        )
+        self.optimizer = optimizer(self.stages)
+        self._losses: dict[int, list[Tensor]] = {}
+
+    @property
+    def losses(self) -> list[list[float]]:
+        """Of every step that was taken, as `losses_of`."""
+        return [self.losses_of(step) for step in sorted(self._losses)]
+
+    def losses_of(self, step: int) -> list[float]:
+        """The losses of a step by microbatch, where the last stage is; waits for the device."""
+        return [float(loss) for loss in self._losses[step]]
+
+    def note(
+        self, stage: _Stage, action: str, category: Any, found: Sequence[Tensor | None]
+    ) -> None:
+        """Record what an action gave, and the state that it left."""
+        if self.recording is None:
+            return
+        where = f"step {self.number} {stage.stage_index}{action}"
+        named = {str(n): value for n, value in enumerate(found) if value is not None}
+        self.recording.add_all(category, where, named)
+        self.recording.add_state(where, live_state(self.domain))
+
+    def step(self) -> None:
+        """One optimizer step."""
+        data = [self.batch(self.number, m) for m in range(self.microbatches)]
+        x, target = (torch.cat(part) for part in zip(*data, strict=True))
+        losses: list[Tensor] = []
+        for piped in self.piped:
+            piped.forwards.first = True
+        inputs = (x,) if any(p.is_first for p in self.piped) else ()
+        options: dict[str, Any] = {}
+        if any(p.is_last for p in self.piped):
+            options = {"target": target, "losses": losses}
+        self.schedule.step(*inputs, **options, return_outputs=False)
+        # Read when somebody asks: a step does not wait for its losses.
+        self._losses[self.number] = [loss.detach() for loss in losses]
+        gradients = {p.stage_index: self._gradients(p) for p in self.piped}
+        scale = None if self.reduce is None else self.reduce(gradients)
+        record_step(self.recording, self.number, self.stages, gradients, before_update=True)
+        self.optimizer.step(gradients, **({} if scale is None else {"scale": scale}))
+        for piped in self.piped:
+            for parameter in parameters(piped.backend).values():
+                parameter.grad = None
+            for total in piped.sums.values():
+                total.fill_(-0.0)
+        record_step(self.recording, self.number, self.stages, gradients, optimizer=self.optimizer)
+        self.number += 1
+
+    def _gradients(self, piped: _Stage) -> Mapping[str, Tensor]:
+        own = parameters(piped.backend)
+        found = {n: p.grad for n, p in own.items() if p.grad is not None}
+        if piped.sums:
+            found.update(by_matrix(piped.backend.units, piped.sums))
+        if missing := sorted(own.keys() - found.keys()):
+            raise BackendError(f"native backward left {missing[0]} without a gradient")
+        return {name: found[name] for name in own}

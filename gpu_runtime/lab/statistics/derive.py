@@ -1,0 +1,381 @@
+"""
+What follows from a report's raw numbers: medians, ratios, floors, break-even, memory above native.
+
+Nothing here measures, so a reader can compute it again from the report, and a test does. Ratios are
+taken round by round between columns that ran in the same round, then their median is given: drift
+of the clocks cancels.
+
+A ratio that speaks of a bound names its reference. A floor is the least kernel time of the
+library's own columns that form the same sum: no column of this runtime sets it, and columns that
+keep every microbatch's gradient apart (`copied`, `per_microbatch`) have none, because no library
+column forms that sum. They are held against their own kernels, which says what launching costs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .complete_step import derive_tables
+from .curves import derive_curves
+from .evidence import derive_compare, derive_pools, derive_probes, derive_streams
+from .goals import judge_cells, judge_sweep
+from .host import derive_host
+from .peers import derive_peers
+from .restarts import derive_restarts
+from .scale import derive_scale
+from .summary import Raw, extremes, rounded, spread
+from .traces import device_copies, matrix_copies
+from .training import derive_train
+
+LIBRARY = ("native", "te_graphs", "whole_step")
+"""Families of columns that are the library's, not this runtime's."""
+
+APART = ("copied", "per_microbatch")
+"""Destinations that keep every microbatch's gradient, and sum them at the end of the step."""
+
+
+def rounds_ms(column: Raw) -> list[float]:
+    """Milliseconds of a step, for each round."""
+    return [1e3 * turn["wall_s"] / turn["steps"] for turn in column["rounds"]]
+
+
+def host_ms(column: Raw) -> list[float]:
+    """Milliseconds that the host takes to enqueue one step on an idle device, for each round."""
+    return [1e3 * statistics.median(turn["host_s"]) for turn in column["rounds"]]
+
+
+def usable(columns: Mapping[str, Raw]) -> dict[str, Raw]:
+    """Columns that ran without failing."""
+    return {name: c for name, c in columns.items() if not c["error"] and c["rounds"]}
+
+
+def fastest(columns: Mapping[str, Raw], family: str) -> str | None:
+    """The column of a family with the least median step."""
+    own = {
+        name: statistics.median(rounds_ms(c))
+        for name, c in columns.items()
+        if c["family"] == family
+    }
+    return min(own, key=own.__getitem__) if own else None
+
+
+def kernel_ms(column: Raw) -> float | None:
+    """Sum of kernel, copy and fill times of one step."""
+    trace = column["trace"]
+    return None if trace is None else float(trace["device_us"]) / trace["steps"] / 1e3
+
+
+def summed_like(column: Raw) -> str | None:
+    """The library's rule that a column sums gradients by, kernel for kernel; None for no rule."""
+    return None if column["options"].get("destination") in APART else str(column["rule"])
+
+
+def floors(columns: Mapping[str, Raw]) -> dict[str, dict[str, Any]]:
+    """For each rule, the least sum of kernel times of a library's column, and whose it is."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, column in columns.items():
+        ms = kernel_ms(column)
+        if column["family"] not in LIBRARY:
+            continue
+        if ms is not None and (
+            column["rule"] not in found or ms < found[column["rule"]]["kernel_ms"]
+        ):
+            found[column["rule"]] = {"kernel_ms": ms, "column": name}
+    for floor in found.values():
+        floor["kernel_ms"] = rounded(floor["kernel_ms"])
+    return found
+
+
+def paired(top: Raw, bottom: Raw) -> dict[str, float]:
+    """The ratio of two columns' step times, round by round."""
+    pairs = zip(rounds_ms(top), rounds_ms(bottom), strict=False)
+    return spread([a / b for a, b in pairs])
+
+
+def break_even(column: Raw, native: Raw) -> int | None:
+    """
+    The step at which a column has caught up with native, set-up and first step included.
+
+    None when it never does.
+    """
+    ours, theirs = (statistics.median(rounds_ms(c)) for c in (column, native))
+    if ours >= theirs:
+        return None
+    behind = 1e3 * sum(column[key] - native[key] for key in ("warm_s", "first_step_s"))
+    return 1 if behind <= 0 else 1 + math.ceil(behind / (theirs - ours))
+
+
+def memory_bytes(column: Raw) -> dict[str, int] | None:
+    """
+    Peaks as the allocator and the driver saw them.
+
+    The driver's is what the device held more than before this column was built. Between two looks
+    it can have been higher only by memory that the allocator has given back since, which is added.
+    """
+    memory = column["memory"]
+    if memory is None or memory["allocated_peak"] is None:
+        return None
+    given_back = memory["reserved_peak"] - memory["reserved"]
+    driver = memory["device_after"] - memory["device_before"] + given_back
+    if memory["device_polled_rise"] is not None:
+        driver = max(driver, memory["device_polled_rise"])
+    return {
+        "allocated": memory["allocated_peak"],
+        "reserved": memory["reserved_peak"],
+        "driver": driver,
+    }
+
+
+def above(column: Raw, native: Raw) -> dict[str, int] | None:
+    """Peak memory above native's, by who says so, and the largest of these."""
+    own, base = memory_bytes(column), memory_bytes(native)
+    if own is None or base is None:
+        return None
+    found = {key: own[key] - base[key] for key in own}
+    return {**found, "largest": max(found.values())}
+
+
+def growth_bytes(column: Raw) -> dict[str, int] | None:
+    """How much more is allocated and reserved after many steps than after a few."""
+    growth = column["growth"]
+    if growth is None or growth["allocated_after"] is None:
+        return None
+    return {
+        "steps": growth["steps"],
+        "allocated": growth["allocated_after"] - growth["allocated_before"],
+        "reserved": growth["reserved_after"] - growth["reserved_before"],
+    }
+
+
+def derive_cell(raw: Raw) -> dict[str, Any]:
+    """Everything that follows from one cell."""
+    columns = usable(raw["columns"])
+    native, te = fastest(columns, "native"), fastest(columns, "te_graphs")
+    whole = {c["rule"]: name for name, c in columns.items() if c["family"] == "whole_step"}
+    floor = floors(columns)
+    found: dict[str, Any] = {
+        "cell": raw["cell"]["name"],
+        "fastest_native": native,
+        "fastest_te_graphs": te,
+        "floors": floor,
+        "columns": {},
+    }
+    for name, column in columns.items():
+        rule = summed_like(column)
+        ms = statistics.median(rounds_ms(column))
+        kernels = kernel_ms(column)
+        entry: dict[str, Any] = {
+            "step_ms": spread(rounds_ms(column)),
+            "host_ms": spread(host_ms(column)),
+            "kernel_ms": rounded(kernels),
+            "over_own_kernels": None if kernels is None else rounded(ms / kernels),
+            "over_floor": _over_floor(ms, None if rule is None else floor.get(rule)),
+            "beyond_floor": (
+                None
+                if rule is None or rule not in floor
+                else beyond_floor(column, columns[floor[rule]["column"]])
+            ),
+            "over_whole_step": _over_whole_step(columns, name, whole, rule),
+            "native_over_this": _ratio(columns, native, name),
+            "te_graphs_over_this": _ratio(columns, te, name),
+            **construction(column),
+            "first_step_s": rounded(column["first_step_s"]),
+            "break_even_steps": None if native is None else break_even(column, columns[native]),
+            "peak_bytes": memory_bytes(column),
+            "above_native_bytes": None if native is None else above(column, columns[native]),
+            "growth_bytes": growth_bytes(column),
+        }
+        if column["trace"] is not None and "unit_bytes" in column["facts"]:
+            entry["matrix_copies"] = _copies(column, raw["cell"])
+        if native is not None:
+            entry["behind_native"] = behind(column, columns[native])
+        found["columns"][name] = entry
+    found["copied_over_per_microbatch"] = (
+        paired(columns["ours_copied"], columns["ours_per_microbatch"])
+        if {"ours_copied", "ours_per_microbatch"} <= columns.keys()
+        else None
+    )
+    found["guards"] = derive_guards(columns)
+    # Reports from before the device counted have no such column.
+    for name in ("device_counts", "late_counts"):
+        if {"ours_accumulate", f"ours_{name}"} <= columns.keys():
+            counted, plain = columns[f"ours_{name}"], columns["ours_accumulate"]
+            found[name] = {
+                "step_on_over_off": paired(counted, plain),
+                "host_ms_on": spread(host_ms(counted)),
+                "host_ms_off": spread(host_ms(plain)),
+            }
+    # Reports from before actions were timed one by one have no such numbers.
+    if host := derive_host(columns):
+        found["host"] = host
+    return found
+
+
+def construction(column: Raw) -> dict[str, float | None]:
+    """
+    What making a column costs before its first step, and what of it is warm-up and capture.
+
+    Construction is everything that this column alone needs: for this runtime slots, destinations,
+    the contract, compiled sums, warm-up and capture. The other two are host times of its parts,
+    which only this runtime's captured columns know.
+    """
+    facts = column["facts"]
+    return {
+        "construction_s": rounded(column["warm_s"]),
+        "warmup_s": rounded(facts.get("warmup_s")),
+        "capture_s": rounded(facts.get("capture_s")),
+    }
+
+
+def behind(column: Raw, native: Raw) -> dict[str, float | None]:
+    """
+    How far a column's step is behind native's, and what of that its copies between buffers are.
+
+    Device-to-device copies are the profiler's, as is the time of kernels; both are taken at the
+    load of the profiled steps, not of the timed ones.
+    """
+    gap = statistics.median(rounds_ms(column)) - statistics.median(rounds_ms(native))
+    if column["trace"] is None or native["trace"] is None:
+        return {"step_ms": rounded(gap), "copies_ms": None, "unexplained_ms": None}
+    copies = device_copies(column["trace"]) - device_copies(native["trace"])
+    return {
+        "step_ms": rounded(gap),
+        "copies_ms": rounded(copies),
+        "unexplained_ms": rounded(gap - copies),
+    }
+
+
+def beyond_floor(column: Raw, floor: Raw) -> dict[str, float | None]:
+    """
+    How far a column's step is beyond its floor, and what that is made of, in milliseconds.
+
+    Its own kernels beyond the floor's, of which some are copies between buffers, and what the step
+    takes beyond its own kernels. Kernels were profiled at another load than steps were timed at, so
+    the same kernels can differ; on two streams they overlap.
+
+    Args:
+        column: The column.
+        floor: The library's column whose kernel time is the floor.
+    """
+    ms, least = statistics.median(rounds_ms(column)), kernel_ms(floor)
+    kernels = kernel_ms(column)
+    assert least is not None, "a floor has kernel times"
+    found: dict[str, float | None] = {"step_ms": rounded(ms - least)}
+    if kernels is None:
+        return {**found, "kernels_ms": None, "copies_ms": None, "beyond_kernels_ms": None}
+    return {
+        **found,
+        "kernels_ms": rounded(kernels - least),
+        "copies_ms": rounded(device_copies(column["trace"]) - device_copies(floor["trace"])),
+        "beyond_kernels_ms": rounded(ms - kernels),
+    }
+
+
+def derive_guards(columns: Mapping[str, Raw]) -> dict[str, Any] | None:
+    """What asking the kernel costs: the same captured step with guards on and off."""
+    if not {"ours_accumulate", "ours_unguarded"} <= columns.keys():
+        return None
+    on, off = columns["ours_accumulate"], columns["ours_unguarded"]
+    actions = on["facts"]["guarded_actions"]
+    pairs = zip(host_ms(on), host_ms(off), strict=False)
+    return {
+        "step_on_over_off": paired(on, off),
+        "host_ms_on": spread(host_ms(on)),
+        "host_ms_off": spread(host_ms(off)),
+        "actions": actions,
+        "host_us_of_a_guard": extremes([1e3 * (a - b) / actions for a, b in pairs]),
+    }
+
+
+def _copies(column: Raw, cell: Raw) -> dict[str, Any]:
+    sizes = column["facts"]["unit_bytes"]
+    found = matrix_copies(column["trace"], sizes)
+    # An activation of the same size would be counted as a gradient.
+    activation = 2 * cell["sequence"] * cell["hidden"]
+    return {**found, "ambiguous": activation in sizes}
+
+
+def _ratio(columns: Mapping[str, Raw], top: str | None, bottom: str | None) -> Any:
+    if top is None or bottom is None:
+        return None
+    return paired(columns[top], columns[bottom])
+
+
+def _over_floor(ms: float, floor: Raw | None) -> dict[str, Any] | None:
+    if floor is None:
+        return None
+    return {"ratio": rounded(ms / floor["kernel_ms"]), "of": floor["column"]}
+
+
+def _over_whole_step(
+    columns: Mapping[str, Raw], name: str, whole: Mapping[str, str], rule: str | None
+) -> dict[str, Any] | None:
+    reference = None if rule is None else whole.get(rule)
+    if reference is None:
+        return None
+    return {**paired(columns[name], columns[reference]), "of": reference}
+
+
+def derive_bench(raw: Raw) -> dict[str, Any]:
+    """Every cell of a step-table report, with the goals beside it."""
+    cells = [derive_cell(cell) for cell in raw["cells"]]
+    return {"cells": cells, "targets": judge_cells(cells)}
+
+
+def derive_sweep(raw: Raw) -> dict[str, Any]:
+    """Resources against the number of microbatches, for each provisioning."""
+    points = []
+    for cell in raw["cells"]:
+        for name, column in usable(cell["columns"]).items():
+            facts = column["facts"]
+            points.append(
+                {
+                    "provisioning": name,
+                    "microbatches": cell["cell"]["microbatches"],
+                    "peak_live_tapes": rank_peak(cell["order"]),
+                    "sum_of_stage_peaks": sum(cell["peak_live_tapes"].values()),
+                    "slots": facts["slots"],
+                    "graphs": facts["graphs"],
+                    "arena_bytes": facts["arena_bytes"],
+                    **construction(column),
+                    "peak_bytes": memory_bytes(column),
+                    "step_ms": spread(rounds_ms(column)),
+                }
+            )
+    return {"points": points, "targets": judge_sweep(points)}
+
+
+def rank_peak(order: str) -> int:
+    """
+    The most tapes that are live at once in a rank, all stages together, from F to dW.
+
+    Slots belong to a stage, so a rank needs the sum of its stages' peaks, which can be more.
+
+    >>> rank_peak("0F0 0I0 0W0 1F0 1I0 1W0")
+    1
+    """
+    live = peak = 0
+    for action in order.split():
+        live += ("F" in action) - ("W" in action)
+        peak = max(peak, live)
+    return peak
+
+
+DERIVE: dict[str, Callable[[Raw], dict[str, Any]]] = {
+    "bench": derive_bench,
+    "sweep": derive_sweep,
+    "streams": derive_streams,
+    "compare": derive_compare,
+    "pools": derive_pools,
+    "probes": derive_probes,
+    "scale": derive_scale,
+    "tables": derive_tables,
+    "peers": derive_peers,
+    "train": derive_train,
+    "restarts": derive_restarts,
+    "curves": derive_curves,
+}
+"""What computes the derived part of each kind of report."""

@@ -1,0 +1,252 @@
+"""
+The goals of the speed and memory tables, and each measured number beside its goal.
+
+A goal that was missed is listed like one that was met: the reason belongs in `reports/README.md`,
+the number here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+
+from .host import GOAL_US
+from .summary import judged
+
+GB = 1e9
+DIRECT = ("ours_per_microbatch", "ours_accumulate")
+"""Captured columns with direct placement."""
+
+
+@attrs.frozen
+class Goal:
+    """
+    One goal.
+
+    Args:
+        name: What is measured, in words.
+        bound: Whether the number must be at most or at least the goal's.
+        value: The goal.
+        cells: Positions in `bench.cells.CELLS` that it speaks of.
+        columns: Columns that it speaks of; one entry each.
+        read: The number in a column's derived entry, or in the cell's.
+    """
+
+    name: str
+    bound: Literal["at most", "at least"]
+    value: float
+    cells: tuple[str, ...]
+    columns: tuple[str, ...]
+    read: Callable[[Mapping[str, Any], str], float | None]
+
+    def judge(self, cell: Mapping[str, Any], column: str) -> dict[str, Any] | None:
+        """
+        The measured number beside the goal; None where it was not measured.
+
+        A column that never breaks even has no number and has missed the goal.
+        """
+        measured = self.read(cell, column)
+        if measured is None:
+            return None
+        found = judged(self.name, cell["cell"], column, self.bound, self.value, measured)
+        return {**found, "measured": None} if math.isinf(measured) else found
+
+
+def _entry(*path: str) -> Callable[[Mapping[str, Any], str], float | None]:
+    def read(cell: Mapping[str, Any], column: str) -> float | None:
+        return _number(cell["columns"].get(column), path)
+
+    return read
+
+
+def _number(value: Any, path: Sequence[str]) -> float | None:
+    """What stands at a path; None where the path ends before."""
+    for key in path:
+        if value is None:
+            return None
+        value = value.get(key)
+    return None if value is None else float(value)
+
+
+def _host_us(cell: Mapping[str, Any], column: str) -> float | None:
+    # Reports from before actions were timed one by one have no such numbers.
+    host = cell.get("host", {}).get(column)
+    over = None if host is None else host["of_an_action_us"]
+    return None if over is None else float(over["median"])
+
+
+def _in_gb(cell: Mapping[str, Any], column: str) -> float | None:
+    found = _entry("above_native_bytes", "largest")(cell, column)
+    return None if found is None else round(found / GB, 4)
+
+
+def _break_even(cell: Mapping[str, Any], column: str) -> float | None:
+    entry = cell["columns"].get(column)
+    if entry is None or cell["fastest_native"] is None:
+        return None
+    steps = entry["break_even_steps"]
+    return math.inf if steps is None else float(steps)
+
+
+def _growth(cell: Mapping[str, Any], column: str) -> float | None:
+    kinds = [_entry("growth_bytes", kind)(cell, column) for kind in ("allocated", "reserved")]
+    return max((k for k in kinds if k is not None), default=None)
+
+
+def _of_cell(*path: str) -> Callable[[Mapping[str, Any], str], float | None]:
+    def read(cell: Mapping[str, Any], column: str) -> float | None:
+        return _number(cell, path)
+
+    return read
+
+
+FIRST, SECOND, THIRD = "h2048-s256-m4", "h4096-s256-m8", "h4096-s4096-m4"
+ALL = (FIRST, SECOND, THIRD)
+ONE = ("ours_accumulate",)
+
+_native = _entry("native_over_this", "median")
+_te = _entry("te_graphs_over_this", "median")
+
+GOALS: tuple[Goal, ...] = (
+    Goal("step over the floor", "at most", 1.10, ALL, ONE, _entry("over_floor", "ratio")),
+    Goal(
+        "step over its own kernels",
+        "at most",
+        1.10,
+        ALL,
+        ("ours_per_microbatch",),
+        _entry("over_own_kernels"),
+    ),
+    Goal(
+        "step over one graph of the native step",
+        "at most",
+        1.05,
+        ALL,
+        ONE,
+        _entry("over_whole_step", "median"),
+    ),
+    Goal("speedup over native", "at least", 7.0, (FIRST,), DIRECT, _native),
+    Goal("speedup over native", "at least", 5.0, (SECOND,), DIRECT, _native),
+    Goal("speedup over native", "at least", 1.0, (THIRD,), DIRECT, _native),
+    Goal("speedup over TE's own graphs", "at least", 1.8, (FIRST,), DIRECT, _te),
+    Goal("speedup over TE's own graphs", "at least", 1.12, (SECOND,), DIRECT, _te),
+    Goal(
+        "per_microbatch over copied",
+        "at least",
+        1.13,
+        (SECOND,),
+        ("ours_per_microbatch",),
+        _of_cell("copied_over_per_microbatch", "median"),
+    ),
+    Goal(
+        "step with guards over without",
+        "at most",
+        1.01,
+        (FIRST,),
+        ONE,
+        _of_cell("guards", "step_on_over_off", "median"),
+    ),
+    Goal(
+        "step counted by the device over uncounted",
+        "at most",
+        1.015,
+        (FIRST,),
+        ONE,
+        _of_cell("device_counts", "step_on_over_off", "median"),
+    ),
+    Goal(
+        "step counted and compared by the device over uncounted",
+        "at most",
+        1.015,
+        (FIRST,),
+        ONE,
+        _of_cell("late_counts", "step_on_over_off", "median"),
+    ),
+    Goal(
+        "host time of a guarded action over its bare replay, µs",
+        "at most",
+        GOAL_US,
+        (FIRST,),
+        ONE,
+        _host_us,
+    ),
+    Goal("peak memory above native, GB", "at most", 0.4, (FIRST,), DIRECT, _in_gb),
+    Goal("peak memory above native, GB", "at most", 2.5, (SECOND,), DIRECT, _in_gb),
+    Goal("persistent growth, bytes", "at most", 0.0, ALL, DIRECT, _growth),
+    Goal(
+        "construction, warm-up and capture included, s",
+        "at most",
+        0.5,
+        ALL,
+        DIRECT,
+        _entry("construction_s"),
+    ),
+    Goal("break-even with native, steps", "at most", 18, (FIRST,), DIRECT, _break_even),
+    Goal(
+        "break-even with native, steps",
+        "at most",
+        10,
+        (SECOND,),
+        DIRECT,
+        _break_even,
+    ),
+    Goal(
+        # In the third cell an activation has the bytes of a square matrix: its copies count.
+        "copies of a matrix gradient's size in a step",
+        "at most",
+        0.0,
+        ALL,
+        DIRECT,
+        _entry("matrix_copies", "per_step"),
+    ),
+)
+"""Every goal that a step-table report can speak of."""
+
+
+def judge_cells(cells: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Every goal that was measured, with its number."""
+    by_name = {cell["cell"]: cell for cell in cells}
+    found = (
+        goal.judge(by_name[name], column)
+        for goal in GOALS
+        for name in goal.cells
+        if name in by_name
+        for column in goal.columns
+    )
+    return [entry for entry in found if entry is not None]
+
+
+def judge_sweep(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """
+    Live-slot provisioning must be flat where the live tapes are flat.
+
+    Graphs and arena bytes must be equal; peak memory may not rise with the number of microbatches
+    by more than a granule of the allocator.
+    """
+    granule = 2 * 1024 * 1024
+    found: list[dict[str, Any]] = []
+    live = [p for p in points if p["provisioning"] == "live"]
+    for tapes in sorted({p["sum_of_stage_peaks"] for p in live}):
+        flat = sorted(
+            (p for p in live if p["sum_of_stage_peaks"] == tapes), key=lambda p: p["microbatches"]
+        )
+        if len(flat) < 2:
+            continue
+        first, last = flat[0], flat[-1]
+        where = f"M {first['microbatches']} to {last['microbatches']}, stage peaks of {tapes} tapes"
+        for key, allowed in (("graphs", 0), ("arena_bytes", 0)):
+            rise = last[key] - first[key]
+            found.append(_flat(key, where, rise, allowed))
+        if first["peak_bytes"] is not None and last["peak_bytes"] is not None:
+            rise = max(
+                last["peak_bytes"][k] - first["peak_bytes"][k] for k in ("allocated", "reserved")
+            )
+            found.append(_flat("peak bytes", where, rise, granule))
+    return found
+
+
+def _flat(what: str, where: str, rise: int, allowed: int) -> dict[str, Any]:
+    return judged(f"live slots: rise of {what}", where, "live", "at most", allowed, rise)

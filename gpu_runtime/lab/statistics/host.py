@@ -1,0 +1,99 @@
+"""
+What follows from the host times of single actions: each over its bare replay, and a mean of all.
+
+All numbers are microseconds of host time. A guarded action is an F, dI, dW or refresh together with
+the calls around it that only ask (bind, read and finish): their time is divided among the actions
+of the step, as a runtime that asks less would be charged less.
+
+The same time is split into parts: what each of those that an action calls took, in steps in which
+nothing else was timed inside. The launch is taken off the executor's part; what no part explains is
+the action's own code. Parts are medians of single calls, and medians do not add up to the median of
+whole steps: the difference is a part by name, the rest.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .summary import Raw, microseconds
+
+GOAL_US = 12.0
+"""Host time of a guarded action over the bare replay's, on the first cell, in microseconds."""
+
+
+def derive_host(columns: Mapping[str, Raw]) -> dict[str, Any]:
+    """Each column whose actions were timed one by one; empty where none was."""
+    return {
+        name: derive_column(column["host_actions"])
+        for name, column in columns.items()
+        if column.get("host_actions")
+    }
+
+
+def derive_column(raw: Raw) -> dict[str, Any]:
+    """
+    Medians of each kind of call, and what an action costs over its bare replay.
+
+    Args:
+        raw: What `bench.host.host_times` measured.
+    """
+    steps, actions = raw["steps"], raw["actions"]
+    kinds = {}
+    for name, ns in raw["guarded_ns"].items():
+        bare = raw["bare_ns"].get(name)
+        kinds[name] = {
+            "calls": len(ns) / steps,
+            "us": microseconds(ns),
+            "bare_us": microseconds(bare) if bare else None,
+            "over_bare_us": round((statistics.median(ns) - statistics.median(bare)) / 1e3, 3)
+            if bare
+            else None,
+        }
+    found: dict[str, Any] = {"kinds": kinds, "copy_us": None, "of_an_action_us": None}
+    if raw["copy_ns"]:
+        found["copy_us"] = microseconds(raw["copy_ns"])
+    if raw["bare_ns"]:
+        guarded, bare = (_by_step(raw[key], steps) for key in ("guarded_ns", "bare_ns"))
+        over = [(a - b) / actions for a, b in zip(guarded, bare, strict=True)]
+        found["of_an_action_us"] = {**microseconds(over), "goal": GOAL_US}
+    if raw.get("parts_ns"):
+        parts = _parts(raw)
+        if (whole := found["of_an_action_us"]) is not None:
+            parts[REST] = round(whole["median"] - sum(parts.values()), 3)
+        found["parts_us"] = parts
+    return found
+
+
+OWN = "own code"
+"""What is left of an action's median when the median of every part is taken off."""
+
+REST = "rest"
+"""What the median of whole steps is above the medians of single calls together."""
+
+
+def _parts(raw: Raw) -> dict[str, float]:
+    """Microseconds of each part of a mean action over its bare replay; together its medians."""
+    steps, actions = raw["steps"], raw["actions"]
+
+    def of_an_action(times: Mapping[str, Sequence[int]]) -> float:
+        each = [statistics.median(ns) * len(ns) / steps for ns in times.values() if ns]
+        return float(sum(each) / actions / 1e3)
+
+    parts = {part: of_an_action(times) for part, times in raw["parts_ns"].items()}
+    bare = of_an_action(raw["bare_ns"])
+    # The executor's time contains the look at addresses, and the launch.
+    parts["executor"] -= parts["addresses"] + bare
+    parts[OWN] = of_an_action(raw["guarded_ns"]) - bare - sum(parts.values())
+    return {part: round(us, 3) for part, us in parts.items()}
+
+
+def _by_step(times: Mapping[str, Sequence[int]], steps: int) -> list[int]:
+    """Time of all calls of each step; every step makes the same calls."""
+    totals = [0] * steps
+    for ns in times.values():
+        each = len(ns) // steps
+        for n in range(steps):
+            totals[n] += sum(ns[n * each : (n + 1) * each])
+    return totals

@@ -1,0 +1,240 @@
+"""
+What follows from a run of the peers: speed beside native and Megatron, whose gradients are right.
+
+A finite gradient is not a right one. Each mode's gradients, after steps that leave the weights as
+they are, are compared with those of its own framework without graphs, bit for bit, and with those
+of native. Megatron's mathematics is not bit for bit native's (its head is bf16, its activation is
+rounded before it is quantized), so there the distance is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from . import paper
+from .summary import Raw, busiest_ms, extremes, judged, median, ratio, rounded, step_ms
+
+__all__ = ["FAR", "combined", "derive_peers", "owed", "verdict"]
+
+FAR: Final = 0.25
+"""
+Of the norm of native's gradients. Megatron's other rounding and its other head move them by a sixth
+or so (`from_native` in `reports/peers.json`); one microbatch of eight left out or taken twice moves
+them by a third.
+"""
+EAGER = "megatron none"
+GRAPHS = ("megatron transformer_engine", "megatron local", "megatron full_iteration")
+
+_WITHIN = {**dict.fromkeys(GRAPHS, EAGER), "replays": "native", "one launch": "replays"}
+"""Whose bits a mode has to have, under one schedule."""
+
+
+def combined(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
+    """
+    How far two sets of gradients are apart, all ranks together.
+
+    Args:
+        ranks: For each rank and tensor: `apart` (the squared distance), `own` and `theirs` (squared
+            norms), `product` (the scalar product), `same` (1 where all bits are), `odd` (numbers
+            that are not finite).
+
+    Returns:
+        `compared` and `different` tensors, `not_finite` numbers, `relative` (the distance over the
+        norm of theirs) and `cosine` of all together, and the tensor that is relatively farthest;
+        None where a number is not finite.
+    """
+    tensors = {
+        f"rank {n}: {name}": sums for n, rank in enumerate(ranks) for name, sums in rank.items()
+    }
+    odd = int(sum(sums["odd"] for sums in tensors.values()))
+    found: dict[str, Any] = {
+        "compared": len(tensors),
+        "different": int(sum(1 - sums["same"] for sums in tensors.values())),
+        "not_finite": odd,
+        "relative": None,
+        "cosine": None,
+        "worst": None,
+    }
+    if odd or not tensors:
+        return found
+    total = {
+        key: sum(sums[key] for sums in tensors.values())
+        for key in ("apart", "own", "theirs", "product")
+    }
+    found["relative"] = ratio(total["apart"] ** 0.5, total["theirs"] ** 0.5, 6)
+    found["cosine"] = ratio(total["product"], (total["own"] * total["theirs"]) ** 0.5, 6)
+    apart = {
+        name: relative
+        for name, sums in tensors.items()
+        if (relative := ratio(sums["apart"] ** 0.5, sums["theirs"] ** 0.5, 6)) is not None
+    }
+    if apart:
+        name = max(apart, key=apart.__getitem__)
+        found["worst"] = [name, apart[name]]
+    return found
+
+
+def verdict(row: Raw) -> str:
+    """
+    Whether a mode's gradients are right.
+
+    `failed`, `not compared`, `same bits` (as its own framework without graphs, or native),
+    `close`, or `wrong` (not finite, or farther than `FAR` from either).
+    """
+    if row["error"] is not None:
+        return "failed"
+    compared = {one["with"]: one for one in row["gradients"]}
+    if not compared:
+        return "not compared"
+    if any(one["not_finite"] or one["relative"] is None for one in compared.values()):
+        return "wrong"
+    if any(one["relative"] > FAR for one in compared.values()):
+        return "wrong"
+    within = compared.get(_WITHIN.get(row["side"], "native"))
+    return "same bits" if within is not None and within["different"] == 0 else "close"
+
+
+def owed(row: Raw) -> bool:
+    """
+    Whether a row of ours has what it owes: the bits of its reference, or, where another schedule
+    may make other scales, gradients that are close.
+
+    Args:
+        row: A derived row of ours or torch's.
+    """
+    another = row["side"] == "replays" and row["schedule"] != "il"
+    return row["verdict"] in (("same bits", "close") if another else ("same bits",))
+
+
+def derive_peers(raw: Raw) -> dict[str, Any]:
+    """
+    Each cell's sides beside native and Megatron, what works at all, and goals.
+
+    Returns:
+        `rows`, `capability` and `targets`.
+    """
+    rows: list[dict[str, Any]] = []
+    for cell in dict.fromkeys(row["cell"] for row in raw["rows"]):
+        own = [row for row in raw["rows"] if row["cell"] == cell]
+        base = {row["side"]: step_ms(row) for row in own if row["error"] is None}
+        graphs = [
+            row for row in own if row["side"] in GRAPHS and verdict(row) in ("same bits", "close")
+        ]
+        best = min(graphs, key=step_ms, default=None)
+        rows += [_row(row, base, best) for row in own]
+    return {"rows": rows, "capability": _capability(rows, raw), "targets": _targets(rows)}
+
+
+def _row(row: Raw, base: Mapping[str, float], best: Raw | None) -> dict[str, Any]:
+    found = {
+        "cell": row["cell"],
+        "side": row["side"],
+        "schedule": row["schedule"],
+        "verdict": verdict(row),
+        "error": row["error"],
+    }
+    if row["error"] is not None:
+        return found
+    step = step_ms(row)
+    busiest = busiest_ms(row)
+    named = {one["with"]: one for one in row["gradients"]}
+    return {
+        **found,
+        "step_ms": extremes(row["step_ms"]),
+        "single_ms": median(row["single_ms"]),
+        "native_over_this": ratio(base.get("native"), step),
+        "megatron_eager_over_this": ratio(base.get(EAGER), step),
+        "best_graphs_over_this": None if best is None else ratio(step_ms(best), step),
+        "best_graphs": None if best is None else best["side"],
+        "busiest_ms": rounded(busiest),
+        "over_busiest": None if busiest is None else ratio(step, busiest),
+        "construction_s": rounded(row["construction_s"]),
+        "peak_bytes": max(row["peak_bytes"]),
+        "loss": row["loss"],
+        "from_native": named["native"]["relative"] if "native" in named else None,
+        "differ": {name: [one["different"], one["compared"]] for name, one in named.items()},
+    }
+
+
+_PATHS: tuple[tuple[str, str, str, str, str], ...] = (
+    ("native", "none", "full", "native eager", "completes; the reference"),
+    (EAGER, "none", "full", "Megatron eager", "completes; the base of its graphs"),
+    (GRAPHS[0], "a layer and microbatch", "full", "Megatron TE graphs",
+     "loss matches eager; 1.751 to 2.191x within Megatron"),
+    (GRAPHS[1], "a layer and microbatch", "full", "Megatron local graphs",
+     "fails at output-view deallocation"),
+    (GRAPHS[2], "the whole iteration", "full", "Megatron full iteration",
+     "fails on a second-step static-input copy"),
+    ("megatron delayed dW", "none", "delayed dW asked for", "Megatron delayed dW",
+     "rejected before training; requires MoE overlap"),
+    ("replays", "a slot's F, dI and dW", "split, by the schedule", "ours, replays",
+     "zero mismatches (captured Interleaved and ZB-V)"),
+    ("one launch", "a rank's whole step", "split, by the schedule", "ours, one launch", "-"),
+)  # fmt: skip
+"""Side, what a graph holds, how backward runs, the name, what the paper observed."""
+
+
+def _capability(rows: Sequence[Raw], raw: Raw) -> list[dict[str, Any]]:
+    """The paper's capability table, as these runs have it; what was not run has no row."""
+    found = []
+    for side, holds, backward, name, theirs in _PATHS:
+        own = [row for row in rows if row["side"] == side]
+        said = raw["refusals"].get(side)
+        if not own and said is None:
+            continue
+        found.append(
+            {
+                "path": name,
+                "graph": holds,
+                "backward": backward,
+                "observed": said if said is not None else _observed(own),
+                "paper": theirs,
+            }
+        )
+    return found
+
+
+def _observed(rows: Sequence[Raw]) -> str:
+    parts = []
+    for row in rows:
+        name = f"{row['cell']}, {row['schedule']}"
+        if row["error"] is not None:
+            parts.append(f"{name}: failed, {row['error']}")
+            continue
+        speed = row["native_over_this"]
+        words = f"{name}: {row['verdict']}"
+        parts.append(words if speed is None else f"{words}, {speed:.2f}x native")
+    return "; ".join(parts)
+
+
+_GOALS: tuple[tuple[str, str, str, float, str], ...] = (
+    ("Megatron's best graph mode / this", "best_graphs_over_this", "at least", 3.6, paper.SMALL),
+    ("Megatron's best graph mode / this", "best_graphs_over_this", "at least", 3.0, paper.LARGE),
+    ("native / this", "native_over_this", "at least", 9.0, paper.SMALL),
+    ("native / this", "native_over_this", "at least", 6.5, paper.LARGE),
+    ("over the busiest rank's kernels", "over_busiest", "at most", 1.25, paper.SMALL),
+    ("over the busiest rank's kernels", "over_busiest", "at most", 1.12, paper.LARGE),
+)
+"""What is measured, where it stands in a row, the bound, the goal, the cell."""
+
+
+def _targets(rows: Sequence[Raw]) -> list[dict[str, Any]]:
+    """Goals of the best of our sides; a side whose gradients are wrong is none."""
+    found = []
+    for goal, key, bound, value, cell in _GOALS:
+        own = [
+            row
+            for row in rows
+            if row["cell"] == cell
+            and row["side"] in ("replays", "one launch")
+            and row["verdict"] in ("same bits", "close")
+            and row[key] is not None
+        ]
+        if not own:
+            continue
+        choose = max if bound == "at least" else min
+        row = choose(own, key=lambda row, key=key: float(row[key]))  # type: ignore[misc]
+        column = f"{row['side']}, {row['schedule']}"
+        found.append(judged(goal, cell, column, bound, value, row[key]))
+    return found

@@ -1,0 +1,155 @@
+"""
+The statistics that every report shares: medians, extremes, spreads, ratios, and goals.
+
+Numbers are rounded to four digits behind the point. A number that was not measured is None.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "DIGITS",
+    "Raw",
+    "busiest_ms",
+    "extremes",
+    "judged",
+    "largest",
+    "median",
+    "microseconds",
+    "ratio",
+    "rounded",
+    "spread",
+    "step_ms",
+    "totals",
+]
+
+Raw = Mapping[str, Any]
+"""A part of a report, as JSON has it."""
+DIGITS = 4
+
+
+def rounded(value: float | None, digits: int = DIGITS) -> float | None:
+    """
+    Round a number; None stays None.
+
+    >>> rounded(1.23456), rounded(None)
+    (1.2346, None)
+    """
+    return None if value is None else round(value, digits)
+
+
+def median(values: Iterable[float]) -> float | None:
+    """
+    The median, rounded; None without values.
+
+    >>> median([1, 2, 4]), median([])
+    (2, None)
+    """
+    held = list(values)
+    return rounded(statistics.median(held)) if held else None
+
+
+def largest(values: Iterable[float]) -> float | None:
+    """The largest value; None without values."""
+    return max(values, default=None)
+
+
+def ratio(top: float | None, bottom: float, digits: int = DIGITS) -> float | None:
+    """
+    `top` over `bottom`, rounded; None without a top or with a bottom of zero.
+
+    >>> ratio(2.0, 3.0), ratio(None, 3.0), ratio(2.0, 0.0)
+    (0.6667, None, None)
+    """
+    return None if top is None or not bottom else round(top / bottom, digits)
+
+
+def extremes(values: Sequence[float]) -> dict[str, float]:
+    """
+    Median, minimum and maximum.
+
+    >>> extremes([1.0, 2.0, 4.0])
+    {'median': 2.0, 'min': 1.0, 'max': 4.0}
+    """
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: round(value, DIGITS) for name, value in found.items()}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """
+    Median, extremes, and the distance between the extremes as a fraction of the median.
+
+    >>> spread([1.0, 2.0, 4.0])
+    {'median': 2.0, 'min': 1.0, 'max': 4.0, 'spread': 1.5}
+    """
+    width = (max(values) - min(values)) / statistics.median(values)
+    return {**extremes(values), "spread": round(width, DIGITS)}
+
+
+def microseconds(ns: Sequence[float]) -> dict[str, float]:
+    """
+    Median, extremes and the width of the middle half, of nanoseconds, in microseconds.
+
+    >>> microseconds([1000, 2000, 4000, 5000])
+    {'median': 3.0, 'min': 1.0, 'max': 5.0, 'middle_half': 2.0}
+    """
+    ordered = sorted(ns)
+    quarter = len(ordered) // 4
+    return {
+        "median": round(statistics.median(ordered) / 1e3, 3),
+        "min": round(ordered[0] / 1e3, 3),
+        "max": round(ordered[-1] / 1e3, 3),
+        "middle_half": round((ordered[-1 - quarter] - ordered[quarter]) / 1e3, 3),
+    }
+
+
+def totals(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """
+    Counts of the same names added up.
+
+    >>> totals([{"a": 1}, {"a": 2, "b": 3}])
+    {'a': 3, 'b': 3}
+    """
+    found: dict[str, int] = {}
+    for count in counts:
+        for key, value in count.items():
+            found[key] = found.get(key, 0) + value
+    return found
+
+
+def step_ms(row: Raw) -> float:
+    """The median step of a side over ranks in milliseconds, over its rounds."""
+    return float(statistics.median(row["step_ms"]))
+
+
+def busiest_ms(row: Raw) -> float | None:
+    """Milliseconds of kernels and copies in a step on the busiest rank; None without a profile."""
+    return largest(rank["kernels"] + rank["copies"] for rank in row.get("busy_ms", ()))
+
+
+def judged(
+    goal: str, cell: str, column: str, bound: str, value: float, measured: float
+) -> dict[str, Any]:
+    """
+    One goal beside what was measured.
+
+    Args:
+        goal: What is measured, in words.
+        cell: The cell that was measured.
+        column: The column, or the side and its schedule.
+        bound: `at most` or `at least`.
+        value: The goal.
+        measured: The number.
+    """
+    return {
+        "goal": goal,
+        "cell": cell,
+        "column": column,
+        "bound": bound,
+        "value": value,
+        "measured": measured,
+        "met": measured <= value if bound == "at most" else measured >= value,
+    }

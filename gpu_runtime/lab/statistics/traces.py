@@ -1,0 +1,177 @@
+"""
+The device's work in a Chrome trace: kernel times, and copies with their sizes.
+
+The profiler's Chrome trace is read, because it alone carries the bytes of a copy. A matrix-gradient
+copy is a device-to-device copy of exactly the bytes of one unit of deferred work; a graph's copy
+nodes show up like any other. Kernels whose name says that they copy are listed beside them, since a
+copy can also be a kernel, which carries no size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from heapq import nlargest
+from itertools import chain
+from typing import Any
+
+DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+
+
+def _on_device(events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Kernels, copies and fills of a trace, without annotations and calls of the host."""
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") in DEVICE_CATEGORIES:
+            yield event
+
+
+def _is_message(event: Mapping[str, Any]) -> bool:
+    """Whether it is NCCL's, which also runs while it waits for the other rank."""
+    return "nccl" in str(event["name"]).lower()
+
+
+def summarize(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+    """
+    Sum up a Chrome trace.
+
+    Args:
+        events: The trace's events.
+        steps: How many steps it covers; counts and times are of all of them.
+
+    Returns:
+        Plain data: `device_us` and `device_events` over kernels, copies and fills; `copies` by
+        name and bytes; `copy_kernels` by name; `top` the longest kernels by name.
+    """
+    device_us = 0.0
+    device_events = 0
+    copies: Counter[tuple[str, int]] = Counter()
+    copy_us: defaultdict[tuple[str, int], float] = defaultdict(float)
+    kernels: Counter[str] = Counter()
+    kernel_us: defaultdict[str, float] = defaultdict(float)
+    for event in _on_device(events):
+        duration = float(event.get("dur", 0.0))
+        name = str(event["name"])
+        device_us += duration
+        device_events += 1
+        if event["cat"] == "gpu_memcpy":
+            key = (name, int(event.get("args", {}).get("bytes", -1)))
+            copies[key] += 1
+            copy_us[key] += duration
+        else:
+            kernels[name] += 1
+            kernel_us[name] += duration
+    return {
+        "steps": steps,
+        "device_us": round(device_us, 3),
+        "device_events": device_events,
+        "copies": [
+            {"name": name, "bytes": size, "count": count, "us": round(copy_us[name, size], 3)}
+            for (name, size), count in sorted(copies.items())
+        ],
+        "copy_kernels": [
+            {"name": name[:160], "count": count, "us": round(kernel_us[name], 3)}
+            for name, count in sorted(kernels.items())
+            if "copy" in name.lower()
+        ],
+        "top": [
+            {"name": name[:160], "count": kernels[name], "us": round(us, 3)}
+            for name, us in nlargest(12, kernel_us.items(), key=lambda item: item[1])
+        ],
+    }
+
+
+def busy(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, float]:
+    """
+    What a device's streams were busy with, in milliseconds a step.
+
+    Args:
+        events: The events of a Chrome trace.
+        steps: How many steps it covers.
+
+    Returns:
+        `kernels`, `copies` (fills too) and `messages`: those of NCCL, whose kernels run for as long
+        as they wait for the other rank.
+    """
+    found = {"kernels": 0.0, "copies": 0.0, "messages": 0.0}
+    for event in _on_device(events):
+        what = "kernels" if event["cat"] == "kernel" else "copies"
+        if _is_message(event):
+            what = "messages"
+        found[what] += float(event.get("dur", 0.0))
+    return {what: round(us / steps / 1e3, 4) for what, us in found.items()}
+
+
+def shares(events: Iterable[Mapping[str, Any]], launches: int) -> dict[str, float]:
+    """
+    How a device spends a step that is one launch: four shares, which are the whole of it.
+
+    Args:
+        events: The events of a Chrome trace of such steps, one behind the other.
+        launches: How many steps it covers, two at least: the first only says where the second
+            begins.
+
+    Returns:
+        Milliseconds a step: `busy`, in which something other than a message runs; `awaited`, in
+        which only messages do; `between`, in which nothing runs; `step`, their sum. `beside` is
+        the part of `busy` in which a message runs too.
+
+    Raises:
+        RuntimeError: There are fewer launches in the trace.
+    """
+    spans: dict[Any, list[tuple[float, float, bool]]] = defaultdict(list)
+    for event in _on_device(events):
+        start = float(event["ts"])
+        end = start + float(event.get("dur", 0.0))
+        launch = event.get("args", {}).get("correlation")
+        spans[launch].append((start, end, _is_message(event)))
+    whole = nlargest(launches, spans.values(), key=len)
+    if launches < 2 or len(whole) < launches:
+        raise RuntimeError(f"expected {max(launches, 2)} launches in the trace, found {len(whole)}")
+    ends = sorted(max(end for _, end, _ in own) for own in whole)
+    begin, finish = ends[0], ends[-1]
+    marks: list[tuple[float, int, int]] = []  # when, how many more of which
+    for start, end, message in chain(*spans.values()):
+        start, end = max(start, begin), min(end, finish)
+        if start < end:
+            marks += [(start, 1, int(message)), (end, -1, int(message))]
+    running, at = [0, 0], begin
+    found = {"busy": 0.0, "beside": 0.0, "awaited": 0.0, "between": 0.0}
+    for when, more, which in [*sorted(marks), (finish, 0, 0)]:
+        others, messages = running
+        share = "busy" if others else "awaited" if messages else "between"
+        found[share] += when - at
+        if others and messages:
+            found["beside"] += when - at
+        running[which] += more
+        at = when
+    found["step"] = finish - begin
+    return {share: round(us / (launches - 1) / 1e3, 4) for share, us in found.items()}
+
+
+def device_copies(trace: Mapping[str, Any]) -> float:
+    """Milliseconds that a step of a trace spends in device-to-device copies, of any size."""
+    us = sum(float(c["us"]) for c in trace["copies"] if "DtoD" in c["name"])
+    return us / float(trace["steps"]) / 1e3
+
+
+def matrix_copies(trace: Mapping[str, Any], unit_bytes: Iterable[int]) -> dict[str, Any]:
+    """
+    The copies of a trace that are copies of matrix gradients.
+
+    Args:
+        trace: What `summarize` returned.
+        unit_bytes: Bytes of the gradient of each unit of deferred work.
+
+    Returns:
+        Copies, bytes and microseconds for each step, and copies whose trace has no size.
+    """
+    sizes = set(unit_bytes)
+    steps = trace["steps"]
+    device = [c for c in trace["copies"] if "DtoD" in c["name"]]
+    ours = [c for c in device if c["bytes"] in sizes]
+    return {
+        "per_step": sum(c["count"] for c in ours) / steps,
+        "bytes_per_step": sum(c["count"] * c["bytes"] for c in ours) / steps,
+        "us_per_step": round(sum(c["us"] for c in ours) / steps, 3),
+        "without_size": sum(c["count"] for c in device if c["bytes"] < 0),
+    }

@@ -1,0 +1,69 @@
+"""
+What follows from the raw numbers of a training run: how far it learned, how fast, how far from
+native.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from .summary import Raw, ratio
+from .summary import rounded as _rounded
+
+__all__ = ["derive_train", "mean", "perplexity", "rounded"]
+
+_DIGITS = 6
+_MOST = 700.0
+"""A loss whose perplexity is no number that a float holds."""
+
+
+def derive_train(raw: Raw) -> dict[str, Any]:
+    """
+    Of each run: its losses at both ends, held-out perplexity, speed, and what differs.
+
+    None stands for what is not finite, and for the losses of a run of no steps.
+    """
+    return {"runs": [_run(run) for run in raw["runs"]]}
+
+
+def _run(run: Raw) -> dict[str, Any]:
+    losses, native = run["losses"], run["native_losses"]
+    few = max(1, len(losses) // 20)
+    held_out = run["held_out"][-1][1] if run["held_out"] else None
+    perplexed = None if held_out is None else perplexity(held_out)
+    seconds, theirs = run["seconds"], run["native_seconds"]
+    return {
+        "how": run["how"],
+        "schedule": run["schedule"],
+        "steps": len(losses),
+        "first_loss": rounded(mean(losses[:1])),
+        "last_loss": rounded(mean(losses[-few:])),
+        "held_out_loss": rounded(held_out),
+        "perplexity": rounded(perplexed),
+        "tokens_per_s": round(len(losses) * run["tokens_a_step"] / seconds) if seconds else None,
+        "native_over_this": ratio(theirs or None, seconds, _DIGITS) if seconds else None,
+        "losses_differ": (
+            None if native is None else sum(a != b for a, b in zip(losses, native, strict=True))
+        ),
+        "compared": run["compared"],
+        "differ": run["differ"],
+    }
+
+
+def mean(losses: Sequence[float | None]) -> float | None:
+    """None where there is none, or one of them was not finite."""
+    known = [loss for loss in losses if loss is not None]
+    return statistics.fmean(known) if known and len(known) == len(losses) else None
+
+
+def rounded(value: float | None) -> float | None:
+    """To the digits that reports keep."""
+    return _rounded(value, _DIGITS)
+
+
+def perplexity(loss: float) -> float | None:
+    """None where it is no number that a float holds."""
+    return math.exp(loss) if loss < _MOST else None

@@ -1,1 +1,0 @@
-"""Training runs side by side: loss curves, stops and restarts."""

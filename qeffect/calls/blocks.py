@@ -1,0 +1,34 @@
+"""
+Actions as context managers: checked on entry, committed or aborted on exit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..guarded import Dgrad, Forward, Refresh, Wgrad
+from ..keys import TapeKey, TapeRef
+from .checks import Checks
+from .redemption import Redemption
+
+__all__ = ["Blocks"]
+
+
+class Blocks(Checks, Redemption):
+    """The actions as context managers, whose classes are in `qeffect.guarded`."""
+
+    def refresh(self, stage: int, link: int = 0) -> Refresh:
+        """Guard a refresh of a stage's weight cache: ``with contract.refresh(stage): ...``."""
+        return Refresh(self, stage, link)
+
+    def forward(self, key: TapeKey, **options: Any) -> Forward:
+        """Guard F: ``with contract.forward(key) as f: ...``, then ``f.ref``."""
+        return Forward(self, key, options)
+
+    def dgrad(self, key: TapeKey, ref: TapeRef, **options: Any) -> Dgrad:
+        """Guard dI: ``with contract.dgrad(key, ref) as i: ...; i.queued = matrices``."""
+        return Dgrad(self, key, ref, options)
+
+    def wgrad(self, key: TapeKey, ref: TapeRef, **options: Any) -> Wgrad:
+        """Guard dW: ``with contract.wgrad(key, ref) as w: ...; w.covered = matrices``."""
+        return Wgrad(self, key, ref, options)

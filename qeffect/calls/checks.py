@@ -1,0 +1,241 @@
+"""
+Checks: every guard of an action runs, and what the action will touch is reserved.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..destinations import Destination
+from ..keys import TapeKey, TapeRef
+from ..ledgers.runner import FAILURES
+from ..relations.constants import ADDS, JOINS, OPENS, OVERWRITES
+from ..threads import ConcurrentCallError, exclusive_call
+from ..tickets import Ticket, issue
+from .parts import Parts
+
+__all__ = ["Checks"]
+
+#: The link that an action calls on by default; every other one is checked.
+_FIRST: Final = 0
+
+#: How a dW writes, by whether it overwrites its stage's own destinations and the shared ones.
+_WRITES: Final = {
+    (0, False): ADDS,
+    (1, True): OVERWRITES,
+    (1, False): JOINS,
+    (0, True): OPENS,
+}
+
+_new = object.__new__
+
+
+# Pass the parameters after key, reference and evidence by name. Their signatures do not demand it,
+# since a call of a function with keyword-only parameters takes the interpreter's slow path, which
+# costs a twentieth of a guarded action. For the same reason a transition is read into a local
+# before its call: a call through an attribute first looks for a method of the class.
+
+
+class Checks(Parts):
+    """Ask before an action; the ticket of an accepted check names what is reserved for it."""
+
+    @exclusive_call
+    def check_refresh(self, stage: int, link: int = 0) -> Ticket:
+        """
+        Reserve a stage's domain for a refresh of its quantized weight cache.
+
+        Raises:
+            Refused: A clause of version, order or completion; ``version.left-out`` if the stages
+                leave version out, since then they have no cache.
+        """
+        self._arguments.stage("check_refresh", stage)
+        self._arguments.link("check_refresh", link)
+        serial = self._runner.run("check_refresh", stage, link)
+        return issue("refresh", None, stage, serial, self.memory.incarnation[0], None)
+
+    def check_forward(
+        self,
+        key: TapeKey,
+        slot: int | None = None,
+        token: int | None = None,
+        link: int = 0,
+        refresh: bool = False,
+    ) -> Ticket:
+        """
+        Reserve a slot and the state domain for F.
+
+        Args:
+            key: Key of the execution.
+            slot: Slot to use; by default the slot that the key reserved, or a free slot.
+            token: Effect token that the caller expects; by default the domain's current token.
+            link: Link of the calling stream.
+            refresh: This F also refreshes the weight cache.
+
+        Raises:
+            Refused: A clause of ownership, version, order, capture or completion.
+
+        >>> from qeffect import Contract, StageConfig, TapeKey
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
+        >>> contract.check_forward(TapeKey(epoch=0, stage=0, microbatch=0))
+        Traceback (most recent call last):
+        ...
+        qeffect.refusals.Refused: version.stale-cache in check_forward: found ...
+        """
+        if self._entered:
+            raise ConcurrentCallError("check_forward")
+        self._entered = True
+        try:
+            st = self.memory
+            run = self._check_forward
+            taken = None
+            try:
+                refreshes = 1 if refresh else 0
+                if type(key) is not TapeKey:
+                    raise IndexError(key)
+                if link is not _FIRST and (type(link) is not int or link < 0):
+                    raise IndexError(link)
+                if slot is None:
+                    free = self._free[key.stage]
+                    if self._reserved and key.cell in self._reserved:
+                        slot = self._reserved[key.cell]
+                    elif free:
+                        slot = taken = free.popitem()[0]
+                    else:
+                        slot = st.slot_of[key.cell]
+                elif type(slot) is not int or slot < 0 or key.cell not in st.slot_of:
+                    raise IndexError(slot)
+                if token is None:
+                    token = st.token[st.domain_of[key.stage]]
+                elif type(token) is not int:
+                    raise IndexError(token)
+                serial = run(st, key, slot, token, link, refreshes)
+            except FAILURES as error:
+                if taken is not None:
+                    self._free[key.stage].put(taken)
+                given = (key, slot, token, link, refresh)
+                raise self._runner.failure(error, "check_forward", given) from None
+            if taken is None and not self._free[key.stage].take(slot):
+                self._reserved.pop(key.cell, None)
+            if self._observer is not None:
+                self._observer("check_forward", (key, slot, token, link, refreshes), serial)
+            ticket = _new(Ticket)  # as `issue` does, without its call
+            ticket.action = "F"
+            ticket.key = key
+            ticket.slot = slot
+            ticket.serial = serial
+            ticket.incarnation = st.incarnation[0]
+            ticket.ref = None
+            return ticket
+        finally:
+            self._entered = False
+
+    def check_dgrad(
+        self, key: TapeKey, ref: TapeRef, token: int | None = None, link: int = 0
+    ) -> Ticket:
+        """
+        Reserve a tape and the state domain for dI.
+
+        Raises:
+            Refused: A clause of ownership, version, order, arena, capture or completion.
+        """
+        if self._entered:
+            raise ConcurrentCallError("check_dgrad")
+        self._entered = True
+        try:
+            st = self.memory
+            run = self._check_dgrad
+            try:
+                if token is None:
+                    token = st.token[st.domain_of[key.stage]]
+                elif type(token) is not int:
+                    raise IndexError(token)
+                if type(key) is not TapeKey or type(ref) is not TapeRef or ref.slot < 0:
+                    raise IndexError(ref)  # a slot beyond the last is no index of a column
+                if link is not _FIRST and (type(link) is not int or link < 0):
+                    raise IndexError(link)
+                serial = run(st, key, ref, token, link)
+            except FAILURES as error:
+                raise self._runner.failure(error, "check_dgrad", (key, ref, token, link)) from None
+            if self._observer is not None:
+                self._observer("check_dgrad", (key, ref, token, link), serial)
+            ticket = _new(Ticket)
+            ticket.action = "dI"
+            ticket.key = key
+            ticket.slot = ref.slot
+            ticket.serial = serial
+            ticket.incarnation = ref.incarnation
+            ticket.ref = ref
+            return ticket
+        finally:
+            self._entered = False
+
+    def check_wgrad(
+        self,
+        key: TapeKey,
+        ref: TapeRef,
+        destination: tuple[Destination, ...] | None = None,
+        first: bool | None = None,
+        first_of_tied: bool | None = None,
+        link: int = 0,
+    ) -> Ticket:
+        """
+        Reserve a tape and its destinations for dW.
+
+        Args:
+            key: Key of the execution; its microbatch and the reference must name one slot.
+            ref: Reference that the forward's commit returned.
+            destination: The destinations to be written; by default the configured destinations.
+            first: Whether the write overwrites; by default true for the first write of an epoch.
+            first_of_tied: Whether the write overwrites the destinations that the stage shares with
+                another stage. By default true for their first write of an epoch; ``first`` if the
+                stage shares none.
+            link: Link of the calling stream.
+
+        Raises:
+            Refused: A clause of ownership, version, arena, capture or completion.
+        """
+        if self._entered:
+            raise ConcurrentCallError("check_wgrad")
+        self._entered = True
+        try:
+            st = self.memory
+            run = self._check_wgrad
+            try:
+                if type(key) is not TapeKey or type(ref) is not TapeRef or ref.slot < 0:
+                    raise IndexError(ref)  # a slot beyond the last is no index of a column
+                if link is not _FIRST and (type(link) is not int or link < 0):
+                    raise IndexError(link)
+                if destination is None:
+                    destination = st.destination_of[key.cell]
+                if first is None:
+                    first = st.opened[st.buffer_of[key.cell]] != key.epoch
+                overwrites = 1 if first else 0
+                if self._shares or first_of_tied is not None:
+                    overwrites = self._writes(key, overwrites, first_of_tied)
+                serial = run(st, key, ref, link, destination, overwrites)
+            except FAILURES as error:
+                given = (key, ref, link, destination, first)
+                raise self._runner.failure(error, "check_wgrad", given) from None
+            if self._observer is not None:
+                self._observer("check_wgrad", (key, ref, link, destination, overwrites), serial)
+            ticket = _new(Ticket)
+            ticket.action = "dW"
+            ticket.key = key
+            ticket.slot = ref.slot
+            ticket.serial = serial
+            ticket.incarnation = ref.incarnation
+            ticket.ref = ref
+            return ticket
+        finally:
+            self._entered = False
+
+    def _writes(self, key: TapeKey, overwrites: int, first_of_tied: bool | None) -> int:
+        """Return how a dW writes its stage's own destinations and its shared destinations."""
+        st = self.memory
+        own = st.buffer_of[key.cell]
+        shared = st.shared_of[own]
+        if first_of_tied is None:
+            if shared == own:
+                return overwrites
+            first_of_tied = st.opened[shared] != key.epoch
+        return _WRITES[overwrites, bool(first_of_tied)]

@@ -1,0 +1,207 @@
+"""
+Calls that end an epoch: finalize, reductions, and the commit with the devices' counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+from ..counts import DeviceCounts
+from ..threads import exclusive_call
+from .parts import Parts
+
+__all__ = ["EpochCalls"]
+
+
+class EpochCalls(Parts):
+    """Finalize stages, reduce buckets, and commit the epoch."""
+
+    @exclusive_call
+    def finalize(self, stage: int, link: int = 0) -> None:
+        """
+        Declare a stage's gradients whole.
+
+        Raises:
+            Refused: ``order.incomplete``, ``arena.incomplete``, ``arena.spoiled`` and others.
+        """
+        self._epochs.finalize(stage, link)
+
+    def default_reader(self, bucket: int | str) -> tuple[int, int]:
+        """
+        Return a bucket's index, and the default link of its reduction.
+
+        Raises:
+            ValueError: No bucket has that name.
+        """
+        return self._epochs.default(bucket)
+
+    @exclusive_call
+    def start_reduction(self, bucket: int | str, link: int | None = None) -> None:
+        """
+        Record that the data-parallel reduction of a bucket was enqueued, after its last dW.
+
+        Args:
+            bucket: Name of the bucket; for a stage without configured buckets, the stage's index.
+            link: Link of the communication stream, which must have waited for the bucket's replays.
+                By default the link of the stream that finalized the stage, or of the first
+                caller.
+
+        Raises:
+            Refused: A clause of reduction or completion.
+            ValueError: No bucket has that name.
+
+        >>> from qeffect import Contract, StageConfig
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1, reduces=True)])
+        >>> contract.start_reduction(0)
+        Traceback (most recent call last):
+        ...
+        qeffect.refusals.Refused: reduction.incomplete in start_reduction: found ...
+        """
+        self._epochs.reduction("start_reduction", bucket, link)
+
+    @exclusive_call
+    def finish_reduction(self, bucket: int | str, link: int | None = None) -> None:
+        """
+        Record that the stream that will read the gradients waits for a bucket's reduction.
+
+        Args:
+            bucket: Name of the bucket.
+            link: Link of that stream, which is the optimizer's and finalizes the stage. Default as
+                in `start_reduction`.
+
+        Raises:
+            Refused: ``reduction.not-started`` or a clause of completion.
+            ValueError: No bucket has that name.
+        """
+        self._epochs.reduction("finish_reduction", bucket, link)
+
+    @exclusive_call
+    def fail_reduction(self, bucket: int | str) -> None:
+        """Record that a bucket's reduction failed; the epoch can no longer commit."""
+        self._epochs.fail_reduction(bucket)
+
+    @exclusive_call
+    def check_commit(
+        self,
+        epoch: int | None = None,
+        *,
+        caller: Hashable | None = None,
+        counted: Mapping[Hashable, DeviceCounts] | None = None,
+        guards_alone: bool = False,
+    ) -> None:
+        """
+        Ask whether `commit_epoch` would be accepted now; nothing changes and nothing is logged.
+
+        Every guard of the commit runs, so that the processes of a pipeline can consent before any
+        of them updates its weights.
+
+        Args:
+            epoch: As in `commit_epoch`.
+            caller: As in `commit_epoch`.
+            counted: As in `commit_epoch`; with ``late=True`` it may be given here too, and is
+                compared at once.
+            guards_alone: Do not compare any device counts, nor require those of the last commit.
+
+        Raises:
+            Refused, TypeError, ValueError: What `commit_epoch` would raise, in the same words.
+
+        >>> from qeffect import Contract, StageConfig
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
+        >>> contract.check_commit()
+        Traceback (most recent call last):
+        ...
+        qeffect.refusals.Refused: epoch.not-final in commit_epoch: found ...
+        """
+        self._epochs.check_commit(epoch, self._streams.caller("commit_epoch", caller))
+        if not guards_alone:
+            self._require_counts(counted, now=True)
+
+    @exclusive_call
+    def commit_epoch(
+        self,
+        epoch: int | None = None,
+        *,
+        caller: Hashable | None = None,
+        counted: Mapping[Hashable, DeviceCounts] | None = None,
+    ) -> int:
+        """
+        Advance every stage to the next weight epoch; call it with the optimizer's update.
+
+        The update is device work: enqueue it on the caller's stream before any other call. No
+        refresh and no F is accepted until each graph stream has waited for that stream (`join`) or
+        the host has seen the update finish (`drain`). A checkpoint requires `drain`. Across
+        processes, the caller must make the commit a barrier.
+
+        Args:
+            epoch: The epoch that ends; by default the current one.
+            caller: Name of the stream that runs the update; every stage must have been finalized
+                on its links. By default the first caller.
+            counted: By state domain, what its device counted. Required with ``counted=True``,
+                unless ``late=True``: then `present_counts` takes it after the commit.
+
+        Returns:
+            The new epoch.
+
+        Raises:
+            Refused: Work is live or in flight, a stage is not final, or the device did not run
+                exactly the committed actions: ``epoch.uncounted``, ``epoch.device-count`` or
+                ``epoch.device-order``. A guard's refusal comes before those three.
+            TypeError, ValueError: The epoch is not an ``int``, no caller has that name, or the
+                counts do not match the contract's domains and stages.
+        """
+        updater = self._streams.caller("commit_epoch", caller)
+        if self._counted is not None or counted is not None:
+            self._epochs.check_commit(epoch, updater)
+            self._require_counts(counted)
+        if self._counted is not None:
+            self._counted.committed()  # nothing refuses any more, and an observer may raise
+        return self._epochs.commit(epoch, updater)
+
+    def committed_counts(self) -> Mapping[Hashable, DeviceCounts]:
+        """
+        Return the counts that devices have if they ran exactly the committed actions in order.
+
+        The counts are by state domain, since the incarnation began. With ``late=True`` a device
+        compares its own counts with them and skips an update if they differ.
+
+        Raises:
+            ValueError: The contract was made without ``counted=True``.
+        """
+        if self._counted is None:
+            raise ValueError("committed_counts: the contract was made without counted=True")
+        return self._counted.own()
+
+    @property
+    def counts_awaited(self) -> bool:
+        """Whether the last commit awaits its counts; always false without ``late=True``."""
+        return self._counted is not None and self._counted.awaited is not None
+
+    @exclusive_call
+    def present_counts(self, counted: Mapping[Hashable, DeviceCounts]) -> None:
+        """
+        Present what the devices had counted at the last commit, for a contract with ``late=True``.
+
+        Until then neither the next commit nor a checkpoint is accepted. If the counts differ, the
+        device has skipped the update and the weights are still those of the epoch that ended with
+        that commit; only a restore is then possible.
+
+        Args:
+            counted: By state domain, what its device had counted when the update began.
+
+        Raises:
+            Refused: ``epoch.device-count`` or ``epoch.device-order``.
+            TypeError, ValueError: The counts do not match the contract's domains and stages, or no
+                commit awaits counts.
+        """
+        if self._counted is None:
+            raise ValueError("present_counts: the contract was made without counted=True")
+        self._counted.present(counted)
+
+    def _require_counts(
+        self, counted: Mapping[Hashable, DeviceCounts] | None, *, now: bool = False
+    ) -> None:
+        """Require that these counts let an epoch commit."""
+        if self._counted is not None:
+            self._counted.require_commit(counted, now=now)
+        elif counted is not None:
+            raise ValueError("counted: the contract was made without counted=True")

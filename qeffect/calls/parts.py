@@ -1,0 +1,72 @@
+"""
+What the calls of a contract share: its memory, its ledgers, and what the hot calls reach for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..arguments import Arguments
+from ..config import StageConfig
+from ..engine.freelist import FreeSlots
+from ..engine.memory import Memory
+from ..engine.stage import Transitions
+from ..keys import Cell
+from ..ledgers.counted import Counted
+from ..ledgers.epochs import Epochs
+from ..ledgers.pool import Pool
+from ..ledgers.restarts import Restarts
+from ..ledgers.runner import Observer, Runner
+from ..ledgers.steps import Steps
+from ..ledgers.streams import Streams
+from ..ledgers.tapes import Tapes
+
+__all__ = ["Parts"]
+
+
+class Parts:
+    """
+    The attributes of a contract; `qeffect.contract.Contract` sets them all.
+
+    Attributes:
+        stages: The stages of this process.
+        transitions: The composed transitions in force.
+        memory: The columns that the transitions read and write.
+    """
+
+    stages: tuple[StageConfig, ...]
+    transitions: Transitions
+    memory: Memory
+
+    _runner: Runner
+    _counted: Counted | None
+    _pool: Pool
+    _tapes: Tapes
+    _streams: Streams
+    _epochs: Epochs
+    _restarts: Restarts
+    _steps: Steps
+
+    _observer: Observer | None
+    #: Whether a commit has somebody to tell: the observer, or the device's counts.
+    _heard: bool
+    #: Whether a call is under way.
+    _entered: bool
+    #: Whether a stage shares gradient destinations with another.
+    _shares: bool
+
+    # Parts of the ledgers, bound once: each look-up would cost a guard's time.
+    _arguments: Arguments
+    _free: dict[int, FreeSlots]
+    _reserved: dict[Cell, int]
+    _join: Callable[[int], None]
+    _wait: Callable[[int], None]
+    _enter: Callable[[int], None]
+    _check_forward: Callable[..., Any]
+    _commit_forward: Callable[..., Any]
+    _check_dgrad: Callable[..., Any]
+    _commit_dgrad: Callable[..., Any]
+    _check_wgrad: Callable[..., Any]
+    _commit_wgrad: Callable[..., Any]
+    _commit_refresh: Callable[..., Any]

@@ -1,0 +1,185 @@
+"""
+Commit and abort: the calls that redeem a ticket after its action succeeded or failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..arguments import UNUSABLE
+from ..evidence import (
+    NO_FILL,
+    commit_arguments,
+    printable_count,
+    readable_count,
+    sorted_fills,
+    sorted_names,
+)
+from ..explain import explain
+from ..keys import TapeRef, Unfrozen
+from ..refusals import Refused
+from ..relations.constants import NEVER
+from ..threads import ConcurrentCallError, exclusive_call
+from ..tickets import ABORTS, COMMITS, Fills, Ticket
+from .reading import Reading
+
+__all__ = ["Redemption"]
+
+
+class Redemption(Reading):
+    """Redeem a ticket, once: by commit or by abort."""
+
+    def commit(
+        self,
+        ticket: Ticket,
+        evidence: Iterable[str] = (),
+        filled: Fills | None = None,
+        updates: int | None = None,
+        scales: int | None = None,
+    ) -> TapeRef | None:
+        """
+        Redeem a ticket after its physical action succeeded.
+
+        Only wrong evidence can make a commit fail: dI must have queued deferred work for every
+        matrix, dW must have written every matrix exactly once, and each report that the stage is
+        configured to make must have the expected value. If the evidence is wrong, the action has
+        failed: the contract aborts the action, then raises the refusal.
+
+        Args:
+            ticket: What the check returned.
+            evidence: For dI, the matrices whose gradient work was queued; for dW, the matrices
+                whose gradient was written. A matrix written twice is named twice.
+            filled: For a refresh, or an F that refreshes: by matrix, the weight epoch that its
+                cache was filled from (`StageConfig.reports_fills`). None if nothing was filled or
+                the backend cannot say.
+            updates: For F and dI, how often the domain's scaling state was updated
+                (`StageConfig.reports_updates`).
+            scales: For dI, the token at which the F ran whose scales dI used
+                (`StageConfig.tape_scales`).
+
+        Returns:
+            For F, the reference of the new tape; otherwise None.
+
+        Raises:
+            Refused: ``ownership.unknown-ticket``, ``ownership.work-not-queued``,
+                ``ownership.matrix-coverage``, ``version.fill-missing``, ``version.wrong-fill``,
+                ``version.fill-unasked``, ``order.scaling-updates`` or ``order.wrong-scales``.
+
+        >>> from qeffect import Contract, StageConfig, TapeKey
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))
+        >>> ticket = contract.check_forward(TapeKey(epoch=0, stage=0, microbatch=0))
+        >>> ref = contract.commit(ticket)
+        >>> ref.slot, ref.generation
+        (0, 0)
+        """
+        if self._entered:
+            raise ConcurrentCallError("commit")
+        self._entered = True
+        try:
+            st = self.memory
+            ref = None
+            try:
+                slot, serial, action = ticket.slot, ticket.serial, ticket.action
+                own = st.incarnation[0]
+                if slot < 0 or (ticket.incarnation is not own and ticket.incarnation != own):
+                    raise IndexError(slot)
+                names, of = NO_FILL
+                if action == "F":
+                    if filled is not None and st.reports_fills[st.slot_stage[slot]] != 0:
+                        names, of = sorted_fills(filled, self._epochs.current)
+                    run = self._commit_forward
+                    moved = NEVER if updates is None else readable_count(updates)
+                    run(st, slot, serial, names, of, moved)
+                    made: Any = Unfrozen()  # as `reference` does, without its call
+                    made.slot = slot
+                    made.generation = st.generation[slot]
+                    made.incarnation = own
+                    made.__class__ = TapeRef
+                    ticket.ref = ref = made
+                elif action == "dW":
+                    stage = st.slot_stage[slot]
+                    if evidence is not st.matrices[stage]:
+                        evidence = sorted_names(evidence)
+                    run = self._commit_wgrad
+                    run(st, slot, serial, evidence)
+                    if st.consumers[slot] == 0:
+                        if st.generation[slot] == st.generation_max[0]:
+                            self._free[stage].retire(slot)
+                        else:
+                            self._free[stage][slot] = None  # as `put` does, without its call
+                elif action == "dI":
+                    if evidence is not st.matrices[st.slot_stage[slot]]:
+                        evidence = sorted_names(evidence)
+                    run = self._commit_dgrad
+                    moved = NEVER if updates is None else readable_count(updates)
+                    used = NEVER if scales is None else readable_count(scales)
+                    run(st, slot, serial, evidence, moved, used)
+                elif action == "refresh":
+                    if filled is not None and st.reports_fills[slot] != 0:
+                        names, of = sorted_fills(filled, self._epochs.current)
+                    self._commit_refresh(st, slot, serial, names, of)
+                else:
+                    raise IndexError(action)
+            except Refused as refused:
+                given = commit_arguments(
+                    ticket, names, of, evidence, printable_count(updates), printable_count(scales)
+                )
+                explain(refused, COMMITS[action], st, given)
+                if not refused.clause.endswith("unknown-ticket"):
+                    try:
+                        self._abort(ticket)
+                    except Exception as unheard:  # the observer's: the abort has happened
+                        raise refused from unheard
+                raise
+            except UNUSABLE:
+                raise self._arguments.ticket("commit", ticket, self.incarnation) from None
+            if self._heard:
+                if self._counted is not None:
+                    self._counted.ran(action, slot)
+                if self._observer is not None:
+                    counts = readable_count(updates), readable_count(scales)
+                    given = commit_arguments(ticket, names, of, evidence, *counts)
+                    self._observer(COMMITS[action], given, None)
+            return ref
+        finally:
+            self._entered = False
+
+    @exclusive_call
+    def abort(self, ticket: Ticket) -> None:
+        """
+        Redeem a ticket after its physical action failed.
+
+        The tape is dropped and the epoch spoiled: it can no longer commit. A failed F, dI or
+        refresh also poisons the state domain, whose scaling state may be half updated (paper,
+        IV-E).
+
+        Raises:
+            Refused: ``ownership.unknown-ticket``, ``version.unknown-ticket`` or
+                ``version.left-out``.
+
+        >>> from qeffect import Contract, StageConfig, TapeKey
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)], omit=("version",))
+        >>> ticket = contract.check_forward(TapeKey(epoch=0, stage=0, microbatch=0))
+        >>> contract.abort(ticket)
+        >>> contract.commit(ticket)
+        Traceback (most recent call last):
+        ...
+        qeffect.refusals.Refused: ownership.unknown-ticket in commit_forward: found ...
+        """
+        self._abort(ticket)
+
+    def _abort(self, ticket: Ticket) -> None:
+        try:
+            name, slot = ABORTS[ticket.action], ticket.slot
+            if slot < 0 or ticket.incarnation != self.memory.incarnation[0]:
+                raise IndexError(slot)
+            self.transitions.functions[name](self.memory, slot, ticket.serial)
+        except Refused as refused:
+            raise explain(refused, name, self.memory, (slot, ticket.serial)) from None
+        except UNUSABLE:
+            raise self._arguments.ticket("abort", ticket, self.incarnation) from None
+        if ticket.action != "refresh":
+            self._pool.reclaim(slot)
+        if self._observer is not None:
+            self._observer(name, (slot, ticket.serial), None)

@@ -1,0 +1,71 @@
+"""
+Calls about what is lost and what persists: checkpoints, restores, and lost weight caches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..checkpoint import Checkpoint
+from ..threads import exclusive_call
+from .reading import Reading
+
+__all__ = ["RestartCalls"]
+
+
+class RestartCalls(Reading):
+    """Save what persists, begin a new incarnation, and declare a cache lost."""
+
+    @exclusive_call
+    def check_checkpoint(self) -> None:
+        """
+        Ask whether `checkpoint` would be accepted now; nothing changes and nothing is logged.
+
+        Raises:
+            Refused: What `checkpoint` would raise, with the same explanation.
+
+        >>> from qeffect import Contract, StageConfig
+        >>> contract = Contract([StageConfig(0, microbatches=1, slots=1)])
+        >>> contract.check_checkpoint()
+        """
+        self._restarts.check_checkpoint()
+
+    @exclusive_call
+    def checkpoint(self, *, state: Any = None, recipe: Any = None) -> Checkpoint:
+        """
+        Return the part of the state that persists, if nothing is live (paper, III-E; Invariant 4).
+
+        Args:
+            state: Handle of the numerical state that the caller saves with it.
+            recipe: Precision recipe, any JSON value.
+
+        Raises:
+            Refused: A clause of persistence.
+        """
+        return self._restarts.checkpoint(self.configuration, state, recipe)
+
+    @exclusive_call
+    def restore(self, checkpoint: Checkpoint, *, incarnation: int | None = None) -> None:
+        """
+        Begin a new incarnation at a checkpoint's epoch, in this process or a fresh process.
+
+        Afterwards every older reference is refused and every weight cache is stale. The caller
+        must restore the numerical state first.
+
+        Raises:
+            Refused: ``persistence.configuration``, work is still in flight, or this contract
+                already had the incarnation.
+            TypeError, ValueError: Not a `Checkpoint`, or the incarnation does not fit in 64 bits.
+        """
+        self._restarts.restore(self.configuration, checkpoint, incarnation=incarnation)
+
+    @exclusive_call
+    def invalidate(self, stage: int) -> None:
+        """
+        Declare a stage's weight cache lost, for example re-created at another address.
+
+        Raises:
+            Refused: ``version.in-flight``; ``version.left-out`` if the stages have no cache.
+        """
+        self._arguments.stage("invalidate", stage)
+        self._runner.run("invalidate", stage)

@@ -1,0 +1,79 @@
+"""
+Calls about streams: which work was enqueued, and which stream waits for which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from ..threads import ConcurrentCallError, exclusive_call
+from .parts import Parts
+
+__all__ = ["StreamCalls"]
+
+
+class StreamCalls(Parts):
+    """Record enqueued work and waits between streams, for the guards of completion."""
+
+    def submit(self, caller: Hashable = "main") -> None:
+        """
+        Record that a caller stream enqueued work that later replays must wait for.
+
+        Raises:
+            ValueError: No caller has that name.
+        """
+        if self._entered:
+            raise ConcurrentCallError("submit")
+        self._entered = True
+        try:
+            self._streams.submit(caller)
+        finally:
+            self._entered = False
+
+    def enter(self, link: int = 0) -> None:
+        """
+        Record that the link's caller enqueued work and that the graph stream waits for it.
+
+        The same as `submit` of the caller, then `join` of the link; each guarded replay begins so.
+        """
+        if self._entered:
+            raise ConcurrentCallError("enter")
+        self._entered = True
+        try:
+            self._enter(link)
+        finally:
+            self._entered = False
+
+    def join(self, link: int = 0) -> None:
+        """
+        Record that the graph stream waits for all work that the caller submitted.
+
+        That includes the optimizer's update, if the update ran on this caller's stream.
+        """
+        if self._entered:
+            raise ConcurrentCallError("join")
+        self._entered = True
+        try:
+            self._join(link)
+        finally:
+            self._entered = False
+
+    def wait(self, link: int = 0) -> None:
+        """Record that the caller waits for all replays so far on the graph stream."""
+        if self._entered:
+            raise ConcurrentCallError("wait")
+        self._entered = True
+        try:
+            self._wait(link)
+        finally:
+            self._entered = False
+
+    @exclusive_call
+    def drain(self) -> None:
+        """
+        Record that the host has seen all device work of every domain finish.
+
+        Before a `restore` that must include every transfer, since `restore` forgets transfers that
+        are still under way.
+        """
+        self._streams.drain()

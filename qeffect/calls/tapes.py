@@ -1,0 +1,154 @@
+"""
+Calls about tapes beside their actions: slots, destinations, messages, readers, and aborts.
+"""
+
+from __future__ import annotations
+
+from ..destinations import Destination
+from ..keys import TapeKey, TapeRef
+from ..threads import ConcurrentCallError, exclusive_call
+from .parts import Parts
+
+__all__ = ["TapeCalls"]
+
+
+class TapeCalls(Parts):
+    """Reserve slots, bind destinations, receive and send messages, abort tapes."""
+
+    @exclusive_call
+    def reserve(self, key: TapeKey, slot: int | None = None, *, link: int = 0) -> TapeRef:
+        """
+        Claim a slot for a key before its forward, so that its input buffer can be filled.
+
+        Args:
+            key: Key of the execution.
+            slot: Slot to use; by default a free slot.
+            link: Link of the stream that will fill the buffer; that stream must have waited for
+                the slot's previous tenant.
+
+        Raises:
+            Refused: A clause of ownership, version or completion.
+        """
+        return self._tapes.reserve(key, slot, link)
+
+    def bind(self, key: TapeKey, destination: tuple[Destination, ...] | None = None) -> None:
+        """
+        Bind the destinations of a key's matrix gradients, before its dI (paper, III-D).
+
+        Raises:
+            Refused: ``arena.mismatch``, ``arena.duplicate-bind``, ``arena.spoiled`` or
+                ``version.wrong-epoch``.
+        """
+        if self._entered:
+            raise ConcurrentCallError("bind")
+        self._entered = True
+        try:
+            self._tapes.bind(key, destination)
+        finally:
+            self._entered = False
+
+    @exclusive_call
+    def post_receive(
+        self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0
+    ) -> None:
+        """
+        Check that a stream may now receive a tape's input, or the gradient of its output.
+
+        The slot stays reserved for the message until `finish_receive`, also if the tape is aborted.
+
+        Args:
+            key: Key of the execution; for an input, the key must have reserved the slot.
+            ref: The reference that `reserve` or the forward's commit returned.
+            gradient: The message is the gradient of the output.
+            link: Link of the stream that receives.
+
+        Raises:
+            Refused: A clause of ownership or completion.
+        """
+        self._tapes.post_receive(key, ref, gradient, link)
+
+    @exclusive_call
+    def finish_receive(
+        self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0
+    ) -> None:
+        """
+        Record that a message has arrived whole.
+
+        Afterwards F (or dI) of the tape may run on the buffer's content. If a message can no
+        longer arrive, first `drop` the tape, so that nothing runs on it and its epoch cannot
+        commit; then call this to free the slot.
+
+        Args:
+            key: Key of the execution.
+            ref: The reference that the receive was posted with.
+            gradient: The message was the gradient of the output.
+            link: Link of a stream that has waited for the message. The replay that uses the
+                message must wait for that stream.
+
+        Raises:
+            Refused: A clause of ownership or completion.
+        """
+        self._tapes.finish_receive(key, ref, gradient, link)
+
+    def read(self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0) -> None:
+        """
+        Check that a stream may now read a tape's output (or input gradient), and begin the read.
+
+        The slot stays reserved for the reader until `finish_read`, also if the tape is aborted. If
+        several streams read one buffer, call this once, before the first of them begins.
+
+        Raises:
+            Refused: A clause of ownership, or ``completion.graph-to-caller``.
+        """
+        if self._entered:
+            raise ConcurrentCallError("read")
+        self._entered = True
+        try:
+            self._tapes.read(key, ref, gradient, link)
+        finally:
+            self._entered = False
+
+    def finish_read(
+        self, key: TapeKey, ref: TapeRef, *, gradient: bool = False, link: int = 0
+    ) -> None:
+        """
+        Record that the read of a tape's output (or input gradient) has ended.
+
+        Args:
+            key: Key of the execution.
+            ref: The reference that the read began with.
+            gradient: The input gradient was read.
+            link: Link of a stream that has waited for the end of the read. The slot's next forward
+                must wait for that stream.
+
+        Raises:
+            Refused: A clause of ownership or completion.
+        """
+        if self._entered:
+            raise ConcurrentCallError("finish_read")
+        self._entered = True
+        try:
+            self._tapes.finish_read(key, ref, gradient, link)
+        finally:
+            self._entered = False
+
+    @exclusive_call
+    def drop(self, key: TapeKey, ref: TapeRef) -> None:
+        """
+        Abort one tape that has no action in flight; its epoch can no longer commit.
+
+        Raises:
+            Refused: A clause of ownership.
+        """
+        self._tapes.drop(key, ref)
+
+    @exclusive_call
+    def purge(self, epoch: int) -> int:
+        """
+        Abort every live tape of an epoch; return how many there were.
+
+        Raises:
+            Refused: ``ownership.in-flight`` if an action of one of them is in flight; then no
+                tape is aborted.
+        """
+        return self._tapes.purge(epoch)

@@ -1,0 +1,103 @@
+"""
+Evidence: what an action reports at its commit, read into the values that the guards compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from .relations.constants import NEVER
+from .text import shown
+from .tickets import Fills, Ticket
+
+__all__ = [
+    "NO_FILL",
+    "commit_arguments",
+    "printable_count",
+    "readable_count",
+    "sorted_fills",
+    "sorted_names",
+]
+
+#: The evidence of an action that filled no cache, or whose backend cannot say.
+NO_FILL: Final = ((), NEVER)
+
+#: The largest count that a refusal repeats as a number.
+_LARGEST: Final = (1 << 63) - 1
+
+#: The epoch of a fill whose epoch cannot be read; neither `NEVER` nor any epoch.
+_UNREADABLE: Final = NEVER - 1
+
+
+def sorted_names(evidence: Iterable[str]) -> tuple[Any, ...]:
+    """
+    Return the names of matrices, sorted.
+
+    A string is rejected, although Python would iterate over its letters. Evidence that cannot be
+    read gives a tuple of the error alone, which equals no stage's matrices, so that the guard
+    refuses the action.
+    """
+    try:
+        if isinstance(evidence, str):
+            raise TypeError(f"{shown(evidence)} is one name; expected a collection of names")
+        names = tuple(sorted(evidence))
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(f"{shown(name)} is not a name")
+    except Exception as error:  # the caller's iterable may raise anything; the action has failed
+        return (error,)
+    return names
+
+
+def readable_count(reported: Any) -> int:
+    """Return a reported count or token; anything but an int of at least 0 gives `NEVER`."""
+    return reported if type(reported) is int and reported >= 0 else NEVER
+
+
+def printable_count(reported: Any) -> Any:
+    """Return a reported count for a refusal: itself, `NEVER` for None, or its text if unusable."""
+    if reported is None:
+        return NEVER
+    return reported if 0 <= readable_count(reported) <= _LARGEST else shown(reported)
+
+
+def sorted_fills(filled: Fills, epoch: int) -> tuple[tuple[Any, ...], int]:
+    """
+    Return the matrices that were filled, sorted, and the weight epoch that they were filled from.
+
+    If some were filled from another epoch than the given one, the first such epoch is returned. If
+    the report cannot be read, the epoch is one that no guard accepts: something was filled, and
+    nobody knows from what.
+    """
+    try:
+        pairs = list(filled.items() if isinstance(filled, Mapping) else filled)
+        if not pairs:
+            return NO_FILL
+        of = next((e for _, e in pairs if e.__class__ is not int or e != epoch), epoch)
+        known = of.__class__ is int and of >= 0
+        return sorted_names([name for name, _ in pairs]), of if known else _UNREADABLE
+    except Exception:  # the caller's iterable may raise anything; the action has failed
+        return (), _UNREADABLE
+
+
+def commit_arguments(
+    ticket: Ticket, names: Any, of: int, evidence: Any, updates: Any, scales: Any
+) -> tuple[Any, ...]:
+    """
+    Return the arguments of the transition that commits a ticket's action.
+
+    Args:
+        ticket: The ticket.
+        names: Matrices that were filled; for a refresh and F.
+        of: Weight epoch that they were filled from; for a refresh and F.
+        evidence: Matrices that were queued or covered; for dI and dW.
+        updates: Number of scaling updates; for F and dI.
+        scales: Token of the F whose scales were used; for dI.
+    """
+    redeems = ticket.slot, ticket.serial
+    if ticket.action == "F":
+        return (*redeems, names, of, updates)
+    if ticket.action == "refresh":
+        return (*redeems, names, of)
+    return (*redeems, evidence, updates, scales) if ticket.action == "dI" else (*redeems, evidence)
