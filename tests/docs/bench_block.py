@@ -169,16 +169,16 @@ def missed(rows: Sequence[Figure], data: Mapping[str, Any]) -> str:
     names = " ".join(row.name for row in found)
     if "guarded" in names or "pooled" in names:
         text += " " + _why_actions(data)
-    if "full pool" in names or "beforehand" in names:
+    if "full pool" in names or "before any tape" in names:
         text += (
-            " Before any tape lives, a contract keeps columns by slot and by microbatch. Columns by "
-            "microbatch are dictionaries, so that an action finds its entry by its key. A live "
+            " Before any tape lives, a contract keeps columns by slot and by microbatch. Columns "
+            "by microbatch are dictionaries, so that an action finds its entry by its key. A live "
             f"tape adds {data['bytes_per_live_tape']:.0f} B."
         )
     if any(row.name.endswith("unbounded proofs") for row in found):
         text += (
-            f" Of the proofs' time the solver takes {data['proofs_solver_s']:.1f} s on one core, and "
-            f"at most {data['proofs_worst_s']:.1f} s for one proof; the proofs used "
+            f" Of the proofs' time the solver takes {data['proofs_solver_s']:.1f} s on one core, "
+            f"and at most {data['proofs_worst_s']:.1f} s for one proof; the proofs used "
             f"{data['proofs_cpu_s']:.1f} s of processor time."
         )
     return text
@@ -248,8 +248,8 @@ def cost(data: Mapping[str, Any]) -> str:
     return (
         "The cost of a relation per action: time with the relation minus time without it, in the "
         "same configuration, alternating within one run. A cell gives the median of the rounds' "
-        "differences, the 95 % confidence interval of that median, and the ratio with over without. *nothing* compares the "
-        "same contract with itself and shows the noise.\n\n"
+        "differences, the 95 % confidence interval of that median, and the ratio with over "
+        "without. *nothing* compares the same contract with itself and shows the noise.\n\n"
         + markdown(("relation", *ACTIONS), table)
         + f"\n\nThe {len(guards)} guards of F, dI and dW were also removed from the composed "
         f"functions. All guards of an action cost: {every}. The most expensive single guards: "

@@ -68,7 +68,9 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
             "the report lists for both runs. The last column includes building; the first run of a "
             "process builds what later runs reuse:"
         )
-        yield markdown(("runs", "loss", "native, s", "this, s", "ratio", "ratio with building"), rows)
+        yield markdown(
+            ("runs", "loss", "native, s", "this, s", "ratio", "ratio with building"), rows
+        )
 
 
 def _row(run: Mapping[str, Any], beside: Mapping[str, Any] | None) -> Sequence[str]:

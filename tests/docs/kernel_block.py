@@ -55,11 +55,11 @@ def failures_counted() -> str:
     return (
         f"Of {counted['failures']} failures that users of Transformer Engine, Megatron-LM, torch, "
         f"DeepSpeed and others reported in public, {counted['refused']} are refused: "
-        f"{counted['given_a_report']} of these only if the runtime supplies an optional report, and "
-        f"{counted['refused_by_guess']} under a cause that is wholly our guess, because none was "
-        f"published. {counted['not_caught']} are not caught; {counted['unexplained']} more were "
-        f"never explained. {counted['enacted']} failures are re-enacted; the others make the same "
-        "calls of the contract as a correct run."
+        f"{counted['given_a_report']} of these only if the runtime supplies an optional report, "
+        f"and {counted['refused_by_guess']} under a cause that is wholly our guess, because none "
+        f"was published. {counted['not_caught']} are not caught; {counted['unexplained']} more "
+        f"were never explained. {counted['enacted']} failures are re-enacted; the others make the "
+        "same calls of the contract as a correct run."
     )
 
 
@@ -199,8 +199,8 @@ def _mutants(report: Mapping[str, Any]) -> str:
     rows.append((same, str(len(report["equivalent"]))))
     rows.append(("survived", str(len(report["survivors"]))))
     return (
-        "Is every guard needed? Each mutant deletes one guard clause, one operand of a guard or one "
-        f"state update of a transition: {report['mutants']} mutants from the syntax trees. "
+        "Is every guard needed? Each mutant deletes one guard clause, one operand of a guard or "
+        f"one state update of a transition: {report['mutants']} mutants from the syntax trees. "
         f"{report['killed']} are killed by a call in a state that the contract reaches, unless the "
         f"table says otherwise ({report['elsewhere']} of them only with a relation left out). The "
         f"search for states takes {report['setup_seconds']:.0f} s for all mutants, a verdict at "

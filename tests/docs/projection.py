@@ -105,7 +105,8 @@ By these numbers, over {RANKS[-1]} ranks, this breaks first:
 
 How to read the table:
 
-- Trust: measured steps of one launch over their bound are {over_bound()}. The bound is the simulator's result for the same table: over two ranks with the measured messages, over four ranks with free
+- Trust: measured steps of one launch over their bound are {over_bound()}. The bound
+  is the simulator's result for the same table: over two ranks with the measured messages, over four ranks with free
   messages, from an older report whose bounds are too low. Read the steps as bounds.
 - *Bubble* is the idle share of all ranks, with the assumed messages; an update counts as busy.
 - *Slow between hosts* makes every message between hosts ten times slower. Up to {links.ranks_a_host} ranks fit on one host.

@@ -32,7 +32,7 @@ def dated(*kinds: str) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def machine_of(report: Mapping[str, Any]) -> str:
-    """The machine and versions of a runtime report in a line; the list of reports has the commit."""
+    """The machine and versions of a runtime report, in a line."""
     e = report["environment"]
     return (
         f"{e['gpu']}, driver {e['driver']}, torch {package(e, 'torch')}, Transformer Engine "
@@ -41,7 +41,7 @@ def machine_of(report: Mapping[str, Any]) -> str:
 
 
 def stale_reads(report: Mapping[str, Any]) -> str:
-    """How many reads were stale after a one-way handoff between streams, and after a two-way one."""
+    """Stale reads after one-way and after two-way handoffs between streams."""
     found = report["derived"]["handoffs"]
     one, two = found["one-way"], found["two-way"]
     return (

@@ -15,8 +15,9 @@ from typing import Any
 from qeffect.gpu_runtime.lab.reports import cells
 from tests.docs.bench_block import ACTIONS, MICROSECONDS, conditions, figures
 from tests.docs.blocks import KERNEL_PAGE, KERNEL_REPORTS, ROOT, RUNTIME_PAGE, load
-from tests.docs.kernel_block import agreements, failures_counted, faults, settled
+from tests.docs.kernel_block import failures_counted, faults
 from tests.docs.reading import dated, ratio, reports
+from tests.docs.remarks import remark
 from tests.docs.summary_block import compared_rows, goals_of_reports, longest, whole
 
 Report = Mapping[str, Any]
@@ -30,13 +31,14 @@ def failures() -> str:
 
 
 def proofs() -> str:
-    """What is proved, by which solvers, and how many mutants are killed."""
+    """How many obligations are proved, and how many mutants are killed."""
     data = load(KERNEL_REPORTS / "proofs.json")
     mutants = data["mutant_report"]
     return (
-        f"{settled(data)} {agreements(data['agreements'])} A mutant is the code with one guard "
-        f"clause, operand or state update deleted: {mutants['killed']} of {mutants['mutants']} "
-        f"mutants are killed, {len(mutants['survivors'])} survive. "
+        f"{data['unsat']:,} of {data['obligations']:,} obligations are proved and "
+        f"{data['unknown']} are unknown, in {data['seconds']:.1f} s: every transition keeps every "
+        "invariant, and a refusal changes no state. A mutant is the code without one guard clause, "
+        f"operand or state update: {mutants['killed']} of {mutants['mutants']} mutants are killed. "
         f"[What is proved]({KERNEL}#what-is-proved)."
     )
 
@@ -51,7 +53,8 @@ def bench() -> str:
     return (
         f"A check with its commit takes {each}. {sum(row.misses for row in goals)} of {len(goals)} "
         f"goals of the kernel are missed. [What guards cost]({KERNEL}#what-guards-cost)."
-        + f" {under}" * bool(under)
+        + f" {under}"
+        * bool(under)
     )
 
 
@@ -82,10 +85,12 @@ def over_ranks() -> Iterator[str]:
     for pp, (name, report) in whole(dated("scale")).items():
         rows = [row for row in report["derived"]["timed"] if row["side"] == "one launch"]
         if rows:
+            known = "Read the caveat first: " * bool(remark(name, report))
             faster, over = ([row[k] for row in rows] for k in ("native_over_this", "over_bound"))
             yield (
-                f"*{pp} ranks*, a whole step as one CUDA graph launch: {span(faster)} native's "
-                f"speed, {span(over)} the schedule's bound. [{name}]({RUNTIME}#{anchor(name, pp)})."
+                f"*{pp} ranks*, a whole step as one CUDA graph launch: {span(faster)} as fast as "
+                f"native, {span(over)} the schedule's bound. {known}"
+                f"[{name}]({RUNTIME}#{anchor(name, pp)})."
             )
 
 
@@ -112,7 +117,7 @@ def peers() -> Iterator[str]:
         if found:
             yield (
                 f"*Peers*: one launch is {span(found)} as fast as Megatron-core's best graph mode. "
-                f"[Read the caveat]({RUNTIME}#peers) on {name} first."
+                f"Read the caveat first: [{name}]({RUNTIME}#peers)."
             )
 
 

@@ -22,10 +22,10 @@ PROFILED = (
 )
 CUT = {
     ("tables_four.json", "df5819e4b527"): (
-        "Two starts ended at a time limit: the second one over two ranks lacks 32 microbatches; the "
-        "one over four ranks lacks, for layers alone, one launch under 1f1b and all of izb. Layers "
-        "alone over two ranks come from the first start. Two other GPUs of the host were busy "
-        f"during the starts over two ranks. {PROFILED}"
+        "Two starts ended at a time limit: the second one over two ranks lacks 32 microbatches; "
+        "the one over four ranks lacks, for layers alone, one launch under 1f1b and all of izb. "
+        "Layers alone over two ranks come from the first start. Two other GPUs of the host were "
+        f"busy during the starts over two ranks. {PROFILED}"
     ),
     ("scale_hosts.json", "9caffa76c788"): (
         "Its four ranks shared two GPUs, two ranks each, and were configured to treat each other "

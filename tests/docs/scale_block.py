@@ -138,11 +138,11 @@ def split(name: str, report: Report) -> Iterator[str]:
     if rows:
         yield (
             f"Where a step of one launch spends its time, under the profiler ({name}): the rank's "
-            "own row as one graph without messages, and the additional time of the step. *Kernels*: "
-            "those outside every row (the gate, the handoff, the next step's data), and the "
-            "slowdown of others while messages hold a part of the device. *Between*: nothing runs. "
-            "*Awaited*: only messages run; the schedule's own bubble is a part of this. The last "
-            "column is the time in which kernels and messages ran at once."
+            "own row as one graph without messages, and the additional time of the step. "
+            "*Kernels*: those outside every row (the gate, the handoff, the next step's data), and "
+            "the slowdown of others while messages hold a part of the device. *Between*: nothing "
+            "runs. *Awaited*: only messages run; the schedule's own bubble is a part of this. The "
+            "last column is the time in which kernels and messages ran at once."
         )
         header = (
             "cell", "schedule", "rank", "step, ms", "its row, ms", "kernels, ms", "between, ms",

@@ -77,9 +77,7 @@ def _native(report: Report) -> Row | None:
     derived = report["derived"]
     sides = [derived[key] for key in ("native_against_ours", "eager_against_ours")]
     required, faults = derived["requirements"], sum(derived["faults"].values())
-    beside = (
-        f"{required['mismatched']:,} of {required['compared']:,} counts of forbidden events"
-    )
+    beside = f"{required['mismatched']:,} of {required['compared']:,} counts of forbidden events"
     version = package(report["environment"], "transformer-engine")
     return (
         f"native full backward and split eager, Transformer Engine {version}",
@@ -213,7 +211,11 @@ def complete(found: Iterable[tuple[str, Report]]) -> Iterator[str]:
     ]
     names = ", ".join(_link(name) for name, _ in chosen.values())
     machines = "; ".join(dict.fromkeys(machine_of(report) for _, report in chosen.values()))
-    said = "".join(f" {name}:{remark(name, report)}" for name, report in chosen.values() if remark(name, report))
+    said = "".join(
+        f" {name}:{remark(name, report)}"
+        for name, report in chosen.values()
+        if remark(name, report)
+    )
     wanted = ", ".join(f"{cell} {goal:.2f}x" for cell, goal in BOUND_GOALS.items())
     yield (
         "**A complete step** over PP ranks, with messages and the optimizer's update, in ms; in "
@@ -335,8 +337,8 @@ def _curve(name: str, report: Report) -> str:
     for row in derived["to_loss"]:
         for level in row["levels"][-1:]:
             said.append(
-                f"`{row['run']}` reaches a loss of {level['loss']:g} after {level['seconds']:.1f} s, "
-                f"native after {level['native_seconds']:.1f} s (without building)"
+                f"`{row['run']}` reaches a loss of {level['loss']:g} after {level['seconds']:.1f} "
+                f"s, native after {level['native_seconds']:.1f} s (without building)"
             )
     parameters = report["raw"]["runs"][0]["parameters"]
     steps = max(run["steps"] for run in derived["runs"])

@@ -149,7 +149,9 @@ def _weak(derived: Row) -> list[str]:
          f"{100 * row['rate']:.1f}%")
         for row in derived["weak"]
     ]  # fmt: skip
-    return _table(("layers alone, one per stage", "side", "PP=2, ms", "PP=4, ms", "rate kept"), rows)
+    return _table(
+        ("layers alone, one per stage", "side", "PP=2, ms", "PP=4, ms", "rate kept"), rows
+    )
 
 
 def _mapping(derived: Row) -> list[str]:

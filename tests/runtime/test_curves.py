@@ -232,7 +232,7 @@ class TestWords:
         assert "0 of 1 held-out losses differ; all 100 tensors are the same" in text
         assert "within the margin of 1.05" in text
         assert "NOT below" in text
-        row = "| `guarded:il:0:te` beside `native:il:0:te` | "
+        row = "| `guarded:il:0:te` and `native:il:0:te` | "
         assert f"{row}1.6 | 40.0 | 4.0 | 10.00x |" in text
         assert text.count(row) == 1  # the lowest loss alone; the report has the others
 
