@@ -210,7 +210,7 @@ class Pipeline:
                 gradients = self.finalize()
                 # Late counts too are compared here: one rank's device alone would skip its update.
                 self._settle()
-                late = self.runtime.config.late_counts
+                late = self.runtime.config.counts_late
                 counted = self.runtime.counts_now() if late else self.runtime.device_counts()
                 self.runtime.contract.check_commit(caller="main", counted=counted)
                 norm = self._agree(epoch, gradients)

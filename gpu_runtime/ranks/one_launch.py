@@ -48,15 +48,15 @@ from ..step.clipping import DeviceNorm, Norm, square_sums
 from ..step.graphs import GraphExecutor, no_collection
 from ..step.memory.counters import DeviceCounters
 from ..step.memory.state import GatedSnapshot, live_state
-from ..step.nested import obstacle
 from ..step.optimizer import Gradients
 from .baked_optimizer import BakedOptimizer
 from .channels import Abort, LostError, end_group, transport_of
 from .consent import DisagreementError, StoppedError, wait_for
 from .executor import Feed, Passage
 from .feeds import made
+from .obstacles import obstacles
 from .rehearsal import Rehearsal
-from .world import Worker
+from .worker import Worker
 
 __all__ = ["OneLaunch", "obstacles"]
 
@@ -70,22 +70,6 @@ _form = attrgetter("shape", "dtype", "device")
 _form_and_graph = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
-def obstacles(worker: Worker) -> list[str]:
-    """Why a worker's step cannot be one graph; empty where it can."""
-    runtime, found = worker.runtime, []
-    if not isinstance(runtime.executor, GraphExecutor) or not runtime.config.nested:
-        found.append("its slots have no graphs that can be nested: RuntimeConfig(nested=True)")
-    if not runtime.config.late_counts:
-        found.append("the device does not compare: RuntimeConfig(device_counts, late_counts)")
-    if not worker.optimizer.capturable:
-        found.append("the update cannot be captured: Optimizer(capturable=True)")
-    if runtime.config.rule == "copied":
-        found.append("gradients are copied, which is no part of a slot's graphs")
-    if (problem := obstacle()) is not None:
-        found.append(problem)
-    return found
-
-
 class OneLaunch:
     """
     Training steps of one rank, each one launch; the first two are a guarded and a captured one.
@@ -93,7 +77,7 @@ class OneLaunch:
     Every rank of the world makes one, and takes each step.
 
     Args:
-        worker: The rank's worker, captured with graphs that can be nested.
+        worker: The rank's worker, in mode ``one launch``.
 
     Attributes:
         host_ms: What the host's parts of the latest launch took, by the names of `PARTS`.
@@ -101,12 +85,12 @@ class OneLaunch:
             why the latest of the former could not be.
 
     Raises:
-        BackendError: The step cannot be one graph; every reason is named.
+        BackendError: The step cannot be one launch; every obstacle is named.
     """
 
     def __init__(self, worker: Worker) -> None:
         if problems := obstacles(worker):
-            raise BackendError(f"the step cannot be one graph: {'; '.join(problems)}")
+            raise BackendError(f"the step cannot be one launch: {'; '.join(problems)}")
         self.worker, self.runtime = worker, worker.runtime
         self.capture_seconds = 0.0
         self.steps = 0

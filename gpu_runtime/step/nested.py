@@ -17,8 +17,10 @@ from ..backends.protocol import BackendError
 __all__ = ["nestable_graph", "obstacle"]
 
 
-def obstacle() -> str | None:
-    """Why no graph can become a part of another one here; None where it can."""
+def obstacle(device: torch.device) -> str | None:
+    """Why no graph on a device can become a part of another one; None if it can."""
+    if device.type == "cpu":
+        return "a CPU has no CUDA graphs: run on cuda"
     try:
         from cuda.bindings import runtime  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
     except ImportError as error:
@@ -33,7 +35,7 @@ def nestable_graph() -> torch.cuda.CUDAGraph:
     Raises:
         BackendError: The driver's functions cannot be called from here.
     """
-    if (problem := obstacle()) is not None:
+    if (problem := obstacle(torch.device("cuda"))) is not None:
         raise BackendError(f"graphs of a whole step: {problem}")
     made: torch.cuda.CUDAGraph = _nestable()()
     return made

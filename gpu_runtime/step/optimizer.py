@@ -38,7 +38,8 @@ class Optimizer:
         decays: Which parameters decay, by name within the stage and by the parameter; None for
             every one.
         master_dtype: Type of the master weights; None updates the parameters themselves.
-        capturable: Keep the step count on the device, so that a graph can hold the update.
+        capturable: Keep the step count on the device, so that a graph can hold the update; see
+            `make_capturable`.
     """
 
     def __init__(
@@ -87,6 +88,12 @@ class Optimizer:
             fused=True,
             capturable=capturable,
         )
+
+    def make_capturable(self) -> None:
+        """Let a graph hold the update; a worker in mode ``one launch`` calls it."""
+        self.capturable = True
+        for group in self.adamw.param_groups:
+            group["capturable"] = True
 
     @property
     def rate(self) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 import torch
 
-from ..runtime import Runtime, RuntimeConfig
+from ..runtime import Mode, Runtime, RuntimeConfig
 from ..step.eager import StageMemory
 from ..step.plan.order import Order
 from .model import Language
@@ -74,7 +74,7 @@ def slowest(ranks: Sequence[Times]) -> Times:
 
 
 def measured(
-    job: Language, device: torch.device, backend: str, *, captured: bool, repeats: int = REPEATS
+    job: Language, device: torch.device, backend: str, *, mode: Mode, repeats: int = REPEATS
 ) -> Times:
     """
     Time a layer and both ends of a model on a device: medians, after a warm-up.
@@ -86,7 +86,7 @@ def measured(
         job: The model.
         device: Where.
         backend: `reference` or `transformer-engine`.
-        captured: Whether the actions are replays of CUDA graphs.
+        mode: How the actions run: `eager` or `replays`.
         repeats: How often each action is timed.
 
     Raises:
@@ -94,7 +94,7 @@ def measured(
     """
     probe = attrs.evolve(job, schedule="1f1b", pp=3, vpp=1, cut=(1, 1, 1))
     stages = probe.stages((0, 1, 2), device, backend)
-    config = RuntimeConfig(rule=job.rule, captured=captured)
+    config = RuntimeConfig(rule=job.rule, mode=mode)
     runtime = Runtime(stages, Order.parse(_ORDER), config)
     found: list[tuple[float, ...]] = []
     with runtime.caller_scope():

@@ -11,28 +11,37 @@ import gc
 import math
 import os
 import socket
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 
-from qeffect.cli.command import Outcome, Progress, refuse_unused
+from qeffect.cli.command import Outcome, Progress
 from qeffect.refusals import Refused
-from qeffect.report import UnusableError, finite
+from qeffect.report import UnusableError, require_place
 
-from ..lab.commands.pipeline import begun, processes, said_once, stopped_outcome
-from ..lab.comparisons.ranks import compared, native, summed, tensors_of
-from ..lab.reports.report import Report, environment, require_place
 from ..ranks.consent import StoppedError
-from ..ranks.world import Limits, Member, gathered
-from .config import Checkpointing, Config, read
+from ..ranks.processes import join_ranks, process_count, report_once, stopped_outcome
+from ..ranks.world import Limits, Member
+from ..report import Report, environment
+from .config import Config, read
+from .figures import derive_train
 from .loop import Opened, Trainer, backend_of, opened, settled
 from .model import Language
 
-__all__ = ["add_train_arguments", "release", "require_processes", "run_train"]
+__all__ = [
+    "Run",
+    "add_train_arguments",
+    "carry_out",
+    "launch_lines",
+    "loss_line",
+    "nonfinite_lines",
+    "release",
+    "require_processes",
+    "run_train",
+]
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,12 +49,6 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="a TOML file; every field has a default")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="instead of the file's")
     parser.add_argument("--steps", type=int, metavar="N", help="instead of the file's")
-    parser.add_argument(
-        "--compare",
-        choices=("all", "ends"),
-        help="train natively too, under torch's own pipeline, and compare the losses of every step "
-        "and every tensor bit for bit: of all steps, or at the end",
-    )
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint, where there is one"
     )
@@ -64,29 +67,66 @@ def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
     Raises:
         UnusableError: The run cannot be made by these processes; the same on every rank.
     """
-    return said_once(lambda: _run(args, progress))
+    return report_once(lambda: _run(args, progress))
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     config = read(args.config, run={"device": args.device, "steps": args.steps})
-    if args.compare is not None:
-        refuse_unused(args, ["--resume"], "--compare begins anew")
-        config = attrs.evolve(config, checkpoint=Checkpointing())
-    if args.compare == "all" and config.parallel.one_launch:
-        raise UnusableError(
-            f"{args.config}: [parallel] one_launch: --compare all looks at every action of a step, "
-            "which one launch does not show; give --compare ends, or leave one out"
-        )
+    return carry_out(
+        args, config, lambda run: _trained(run, progress, resume=args.resume), resume=args.resume
+    )
+
+
+@attrs.frozen
+class Run:
+    """
+    A training run that every rank has joined, before its first step.
+
+    Args:
+        config: The run, its cut measured where the file asks for that.
+        data: The model and its data.
+        member: This process.
+        what: The run in one line.
+    """
+
+    config: Config
+    data: Opened
+    member: Member
+    what: str
+
+
+def carry_out(
+    args: argparse.Namespace,
+    config: Config,
+    train: Callable[[Run], Outcome],
+    *,
+    how: str = "train",
+    deterministic: bool = False,
+    resume: bool = False,
+) -> Outcome:
+    """
+    Meet the other ranks, train, and write the report.
+
+    Args:
+        args: The options of the command: its file, `--out` and `--commit`.
+        config: The run.
+        train: Trains, once all ranks have met.
+        how: What the report says that was done.
+        deterministic: Ask the libraries for deterministic kernels, also if the file does not.
+        resume: Whether the run continues from a checkpoint.
+
+    Raises:
+        UnusableError: These processes cannot make the run; every rank raises it.
+    """
     data = opened(config)  # before any rank waits for another
-    job = data.job
     if args.out is not None:
-        environment(args.commit)  # says now what would be said when all is trained
+        environment(args.commit)  # refuses now what the report would refuse after the training
         require_place(args.out)
-    require_processes(config, job, f"train {args.config}")
+    require_processes(config, data.job, f"train {args.config}")
     limits = Limits(start=config.run.start_s, commit=config.run.commit_s)
-    deterministic = args.compare is not None or config.run.deterministic
-    member = begun(config.run.device, limits, deterministic=deterministic)
-    config, data = settled(member, config, data, resume=args.resume)
+    deterministic = deterministic or config.run.deterministic
+    member = join_ranks(config.run.device, limits, deterministic=deterministic)
+    config, data = settled(member, config, data, resume=resume)
     job = data.job
     what = (
         f"{config.source.name}: {config.model.layers} layers as {list(job.cut)}, "
@@ -94,19 +134,14 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         f"{job.microbatches} microbatches, {backend_of(config)} on {config.run.device}"
     )
     try:
-        if args.compare == "all":
-            outcome = _compared(config, data, member, what, progress)
-        elif args.compare == "ends":
-            outcome = _both(config, data, member, what, progress)
-        else:
-            outcome = _trained(config, data, member, what, progress, resume=args.resume)
+        outcome = train(Run(config, data, member, what))
     except StoppedError as stopped:
         outcome = stopped_outcome(stopped.cause, what)
     except Refused as refused:
         facts = {"clause": refused.clause, "rank": member.rank, "step": None, "action": None}
         outcome = Outcome("refused", facts, [what, str(refused)])
     if args.out is not None and member.rank == 0 and "losses" in outcome.data:
-        _write(args.out, args.commit, args.compare or "train", config, job, outcome)
+        _write(args.out, args.commit, how, config, job, outcome)
     return outcome
 
 
@@ -122,7 +157,7 @@ def require_processes(config: Config, job: Language, how: str) -> None:
     Raises:
         UnusableError: There are others.
     """
-    started, source = processes(), config.source
+    started, source = process_count(), config.source
     if started is None and job.world > 1:
         raise UnusableError(
             f"{source}: [parallel] pp = {job.pp} and dp = {job.dp} take {job.world} processes; "
@@ -137,10 +172,9 @@ def require_processes(config: Config, job: Language, how: str) -> None:
         )
 
 
-def _trained(
-    config: Config, data: Opened, member: Member, what: str, progress: Progress, *, resume: bool
-) -> Outcome:
-    trainer = Trainer(member, config, progress, data=data, note=progress.note, resume=resume)
+def _trained(run: Run, progress: Progress, *, resume: bool) -> Outcome:
+    config, member, what = run.config, run.member, run.what
+    trainer = Trainer(member, config, progress, data=run.data, note=progress.note, resume=resume)
     if trainer.began:
         what += f", from step {trainer.began} on"
     if member.rank == 0:
@@ -149,10 +183,10 @@ def _trained(
     record = dict(trainer.record())
     trainer.close()
     losses = trainer.losses
-    lines = [what, *_launched(record)]
+    lines = [what, *launch_lines(record)]
     if losses:
-        lines.append(_ends(losses))
-        lines += _not_finite(trainer.began, losses)
+        lines.append(loss_line(losses))
+        lines += nonfinite_lines(trainer.began, losses)
     else:
         lines.append(
             f"  no step to train: the checkpoint is of {trainer.began} steps, [run] steps is "
@@ -164,127 +198,21 @@ def _trained(
     return Outcome("accepted", record, lines)
 
 
-def _launched(record: Mapping[str, Any]) -> list[str]:
+def launch_lines(record: Mapping[str, Any]) -> list[str]:
     """A line where launches were asked for: how many there were, or why there were none."""
     if record["guarded_replays"]:
         return [f"  guarded replays, not one launch a step: {record['guarded_replays']}"]
     return [f"  {record['launches']} steps were one launch each"] if record["launches"] else []
 
 
-def _ends(losses: Sequence[float]) -> str:
+def loss_line(losses: Sequence[float]) -> str:
     return f"  loss {losses[0]:.4f} at first, {losses[-1]:.4f} at the end"
 
 
-def _not_finite(began: int, losses: Sequence[float]) -> list[str]:
+def nonfinite_lines(began: int, losses: Sequence[float]) -> list[str]:
     """A line where the loss was not finite; a report has null for it."""
     odd = [began + n for n, loss in enumerate(losses) if not math.isfinite(loss)]
     return [f"  NOT FINITE: the loss of {len(odd)} steps, step {odd[0]} first"] if odd else []
-
-
-def _unlike(a: float, b: float) -> bool:
-    """Whether two losses differ; that neither is a number makes no difference."""
-    return a != b and not (math.isnan(a) and math.isnan(b))
-
-
-def _compared(
-    config: Config, given: Opened, member: Member, what: str, progress: Progress
-) -> Outcome:
-    if member.rank == 0:
-        progress.note(f"{what}, guarded and native")
-    job = given.job
-    captured = config.run.device == "cuda" and config.parallel.captured
-    result = compared(
-        member,
-        job,
-        config.run.steps,
-        backend_of(config),
-        captured=captured,
-        limits=Limits(start=config.run.start_s, commit=config.run.commit_s),
-    )
-    own = {
-        "totals": result.totals(),
-        "first": [label for c in result.comparison.categories for label in c.first],
-        "losses": result.losses,
-        "native_losses": result.native_losses,
-    }
-    ranks = gathered(member, own)
-    totals = summed([rank["totals"] for rank in ranks])
-    # One stage alone has a loss, and neither outputs nor gradients that another stage takes.
-    absent = ("outputs", "input gradients") if job.num_stages == 1 else ()
-    same = all(bad == 0 and (n or name in absent) for name, (n, bad) in totals.items())
-
-    def of(name: str) -> list[float]:
-        steps = range(config.run.steps)
-        return [sum(sum(rank[name][step]) for rank in ranks) for step in steps]
-
-    losses, native = of("losses"), of("native_losses")
-    lines = [
-        f"{what}, {config.run.steps} steps, {'captured' if captured else 'eager'}, and torch's own "
-        "pipeline over native full backwards:",
-        *(f"  {name:20} {bad:6} of {n:8} differ" for name, (n, bad) in totals.items()),
-        _ends(losses),
-        *_not_finite(0, losses),
-        "The same bits on every rank" if same else "NOT the same",
-    ]
-    data = {
-        "categories": {name: {"compared": n, "differ": bad} for name, (n, bad) in totals.items()},
-        "compared": sum(n for n, _ in totals.values()),
-        "differ": sum(bad for _, bad in totals.values()),
-        "first": [label for rank in ranks for label in rank["first"]],
-        "losses": [finite(loss) for loss in losses],
-        "native_losses": [finite(loss) for loss in native],
-        "captured": captured,
-    }
-    return Outcome("accepted" if same else "refused", data, lines)
-
-
-def _both(config: Config, given: Opened, member: Member, what: str, progress: Progress) -> Outcome:
-    if member.rank == 0:
-        progress.note(f"{what}, native first, then guarded")
-    began = time.perf_counter()
-    oracle = native(member, given.job, config.run.steps, backend_of(config), None)
-    member.synchronize()
-    native_s = time.perf_counter() - began
-    theirs = tensors_of({stage.index: stage for stage in oracle.stages}, oracle.optimizer)
-    native_losses = [sum(shares) for shares in oracle.losses]
-    del oracle
-    release(member)
-    trainer = Trainer(member, config, progress, data=given, note=progress.note)
-    trainer.run()
-    runtime = trainer.worker.runtime
-    ours = tensors_of(runtime.stages, trainer.worker.optimizer)
-    record = dict(trainer.record())
-    trainer.close()
-    differ = sorted(
-        name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)
-    )
-    own = {"losses": native_losses, "of": len(theirs), "differ": differ, "native_seconds": native_s}
-    ranks = gathered(member, own)
-    losses = [math.fsum(rank["losses"][n] for rank in ranks) for n in range(config.run.steps)]
-    pairs = zip(losses, trainer.losses, strict=True)
-    apart = [n for n, pair in enumerate(pairs) if _unlike(*pair)]
-    named = [f"rank {n}: {name}" for n, rank in enumerate(ranks) for name in rank["differ"]]
-    same = not apart and not named and all(rank["of"] for rank in ranks)
-    data = {
-        **record,
-        "native_losses": [finite(loss) for loss in losses],
-        "native_seconds": max(rank["native_seconds"] for rank in ranks),
-        "losses_differ": apart,
-        "compared": sum(rank["of"] for rank in ranks),
-        "differ": len(named),
-        "first": named[:8],
-    }
-    lines = [
-        f"{what}, {config.run.steps} steps, and torch's own pipeline over native full backwards:",
-        f"  losses of {len(apart)} of {len(losses)} steps differ",
-        f"  {len(named)} of {data['compared']} tensors differ at the end",
-        f"  {record['seconds']:.1f} s guarded, {data['native_seconds']:.1f} s native",
-        *_launched(record),
-        _ends(losses),
-        *_not_finite(0, losses),
-        "The same bits on every rank" if same else "NOT the same",
-    ]
-    return Outcome("accepted" if same else "refused", data, lines)
 
 
 def release(member: Member) -> None:
@@ -342,6 +270,13 @@ def _write(
         "first": data.get("first", []),
     }
     try:
-        Report("train", path, environment(commit), config.record(), {"runs": [run]}).finish()
+        Report(
+            "train",
+            path,
+            environment(commit),
+            config.record(),
+            {"runs": [run]},
+            derive=derive_train,
+        ).finish()
     except OSError as error:
         raise UnusableError(f"--out {path}: {error.strerror or error}") from None

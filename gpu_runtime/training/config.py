@@ -8,6 +8,7 @@ field, what was expected and what was found. Paths are relative to the file's ow
 from __future__ import annotations
 
 import tomllib
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from qeffect.report import UnusableError
 
 from ..backends.layers import LayerConfig
 from ..ranks.job import NAMES
+from ..runtime import MODES
 from ..step.memory.arena import RULES
 from ..step.memory.scaling import AMAX
 from ..step.plan.slots import PROVISIONINGS
@@ -37,6 +39,8 @@ __all__ = [
 _T = TypeVar("_T")
 
 
+_FLAGS = ("captured", "one_launch")
+"""Fields of `[parallel]` that `mode` replaces."""
 _SIZE = 2**20
 """The most of a dimension, and of what is counted by ranks, stages or microbatches."""
 _COUNT = 2**53
@@ -160,9 +164,10 @@ class Parallel:
         head_time: For `measured`: of norm, head and loss.
         rule: Where dW writes.
         provisioning: How slots are counted.
-        captured: On cuda, replay graphs.
-        one_launch: Take a step as one graph, which the device gates by itself; where no step can
-            be one, guarded replays are taken, and the log says why. Refused without `captured`.
+        mode: How a step runs. `replays` replays one CUDA graph per action, `one launch` takes a
+            step as one graph whose update the device gates, `eager` uses no graphs. A CPU always
+            runs eager. If no step can be one launch, it runs as replays, and the log says why.
+            The older flags `captured` and `one_launch` are accepted in its place.
         amax: Whose amax scales are made of: a `replica`'s own, or that of all `replicas`, which
             then share their scaling state.
     """
@@ -181,8 +186,7 @@ class Parallel:
     head_time: float = _number(0.0)
     rule: str = _one_of("accumulate", *RULES)
     provisioning: str = _one_of("live", *PROVISIONINGS)
-    captured: bool = _flag(True)
-    one_launch: bool = _flag(False)
+    mode: Any = _one_of("replays", *MODES)  # noqa: RUF009 - a field of attrs
     amax: str = _one_of("replica", *AMAX)
 
 
@@ -376,14 +380,11 @@ def read(path: Path, **changes: Mapping[str, Any]) -> Config:
         found = given.get(name, {})
         if not isinstance(found, dict):
             raise UnusableError(f"{path}: [{name}]: expected a table, found {found!r}")
+        if name == "parallel":
+            found = _with_mode(path, found)
         over = {key: value for key, value in changes.get(name, {}).items() if value is not None}
         tables[name] = _table(path, name, kind, {**found, **over})
     cut = tables["parallel"].cut
-    if tables["parallel"].one_launch and not tables["parallel"].captured:
-        raise UnusableError(
-            f"{path}: [parallel] one_launch: expected captured = true beside it, as the step's "
-            "graph is made of those that are replayed, found captured = false; leave one out"
-        )
     for name in ("embedding_cost", "head_cost"):
         if cut != "balanced" and name in given.get("parallel", {}):
             raise UnusableError(
@@ -411,12 +412,56 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     >>> differences({"run": {"steps": 4, "log": ""}}, {"run": {"steps": 6, "log": ""}})
     ['[run] steps was 4, is 6']
     """
+    before = {**saved, "parallel": translated(saved.get("parallel", {}))}
     return [
-        f"[{table}] {name} was {saved.get(table, {}).get(name)!r}, is {value!r}"
+        f"[{table}] {name} was {before.get(table, {}).get(name)!r}, is {value!r}"
         for table, fields in own.items()
         for name, value in fields.items()
-        if saved.get(table, {}).get(name) != value
+        if before.get(table, {}).get(name) != value
     ]
+
+
+def translated(parallel: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    A table `[parallel]` with `mode` in the place of the flags of earlier releases.
+
+    >>> translated({"pp": 2, "captured": True, "one_launch": False})
+    {'pp': 2, 'mode': 'replays'}
+    """
+    new = {name: value for name, value in parallel.items() if name not in _FLAGS}
+    if len(new) < len(parallel):
+        replays = "replays" if parallel.get("captured", True) else "eager"
+        new["mode"] = "one launch" if parallel.get("one_launch", False) else replays
+    return new
+
+
+def _with_mode(path: Path, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Accept the older flags of a file's `[parallel]`, with a warning."""
+    old = [name for name in _FLAGS if name in given]
+    if not old:
+        return given
+    for name in old:
+        if type(given[name]) is not bool:
+            raise UnusableError(
+                f"{path}: [parallel] {name}: expected true or false, found {_shown(given[name])}"
+            )
+    if "mode" in given:
+        raise UnusableError(
+            f"{path}: [parallel] {old[0]}: mode says how a step runs; leave {old[0]} out"
+        )
+    if given.get("one_launch") and not given.get("captured", True):
+        raise UnusableError(
+            f"{path}: [parallel] one_launch: expected captured = true beside it, as the step's "
+            "graph is made of those that are replayed, found captured = false; write mode instead"
+        )
+    new = translated(given)
+    warnings.warn(
+        f"{path}: [parallel] {', '.join(old)} will be removed in the next release; write "
+        f'mode = "{new["mode"]}"',
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return new
 
 
 def _table(path: Path, name: str, kind: type[_T], given: Mapping[str, Any]) -> _T:

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backends.protocol import BackendError, StageBackend
-from ..lab.sides.torch_pipeline import NativePipeline
-from ..ranks.world import Member, Worker, gathered
-from ..step.memory.state import Snapshot, live_state, preserving
+from ..ranks.worker import Worker
+from ..ranks.world import Member, gathered
+from ..step.memory.state import Snapshot, live_state
 from .data import Loader
 from .model import Language
 
-__all__ = ["evaluate", "evaluate_native"]
+__all__ = ["PlacedStages", "evaluate", "mean_loss"]
 
 #: What `torch.nn.functional.cross_entropy` leaves out of its mean.
 _NOT_COUNTED = -100
@@ -44,47 +44,18 @@ def evaluate(worker: Worker, job: Language, held_out: Loader, windows: int) -> f
         BackendError: A message between ranks was lost.
     """
     table = worker.table
-    placed = _Placed(
+    placed = PlacedStages(
         worker.member,
         worker.runtime.stages,
         [worker.ranks[table.stage_to_rank[index]] for index in range(table.num_stages)],
         worker.replica,
     )
     with worker.runtime.apart():
-        return _evaluated(placed, job, held_out, windows)
-
-
-def evaluate_native(
-    member: Member, pipeline: NativePipeline, job: Language, held_out: Loader, windows: int
-) -> float:
-    """
-    As `evaluate`, of native training: the same windows, with the scales that it has now.
-
-    Args:
-        member: This process.
-        pipeline: Between two steps.
-        job: What it trains.
-        held_out: The text.
-        windows: How many.
-
-    Raises:
-        BackendError: A message between ranks was lost.
-    """
-    replica, table = member.rank // job.pp, job.table()
-    ranks = job.ranks(replica)
-    placed = _Placed(
-        member,
-        {stage.index: stage for stage in pipeline.stages},
-        [ranks[table.stage_to_rank[index]] for index in range(table.num_stages)],
-        replica,
-        loss=job.loss,  # torch's schedule computes it, not the last stage
-    )
-    with preserving(pipeline.domain):
-        return _evaluated(placed, job, held_out, windows)
+        return mean_loss(placed, job, held_out, windows)
 
 
 @attrs.frozen
-class _Placed:
+class PlacedStages:
     """
     A rank's stages between two steps, and where those of the others are.
 
@@ -103,7 +74,7 @@ class _Placed:
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
-def _evaluated(placed: _Placed, job: Language, held_out: Loader, windows: int) -> float:
+def mean_loss(placed: PlacedStages, job: Language, held_out: Loader, windows: int) -> float:
     """The mean over windows, in a context that puts numerical state back."""
     batch = job.config.batch
     there = held_out.tokens.windows(held_out.sequence)
@@ -132,7 +103,7 @@ def _evaluated(placed: _Placed, job: Language, held_out: Loader, windows: int) -
     return float(losses / counted)
 
 
-def _through(placed: _Placed, tokens: Tensor, targets: Tensor) -> Tensor | None:
+def _through(placed: PlacedStages, tokens: Tensor, targets: Tensor) -> Tensor | None:
     """One microbatch through all stages; the loss on the rank of the last one."""
     rank, device, homes = placed.member.rank, placed.member.device, placed.homes
     hidden: Tensor | None = None

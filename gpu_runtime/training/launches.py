@@ -15,15 +15,17 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..lab.commands.pipeline import could_not_capture
 from ..ranks.consent import StoppedError, wait_for
+from ..ranks.fallback import capture_failed
 from ..ranks.job import Batches, Job
-from ..ranks.one_launch import OneLaunch, obstacles
-from ..ranks.world import Member, Worker, gathered
+from ..ranks.obstacles import first_obstacle, obstacles, obstacles_on
+from ..ranks.one_launch import OneLaunch
+from ..ranks.worker import Worker
+from ..ranks.world import Member, gathered
+from ..runtime import Mode, mode_on
 from ..step.clipping import DeviceNorm, Norm
-from ..step.nested import obstacle
 
-__all__ = ["Steps", "Word", "hindrance"]
+__all__ = ["Steps", "Word", "mode_of"]
 
 
 @attrs.frozen
@@ -40,29 +42,25 @@ class Word:
     norm: Norm | None
 
 
-def hindrance(member: Member, job: Job) -> str:
+def mode_of(member: Member, job: Job, wanted: Mode) -> tuple[Mode, str]:
     """
-    Why no step of a job can be one launch, as far as that is known before its worker is made.
+    The mode in which every rank can run the steps of a job; every rank calls it.
 
-    Every rank calls it.
+    Args:
+        member: This process.
+        job: The job.
+        wanted: The mode that is configured.
 
     Returns:
-        The first reason that a rank has, the same on every rank; empty where none has any.
+        The mode, and why no step can be one launch; empty if each can, or if none is to be.
     """
-    return _first(member, _hindrances(member, job))
-
-
-def _hindrances(member: Member, job: Job) -> list[str]:
-    if member.device.type == "cpu":
-        return ["a CPU has no graphs"]
-    if job.rule == "copied":
-        return ["[parallel] rule is 'copied', which is no part of a slot's graphs"]
-    problem = obstacle()
-    return [] if problem is None else [problem]
-
-
-def _first(member: Member, found: Sequence[str]) -> str:
-    return next((text for text in gathered(member, "; ".join(found)) if text), "")
+    why = ""
+    if wanted == "one launch":
+        why = first_obstacle(member, obstacles_on(member.device, job.rule))
+        if not why:
+            return wanted, ""
+        wanted = "replays"
+    return mode_on(member.device, wanted), why
 
 
 class Steps:
@@ -70,17 +68,16 @@ class Steps:
     The steps of one rank; every rank of the world makes one, and calls the same.
 
     Args:
-        worker: The rank's worker, over `Batches`. For launches made with `one_launch`, at the epoch
-            that it begins at.
-        one_launch: Whether steps are launches, where every rank's can be.
-        why: Why they are not, where that is known already.
+        worker: The rank's worker, over `Batches`, at the epoch that it begins at. In mode
+            ``one launch`` its steps are launches, if every rank's can be.
+        why: Why they are not, if that is known already (`mode_of`).
 
     Attributes:
         launches: How many of the steps that were told were launches.
         replays: Why guarded replays are taken though launches were asked for; empty where not so.
     """
 
-    def __init__(self, worker: Worker, *, one_launch: bool = False, why: str = "") -> None:
+    def __init__(self, worker: Worker, *, why: str = "") -> None:
         self.worker = worker
         feed = worker.feed
         assert isinstance(feed, Batches)
@@ -88,8 +85,8 @@ class Steps:
         self.launches = 0
         self.replays = why
         self.whole: OneLaunch | None = None
-        if one_launch and not why:
-            self.replays = _first(worker.member, obstacles(worker))
+        if worker.runtime.config.mode == "one launch" and not why:
+            self.replays = first_obstacle(worker.member, obstacles(worker))
             self.whole = None if self.replays else OneLaunch(worker)
         self._left = False
         self._behind: dict[int, _Behind] = {}
@@ -189,7 +186,7 @@ class Steps:
             Whether that was the cause; where not, nothing was done.
         """
         whole = self.whole
-        if whole is None or not could_not_capture(whole, stopped):
+        if whole is None or not capture_failed(whole, stopped):
             return False
         self.rebuild(stopped)
         whole.close()

@@ -19,18 +19,19 @@ from qeffect.schedule.actions import ScheduleError
 
 from ..backends.dynamic import library
 from ..backends.protocol import BackendError
-from ..lab.comparisons.ranks import guarded
-from ..lab.statistics.training import perplexity
+from ..ranks.assembly import build_worker
 from ..ranks.consent import StoppedError
 from ..ranks.world import Limits, Member, agree_on, gathered
+from ..runtime import mode_on
 from ..step.graphs import GraphExecutor
 from .balance import measured, slowest
 from .checkpoint import Checkpoints, EarlierSaveError
 from .config import Config, differences
 from .data import DataError, Loader, Tokens
 from .evaluate import evaluate
+from .figures import perplexity
 from .files import manifest, read_facts
-from .launches import Steps, hindrance
+from .launches import Steps, mode_of
 from .metrics import Log, memory_bytes
 from .model import Language, balanced_cut, even_cut
 from .rates import Rate
@@ -197,8 +198,9 @@ def settled(
     if fields is None:
         own, problem = None, ""
         try:
-            captured = config.run.device == "cuda" and parallel.captured
-            own = measured(job, member.device, backend_of(config), captured=captured)
+            mode = mode_on(member.device, parallel.mode)
+            mode = "replays" if mode == "one launch" else mode
+            own = measured(job, member.device, backend_of(config), mode=mode)
         except (BackendError, RuntimeError, ValueError) as error:
             problem = f"{config.source}: [parallel] cut: rank {member.rank} cannot measure: {error}"
         agree_on(member, problem)
@@ -273,16 +275,14 @@ class Trainer:
         self.checkpoints, self.found = self._checkpoints(resume=resume)
         self.log = self._log(show, note)
         self._tell_cut()
-        one_launch = config.parallel.one_launch
-        why = hindrance(member, self.job) if one_launch else ""
-        self.worker = guarded(
+        mode, why = mode_of(member, self.job, config.parallel.mode)
+        self.worker = build_worker(
             member,
             self.job,
             backend_of(config),
-            captured=config.run.device == "cuda" and config.parallel.captured,
+            mode=mode,
             limits=Limits(start=config.run.start_s, commit=config.run.commit_s),
             event_log=self._event_log(),
-            one_launch=one_launch and not why,
         )
         self.losses: list[float] = []
         self.seconds = 0.0
@@ -290,8 +290,8 @@ class Trainer:
         self.began = 0
         if self.checkpoints is not None and self.found is not None:
             self._go_on(self.checkpoints, self.found)
-        self.steps = Steps(self.worker, one_launch=one_launch, why=why)
-        if one_launch:
+        self.steps = Steps(self.worker, why=why)
+        if config.parallel.mode == "one launch":
             self._tell_launches()
         self._told = self.began  # steps whose losses were brought together
         self._since = 0.0  # when the first of the others began

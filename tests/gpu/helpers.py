@@ -20,7 +20,7 @@ from qeffect.gpu_runtime.lab.comparisons.sides import (
     run_native,
 )
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
-from qeffect.gpu_runtime.runtime import Reducer, Runtime, RuntimeConfig
+from qeffect.gpu_runtime.runtime import Counts, Reducer, Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.graphs import GraphExecutor
 from qeffect.gpu_runtime.step.memory.state import live_state
 
@@ -61,18 +61,16 @@ def guarded_run(
     *,
     captured: bool = True,
     reducer: Reducer | None = None,
-    device_counts: bool = False,
-    late_counts: bool = False,
+    counts: Counts | None = None,
 ) -> GuardedRun:
     """A fresh guarded runtime over the library, the only one that is live in this process."""
     stages = fresh_stages(case, TE, fuse=fuse_for(case.rule))
     config = RuntimeConfig(
         rule=case.rule,
         dtype=case.torch_dtype,
-        captured=captured,
+        mode="replays" if captured else "eager",
         readers=True,
-        device_counts=device_counts,
-        late_counts=late_counts,
+        counts=counts,
     )
     runtime = Runtime(stages, case.order(), config, reducer=reducer)
     return GuardedRun(runtime, Workload(), optimizer_of(case, stages))
@@ -108,12 +106,9 @@ class CapturedInjection(Injection):
         self,
         *,
         reducer: Reducer | None = None,
-        device_counts: bool = False,
-        late_counts: bool = False,
+        counts: Counts | None = None,
     ) -> None:
-        self.run = guarded_run(
-            reducer=reducer, device_counts=device_counts, late_counts=late_counts
-        )
+        self.run = guarded_run(reducer=reducer, counts=counts)
         self.actions = self.run.runtime.actions
         self.contract = self.run.runtime.contract
         self.done = []

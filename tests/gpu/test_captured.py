@@ -187,7 +187,7 @@ class TestCapture:
         from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 
         with pytest.raises(BackendError, match="is in evaluation mode"):
-            Runtime(stages, SMALL.order(), RuntimeConfig(captured=True))
+            Runtime(stages, SMALL.order(), RuntimeConfig(mode="replays"))
 
     def test_fusion_and_split_qkv(self) -> None:
         """The library refuses them together, so the stage says what to do instead."""

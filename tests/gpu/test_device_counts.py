@@ -15,7 +15,7 @@ class TestCaptured(DeviceCountsCases):
     @pytest.fixture
     def injected(self) -> Injection:
         """A captured run before its second epoch."""
-        return CapturedInjection(device_counts=True)
+        return CapturedInjection(counts="commit")
 
 
 class TestLate(LateCountsCases):
@@ -24,4 +24,4 @@ class TestLate(LateCountsCases):
     @pytest.fixture
     def injected(self) -> Injection:
         """A captured run before its second epoch."""
-        return CapturedInjection(device_counts=True, late_counts=True)
+        return CapturedInjection(counts="next step")

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.lab.comparisons.ranks import guarded
+from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.executor import Entry, Pipeline
 from qeffect.gpu_runtime.ranks.job import Job
-from qeffect.gpu_runtime.ranks.world import Worker, gathered, join
+from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.world import gathered, join
 from qeffect.gpu_runtime.step.memory.state import live_state
 from qeffect.gpu_runtime.step.optimizer import Gradients
 from qeffect.schedule.actions import Kind
@@ -37,7 +38,7 @@ def _copied(pipeline: Pipeline) -> dict[str, Tensor]:
 
 def shared(job: Job, steps: int) -> list[dict[str, Any]]:
     """Steps of a job: after each, which scaling state is that of the replicas, and of by hand."""
-    worker = guarded(join("cpu", LIMITS), job, "reference", limits=LIMITS, pipeline=_Noting)
+    worker = build_worker(join("cpu", LIMITS), job, "reference", limits=LIMITS, pipeline=_Noting)
     pipeline, member = worker.pipeline, worker.member
     assert isinstance(pipeline, _Noting)
     said = []
@@ -91,7 +92,7 @@ FAULTS: dict[str, Callable[[Worker], None]] = {"missing": _missing, "early": _ea
 
 def refused(job: Job, victim: int, fault: str) -> dict[str, Any]:
     """One rank shares its scaling state wrongly; then the step once more."""
-    worker = guarded(join("cpu", LIMITS), job, "reference", limits=LIMITS)
+    worker = build_worker(join("cpu", LIMITS), job, "reference", limits=LIMITS)
     worker.step()
     program, scaling = list(worker.pipeline.program), worker.runtime._reductions.scaling
     if worker.member.rank == victim:
@@ -109,7 +110,7 @@ def refused(job: Job, victim: int, fault: str) -> dict[str, Any]:
 
 def plain(job: Job, steps: int) -> dict[str, str]:
     """What steps without a fault leave."""
-    worker = guarded(join("cpu", LIMITS), job, "reference", limits=LIMITS)
+    worker = build_worker(join("cpu", LIMITS), job, "reference", limits=LIMITS)
     for _ in range(steps):
         worker.step()
     left = bits(worker)
@@ -122,7 +123,7 @@ def unlike(job: Job) -> str:
     member = join("cpu", LIMITS)
     own = attrs.evolve(job, amax="replicas" if member.rank else "replica")
     try:
-        guarded(member, own, "reference", limits=LIMITS)
+        build_worker(member, own, "reference", limits=LIMITS)
     except BackendError as error:
         return str(error)
     return ""

@@ -20,17 +20,19 @@ from qeffect.cli import main
 from qeffect.engine.stage import TRANSITIONS
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
-from qeffect.gpu_runtime.lab.commands import pipeline as command
 from qeffect.gpu_runtime.lab.comparisons.ranks import CATEGORIES as CATEGORIES
-from qeffect.gpu_runtime.lab.comparisons.ranks import compared, guarded
-from qeffect.gpu_runtime.lab.comparisons.recording import digests
+from qeffect.gpu_runtime.lab.comparisons.ranks import compared
+from qeffect.gpu_runtime.ranks import processes
+from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message, Transfer
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.ranks.executor import Passage
 from qeffect.gpu_runtime.ranks.job import Batches, Job
 from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
-from qeffect.gpu_runtime.ranks.world import Limits, Worker, gathered, join, leave
+from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.world import Limits, gathered, join, leave
 from qeffect.gpu_runtime.runtime import RuntimeConfig
+from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.state import live_state
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused
@@ -274,7 +276,7 @@ def recovering(job: Job, faults: list[tuple[int, Any]], limits: Limits) -> dict[
         limits: How long anything may take.
     """
     member = join("cpu", LIMITS)
-    worker = guarded(member, job, "reference", limits=limits)
+    worker = build_worker(member, job, "reference", limits=limits)
     stops = []
     for victim, (name, *given) in faults:
         program = list(worker.pipeline.program)
@@ -289,7 +291,7 @@ def recovering(job: Job, faults: list[tuple[int, Any]], limits: Limits) -> dict[
     disturbed = bits(worker)
     losses = [worker.feed.losses_of(n) for n in range(len(faults))]
     worker.close()
-    plain = guarded(member, job, "reference", limits=limits)
+    plain = build_worker(member, job, "reference", limits=limits)
     for _ in faults:
         plain.step()
     clean = bits(plain)
@@ -302,7 +304,7 @@ def recovering(job: Job, faults: list[tuple[int, Any]], limits: Limits) -> dict[
 def stopping(job: Job, victim: int, fault: tuple[Any, ...], limits: Limits) -> dict[str, Any]:
     """A step without, one with a fault on one rank; and what a rebuild says then."""
     member = join("cpu", LIMITS)
-    worker = guarded(member, job, "reference", limits=limits)
+    worker = build_worker(member, job, "reference", limits=limits)
     worker.step()
     name, *given = fault
     if member.rank == victim:
@@ -319,7 +321,7 @@ def stopping(job: Job, victim: int, fault: tuple[Any, ...], limits: Limits) -> d
 def updating(job: Job, limits: Limits) -> dict[str, Any]:
     """The optimizer of one rank fails after all have consented; steps until all stop."""
     member = join("cpu", LIMITS)
-    worker = guarded(member, job, "reference", limits=limits)
+    worker = build_worker(member, job, "reference", limits=limits)
     worker.step()
     if member.rank == 1:
         optimizer: Any = worker.optimizer
@@ -340,7 +342,7 @@ def alike(job: Job, tables: list[str], steps: int) -> list[dict[str, Any]]:
     found = []
     for schedule in (job.schedule, *tables):
         again = attrs.evolve(job, schedule=schedule)
-        worker = guarded(member, again, "reference", limits=LIMITS)
+        worker = build_worker(member, again, "reference", limits=LIMITS)
         for _ in range(steps):
             worker.step()
         slots = sum(config.slots for config in worker.runtime.contract.stages)
@@ -359,7 +361,7 @@ def alike(job: Job, tables: list[str], steps: int) -> list[dict[str, Any]]:
 def behind(job: Job, limits: Limits) -> dict[str, Any]:
     """The last rank goes back to an older checkpoint, the others do not."""
     member = join("cpu", LIMITS)
-    worker = guarded(member, job, "reference", limits=limits)
+    worker = build_worker(member, job, "reference", limits=limits)
     worker.step()
     held = worker.runtime.checkpoint()
     worker.step()
@@ -373,7 +375,7 @@ def exchange(job: Job, first: str, second: str, digested: bool) -> dict[str, Any
     member = join("cpu", LIMITS)
     found = []
     for disturb in (True, False):
-        worker = guarded(member, job, "reference", limits=LIMITS, tagged=False)
+        worker = build_worker(member, job, "reference", limits=LIMITS, tagged=False)
         if disturb and member.rank == 0:
             exchanged(first, second)(worker)
         if not digested:
@@ -398,7 +400,7 @@ def typed(cases: list[tuple[list[str], int | None]]) -> list[tuple[int, str, str
         cases: Arguments, and how many GPUs this host is to have; None for a torch without NCCL.
     """
     join("cpu", LIMITS)
-    command._LAST_WORD_S = 0.0
+    processes._LAST_WORD_S = 0.0
     torch.cuda.is_available = lambda: True
     torch.cuda.set_device = lambda _: None
     said = []
@@ -418,7 +420,7 @@ def unmet() -> str:
     hidden = 32 * (1 + member.rank)
     job = Job(pp=2, config=LayerConfig(hidden, 64, 2, 16))
     try:
-        guarded(member, job, "reference", limits=LIMITS)
+        build_worker(member, job, "reference", limits=LIMITS)
     except BackendError as error:
         return str(error)
     return "accepted"
@@ -524,7 +526,7 @@ def rehearsed(job: Job, spoil: str | None) -> dict[str, Any]:
         spoil: The action that the rehearsed program leaves out; None for a right one.
     """
     member = join("cpu", LIMITS)
-    worker = guarded(member, job, "reference", limits=LIMITS)
+    worker = build_worker(member, job, "reference", limits=LIMITS)
     runtime = worker.runtime
     told: list[list[str]] = []
 
@@ -603,7 +605,7 @@ def late_counts(job: Job) -> dict[str, Any]:
         job.pp,
         lambda indices: job.stages(indices, member.device, "reference"),
         lambda replica: Batches(job.batch(member.device, replica), member.device),
-        RuntimeConfig(device_counts=True, late_counts=True),
+        RuntimeConfig(counts="next step"),
         limits=LIMITS,
     )
     worker.step()

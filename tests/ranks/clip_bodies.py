@@ -12,13 +12,13 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.lab.comparisons.native import rule_for
-from qeffect.gpu_runtime.lab.comparisons.ranks import guarded
-from qeffect.gpu_runtime.lab.comparisons.recording import digests
 from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
+from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.consent import StoppedError
 from qeffect.gpu_runtime.ranks.executor import Pipeline
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.world import Member, gathered, join
+from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.state import live_state
 from qeffect.gpu_runtime.step.optimizer import Gradients
 from qeffect.gpu_runtime.step.plan.order import Order
@@ -132,7 +132,7 @@ def clipped(
         skips = spoil is not None
         oracle = _plain(member, job, max_norm, () if spoil is None else (spoil[1],))
         oracle.run(steps)
-        worker = guarded(
+        worker = build_worker(
             member, job, "reference", limits=LIMITS, pipeline=_Spoiling,
             clip_norm=max_norm, skip_nonfinite=skips,
         )  # fmt: skip
@@ -173,7 +173,7 @@ def mapped(jobs: list[Job], steps: int) -> list[list[str]]:
     member = join("cpu", LIMITS)
     found = []
     for job in jobs:
-        worker = guarded(member, job, "reference", limits=LIMITS, skip_nonfinite=True)
+        worker = build_worker(member, job, "reference", limits=LIMITS, skip_nonfinite=True)
         norms = []
         for _ in range(steps):
             worker.step()
@@ -187,7 +187,7 @@ def mapped(jobs: list[Job], steps: int) -> list[list[str]]:
 def diverged(job: Job) -> dict[str, Any]:
     """The second replica's reduced gradients are not the first's, and finite."""
     member = join("cpu", LIMITS)
-    worker = guarded(
+    worker = build_worker(
         member, job, "reference", limits=LIMITS, pipeline=_Spoiling, skip_nonfinite=True
     )
     assert isinstance(worker.pipeline, _Spoiling)
@@ -207,7 +207,7 @@ def unlike(job: Job) -> str:
     """One rank is given another limit than the others."""
     member = join("cpu", LIMITS)
     try:
-        guarded(member, job, "reference", limits=LIMITS, clip_norm=1.0 + member.rank)
+        build_worker(member, job, "reference", limits=LIMITS, clip_norm=1.0 + member.rank)
     except BackendError as error:
         return str(error)
     return "accepted"

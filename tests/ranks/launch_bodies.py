@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qeffect.gpu_runtime.backends.deterministic import DETERMINISTIC
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
-from qeffect.gpu_runtime.lab.commands.compare import DETERMINISTIC
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError
 from qeffect.gpu_runtime.ranks.job import Batches, Job
 from qeffect.gpu_runtime.ranks.one_launch import OneLaunch, _Gate
-from qeffect.gpu_runtime.ranks.world import Limits, Member, Worker, join
-from qeffect.gpu_runtime.runtime import RuntimeConfig
+from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.world import Limits, Member, join
+from qeffect.gpu_runtime.runtime import RuntimeConfig, mode_on
 from qeffect.gpu_runtime.step.clipping import Clipping, Norm, square_sums
 from qeffect.gpu_runtime.step.memory.counters import DeviceCounters
 from qeffect.gpu_runtime.step.optimizer import Optimizer
@@ -73,10 +74,8 @@ def _made(job: Job, device: str, *, one: bool, rate: float | None = None, **opti
         RuntimeConfig(
             rule=job.rule,
             provisioning=job.provisioning,
-            captured=cuda,
-            nested=one,
-            device_counts=one,
-            late_counts=one,
+            mode=mode_on(device, "one launch" if one else "replays"),
+            counts="next step" if one else None,
             amax=job.amax,
         ),
         limits=LIMITS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qeffect.gpu_runtime.backends.layers import LayerConfig
-from qeffect.gpu_runtime.lab.comparisons.ranks import guarded
+from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.world import Limits, join
 
@@ -18,7 +18,7 @@ def logged(schedules: list[str], folder: str, steps: int) -> list[int]:
     for name in schedules:
         job = Job(schedule=name, pp=2, config=LayerConfig(32, 64, 2, 16))
         log = Path(folder, f"{name}{member.rank}.jsonl")
-        worker = guarded(member, job, "reference", limits=limits, event_log=log)
+        worker = build_worker(member, job, "reference", limits=limits, event_log=log)
         for _ in range(steps):
             worker.step()
         worker.close()

@@ -29,11 +29,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from qeffect.gpu_runtime.backends.protocol import Reports
 from qeffect.gpu_runtime.backends.reference.stage import ReferenceStage
-from qeffect.gpu_runtime.ranks import one_launch
+from qeffect.gpu_runtime.ranks import obstacles, one_launch
 from qeffect.gpu_runtime.ranks.channels import Channels, LostError
 from qeffect.gpu_runtime.ranks.consent import Consent
 from qeffect.gpu_runtime.ranks.replicas import Replicas, _Started
-from qeffect.gpu_runtime.ranks.world import Worker
+from qeffect.gpu_runtime.step import graphs
 from qeffect.gpu_runtime.step.eager import EagerExecutor, StageMemory
 from qeffect.gpu_runtime.step.effects import Effects
 from qeffect.gpu_runtime.step.memory.slots import Slot
@@ -247,6 +247,11 @@ class RecordingExecutor(EagerExecutor):
         """Nothing is baked in but what the tape holds."""
 
 
+def captured(*_: Any, counters: Any = None, **__: Any) -> RecordingExecutor:
+    """As `graphs.capture`, of nothing: the tape of a step holds what its actions run."""
+    return RecordingExecutor(EagerExecutor(counters))
+
+
 def _compare(
     values: Tensor, wanted: Tensor, factors: Tensor, terms: Tensor, number: Tensor, word: Tensor
 ) -> None:
@@ -295,7 +300,9 @@ def install() -> None:
     cuda.CUDAGraph, cuda.Event, cuda.synchronize = _Graph, _Event, STREAM.synchronize
     cuda.graph_pool_handle = lambda: None
     stands_in: Any = one_launch
-    stands_in.GraphExecutor, stands_in.obstacle = RecordingExecutor, lambda: None
+    stands_in.GraphExecutor = RecordingExecutor
+    cast("Any", obstacles).obstacle = lambda _: None
+    cast("Any", graphs).capture = captured
     load = one_launch._Staged.load
 
     def loaded(self: Any, step: int) -> None:
@@ -348,11 +355,3 @@ def install() -> None:
     _recorded(one_launch._Gate, "_gather", posts=False)
     for owner in (Consent, one_launch._Gate):
         _ends_alone(owner, "close")
-
-
-def capturable(worker: Worker) -> Worker:
-    """A worker whose steps can be one launch, as far as a CPU has them."""
-    runtime: Any = worker.runtime
-    runtime.executor = runtime.actions.executor = RecordingExecutor(runtime.executor)
-    worker.optimizer.capturable = True
-    return worker

@@ -11,48 +11,45 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from qeffect.gpu_runtime.lab.commands import pipeline as command
-from qeffect.gpu_runtime.ranks import one_launch
+from qeffect.gpu_runtime.ranks import fallback, one_launch
 from qeffect.gpu_runtime.ranks.channels import Channels, Ends, Message
 from qeffect.gpu_runtime.ranks.consent import Consent, StoppedError
 from qeffect.gpu_runtime.ranks.job import Batches, Job
 from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
 from qeffect.gpu_runtime.ranks.replicas import Replicas
-from qeffect.gpu_runtime.ranks.world import Limits, Worker, join
-from qeffect.gpu_runtime.runtime import RuntimeConfig
+from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.world import Limits, join
+from qeffect.gpu_runtime.runtime import Mode, RuntimeConfig
 from tests.ranks import bodies, recorded
 from tests.ranks.bodies import bits, copies_of, parameters_of
 
 LIMITS = Limits(start=60.0, message=15.0, commit=15.0, grace=6.0)
 
 
-def _made(job: Job, options: dict[str, Any]) -> Worker:
+def _made(job: Job, options: dict[str, Any], mode: Mode = "one launch") -> Worker:
     member = join("cpu", LIMITS)
-    return recorded.capturable(
-        Worker(
-            member,
-            job.table(),
-            job.pp,
-            lambda indices: job.stages(indices, member.device, "reference"),
-            lambda replica: Batches(job.batch(member.device, replica), member.device),
-            RuntimeConfig(
-                rule=job.rule,
-                provisioning=job.provisioning,
-                nested=True,
-                device_counts=True,
-                late_counts=True,
-                amax=job.amax,
-            ),
-            limits=LIMITS,
-            ties=job.ties,
-            **options,
-        )
+    return Worker(
+        member,
+        job.table(),
+        job.pp,
+        lambda indices: job.stages(indices, member.device, "reference"),
+        lambda replica: Batches(job.batch(member.device, replica), member.device),
+        RuntimeConfig(
+            rule=job.rule,
+            provisioning=job.provisioning,
+            mode=mode,
+            counts="next step",
+            amax=job.amax,
+        ),
+        limits=LIMITS,
+        ties=job.ties,
+        **options,
     )
 
 
 def replayed(job: Job, steps: int, options: dict[str, Any]) -> dict[str, str]:
     """What guarded steps leave."""
-    worker = _made(job, options)
+    worker = _made(job, options, "eager")
     for _ in range(steps):
         worker.step()
     left = bits(worker)
@@ -113,7 +110,7 @@ def uncaptured(job: Job, steps: int) -> dict[str, Any]:
             runner.step()
         except StoppedError as stopped:
             whole = runner if isinstance(runner, OneLaunch) else None
-            command.uncaptured(whole, stopped, notes)
+            fallback.fall_back(whole, stopped, notes)
             runner = worker
     left = bits(worker)
     worker.close()

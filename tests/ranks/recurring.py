@@ -113,8 +113,7 @@ class Rank:
             RuntimeConfig(
                 rule=job.rule,
                 provisioning=job.provisioning,
-                device_counts=late,
-                late_counts=late,
+                counts="next step" if late else None,
                 copies={t.name: own for t in job.ties if (own := t.of(row.stages))},
             ),
             reducer=(lambda bucket, gradients: None) if reduced else None,

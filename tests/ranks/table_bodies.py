@@ -30,7 +30,7 @@ def tables_command(argv: list[str]) -> tuple[int, str, str]:
     command._LAST_WORD_S = 0.0
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        code = main(["runtime", "tables", *argv])
+        code = main(["runtime", "report", "tables", *argv])
     return code, out.getvalue(), err.getvalue()
 
 
@@ -72,7 +72,7 @@ def captured_facts() -> dict[str, Any]:
     row = Asked("tiny-m4", "language", 2, "zbv", "replays")
     with pytest.MonkeyPatch.context() as patch:
         stand_ins.install(patch)
-        side = tables._Replays(member, row.job(2), "reference", RuntimeConfig(captured=True))
+        side = tables._Replays(member, row.job(2), "reference", RuntimeConfig(mode="replays"))
         side.step()
         facts = side.facts()
         slots = sum(memory.table.num_slots for memory in side.worker.runtime.memories.values())

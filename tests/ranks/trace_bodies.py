@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qeffect.gpu_runtime.lab.comparisons.ranks import guarded
+from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.consent import name_of
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.trace import Tracer, chrome_trace
@@ -18,7 +18,7 @@ def traced(job: Job) -> dict[str, Any]:
     found = []
     words: dict[str, Any] = {}
     for traces in (True, False):
-        worker = guarded(member, job, "reference", limits=LIMITS)
+        worker = build_worker(member, job, "reference", limits=LIMITS)
         worker.step()
         if traces:
             tracer = Tracer(worker)

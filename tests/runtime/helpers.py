@@ -12,7 +12,7 @@ from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
 from qeffect.gpu_runtime.lab.comparisons.native import NativeRun, rule_for
 from qeffect.gpu_runtime.lab.comparisons.recording import Comparison, Recording, compare
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
-from qeffect.gpu_runtime.runtime import Reducer, Runtime, RuntimeConfig
+from qeffect.gpu_runtime.runtime import Counts, Reducer, Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.memory.arena import Rule
 from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.gpu_runtime.step.plan.order import Order
@@ -102,8 +102,7 @@ def guarded_run(
     captured: bool = False,
     event_log: bool = False,
     reducer: Reducer | None = None,
-    device_counts: bool = False,
-    late_counts: bool = False,
+    counts: Counts | None = None,
 ) -> GuardedRun:
     """A fresh guarded runtime over reference stages, with data and an optimizer."""
     stages = reference_stages(order, history, config, num_layers=num_layers)
@@ -115,9 +114,8 @@ def guarded_run(
             dtype=dtype,
             provisioning=provisioning,
             readers=readers,
-            captured=captured,
-            device_counts=device_counts,
-            late_counts=late_counts,
+            mode="replays" if captured else "eager",
+            counts=counts,
         ),
         event_log=event_log,
         reducer=reducer,

@@ -170,4 +170,4 @@ class TestBadCalls:
     def test_capture_without_cuda(self) -> None:
         """Capturing on a CPU is refused with the reason."""
         with pytest.raises(BackendError, match="cannot capture: device cpu has no CUDA graphs"):
-            Runtime(reference_stages(ORDER, 4, TINY), ORDER, RuntimeConfig(captured=True))
+            Runtime(reference_stages(ORDER, 4, TINY), ORDER, RuntimeConfig(mode="replays"))

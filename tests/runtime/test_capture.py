@@ -48,7 +48,7 @@ def captured_run(
 ) -> GuardedRun:
     """A guarded runtime that replays stand-in graphs."""
     stages = reference_stages(order, 4, TINY)
-    config = RuntimeConfig(rule=rule, provisioning=provisioning, captured=True, readers=True)
+    config = RuntimeConfig(rule=rule, provisioning=provisioning, mode="replays", readers=True)
     return GuardedRun(Runtime(stages, order, config), Workload(), optimizer_for(stages, BF16))
 
 

@@ -32,7 +32,7 @@ class TestStandIns(DeviceCountsCases):
     def injected(self, monkeypatch: pytest.MonkeyPatch) -> Injection:
         """A captured run before its second epoch."""
         install(monkeypatch)
-        return Injection(captured=True, device_counts=True)
+        return Injection(captured=True, counts="commit")
 
     def skipped(self, injected: Injection, kind: str, place: int, replay: Replay) -> list[Replay]:
         """The action, uncounted."""
@@ -68,20 +68,20 @@ class TestLateStandIns(LateCountsCases, TestStandIns):
     def injected(self, monkeypatch: pytest.MonkeyPatch) -> Injection:
         """A captured run before its second epoch."""
         install(monkeypatch)
-        return Injection(captured=True, device_counts=True, late_counts=True)
+        return Injection(captured=True, counts="next step")
 
 
 class TestEager:
     def test_nothing_disturbed(self, undisturbed: Recording) -> None:
         """Counting changes no bit and refuses nothing, also across a failure and a rebuild."""
-        injected = Injection(device_counts=True)
+        injected = Injection(counts="commit")
         injected.until("1W1")
 
         injected.start_over(undisturbed)
 
     def test_an_action_behind_the_guards(self, undisturbed: Recording) -> None:
         """A refresh by the executor itself is seen at the commit."""
-        injected = Injection(device_counts=True)
+        injected = Injection(counts="commit")
         runtime = injected.run.runtime
         runtime.executor.refresh(runtime.memories[1])
 
@@ -105,7 +105,7 @@ class TestEager:
 
     def test_a_restored_checkpoint_counts_from_zero(self) -> None:
         """Both sides begin again with the new incarnation."""
-        injected = Injection(device_counts=True)
+        injected = Injection(counts="commit")
         runtime = injected.run.runtime
         runtime.restore(*runtime.checkpoint())
         injected.run.step()

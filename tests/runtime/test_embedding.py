@@ -45,7 +45,7 @@ def test_the_documented_stages_of_the_library_take_what_is_said() -> None:
     ):
         placed = eval(f"lambda call, index, domain, config: call({arguments})")
         placed(inspect.signature(kind).bind, 0, None, None)
-    assert not RuntimeConfig().captured
+    assert RuntimeConfig().mode == "eager"
 
 
 def test_readme_loop_is_short() -> None:

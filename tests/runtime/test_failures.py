@@ -226,7 +226,7 @@ class TestTheWholeStepIsAborted:
     @pytest.mark.parametrize("late", [False, True])
     def test_a_log_that_is_full_at_the_commit(self, late: bool) -> None:
         """The commit has happened and the update has not: nothing goes on from there."""
-        injected = Injection(device_counts=late, late_counts=late)
+        injected = Injection(counts="next step" if late else None)
         injected.run.actions()
 
         def full(transition: str, *_: Any) -> None:

@@ -25,14 +25,15 @@ from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.lab.commands import restarts
 from qeffect.gpu_runtime.lab.commands.restarts import Trial, bits, facts_of, made
 from qeffect.gpu_runtime.lab.comparisons.native import rule_for
-from qeffect.gpu_runtime.lab.comparisons.ranks import guarded
-from qeffect.gpu_runtime.lab.comparisons.recording import digests
 from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
+from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.ranks.executor import Passage
 from qeffect.gpu_runtime.ranks.job import Job
-from qeffect.gpu_runtime.ranks.world import Limits, Worker, join
+from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.world import Limits, join
+from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.state import live_state
 from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints, EarlierSaveError
@@ -498,7 +499,7 @@ def carried(job: Job, folder: str) -> dict[str, Any]:
 def language(job: Language, folder: str) -> dict[str, Any]:
     """Two steps of a language model and a save; or a load, and a step."""
     member = join("cpu", LIMITS)
-    worker = guarded(member, job, "reference", limits=LIMITS)
+    worker = build_worker(member, job, "reference", limits=LIMITS)
     checkpoints, must = Checkpoints(folder), {"layers": sum(job.cut)}
 
     def bits_now() -> dict[str, str]:

@@ -15,10 +15,11 @@ import torch
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import matrices
 from qeffect.gpu_runtime.backends.te import domain as te
-from qeffect.gpu_runtime.lab.commands import pipeline as command
-from qeffect.gpu_runtime.lab.comparisons.ranks import compared, guarded
-from qeffect.gpu_runtime.lab.comparisons.recording import digests
+from qeffect.gpu_runtime.lab.comparisons.ranks import compared
+from qeffect.gpu_runtime.ranks import processes
+from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.world import join
+from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.state import live_state
 from qeffect.gpu_runtime.training.config import read
 from qeffect.gpu_runtime.training.data import Loader, Tokens
@@ -34,7 +35,7 @@ def evaluating(job: Language, held_out: Loader, steps: int) -> dict[str, Any]:
     member = join("cpu", LIMITS)
     found, losses, held, moved = [], [], [], []
     for evaluates in (True, False):
-        worker = guarded(member, job, "reference", limits=LIMITS)
+        worker = build_worker(member, job, "reference", limits=LIMITS)
         for step in range(steps):
             if evaluates:
                 before = bits(worker)
@@ -63,7 +64,7 @@ def held_out(jobs: list[Language], text: Loader) -> list[list[float]]:
     member = join("cpu", LIMITS)
     said = []
     for job in jobs:
-        worker = guarded(member, job, "reference", limits=LIMITS)
+        worker = build_worker(member, job, "reference", limits=LIMITS)
         count, each = text.tokens.windows(text.sequence), text.sequence
         ones = []
         for n in range(count if job.config.batch == 1 else 0):
@@ -102,7 +103,7 @@ def _names(job: Language) -> dict[str, list[str]]:
 def trained(config: str, *options: str) -> tuple[int, str, str]:
     """`qeffect runtime train` on a rank without TensorBoard: its exit code, and what it said."""
     sys.modules["tensorboard"] = None  # type: ignore[assignment]
-    command._LAST_WORD_S = 0.0
+    processes._LAST_WORD_S = 0.0
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = main(["runtime", "train", config, *options])
@@ -120,7 +121,7 @@ def exact(jobs: list[Language], steps: int) -> list[dict[str, Any]]:
     said = []
     for job in jobs:
         result = compared(member, job, steps, limits=LIMITS)
-        worker = guarded(member, job, "reference", limits=LIMITS)
+        worker = build_worker(member, job, "reference", limits=LIMITS)
         for step in range(steps):
             job.prepare(step, worker.optimizer)
             worker.step()

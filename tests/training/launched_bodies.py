@@ -8,24 +8,23 @@ import os
 import signal
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
 
 from qeffect.cli import main
-from qeffect.gpu_runtime.lab.commands import curves, restarts
-from qeffect.gpu_runtime.lab.commands import pipeline as command
-from qeffect.gpu_runtime.lab.commands.compare import DETERMINISTIC
+from qeffect.gpu_runtime.backends.deterministic import DETERMINISTIC
+from qeffect.gpu_runtime.lab.commands import restarts
 from qeffect.gpu_runtime.lab.commands.restarts import Trial
-from qeffect.gpu_runtime.lab.comparisons.ranks import guarded
-from qeffect.gpu_runtime.ranks import one_launch
+from qeffect.gpu_runtime.ranks import one_launch, processes
+from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import LostError
 from qeffect.gpu_runtime.ranks.consent import Consent
 from qeffect.gpu_runtime.ranks.job import Job
-from qeffect.gpu_runtime.ranks.one_launch import obstacles
+from qeffect.gpu_runtime.ranks.obstacles import obstacles
 from qeffect.gpu_runtime.ranks.world import join
-from qeffect.gpu_runtime.training import launches, loop
+from qeffect.gpu_runtime.step import graphs
 from qeffect.gpu_runtime.training.config import read
 from qeffect.gpu_runtime.training.loop import Trainer
 from tests.ranks import recorded, recorded_bodies
@@ -36,16 +35,6 @@ from tests.ranks.recorded_bodies import LIMITS
 def stand_in() -> None:
     """From here on this process can take a step as one launch, as far as a CPU can."""
     recorded.install()
-    launches._hindrances = lambda *_: []
-    for module in (loop, curves):
-        places: Any = module
-        made = places.guarded
-
-        def capturable(*given: Any, made: Any = made, **options: Any) -> Any:
-            worker = made(*given, **options)
-            return recorded.capturable(worker) if options.get("one_launch") else worker
-
-        places.guarded = capturable
 
 
 def trained(config: str, *, resume: bool = False, faults: Any = (), **run: Any) -> dict[str, Any]:
@@ -138,7 +127,7 @@ def commands(cases: list[list[str]]) -> list[tuple[int, str, str]]:
 
 def said(cases: list[list[str]]) -> list[tuple[int, str, str]]:
     """`qeffect runtime`, one after the other: exit codes, and what was said."""
-    command._LAST_WORD_S = 0.0
+    processes._LAST_WORD_S = 0.0
     found = []
     for case in cases:
         out, err = io.StringIO(), io.StringIO()
@@ -165,10 +154,11 @@ def unable(config: str) -> dict[str, Any]:
 
 def without_graphs(jobs: list[Any]) -> list[dict[str, Any]]:
     """What is missing to workers that are made for launches on a CPU, and where their rates are."""
+    cast("Any", graphs).capture = recorded.captured
     member = join("cpu", LIMITS)
     found = []
     for job in jobs:
-        worker = guarded(member, job, "reference", one_launch=True)
+        worker = build_worker(member, job, "reference", mode="one launch")
         groups = worker.optimizer.adamw.param_groups
         rates = [group["lr"] for group in groups]
         found.append({"missing": obstacles(worker), "tensors": all(map(torch.is_tensor, rates))})
@@ -179,16 +169,8 @@ def without_graphs(jobs: list[Any]) -> list[dict[str, Any]]:
 def restarted(job: Job, folder: str) -> list[dict[str, Any]]:
     """`restarts` without the driver: a run, one that goes on by launches, and one by replays."""
     stand_in()
-    made = restarts.made
-    places: Any = restarts
-
-    def capturable(member: Any, trial: Trial) -> Any:
-        worker = made(member, trial)
-        return recorded.capturable(worker) if trial.one_launch else worker
-
-    places.made = capturable
     member = join("cpu", LIMITS)
-    launched = Trial(job=job, limits=LIMITS, one_launch=True)
-    replayed = attrs.evolve(launched, one_launch=False)
+    launched = Trial(job=job, limits=LIMITS, mode="one launch")
+    replayed = attrs.evolve(launched, mode="eager")
     whole = restarts.started(member, launched, folder)
     return [whole, *(restarts.gone_on(member, one, folder) for one in (launched, replayed))]

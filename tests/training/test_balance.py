@@ -94,7 +94,7 @@ def test_every_part_is_timed(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several wait for each other where other tests run beside
     try:
-        times = measured(job, torch.device("cpu"), "reference", captured=False, repeats=3)
+        times = measured(job, torch.device("cpu"), "reference", mode="eager", repeats=3)
     finally:
         torch.set_num_threads(threads)
     assert len(times.layer) == len(ACTIONS)

@@ -14,7 +14,7 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.ranks.world import join, launched
+from qeffect.gpu_runtime.ranks.world import join, launcher_ranks
 from qeffect.gpu_runtime.training import config
 from qeffect.gpu_runtime.training.config import TABLES, differences, read
 from qeffect.report import UnusableError
@@ -121,13 +121,41 @@ EXAMPLES = Path(config.__file__).parent / "examples"
     [
         ("h200_short", "[optimizer] warmup was 100, is 10"),
         ("h200_history", "[model] history was 16, is 12"),
-        ("h200_launched", "[parallel] one_launch was False, is True"),
+        ("h200_launched", "[parallel] mode was 'replays', is 'one launch'"),
     ],
 )
 def test_an_example_differs_from_its_base_in_one_field(name: str, differs: str) -> None:
     """What one of them shows is then shown of that field."""
     base, own = (read(EXAMPLES / f"{n}.toml").record() for n in ("h200", name))
     assert [differs] == differences(base, own)
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        ("captured = true", "replays"),
+        ("captured = false", "eager"),
+        ("one_launch = true", "one launch"),
+        ("one_launch = false\ncaptured = false", "eager"),
+    ],
+)
+def test_flags_of_an_earlier_release_are_a_mode(flags: str, mode: str, tmp_path: Path) -> None:
+    """A file that has them is read with a warning, which says what to write."""
+    path = written(tmp_path, ("batch = 2", f"batch = 2\n{flags}"))
+    with pytest.warns(DeprecationWarning, match=f'write mode = "{mode}"'):
+        found = read(path)
+    assert found.parallel.mode == mode
+
+
+def test_a_checkpoint_of_an_earlier_release_has_a_mode(tmp_path: Path) -> None:
+    """Its record has the flags; a run that goes on from it differs only where it does."""
+    own = read(written(tmp_path)).record()
+    parallel = {k: v for k, v in own["parallel"].items() if k != "mode"}
+    saved = {**own, "parallel": {**parallel, "captured": True, "one_launch": False}}
+
+    assert differences(saved, own) == []
+    saved["parallel"]["one_launch"] = True
+    assert differences(saved, own) == ["[parallel] mode was 'one launch', is 'replays'"]
 
 
 def test_a_cost_is_used_where_stages_are_balanced(tmp_path: Path) -> None:
@@ -141,7 +169,7 @@ def test_a_launcher_that_says_no_number(
 ) -> None:
     """One line and 2, of both commands, also where it is the rank itself."""
     path = written(tmp_path)
-    monkeypatch.setattr("qeffect.gpu_runtime.lab.commands.pipeline._LAST_WORD_S", 0.0)
+    monkeypatch.setattr("qeffect.gpu_runtime.ranks.processes._LAST_WORD_S", 0.0)
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.setenv(name, "abc")
         for command in (["train", str(path)], ["pipeline"]):
@@ -185,7 +213,7 @@ def test_without_a_launcher_its_port_is_no_matter(monkeypatch: pytest.MonkeyPatc
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_PORT", "tcp://10.0.0.1:80")
-    assert launched() == (0, None)
+    assert launcher_ranks() == (0, None)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -19,8 +18,8 @@ import torch
 from qeffect.cli import main
 from qeffect.gpu_runtime.lab import reports
 from qeffect.gpu_runtime.lab.commands.restarts import resumed_row
+from qeffect.gpu_runtime.ranks import obstacles
 from qeffect.gpu_runtime.ranks.job import Job
-from qeffect.gpu_runtime.training import launches
 from tests.ranks.ranks import launch
 
 from . import launched_bodies as bodies
@@ -60,7 +59,7 @@ def files(folder: Path, parallel: str, model: str = "", run: str = RUN) -> dict[
         ("launches", True, False),
         ("kept", True, True),
     ):
-        launches = f"\none_launch = {str(one_launch).lower()}"
+        launches = f'\nmode = "{"one launch" if one_launch else "replays"}"'
         body = run.format(model=model, parallel=parallel + launches) + f'log = "{name}.jsonl"\n'
         body += '[checkpoint]\nfolder = "kept"\nevery = 4\nasynchronous = true\n' if saves else ""
         path = folder / f"{name}.toml"
@@ -270,37 +269,40 @@ def test_where_no_step_can_be_one_launch_it_says_why(tmp_path: Path) -> None:
     said = launch(1, tmp_path / "said", bodies.said, [["train", str(path), *words]])
     ((code, told, _),) = said.words[0]
     assert code == 0
-    assert "guarded replays, not one launch a step: a CPU has no graphs" in told
+    assert "guarded replays, not one launch a step: a CPU has no CUDA graphs" in told
     report = json.loads(out.read_text())
     jsonschema.Draft202012Validator(reports.schema()).validate(report)
     (run,) = report["raw"]["runs"]
-    assert (run["launches"], run["guarded_replays"]) == (0, "a CPU has no graphs")
+    why = "a CPU has no CUDA graphs: run on cuda"
+    assert (run["launches"], run["guarded_replays"]) == (0, why)
     first, *others = map(json.loads, (tmp_path / "launches.jsonl").read_text().splitlines())
-    assert first == {"one_launch": False, "guarded_replays": "a CPU has no graphs"}
+    assert first == {"one_launch": False, "guarded_replays": why}
     assert [line["step"] for line in others if "loss" in line] == [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("device", "rule", "problem", "told"),
+    ("rule", "problem", "told"),
     [
-        ("cpu", "accumulate", None, "a CPU has no graphs"),
-        ("cuda", "copied", None, "[parallel] rule is 'copied'"),
-        ("cuda", "accumulate", "no cuda.bindings", "no cuda.bindings"),
-        ("cuda", "accumulate", None, None),
+        ("copied", None, ["rule is 'copied'"]),
+        ("accumulate", "no cuda.bindings", ["no cuda.bindings"]),
+        ("copied", "no cuda.bindings", ["rule is 'copied'", "no cuda.bindings"]),
+        ("accumulate", None, []),
     ],
 )
 def test_what_hinders_is_known_before_graphs_are_captured(
-    device: str,
-    rule: Any,
-    problem: str | None,
-    told: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    rule: str, problem: str | None, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs that can be nested are not even made then: without the driver's functions none can."""
-    monkeypatch.setattr(launches, "obstacle", lambda: problem)
-    member: Any = SimpleNamespace(device=torch.device(device))
-    found = launches._hindrances(member, Job(rule=rule))
-    assert [text[: len(told or "")] for text in found] == ([] if told is None else [told])
+    monkeypatch.setattr(obstacles, "obstacle", lambda _: problem)
+    found = obstacles.obstacles_on(torch.device("cuda"), rule)
+    assert [text[: len(start)] for text, start in zip(found, told, strict=True)] == told
+
+
+def test_a_cpu_has_no_graphs() -> None:
+    """The obstacle says what to change, whatever else is there."""
+    assert obstacles.obstacles_on(torch.device("cpu"), "accumulate") == [
+        "a CPU has no CUDA graphs: run on cuda"
+    ]
 
 
 def test_restarts_compare_launches_with_replays(tmp_path: Path) -> None:
@@ -323,9 +325,7 @@ def test_a_worker_for_launches_wants_nothing_but_graphs(tmp_path: Path) -> None:
     said = launch(1, tmp_path / "said", bodies.without_graphs, jobs)
     plain, model = said.words[0]
     for found in (plain, model):
-        graphs, *driver = found["missing"]
-        assert graphs.startswith("its slots have no graphs")
-        assert all("cuda.bindings" in text for text in driver)
+        assert found["missing"] == ["a CPU has no CUDA graphs: run on cuda"]
     assert (plain["tensors"], model["tensors"]) == (False, True)
 
 
@@ -335,14 +335,24 @@ def test_a_launched_side_of_curves_is_the_native_one(tmp_path: Path) -> None:
     path, out = Path(made["replays"]), tmp_path / "out.json"
     path.write_text(path.read_text().replace("skip_nonfinite = true\n", ""))
     runs = ["--runs", "native:zbv:0", "launched:zbv:0", "guarded:zbv:0"]
-    case = ["curves", str(path), *runs, "--out", str(out), "--commit", "1" * 40, "--quiet"]
-    short = [*case[:3], "launched:zbv:0", *case[6:]]
+    case = [
+        "report",
+        "curves",
+        str(path),
+        *runs,
+        "--out",
+        str(out),
+        "--commit",
+        "1" * 40,
+        "--quiet",
+    ]
+    short = [*case[:4], "launched:zbv:0", *case[7:]]
     for name in ("said", "refused"):
         (tmp_path / name).mkdir()
     refused = launch(1, tmp_path / "refused", bodies.said, [short])
     ((code, _, err),) = refused.words[0]
     assert code == 2
-    assert "no step of a launched run can be one launch: a CPU has no graphs" in err
+    assert "no step of a launched run can be one launch: a CPU has no CUDA graphs" in err
     said = launch(1, tmp_path / "said", bodies.commands, [case])
     ((code, told, _),) = said.words[0]
     assert code == 0
@@ -360,7 +370,12 @@ def test_a_launched_side_of_curves_is_the_native_one(tmp_path: Path) -> None:
     ("new", "options", "told"),
     [
         ("one_launch = true\ncaptured = false", [], "[parallel] one_launch: expected captured = t"),
-        ("one_launch = true", ["--compare", "all"], "[parallel] one_launch: --compare all looks a"),
+        ('mode = "replays"\ncaptured = true', [], "[parallel] captured: mode says how a step runs"),
+        (
+            'mode = "one launch"',
+            ["--compare", "all"],
+            "[parallel] mode: --compare all looks at",
+        ),
         ("one_launch = 1", [], "[parallel] one_launch: expected true or false, found 1"),
     ],
 )
@@ -369,7 +384,7 @@ def test_one_launch_beside_what_excludes_it_is_one_line(
 ) -> None:
     """Exit code 2, before anything is made."""
     path = Path(files(tmp_path, PIPE)["launches"])
-    path.write_text(path.read_text().replace("one_launch = true", new))
+    path.write_text(path.read_text().replace('mode = "one launch"', new))
     assert main(["runtime", "train", str(path), *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line

@@ -14,10 +14,10 @@ import torch
 
 from qeffect.cli import main
 from qeffect.cli.command import Exit
-from qeffect.gpu_runtime.lab.commands.pipeline import stopped_outcome
-from qeffect.gpu_runtime.lab.statistics.training import derive_train
 from qeffect.gpu_runtime.ranks.consent import Cause
+from qeffect.gpu_runtime.ranks.processes import stopped_outcome
 from qeffect.gpu_runtime.training.data import Loader, Tokens
+from qeffect.gpu_runtime.training.figures import derive_train
 from qeffect.gpu_runtime.training.metrics import Log
 from tests.ranks.ranks import launch
 

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend, parameters
 from qeffect.gpu_runtime.backends.reference import ReferenceStage
-from qeffect.gpu_runtime.lab.comparisons.ranks import compared, guarded
-from qeffect.gpu_runtime.lab.comparisons.recording import digests
+from qeffect.gpu_runtime.lab.comparisons.ranks import compared
+from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.consent import StoppedError
 from qeffect.gpu_runtime.ranks.job import Batches
 from qeffect.gpu_runtime.ranks.ties import Reducers, Tie
-from qeffect.gpu_runtime.ranks.world import Worker, join
+from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.step.clipping import Norm, square_sums
+from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.plan.order import Kind, Order
 from qeffect.gpu_runtime.step.reductions import Reductions
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints
@@ -221,7 +223,7 @@ def against_plain(jobs: list[Language], steps: int) -> list[dict[str, Any]]:
     member = join("cpu", LIMITS)
     said = []
     for job in jobs:
-        worker = guarded(member, job, "reference", limits=LIMITS)
+        worker = build_worker(member, job, "reference", limits=LIMITS)
         words = trained(worker, job, range(steps))
         contract = worker.runtime.contract
         words["tied"] = {own.stage: [own.tied, dict(own.buffers)] for own in contract.stages}
@@ -253,7 +255,7 @@ def without_the_sum(job: Language) -> dict[str, Any]:
     Reducers.__call__ = lambda self, bucket, given: (  # type: ignore[method-assign]
         None if bucket in self.pairs else whole(self, bucket, given)
     )
-    worker = guarded(member, job, "reference", limits=LIMITS)
+    worker = build_worker(member, job, "reference", limits=LIMITS)
     words: dict[str, Any] = {"drifted": ""}
     try:
         words.update(trained(worker, job, range(2)))
@@ -269,7 +271,7 @@ def without_the_sum(job: Language) -> dict[str, Any]:
         self.copies = held
 
     Reductions.end = without_copies  # type: ignore[method-assign]
-    worker = guarded(member, job, "reference", limits=LIMITS)
+    worker = build_worker(member, job, "reference", limits=LIMITS)
     try:
         worker.step()
     except StoppedError as stopped:
@@ -311,7 +313,7 @@ def undeclared(cases: list[list[Language]]) -> list[list[str]]:
     said = []
     for jobs in cases:
         try:
-            guarded(member, jobs[member.rank], "reference", limits=LIMITS)
+            build_worker(member, jobs[member.rank], "reference", limits=LIMITS)
         except (Refused, BackendError) as error:
             said.append([getattr(error, "clause", ""), str(error)])
     return said
@@ -328,7 +330,7 @@ def kept(jobs: list[Language], folder: str) -> list[dict[str, Any]]:
     for n, job in enumerate(jobs):
         if member.world < job.world:
             continue
-        worker = guarded(member, job, "reference", limits=LIMITS)
+        worker = build_worker(member, job, "reference", limits=LIMITS)
         checkpoints, must = Checkpoints(folder), {"layers": sum(job.cut), "tied": job.tied}
         words: dict[str, Any] = {"error": ""}
         try:
@@ -355,7 +357,7 @@ def stumbling(job: Language) -> dict[str, Any]:
     member = join("cpu", LIMITS)
     found = []
     for fails in (False, True):
-        worker = guarded(member, job, "reference", limits=LIMITS)
+        worker = build_worker(member, job, "reference", limits=LIMITS)
         held = worker.runtime.reducer
         assert isinstance(held, Reducers)
         if fails and member.rank == 1:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from qeffect.gpu_runtime.lab.comparisons.ranks import compared, guarded
+from qeffect.gpu_runtime.lab.comparisons.ranks import compared
+from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.training.model import Language
 from tests.ranks.bodies import LIMITS
@@ -16,7 +17,7 @@ def against_native(jobs: list[Language], steps: int) -> list[dict[str, Any]]:
     said = []
     for job in jobs:
         result = compared(member, job, steps, limits=LIMITS)
-        worker = guarded(member, job, "reference", limits=LIMITS)
+        worker = build_worker(member, job, "reference", limits=LIMITS)
         said.append(
             {
                 "same": result.same,

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
 
+from ...backends.deterministic import DETERMINISTIC
 from ...backends.protocol import BackendError
 from ..comparisons.cases import DEFAULT_SETS, SETS, Case, on_device, small
 from ..comparisons.faults import INJECTED
@@ -29,21 +29,14 @@ from ..comparisons.recording import (
     compare,
 )
 from ..comparisons.sides import GUARDED, SIDES, record
-from ..reports.report import Report, environment
+from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
 
 __all__ = [
-    "DETERMINISTIC",
     "add_compare_arguments",
     "compare_cases",
     "run_compare",
 ]
-
-#: Deterministic on both sides: nondeterministic attention is allowed by default.
-DETERMINISTIC = {
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-}
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +57,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         default="cuda",
         help="cpu compares the reference backend at hidden 128, without capture",
     )
-    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+    add_report_options(parser)
 
 
 def run_compare(args: argparse.Namespace, progress: Progress) -> Outcome:

@@ -1,5 +1,5 @@
 """
-``qeffect runtime curves``: how models learn, guarded and natively, run after run, in one report.
+``qeffect runtime report curves``: loss curves of guarded and native runs, in one report.
 
 A run is named SIDE:SCHEDULE:SEED, such as ``guarded:zbv:0``, or SIDE:SCHEDULE:SEED:HEAD. A side is
 native, guarded (by replays), or launched: guarded, and each step one launch. All runs of a report
@@ -32,27 +32,31 @@ from qeffect.refusals import Refused
 from qeffect.report import UnusableError, finite, program
 
 from ...backends.protocol import BackendError, StageBackend, parameters
+from ...ranks.assembly import build_worker
 from ...ranks.consent import StoppedError
 from ...ranks.job import NAMES
-from ...ranks.world import Limits, Member, Worker, gathered
+from ...ranks.processes import join_ranks, report_once, stopped_outcome
+from ...ranks.worker import Worker
+from ...ranks.world import Limits, Member, gathered
 from ...step.optimizer import Optimizer
 from ...training.command import release, require_processes
 from ...training.config import Checkpointing, Config, read
-from ...training.evaluate import evaluate, evaluate_native
-from ...training.launches import Steps, hindrance
+from ...training.evaluate import evaluate
+from ...training.launches import Steps, mode_of
 from ...training.loop import TIMES, Opened, backend_of, opened, settled
 from ...training.model import Language
-from ..comparisons.ranks import guarded, native_pipeline, tensors_of
+from ..comparisons.evaluation import evaluate_native
+from ..comparisons.ranks import native_pipeline, tensors_of
 from ..reports.report import (
     ALIKE,
     Report,
+    add_report_options,
     environment,
     read_part,
     require_alike,
     require_place,
 )
 from ..sides.torch_pipeline import NativePipeline
-from .pipeline import begun, said_once, stopped_outcome
 
 __all__ = ["Named", "add_curves_arguments", "merged", "run_curves", "trained"]
 
@@ -116,13 +120,20 @@ class Named:
         config = read(
             path,
             model={"head": self.head} if self.head is not None else {},
-            parallel={"schedule": self.schedule, "one_launch": self.side == "launched"},
+            parallel={
+                "schedule": self.schedule,
+                "mode": "one launch" if self.side == "launched" else None,
+            },
             run={"device": device, "steps": steps},
         )
         seed = config.model.seed + self.seed
         read(path, model={"seed": seed})  # refuses a sum that is none
+        parallel = config.parallel
+        if parallel.mode == "one launch" and self.side != "launched":
+            parallel = attrs.evolve(parallel, mode="replays")
         return attrs.evolve(
             config,
+            parallel=parallel,
             model=attrs.evolve(config.model, seed=seed),
             data=attrs.evolve(config.data, seed=config.data.seed + self.seed),
             checkpoint=Checkpointing(),
@@ -166,19 +177,17 @@ class _Guarded:
 
     def __init__(self, member: Member, config: Config, data: Opened) -> None:
         self.data = data
-        self.captured = config.run.device == "cuda" and config.parallel.captured
-        one_launch = config.parallel.one_launch
-        why = hindrance(member, data.job) if one_launch else ""
+        mode, why = mode_of(member, data.job, config.parallel.mode)
+        self.captured = mode != "eager"
         _require_launches(config, why)
-        self.worker: Worker = guarded(
+        self.worker: Worker = build_worker(
             member,
             data.job,
             backend_of(config),
-            captured=self.captured,
+            mode=mode,
             limits=_limits(config),
-            one_launch=one_launch,
         )
-        self.steps = Steps(self.worker, one_launch=one_launch)
+        self.steps = Steps(self.worker)
         _require_launches(config, self.steps.replays)
         self.optimizer = self.worker.optimizer
         self.stages: Mapping[int, StageBackend] = self.worker.runtime.stages
@@ -446,8 +455,7 @@ def add_curves_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", nargs="+", type=Path, metavar="F", help="make one report of several"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="F", help="the JSON report")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+    add_report_options(parser, required=True)
 
 
 def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -459,7 +467,7 @@ def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
     require_place(args.out)
     if args.merge is None:
-        return said_once(lambda: _run(args, progress))
+        return report_once(lambda: _run(args, progress))
     others = ["--runs", "--steps", "--held-out-steps", "--limit-s", "--device", "--commit"]
     refuse_unused(args, others, "--merge runs nothing")
     if args.config is not None:
@@ -494,7 +502,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     if args.held_out_steps is not None:
         windows = args.held_out_steps * job.windows_a_step
     windows = min(windows, held_out.tokens.windows(held_out.sequence))
-    member = begun(first.run.device, _limits(first), deterministic=True)
+    member = join_ranks(first.run.device, _limits(first), deterministic=True)
     if member.rank:
         progress = Progress(enabled=False)
     times: dict[str, Any] = {}
@@ -613,7 +621,7 @@ def merged(paths: Sequence[Path]) -> Report:
     ]
     typed = {
         "program": program(),
-        "argv": ["runtime", "curves", "--merge", *(path.name for path in paths)],
+        "argv": ["runtime", "report", "curves", "--merge", *(path.name for path in paths)],
     }
     report = Report("curves", None, {**first["environment"], **typed}, asked, {"runs": runs})
     report.complete = all(part["complete"] for part in parts)

@@ -6,11 +6,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,46 +16,25 @@ import torch
 
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError, finite, require_place, write_text
-from qeffect.schedule.actions import ScheduleError
 
 from ...backends.layers import LayerConfig
-from ...backends.protocol import BackendError
-from ...ranks.consent import Cause, StoppedError
+from ...ranks.assembly import build_worker
+from ...ranks.consent import StoppedError
+from ...ranks.fallback import fall_back
 from ...ranks.job import NAMES, Batches, Job
-from ...ranks.one_launch import OneLaunch, obstacles
+from ...ranks.obstacles import obstacles
+from ...ranks.one_launch import OneLaunch
+from ...ranks.processes import join_ranks, process_count, report_once, stopped_outcome
 from ...ranks.trace import Tracer, chrome_trace
-from ...ranks.world import (
-    Limits,
-    Member,
-    Worker,
-    agree_on,
-    gathered,
-    join,
-    launched,
-)
+from ...ranks.worker import Worker
+from ...ranks.world import Limits, Member, agree_on, gathered
 from ...step.memory.arena import RULES
 from ...step.memory.scaling import AMAX
 from ...step.plan.slots import PROVISIONINGS
-from ..comparisons.ranks import Compared, compared, guarded, summed
-from .compare import DETERMINISTIC
+from ..comparisons.ranks import Compared, compared, summed
 
-__all__ = [
-    "add_pipeline_arguments",
-    "begun",
-    "could_not_capture",
-    "mute",
-    "processes",
-    "run_pipeline",
-    "said_once",
-    "stopped_outcome",
-]
+__all__ = ["add_pipeline_arguments", "run_pipeline"]
 
-#: How long rank 0 has for its last word.
-_LAST_WORD_S = 5.0
-#: Kinds of causes whose rank cannot speak.
-_DUMB = ("gone", "late")
-#: Kinds of causes that the contract or its ranks found wrong in a step.
-_VIOLATIONS = ("refused", "dropped", "disagreed")
 _SIZES = {"cpu": (64, 128, 2, 32), "cuda": (512, 2048, 8, 256)}
 
 
@@ -128,49 +104,20 @@ def run_pipeline(args: argparse.Namespace, progress: Progress) -> Outcome:
     Raises:
         UnusableError: The job cannot be run by these processes; the same on every rank.
     """
-    return said_once(lambda: _run(args, progress))
-
-
-def said_once(run: Callable[[], Outcome]) -> Outcome:
-    """
-    What a run comes to, left to one rank to say: 0, or 1 where 0 is the one that is gone, or late.
-
-    Raises:
-        UnusableError: The run cannot be made; rank 0 has the word.
-    """
-    try:
-        outcome = run()
-    except (BackendError, ScheduleError, UnusableError) as error:
-        mute(failed=True)
-        raise UnusableError(str(error)) from error
-    cause = outcome.data.get("cause") or {}
-    mute(failed=outcome.exit != 0, speaker=int(cause.get("rank") == 0 and cause["kind"] in _DUMB))
-    return outcome
-
-
-def mute(*, failed: bool, speaker: int = 0) -> None:
-    """Leave the word to one rank: what every rank says alike is said once."""
-    try:
-        rank, world = launched()
-    except BackendError:  # no rank is known to be the first: each says what it found
-        return
-    if world is not None and rank != speaker:
-        sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - until the end
-        if failed:  # torchrun ends all ranks when the first one fails, also one that is to speak
-            time.sleep(_LAST_WORD_S)
+    return report_once(lambda: _run(args, progress))
 
 
 def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     _require_together(args)
     job = _job(args)
-    world = processes()
+    world = process_count()
     if world is not None and world != job.world:
         raise UnusableError(
             f"{world} processes were started for --pp {job.pp} --dp {job.dp}, which takes "
             f"{job.world}; start torchrun with --nproc-per-node {job.world}"
         )
     limits = Limits()
-    member = begun(args.device, limits, deterministic=args.compare)
+    member = join_ranks(args.device, limits, deterministic=args.compare)
     backend = args.backend or ("reference" if args.device == "cpu" else "transformer-engine")
     log = _log(args.event_logs, member)
     _require_writable(args.trace, member)
@@ -189,59 +136,6 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         return _trained(args, member, job, backend, captured, limits, log, what)
     except StoppedError as stopped:
         return stopped_outcome(stopped.cause, what)
-
-
-def stopped_outcome(cause: Cause, what: str) -> Outcome:
-    """
-    What a run comes to that every rank stopped.
-
-    A violation (exit code 1) is what the contract refused, ranks that disagreed and a message that
-    was skipped. A rank that raised, ended, was ended, or came late or whose connection broke has
-    violated nothing: the run could not be made (2).
-
-    Args:
-        cause: Why.
-        what: What was run, in a line.
-    """
-    data = {
-        "clause": cause.clause,
-        "rank": cause.rank,
-        "step": None,
-        "action": cause.action,
-        "cause": attrs.asdict(cause),
-    }
-    said = f"Every rank stopped: {cause.text}"
-    if cause.kind in _VIOLATIONS:
-        return Outcome("refused", data, [what, said])
-    return Outcome("unusable", {"error": said, **data}, [what, said])
-
-
-def begun(device: str, limits: Limits, *, deterministic: bool) -> Member:
-    """
-    Meet the other ranks, before the library is imported.
-
-    Args:
-        device: `cpu`, where a rank has one thread, or `cuda`.
-        limits: How long that may take.
-        deterministic: Ask the library for deterministic kernels, where nobody said otherwise.
-    """
-    member = join(device, limits)
-    if member.device.type == "cpu":
-        torch.set_num_threads(1)
-    if deterministic:
-        for name, value in DETERMINISTIC.items():
-            os.environ.setdefault(name, value)
-    return member
-
-
-def processes() -> int | None:
-    """
-    How many processes a launcher started; None where there was none.
-
-    Raises:
-        BackendError: What it left in the environment cannot be.
-    """
-    return launched()[1]
 
 
 def _require_together(args: argparse.Namespace) -> None:
@@ -376,17 +270,16 @@ def _trained(
     log: Path | None,
     what: str,
 ) -> Outcome:
-    worker = guarded(
+    worker = build_worker(
         member,
         job,
         backend,
-        captured=captured,
+        mode="one launch" if args.one_launch else "replays" if captured else "eager",
         limits=limits,
         event_log=log,
         repeat=True,
         clip_norm=args.clip_norm,
         skip_nonfinite=args.skip_nonfinite,
-        one_launch=args.one_launch,
     )
     notes: list[str] = []
     norms = []
@@ -401,7 +294,7 @@ def _trained(
             try:
                 runner.step()
             except StoppedError as stopped:
-                uncaptured(whole, stopped, notes)
+                fall_back(whole, stopped, notes)
                 whole, runner = None, worker
                 runner.step()
         if member.device.type == "cuda":
@@ -457,31 +350,6 @@ def _whole(worker: Worker, notes: list[str]) -> OneLaunch | None:
         return OneLaunch(worker)
     notes.append(f"guarded replays, as the step cannot be one graph: {'; '.join(why)}")
     return None
-
-
-def uncaptured(whole: OneLaunch | None, stopped: StoppedError, notes: list[str]) -> None:
-    """
-    Begin a step again, with guarded replays, which some rank could not capture.
-
-    Args:
-        whole: What was to capture it.
-        stopped: How the step ended, on every rank.
-        notes: Told why.
-
-    Raises:
-        StoppedError: It ended for anything else.
-    """
-    if whole is None or not could_not_capture(whole, stopped):
-        raise stopped
-    whole.rebuild(stopped)
-    whole.close()
-    notes.append(f"guarded replays, as the step could not be captured: {stopped.cause.text}")
-
-
-def could_not_capture(whole: OneLaunch, stopped: StoppedError) -> bool:
-    """Whether what stopped all ranks is that one could not capture the step, and all are there."""
-    cause = stopped.cause
-    return whole.steps == 1 and cause.kind == "raised" and cause.recoverable
 
 
 def _loss(worker: Worker, whole: OneLaunch | None, step: int) -> float:

@@ -1,5 +1,5 @@
 """
-``qeffect runtime scale``: a guarded pipeline over ranks, compared and timed against torch's own.
+``qeffect runtime report scale``: a guarded pipeline, compared with torch's own and timed beside it.
 
 Started by torchrun; rank 0 writes the report. The native side is torch's schedule runtime over
 stages whose backward is the library's full one. Both sides train the same model from the same bits.
@@ -12,7 +12,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,13 +25,15 @@ from ...backends.protocol import BackendError
 from ...ranks.consent import StoppedError
 from ...ranks.job import Job
 from ...ranks.one_launch import OneLaunch
-from ...ranks.world import Member, Worker, gathered, join
-from ...runtime import RuntimeConfig
+from ...ranks.processes import silence
+from ...ranks.worker import Worker
+from ...ranks.world import Member, gathered, join
+from ...runtime import RuntimeConfig, mode_on
+from ...step.memory.digests import digests
 from ...step.optimizer import Gradients
 from ...step.plan.order import Order
 from ..comparisons.ranks import compared, summed, tensors_of
-from ..comparisons.recording import digests
-from ..reports.report import Report, environment
+from ..reports.report import Report, add_report_options, environment
 from ..runner.profiler import traced
 from ..runner.rank_parts import (
     alone,
@@ -52,7 +53,6 @@ from ..sides.pipelines import (
     worker_side,
 )
 from ..statistics.traces import shares
-from .pipeline import mute
 
 __all__ = ["add_scale_arguments", "run_scale"]
 
@@ -96,8 +96,7 @@ def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of a turn")
     parser.add_argument("--native-steps", type=int, default=3, metavar="N", help="of a native turn")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+    add_report_options(parser)
 
 
 def run_scale(args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -117,13 +116,13 @@ def run_scale(args: argparse.Namespace, progress: Progress) -> Outcome:
             Job(schedule=name, pp=args.pp).table()
         outcome = _run(args, progress)
     except (BackendError, ScheduleError) as error:
-        mute(failed=True)
+        silence(failed=True)
         raise UnusableError(str(error)) from error
     except StoppedError as stopped:
         cause = stopped.cause
         data = {"clause": cause.clause, "rank": cause.rank, "step": None, "action": cause.action}
         outcome = Outcome("refused", data, [f"Every rank stopped: {cause.text}"])
-    mute(failed=outcome.exit != 0)
+    silence(failed=outcome.exit != 0)
     return outcome
 
 
@@ -207,10 +206,8 @@ def _native(member: Member, args: argparse.Namespace, name: str) -> dict[str, An
     return _timed(member, args, name, "native", "il", side.step, args.native_steps, made, {})
 
 
-def _worker(
-    member: Member, args: argparse.Namespace, job: Job, config: RuntimeConfig, *, capturable: bool
-) -> Worker:
-    return worker_side(member, job, backend_on(args.device), config, capturable=capturable)
+def _worker(member: Member, args: argparse.Namespace, job: Job, config: RuntimeConfig) -> Worker:
+    return worker_side(member, job, backend_on(args.device), config)
 
 
 def _final(worker: Worker) -> dict[str, str]:
@@ -237,8 +234,8 @@ def _one_launch(
     config, microbatches = CELLS[name]
     job = _job(args, schedule, config, microbatches)
     began = time.perf_counter()
-    counting = RuntimeConfig(captured=True, device_counts=True, late_counts=True, nested=True)
-    worker = _worker(member, args, job, counting, capturable=True)
+    counting = RuntimeConfig(mode="one launch")
+    worker = _worker(member, args, job, counting)
     whole = OneLaunch(worker)
     made = time.perf_counter() - began
     for _ in range(BEFORE):
@@ -313,8 +310,8 @@ def _guarded(
     config, microbatches = CELLS[name]
     job = _job(args, schedule, config, microbatches)
     began = time.perf_counter()
-    captured = RuntimeConfig(captured=args.device == "cuda")
-    worker = _worker(member, args, job, captured, capturable=False)
+    config_of = RuntimeConfig(mode=mode_on(args.device))
+    worker = _worker(member, args, job, config_of)
     made = time.perf_counter() - began
     for _ in range(BEFORE):
         worker.step()

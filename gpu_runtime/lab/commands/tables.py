@@ -1,5 +1,5 @@
 """
-``qeffect runtime tables``: one trial of the paper's tables, and trials merged into one report.
+``qeffect runtime report tables``: a trial of the paper's tables, and trials merged in one report.
 
 A trial is one start of torchrun; rank 0 writes the report again after every row, so that a run that
 is ended early leaves what it had. Merging starts no ranks. The language model has one layer a stage
@@ -30,8 +30,10 @@ from ...backends.protocol import BackendError
 from ...ranks.consent import StoppedError
 from ...ranks.job import Job
 from ...ranks.one_launch import OneLaunch
-from ...ranks.world import Member, Worker, gathered, join
-from ...runtime import RuntimeConfig
+from ...ranks.processes import silence
+from ...ranks.worker import Worker
+from ...ranks.world import Member, gathered, join
+from ...runtime import Mode, RuntimeConfig
 from ...step.graphs import GraphExecutor
 from ...step.memory.arena import Rule
 from ...step.memory.state import same_bits
@@ -40,6 +42,7 @@ from ..comparisons.ranks import held_by
 from ..reports.report import (
     ALIKE,
     Report,
+    add_report_options,
     environment,
     read_part,
     require_alike,
@@ -55,7 +58,6 @@ from ..sides.pipelines import (
 )
 from ..sides.torch_pipeline import Batch, NativePipeline
 from ..statistics.paper import LARGE, SMALL
-from .pipeline import mute
 
 __all__ = ["Asked", "DrawnLanguage", "add_tables_arguments", "asked", "merged", "run_tables"]
 
@@ -226,8 +228,7 @@ def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", nargs="+", type=Path, metavar="F", help="merge reports of trials, in this order"
     )
-    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+    add_report_options(parser)
 
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -268,10 +269,10 @@ def run_tables(args: argparse.Namespace, progress: Progress) -> Outcome:
         require_place(args.out)
         finished = _trial(args, progress)
     except (BackendError, ScheduleError, UnusableError) as error:
-        mute(failed=True)
+        silence(failed=True)
         raise UnusableError(str(error)) from error
     outcome = _outcome(finished)
-    mute(failed=outcome.exit != 0)
+    silence(failed=outcome.exit != 0)
     return outcome
 
 
@@ -419,8 +420,7 @@ class _Replays:
 
     def __init__(self, member: Member, job: Job, backend: str, config: RuntimeConfig) -> None:
         self.member = member
-        launched = config.nested
-        self.worker: Worker = worker_side(member, job, backend, config, capturable=launched)
+        self.worker: Worker = worker_side(member, job, backend, config)
 
     def step(self) -> None:
         self.worker.step()
@@ -484,13 +484,13 @@ class _OneLaunch(_Replays):
 
 
 def _make(member: Member, row: Asked, job: Job, device: str) -> _Side:
-    backend, captured = backend_on(device), device == "cuda"
+    backend = backend_on(device)
     if row.side == "native":
         return _Native(member, job, backend)
     if row.side == "one launch":
-        counting = RuntimeConfig(captured=True, device_counts=True, late_counts=True, nested=True)
-        return _OneLaunch(member, job, backend, counting)
-    config = RuntimeConfig(rule=job.rule, captured=captured and row.side != "eager")
+        return _OneLaunch(member, job, backend, RuntimeConfig(mode="one launch"))
+    mode: Mode = "replays" if device == "cuda" and row.side != "eager" else "eager"
+    config = RuntimeConfig(rule=job.rule, mode=mode)
     return _Replays(member, job, backend, config)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused
 
-from ...runtime import Runtime, RuntimeConfig
+from ...runtime import Runtime, RuntimeConfig, mode_on
 from ...step.actions import GuardedActions
 from ...step.optimizer import Optimizer
 from ...step.plan.order import Kind, Step
@@ -207,7 +207,7 @@ def _run(
         RuntimeConfig(
             rule=case.rule,
             dtype=case.torch_dtype,
-            captured=device != "cpu",
+            mode=mode_on(device),
             readers=True,
             # Declared, an order that a shared pool cannot carry is refused before any action is.
             declared=discipline != "shared",

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, BinaryIO
 
 import attrs
@@ -16,26 +15,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...backends.protocol import StageBackend, parameters
+from ...ranks.assembly import build_worker
 from ...ranks.channels import transport_of
 from ...ranks.executor import Passage, Pipeline
 from ...ranks.job import Batches, Job
 from ...ranks.ties import Tie
-from ...ranks.world import Limits, Member, Worker, gathered
-from ...runtime import RuntimeConfig
+from ...ranks.world import Limits, Member, gathered
 from ...step.clipping import EPSILON, square_sums
+from ...step.memory.digests import digests
 from ...step.memory.state import live_state
 from ...step.optimizer import Gradients, Optimizer
 from ...step.plan.order import Order
 from ..sides.torch_pipeline import NativePipeline
 from .native import record_step, rule_for
-from .recording import Comparison, Recording, compare, digests
+from .recording import Comparison, Recording, compare
 
 __all__ = [
     "CATEGORIES",
     "Compared",
     "Recorded",
     "compared",
-    "guarded",
     "held_by",
     "native",
     "native_pipeline",
@@ -194,55 +193,6 @@ def native_pipeline(
     return run
 
 
-def guarded(
-    member: Member,
-    job: Job,
-    backend: str,
-    *,
-    captured: bool = False,
-    limits: Limits | None = None,
-    event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
-    tagged: bool = True,
-    pipeline: type[Pipeline] = Pipeline,
-    repeat: bool = False,
-    clip_norm: float | None = None,
-    skip_nonfinite: bool = False,
-    one_launch: bool = False,
-) -> Worker:
-    """
-    A job's guarded pipeline, ready for its first step; every rank calls it.
-
-    Args are those of `Worker`; with `one_launch` its steps can be one launch each.
-    """
-    config = RuntimeConfig(
-        rule=job.rule,
-        provisioning=job.provisioning,
-        captured=captured,
-        nested=one_launch,
-        device_counts=one_launch,
-        late_counts=one_launch,
-        amax=job.amax,
-    )
-    worker = Worker(
-        member,
-        job.table(),
-        job.pp,
-        lambda indices: job.stages(indices, member.device, backend),
-        lambda replica: Batches(job.batch(member.device, replica), member.device, repeat=repeat),
-        config,
-        limits=limits,
-        optimizer=partial(job.optimizer, capturable=True) if one_launch else job.optimizer,
-        event_log=event_log,
-        tagged=tagged,
-        pipeline=pipeline,
-        clip_norm=job.clipping.max_norm if clip_norm is None else clip_norm,
-        skip_nonfinite=skip_nonfinite or job.clipping.skip_nonfinite,
-        ties=job.ties,
-    )
-    worker.heed_termination()
-    return worker
-
-
 def compared(
     member: Member,
     job: Job,
@@ -267,11 +217,11 @@ def compared(
     """
     theirs, ours = Recording("torch's pipeline, native"), Recording("guarded pipeline")
     oracle = native(member, job, steps, backend, theirs)
-    worker = guarded(
+    worker = build_worker(
         member,
         job,
         backend,
-        captured=captured,
+        mode="replays" if captured else "eager",
         limits=limits,
         event_log=event_log,
         pipeline=Recorded,

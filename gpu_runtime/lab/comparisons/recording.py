@@ -12,15 +12,13 @@ must not be, and each is compared with the requirement, which is zero.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 import attrs
-import torch
 from torch import Tensor
 
-from ...step.memory.state import raw_bits
+from ...step.memory.digests import digests
 
 Value = Literal[
     "outputs",
@@ -62,27 +60,6 @@ def digest(value: Tensor | int) -> str:
     if isinstance(value, int):
         return f"int:{value}"
     return digests([value])[0]
-
-
-def digests(tensors: Sequence[Tensor]) -> list[str]:
-    """
-    The digest of each of several tensors of one device, brought to the host in one copy.
-
-    A device is waited for once, not once a tensor: a recording has a hundred thousand of them.
-    """
-    if not tensors:
-        return []
-    # FP8 types have no NumPy equivalent, bytes do.
-    parts = [raw_bits(tensor) for tensor in tensors]
-    host = (torch.cat(parts) if len(parts) > 1 else parts[0]).cpu().numpy()
-    found, start = [], 0
-    for tensor, part in zip(tensors, parts, strict=True):
-        stop = start + part.numel()
-        shape = "x".join(map(str, tensor.shape))
-        digest_of = hashlib.sha256(host[start:stop].data).hexdigest()
-        found.append(f"{tensor.dtype}:{shape}:{digest_of}")
-        start = stop
-    return found
 
 
 @attrs.define

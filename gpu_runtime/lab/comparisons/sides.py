@@ -14,7 +14,7 @@ import gc
 import torch
 
 from ...backends.protocol import StageBackend
-from ...runtime import Runtime, RuntimeConfig
+from ...runtime import Runtime, RuntimeConfig, mode_on
 from ...step.memory.arena import Rule
 from ...step.memory.state import live_state, preserving
 from ...step.optimizer import Optimizer
@@ -134,7 +134,7 @@ def _guarded(case: Case, side: str, backend: str, device: str) -> Recording:
         RuntimeConfig(
             rule=case.rule,
             dtype=case.torch_dtype,
-            captured=side != "eager" and device != "cpu",
+            mode="eager" if side == "eager" else mode_on(device),
             readers=True,
         ),
         reducer=LocalReduction() if side == "disturbed" else None,

@@ -73,7 +73,7 @@ class Upkeep:
         for index, memory in self.runtime.memories.items():
             for name, address in memory.addresses().items():
                 # Whether an eager library keeps its quantized weights in place is its own affair.
-                if self.runtime.config.captured or not name.startswith("cache:"):
+                if self.runtime.config.replays_graphs or not name.startswith("cache:"):
                     yield f"stage {index} {name}", address
             if memory.arena.direct:
                 for microbatch in range(self.runtime.order.num_microbatches):

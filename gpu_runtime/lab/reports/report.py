@@ -1,22 +1,18 @@
 """
-Reports: raw numbers, what follows from them, and where they were measured.
-
-A report is written again after every part that is done, each time whole, so that a run that is
-killed leaves a valid report of what it had; `complete` says whether it reached its end.
+Reports of the laboratory: their derived figures by kind, and parts that become one report.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
+from qeffect.report import UnusableError, read_json, require_place
 
-from qeffect import report
-from qeffect.report import UnusableError, read_json, require_place, write_json
-
-from ..runner import device
+from ... import report
+from ...report import SCHEMA, environment
 from ..statistics.derive import DERIVE
 from .text import LINES
 
@@ -25,95 +21,47 @@ __all__ = [
     "SCHEMA",
     "Report",
     "UnusableError",
+    "add_report_options",
     "environment",
     "read_part",
     "require_alike",
     "require_place",
 ]
 
-SCHEMA = "qeffect-runtime-report-1"
-
 ALIKE = ("commit", "gpu", "driver", "gpu_memory_mib", "python", "packages")
 """What reports that become one have to agree in, of the environment."""
 
 
-@attrs.define(eq=False)
-class Report:
-    """
-    A report being written.
+class Report(report.Report):
+    """A report whose derived figures follow from its kind, one of those that `DERIVE` has."""
 
-    Args:
-        kind: One of the kinds that `derive` knows.
-        path: Where it is written; None keeps it in memory.
-        environment: Where it is measured.
-        configuration: What was asked for, as plain data.
-        raw: The measurements; grows in place.
-
-    Raises:
-        UnusableError: Nothing can be written there.
-    """
-
-    kind: str
-    path: Path | None
-    environment: Mapping[str, Any]
-    configuration: Mapping[str, Any]
-    raw: dict[str, Any]
-    complete: bool = attrs.field(default=False, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        require_place(self.path)
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data, its derived part computed from the raw one now."""
-        return {
-            "schema": SCHEMA,
-            "kind": self.kind,
-            "complete": self.complete,
-            "environment": dict(self.environment),
-            "configuration": dict(self.configuration),
-            "derived": DERIVE[self.kind](self.raw),
-            "raw": self.raw,
-        }
+    def __init__(
+        self,
+        kind: str,
+        path: Path | None,
+        environment: Mapping[str, Any],
+        configuration: Mapping[str, Any],
+        raw: dict[str, Any],
+    ) -> None:
+        super().__init__(kind, path, environment, configuration, raw, derive=DERIVE[kind])
 
     def lines(self) -> list[str]:
         """What a command prints of it last."""
         return list(LINES[self.kind](self.to_json()))
 
-    def save(self) -> None:
-        """Write the report, whole or not at all."""
-        if self.path is not None:
-            write_json(self.path, self.to_json())
 
-    def finish(self) -> dict[str, Any]:
-        """Mark the report complete, write it and return it."""
-        self.complete = True
-        self.save()
-        return self.to_json()
-
-
-def environment(commit: str | None) -> dict[str, Any]:
+def add_report_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
     """
-    Record the device beside what every report of the project records.
+    Declare `--out` and `--commit`, which every command has that writes a report.
 
     Args:
-        commit: The commit, where the checkout is not a git one; None asks git.
-
-    Raises:
-        UnusableError: The commit is neither given nor known to git, or it is not one.
+        parser: The command's.
+        required: Whether `--out` must be given.
     """
-    identity = device.query(device.IDENTITY) or {}
-    record = report.environment(
-        commit_given=commit,
-        device={
-            "gpu": identity.get("name"),
-            "driver": None if not identity else str(identity["driver_version"]),
-            "gpu_memory_mib": identity.get("memory.total"),
-            "clocks": device.query(device.STATE) or {},
-        },
+    parser.add_argument(
+        "--out", type=Path, required=required, metavar="F", help="file of the JSON report"
     )
-    if record["commit"] == "unknown":
-        raise UnusableError("this is not a git checkout; name the commit with --commit")
-    return record
+    parser.add_argument("--commit", metavar="SHA", help="the commit, outside a git checkout")
 
 
 def read_part(path: Path, kind: str) -> dict[str, Any]:
@@ -132,7 +80,7 @@ def read_part(path: Path, kind: str) -> dict[str, Any]:
     except UnusableError as error:
         raise UnusableError(f"--merge {error}") from None
     found = part.get("kind") if isinstance(part, dict) and part.get("schema") == SCHEMA else None
-    again = f"make one with qeffect runtime {kind}"
+    again = f"make one with qeffect runtime report {kind}"
     if found != kind:
         raise UnusableError(
             f"--merge {path}: expected a report of kind {kind!r}, found {found!r}; {again}"

@@ -8,16 +8,23 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import threading
-from collections.abc import Sequence
-from typing import Any
 
 from qeffect.report import UnusableError
 
 from ...backends.devices import visible_id
+from ...backends.nvidia_smi import IDENTITY, STATE, parse, query
 
-STATE = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu", "pstate")
+__all__ = [
+    "FIRST_READING_S",
+    "IDENTITY",
+    "STATE",
+    "MemoryPoll",
+    "parse",
+    "query",
+    "require_device",
+]
+
 FIRST_READING_S = 4.0
-IDENTITY = ("name", "driver_version", "memory.total")
 
 
 def require_device(instead: str, *, library: bool = True) -> None:
@@ -40,45 +47,6 @@ def require_device(instead: str, *, library: bool = True) -> None:
         )
     if library and importlib.util.find_spec("transformer_engine") is None:
         raise UnusableError("Transformer Engine is not installed: pip install 'qeffect[gpu]'")
-
-
-def query(fields: Sequence[str]) -> dict[str, Any] | None:
-    """
-    Ask nvidia-smi for some fields of the device that columns run on: the first visible one.
-
-    Returns:
-        The values, numbers where they are numbers; None when there is no nvidia-smi to ask.
-    """
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(
-            [*command, f"--id={visible_id()}"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return parse(fields, done.stdout)
-
-
-def parse(fields: Sequence[str], line: str) -> dict[str, Any]:
-    """
-    Read one line of nvidia-smi's answer.
-
-    >>> parse(("clocks.sm", "pstate"), "1980, P0")
-    {'clocks.sm': 1980.0, 'pstate': 'P0'}
-    """
-    values = [value.strip() for value in line.strip().splitlines()[0].split(",")]
-    return {field: _number(value) for field, value in zip(fields, values, strict=True)}
-
-
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 class MemoryPoll:

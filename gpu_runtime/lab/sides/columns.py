@@ -214,7 +214,7 @@ COUNTED = _ours(
     "ours, captured, accumulate, counted by the device",
     "accumulate",
     "main_grad",
-    device_counts=True,
+    counts="commit",
 )
 """The same step with counters in device memory, compared at the commit."""
 
@@ -223,8 +223,7 @@ LATE = _ours(
     "ours, captured, accumulate, counted and compared by the device",
     "accumulate",
     "main_grad",
-    device_counts=True,
-    late_counts=True,
+    counts="next step",
 )
 """The same step with counters that the device itself compares before the update."""
 

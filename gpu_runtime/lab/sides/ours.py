@@ -17,7 +17,7 @@ from torch import Tensor
 from qeffect.keys import TapeKey, TapeRef
 
 from ...backends.protocol import StageBackend
-from ...runtime import Runtime, RuntimeConfig
+from ...runtime import Counts, Runtime, RuntimeConfig
 from ...step.memory.arena import Rule
 from ...step.optimizer import Optimizer
 from ...step.plan.order import Kind, Order
@@ -73,8 +73,7 @@ class Ours:
         provisioning: How slots are counted.
         captured: Replay graphs.
         guards: Ask the kernel; False exists for the benchmark alone.
-        device_counts: Let the device count what it runs, and compare at the commit.
-        late_counts: Let the device compare, and the host learn of it a step later.
+        counts: When what the device counts is compared; None counts nothing.
         two_streams: Call from a stream of the caller's own, so that every action crosses to the
             graph stream and back by events, instead of from the graph stream itself.
     """
@@ -86,8 +85,7 @@ class Ours:
     captured: bool
     guards: bool = True
     two_streams: bool = False
-    device_counts: bool = False
-    late_counts: bool = False
+    counts: Counts | None = None
     order: Order = attrs.field(init=False)
     stages: list[StageBackend] = attrs.field(factory=list, init=False)
     x: list[Tensor] = attrs.field(factory=list, init=False)
@@ -146,11 +144,10 @@ class Ours:
             RuntimeConfig(
                 rule=self.destination,
                 provisioning=self.provisioning,
-                captured=self.captured,
+                mode="replays" if self.captured else "eager",
                 readers=True,
                 feeds=self.after,
-                device_counts=self.device_counts,
-                late_counts=self.late_counts,
+                counts=self.counts,
             ),
         )
         self.actions = self.runtime.actions
@@ -257,8 +254,7 @@ def captured(
     provisioning: Provisioning,
     guards: bool = True,
     two_streams: bool = False,
-    device_counts: bool = False,
-    late_counts: bool = False,
+    counts: Counts | None = None,
 ) -> Ours:
     """Captured; eager where there is no device to capture on."""
     return Ours(
@@ -269,8 +265,7 @@ def captured(
         captured=settings.device != "cpu",
         guards=guards,
         two_streams=two_streams,
-        device_counts=device_counts,
-        late_counts=late_counts,
+        counts=counts,
     )
 
 

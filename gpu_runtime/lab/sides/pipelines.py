@@ -21,7 +21,8 @@ from torch import Tensor
 from ...backends.protocol import StageBackend
 from ...ranks.channels import transport_of
 from ...ranks.job import Batches, Job
-from ...ranks.world import Limits, Member, Worker, gathered
+from ...ranks.worker import Worker
+from ...ranks.world import Limits, Member, gathered
 from ...runtime import RuntimeConfig
 from ...step.optimizer import Gradients, Optimizer
 from ...step.plan.order import Order
@@ -137,7 +138,6 @@ def worker_side(
     backend: str,
     config: RuntimeConfig,
     *,
-    capturable: bool,
     optimizer: Callable[..., Optimizer] = Optimizer,
 ) -> Worker:
     """
@@ -148,8 +148,7 @@ def worker_side(
         job: The pipeline.
         backend: Whose layers.
         config: How it runs.
-        capturable: Whether a graph can hold the update.
-        optimizer: Makes the optimizer; takes `capturable` too.
+        optimizer: Makes the optimizer.
     """
     return Worker(
         member,
@@ -159,7 +158,7 @@ def worker_side(
         lambda replica: Drawn(drawn(job, member.device), member.device),
         config,
         limits=Limits(message=30.0, commit=30.0),
-        optimizer=lambda stages: optimizer(stages, capturable=capturable),
+        optimizer=optimizer,
         ties=job.ties,
     )
 

@@ -17,8 +17,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ...training.figures import mean, perplexity, rounded
 from .summary import Raw
-from .training import mean, perplexity, rounded
 
 __all__ = [
     "BASE",

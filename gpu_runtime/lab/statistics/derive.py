@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...training.figures import derive_train
 from .complete_step import derive_tables
 from .curves import derive_curves
 from .evidence import derive_compare, derive_pools, derive_probes, derive_streams
@@ -28,7 +29,6 @@ from .restarts import derive_restarts
 from .scale import derive_scale
 from .summary import Raw, extremes, rounded, spread
 from .traces import device_copies, matrix_copies
-from .training import derive_train
 
 LIBRARY = ("native", "te_graphs", "whole_step")
 """Families of columns that are the library's, not this runtime's."""

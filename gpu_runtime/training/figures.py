@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from .summary import Raw, ratio
-from .summary import rounded as _rounded
 
 __all__ = ["derive_train", "mean", "perplexity", "rounded"]
 
+Raw = Mapping[str, Any]
 _DIGITS = 6
 _MOST = 700.0
 """A loss whose perplexity is no number that a float holds."""
@@ -44,7 +42,7 @@ def _run(run: Raw) -> dict[str, Any]:
         "held_out_loss": rounded(held_out),
         "perplexity": rounded(perplexed),
         "tokens_per_s": round(len(losses) * run["tokens_a_step"] / seconds) if seconds else None,
-        "native_over_this": ratio(theirs or None, seconds, _DIGITS) if seconds else None,
+        "native_over_this": round(theirs / seconds, _DIGITS) if seconds and theirs else None,
         "losses_differ": (
             None if native is None else sum(a != b for a, b in zip(losses, native, strict=True))
         ),
@@ -61,7 +59,7 @@ def mean(losses: Sequence[float | None]) -> float | None:
 
 def rounded(value: float | None) -> float | None:
     """To the digits that reports keep."""
-    return _rounded(value, _DIGITS)
+    return None if value is None else round(value, _DIGITS)
 
 
 def perplexity(loss: float) -> float | None:

@@ -26,91 +26,30 @@ from qeffect.log.recorder import Recorder
 from qeffect.refusals import Refused
 from qeffect.text import shown
 
-from .backends.protocol import BackendError, StageBackend, StateDomain
-from .step.actions import GuardedActions
-from .step.clipping import Norm
-from .step.eager import EagerExecutor, Executor, StageMemory
-from .step.effects import StageReports
-from .step.memory.arena import Arena, Rule, by_matrix
-from .step.memory.copies import Copies, buckets_of, names_of, require_copies
-from .step.memory.counters import DeviceCounters
-from .step.memory.scaling import AMAX, SharedScaling
-from .step.memory.state import (
+from ..backends.protocol import BackendError, StageBackend, StateDomain
+from ..step.actions import GuardedActions
+from ..step.clipping import Norm
+from ..step.eager import EagerExecutor, Executor, StageMemory
+from ..step.effects import StageReports
+from ..step.memory.arena import Arena, by_matrix
+from ..step.memory.copies import buckets_of, names_of, require_copies
+from ..step.memory.counters import DeviceCounters
+from ..step.memory.scaling import AMAX, SharedScaling
+from ..step.memory.state import (
     GatedSnapshot,
     NumericalState,
     Snapshot,
     live_state,
     preserving,
 )
-from .step.memory.tied import Place, Tied
-from .step.optimizer import Gradients, Optimizer
-from .step.plan.order import Kind, Order
-from .step.plan.rows import Row
-from .step.plan.slots import Provisioning, SlotPlan, plan_slots
-from .step.reductions import SCALING, Reductions, require_buckets
-from .step.reductions import Reducer as Reducer
-from .step.reductions import Reduction as Reduction
-from .step.streams import Handoff, handoff_for
-
-
-@attrs.frozen(kw_only=True)
-class RuntimeConfig:
-    """
-    How a process runs.
-
-    Args:
-        rule: Where dW writes.
-        dtype: Type of the destinations; another than the parameters' wants master weights.
-        provisioning: How slots are counted.
-        captured: Replay CUDA graphs instead of calling the backend.
-        readers: Whether outputs and input gradients have a reader (a send, the next chunk, a
-            recorder) that must finish before a slot is free.
-        feeds: Which local stage each local stage feeds, so that a slot is kept for its reader.
-        declared: Refuse any other order of F and dI than the plan's.
-        callers: Names of the streams that call.
-        device_counts: Let the device count what it runs, beside every action, and compare at the
-            commit (`qeffect.counts`). The host then waits at the commit for the step's last action.
-        late_counts: With ``device_counts``, let the device compare: it skips the update where it
-            did not run what was committed. The host does not wait, and refuses at the next
-            `finalize` or `checkpoint`.
-        nested: Capture graphs that can become part of the graph of a whole step.
-        pool: Capture-memory pool that all slots share. Only the test that shows why that is wrong
-            sets it; None gives every slot a pool of its own.
-        buckets: For a stage, the gradients that are reduced together: every matrix in one bucket,
-            and one bucket without matrices for the parameters that are none. A stage that is not
-            named has one bucket of all its gradients, named as its index.
-        reductions: The order of all buckets in which every replica starts their reductions; empty
-            where the order of the calls is not looked at.
-        tied: Groups of matrices, each by stage and name, that are one parameter: they share one
-            destination, and the first has the gradient. What is one parameter undeclared is
-            refused.
-        copies: Copies of one weight, each a parameter with a gradient of its own, by the weight's
-            name. The reducer is given all of this process's under that name, behind all other
-            gradients, and has to leave the same sum in all copies, of other ranks too.
-        amax: ``replica`` where scales are made of what a replica saw itself, ``replicas`` where all
-            share theirs at the end of each epoch (`step/memory/scaling.py`). Where a
-            reducer is, the contract's configuration has a bucket ``amax`` then, without which no
-            epoch commits; the reducer then has `largest`, as that of
-            `qeffect.gpu_runtime.ranks.replicas`.
-    """
-
-    rule: Rule = "accumulate"
-    dtype: torch.dtype = torch.bfloat16
-    provisioning: Provisioning = "live"
-    captured: bool = False
-    readers: bool = False
-    feeds: Mapping[int, int] = attrs.field(factory=dict)
-    declared: bool = True
-    callers: tuple[Hashable, ...] = ("main",)
-    device_counts: bool = False
-    late_counts: bool = False
-    nested: bool = False
-    pool: Hashable | None = None
-    buckets: Mapping[int, Sequence[Bucket]] = attrs.field(factory=dict)
-    reductions: Sequence[int | str] = ()
-    tied: Sequence[Sequence[Place]] = ()
-    copies: Copies = attrs.field(factory=dict)
-    amax: str = "replica"
+from ..step.memory.tied import Tied
+from ..step.optimizer import Gradients, Optimizer
+from ..step.plan.order import Kind, Order
+from ..step.plan.rows import Row
+from ..step.plan.slots import SlotPlan, plan_slots
+from ..step.reductions import SCALING, Reducer, Reductions, require_buckets
+from ..step.streams import Handoff, handoff_for
+from .configuration import RuntimeConfig
 
 
 class Runtime:
@@ -201,8 +140,8 @@ class Runtime:
             callers=self.config.callers,
             declared=self._declared(),
             reductions=self._reduction_order(),
-            counted=self.config.device_counts,
-            late=self.config.late_counts,
+            counted=self.config.counts is not None,
+            late=self.config.counts_late,
         )
         self._reductions = Reductions(
             self.contract,
@@ -213,7 +152,7 @@ class Runtime:
             scaling=scaling,
         )
         self.counters: DeviceCounters | None = None
-        if self.config.device_counts:
+        if self.config.counts is not None:
             places = [(i, slot.index) for i, m in self.memories.items() for slot in m.table]
             self.counters = DeviceCounters(places, self.domain.device)
         for own in self.contract.stages:
@@ -235,7 +174,7 @@ class Runtime:
         live = tuple(live_state(self.domain).values())
         self._committed = Snapshot(live)
         # Of the commit before: where counts come late, the last one may not have been.
-        self._before = Snapshot(live) if self.config.late_counts else self._committed
+        self._before = Snapshot(live) if self.config.counts_late else self._committed
 
     # Building
 
@@ -248,7 +187,7 @@ class Runtime:
                 stage, self.config.rule, self.order.num_microbatches, self.config.dtype, self.tied
             )
             shared = self.tied.with_sharer(stage)
-            reports = StageReports.of(stage, self.relations, captured=self.config.captured)
+            reports = StageReports.of(stage, self.relations, captured=self.config.replays_graphs)
             memories[index] = StageMemory.allocate(stage, self.plan, arena, first, reports, shared)
             first += self.plan.num_slots[index]
         return memories
@@ -346,7 +285,7 @@ class Runtime:
         What each stage's backend does not report here, so that it is taken on trust.
 
         Where graphs are replayed, that each did what its capture recorded, once, is taken on trust
-        as well unless `RuntimeConfig.device_counts` is set.
+        as well unless `RuntimeConfig.counts` is set.
         """
         return {own.stage: own.on_trust() for own in self.contract.stages}
 
@@ -363,9 +302,9 @@ class Runtime:
         }
 
     def _make_executor(self) -> Executor:
-        if not self.config.captured:
+        if not self.config.replays_graphs:
             return EagerExecutor(self.counters)
-        from .step.graphs import capture
+        from ..step.graphs import capture
 
         return capture(
             self.domain,
@@ -374,7 +313,7 @@ class Runtime:
             self.handoff,
             shared_pool=self.config.pool,
             counters=self.counters,
-            nested=self.config.nested,
+            nested=self.config.mode == "one launch",
         )
 
     def caller_scope(self) -> Any:
@@ -491,7 +430,7 @@ class Runtime:
             if index not in self._final:
                 self.contract.finalize(index, link)
         with self.handoff.scope():
-            if self.counters is not None and not self.config.late_counts:
+            if self.counters is not None and not self.config.counts_late:
                 self.counters.read()  # first, so that the sums run while the host looks at it
             gradients: dict[int, Mapping[str, torch.Tensor]] = {
                 index: self._total(index) for index in self.memories
@@ -550,7 +489,7 @@ class Runtime:
                 something else than was committed; nothing was updated.
         """
         link = self.actions._enter(caller)
-        late = self.config.late_counts
+        late = self.config.counts_late
         counted = None if late else self.device_counts()
         before = self.contract.epoch
         try:
@@ -591,7 +530,7 @@ class Runtime:
 
     def confirm(self) -> None:
         """
-        Present what the device had counted at the last commit, where ``late_counts`` is set.
+        Present what the device had counted at the last commit, with ``counts='next step'``.
 
         `finalize` and `checkpoint` do; without late counts it does nothing. It waits for the last
         update, which a step later is long done.
@@ -622,7 +561,7 @@ class Runtime:
 
         With late counts, at the last `update`.
 
-        None where `device_counts` is not configured. Waits for the device.
+        None if `RuntimeConfig.counts` is None. Waits for the device.
         """
         if self.counters is None:
             return None

@@ -1,0 +1,174 @@
+"""
+``qeffect runtime train --compare``: a training run beside native training under torch's pipeline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+
+import attrs
+
+from qeffect.cli.command import Outcome, Progress, refuse_unused
+from qeffect.report import UnusableError, finite
+
+from ...ranks.processes import report_once
+from ...ranks.world import Limits, gathered
+from ...runtime import mode_on
+from ...training.command import (
+    Run,
+    carry_out,
+    launch_lines,
+    loss_line,
+    nonfinite_lines,
+    release,
+)
+from ...training.config import Checkpointing, read
+from ...training.loop import Trainer, backend_of
+from ..comparisons.ranks import compared, native, summed, tensors_of
+
+__all__ = ["add_train_arguments", "run_train"]
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare `--compare` beside the options of `train`."""
+    parser.add_argument(
+        "--compare",
+        choices=("all", "ends"),
+        help="train natively too, under torch's own pipeline, and compare the losses of every step "
+        "and every tensor bit for bit: of all steps, or at the end",
+    )
+
+
+def run_train(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """
+    Train guarded and natively; refused if a bit differs or the contract was violated.
+
+    Raises:
+        UnusableError: These processes cannot make the run; every rank raises it.
+    """
+    return report_once(lambda: _run(args, progress))
+
+
+def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
+    config = read(args.config, run={"device": args.device, "steps": args.steps})
+    refuse_unused(args, ["--resume"], "--compare begins anew")
+    config = attrs.evolve(config, checkpoint=Checkpointing())
+    if args.compare == "all" and config.parallel.mode == "one launch":
+        raise UnusableError(
+            f"{args.config}: [parallel] mode: --compare all looks at every action of a step, which "
+            "one launch does not show; give --compare ends, or another mode"
+        )
+    side = _every_action if args.compare == "all" else _ends
+    return carry_out(
+        args, config, lambda run: side(run, progress), how=args.compare, deterministic=True
+    )
+
+
+def _every_action(run: Run, progress: Progress) -> Outcome:
+    """Compare every value of every step."""
+    config, member, what = run.config, run.member, run.what
+    if member.rank == 0:
+        progress.note(f"{what}, guarded and native")
+    job = run.data.job
+    captured = mode_on(config.run.device, config.parallel.mode) != "eager"
+    result = compared(
+        member,
+        job,
+        config.run.steps,
+        backend_of(config),
+        captured=captured,
+        limits=Limits(start=config.run.start_s, commit=config.run.commit_s),
+    )
+    own = {
+        "totals": result.totals(),
+        "first": [label for c in result.comparison.categories for label in c.first],
+        "losses": result.losses,
+        "native_losses": result.native_losses,
+    }
+    ranks = gathered(member, own)
+    totals = summed([rank["totals"] for rank in ranks])
+    # One stage alone has a loss, and neither outputs nor gradients that another stage takes.
+    absent = ("outputs", "input gradients") if job.num_stages == 1 else ()
+    same = all(bad == 0 and (n or name in absent) for name, (n, bad) in totals.items())
+
+    def of(name: str) -> list[float]:
+        steps = range(config.run.steps)
+        return [sum(sum(rank[name][step]) for rank in ranks) for step in steps]
+
+    losses, native = of("losses"), of("native_losses")
+    lines = [
+        f"{what}, {config.run.steps} steps, {'captured' if captured else 'eager'}, and torch's own "
+        "pipeline over native full backwards:",
+        *(f"  {name:20} {bad:6} of {n:8} differ" for name, (n, bad) in totals.items()),
+        loss_line(losses),
+        *nonfinite_lines(0, losses),
+        "The same bits on every rank" if same else "NOT the same",
+    ]
+    data = {
+        "categories": {name: {"compared": n, "differ": bad} for name, (n, bad) in totals.items()},
+        "compared": sum(n for n, _ in totals.values()),
+        "differ": sum(bad for _, bad in totals.values()),
+        "first": [label for rank in ranks for label in rank["first"]],
+        "losses": [finite(loss) for loss in losses],
+        "native_losses": [finite(loss) for loss in native],
+        "captured": captured,
+    }
+    return Outcome("accepted" if same else "refused", data, lines)
+
+
+def _ends(run: Run, progress: Progress) -> Outcome:
+    """Compare the losses of all steps, and every tensor after the last one."""
+    config, member, what = run.config, run.member, run.what
+    if member.rank == 0:
+        progress.note(f"{what}, native first, then guarded")
+    began = time.perf_counter()
+    oracle = native(member, run.data.job, config.run.steps, backend_of(config), None)
+    member.synchronize()
+    native_s = time.perf_counter() - began
+    theirs = tensors_of({stage.index: stage for stage in oracle.stages}, oracle.optimizer)
+    native_losses = [sum(shares) for shares in oracle.losses]
+    del oracle
+    release(member)
+    trainer = Trainer(member, config, progress, data=run.data, note=progress.note)
+    trainer.run()
+    runtime = trainer.worker.runtime
+    ours = tensors_of(runtime.stages, trainer.worker.optimizer)
+    record = dict(trainer.record())
+    trainer.close()
+    differ = sorted(
+        name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)
+    )
+    own = {"losses": native_losses, "of": len(theirs), "differ": differ, "native_seconds": native_s}
+    ranks = gathered(member, own)
+    losses = [math.fsum(rank["losses"][n] for rank in ranks) for n in range(config.run.steps)]
+    pairs = zip(losses, trainer.losses, strict=True)
+    apart = [n for n, pair in enumerate(pairs) if _unlike(*pair)]
+    named = [f"rank {n}: {name}" for n, rank in enumerate(ranks) for name in rank["differ"]]
+    same = not apart and not named and all(rank["of"] for rank in ranks)
+    data = {
+        **record,
+        "native_losses": [finite(loss) for loss in losses],
+        "native_seconds": max(rank["native_seconds"] for rank in ranks),
+        "losses_differ": apart,
+        "compared": sum(rank["of"] for rank in ranks),
+        "differ": len(named),
+        "first": named[:8],
+    }
+    lines = [
+        f"{what}, {config.run.steps} steps, and torch's own pipeline over native full backwards:",
+        f"  losses of {len(apart)} of {len(losses)} steps differ",
+        f"  {len(named)} of {data['compared']} tensors differ at the end",
+        f"  {record['seconds']:.1f} s guarded, {data['native_seconds']:.1f} s native",
+        *launch_lines(record),
+        loss_line(losses),
+        *nonfinite_lines(0, losses),
+        "The same bits on every rank" if same else "NOT the same",
+    ]
+    return Outcome("accepted" if same else "refused", data, lines)
+
+
+def _unlike(a: float, b: float) -> bool:
+    """Whether two losses differ; that neither is a number makes no difference."""
+    return a != b and not (math.isnan(a) and math.isnan(b))

@@ -1,0 +1,43 @@
+"""
+The loss of native training on held-out text, over the windows of the guarded side.
+"""
+
+from __future__ import annotations
+
+from ...ranks.world import Member
+from ...step.memory.state import preserving
+from ...training.data import Loader
+from ...training.evaluate import PlacedStages, mean_loss
+from ...training.model import Language
+from ..sides.torch_pipeline import NativePipeline
+
+__all__ = ["evaluate_native"]
+
+
+def evaluate_native(
+    member: Member, pipeline: NativePipeline, job: Language, held_out: Loader, windows: int
+) -> float:
+    """
+    As `evaluate`, of native training: the same windows, with the scales that it has now.
+
+    Args:
+        member: This process.
+        pipeline: Between two steps.
+        job: What it trains.
+        held_out: The text.
+        windows: How many.
+
+    Raises:
+        BackendError: A message between ranks was lost.
+    """
+    replica, table = member.rank // job.pp, job.table()
+    ranks = job.ranks(replica)
+    placed = PlacedStages(
+        member,
+        {stage.index: stage for stage in pipeline.stages},
+        [ranks[table.stage_to_rank[index]] for index in range(table.num_stages)],
+        replica,
+        loss=job.loss,  # torch's schedule computes it, not the last stage
+    )
+    with preserving(pipeline.domain):
+        return mean_loss(placed, job, held_out, windows)

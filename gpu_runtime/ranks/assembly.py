@@ -1,0 +1,79 @@
+"""
+A job's pipeline on one rank, from the job's description.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import BinaryIO
+
+from ..runtime import Mode, RuntimeConfig
+from .executor import Pipeline
+from .job import Batches, Job
+from .worker import Worker
+from .world import Limits, Member
+
+__all__ = ["build_worker"]
+
+
+def build_worker(
+    member: Member,
+    job: Job,
+    backend: str,
+    *,
+    mode: Mode = "eager",
+    limits: Limits | None = None,
+    event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
+    tagged: bool = True,
+    pipeline: type[Pipeline] = Pipeline,
+    repeat: bool = False,
+    clip_norm: float | None = None,
+    skip_nonfinite: bool = False,
+) -> Worker:
+    """
+    Build this rank's guarded pipeline of a job, ready for its first step; every rank calls it.
+
+    Args:
+        member: This process.
+        job: The schedule, the mapping and the model.
+        backend: ``reference`` or ``transformer-engine``.
+        mode: How a step runs.
+        limits: Timeouts in seconds.
+        event_log: Where this rank's event log goes, as for `Runtime`.
+        tagged: Whether messages are tagged where the transport knows tags.
+        pipeline: The class of pipeline; a subclass may record.
+        repeat: Give every step the data of the first.
+        clip_norm: As for `Worker`; None takes the job's.
+        skip_nonfinite: As for `Worker`; the job's counts too.
+
+    Raises:
+        ScheduleError: The table is refused.
+        BackendError: As for `Worker`.
+        Refused: As for `Worker`.
+    """
+    optimizer = partial(job.optimizer, capturable=True) if mode == "one launch" else job.optimizer
+    config = RuntimeConfig(
+        rule=job.rule,
+        provisioning=job.provisioning,
+        mode=mode,
+        amax=job.amax,
+    )
+    worker = Worker(
+        member,
+        job.table(),
+        job.pp,
+        lambda indices: job.stages(indices, member.device, backend),
+        lambda replica: Batches(job.batch(member.device, replica), member.device, repeat=repeat),
+        config,
+        limits=limits,
+        optimizer=optimizer,
+        event_log=event_log,
+        tagged=tagged,
+        pipeline=pipeline,
+        clip_norm=job.clipping.max_norm if clip_norm is None else clip_norm,
+        skip_nonfinite=skip_nonfinite or job.clipping.skip_nonfinite,
+        ties=job.ties,
+    )
+    worker.heed_termination()
+    return worker

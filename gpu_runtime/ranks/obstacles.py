@@ -1,0 +1,62 @@
+"""
+Why a step cannot be one launch: the one list of obstacles, each with what to change.
+
+`obstacles_on` lists what is known before a worker is made, `obstacles` all that a worker shows. A
+step whose capture itself fails shows that in its stop (`fallback.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..step.nested import obstacle
+from .worker import Worker
+from .world import Member, gathered
+
+__all__ = ["first_obstacle", "obstacles", "obstacles_on"]
+
+
+def obstacles_on(device: torch.device, rule: str) -> list[str]:
+    """
+    Why no step on a device can be one launch, as far as is known before its worker is made.
+
+    Args:
+        device: Where the step runs.
+        rule: Where dW writes.
+
+    Returns:
+        One sentence for each obstacle, which says what to change; empty if there is none.
+    """
+    found = []
+    if rule == "copied":
+        found.append(
+            "rule is 'copied', which copies gradients outside of the slots' graphs: take "
+            "'accumulate' or 'per_microbatch'"
+        )
+    if (problem := obstacle(device)) is not None:
+        found.append(problem)
+    return found
+
+
+def obstacles(worker: Worker) -> list[str]:
+    """Why the step of a worker cannot be one launch, as `obstacles_on`; empty if it can."""
+    runtime, found = worker.runtime, []
+    if runtime.config.mode != "one launch":
+        found.append(
+            f"the runtime's mode is {runtime.config.mode!r}: make it with "
+            "RuntimeConfig(mode='one launch')"
+        )
+    if not worker.optimizer.capturable:
+        found.append("the update cannot be captured: make the optimizer with capturable=True")
+    return [*found, *obstacles_on(runtime.domain.device, runtime.config.rule)]
+
+
+def first_obstacle(member: Member, found: Sequence[str]) -> str:
+    """
+    Return the obstacles of the first rank that has any, the same text on every rank.
+
+    Every rank calls it with its own obstacles; empty if no rank has any.
+    """
+    return next((text for text in gathered(member, "; ".join(found)) if text), "")

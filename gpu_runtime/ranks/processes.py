@@ -1,0 +1,128 @@
+"""
+What the commands that run in every rank share: meeting, one speaker, and the exit code of a stop.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import torch
+
+from qeffect.cli.command import Outcome
+from qeffect.report import UnusableError
+from qeffect.schedule.actions import ScheduleError
+
+from ..backends.deterministic import DETERMINISTIC
+from ..backends.protocol import BackendError
+from .consent import Cause
+from .world import Limits, Member, join, launcher_ranks
+
+__all__ = ["join_ranks", "process_count", "report_once", "silence", "stopped_outcome"]
+
+#: Seconds that a failed rank waits before it ends, so that the speaking rank can print.
+_LAST_WORD_S = 5.0
+#: Kinds of causes whose rank cannot print.
+_LOST = ("gone", "late")
+#: Kinds of causes that are violations of the contract, or disagreements of ranks, in a step.
+_VIOLATIONS = ("refused", "dropped", "disagreed")
+
+
+def join_ranks(device: str, limits: Limits, *, deterministic: bool) -> Member:
+    """
+    Meet the other ranks, before Transformer Engine is imported.
+
+    Args:
+        device: ``cpu``, where each rank runs one thread, or ``cuda``.
+        limits: Timeouts in seconds.
+        deterministic: Ask the libraries for deterministic kernels, unless the environment already
+            decides.
+
+    Raises:
+        BackendError: As `join`.
+    """
+    member = join(device, limits)
+    if member.device.type == "cpu":
+        torch.set_num_threads(1)
+    if deterministic:
+        for name, value in DETERMINISTIC.items():
+            os.environ.setdefault(name, value)
+    return member
+
+
+def process_count() -> int | None:
+    """
+    Return the number of processes that the launcher started; None without a launcher.
+
+    Raises:
+        BackendError: The launcher's environment variables are malformed.
+    """
+    return launcher_ranks()[1]
+
+
+def report_once(run: Callable[[], Outcome]) -> Outcome:
+    """
+    Run a command in this rank, and let one rank print what all found.
+
+    Rank 0 prints; rank 1 does if rank 0 is the rank that was lost.
+
+    Raises:
+        UnusableError: The command cannot run; every rank raises it.
+    """
+    try:
+        outcome = run()
+    except (BackendError, ScheduleError, UnusableError) as error:
+        silence(failed=True)
+        raise UnusableError(str(error)) from error
+    cause = outcome.data.get("cause") or {}
+    lost = cause.get("rank") == 0 and cause["kind"] in _LOST
+    silence(failed=outcome.exit != 0, speaker=int(lost))
+    return outcome
+
+
+def silence(*, failed: bool, speaker: int = 0) -> None:
+    """
+    Silence every rank but the speaker, since all would print the same.
+
+    Args:
+        failed: Whether this rank ends with an error. torchrun ends all ranks as soon as the first
+            one fails, so a silent rank waits for the speaker.
+        speaker: The rank that prints.
+    """
+    try:
+        rank, world = launcher_ranks()
+    except BackendError:  # the ranks are unknown: each prints its own finding
+        return
+    if world is not None and rank != speaker:
+        sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - until the end
+        if failed:
+            time.sleep(_LAST_WORD_S)
+
+
+def stopped_outcome(cause: Cause, what: str) -> Outcome:
+    """
+    Return the outcome of a run that every rank stopped.
+
+    A violation has exit code 1: the contract refused, ranks disagreed, or a message was skipped.
+    Any other stop has exit code 2: a rank raised, ended, was ended, or was late, or a connection
+    broke.
+
+    Args:
+        cause: Why the ranks stopped.
+        what: The run, in one line.
+    """
+    data = {
+        "clause": cause.clause,
+        "rank": cause.rank,
+        "step": None,
+        "action": cause.action,
+        "cause": attrs.asdict(cause),
+    }
+    text = f"Every rank stopped: {cause.text}"
+    if cause.kind in _VIOLATIONS:
+        return Outcome("refused", data, [what, text])
+    return Outcome("unusable", {"error": text, **data}, [what, text])

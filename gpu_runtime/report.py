@@ -1,0 +1,102 @@
+"""
+Reports: raw measurements, the figures derived from them, and the machine that they were made on.
+
+A report is written again after every finished part, each time whole. A run that is killed therefore
+leaves a valid report of its finished parts; `complete` says whether the run reached its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from qeffect import report
+from qeffect.report import UnusableError, require_place, write_json
+
+from .backends import nvidia_smi
+
+__all__ = ["SCHEMA", "Report", "environment"]
+
+SCHEMA = "qeffect-runtime-report-1"
+
+
+@attrs.define(eq=False)
+class Report:
+    """
+    A report that a run writes.
+
+    Args:
+        kind: The command that writes it, such as ``train``.
+        path: The file; None keeps the report in memory.
+        environment: The machine, the versions and the commit, from `environment`.
+        configuration: The options of the run, as plain data.
+        raw: The measurements; the run adds to them.
+        derive: Computes the derived figures from the measurements.
+        complete: Whether the run reached its end.
+
+    Raises:
+        UnusableError: The file cannot be written.
+    """
+
+    kind: str
+    path: Path | None
+    environment: Mapping[str, Any]
+    configuration: Mapping[str, Any]
+    raw: dict[str, Any]
+    derive: Callable[[Mapping[str, Any]], Mapping[str, Any]] = attrs.field(kw_only=True)
+    complete: bool = attrs.field(default=False, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        require_place(self.path)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain data; derived figures are computed now."""
+        return {
+            "schema": SCHEMA,
+            "kind": self.kind,
+            "complete": self.complete,
+            "environment": dict(self.environment),
+            "configuration": dict(self.configuration),
+            "derived": self.derive(self.raw),
+            "raw": self.raw,
+        }
+
+    def save(self) -> None:
+        """Write the report; a reader sees the old file or the whole new one."""
+        if self.path is not None:
+            write_json(self.path, self.to_json())
+
+    def finish(self) -> dict[str, Any]:
+        """Mark the report complete, write it and return it."""
+        self.complete = True
+        self.save()
+        return self.to_json()
+
+
+def environment(commit: str | None) -> dict[str, Any]:
+    """
+    Record the device beside the environment that every report of the project records.
+
+    Args:
+        commit: The commit of a tree outside git; None asks git.
+
+    Raises:
+        UnusableError: Git does not know the commit and none is given, or the given one is
+            malformed.
+    """
+    identity = nvidia_smi.query(nvidia_smi.IDENTITY) or {}
+    record = report.environment(
+        commit_given=commit,
+        device={
+            "gpu": identity.get("name"),
+            "driver": None if not identity else str(identity["driver_version"]),
+            "gpu_memory_mib": identity.get("memory.total"),
+            "clocks": nvidia_smi.query(nvidia_smi.STATE) or {},
+        },
+    )
+    if record["commit"] == "unknown":
+        raise UnusableError("this is not a git checkout; name the commit with --commit")
+    return record

@@ -1,0 +1,186 @@
+"""
+How a process runs its steps: one choice of mode, and what the process holds.
+
+The flags that `mode` and `counts` replace (`captured`, `nested`, `device_counts`, `late_counts`)
+are still accepted, with a DeprecationWarning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import wraps
+from typing import Any, Literal, TypeVar, get_args
+
+import attrs
+import torch
+
+from qeffect.config import Bucket
+
+from ..backends.protocol import BackendError
+from ..step.memory.arena import Rule
+from ..step.memory.copies import Copies
+from ..step.memory.tied import Place
+from ..step.plan.slots import Provisioning
+
+__all__ = ["COUNTS", "MODES", "Counts", "Mode", "RuntimeConfig", "mode_on"]
+
+_T = TypeVar("_T")
+
+Mode = Literal["eager", "replays", "one launch"]
+"""How a step runs: calls of the backend, replays of one graph per action, or one graph in all."""
+Counts = Literal["commit", "next step"]
+"""When the counts of the device are compared with what was committed."""
+MODES: tuple[Mode, ...] = get_args(Mode)
+COUNTS: tuple[Counts, ...] = get_args(Counts)
+
+_OLD = ("captured", "device_counts", "late_counts", "nested")
+
+
+def translated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Replace old flags among the arguments of a `RuntimeConfig` by `mode` and `counts`.
+
+    An old flag changes what the given mode and counts say.
+
+    Raises:
+        ValueError: ``late_counts`` without ``device_counts``.
+    """
+    old = {name: given[name] for name in _OLD if name in given}
+    new = {name: value for name, value in given.items() if name not in old}
+    if not old:
+        return new
+    mode, counts = new.get("mode", "eager"), new.get("counts")
+    if old.get("captured", mode != "eager"):
+        new["mode"] = "one launch" if old.get("nested", mode == "one launch") else "replays"
+    else:
+        new["mode"] = "eager"
+    counted = old.get("device_counts", counts is not None)
+    late = old.get("late_counts", counts == "next step")
+    if late and not counted:
+        raise ValueError("late_counts=True needs device_counts=True; write counts='next step'")
+    new["counts"] = "next step" if late else "commit" if counted else None
+    if new["mode"] == "one launch":
+        new["counts"] = "next step"
+    choice = ", ".join(f"{name}={new[name]!r}" for name in ("mode", "counts"))
+    warnings.warn(
+        f"RuntimeConfig: {', '.join(old)} will be removed in the next release; write {choice}",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return new
+
+
+def _accepting_old_flags(cls: type[_T]) -> type[_T]:
+    made: Callable[..., None] = cls.__init__
+
+    @wraps(made)
+    def init(self: _T, **given: Any) -> None:
+        made(self, **translated(given))
+
+    cls.__init__ = init  # type: ignore[assignment]
+    return cls
+
+
+@_accepting_old_flags
+@attrs.frozen(kw_only=True)
+class RuntimeConfig:
+    """
+    How a process runs.
+
+    Args:
+        mode: How a step runs. ``eager`` calls the backend. ``replays`` captures one CUDA graph per
+            action and slot, and replays it. ``one launch`` captures graphs that can be nodes of
+            the graph of a whole step (`ranks/one_launch.py`); until that graph exists, they are
+            replayed one by one.
+        counts: When the device's counts of the actions that it ran are compared with what was
+            committed (`qeffect.counts`). None counts nothing. ``commit`` compares before the
+            update, and the host waits there for the step's last action. With ``next step`` the
+            device compares: it skips the update if the counts differ. The host does not wait, and
+            refuses at the next `finalize` or `checkpoint`. The default is ``next step`` in mode
+            ``one launch``, which accepts no other value, and None otherwise.
+        rule: Where dW writes.
+        dtype: Type of the destinations; needs master weights if the parameters have another type.
+        provisioning: How slots are counted.
+        readers: Whether outputs and input gradients have a reader (a send, the next chunk, a
+            recorder) that must finish before a slot is free.
+        feeds: The local stage that each local stage feeds, so that a slot is kept for its reader.
+        declared: Refuse any other order of F and dI than the plan's.
+        callers: Names of the streams that call.
+        pool: Capture-memory pool that all slots share. Only the test that shows why sharing is
+            wrong sets it; None gives every slot a pool of its own.
+        buckets: By stage, the gradients that are reduced together: every matrix in one bucket, and
+            one bucket without matrices for the parameters that are not matrices. A stage that is
+            not named has one bucket of all its gradients, named as its index.
+        reductions: The order of all buckets in which every replica starts their reductions; empty
+            if the order of the calls is not checked.
+        tied: Groups of matrices, each by stage and name, that are one parameter: they share one
+            destination, and the first has the gradient. One parameter in two places that is not
+            declared here is refused.
+        copies: Copies of one weight, each a parameter with a gradient of its own, by the weight's
+            name. The reducer is given all copies of this process under that name, after all other
+            gradients, and must leave the same sum in all copies, including those of other ranks.
+        amax: ``replica`` makes scales from what a replica saw itself; with ``replicas`` all
+            replicas share their amaxes at the end of each epoch (`step/memory/scaling.py`). With a
+            reducer, the contract's configuration then has a bucket ``amax``, without which no
+            epoch commits, and the reducer needs `largest`, as in
+            `qeffect.gpu_runtime.ranks.replicas`.
+
+    Raises:
+        BackendError: `mode` or `counts` has an unknown value, or they do not fit each other.
+    """
+
+    mode: Mode = "eager"
+    counts: Counts | None = attrs.field(
+        default=attrs.Factory(
+            lambda self: "next step" if self.mode == "one launch" else None, takes_self=True
+        )
+    )
+    rule: Rule = "accumulate"
+    dtype: torch.dtype = torch.bfloat16
+    provisioning: Provisioning = "live"
+    readers: bool = False
+    feeds: Mapping[int, int] = attrs.field(factory=dict)
+    declared: bool = True
+    callers: tuple[Hashable, ...] = ("main",)
+    pool: Hashable | None = None
+    buckets: Mapping[int, Sequence[Bucket]] = attrs.field(factory=dict)
+    reductions: Sequence[int | str] = ()
+    tied: Sequence[Sequence[Place]] = ()
+    copies: Copies = attrs.field(factory=dict)
+    amax: str = "replica"
+
+    def __attrs_post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise BackendError(
+                f"mode is {self.mode!r}; expected one of {', '.join(map(repr, MODES))}"
+            )
+        if self.counts is not None and self.counts not in COUNTS:
+            raise BackendError(
+                f"counts is {self.counts!r}; expected None or one of {', '.join(map(repr, COUNTS))}"
+            )
+        if self.mode == "one launch" and self.counts != "next step":
+            raise BackendError(
+                f"counts is {self.counts!r}; mode 'one launch' needs 'next step', which is its "
+                "default: leave counts out"
+            )
+
+    @property
+    def replays_graphs(self) -> bool:
+        """Whether actions are replayed from CUDA graphs."""
+        return self.mode != "eager"
+
+    @property
+    def counts_late(self) -> bool:
+        """Whether the host learns a step later what the device had counted."""
+        return self.counts == "next step"
+
+
+def mode_on(device: torch.device | str, mode: Mode = "replays") -> Mode:
+    """
+    The mode that a device can run: ``eager`` on a CPU, which has no graphs.
+
+    >>> mode_on("cpu", "one launch"), mode_on("cuda:0")
+    ('eager', 'replays')
+    """
+    return "eager" if torch.device(device).type == "cpu" else mode
