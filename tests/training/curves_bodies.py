@@ -19,7 +19,8 @@ from qeffect.gpu_runtime.lab.commands import curves
 from qeffect.gpu_runtime.lab.commands import pipeline as command
 from qeffect.gpu_runtime.lab.commands.curves import Named, Told, trained
 from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
-from qeffect.gpu_runtime.ranks.world import Worker, join
+from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.training import loop
 from qeffect.gpu_runtime.training.balance import Times
 from qeffect.gpu_runtime.training.loop import opened

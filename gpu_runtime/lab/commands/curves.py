@@ -36,7 +36,8 @@ from ...ranks.assembly import build_worker
 from ...ranks.consent import StoppedError
 from ...ranks.job import NAMES
 from ...ranks.processes import join_ranks, report_once, stopped_outcome
-from ...ranks.world import Limits, Member, Worker, gathered
+from ...ranks.worker import Worker
+from ...ranks.world import Limits, Member, gathered
 from ...step.optimizer import Optimizer
 from ...training.command import release, require_processes
 from ...training.config import Checkpointing, Config, read

@@ -38,7 +38,8 @@ from ...backends.deterministic import DETERMINISTIC
 from ...backends.layers import LayerConfig
 from ...backends.protocol import BackendError, StageBackend, parameters
 from ...ranks.job import Batches, Job
-from ...ranks.world import Limits, Member, Worker, join
+from ...ranks.worker import Worker
+from ...ranks.world import Limits, Member, join
 from ...runtime import Mode, RuntimeConfig
 from ...step.memory.digests import digests
 from ...step.memory.state import NumericalState, live_state

@@ -26,7 +26,8 @@ from ...ranks.consent import StoppedError
 from ...ranks.job import Job
 from ...ranks.one_launch import OneLaunch
 from ...ranks.processes import silence
-from ...ranks.world import Member, Worker, gathered, join
+from ...ranks.worker import Worker
+from ...ranks.world import Member, gathered, join
 from ...runtime import RuntimeConfig, mode_on
 from ...step.memory.digests import digests
 from ...step.optimizer import Gradients
