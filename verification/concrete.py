@@ -20,7 +20,8 @@ from qeffect.spec.predicates import Predicate
 from qeffect.spec.promises import ASSUMED, STEPS
 
 from .induction import HISTORY, INVARIANTS
-from .induction.history import GHOSTS, advance
+from .induction.ghosts import GHOSTS
+from .induction.history import advance
 from .judging import failing, members_of, seen, speaks_of
 from .process import Process
 

@@ -14,7 +14,7 @@ from qeffect import Checkpoint, Destination, TapeKey, TapeRef, Ticket
 from qeffect.engine.stage import TRANSITIONS
 
 from ..calls import Call
-from ..targets import Target
+from ..coverage import Target
 from .oracle import broken
 from .proposals import (
     ACTIONS,

@@ -16,18 +16,18 @@ from qeffect.relations.constants import NEVER
 
 from ..caller import ProcessCaller
 from ..calls import Call
+from ..coverage import TARGETS, Target
 from ..induction import INVARIANTS
 from ..judging import failing, members_of, seen, speaks_of
 from ..process import Process
-from ..targets import TARGETS, Target
 from .attempts import aimed, attempt
 from .oracle import violations
 from .proposals import Pick, chooser, support
 from .shadow import Shadow
-from .timeline import Step, schedule_text, timeline_text
+from .timeline import CallRecord, schedule_text, timeline_text
 from .walk import RandomWalk
 
-__all__ = ["Driver", "Mismatch", "Tally"]
+__all__ = ["CallCounts", "Driver", "Mismatch"]
 
 #: The contract's own account is compared after so many calls.
 _EVERY = 8
@@ -72,11 +72,11 @@ class Mismatch(AssertionError):  # noqa: N818 - what was found, not what went wr
     """
 
     guard: Target | None = None
-    steps: Sequence[Step] = ()
+    steps: Sequence[CallRecord] = ()
 
 
 @define
-class Tally:
+class CallCounts:
     """
     What a run of schedules exercised.
 
@@ -111,7 +111,7 @@ class Driver(RandomWalk):
     def __init__(
         self,
         process: Process,
-        tally: Tally | None = None,
+        tally: CallCounts | None = None,
         make: Callable[..., Contract] | None = None,
         focus: Sequence[Target] | None = None,
         rare: Sequence[Target] = (),
@@ -119,9 +119,9 @@ class Driver(RandomWalk):
         self.rare = rare
         self.process = process
         self.focus = focus
-        self.tally = Tally() if tally is None else tally
+        self.tally = CallCounts() if tally is None else tally
         self.make = process.contract if make is None else make
-        self.steps: list[Step] = []
+        self.steps: list[CallRecord] = []
         self.met: set[Target] = set()
         self.events: list[str] = []
         self.caller = ProcessCaller(process, lambda: self.make(observer=self._observe))
@@ -297,7 +297,7 @@ class Driver(RandomWalk):
             told = str(result) if isinstance(result, TapeRef) else ""
         if "refresh" in call.transition or (slot is not None and slot >= len(self.shadow.slots)):
             slot = None
-        self.steps.append(Step(call, refused, slot, told))
+        self.steps.append(CallRecord(call, refused, slot, told))
 
     # Agreement
 

@@ -22,9 +22,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from qeffect import Contract
 
+from ..coverage import CLAUSE_IDS, TARGETS, TRANSITION_NAMES, Target
 from ..process import Process
-from ..targets import CLAUSE_IDS, TARGETS, TRANSITION_NAMES, Target
-from .driver import Driver, Mismatch, Tally
+from .driver import CallCounts, Driver, Mismatch
 from .processes import PROCESSES
 from .proposals import chooser
 
@@ -96,7 +96,7 @@ def numbers(
     )
 
 
-def uncovered(tally: Tally) -> list[str]:
+def uncovered(tally: CallCounts) -> list[str]:
     """Return the transitions that were never accepted and the refusals that were never given."""
     return [
         *(f"transition {name}" for name in TRANSITION_NAMES if not tally.accepted[name]),
@@ -132,7 +132,7 @@ def run(
     Returns:
         The report. It is a failure if ``failure`` or ``uncovered`` is not empty.
     """
-    tally = Tally()
+    tally = CallCounts()
     report = RandomReport()
 
     rare: list[Target] = []
@@ -251,7 +251,7 @@ class ContractMachine(RuleBasedStateMachine):
     only did that would not get far, so each rule first takes some steps of a random walk.
     """
 
-    tally = Tally()
+    tally = CallCounts()
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ from ..process import Process
 from .oracle import seat
 from .proposals import ACTIONS
 from .shadow import Shadow
-from .timeline import Step, schedule_text, timeline_text
+from .timeline import CallRecord, schedule_text, timeline_text
 from .walk import RandomWalk
 
 __all__ = ["Schedule", "ScheduleWalk"]
@@ -43,7 +43,7 @@ class Schedule:
     calls: tuple[Call, ...] = field(repr=False)
 
     def __str__(self) -> str:
-        steps = [Step(call, "", _slot(call)) for call in self.calls]
+        steps = [CallRecord(call, "", _slot(call)) for call in self.calls]
         stages = [c.stage for c in self.process.stages for _ in range(c.slots)]
         return (
             f"Schedule over {self.process}:\n{schedule_text(steps)}\n\n"

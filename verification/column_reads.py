@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Watched"]
+__all__ = ["ColumnReads"]
 
 
-class Watched:
+class ColumnReads:
     """
     A memory that notes which columns are read.
 
@@ -17,7 +17,7 @@ class Watched:
         memory: Where the columns are.
 
     >>> from types import SimpleNamespace
-    >>> watched = Watched(SimpleNamespace(consumers={0: 3}, held={0: 0}))
+    >>> watched = ColumnReads(SimpleNamespace(consumers={0: 3}, held={0: 0}))
     >>> watched.consumers[0], watched.read
     (3, {'consumers'})
     """
