@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,12 +31,14 @@ class RuntimeCommand:
         module: Holds ``add_NAME_arguments(parser)`` and ``run_NAME(args, progress)``.
         comparison: A module of the laboratory that declares ``--compare`` and runs the command
             when it is given; empty without one.
+        moved: The command's new name; the old one works for a release and says so.
     """
 
     name: str
     help: str
     module: str
     comparison: str = ""
+    moved: str | None = None
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """
@@ -49,6 +52,8 @@ class RuntimeCommand:
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Do the work."""
+        if self.moved is not None and os.environ.get("RANK", "0") == "0":
+            progress.note(f"qeffect: runtime {self.name} is now {self.moved}; use the new name")
         compares = self.comparison and args.compare is not None
         module = self.comparison if compares else self.module
         outcome: Outcome = self._part(module, "run")(args, progress)
@@ -75,13 +80,42 @@ def _torch_works() -> bool:
     return True
 
 
+#: What `qeffect runtime report` has, each in a module of its own in `lab/commands`.
+PARTS = (
+    ("bench", "measure step time, memory, set-up, copies and guards"),
+    ("scale", "compare and time a pipeline over the ranks that torchrun started"),
+    ("tables", "measure the paper's complete-step tables over the ranks that torchrun started"),
+    ("peers", "measure torch's own pipeline and Megatron-core beside the guarded one"),
+    ("curves", "train run after run, guarded and natively, into one report of loss curves"),
+    ("restarts", "stop training, resume it from a checkpoint and compare every bit"),
+    ("streams", "count stale reads of one-way and two-way handoffs"),
+    ("pools", "show what graphs that share one memory pool corrupt"),
+    ("probes", "check on this machine what the documentation says about the library"),
+    ("plots", "draw the reports"),
+)
+#: Parts that were commands of their own: their old names work for a release.
+MOVED = ("curves", "bench", "scale", "tables", "streams", "pools", "probes", "plots")
+
+
+class ReportCommands:
+    """The parts of ``qeffect runtime report``."""
+
+    name = "report"
+    help = "measure the runtime, part by part, and write, merge and draw the JSON reports"
+
+    def commands(self) -> Iterator[RuntimeCommand]:
+        """Yield a command for each part."""
+        for name, text in PARTS:
+            yield RuntimeCommand(name, text, f"lab.commands.{name}")
+
+
 class RuntimeCommands:
     """The runtime's commands as one group of the command line."""
 
     name = "runtime"
     help = "run, compare and measure the guarded training runtime"
 
-    def commands(self) -> Iterator[RuntimeCommand]:
+    def commands(self) -> Iterator[RuntimeCommand | ReportCommands]:
         """Yield them in the order in which a newcomer needs them."""
         for name, text, module in (
             ("doctor", "say what this machine has, what works on it and what is missing", "doctor"),
@@ -110,38 +144,10 @@ class RuntimeCommands:
                 "train a language model over the ranks that torchrun started, or alone",
                 "training.command",
             ),
-            (
-                "curves",
-                "train run after run, guarded and natively, into one report of loss curves",
-                "lab.commands.curves",
-            ),
-            ("bench", "measure step time, memory, set-up, copies and guards", "lab.commands.bench"),
-            (
-                "scale",
-                "compare and time a pipeline over the ranks that torchrun started",
-                "lab.commands.scale",
-            ),
-            (
-                "tables",
-                "measure the paper's complete-step tables over the ranks that torchrun started",
-                "lab.commands.tables",
-            ),
-            (
-                "streams",
-                "count stale reads of one-way and two-way handoffs",
-                "lab.commands.streams",
-            ),
-            (
-                "pools",
-                "show what graphs that share one memory pool corrupt",
-                "lab.commands.pools",
-            ),
-            (
-                "probes",
-                "look at what the documentation says of the library",
-                "lab.commands.probes",
-            ),
-            ("plots", "draw the reports", "lab.commands.plots"),
         ):
             comparison = "lab.commands.train" if name == "train" else ""
             yield RuntimeCommand(name, text, module, comparison)
+        yield ReportCommands()
+        for name in MOVED:
+            new = f"runtime report {name}"
+            yield RuntimeCommand(name, f"old name of {new}", f"lab.commands.{name}", moved=new)

@@ -1,5 +1,5 @@
 """
-``python -m qeffect.gpu_runtime.lab`` is ``qeffect runtime bench``.
+``python -m qeffect.gpu_runtime.lab`` is ``qeffect runtime report``.
 """
 
 import sys
@@ -7,4 +7,4 @@ import sys
 from qeffect.cli import main
 
 if __name__ == "__main__":
-    raise SystemExit(main(["runtime", "bench", *sys.argv[1:]]))
+    raise SystemExit(main(["runtime", "report", *sys.argv[1:]]))

@@ -11,7 +11,8 @@ from typing import BinaryIO
 from ..runtime import Mode, RuntimeConfig
 from .executor import Pipeline
 from .job import Batches, Job
-from .world import Limits, Member, Worker
+from .worker import Worker
+from .world import Limits, Member
 
 __all__ = ["build_worker"]
 

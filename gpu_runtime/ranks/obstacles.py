@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from ..step.nested import obstacle
-from .world import Member, Worker, gathered
+from .worker import Worker
+from .world import Member, gathered
 
 __all__ = ["first_obstacle", "obstacles", "obstacles_on"]
 

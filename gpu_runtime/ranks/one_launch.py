@@ -56,7 +56,7 @@ from .executor import Feed, Passage
 from .feeds import made
 from .obstacles import obstacles
 from .rehearsal import Rehearsal
-from .world import Worker
+from .worker import Worker
 
 __all__ = ["OneLaunch", "obstacles"]
 

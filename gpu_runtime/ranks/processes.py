@@ -20,7 +20,7 @@ from qeffect.schedule.actions import ScheduleError
 from ..backends.deterministic import DETERMINISTIC
 from ..backends.protocol import BackendError
 from .consent import Cause
-from .world import Limits, Member, join, launched
+from .world import Limits, Member, join, launcher_ranks
 
 __all__ = ["join_ranks", "process_count", "report_once", "silence", "stopped_outcome"]
 
@@ -61,7 +61,7 @@ def process_count() -> int | None:
     Raises:
         BackendError: The launcher's environment variables are malformed.
     """
-    return launched()[1]
+    return launcher_ranks()[1]
 
 
 def report_once(run: Callable[[], Outcome]) -> Outcome:
@@ -94,7 +94,7 @@ def silence(*, failed: bool, speaker: int = 0) -> None:
         speaker: The rank that prints.
     """
     try:
-        rank, world = launched()
+        rank, world = launcher_ranks()
     except BackendError:  # the ranks are unknown: each prints its own finding
         return
     if world is not None and rank != speaker:

@@ -32,7 +32,8 @@ from ..step.effects import Effects
 from .channels import Channels, Ends, Message, Transfer
 from .consent import name_of
 from .executor import Entry, Passage
-from .world import Member, Worker, gathered
+from .worker import Worker
+from .world import Member, gathered
 
 __all__ = ["Span", "Tracer", "chrome_trace"]
 

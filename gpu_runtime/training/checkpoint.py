@@ -34,7 +34,7 @@ from qeffect.checkpoint import Checkpoint
 
 from ..backends.protocol import BackendError
 from ..ranks.channels import LostError, end_group
-from ..ranks.world import Worker
+from ..ranks.worker import Worker
 from ..step.memory.state import NumericalState
 from .files import (
     AWAY,

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backends.protocol import BackendError, StageBackend
-from ..ranks.world import Member, Worker, gathered
+from ..ranks.worker import Worker
+from ..ranks.world import Member, gathered
 from ..step.memory.state import Snapshot, live_state
 from .data import Loader
 from .model import Language

@@ -20,7 +20,8 @@ from ..ranks.fallback import capture_failed
 from ..ranks.job import Batches, Job
 from ..ranks.obstacles import first_obstacle, obstacles, obstacles_on
 from ..ranks.one_launch import OneLaunch
-from ..ranks.world import Member, Worker, gathered
+from ..ranks.worker import Worker
+from ..ranks.world import Member, gathered
 from ..runtime import Mode, mode_on
 from ..step.clipping import DeviceNorm, Norm
 

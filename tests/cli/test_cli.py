@@ -67,27 +67,38 @@ OPTIONS = {
     "runtime train": {
         *("config", "--device", "--steps", "--compare", "--resume", "--out", "--commit"),
     },
-    "runtime curves": {
+    "runtime report curves": {
         *("config", "--runs", "--steps", "--held-out-steps", "--limit-s", "--device", "--merge"),
         *REPORT,
     },
-    "runtime bench": {
+    "runtime report bench": {
         *("table", "--cells", "--columns", "--microbatches", "--rank", "--rounds", "--steps"),
         *("--growth-steps", "--history", "--quick", "--device", "--no-profile", *REPORT),
     },
-    "runtime streams": {"--processes", "--checks", "--width", "--depth", "--quick", *REPORT},
-    "runtime pools": {"--steps", "--device", *REPORT},
-    "runtime probes": {"--device", "--only", *REPORT},
-    "runtime scale": {
+    "runtime report streams": {"--processes", "--checks", "--width", "--depth", "--quick", *REPORT},
+    "runtime report pools": {"--steps", "--device", *REPORT},
+    "runtime report probes": {"--device", "--only", *REPORT},
+    "runtime report scale": {
         *("--pp", "--schedules", "--cells", "--compared", "--rounds", "--steps", "--native-steps"),
         *("--device", *REPORT),
     },
-    "runtime tables": {
+    "runtime report tables": {
         *("--pp", "--parts", "--cells", "--microbatches", "--rounds", "--steps", "--native-steps"),
         *("--no-profile", "--device", "--merge", *REPORT),
     },
-    "runtime plots": {"--reports", "--out", "--format"},
+    "runtime report plots": {"--reports", "--out", "--format"},
+    "runtime report peers": {
+        *("--cells", "--modes", "--limit", "--rounds", "--steps", "--native-steps"),
+        *("--no-profile", "--device", *REPORT),
+    },
+    "runtime report restarts": {
+        *("--device", "--eager", "--one-launch", "--masters", "--asynchronous", "--hidden"),
+        *("--history", "--schedules", "--dp", "--at-once", "--same", *REPORT),
+    },
 }
+#: Commands that became parts of `runtime report`; the old names work for a release.
+MOVED = ("curves", "bench", "scale", "tables", "streams", "pools", "probes", "plots")
+OPTIONS |= {f"runtime {name}": OPTIONS[f"runtime report {name}"] for name in MOVED}
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -704,7 +715,7 @@ def test_help_of_the_runtime_loads_no_torch() -> None:
 @pytest.mark.parametrize("module", ["qeffect.gpu_runtime", "qeffect.gpu_runtime.lab"])
 def test_modules_of_the_runtime_are_its_commands(module: str) -> None:
     """``python -m`` gives the same words as ``qeffect runtime``."""
-    words = ["runtime", *(["bench"] if module.endswith("lab") else [])]
+    words = ["runtime", *(["report"] if module.endswith("lab") else [])]
 
     alias, command = (
         subprocess.run(

@@ -254,11 +254,11 @@ class TestHostileFolder:
 
     def test_what_is_not_installed_is_said_to_be_missing(self, python: Path, hostile: Path) -> None:
         """Reports are of the checkout: without them the pictures are a clear line."""
-        words = ["runtime", "plots", "--out", "pictures"]
+        words = ["runtime", "report", "plots", "--out", "pictures"]
 
         done = run([python, "-m", "qeffect", *words], hostile, code=2)
 
-        assert "make one with qeffect runtime bench" in done.stderr
+        assert "make one with qeffect runtime report bench" in done.stderr
         assert 1 == len(done.stderr.splitlines())
 
     @pytest.mark.slow

@@ -29,7 +29,8 @@ from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
 from qeffect.gpu_runtime.ranks.executor import Passage
 from qeffect.gpu_runtime.ranks.job import Batches, Job
 from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
-from qeffect.gpu_runtime.ranks.world import Limits, Worker, gathered, join, leave
+from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.world import Limits, gathered, join, leave
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.memory.state import live_state

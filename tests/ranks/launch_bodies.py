@@ -25,7 +25,8 @@ from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError
 from qeffect.gpu_runtime.ranks.job import Batches, Job
 from qeffect.gpu_runtime.ranks.one_launch import OneLaunch, _Gate
-from qeffect.gpu_runtime.ranks.world import Limits, Member, Worker, join
+from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.world import Limits, Member, join
 from qeffect.gpu_runtime.runtime import RuntimeConfig, mode_on
 from qeffect.gpu_runtime.step.clipping import Clipping, Norm, square_sums
 from qeffect.gpu_runtime.step.memory.counters import DeviceCounters

@@ -17,7 +17,8 @@ from qeffect.gpu_runtime.ranks.consent import Consent, StoppedError
 from qeffect.gpu_runtime.ranks.job import Batches, Job
 from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
 from qeffect.gpu_runtime.ranks.replicas import Replicas
-from qeffect.gpu_runtime.ranks.world import Limits, Worker, join
+from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.world import Limits, join
 from qeffect.gpu_runtime.runtime import Mode, RuntimeConfig
 from tests.ranks import bodies, recorded
 from tests.ranks.bodies import bits, copies_of, parameters_of

@@ -11,7 +11,8 @@ from qeffect.gpu_runtime.ranks.consent import StoppedError, name_of
 from qeffect.gpu_runtime.ranks.executor import Pipeline
 from qeffect.gpu_runtime.ranks.job import Batches, Job
 from qeffect.gpu_runtime.ranks.replicas import Replicas
-from qeffect.gpu_runtime.ranks.world import Worker, gathered, join
+from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.world import gathered, join
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.gpu_runtime.step.optimizer import Gradients, Optimizer
 from tests.ranks.bodies import LIMITS, bits, once_more, parameters_of

@@ -30,7 +30,7 @@ def tables_command(argv: list[str]) -> tuple[int, str, str]:
     command._LAST_WORD_S = 0.0
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        code = main(["runtime", "tables", *argv])
+        code = main(["runtime", "report", "tables", *argv])
     return code, out.getvalue(), err.getvalue()
 
 

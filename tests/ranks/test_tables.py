@@ -144,7 +144,7 @@ class TestMerge:
     def test_two_trials_are_one_report_of_two(self, tmp_path: Path) -> None:
         """Medians over both; no rank is started."""
         out = tmp_path / "both.json"
-        argv = ["runtime", "tables", "--merge", *self.trials(tmp_path), "--out", str(out)]
+        argv = ["runtime", "report", "tables", "--merge", *self.trials(tmp_path), "--out", str(out)]
         assert main(argv) == 0
         report: dict[str, Any] = json.loads(out.read_text())
         jsonschema.Draft202012Validator(reports.schema()).validate(report)
@@ -158,7 +158,9 @@ class TestMerge:
         report = json.loads(Path(second).read_text())
         Path(second).write_text(json.dumps({**report, "complete": False}))
         out = tmp_path / "both.json"
-        assert main(["runtime", "tables", "--merge", first, second, "--out", str(out)]) == 0
+        assert (
+            main(["runtime", "report", "tables", "--merge", first, second, "--out", str(out)]) == 0
+        )
         assert not json.loads(out.read_text())["complete"]
 
     def test_what_cannot_be_merged_is_one_line(
@@ -189,6 +191,6 @@ class TestMerge:
             ([first, "--out", str(tmp_path / "none" / "o.json")], "there is no folder"),
         ]
         for argv, words in cases:
-            assert main(["runtime", "tables", "--merge", *argv]) == 2
+            assert main(["runtime", "report", "tables", "--merge", *argv]) == 2
             (line,) = capsys.readouterr().err.strip().splitlines()
             assert words in line

@@ -54,8 +54,8 @@ COMMIT = "0" * 40
 
 
 def bench(*words: str) -> int:
-    """Run `qeffect runtime bench`; return its exit code."""
-    return main(["runtime", "bench", *words, "--commit", COMMIT])
+    """Run `qeffect runtime report bench`; return its exit code."""
+    return main(["runtime", "report", "bench", *words, "--commit", COMMIT])
 
 
 def scripted_run(
@@ -589,13 +589,13 @@ class TestCommand:
 
     def test_the_commit_is_forty_digits(self, capsys: pytest.CaptureFixture[str]) -> None:
         """A report that names no commit cannot be reproduced."""
-        assert 2 == main(["runtime", "bench", "--device", "cpu", "--commit", "main"])
+        assert 2 == main(["runtime", "report", "bench", "--device", "cpu", "--commit", "main"])
         assert "40 hexadecimal digits" in capsys.readouterr().err
 
     def test_importing_the_benchmark_imports_no_library(self) -> None:
         """Neither Transformer Engine nor a device context, nor the runtime's captures."""
         code = (
-            "import sys, torch, qeffect.gpu_runtime.lab.bench\n"
+            "import sys, torch, qeffect.gpu_runtime.lab.commands.bench\n"
             "import qeffect.gpu_runtime.lab.commands.streams\n"
             "import qeffect.gpu_runtime.lab.commands.plots\n"
             "import qeffect.gpu_runtime.backends.te.baselines\n"

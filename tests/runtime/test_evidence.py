@@ -442,7 +442,7 @@ class TestPools:
         self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """One line, and exit code 2."""
-        assert 2 == main(["pools", *arguments])
+        assert 2 == main(["report", "pools", *arguments])
 
         got = capsys.readouterr()
         assert said in got.err
@@ -519,7 +519,7 @@ class TestProbes:
         """The reference backend runs every length; the library is not there to be read."""
         out = tmp_path / "probes.json"
 
-        assert 0 == main(["probes", "--device", "cpu", *COMMIT, "--out", str(out)])
+        assert 0 == main(["report", "probes", "--device", "cpu", *COMMIT, "--out", str(out)])
 
         report = json.loads(out.read_text())
         jsonschema.Draft202012Validator(reports.schema()).validate(report)
@@ -529,7 +529,7 @@ class TestProbes:
 
     def test_without_a_device(self, capsys: pytest.CaptureFixture[str]) -> None:
         """One line, and exit code 2."""
-        assert 2 == main(["probes", *COMMIT])
+        assert 2 == main(["report", "probes", *COMMIT])
         assert "no CUDA device is here" in capsys.readouterr().err
 
 
@@ -568,7 +568,7 @@ class TestOtherCommands:
         assert 2 == main(["demo", "--steps", "0"])
         assert "--steps must be at least 1" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("name", ["demo", "bench --help", "streams", "doctor"])
+    @pytest.mark.parametrize("name", ["demo", "report bench --help", "report streams", "doctor"])
     def test_without_torch_a_command_names_the_extra(self, name: str) -> None:
         """Any command says what is missing and how to get it, and exits with 2."""
         code = (

@@ -18,8 +18,8 @@ from qeffect.gpu_runtime.backends.protocol import parameters
 from qeffect.gpu_runtime.backends.te import domain as te
 from qeffect.gpu_runtime.lab import reports
 from qeffect.gpu_runtime.lab.commands import peers
-from qeffect.gpu_runtime.lab.commands.peers import Ended, last_words, launched
 from qeffect.gpu_runtime.lab.reports.text import peer_lines
+from qeffect.gpu_runtime.lab.runner.ranks import RankExits, last_words, run_ranks
 from qeffect.gpu_runtime.lab.sides import megatron
 from qeffect.gpu_runtime.lab.sides.language import sums
 from qeffect.gpu_runtime.lab.statistics.peers import FAR, combined, owed, verdict
@@ -188,9 +188,9 @@ class TestProcesses:
     """A mode's processes, and how they end."""
 
     @staticmethod
-    def run(folder: Path, code: str, limit: float = 30.0) -> Ended:
+    def run(folder: Path, code: str, limit: float = 30.0) -> RankExits:
         """Two ranks of a program."""
-        return launched([sys.executable, "-c", code], 2, limit, folder, "words")
+        return run_ranks([sys.executable, "-c", code], 2, limit, folder, "words")
 
     def test_ranks_know_each_other(self, tmp_path: Path) -> None:
         """torchrun's variables, and nothing wrong."""
@@ -229,8 +229,8 @@ class TestProcesses:
         """Another one between does not take its place; what went wrong first is named beside it."""
         words = last_words("OSError: full\nin between\nValueError: c\nOSError: full", lines=2)
         assert words == ["OSError: full", "ValueError: c", "OSError: full"]
-        assert Ended([1, 0], words, 1.0).error == "OSError: full"
-        assert Ended([1, 0], words[:2], 1.0).error == "ValueError: c (first: OSError: full)"
+        assert RankExits([1, 0], words, 1.0).error == "OSError: full"
+        assert RankExits([1, 0], words[:2], 1.0).error == "ValueError: c (first: OSError: full)"
 
     def test_last_words_name_no_folder_of_the_machine(self) -> None:
         """A traceback's files keep their names."""

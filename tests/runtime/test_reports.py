@@ -678,9 +678,9 @@ class TestStreams:
 
     def test_without_a_device_the_check_says_so(self, capsys: pytest.CaptureFixture[str]) -> None:
         """One line, and exit code 2."""
-        assert 2 == main(["runtime", "streams"])
+        assert 2 == main(["runtime", "report", "streams"])
         assert "no CUDA device" in capsys.readouterr().err
-        assert 2 == main(["runtime", "streams", "--checks", "0"])
+        assert 2 == main(["runtime", "report", "streams", "--checks", "0"])
         assert "must be at least 1" in capsys.readouterr().err
 
 
@@ -724,7 +724,9 @@ class TestPictures:
         """One line that names the file or the folder, and no picture."""
         (tmp_path / "x.json").write_text(text, errors="surrogateescape")
         out = tmp_path / "out"
-        assert 2 == main(["runtime", "plots", "--reports", str(tmp_path), "--out", str(out)])
+        assert 2 == main(
+            ["runtime", "report", "plots", "--reports", str(tmp_path), "--out", str(out)]
+        )
         (line,) = capsys.readouterr().err.splitlines()
         assert told in line
         assert not out.exists()
@@ -735,7 +737,7 @@ class TestPictures:
         """It is that place, and not the reports, which is named."""
         folder = self.folder(tmp_path, samples.sweep_report())
         words = ["--reports", str(folder), "--out", str(folder / "0.json")]
-        assert 2 == main(["runtime", "plots", *words])
+        assert 2 == main(["runtime", "report", "plots", *words])
         (line,) = capsys.readouterr().err.splitlines()
         assert f"--out {folder / '0.json'}: File exists; name a folder" in line
 
@@ -802,6 +804,16 @@ class TestPictures:
     ) -> None:
         """It says how to make a report."""
         out = tmp_path / "out"
-        assert 2 == main(["runtime", "plots", "--reports", str(tmp_path), "--out", str(out)])
-        assert "make one with qeffect runtime bench" in capsys.readouterr().err
+        assert 2 == main(
+            ["runtime", "report", "plots", "--reports", str(tmp_path), "--out", str(out)]
+        )
+        assert "make one with qeffect runtime report bench" in capsys.readouterr().err
+
+    def test_an_old_name_works_and_names_the_new_one(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """One line before the error; other ranks than the first say nothing."""
+        assert 2 == main(["runtime", "plots", "--reports", str(tmp_path), "--out", str(tmp_path)])
+        first, _ = capsys.readouterr().err.splitlines()
+        assert "runtime plots is now runtime report plots" in first
         assert not (tmp_path / "out").exists()

@@ -19,7 +19,8 @@ from qeffect.gpu_runtime.lab.commands import curves
 from qeffect.gpu_runtime.lab.commands import pipeline as command
 from qeffect.gpu_runtime.lab.commands.curves import Named, Told, trained
 from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
-from qeffect.gpu_runtime.ranks.world import Worker, join
+from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.training import loop
 from qeffect.gpu_runtime.training.balance import Times
 from qeffect.gpu_runtime.training.loop import opened
@@ -64,7 +65,7 @@ def measured_apart(config: str, out: str) -> tuple[int, list[list[int]], int]:
     loop.measured = lambda *_, **__: next(given)  # type: ignore[assignment]
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         runs = ["--runs", "native:zbv:0", "guarded:zbv:0", "--commit", "1" * 40]
-        code = main(["runtime", "curves", config, *runs, "--out", out])
+        code = main(["runtime", "report", "curves", config, *runs, "--out", out])
     report = json.loads(Path(out).read_text())
     cuts = [run["cut"] for run in report["raw"]["runs"]]
     assert report["configuration"]["times"]["te"]["layer_times"] == [3.0] * 4
@@ -90,7 +91,7 @@ def limited(config: str, runs: list[str], out: str, looks: list[int]) -> list[tu
         shown = io.StringIO()
         with redirect_stdout(shown), redirect_stderr(io.StringIO()):
             words = ["--runs", *runs, "--limit-s", "9", "--commit", "1" * 40, "--out"]
-            code = main(["runtime", "curves", config, *words, f"{out}{limit}.json"])
+            code = main(["runtime", "report", "curves", config, *words, f"{out}{limit}.json"])
         said.append((code, shown.getvalue()))
     return said
 
@@ -102,6 +103,6 @@ def commands(cases: list[list[str]]) -> list[tuple[int, str, str]]:
     for case in cases:
         out, err = io.StringIO(), io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
-            code = main(["runtime", "curves", *case])
+            code = main(["runtime", "report", "curves", *case])
         said.append((code, out.getvalue(), err.getvalue()))
     return said

@@ -14,7 +14,7 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import BackendError
-from qeffect.gpu_runtime.ranks.world import join, launched
+from qeffect.gpu_runtime.ranks.world import join, launcher_ranks
 from qeffect.gpu_runtime.training import config
 from qeffect.gpu_runtime.training.config import TABLES, differences, read
 from qeffect.report import UnusableError
@@ -213,7 +213,7 @@ def test_without_a_launcher_its_port_is_no_matter(monkeypatch: pytest.MonkeyPatc
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_PORT", "tcp://10.0.0.1:80")
-    assert launched() == (0, None)
+    assert launcher_ranks() == (0, None)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -154,9 +154,11 @@ def test_parts_become_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert short["configuration"]["windows"] == 8
     assert len(short["raw"]["runs"][0]["losses"]) == 2
 
-    assert 2 == main(["runtime", "curves", "--merge", str(a), str(both), "--out", str(both)])
+    assert 2 == main(
+        ["runtime", "report", "curves", "--merge", str(a), str(both), "--out", str(both)]
+    )
     assert "[run] steps is 2, in" in capsys.readouterr().err
-    assert 0 == main(["runtime", "curves", "--merge", str(a), str(b), "--out", str(both)])
+    assert 0 == main(["runtime", "report", "curves", "--merge", str(a), str(b), "--out", str(both)])
     assert "0 of 4 losses differ" in capsys.readouterr().out
     report = json.loads(both.read_text())
     jsonschema.Draft202012Validator(reports.schema()).validate(report)
@@ -232,12 +234,12 @@ def test_parts_that_do_not_fit_are_refused(
     a.write_text(json.dumps(curves_report(curve_run("native"), curve_run())))
     other = copy.deepcopy(curves_report(curve_run(seed=1)))
     b.write_text(json.dumps(other))
-    assert 0 == main(["runtime", "curves", "--merge", str(a), str(b), "--out", str(out)])
+    assert 0 == main(["runtime", "report", "curves", "--merge", str(a), str(b), "--out", str(out)])
     out.unlink()
     change(other)
     b.write_text(json.dumps(other))
     capsys.readouterr()
-    assert 2 == main(["runtime", "curves", "--merge", str(a), str(b), "--out", str(out)])
+    assert 2 == main(["runtime", "report", "curves", "--merge", str(a), str(b), "--out", str(out)])
     (line,) = capsys.readouterr().err.splitlines()
     assert told in line
     assert str(b) in line
@@ -252,7 +254,7 @@ def test_losses_that_differ_are_a_violation(
     report = curves_report(curve_run("native"), curve_run(losses=[5.0] * 40))
     report["complete"] = False
     part.write_text(json.dumps(report))
-    assert 1 == main(["runtime", "curves", "--merge", str(part), "--out", str(out)])
+    assert 1 == main(["runtime", "report", "curves", "--merge", str(part), "--out", str(out)])
     assert "39 of 40 losses differ" in capsys.readouterr().out
 
 
@@ -268,11 +270,20 @@ def test_a_merged_report_is_complete_where_all_parts_are(
         report["complete"] = complete
         path.write_text(json.dumps(report))
     out = tmp_path / "out.json"
-    assert 0 == main(["runtime", "curves", "--merge", *map(str, paths), "--out", str(out)])
+    assert 0 == main(
+        ["runtime", "report", "curves", "--merge", *map(str, paths), "--out", str(out)]
+    )
     assert ("NOT complete" in capsys.readouterr().out) is not (first and second)
     merged = json.loads(out.read_text())
     assert merged["complete"] is (first and second)
-    assert merged["environment"]["argv"] == ["runtime", "curves", "--merge", "a.json", "b.json"]
+    assert merged["environment"]["argv"] == [
+        "runtime",
+        "report",
+        "curves",
+        "--merge",
+        "a.json",
+        "b.json",
+    ]
     jsonschema.Draft202012Validator(reports.schema()).validate(merged)
 
 
@@ -308,6 +319,6 @@ def test_what_cannot_be_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
         (["--merge", out], "No such file"),
     ):
         commit = [] if "--merge" in words else ["--commit", COMMIT]
-        assert 2 == main(["runtime", "curves", *words, *commit, "--out", out])
+        assert 2 == main(["runtime", "report", "curves", *words, *commit, "--out", out])
         (line,) = capsys.readouterr().err.splitlines()
         assert told in line

@@ -335,8 +335,18 @@ def test_a_launched_side_of_curves_is_the_native_one(tmp_path: Path) -> None:
     path, out = Path(made["replays"]), tmp_path / "out.json"
     path.write_text(path.read_text().replace("skip_nonfinite = true\n", ""))
     runs = ["--runs", "native:zbv:0", "launched:zbv:0", "guarded:zbv:0"]
-    case = ["curves", str(path), *runs, "--out", str(out), "--commit", "1" * 40, "--quiet"]
-    short = [*case[:3], "launched:zbv:0", *case[6:]]
+    case = [
+        "report",
+        "curves",
+        str(path),
+        *runs,
+        "--out",
+        str(out),
+        "--commit",
+        "1" * 40,
+        "--quiet",
+    ]
+    short = [*case[:4], "launched:zbv:0", *case[7:]]
     for name in ("said", "refused"):
         (tmp_path / name).mkdir()
     refused = launch(1, tmp_path / "refused", bodies.said, [short])

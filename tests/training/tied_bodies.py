@@ -16,7 +16,8 @@ from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.consent import StoppedError
 from qeffect.gpu_runtime.ranks.job import Batches
 from qeffect.gpu_runtime.ranks.ties import Reducers, Tie
-from qeffect.gpu_runtime.ranks.world import Worker, join
+from qeffect.gpu_runtime.ranks.worker import Worker
+from qeffect.gpu_runtime.ranks.world import join
 from qeffect.gpu_runtime.step.clipping import Norm, square_sums
 from qeffect.gpu_runtime.step.memory.digests import digests
 from qeffect.gpu_runtime.step.plan.order import Kind, Order

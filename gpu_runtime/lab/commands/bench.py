@@ -1,5 +1,5 @@
 """
-``qeffect runtime bench``: the step, memory and sweep tables as a JSON report.
+``qeffect runtime report bench``: the step, memory and sweep tables as a JSON report.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -15,7 +14,7 @@ import attrs
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
 
-from ..reports.report import Report, environment
+from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
 from ..runner.rounds import CellRun
 from ..sides.cells import (
@@ -68,10 +67,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         help="cpu runs the reference backend, eager, to see the tables; its numbers mean nothing",
     )
     parser.add_argument("--no-profile", action="store_true", help="leave kernel times out")
-    parser.add_argument(
-        "--out", type=Path, metavar="F", help="write the JSON report here as it grows"
-    )
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+    add_report_options(parser)
 
 
 def run_bench(args: argparse.Namespace, progress: Progress) -> Outcome:

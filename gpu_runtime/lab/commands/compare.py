@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from ..comparisons.recording import (
     compare,
 )
 from ..comparisons.sides import GUARDED, SIDES, record
-from ..reports.report import Report, environment
+from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
 
 __all__ = [
@@ -58,8 +57,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         default="cuda",
         help="cpu compares the reference backend at hidden 128, without capture",
     )
-    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+    add_report_options(parser)
 
 
 def run_compare(args: argparse.Namespace, progress: Progress) -> Outcome:

@@ -1,5 +1,5 @@
 """
-``qeffect runtime curves``: how models learn, guarded and natively, run after run, in one report.
+``qeffect runtime report curves``: loss curves of guarded and native runs, in one report.
 
 A run is named SIDE:SCHEDULE:SEED, such as ``guarded:zbv:0``, or SIDE:SCHEDULE:SEED:HEAD. A side is
 native, guarded (by replays), or launched: guarded, and each step one launch. All runs of a report
@@ -36,7 +36,8 @@ from ...ranks.assembly import build_worker
 from ...ranks.consent import StoppedError
 from ...ranks.job import NAMES
 from ...ranks.processes import join_ranks, report_once, stopped_outcome
-from ...ranks.world import Limits, Member, Worker, gathered
+from ...ranks.worker import Worker
+from ...ranks.world import Limits, Member, gathered
 from ...step.optimizer import Optimizer
 from ...training.command import release, require_processes
 from ...training.config import Checkpointing, Config, read
@@ -49,6 +50,7 @@ from ..comparisons.ranks import native_pipeline, tensors_of
 from ..reports.report import (
     ALIKE,
     Report,
+    add_report_options,
     environment,
     read_part,
     require_alike,
@@ -453,8 +455,7 @@ def add_curves_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", nargs="+", type=Path, metavar="F", help="make one report of several"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="F", help="the JSON report")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+    add_report_options(parser, required=True)
 
 
 def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
@@ -620,7 +621,7 @@ def merged(paths: Sequence[Path]) -> Report:
     ]
     typed = {
         "program": program(),
-        "argv": ["runtime", "curves", "--merge", *(path.name for path in paths)],
+        "argv": ["runtime", "report", "curves", "--merge", *(path.name for path in paths)],
     }
     report = Report("curves", None, {**first["environment"], **typed}, asked, {"runs": runs})
     report.complete = all(part["complete"] for part in parts)

@@ -1,10 +1,10 @@
 """
-Ours, torch's own pipeline and Megatron-core beside each other: `python -m ...bench.peers`.
+``qeffect runtime report peers``: ours, torch's own pipeline and Megatron-core beside each other.
 
-One language model, one layer a stage, over two ranks with two stages each, from the same bits on
-every side. Each mode runs in processes of its own under a limit, so that one that hangs or dies
-costs its own rows alone; the report is written again after each. Megatron-core is needed by its own
-modes only, and imported in `megatron` alone: ``pip install --no-deps megatron-core==0.19.2``.
+One language model, one layer a stage, over two ranks with two stages each; every side starts from
+the same bits. Each mode runs in processes of its own under a time limit, so that a mode that hangs
+or dies loses only its own rows. The report is written again after each mode. Only Megatron's modes
+need Megatron-core (``pip install --no-deps megatron-core==0.19.2``).
 """
 
 from __future__ import annotations
@@ -13,10 +13,6 @@ import argparse
 import importlib.util
 import json
 import os
-import re
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +25,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from qeffect import cli
+from qeffect.cli.command import Outcome, Progress
 from qeffect.report import write_json
 
 from ...ranks.one_launch import OneLaunch
@@ -39,10 +37,12 @@ from ..comparisons.ranks import held_by
 from ..reports.report import (
     Report,
     UnusableError,
+    add_report_options,
     environment,
     require_place,
 )
 from ..runner.device import require_device
+from ..runner.ranks import run_ranks
 from ..sides.language import (
     PP,
     Asked,
@@ -63,13 +63,11 @@ from ..statistics.paper import LARGE, SMALL
 from ..statistics.peers import EAGER, combined, owed
 from .tables import LAYERS, DrawnLanguage
 
-__all__ = ["Ended", "last_words", "launched", "main", "ours"]
+__all__ = ["add_peers_arguments", "main", "ours", "run_peers"]
 
 LIMIT_S = 90.0
 MEGATRON = "megatron-core==0.19.2"
 OURS = "ours"
-_TAIL = 16
-_ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
 
 
 # Ours and torch's
@@ -184,113 +182,6 @@ def _one_launch(
     return named(cell, "one launch", schedule, against, None, found)
 
 
-# Processes
-
-
-def last_words(text: str, lines: int = _TAIL) -> list[str]:
-    """
-    The last lines of what a process wrote, without the folders of the machine.
-
-    An error that others hid comes before them, since it is what went wrong first.
-
-    >>> last_words("a\\n\\n  File \\"/usr/lib/x.py\\", line 3\\n")
-    ['a', 'File "x.py", line 3']
-    >>> last_words("OSError: full\\nduring this:\\nb\\nValueError: c", lines=2)
-    ['OSError: full', 'b', 'ValueError: c']
-    """
-    said = [line.strip() for line in text.splitlines() if line.strip()]
-    hidden = list(dict.fromkeys(filter(_ERROR.match, said[:-lines])))
-    kept = hidden[:_TAIL] + said[-lines:]
-    return [re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", line)[:300] for line in kept]
-
-
-@attrs.frozen
-class Ended:
-    """
-    How processes ended.
-
-    Args:
-        codes: Exit code of each; None for one that had to be killed.
-        words: The last lines of the first that failed, or of the first.
-        seconds: How long all took.
-    """
-
-    codes: list[int | None]
-    words: list[str]
-    seconds: float
-
-    @property
-    def error(self) -> str | None:
-        """What went wrong in a line; None where nothing did."""
-        if all(code == 0 for code in self.codes):
-            return None
-        if None in self.codes:
-            return f"did not end within {self.seconds:.0f} s"
-        # What a traceback ends with is the error, and what it began with may be its cause; torch
-        # warns behind it.
-        errors = list(filter(_ERROR.match, self.words))
-        said = errors or self.words or ["said nothing"]
-        same = not errors or errors[0] == errors[-1]
-        return said[-1] if same else f"{said[-1]} (first: {errors[0]})"
-
-
-def launched(command: Sequence[str], world: int, limit: float, folder: Path, name: str) -> Ended:
-    """
-    Run a command once for each rank, under torchrun's environment, and wait for all or the limit.
-
-    A rank that fails takes the others with it after a moment; only what was started here is ended.
-
-    Args:
-        command: What to run.
-        world: How many ranks.
-        limit: Seconds.
-        folder: Where each rank's words go.
-        name: What their files are called.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    began = time.monotonic()
-    ranks: list[subprocess.Popen[bytes]] = []
-    paths = [folder / f"{name}.{rank}.txt" for rank in range(world)]
-    for rank, path in enumerate(paths):
-        place = {
-            "OMP_NUM_THREADS": "1",  # as torchrun has it
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        with path.open("wb") as out:
-            ranks.append(
-                subprocess.Popen(
-                    [*command],
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    env=place,
-                    start_new_session=True,
-                )
-            )
-    until = began + limit
-    while time.monotonic() < until and any(rank.poll() is None for rank in ranks):
-        if any(rank.poll() not in (None, 0) for rank in ranks):
-            until = min(until, time.monotonic() + 3.0)
-        time.sleep(0.05)
-    failed = [n for n, rank in enumerate(ranks) if rank.poll() not in (None, 0)]
-    codes: list[int | None] = []
-    for process in ranks:
-        code = process.poll()
-        if code is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        # One that was ended because another had failed is not what failed.
-        codes.append(code if code is not None else (None if not failed else -signal.SIGKILL))
-    told = paths[failed[0] if failed else 0].read_text(encoding="utf-8", errors="replace")
-    return Ended(codes, last_words(told), time.monotonic() - began)
-
-
 # The run
 
 
@@ -313,23 +204,52 @@ def _runs(modes: Sequence[str], cells: Sequence[str]) -> list[tuple[str, list[st
 MODES = (OURS, "none", "transformer_engine", "local", "full_iteration")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m qeffect.gpu_runtime.lab.commands.peers")
-    parser.add_argument("--cells", nargs="+", default=[SMALL, LARGE], metavar="CELL")
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES, metavar="MODE")
+def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `report peers`."""
     parser.add_argument(
-        "--limit", type=float, default=LIMIT_S, metavar="S", help="of each mode; twice for ours"
+        "--cells",
+        nargs="+",
+        default=[SMALL, LARGE],
+        metavar="CELL",
+        help=f"layers and microbatches (default {SMALL} {LARGE})",
     )
-    parser.add_argument("--rounds", type=int, default=3, metavar="N")
-    parser.add_argument("--steps", type=int, default=10, metavar="N")
-    parser.add_argument("--native-steps", type=int, default=3, metavar="N")
-    parser.add_argument("--no-profile", action="store_true")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--out", type=Path, metavar="F")
-    parser.add_argument("--commit", metavar="SHA")
-    parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    return parser
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        default=list(MODES),
+        choices=MODES,
+        metavar="MODE",
+        help=f"some of {', '.join(MODES)} (default all; all but ours are Megatron-core's)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT_S,
+        metavar="S",
+        help=f"time limit per mode in seconds, doubled for ours (default {LIMIT_S:g})",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="rounds per side (default 3)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=10,
+        metavar="N",
+        help="steps per round for modes that replay graphs (default 10)",
+    )
+    parser.add_argument(
+        "--native-steps",
+        type=int,
+        default=3,
+        metavar="N",
+        help="steps per round for modes without graphs (default 3)",
+    )
+    parser.add_argument("--no-profile", action="store_true", help="run no steps under the profiler")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda", help="device (default cuda)"
+    )
+    add_report_options(parser)
 
 
 def _asked(args: argparse.Namespace) -> Asked:
@@ -375,41 +295,44 @@ def _require(args: argparse.Namespace) -> None:
             )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run_peers(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Start every mode in turn, or, inside one, measure it.
+    Run every mode in processes of its own, and report.
 
-    Returns:
-        0 where every row of ours has the bits that it owes, and gradients close to native's where
-        its schedule is another; 1 where one has not, or none was measured; 2 where nothing can be
-        run.
+    Refused where a guarded row differs from the bits of its reference, where its gradients are far
+    from native's under another schedule, or where no guarded row was measured.
+
+    Raises:
+        UnusableError: Nothing can be run here.
     """
-    parser = _parser()
-    args = parser.parse_args(argv)
-    try:
-        asked = _asked(args)
-        if args.mode is not None:
-            _child(args, asked)
-            return 0
-        require_place(args.out)
-        _require(args)
-        place = environment(args.commit)
-    except UnusableError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    rows: list[dict[str, Any]] = []
-    raw: dict[str, Any] = {"rows": rows, "refusals": {}, "processes": []}
+    asked = _asked(args)
+    require_place(args.out)
+    _require(args)
+    raw: dict[str, Any] = {"rows": [], "refusals": {}, "processes": []}
     configuration = {**attrs.asdict(asked), "modes": args.modes, "limit": args.limit}
-    report = Report("peers", args.out, place, configuration, raw)
+    report = Report("peers", args.out, environment(args.commit), configuration, raw)
     with tempfile.TemporaryDirectory(prefix="qeffect-peers-") as folder:
         for mode, cells in _runs(args.modes, asked.cells):
-            print(f"{mode}: {', '.join(cells)}", file=sys.stderr, flush=True)
+            progress.note(f"Measuring. {mode}: {', '.join(cells)}")
             _start(args, mode, cells, Path(folder), raw)
             report.save()
     derived = report.finish()["derived"]
-    print("\n".join(report.lines()))
     own = [row for row in derived["rows"] if row["side"] in ("native", "replays", "one launch")]
-    return 0 if own and all(map(owed, own)) else 1
+    right = own and all(map(owed, own))
+    return Outcome("accepted" if right else "refused", {"derived": derived}, report.lines())
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure one mode as one rank, where the words begin with `--mode`; else run the command."""
+    if argv[:1] != ["--mode"]:
+        return cli.main(["runtime", "report", "peers", *argv])
+    parser = argparse.ArgumentParser()
+    add_peers_arguments(parser)
+    parser.add_argument("--mode", choices=MODES, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    args = parser.parse_args(argv)
+    _child(args, _asked(args))
+    return 0
 
 
 def _start(
@@ -423,7 +346,7 @@ def _start(
     command += ["--cells", *cells, "--folder", str(folder), "--device", args.device]
     command += [str(word) for word in numbers] + ["--no-profile"] * args.no_profile
     limit = args.limit * (2 if mode == OURS else 1)
-    ended = launched(command, PP, limit, folder, "words")
+    ended = run_ranks(command, PP, limit, folder, "words")
     found: dict[str, Any] = {"rows": [], "refusals": {}}
     if result.exists():
         found = json.loads(result.read_text(encoding="utf-8"))
@@ -504,4 +427,4 @@ def _measure(args: argparse.Namespace, asked: Asked) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -26,13 +26,8 @@ from ...ranks.obstacles import obstacles
 from ...ranks.one_launch import OneLaunch
 from ...ranks.processes import join_ranks, process_count, report_once, stopped_outcome
 from ...ranks.trace import Tracer, chrome_trace
-from ...ranks.world import (
-    Limits,
-    Member,
-    Worker,
-    agree_on,
-    gathered,
-)
+from ...ranks.worker import Worker
+from ...ranks.world import Limits, Member, agree_on, gathered
 from ...step.memory.arena import RULES
 from ...step.memory.scaling import AMAX
 from ...step.plan.slots import PROVISIONINGS

@@ -444,8 +444,8 @@ def draw(folder: Path, out: Path, *, suffix: str = "svg") -> list[Path]:
         drawn.append(path)
     if not drawn:
         raise UnusableError(
-            f"no step, sweep or curves report is in {folder}; make one with qeffect runtime bench "
-            "or curves"
+            f"no step, sweep or curves report is in {folder}; make one with qeffect runtime "
+            "report bench or report curves"
         )
     return drawn
 

@@ -1,5 +1,5 @@
 """
-``qeffect runtime pools``: graphs in one memory pool for each slot, and in one that
+``qeffect runtime report pools``: graphs in one memory pool for each slot, and in one that
 all slots share, replayed out of capture order and compared with native full backward, bit for bit.
 """
 
@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -23,7 +22,7 @@ from ...backends.deterministic import DETERMINISTIC
 from ..comparisons.capture_memory import DISCIPLINES, NATIVE, ORDERS, WATCHED, trial
 from ..comparisons.cases import Case, small
 from ..comparisons.recording import Recording, compare
-from ..reports.report import Report, environment
+from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
 
 __all__ = ["add_pools_arguments", "compare_pools", "run_pools"]
@@ -43,8 +42,7 @@ def add_pools_arguments(parser: argparse.ArgumentParser) -> None:
         default="cuda",
         help="cpu runs the reference backend, eager, at hidden 128; there a pool moves no memory",
     )
-    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+    add_report_options(parser)
 
 
 def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:

@@ -1,5 +1,5 @@
 """
-``qeffect runtime probes``: what is said of the library, looked at on this machine.
+``qeffect runtime report probes``: what is said of the library, looked at on this machine.
 
 Each statement that the documentation makes about Transformer Engine, or about the cost of watching
 it, has a probe here: the attention backward of short sequences, the weight gradient that the
@@ -34,7 +34,7 @@ from ...runtime import Runtime, RuntimeConfig, mode_on
 from ..comparisons import interleaved
 from ..comparisons.cases import Case
 from ..comparisons.sides import fresh_stages, record
-from ..reports.report import Report, environment
+from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
 
 __all__ = ["add_probes_arguments", "pairing", "run_probes", "sanitized"]
@@ -71,8 +71,7 @@ def add_probes_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help=f"some of {', '.join(PROBES)}",
     )
-    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+    add_report_options(parser)
 
 
 def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:

@@ -1,13 +1,13 @@
 """
-Stop and go on, and every bit compared: `python -m qeffect.gpu_runtime.lab.commands.restarts`.
+``qeffect runtime report restarts``: training that stops and resumes, every bit compared.
 
-Without torchrun's environment it is the driver: it starts ranks with torchrun for each part, so
-that every part runs in processes of its own, and compares what they wrote. A part trains from the
-beginning and saves on its way, or goes on from that checkpoint; the second has to end in the bits
-of the first. A third part loads the checkpoint into another mapping, and takes one step beside a
-pipeline whose state was copied by hand, from a file that torch made of the checkpoint. With
-`--one-launch` the first two take a step as one launch, and a part more goes on from the checkpoint
-by guarded replays: in the same bits.
+The command starts ranks with torchrun for each part, so that every part runs in processes of its
+own, and compares what they wrote. The first part trains from the beginning and saves on its way.
+The second resumes from that checkpoint and has to end in the bits of the first. The third loads the
+checkpoint into another mapping and takes one step; beside it a pipeline takes the same step after
+its state was copied by hand from a file that torch made of the checkpoint. With `--one-launch` the
+first two parts run each step as one launch, and a fourth resumes with guarded replays, in the same
+bits.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from qeffect import cli
 from qeffect.checkpoint import Checkpoint
+from qeffect.cli.command import Outcome, Progress
 
 from ...backends.deterministic import DETERMINISTIC
 from ...backends.layers import LayerConfig
 from ...backends.protocol import BackendError, StageBackend, parameters
 from ...ranks.job import Batches, Job
-from ...ranks.world import Limits, Member, Worker, join
+from ...ranks.worker import Worker
+from ...ranks.world import Limits, Member, join
 from ...runtime import Mode, RuntimeConfig
 from ...step.memory.digests import digests
 from ...step.memory.state import NumericalState, live_state
@@ -44,10 +47,11 @@ from ...step.optimizer import Optimizer
 from ...training.checkpoint import Checkpoints, Replicas, sizes
 from ...training.launches import Steps
 from ...training.state import Persistent, by_layer, optimizer_state, shares_amax
-from ..reports.report import Report, UnusableError, environment
+from ..reports.report import Report, UnusableError, add_report_options, environment
 
 __all__ = [
     "Trial",
+    "add_restarts_arguments",
     "bits",
     "facts_of",
     "gone_on",
@@ -56,6 +60,7 @@ __all__ = [
     "remapped",
     "remapped_row",
     "resumed_row",
+    "run_restarts",
     "started",
 ]
 
@@ -353,33 +358,53 @@ def _trial(args: argparse.Namespace, schedule: str, layers: int, vpp: int | None
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The driver, or one rank of one part; 1 where a bit differs."""
-    parser = argparse.ArgumentParser(prog="python -m qeffect.gpu_runtime.lab.commands.restarts")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--eager", action="store_true", help="on cuda, without graphs")
-    parser.add_argument("--one-launch", action="store_true", help="on cuda, a step as one graph")
-    parser.add_argument("--masters", action="store_true", help="float32 gradients and masters")
-    parser.add_argument("--asynchronous", action="store_true", help="save behind the next steps")
-    parser.add_argument("--hidden", type=int, default=1024, help="width of a layer, on cuda")
-    parser.add_argument("--history", type=int, default=16, help="entries of an amax history")
-    parser.add_argument("--schedules", nargs="+", default=["il", "zbv"])
-    parser.add_argument("--dp", type=int, default=1, help="replicas of the pipeline")
+def add_restarts_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `report restarts`."""
     parser.add_argument(
-        "--at-once", type=int, default=1, metavar="N", help="parts that run beside each other"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device (default cpu)"
     )
-    parser.add_argument("--same", action="store_true", help="go on under the same mapping alone")
-    parser.add_argument("--commit", metavar="SHA", help="where this is no git checkout")
-    parser.add_argument("--out", help="where the report goes")
-    parser.add_argument("--part", choices=[*_PARTS], help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    parser.add_argument("--words", help=argparse.SUPPRESS)
-    parser.add_argument("--pp", type=int, default=2, help=argparse.SUPPRESS)
-    parser.add_argument("--layers", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--vpp", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs (only with cuda)")
+    parser.add_argument(
+        "--one-launch", action="store_true", help="each step as one CUDA graph (only with cuda)"
+    )
+    parser.add_argument(
+        "--masters", action="store_true", help="float32 gradients and master weights"
+    )
+    parser.add_argument("--asynchronous", action="store_true", help="save while the next steps run")
+    parser.add_argument(
+        "--hidden", type=int, default=1024, metavar="N", help="layer width on cuda (default 1024)"
+    )
+    parser.add_argument(
+        "--history", type=int, default=16, metavar="N", help="length of amax histories (default 16)"
+    )
+    parser.add_argument(
+        "--schedules",
+        nargs="+",
+        default=["il", "zbv"],
+        metavar="NAME",
+        help="schedules of the run that saves (default il zbv)",
+    )
+    parser.add_argument("--dp", type=int, default=1, metavar="N", help="replicas (default 1)")
+    parser.add_argument(
+        "--at-once", type=int, default=1, metavar="N", help="parts that run at a time (default 1)"
+    )
+    parser.add_argument("--same", action="store_true", help="resume under the same mapping only")
+    add_report_options(parser)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one rank of one part, where the words begin with `--part`; else run the command."""
+    if argv[:1] != ["--part"]:
+        return cli.main(["runtime", "report", "restarts", *argv])
+    parser = argparse.ArgumentParser()
+    add_restarts_arguments(parser)
+    parser.add_argument("--part", choices=[*_PARTS], required=True)
+    parser.add_argument("--folder", required=True)
+    parser.add_argument("--words", required=True)
+    parser.add_argument("--pp", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--vpp", type=int)
     args = parser.parse_args(argv)
-    if args.part is None:
-        return _drive(args)
     trial = _trial(args, args.schedules[0], args.layers, args.vpp)
     member = join(args.device, trial.limits)
     if args.device == "cpu":
@@ -427,16 +452,18 @@ def _moved(args: argparse.Namespace, folder: Path, other: str, pp: int, vpp: int
     return _launch(args, "remapped", folder, *options, pp=pp)
 
 
-def _drive(args: argparse.Namespace) -> int:
-    try:
-        most = _most(args)
-        where = environment(args.commit)
-    except UnusableError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def run_restarts(args: argparse.Namespace, progress: Progress) -> Outcome:
+    """
+    Train, save, resume, and compare every bit; refused where a bit differs.
+
+    Raises:
+        UnusableError: The machine has too few devices, or a part failed.
+    """
+    most = _most(args)
+    where = environment(args.commit)
     asked = {
         "device": args.device,
-        "backend": _trial(args, "il", 1, None).backend,
+        "backend": "reference" if args.device == "cpu" else "transformer-engine",
         "captured": args.device == "cuda" and not args.eager,
         "one_launch": args.one_launch,
         "masters": args.masters,
@@ -451,13 +478,13 @@ def _drive(args: argparse.Namespace) -> int:
     saving = threading.Lock()
     found: dict[str, list[dict[str, Any]]] = {schedule: [] for schedule in args.schedules}
     rows: list[dict[str, Any]] = []
-    report = Report("restarts", Path(args.out) if args.out else None, where, asked, {"rows": rows})
+    report = Report("restarts", args.out, where, asked, {"rows": rows})
 
     def done(schedule: str, row: dict[str, Any]) -> None:
         with saving:
             found[schedule].append(row)
             rows[:] = [row for of_one in found.values() for row in of_one]
-            print(json.dumps(row), flush=True)
+            progress.note(f"Compared. {_said(row)}")
             report.save()
 
     with (
@@ -488,15 +515,20 @@ def _drive(args: argparse.Namespace) -> int:
         try:
             list(schedules.map(driven, found))
         except subprocess.CalledProcessError as error:
-            print(f"error: a part ended with exit code {error.returncode}", file=sys.stderr)
-            return 2
+            raise UnusableError(f"a part ended with exit code {error.returncode}") from error
         finally:
             # Behind an error nothing more is begun: each part holds all GPUs for minutes.
             parts.shutdown(wait=False, cancel_futures=True)
-    report.finish()
+    derived = report.finish()["derived"]
     good = all(row["differ"] == 0 and row["compared"] > 0 for row in rows)
-    print("the same bits" if good else "NOT the same bits")
-    return 0 if good else 1
+    return Outcome("accepted" if good else "refused", {"derived": derived}, report.lines())
+
+
+def _said(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['saved_under']}, {row['how']} under {row['loaded_under']}: {row['differ']} of "
+        f"{row['compared']} values differ"
+    )
 
 
 def _most(args: argparse.Namespace) -> int:
@@ -604,4 +636,4 @@ def _row(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,5 +1,5 @@
 """
-``qeffect runtime scale``: a guarded pipeline over ranks, compared and timed against torch's own.
+``qeffect runtime report scale``: a guarded pipeline, compared with torch's own and timed beside it.
 
 Started by torchrun; rank 0 writes the report. The native side is torch's schedule runtime over
 stages whose backward is the library's full one. Both sides train the same model from the same bits.
@@ -12,7 +12,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +26,14 @@ from ...ranks.consent import StoppedError
 from ...ranks.job import Job
 from ...ranks.one_launch import OneLaunch
 from ...ranks.processes import silence
-from ...ranks.world import Member, Worker, gathered, join
+from ...ranks.worker import Worker
+from ...ranks.world import Member, gathered, join
 from ...runtime import RuntimeConfig, mode_on
 from ...step.memory.digests import digests
 from ...step.optimizer import Gradients
 from ...step.plan.order import Order
 from ..comparisons.ranks import compared, summed, tensors_of
-from ..reports.report import Report, environment
+from ..reports.report import Report, add_report_options, environment
 from ..runner.profiler import traced
 from ..runner.rank_parts import (
     alone,
@@ -96,8 +96,7 @@ def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of a turn")
     parser.add_argument("--native-steps", type=int, default=3, metavar="N", help="of a native turn")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+    add_report_options(parser)
 
 
 def run_scale(args: argparse.Namespace, progress: Progress) -> Outcome:

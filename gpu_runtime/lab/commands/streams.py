@@ -22,7 +22,6 @@ import multiprocessing
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
 
 from ...step.memory.state import same_bits
-from ..reports.report import Report, environment
+from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
 
 KINDS = ("output", "parameter", "scaling", "cache")
@@ -195,8 +194,7 @@ def add_streams_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=2048, help="width of the producer's products")
     parser.add_argument("--depth", type=int, default=32, help="how many products it has in a row")
     parser.add_argument("--quick", action="store_true", help="1 process of 20 checks each")
-    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+    add_report_options(parser)
 
 
 def run_streams(args: argparse.Namespace, progress: Progress) -> Outcome:

@@ -1,5 +1,5 @@
 """
-``qeffect runtime tables``: one trial of the paper's tables, and trials merged into one report.
+``qeffect runtime report tables``: a trial of the paper's tables, and trials merged in one report.
 
 A trial is one start of torchrun; rank 0 writes the report again after every row, so that a run that
 is ended early leaves what it had. Merging starts no ranks. The language model has one layer a stage
@@ -31,7 +31,8 @@ from ...ranks.consent import StoppedError
 from ...ranks.job import Job
 from ...ranks.one_launch import OneLaunch
 from ...ranks.processes import silence
-from ...ranks.world import Member, Worker, gathered, join
+from ...ranks.worker import Worker
+from ...ranks.world import Member, gathered, join
 from ...runtime import Mode, RuntimeConfig
 from ...step.graphs import GraphExecutor
 from ...step.memory.arena import Rule
@@ -41,6 +42,7 @@ from ..comparisons.ranks import held_by
 from ..reports.report import (
     ALIKE,
     Report,
+    add_report_options,
     environment,
     read_part,
     require_alike,
@@ -226,8 +228,7 @@ def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", nargs="+", type=Path, metavar="F", help="merge reports of trials, in this order"
     )
-    parser.add_argument("--out", type=Path, metavar="F", help="write the JSON report here")
-    parser.add_argument("--commit", metavar="SHA", help="the commit, where git cannot tell")
+    add_report_options(parser)
 
 
 _DEFAULTS: Mapping[str, Any] = {

@@ -1,9 +1,9 @@
 """
 The checked-in measurements, their schema, and nothing written by hand.
 
-`qeffect runtime bench | streams | compare | pools | probes` write a report with `--out`; its
+`qeffect runtime compare` and each part of `qeffect runtime report` write a report with `--out`. Its
 derived part is a function of its raw part (`qeffect.gpu_runtime.lab.statistics.derive`), and a test
-computes every one of them again.
+computes every derived part again.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ Reports of the laboratory: their derived figures by kind, and parts that become 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = [
     "SCHEMA",
     "Report",
     "UnusableError",
+    "add_report_options",
     "environment",
     "read_part",
     "require_alike",
@@ -48,6 +50,20 @@ class Report(report.Report):
         return list(LINES[self.kind](self.to_json()))
 
 
+def add_report_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """
+    Declare `--out` and `--commit`, which every command has that writes a report.
+
+    Args:
+        parser: The command's.
+        required: Whether `--out` must be given.
+    """
+    parser.add_argument(
+        "--out", type=Path, required=required, metavar="F", help="file of the JSON report"
+    )
+    parser.add_argument("--commit", metavar="SHA", help="the commit, outside a git checkout")
+
+
 def read_part(path: Path, kind: str) -> dict[str, Any]:
     """
     Read a report that is to become a part of another one.
@@ -64,7 +80,7 @@ def read_part(path: Path, kind: str) -> dict[str, Any]:
     except UnusableError as error:
         raise UnusableError(f"--merge {error}") from None
     found = part.get("kind") if isinstance(part, dict) and part.get("schema") == SCHEMA else None
-    again = f"make one with qeffect runtime {kind}"
+    again = f"make one with qeffect runtime report {kind}"
     if found != kind:
         raise UnusableError(
             f"--merge {path}: expected a report of kind {kind!r}, found {found!r}; {again}"

@@ -382,6 +382,23 @@ def probe_lines(derived: Raw) -> list[str]:
     return [f"{probe['what']}: {probe['found']}" for probe in derived["probes"]]
 
 
+def restart_lines(report: Report) -> list[str]:
+    """A row for each resumed or remapped run."""
+    rows = [
+        (
+            row["saved_under"],
+            row["how"],
+            row["loaded_under"],
+            str(row["compared"]),
+            str(row["differ"]),
+        )
+        for row in report["raw"]["rows"]
+    ]
+    differ, compared = report["derived"]["differ"], report["derived"]["compared"]
+    lines = table(("saved under", "how", "resumed under", "compared", "differ"), rows)
+    return [*lines, f"{differ} of {compared} values differ"]
+
+
 LINES: Mapping[str, Callable[[Report], Sequence[str]]] = {
     "bench": bench_lines,
     "sweep": sweep_lines,
@@ -392,6 +409,7 @@ LINES: Mapping[str, Callable[[Report], Sequence[str]]] = {
     "scale": lambda report: scale_lines(report["derived"]),
     "tables": lambda report: table_lines(report["derived"]),
     "peers": lambda report: peer_lines(report["derived"]),
+    "restarts": restart_lines,
     "curves": lambda report: curve_lines(report["derived"]),
 }
 """The tables that a command prints last, by kind of report."""

@@ -21,7 +21,8 @@ from torch import Tensor
 from ...backends.protocol import StageBackend
 from ...ranks.channels import transport_of
 from ...ranks.job import Batches, Job
-from ...ranks.world import Limits, Member, Worker, gathered
+from ...ranks.worker import Worker
+from ...ranks.world import Limits, Member, gathered
 from ...runtime import RuntimeConfig
 from ...step.optimizer import Gradients, Optimizer
 from ...step.plan.order import Order

@@ -2,7 +2,7 @@
 What more ranks than were measured would do: the simulator over what two ranks measured.
 
 Nothing here is a measurement. Times of F, dI, dW, refreshes and updates are those of a report of
-``qeffect runtime scale``, one layer a stage; messages are assumptions, stated in `Links`.
+``qeffect runtime report scale``, one layer a stage; messages are assumptions, stated in `Links`.
 """
 
 from __future__ import annotations

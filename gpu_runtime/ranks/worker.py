@@ -1,0 +1,444 @@
+"""
+`Worker`: one rank's pipeline, its messages and the consent of all ranks, rebuilt after a stop.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from qeffect.schedule.actions import Kind, Schedule
+
+from ..backends.protocol import BackendError, StageBackend, matrices, parameters
+from ..runtime import Runtime, RuntimeConfig
+from ..step.clipping import Clipping, Norm
+from ..step.memory.digests import digests
+from ..step.optimizer import Optimizer
+from ..step.plan.rows import Row, walked
+from .channels import Channels, LostError, channels_of, end_group, transport_of
+from .consent import Consent, StoppedError, TerminatedError, wait_for
+from .executor import Feed, Pipeline
+from .feeds import beside
+from .job import require_meeting
+from .replicas import Replicas
+from .ties import Reducers, Tie, require_declared
+from .world import Limits, Member, agree_on, gathered
+
+__all__ = ["Worker"]
+
+#: Numbers the workers of this process, equally on all ranks: each has store keys of its own.
+_WORKERS = itertools.count()
+
+
+class Worker:
+    """
+    One rank's pipeline, its messages and the consent of all ranks, rebuilt after a stop.
+
+    Every rank makes one, with the same table.
+
+    Args:
+        member: This process.
+        schedule: The table with messages; every rank checks it and refuses it alike.
+        pp: Ranks of one pipeline; the number of ranks is a multiple of it.
+        build: Builds the stages of this rank from their indices.
+        feed: Builds the data of a replica from its index.
+        config: How the runtime runs.
+        limits: Timeouts in seconds.
+        optimizer: Builds the optimizer over the stages.
+        event_log: Where this rank's event log goes, as for `Runtime`.
+        tagged: Whether messages carry tags, on a transport that has tags.
+        pipeline: The class of pipeline; a subclass may record.
+        clip_norm: Limit of the norm of all ranks' gradients together. Beyond it every rank
+            multiplies its gradients by the same factor. None leaves gradients as they are.
+        skip_nonfinite: Skip the update on every rank if that norm is not finite. The epoch then
+            commits, and weights and optimizer stay (`qeffect.gpu_runtime.step.clipping`).
+        mean: Divide the summed gradients by the number of replicas. Without it the sum is used,
+            which is right if each loss is a share of the whole.
+        together: Whether one call reduces all gradients of a bucket; None does so if no bit
+            changes (`qeffect.gpu_runtime.ranks.replicas`).
+        ties: Tied weights; the gradients of their copies are added before the update
+            (`qeffect.gpu_runtime.ranks.ties`).
+
+    Raises:
+        ScheduleError: The table is refused, before any rank begins.
+        Refused: One rank declares a weight as tied, another rank holds a copy and does not declare
+            it; every rank raises it.
+        BackendError: The number of ranks does not fit the table, a rank cannot build a stage, two
+            stages do not fit each other, ranks have different clipping limits or ties, or the
+            copies of a tied weight differ at the start.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        schedule: Schedule,
+        pp: int,
+        build: Callable[[tuple[int, ...]], list[StageBackend]],
+        feed: Callable[[int], Feed],
+        config: RuntimeConfig | None = None,
+        *,
+        limits: Limits | None = None,
+        optimizer: Callable[[list[StageBackend]], Optimizer] = Optimizer,
+        event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
+        tagged: bool = True,
+        pipeline: type[Pipeline] = Pipeline,
+        clip_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        mean: bool = False,
+        together: bool | None = None,
+        ties: Sequence[Tie] = (),
+    ) -> None:
+        self.member, self.limits = member, limits or Limits()
+        self.mean, self.together = mean, together
+        self.ties = tuple(ties)
+        self.clipping = Clipping(
+            max_norm=clip_norm,
+            skip_nonfinite=skip_nonfinite,
+            elsewhere=frozenset(place for tie in ties for place in tie.copies[1:]),
+        )
+        config = config or RuntimeConfig()
+        table = walked(schedule, config.provisioning)
+        if table.num_ranks != pp:
+            raise BackendError(
+                f"{schedule.source} is for {table.num_ranks} ranks, this pipeline has {pp}; give "
+                "the table of as many ranks"
+            )
+        if member.world % pp:
+            raise BackendError(
+                f"{member.world} processes cannot hold pipelines of {pp} ranks; start a multiple "
+                f"of {pp}"
+            )
+        self.table = table
+        self.replica, place = divmod(member.rank, pp)
+        self.ranks = [self.replica * pp + rank for rank in range(pp)]
+        self.every = [
+            ends
+            for replica in range(member.world // pp)
+            for ends in channels_of(table, [replica * pp + rank for rank in range(pp)])
+        ]
+        self.tagged = tagged
+        self.row = Row.of(table, place, config.provisioning)
+        self.feed = feed(self.replica)
+        self.pp = pp
+        require_declared(gathered(member, self.ties), table.stage_to_rank, self.ranks)
+        self._reduces = self._reducer()
+        copies = {tie.name: own for tie in self.ties if (own := tie.of(self.row.stages))}
+        config = attrs.evolve(config, copies=copies)
+        if self._reduces is not None and not config.reductions and not config.buckets:
+            # Every replica walks the same row, and the contract holds it to that order.
+            ends = [a.stage for a in self.row.atoms if a.kind is Kind.REDUCE_GRAD]
+            if sorted(ends) == list(self.row.stages):
+                config = attrs.evolve(config, reductions=(*ends, *copies))
+        elif config.reductions:
+            config = attrs.evolve(config, reductions=(*config.reductions, *copies))
+        self._require_one_end(config.amax)
+        self.runtime = self._runtime(build, config, event_log)
+        self.optimizer = optimizer(list(self.runtime.stages.values()))
+        if config.mode == "one launch":
+            self.optimizer.make_capturable()
+        self._pipeline = pipeline
+        self.attempt, self.name = 0, next(_WORKERS)
+        self._stepping = False
+        self.pipeline = self._connect()
+
+    def _require_one_end(self, amax: str) -> None:
+        """Refuse ranks whose options for the end of a step differ."""
+        names = "clip_norm", "skip_nonfinite", "mean", "together", "amax"
+        clipping = self.clipping.max_norm, self.clipping.skip_nonfinite
+        own = (*clipping, self.mean, self.together, amax)
+        for rank, words in enumerate(said := gathered(self.member, own)):
+            for name, word, first in zip(names, words, said[0], strict=True):
+                if word != first:
+                    raise BackendError(
+                        f"{name} is {first} on rank 0 and {word} on rank {rank}; give every rank "
+                        "the same"
+                    )
+
+    def _runtime(
+        self,
+        build: Callable[[tuple[int, ...]], list[StageBackend]],
+        config: RuntimeConfig,
+        event_log: str | os.PathLike[str] | BinaryIO | bool | None,
+    ) -> Runtime:
+        problem, stages, failed = "", [], None
+        try:
+            stages = list(build(self.row.stages))
+        except Exception as error:  # raised by the caller's code; the other ranks wait for this one
+            failed = error
+            problem = f"rank {self.member.rank} cannot build its stages: {_worded(error)}"
+        agree_on(self.member, problem, failed)
+        self._require_alike(stages, config.dtype)
+        own = [
+            (
+                stage.index,
+                [attrs.evolve(spec, device=torch.device("cpu")) for spec in stage.inputs],
+                [attrs.evolve(spec, device=torch.device("cpu")) for spec in stage.outputs],
+            )
+            for stage in stages
+        ]
+        ends = gathered(self.member, own)
+        require_meeting([end for rank in self.ranks for end in ends[rank]])
+        if "main" not in config.callers:
+            problem = f"callers are {config.callers}; a pipeline calls as 'main': name it too"
+        agree_on(self.member, problem)
+        made = None
+        try:
+            made = Runtime(
+                stages,
+                self.row.order,
+                config,
+                event_log=event_log,
+                reducer=self._reduces,
+                row=self.row,
+                rank=self.member.rank,
+            )
+        except Exception as error:
+            failed = error
+            problem = f"rank {self.member.rank} cannot make its runtime: {_worded(error)}"
+        agree_on(self.member, problem, failed)
+        assert made is not None
+        return made
+
+    def _require_alike(self, stages: Sequence[StageBackend], dtype: torch.dtype) -> None:
+        """
+        Refuse copies of a tied weight that differ at the start, or whose gradients differ in dtype.
+
+        The gradient of a matrix has the destinations' dtype, that of another parameter its own.
+        """
+        held = {stage.index: parameters(stage) for stage in stages}
+        units = {stage.index: {m.name for m in matrices(stage)} for stage in stages}
+        own = {
+            (index, name): (
+                digests([held[index][name].detach().cpu()])[0],
+                str(dtype if name in units[index] else held[index][name].dtype),
+            )
+            for tie in self.ties
+            for index, name in tie.of(list(held))
+            if name in held[index]
+        }
+        said = gathered(self.member, own) if self.ties else []
+        for tie in self.ties:
+            every = [
+                (n, words[p]) for n, words in enumerate(said) for p in tie.copies if p in words
+            ]
+            for rank, (bits, kind) in every:
+                first, (wanted, other) = every[0]
+                if bits != wanted:
+                    raise BackendError(
+                        f"the copies of {tie.name!r} on the ranks {first} and {rank} do not "
+                        "begin with the same bits; draw both from one seed"
+                    )
+                if kind != other:
+                    raise BackendError(
+                        f"the gradients of the copies of {tie.name!r} are {other} on rank {first} "
+                        f"and {kind} on rank {rank}; give RuntimeConfig the parameters' dtype"
+                    )
+
+    def _reducer(self) -> Reducers | Replicas | None:
+        """Make what sums over replicas and copies; every rank makes every group."""
+        member, pp = self.member, self.pp
+        replicas = None
+        if member.world > pp:
+            group = self._group_of([range(place, member.world, pp) for place in range(pp)])
+            replicas = self._summing(group, mean=self.mean, together=self.together)
+        pairs: dict[str, Replicas | None] = {}
+        for tie in self.ties:
+            places = sorted({self.table.stage_to_rank[stage] for stage, _ in tie.copies})
+            if len(places) > 1:
+                every = [[r + p for p in places] for r in range(0, member.world, pp)]
+                if (group := self._group_of(every)) is not None:
+                    pairs[tie.name] = self._summing(group)
+            elif tie.of(self.row.stages):
+                pairs[tie.name] = None
+        return Reducers(replicas, pairs) if pairs else replicas
+
+    def _group_of(self, every: Iterable[Iterable[int]]) -> Any:
+        """Make these groups on every rank; return the group that this rank is in, or None."""
+        member, own = self.member, None
+        limit = datetime.timedelta(seconds=self.limits.message)
+        for ranks in map(list, every):
+            group = dist.new_group(
+                ranks,
+                backend=transport_of(member.device),
+                timeout=limit if member.device.type == "cpu" else None,
+            )
+            own = group if member.rank in ranks else own
+            del group
+        return own
+
+    def _summing(self, group: Any, **options: Any) -> Replicas:
+        host = self.member.device.type == "cpu"
+        return Replicas(group, host=host, deadline=self.limits.message, **options)
+
+    def _connect(self) -> Pipeline:
+        member, limits = self.member, self.limits
+        channels = Channels.open(
+            self.every, device=member.device, deadline=limits.message, tagged=self.tagged
+        )
+        group = None
+        if member.world > 1:
+            group = dist.new_group(
+                list(range(member.world)),
+                backend="gloo",
+                timeout=datetime.timedelta(seconds=limits.start),
+            )
+        self.consent = Consent(
+            PrefixStore(f"qeffect/{self.name}/{self.attempt}", member.store),
+            group,
+            member.rank,
+            member.world,
+            self.every,
+            channels,
+            self.table,
+            self.ranks,
+            deadline=limits.commit,
+            grace=limits.grace,
+            replicas=self._reduces,
+        )
+        feed = beside(self.feed, member.device)
+        return self._pipeline(
+            self.runtime, self.row, channels, feed, self.ranks, self.consent, self.clipping
+        )
+
+    @property
+    def norm(self) -> Norm | None:
+        """The norm of the last step's gradients; None if they are neither clipped nor checked."""
+        return self.pipeline.norm
+
+    def step(self) -> None:
+        """
+        One optimizer step.
+
+        Raises:
+            StoppedError: All ranks stopped the step, for one cause; no weight has changed.
+        """
+        with self.stepping():
+            self.pipeline.step(self.optimizer)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """While in this context, SIGTERM ends the step with a cause, after `heed_termination`."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+
+    def heed_termination(self) -> None:
+        """
+        Let SIGTERM end a step with a cause; call it in the main thread.
+
+        When a rank dies, torchrun sends SIGTERM to the other ranks, and kills them half a minute
+        later. Without this handler a rank ends at once and publishes no cause.
+        """
+        signal.signal(signal.SIGTERM, self._terminated)
+
+    def _terminated(self, *_: object) -> None:
+        if self.consent.ending:
+            return  # this rank is publishing its cause
+        if self._stepping:
+            raise TerminatedError("the launcher ended it with SIGTERM")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def rebuild(
+        self,
+        stopped: StoppedError,
+        *,
+        epoch: int | None = None,
+        restore: Callable[[], None] | None = None,
+    ) -> None:
+        """
+        Restart the epoch after a stop that all ranks survived; every rank calls it.
+
+        Every message of the stopped step is dead by then. The numerical state is that of the last
+        commit.
+
+        Args:
+            stopped: The stop.
+            epoch: The epoch to restart, if the device knows it better than the contract; all ranks
+                have to give the same.
+            restore: Restarts the epoch in the runtime; `Runtime.rebuild` by default.
+
+        Raises:
+            StoppedError: The cause is not recoverable: relaunch, and resume from a checkpoint.
+            BackendError: A rank did not come back, or device work did not finish before the
+                deadline.
+        """
+        if not stopped.cause.recoverable:
+            raise stopped
+        if self.member.device.type == "cuda":
+            self.settle()
+        self.attempt += 1
+        store = PrefixStore(f"qeffect/{self.name}/again/{self.attempt}", self.member.store)
+        store.set(str(self.member.rank), "ready" if epoch is None else str(epoch))
+        limit = datetime.timedelta(seconds=self.limits.start)
+        try:
+            store.wait([str(rank) for rank in range(self.member.world)], limit)
+        except RuntimeError as error:
+            raise BackendError(
+                f"not every rank came back within {self.limits.start:g} s of the stop; relaunch, "
+                "and resume from a checkpoint"
+            ) from error
+        said = [store.get(str(rank)).decode() for rank in range(self.member.world)]
+        if odd := [rank for rank, word in enumerate(said) if word != said[0]]:
+            raise StoppedError(
+                attrs.evolve(
+                    stopped.cause,
+                    recoverable=False,
+                    text=f"{stopped.cause.text}; rank 0 begins again at {said[0]}, rank {odd[0]} "
+                    f"at {said[odd[0]]}",
+                )
+            )
+        (restore or self.runtime.rebuild)()
+        self.runtime.reducer = self._reduces = self._reducer()
+        self.pipeline = self._connect()
+
+    def settle(self) -> None:
+        """
+        Wait for the device after a stop, at most as long as the other ranks wait for this one.
+
+        Device work that uses a connection finishes once the connection is released, which the stop
+        has done. A communicator that cannot be released holds the device for ever.
+
+        Raises:
+            BackendError: Device work did not finish before the deadline.
+        """
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with self.runtime.handoff.scope():
+            done.record()
+        try:
+            wait_for(done, None, deadline=self.limits.start, grace=0.0)
+        except LostError:
+            raise BackendError(
+                f"device work of rank {self.member.rank} did not finish within "
+                f"{self.limits.start:g} s of the stop; relaunch, and resume from a checkpoint"
+            ) from None
+
+    def close(self) -> None:
+        """Close the connections and the event log after the last step; waits for the device."""
+        self.runtime.drain()
+        self.runtime.close()
+        self.pipeline.channels.close(abort=False)
+        if self._reduces is not None:
+            self._reduces.close(abort=False)
+        group, self.consent.group = self.consent.group, None
+        if group is not None:
+            end_group(group, abort=False)
+
+
+def _worded(error: Exception) -> str:
+    """An error in one line, with its class unless its message is made for people."""
+    text = " ".join(str(error).split())
+    named = isinstance(error, (BackendError, ValueError, RuntimeError, OSError))
+    return text if named and text else f"{type(error).__name__}: {text}"
