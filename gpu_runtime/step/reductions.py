@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -18,9 +18,6 @@ from ..backends.protocol import BackendError, StageBackend
 from .memory.copies import Copies, names_of
 from .memory.scaling import SharedScaling
 from .memory.tied import Tied
-
-if TYPE_CHECKING:  # a performer sends what is started here
-    from .performer import Performer
 
 __all__ = ["SCALING", "Reducer", "Reduction", "Reductions", "require_buckets"]
 
@@ -33,6 +30,13 @@ class Reduction(Protocol):
 
     def wait(self) -> object:
         """Make the current stream, or the host, wait until it is done."""
+
+
+class Sender(Protocol):
+    """The part of a performer that sends reductions (`performer.py`)."""
+
+    def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
+        """Start a reduction, as `Performer.reduce`."""
 
 
 #: What reduces: it is given a bucket's name and its gradients.
@@ -123,7 +127,7 @@ class Reductions:
         contract: Contract,
         buckets: Mapping[int | str, Held],
         gradients: Callable[[int], Mapping[str, torch.Tensor]],
-        performer: Performer,
+        performer: Sender,
         *,
         told: bool,
         copies: Copies | None = None,
@@ -135,7 +139,7 @@ class Reductions:
         self.told = told
         self.scaling = scaling
         self._gradients = gradients
-        self.performer = performer
+        self.performer: Sender = performer
         self._waits: dict[int | str, bool] = {}  # whether what was sent has an end of its own
         self._running: dict[int | str, Reduction | None] = {}
         self._ended: set[int | str] = set()
