@@ -1,5 +1,5 @@
 """
-Which columns a predicate reads: it never branches, so one evaluation reads them all.
+The columns that a predicate reads. A predicate never branches, so one evaluation reads them all.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["ColumnReads"]
 
 class ColumnReads:
     """
-    A memory that notes which columns are read.
+    A memory that records the columns that are read.
 
     Args:
         memory: Where the columns are.

@@ -21,13 +21,13 @@ _COLUMNS = 24
 @frozen
 class CallRecord:
     """
-    One call of a schedule and how it went.
+    One call of a schedule and its outcome.
 
     Args:
         call: The call.
-        refused: The clause that refused it; empty when it was accepted.
-        slot: The slot it concerned, where there is one.
-        result: What it returned, in words.
+        refused: The clause that refused the call; empty when it was accepted.
+        slot: The slot that the call concerned, if any.
+        result: What the call returned, in words.
     """
 
     call: Call
