@@ -367,7 +367,7 @@ class OneLaunch:
         self._weights_moved()
         self.pipeline.feed = self.feed.inner
         with self.runtime.caller_scope():
-            self.runtime._committed.take()
+            self.runtime.take_snapshot()
 
     def _weights_moved(self) -> None:
         """Launches move weights, and not the version counters by which caches are told stale."""

@@ -536,7 +536,7 @@ def rehearsed(job: Job, spoil: str | None) -> dict[str, Any]:
         told[-1].append(f"{transition} {held}")
 
     runtime.contract.observer = hear
-    noting = runtime.actions.executor = _Noting(runtime.executor)
+    noting = runtime.performer.executor = _Noting(runtime.executor)
     tokens = []
     for _ in range(2):
         told.append([])
