@@ -31,7 +31,14 @@ from qeffect.verification.explorer.walker import Walker
 from .explorations import NAMES, batched, plain
 
 
-@pytest.mark.parametrize("name", NAMES)
+#: Scopes whose exploration by the plain reading takes longest, and what their graphs add to others
+#: is two stages that share a domain; the profile dev leaves them out.
+LONG = ("stages-two", "stage-tickets")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.ci) if n in LONG else n for n in NAMES]
+)
 def test_both_readings_have_one_graph(name: str) -> None:
     """States, accepted moves by move, refusals by move and clause, and depth are the same."""
     one, other = plain(name), batched(name)
@@ -44,7 +51,8 @@ def test_both_readings_have_one_graph(name: str) -> None:
     assert other.tally.broken is None
 
 
-@pytest.mark.parametrize("name", ["pool-2-2-2", "stage-epochs", "stage-readers"])
+@pytest.mark.parametrize("name", ["pool-2-2-2", "stage-epochs", pytest.param("stage-readers", marks=pytest.mark.ci)]
+)
 def test_both_readings_have_the_same_edges(name: str) -> None:
     """Every move from every state leads both readings to the same state."""
     walker, engine = plain(name).walker, batched(name).engine
@@ -66,6 +74,7 @@ def test_both_readings_have_the_same_edges(name: str) -> None:
     assert expected == found
 
 
+@pytest.mark.ci
 @pytest.mark.xfail(
     reason="paths tell apart every combination of configured flags, and no scope has some: fills "
     "reported without updates, live scales with messages or a declared order; and some paths, such "
