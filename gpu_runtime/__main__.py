@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from qeffect import cli
@@ -20,10 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; by default the process's own.
 
     Returns:
-        0 when all is well, 1 when a violation or a mismatch was found, 2 for unusable input or
-        something that is missing.
+        0 when all is well, 1 for a violation or a mismatch, 2 for unusable input or a missing
+        dependency, 130 after an interrupt.
     """
-    return cli.main(["runtime", *(sys.argv[1:] if argv is None else argv)])
+    return cli.main(argv, before=("runtime",))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ runtime runs it through the contract. No device is touched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from .config import StageConfig
 from .contract import Contract
 from .keys import Cell, TapeKey, TapeRef
 
@@ -22,15 +20,15 @@ class Caller:
     A contract, and the references that its caller holds.
 
     Args:
-        stages: The stages.
-        options: Further arguments of the contract.
+        contract: The contract that the calls go to.
 
     Attributes:
-        contract: The contract.
+        contract: The same.
         refs: The reference of each cell's latest forward.
         scales: The token at which that forward ran.
 
-    >>> caller = Caller([StageConfig(0, microbatches=1, slots=1, matrices=("w",))])
+    >>> from qeffect import StageConfig
+    >>> caller = Caller(Contract([StageConfig(0, microbatches=1, slots=1, matrices=("w",))]))
     >>> caller.refresh(0)
     >>> caller.whole(0, 0)
     >>> caller.finalize(0)
@@ -38,8 +36,8 @@ class Caller:
     1
     """
 
-    def __init__(self, stages: Sequence[StageConfig], **options: Any) -> None:
-        self.contract = Contract(stages, **options)
+    def __init__(self, contract: Contract) -> None:
+        self.contract = contract
         self.refs: dict[Cell, TapeRef] = {}
         self.scales: dict[Cell, int] = {}
         self._configs = {config.stage: config for config in self.contract.stages}

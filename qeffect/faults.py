@@ -17,6 +17,7 @@ from qeffect.spec.document import fault_rows
 
 from .caller import Caller
 from .config import StageConfig
+from .contract import Contract
 from .destinations import Destination
 from .refusals import Refused
 
@@ -142,7 +143,7 @@ class _Injection(Caller):
             destinations=destinations,
             reduces=self.reduces,
         )
-        super().__init__([stage], observer=self._count)
+        super().__init__(Contract([stage], observer=self._count))
         self.start = self.contract.checkpoint()
 
     def prepare(self) -> None:

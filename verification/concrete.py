@@ -12,48 +12,23 @@ from typing import Any
 
 from attrs import define, evolve, field, frozen
 
-from qeffect.config import StageConfig
 from qeffect.engine.memory import Memory
-from qeffect.engine.stage import TRANSITIONS, transitions
+from qeffect.engine.stage import TRANSITIONS
 from qeffect.keys import TapeRef
-from qeffect.layout import Layout, lay_out
+from qeffect.layout import Layout
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.promises import ASSUMED, STEPS
 
 from .induction import HISTORY, INVARIANTS
 from .induction.history import GHOSTS, advance
 from .judging import failing, members_of, seen, speaks_of
+from .process import Process
 
-__all__ = ["Arbitrary", "Setup", "World"]
-
-
-@frozen
-class Setup:
-    """
-    A small process to run transitions over.
-
-    Args:
-        name: Name for reports.
-        stages: Its stages.
-        options: Further arguments of ``qeffect.layout.lay_out``.
-        epoch: Epoch it begins in.
-    """
-
-    name: str
-    stages: tuple[StageConfig, ...]
-    options: Mapping[str, Any] = field(factory=dict)
-    epoch: int = 0
-
-    def lay_out(self) -> Layout:
-        """Return the process as the kernel lays it out, with its incarnation and epoch set."""
-        laid = lay_out(self.stages, transitions(), **self.options)
-        laid.memory.incarnation[0] = 1
-        laid.memory.fill(laid.memory.weight_epoch, self.epoch)
-        return laid
+__all__ = ["ConcreteRun", "Focus"]
 
 
 @frozen
-class Arbitrary:
+class Focus:
     """
     What the history follows in particular.
 
@@ -69,7 +44,7 @@ class Arbitrary:
     ref: TapeRef = field(factory=lambda: TapeRef(0, 0, 1))
     ticket: int = 1
 
-    def about(self, arguments: Mapping[str, Any], returned: int | None) -> Arbitrary:
+    def about(self, arguments: Mapping[str, Any], returned: int | None) -> Focus:
         """Return the same about what an action names."""
         changes = {
             n: arguments[n] for n in ("slot", "link", "stage", "ref", "ticket") if n in arguments
@@ -93,18 +68,18 @@ class _Total(dict[Any, Any]):
 
 
 @define
-class World:
+class ConcreteRun:
     """
     A memory and the history beside it.
 
     Args:
-        setup: The process.
-        arbitrary: What the history follows in particular.
+        process: The process.
+        focus: What the history follows in particular.
         relations: Relations that take part; predicates that need another do not apply.
     """
 
-    setup: Setup
-    arbitrary: Arbitrary = field(factory=Arbitrary)
+    process: Process
+    focus: Focus = field(factory=Focus)
     relations: frozenset[str] = frozenset()
     laid: Layout = field(init=False, repr=False)
     st: Memory = field(init=False, repr=False)
@@ -113,9 +88,9 @@ class World:
     _members: dict[str, Sequence[Any]] = field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        self.laid = self.setup.lay_out()
+        self.laid = self.process.lay_out()
         self.st = self.laid.memory
-        self._members = members_of(self.st, self.setup.stages)
+        self._members = members_of(self.st, self.process.stages)
         self._seen = seen(self.st)
         self.h = SimpleNamespace(**{name: self._ghost(name) for name in GHOSTS})
         self._number()
@@ -130,7 +105,7 @@ class World:
     def _number(self) -> None:
         """Number each stage's cells and each pool's slots."""
         h, st = self.h, self.st
-        for config in self.setup.stages:
+        for config in self.process.stages:
             for place, cell in enumerate(config.cells()):
                 h.place[cell] = place
                 h.placed[config.stage, place] = cell
@@ -142,15 +117,15 @@ class World:
                 h.seated[pool, seat] = slot
 
     def _follow(self) -> None:
-        h, a = self.h, self.arbitrary
-        h.weights[0] = self.setup.epoch
+        h, a = self.h, self.focus
+        h.weights[0] = self.process.epoch
         h.slot[0], h.link[0], h.stage[0] = a.slot, a.link, a.stage
         h.ref_slot[0], h.ref_generation[0] = a.ref.slot, a.ref.generation
         h.ref_incarnation[0], h.ticket[0] = a.ref.incarnation, a.ticket
 
     # Running
 
-    def run(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def take(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """
         Run a transition and, if it is accepted, tell the history.
 
@@ -161,9 +136,9 @@ class World:
         advance(name, self._seen, self.h, arguments, returned)
         return returned
 
-    def copy(self) -> World:
-        """Return a world with the same contents."""
-        twin = World(self.setup, self.arbitrary, self.relations)
+    def copy(self) -> ConcreteRun:
+        """Return a run with the same contents."""
+        twin = ConcreteRun(self.process, self.focus, self.relations)
         for name in self.st._names:
             ours, theirs = getattr(self.st, name), getattr(twin.st, name)
             if isinstance(ours, dict):

@@ -9,26 +9,38 @@ import argparse
 import errno
 import json
 import os
+import re
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from ..refusals import Refused
+from ..report import commit
 from ..text import escaped
 from .bench import Bench
 from .check import Check
 from .command import Command, Exit, Group, Outcome, Progress, UnusableError, brief
 from .faults import Faults
+from .interrupts import Interrupts
 from .plan import Plan
 from .replay import Replay
 
 __all__ = ["main"]
+
+#: Numbers with commas between them, the first one negative.
+_NEGATIVE_LIST: Final = re.compile(r"-[0-9.]+(?:\s*,\s*-?[0-9.]+)*")
+#: Commands of the layers above the kernel, whose entry points exist only once QEffect is installed.
+_REGISTERED: Final = ("explore", "failures", "prove", "ranks", "runtime")
+_EXIT_CODES: Final = (
+    "exit codes: 0 everything kept the contract; 1 a violation was found; 2 the input cannot be "
+    "used, or the run ended for another reason; 130 interrupted by Ctrl-C"
+)
 
 
 class _Help(argparse.HelpFormatter):
@@ -46,7 +58,8 @@ class _Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, "formatter_class": _Help, **kwargs})
+        own = {"allow_abbrev": False, "formatter_class": _Help, "epilog": _EXIT_CODES}
+        super().__init__(*args, **{**own, **kwargs})
 
         #: Declares the arguments once they are needed; a command may import much to do so.
         self.declare: Callable[[], None] | None = None
@@ -62,14 +75,24 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
+        wanted = re.search(r"invalid choice: '(\w+)'", message)
+        if wanted and wanted[1] in _REGISTERED and not _entries():
+            raise UnusableError(
+                f"the command {wanted[1]} is missing because QEffect is not installed here, only "
+                f"on the path: run pip install -e . in {Path(__file__).resolve().parents[2]}"
+            )
         raise UnusableError(f"{message} (see '{self.prog} --help')")
 
 
 def commands() -> Iterable[Command | Group]:
     """Yield the kernel's commands, then those of the layers above it."""
     yield from (Check(), Faults(), Plan(), Replay(), Bench())
-    for entry in sorted(entry_points(group="qeffect.commands"), key=lambda e: e.name):
+    for entry in _entries():
         yield entry.load()()
+
+
+def _entries() -> list[EntryPoint]:
+    return sorted(entry_points(group="qeffect.commands"), key=lambda entry: entry.name)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,8 +101,23 @@ def parser() -> argparse.ArgumentParser:
         prog="qeffect",
         description="Check that FP8 pipeline training over captured graphs keeps its contract.",
     )
+    root.add_argument(
+        "--version", action=_Version, nargs=0, help="print the version and the commit, and exit"
+    )
     _add(root, commands())
     return root
+
+
+class _Version(argparse.Action):
+    """Prints the version, and the commit of a checkout, when asked."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        try:
+            number = version("qeffect")
+        except PackageNotFoundError:
+            number = "of a source tree that is not installed"
+        print(f"qeffect {number}, commit {commit()}")
+        parser.exit()
 
 
 def _add(parent: argparse.ArgumentParser, below: Iterable[Command | Group]) -> None:
@@ -103,45 +141,81 @@ def _declare(sub: argparse.ArgumentParser, command: Command) -> None:
     sub.set_defaults(run=command.run)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, before: Sequence[str] = ()) -> int:
     """
     Run a command.
 
+    With the process's own arguments the command owns its process: Ctrl-C then ends the process and
+    its children with exit code 130.
+
     Args:
         argv: Arguments without the program's name; by default the process's own.
+        before: Words that stand before the arguments, such as ``runtime``.
 
     Returns:
-        0 when everything kept the contract, 1 when something did not, 2 for unusable input.
+        0 when everything kept the contract, 1 when something did not, 2 for unusable input, 130
+        after an interrupt.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
+    given = [*before, *(sys.argv[1:] if argv is None else argv)]
     as_json = "--json" in given
+    interrupts = Interrupts(partial(_interrupted, as_json))
+    if argv is not None:
+        return _main(given, as_json, interrupts)
+    return interrupts.run(partial(_main, given, as_json, interrupts))
+
+
+def _main(given: list[str], as_json: bool, interrupts: Interrupts) -> int:
+    ending = _ending(given)
+    if ending is None and not interrupts.announced:
+        return _interrupted(as_json)
+    text = _text(ending, as_json) if isinstance(ending, Outcome) else ""
+    if not interrupts.last_word():
+        return int(Exit.INTERRUPTED)
+    if not isinstance(ending, Outcome):
+        return _unusable(str(ending), as_json)
+    unprinted = _print(text)
+    # A reader that closes the pipe early, such as ``head``, has what it wanted.
+    if unprinted is None or isinstance(unprinted, BrokenPipeError):
+        return int(ending.exit)
+    _complain(f"standard output cannot be written: {unprinted.strerror or unprinted}")
+    return int(Exit.UNUSABLE)
+
+
+def _ending(given: list[str]) -> Outcome | str | None:
+    """Return what a command found, why its input is unusable, or None where it is interrupted."""
     try:
-        args = parser().parse_args(given)
-        outcome = args.run(args, Progress(enabled=not args.quiet))
-        unprinted = _print(_text(outcome, as_json))
-    except UnusableError as error:
-        return _unusable(brief(str(error), given), as_json)
-    except Refused as refused:  # a configuration that the contract refuses
-        return _unusable(brief(str(refused), given), as_json)
+        args = parser().parse_args(_attached(given))
+        outcome: Outcome = args.run(args, Progress(enabled=not args.quiet))
+        return outcome
+    except (UnusableError, Refused) as error:  # Refused: a configuration that the contract refuses
+        return brief(str(error), given)
     except KeyboardInterrupt:
-        return _unusable("interrupted", as_json)
+        return None
     except (MemoryError, RecursionError, UnicodeError) as error:  # what input may ask for
-        return _unusable(brief(f"unusable input: {_said(error)}", given), as_json)
+        return brief(f"unusable input: {_said(error)}", given)
     except Exception as error:  # a fault of ours; Python's own exit code would say violation
         if sys.flags.dev_mode:
             traceback.print_exception(error)
         where = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(where.filename).name}:{where.lineno}"
-        return _unusable(
-            brief(f"internal error at {place}: {_said(error)}; python -X dev shows more", given),
-            as_json,
-        )
-    if unprinted is None:
-        return int(outcome.exit)
-    # A reader that has gone away, such as ``head``, has what it wanted: nothing is said then.
-    if not isinstance(unprinted, BrokenPipeError):
-        _complain(f"standard output cannot be written: {unprinted.strerror or unprinted}")
-    return int(Exit.UNUSABLE)
+        said = f"internal error at {place}: {_said(error)}; python -X dev shows more"
+        return brief(said, given)
+
+
+def _attached(given: Sequence[str]) -> list[str]:
+    """
+    Attach a list that begins with a dash to its option; argparse would take it for an option.
+
+    >>> _attached(["check", "--te-order", "-1,1"])
+    ['check', '--te-order=-1,1']
+    """
+    words: list[str] = []
+    for word in given:
+        if words and re.fullmatch(r"--[a-z-]+", words[-1]) and _NEGATIVE_LIST.fullmatch(word):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
 
 
 def _said(error: BaseException) -> str:
@@ -183,3 +257,12 @@ def _unusable(line: str, as_json: bool) -> int:
         _print(json.dumps({"verdict": "unusable", "error": line}))
     _complain(line)
     return int(Exit.UNUSABLE)
+
+
+def _interrupted(as_json: bool) -> int:
+    if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("RANK", "0") != "0":
+        return int(Exit.INTERRUPTED)  # the first of torchrun's ranks says it for all
+    if as_json:
+        _print(json.dumps({"verdict": "interrupted"}))
+    _complain("interrupted")
+    return int(Exit.INTERRUPTED)

@@ -52,7 +52,7 @@ class Bench:
         """Measure and report."""
         require_place(args.out)
         data: dict[str, Any] = {"environment": environment()}
-        progress("Measuring. the guarded actions")
+        progress.note("Measuring. the guarded actions")
         data |= actions()
         progress("Measuring. the price of each relation")
         data["relation_prices"] = prices.relations(priced_contract, run_epochs)

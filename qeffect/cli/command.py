@@ -16,6 +16,7 @@ from attrs import field, frozen
 
 from ..report import UnusableError
 from ..text import escaped
+from .interrupts import INTERRUPTED
 
 __all__ = [
     "PLACE",
@@ -42,6 +43,7 @@ class Exit(enum.IntEnum):
     FINE = 0
     VIOLATION = 1
     UNUSABLE = 2
+    INTERRUPTED = INTERRUPTED
 
 
 _EXITS = {"accepted": Exit.FINE, "unusable": Exit.UNUSABLE}

@@ -1,5 +1,5 @@
 """
-The figures of the kernel beside their goals, from the bench report.
+The figures of the kernel and their goals, from the bench report.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Figure:
 
     Args:
         name: What was measured.
-        value: What it came to.
-        unit: How it is spelled, as a format of the value.
-        goal: The most that it may be, or the least; None where it has no goal.
-        least: Whether the goal is the least.
-        note: What follows the value.
+        value: The measured value.
+        unit: The format that spells the value with its unit.
+        goal: The upper bound, or the lower bound if `least`; None for a figure without a goal.
+        least: Whether the goal is a lower bound.
+        note: Text behind the value.
     """
 
     name: str
@@ -70,11 +70,11 @@ DEAREST = 5
 
 def figures(data: Mapping[str, Any], proofs: Mapping[str, Any]) -> list[Figure]:
     """
-    Every figure of the kernel that the README shows, with its goal.
+    Every figure of the kernel with its goal.
 
     Args:
         data: The bench report.
-        proofs: The proofs' report, whose own run is held against the same goal.
+        proofs: The proofs' report; its own run has the same goal.
     """
     by_action = data["guarded_action_us_by_action"]
     return [
@@ -83,7 +83,7 @@ def figures(data: Mapping[str, Any], proofs: Mapping[str, Any]) -> list[Figure]:
             for action in ACTIONS
         ),
         Figure("F, dI and dW pooled", data["guarded_action_us"], MICROSECONDS, 1.5),
-        Figure("the same by context managers", data["context_manager_us"], MICROSECONDS, 2.5),
+        Figure("the same with context managers", data["context_manager_us"], MICROSECONDS, 2.5),
         Figure("a refusal, explained", data["refusal_us"], MICROSECONDS, 4),
         Figure("an action with 4,096 slots over one with 4", data["slots_4096_over_4"], "{:.2f}x"),
         *_memory(data),
@@ -104,7 +104,7 @@ def figures(data: Mapping[str, Any], proofs: Mapping[str, Any]) -> list[Figure]:
             SECONDS,
             10,
         ),
-        Figure(f"a mutant, of {data['mutants']}, whole sweep", data["mutant_s"], SECONDS, 2),
+        Figure(f"a mutant, mean over all {data['mutants']}", data["mutant_s"], SECONDS, 2),
         Figure("the slowest mutant", data["mutant_slowest_s"], SECONDS, 2),
     ]
 
@@ -115,14 +115,14 @@ def _memory(data: Mapping[str, Any]) -> list[Figure]:
     largest = max(kept, key=lambda slots: kept[slots] + live[slots])
     return [
         Figure(
-            "memory that a live tape adds: F, bind and dI done",
+            "memory of a live tape after F, bind and dI",
             data["bytes_per_live_tape"],
             BYTES,
             KIB,
         ),
         *(
             Figure(
-                f"memory of a slot and its microbatch beforehand, {int(slots):,} of each",
+                f"memory of a slot and its microbatch before any tape, {int(slots):,} of each",
                 kept[slots],
                 BYTES,
                 KIB,
@@ -130,7 +130,7 @@ def _memory(data: Mapping[str, Any]) -> list[Figure]:
             for slots in kept
         ),
         Figure(
-            f"both together, in a full pool of {int(largest):,}",
+            f"both together in a full pool of {int(largest):,}",
             kept[largest] + live[largest],
             BYTES,
             KIB,
@@ -142,7 +142,7 @@ def _rate(data: Mapping[str, Any], what: str, name: str, goal: int) -> Figure:
     report = data[f"explore_{name}"]
     return Figure(
         f"exploration of the {what}, `{report['scope']}`, {report['states']:,} states: accepted "
-        "transitions of a core",
+        "transitions per core",
         report["accepted_per_cpu_s"],
         RATE,
         goal,
@@ -161,25 +161,25 @@ def _five_million(report: Mapping[str, Any]) -> Figure:
 
 
 def missed(rows: Sequence[Figure], data: Mapping[str, Any]) -> str:
-    """Say how many figures miss their goals, and what is known of why; the table says which."""
+    """How many figures miss their goals, with what is known of the reasons."""
     goals, found = [row for row in rows if row.goal is not None], [r for r in rows if r.misses]
     if not found:
         return "Every figure meets its goal."
-    text = f"{len(found)} of {len(goals)} goals are missed, in bold."
+    text = f"{len(found)} of {len(goals)} goals are missed (bold)."
     names = " ".join(row.name for row in found)
     if "guarded" in names or "pooled" in names:
         text += " " + _why_actions(data)
-    if "full pool" in names or "beforehand" in names:
+    if "full pool" in names or "before any tape" in names:
         text += (
-            " Before any tape lives, a contract keeps its columns by slot and by microbatch; those "
-            "by microbatch are dictionaries, so that an action finds its entry by the key that it "
-            f"was given; a tape's life adds {data['bytes_per_live_tape']:.0f} B."
+            " Before any tape lives, a contract keeps columns by slot and by microbatch. Columns "
+            "by microbatch are dictionaries, so that an action finds its entry by its key. A live "
+            f"tape adds {data['bytes_per_live_tape']:.0f} B."
         )
     if any(row.name.endswith("unbounded proofs") for row in found):
         text += (
-            f" Of the proofs' time {data['proofs_solver_s']:.1f} s are the solver's, on one core, "
-            f"the slowest proof {data['proofs_worst_s']:.1f} s; the processor was theirs for "
-            f"{data['proofs_cpu_s']:.1f} s."
+            f" Of the proofs' time the solver takes {data['proofs_solver_s']:.1f} s on one core, "
+            f"and at most {data['proofs_worst_s']:.1f} s for one proof; the proofs used "
+            f"{data['proofs_cpu_s']:.1f} s of processor time."
         )
     return text
 
@@ -187,23 +187,23 @@ def missed(rows: Sequence[Figure], data: Mapping[str, Any]) -> str:
 def _why_actions(data: Mapping[str, Any]) -> str:
     parts = data["guards_and_updates_by_action"]
     counts = ", ".join(
-        f"{action} {parts[action]['guards']} and {parts[action]['updates']}" for action in parts
+        f"{action} {parts[action]['guards']} guards and {parts[action]['updates']} updates"
+        for action in parts
     )
     commit = data["environment"]["commit"][:12]
     return (
-        "A check is one flat function and so is a commit, every guard of every relation written "
-        f"out; at commit `{commit}`, which was measured, both together had guards and state "
-        f"updates: {counts}."
+        "A check is one flat function, and so is a commit; both contain the guards of all "
+        f"relations. At the measured commit `{commit}` check and commit together had: {counts}."
     )
 
 
 SET_ON = "AMD EPYC"
-"""The processor of the report that the goals were set by."""
+"""The processor of the report by which the goals were set."""
 
 
 def conditions(data: Mapping[str, Any], proofs: Mapping[str, Any]) -> str:
     """
-    Say where the report is not of the machine of the goals, or not of the proofs' kernel.
+    Report a machine other than the goals', or a commit other than the proofs'.
 
     Args:
         data: The bench report.
@@ -216,23 +216,23 @@ def conditions(data: Mapping[str, Any], proofs: Mapping[str, Any]) -> str:
     said = []
     if not cpu.startswith(SET_ON):
         said.append(
-            f"The goals were set on another machine, an {SET_ON} (the history of the report has "
-            "its figures), so that every rate and time here tells of the machine as well."
+            f"The goals were set on another machine, an {SET_ON} (its figures are in the history "
+            "of the report), so every rate and time here also depends on the machine."
         )
     if commit != theirs:
         said.append(
-            f"The proofs' report is of another commit, `{theirs[:12]}`: the kernels of the two "
-            "reports need not be the same."
+            f"The proofs' report comes from another commit, `{theirs[:12]}`: the two kernels may "
+            "differ."
         )
     return " ".join(said)
 
 
 def cost(data: Mapping[str, Any]) -> str:
     """
-    What each relation costs a guarded action, and what the dearest clauses do.
+    The cost of each relation in a guarded action, and of the most expensive clauses.
 
     Args:
-        data: The bench report; one of before prices were taken has none, and nothing is said.
+        data: The bench report; an older report without prices gives an empty text.
     """
     if "relation_prices" not in data:
         return ""
@@ -246,12 +246,13 @@ def cost(data: Mapping[str, Any]) -> str:
         f"`{row['clause']}` of {row['action']} {spelled(row)}" for row in dearest(guards)[:DEAREST]
     )
     return (
-        "What a relation costs an action: with it less without it, the configuration otherwise the "
-        "same, in turns of one run, as the median of the rounds' differences, where it lies in 95 "
-        "of 100 such runs, and with over without. *nothing* is the same contract twice: what the "
-        "comparison is worth.\n\n"
+        "The cost of a relation per action: time with the relation minus time without it, in the "
+        "same configuration, alternating within one run. A cell gives the median of the rounds' "
+        "differences, the 95 % confidence interval of that median, and the ratio with over "
+        "without. *nothing* compares the same contract with itself and shows the noise.\n\n"
         + markdown(("relation", *ACTIONS), table)
-        + f"\n\nThe {len(guards)} guards of F, dI and dW, taken out of the composed functions: all "
-        f"of an action {every}. The dearest alone: {named}. The bounds of {unseen} of the "
-        f"{len(guards)} include zero. The report has each."
+        + f"\n\nThe {len(guards)} guards of F, dI and dW were also removed from the composed "
+        f"functions. All guards of an action cost: {every}. The most expensive single guards: "
+        f"{named}. The intervals of {unseen} of the {len(guards)} include zero. The report lists "
+        "each guard."
     )

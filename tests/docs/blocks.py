@@ -1,7 +1,7 @@
 """
 The pages' generated blocks: every number in them comes from a run or from a checked-in report.
 
-``python -m tests.docs.blocks`` writes them, ``--check`` says whether they are current.
+``python -m tests.docs.blocks`` writes them; ``--check`` exits with 1 if one is out of date.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def load(path: Path) -> Mapping[str, Any]:
 
 
 def pages() -> Mapping[Path, Mapping[str, Callable[[], str]]]:
-    """What makes each block of each page that has any."""
-    from tests.docs import kernel_block, runtime_block, summary_block
+    """The function of each block, by page and block name."""
+    from tests.docs import kernel_block, readme_block, runtime_block
 
     return {
-        README: summary_block.BLOCKS,
+        README: readme_block.BLOCKS,
         KERNEL_PAGE: kernel_block.BLOCKS,
         RUNTIME_PAGE: runtime_block.BLOCKS,
     }
 
 
 def rendered(page: Path) -> str:
-    """Return the text of a page with every block made anew."""
+    """Return the text of a page with every block generated again."""
     text = page.read_text(encoding="utf-8")
     for name, make in pages()[page].items():
         begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
@@ -58,7 +58,7 @@ def rendered(page: Path) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the blocks, or with ``--check`` only say whether they are current."""
+    """Write the blocks, or with ``--check`` only compare them."""
     made = {page: rendered(page) for page in pages()}
     stale = [page for page, text in made.items() if page.read_text(encoding="utf-8") != text]
     if "--check" in argv:

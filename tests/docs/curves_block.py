@@ -1,5 +1,5 @@
 """
-The part of the runtime's page about loss curves; empty as long as no report has any.
+The part of the runtime's page about loss curves; empty without such a report.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
     Args:
         name: The report's file.
         report: The report.
-        machine: What it was measured on, in a line.
+        machine: The machine of the report, in a line.
     """
     derived, raw = report["derived"], report["raw"]["runs"]
     asked, first = report["configuration"], raw[0]
     model = asked["model"]
     captured = "guarded and captured" if any(run["captured"] for run in raw) else "guarded"
     yield (
-        f"**Loss curves** ({name}; {machine}), {captured}, and natively under torch's own "
+        f"**Loss curves** ({name}; {machine}), {captured}, and native under torch's own "
         f"pipeline: {first['parameters'] / 1e6:.0f} M parameters, {model['layers']} layers of "
         f"hidden {model['hidden']}, PP={asked['parallel']['pp']}, {first['tokens_a_step']:,} "
-        f"tokens a step, held-out text of {asked['windows']:,} windows of {model['sequence']} "
-        "tokens. Runs of one seed begin with the same bits and read the same windows; they did not "
-        "run in turns. Loss is the mean of the first ten steps and of the last ten; in brackets "
-        "the one over the other. A step is the median of blocks that end with a drained device; "
-        "building is stages, warm-up and capture:"
+        f"tokens per step, held-out text of {asked['windows']:,} windows of {model['sequence']} "
+        "tokens. Runs of one seed start from the same bits and read the same windows; they did not "
+        "alternate. *Loss* is the mean of the first ten steps and of the last ten; in brackets "
+        "last over first. A step time is the median over blocks that end with a drained device. "
+        "*Building* is making stages, warm-up and capture:"
     )
     beside = {row["run"]: row for row in derived["same_order"]}
     header = (
-        "run", "steps", "losses that differ from native's", "held out and tensors at the end",
-        "loss", "held-out loss (perplexity)", "ms a step", "tokens a second", "building, s",
+        "run", "steps", "losses that differ from native's", "held-out losses and final tensors",
+        "loss", "held-out loss (perplexity)", "ms per step", "tokens per second", "building, s",
         "peak, GB",
     )  # fmt: skip
     yield markdown(header, [_row(run, beside.get(run["run"])) for run in derived["runs"]])
@@ -52,7 +52,7 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
         yield _judged(row) + _same_bits(row, report)
     rows = [
         (
-            f"`{row['run']}` beside `{row['native']}`",
+            f"`{row['run']}` and `{row['native']}`",
             f"{level['loss']:g}",
             f"{level['native_seconds']:.1f}",
             f"{level['seconds']:.1f}",
@@ -64,11 +64,13 @@ def curves(name: str, report: Report, machine: str) -> Iterator[str]:
     ]
     if rows:
         yield (
-            "Seconds of training until the mean of ten losses is no higher than the lowest loss "
-            "that the report names for both; with building the ratio is of both together, and "
-            "the first run of a process builds what the others find:"
+            "Seconds of training until the mean of ten losses is at or below the lowest loss that "
+            "the report lists for both runs. The last column includes building; the first run of a "
+            "process builds what later runs reuse:"
         )
-        yield markdown(("runs", "loss", "native, s", "this, s", "ratio", "with building"), rows)
+        yield markdown(
+            ("runs", "loss", "native, s", "this, s", "ratio", "ratio with building"), rows
+        )
 
 
 def _row(run: Mapping[str, Any], beside: Mapping[str, Any] | None) -> Sequence[str]:
@@ -100,7 +102,7 @@ def _figure(value: float | None, digits: int = 2) -> str:
 
 
 def _same_bits(row: Mapping[str, Any], report: Report) -> str:
-    """That both orders learned alike bit for bit, where they did; why, of the library measured."""
+    """Whether both orders gave the same losses bit for bit, and why the measured library does."""
     runs = {(r["side"], r["head"], r["schedule"], r["seed"]): r for r in report["raw"]["runs"]}
     pairs = [
         [runs[row["side"], row["head"], name, seed] for name in (row["schedule"], row["against"])]
@@ -114,39 +116,39 @@ def _same_bits(row: Mapping[str, Any], report: Report) -> str:
     if any(told(own) != told(base) for own, base in pairs):
         return ""
     asked = report["configuration"]
-    said = " **No loss differs by a bit**, so that the interval says nothing more"
+    said = " **No loss differs by a bit**, so the interval adds nothing"
     if asked["backend"] != "transformer-engine":
         return f"{said}."
     stages = len(pairs[0][0]["cut"]) // asked["parallel"]["pp"]
     each = asked["parallel"]["microbatches"] * stages
     history = asked["model"]["history"]
-    whole = "whole" if history % each == 0 else "no whole number of"
+    whole = "a whole number of" if history % each == 0 else "not a whole number of"
     return (
-        f"{said}: each stage meets "
+        f"{said}: each stage sees "
         "its microbatches in the same order under both schedules, and an update of the library "
-        "rolls the histories of what ran alone (tests/gpu/test_histories.py). A history had "
+        "rolls only the histories of what ran (tests/gpu/test_histories.py). A history had "
         f"{history} entries, {whole} steps of the {each} F of a rank."
     )
 
 
 def _judged(row: Mapping[str, Any]) -> str:
-    """The paper's criterion, and what the seeds say beyond it."""
+    """The paper's criterion, and the confidence interval over the seeds."""
     seeds = len(row["seeds"])
     head = (
         f"*Non-inferiority* of {row['schedule']} against {row['against']} ({row['side']}, head "
         f"{row['head']}) after {row['step']:,} steps, over {seeds} seed{'s' * (seeds > 1)}: "
     )
     if row["ratio"] is None:
-        return head + "not to be judged, a held-out loss is not finite."
+        return head + "not judged, because a held-out loss is not finite."
     said = (
         f"perplexity is {row['ratio']:.4f} of the other's (geometric mean), "
         f"{'within' if row['within'] else 'NOT within'} the margin of {row['margin']:g}"
     )
     if row["upper"] is None:
-        return head + said + "; one seed says nothing of variation."
+        return head + said + "; one seed gives no variation."
     return head + (
         f"{said}; the one-sided 95 % interval of runs paired by seed ends at {row['upper']:.4f}, "
-        f"{'below' if row['shown'] else 'NOT below'} it. From seed to seed the perplexities of "
-        f"{row['schedule']} lie {row['spread']:.4f} apart (highest over lowest), those of "
-        f"{row['against']} {row['spread_against']:.4f}."
+        f"{'below' if row['shown'] else 'NOT below'} the margin. Over the seeds, highest over "
+        f"lowest perplexity is {row['spread']:.4f} for {row['schedule']} and "
+        f"{row['spread_against']:.4f} for {row['against']}."
     )

@@ -1,6 +1,6 @@
 """
-The runtime's page about a step on one device: times, what is over the floor, the host's part, and
-which goals are missed.
+The runtime's page about a step on one device: times, excess over the floor, host time, and missed
+goals.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from qeffect.gpu_runtime.lab.statistics.host import REST
 from tests.docs.blocks import KERNEL_REPORTS, load, markdown
 from tests.docs.reading import dated, machine_of, milliseconds, ratio, reports
 
-#: Columns of the step table that the README shows.
+#: Columns of the step table.
 SHOWN = (
     "native_grad",
     "native_main_grad",
@@ -31,14 +31,14 @@ SHOWN = (
 
 
 def over(value: Mapping[str, Any] | None) -> str:
-    """Spell a ratio over a bound, with the column that is the bound."""
+    """Spell a ratio over a bound, with the column that gives the bound."""
     if value is None:
         return "-"
     return f"{value['ratio'] if 'ratio' in value else value['median']:.2f}x `{value['of']}`"
 
 
 def steps() -> list[str]:
-    """What a step takes in every cell and column, over its floor, and behind native."""
+    """The time of a step in every cell and column, its excess over the floor and over native."""
     return [*_speed(), *_beyond_floor(), *_behind()] if [*reports("bench")] else []
 
 
@@ -66,26 +66,26 @@ def _speed() -> list[str]:
                 )
             )
     header = (
-        "cell", "column", "median ms", "faster than native, paired", "than TE's graphs, paired",
+        "cell", "column", "median ms", "native / this, paired", "TE's graphs / this, paired",
         "over whole-step graph, paired", "over floor", "over own kernels", "GB above native",
-        "even at step",
+        "break-even step",
     )  # fmt: skip
     return [
-        f"One device, {'; '.join(machines)}. Cells are hidden-sequence-microbatches. Native and "
-        "TE's graphs are the column of each with the least median, whose ratio to itself is "
-        "1.00x. A ratio of two columns is paired: the median of the ratios of each round, which is "
-        "not the ratio of their medians and can put two columns in another order. A floor is the "
-        "least kernel time of the "
-        "library's columns that form the same sum, a whole-step graph is of the same sum too; both "
-        "are named, and `copied` and `per_microbatch`, which no library column sums like, have "
-        'neither. "Even at step" is the step at which a column has caught up with native, its '
-        "construction, warm-up and capture included; - where it never does, or is native.",
+        f"One device, {'; '.join(machines)}. A cell is hidden size, sequence and microbatches. "
+        "*Native* and *TE's graphs* are the fastest column of each kind, by median; its ratio to "
+        "itself is 1.00x. A ratio of two columns is paired: the median of the ratios per round, "
+        "which differs from the ratio of the medians and can rank two columns in another order. A "
+        "*floor* is the least kernel time of the library's columns that form the same sum; a "
+        "*whole-step graph* forms the same sum too. Both are named. No library column sums like "
+        "`copied` and `per_microbatch`, so these have neither. *Break-even step* is the step at "
+        "which a column has caught up with native, construction, warm-up and capture included; - "
+        "for native itself and for a column that never catches up.",
         markdown(header, rows),
     ]
 
 
 def host() -> list[str]:
-    """What a guarded action costs the host, beside what the kernel alone costs."""
+    """Host time of a guarded action, and of the kernel's part of it."""
     rows: list[tuple[str, ...]] = []
     for name, report in dated("bench"):
         for cell in report["derived"]["cells"]:
@@ -104,17 +104,17 @@ def host() -> list[str]:
     if rows:
         kernel = load(KERNEL_REPORTS / "bench.json")["guarded_action_us_by_action"]
         header = (
-            "cell", "report", "host time of a step, guarded", "unguarded", "guarded actions",
-            "difference each", "an action over its bare replay",
+            "cell", "report", "host time per step, guarded", "unguarded", "guarded actions",
+            "difference per action", "an action over its bare replay",
         )  # fmt: skip
         lines += [
-            "What guarding costs the host: `ours_accumulate` with guards and without, a row a "
-            "report, as the median and the range of the rounds' differences; one whose range "
-            "includes zero is noise. The last column is of other steps, in which each action was "
-            "timed by itself, against the replay of its graph alone: the handoff and the copies "
-            "are in it, which the unguarded column makes too. A check with its commit takes "
-            f"{min(kernel.values()):.1f} to {max(kernel.values()):.1f} µs of it (by the kernel's "
-            "figures, on their machine).",
+            "Host time of guarding: `ours_accumulate` with and without guards, one row per report. "
+            "A difference is the median and the range over the rounds; a range that includes zero "
+            "is noise. The last column comes from other steps, in which each action was timed "
+            "alone and compared with the bare replay of its graph. It includes the handoff and the "
+            "copies, which the unguarded column makes too. A check with its commit takes "
+            f"{min(kernel.values()):.1f} to {max(kernel.values()):.1f} µs of it, by the kernel's "
+            "figures on the kernel's machine.",
             markdown(header, sorted(rows, key=lambda row: row[0])),
         ]
     for name, report in dated("bench"):
@@ -122,8 +122,8 @@ def host() -> list[str]:
             lines += [*_parts(cell, name), *_counted(cell, report["derived"]["targets"])]
     for report in reports("host"):
         lines.append(
-            f"Measured by itself, in the cell {report['derived']['cell']}: "
-            f"{_range(report['derived']['host_us_of_a_guard'])} of host time a guarded action."
+            f"Measured alone, in the cell {report['derived']['cell']}: "
+            f"{_range(report['derived']['host_us_of_a_guard'])} of host time per guarded action."
         )
     return lines
 
@@ -134,7 +134,7 @@ def _range(us: Mapping[str, float]) -> str:
 
 
 def _guards(guards: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """Host time with guards and without, and the difference, which may be noise."""
+    """Host time with guards and without, and the difference, marked if it is noise."""
     each = guards["host_us_of_a_guard"]
     return (
         f"{guards['host_ms_on']['median']:.2f} ms",
@@ -145,7 +145,7 @@ def _guards(guards: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _over_bare(cell: Mapping[str, Any]) -> Mapping[str, float] | None:
-    """What an action of a cell takes the host over its bare replay, where it was timed."""
+    """Host time of an action beyond its bare replay, if the cell has it."""
     found: Mapping[str, float] | None = (
         cell.get("host", {}).get("ours_accumulate", {}).get("of_an_action_us")
     )
@@ -153,7 +153,7 @@ def _over_bare(cell: Mapping[str, Any]) -> Mapping[str, float] | None:
 
 
 def _parts(cell: Mapping[str, Any], name: str) -> Iterator[str]:
-    """Where the host's time over the bare replay of an action goes: a row a part, with the sum."""
+    """Host time of an action beyond its bare replay, by part, with the sum."""
     whole = _over_bare(cell)
     if whole is None or "parts_us" not in cell["host"]["ours_accumulate"]:
         return
@@ -163,31 +163,32 @@ def _parts(cell: Mapping[str, Any], name: str) -> Iterator[str]:
     goal, median = whole["goal"], f"{whole['median']:.1f}"
     rows = [
         *((part, f"{us:.1f}") for part, us in ordered),
-        ("rest: the median of whole steps over the medians above together", f"{rest:.1f}"),
+        ("rest: median of whole steps minus the sum of the medians above", f"{rest:.1f}"),
         (
-            f"together (goal {goal:.0f})",
+            f"sum (goal {goal:.0f})",
             f"**{median}**" if whole["median"] > goal else median,
         ),
     ]
     alone = parts["copies"] + parts["addresses"]
     said = (
-        f"The copies, which the unguarded runtime makes too, and the look at addresses take "
-        f"{alone:.1f} µs, where the goal for all is {goal:.0f}:"
+        f"The copies, which the unguarded runtime makes too, and the check of addresses take "
+        f"{alone:.1f} µs; the goal for the sum is {goal:.0f} µs:"
     )
     if not parts["copies"]:
         said = (
-            "That report's timer did not see the copies, which the unguarded runtime makes too: "
-            "they stand under its own code. It does again, and was not run again:"
+            "The timer of that report missed the copies, which the unguarded runtime makes too: "
+            "they are counted as its own code. The timer has been mended since; the report was "
+            "not repeated:"
         )
     yield (
-        f"A guarded action of {cell['cell']} part by part, beyond its bare replay ({name}; medians "
-        f"of single calls). {said}"
+        f"A guarded action of {cell['cell']} beyond its bare replay, by part ({name}; medians of "
+        f"single calls). {said}"
     )
     yield markdown(("part", "µs of host time"), rows)
 
 
 def _counted(cell: Mapping[str, Any], targets: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Say what counting on the device costs a step."""
+    """The cost of counting on the device, per step."""
     for name, goal, said in (
         ("device_counts", "step counted by", "`device_counts=True`"),
         ("late_counts", "step counted and", "`late_counts=True` as well"),
@@ -197,17 +198,17 @@ def _counted(cell: Mapping[str, Any], targets: Sequence[Mapping[str, Any]]) -> I
             over = counts["step_on_over_off"]
             goals = [f"; goal {t['value']}" for t in targets if t["goal"].startswith(goal)]
             yield (
-                f"With {said} a step of {cell['cell']} takes {over['median']:.3f} of what it "
-                f"takes without ({over['min']:.3f} to {over['max']:.3f}{''.join(goals)})."
+                f"With {said} a step of {cell['cell']} takes {over['median']:.3f} times as long as "
+                f"without ({over['min']:.3f} to {over['max']:.3f}{''.join(goals)})."
             )
 
 
-#: Columns whose distance from the floor is split: one graph of the native step, and ours.
+#: Columns whose excess over the floor is split: one graph of the native step, and ours.
 SPLIT = ("whole_main_grad", "ours_accumulate", "ours_two_streams")
 
 
 def _beyond_floor() -> list[str]:
-    """What a step takes beyond its floor: further kernels, and what no kernel explains."""
+    """The excess of a step over its floor: more kernel time, and time that no kernel explains."""
     rows = []
     for cell, _ in cells(reports("bench")):
         for name in SPLIT:
@@ -219,17 +220,17 @@ def _beyond_floor() -> list[str]:
         return []
     header = (
         "cell", "column", "ms over the floor", "own kernels over the floor's",
-        "copies between buffers among them", "beyond its own kernels",
+        "of these, copies between buffers", "beyond its own kernels",
     )  # fmt: skip
     return [
-        "What a step takes over its floor. Kernels were profiled at another load than steps were "
-        "timed at; the last column is explained by no record, and on two streams kernels overlap:",
+        "Excess of a step over its floor. Kernels were profiled under another load than the timed "
+        "steps. No record explains the last column; on two streams kernels overlap:",
         markdown(header, rows),
     ]
 
 
 def _behind() -> list[str]:
-    """Which captured columns of ours are behind native, and what of that their copies are."""
+    """Captured columns of ours that are slower than native, and the share of copies."""
     rows = []
     for cell, _ in cells(reports("bench")):
         for name in SHOWN:
@@ -241,15 +242,15 @@ def _behind() -> list[str]:
                 keys = ("step_ms", "copies_ms", "unexplained_ms")
                 rows.append((cell["cell"], f"`{name}`", *(milliseconds(gap[k]) for k in keys)))
     if not rows:
-        return ["No captured column of ours is behind native in any of these cells."]
+        return ["No captured column of ours is slower than native in any of these cells."]
     header = (
-        "cell", "column", "ms behind native", "of that, copies between buffers", "not explained",
+        "cell", "column", "ms over native", "of these, copies between buffers", "not explained",
     )  # fmt: skip
-    return ["Behind native:", markdown(header, rows)]
+    return ["Slower than native:", markdown(header, rows)]
 
 
 def latest_goals() -> list[Mapping[str, Any]]:
-    """Every goal of one device, once: where two reports measured it, as the later one found it."""
+    """Every goal of one device once; the later report counts."""
     latest = {
         (goal["goal"], goal["cell"], goal["column"]): goal
         for _, report in dated("bench", "sweep")
@@ -259,7 +260,7 @@ def latest_goals() -> list[Mapping[str, Any]]:
 
 
 def goals() -> list[str]:
-    """How many goals are met, and a table of the others."""
+    """How many goals are met, and a table of the missed ones."""
     found = latest_goals()
     if not found:
         return []
@@ -274,7 +275,7 @@ def goals() -> list[str]:
         )
         for g in missed
     ]
-    lines = [f"{len(found) - len(missed)} of {len(found)} goals are met; the others:"]
+    lines = [f"{len(found) - len(missed)} of {len(found)} goals are met. Missed:"]
     if rows:
         lines.append(markdown(("goal", "cell", "column", "wanted", "measured"), rows))
     return lines

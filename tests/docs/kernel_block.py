@@ -1,5 +1,5 @@
 """
-The blocks about the kernel: faults, public failures, proofs and mutants, and what guards cost.
+The blocks about the kernel: faults, public failures, proofs, mutants, and the cost of guards.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from tests.docs.blocks import KERNEL_REPORTS, load, markdown
 
 
 def where(environment: Mapping[str, Any]) -> str:
-    """Say in a line what a kernel report was measured on."""
+    """The machine, versions and commit of a kernel report in a line."""
     return (
         f"{environment['cpu']}, {environment['cores']} cores, Python {environment['python']}, "
         f"z3-solver {environment['packages']['z3-solver']}, commit "
-        f"`{environment['commit'][:12]}`" + " with changes" * ("+" in environment["commit"])
+        f"`{environment['commit'][:12]}`" + " with local changes" * ("+" in environment["commit"])
     )
 
 
 def faults() -> str:
-    """The fault table, from a run now."""
+    """The fault table, from a run of it now."""
     rows = run_faults().asdict()["rows"]
     return markdown(
         ("injected violation", "detected at", "result", "refused by", "preserved"),
@@ -45,7 +45,7 @@ def faults() -> str:
 
 @cache
 def _failures() -> Sequence[tuple[Failure, Outcome]]:
-    """Every public failure with what a run of it now comes to."""
+    """Every public failure with the outcome of a run now."""
     return [(failure, run(failure)) for failure in FAILURES]
 
 
@@ -54,17 +54,17 @@ def failures_counted() -> str:
     counted = counts(_failures())
     return (
         f"Of {counted['failures']} failures that users of Transformer Engine, Megatron-LM, torch, "
-        f"DeepSpeed and others reported in public, {counted['refused']} are refused, "
-        f"{counted['given_a_report']} of them where the runtime makes a report that not every one "
-        f"does, and {counted['refused_by_guess']} under a cause that is wholly our guess, because "
-        f"none was published; {counted['not_caught']} are not caught, and "
-        f"{counted['unexplained']} more were never explained. {counted['enacted']} are re-enacted; "
-        "of the others no call of the contract differs from that of a right run."
+        f"DeepSpeed and others reported in public, {counted['refused']} are refused: "
+        f"{counted['given_a_report']} of these only if the runtime supplies an optional report, "
+        f"and {counted['refused_by_guess']} under a cause that is wholly our guess, because none "
+        f"was published. {counted['not_caught']} are not caught; {counted['unexplained']} more "
+        f"were never explained. {counted['enacted']} failures are re-enacted; the others make the "
+        "same calls of the contract as a correct run."
     )
 
 
 def failures() -> str:
-    """What becomes of the public failures, by relation, and what is not seen."""
+    """The verdicts on the public failures by relation, and the failures that are not seen."""
     pairs = _failures()
     relations = dict.fromkeys(failure.relation for failure, _ in pairs)
     verdicts = ("refused", "not caught", "unexplained")
@@ -90,9 +90,9 @@ def failures() -> str:
             ("relation", "refused", "not caught", "never explained"),
             [*table, ("all", *totals)],
         )
-        + "\n\nWhat the contract does not see:\n\n"
+        + "\n\nFailures that the contract does not see:\n\n"
         + markdown(
-            ("because", "failures"),
+            ("reason", "failures"),
             [(KINDS[kind], ", ".join(names)) for kind, names in missed.items() if names],
         )
     )
@@ -100,7 +100,7 @@ def failures() -> str:
 
 def settled(data: Mapping[str, Any]) -> str:
     """
-    How many obligations are proved, and what they say.
+    How many obligations are proved, and their meaning.
 
     Args:
         data: The proofs' report.
@@ -111,16 +111,16 @@ def settled(data: Mapping[str, Any]) -> str:
     )
     if "questions" in data:
         text = (
-            f"{data['questions']:,} distinct questions to the solver, {data['unknown']} of them "
-            f"unknown, settle {data['unsat']:,} of {data['obligations']:,} obligations in "
-            f"{data['seconds']:.1f} s ({data['implied']:,} follow from one already proved, "
-            f"{data['same_term']:,} compare a term with itself)"
+            f"{data['unsat']:,} of {data['obligations']:,} obligations are proved in "
+            f"{data['seconds']:.1f} s, by {data['questions']:,} distinct questions to the solver, "
+            f"{data['unknown']} of them unknown ({data['implied']:,} obligations follow from one "
+            f"already proved, {data['same_term']:,} compare a term with itself)"
         )
     return (
-        f"{text}: every invariant is inductive "
-        "over every path of every transition, with every relation and with each optional one left "
-        "out, for any number of slots, microbatches and epochs; every refusal leaves every column "
-        "as it was; an outstanding ticket with whole evidence is never refused."
+        f"{text}. They say: every invariant is inductive over every path of every transition, with "
+        "all relations and with each optional one left out, for any number of slots, microbatches "
+        "and epochs; a refusal changes no column of the state; an outstanding ticket (a check that "
+        "waits for its commit) with complete evidence is never refused."
     )
 
 
@@ -130,32 +130,31 @@ def proofs() -> str:
     further = ""
     if "recovery" in data["by_kind"]:
         further = (
-            " From every state the way back is open: aborts, failed reductions and drains are "
-            "accepted, come to an end, and a restore is accepted then. With every relation in "
-            "force a legal F, dI, dW or refresh is accepted: no guard is too strong."
+            " Recovery is possible from every state: aborts, failed reductions and drains are "
+            "accepted and finish, and then a restore is accepted. With all relations in force a "
+            "legal F, dI, dW or refresh is accepted: no guard is too strong."
         )
     text = (
         settled(data)
         + further
-        + " (`make slow` asks it of all 64 choices of relations.) "
+        + " (`make slow` proves it for all 64 choices of relations.) "
         + _vacuity(data)
         + "\n\n"
     )
     text += (
-        f"{agreements(data['agreements'])} A bounded proof beside them, from the beginning: "
-        f"{data['bounded'][-1]['name']}.\n\n" + _mutants(data["mutant_report"])
+        f"{agreements(data['agreements'])} A bounded proof from the initial state "
+        f"adds: {data['bounded'][-1]['name']}.\n\n" + _mutants(data["mutant_report"])
     )
     return (
-        f"{text}Report: [proofs.json](proofs.json), "
-        f"measured on {where(data['environment'])}. `qeffect prove` makes it again; "
-        "`--mutants`, `--seeds 40` and `--cvc5` add the rest."
+        f"{text}Report: [proofs.json](proofs.json), measured on {where(data['environment'])}. "
+        "`qeffect prove` repeats the proofs; `--mutants`, `--seeds 40` and `--cvc5` add the rest."
     )
 
 
 def agreements(found: Sequence[Mapping[str, Any]]) -> str:
-    """Which seeds and solvers agree on the full composition."""
+    """Which seeds and solvers agree on the obligations of all relations."""
     if not found:
-        return "For this report one seed of Z3 was asked, and no other solver."
+        return "This report used one seed of Z3 and no other solver."
     seeds = [a for a in found if a["solver"] == "z3"]
     others = [a for a in found if a["solver"] != "z3"]
     goals = found[0]["goals"]
@@ -172,48 +171,47 @@ def agreements(found: Sequence[Mapping[str, Any]]) -> str:
         if left:
             limit = max(row["seconds"] for row in left)
             names = ", ".join(f"`{row['name']}` at {row['transition']}" for row in left)
-            text += f", and on {len(left)} it gave no answer in {limit:.0f} s ({names})"
+            text += f" and gave no answer on {len(left)} within {limit:.0f} s ({names})"
     return text + "."
 
 
 def _vacuity(data: Mapping[str, Any]) -> str:
-    """How many paths are taken from some state, and which of the others nothing accounts for."""
+    """How many paths some state takes, how many no state takes, and how many are open."""
     unnamed = [row for row in data["open"] if row["kind"] == "witness"]
     taken = data["witnesses"] - data["covered"] - len(unnamed)
     text = (
         f"{'Of' if unnamed else 'Nothing is vacuous: of'} {data['witnesses']} paths {taken} are "
-        f"taken from some state, and of {data['covered']} it is proved that none takes them; "
-        "[verification/targets.py](../targets.py) says why they stay."
+        f"taken from some state; {data['covered']} are proved unreachable, and "
+        "[verification/targets.py](../targets.py) gives the reason to keep each."
     )
     if unnamed:
         never = sum(row["verdict"] == "unsat" for row in unnamed)
         text += (
-            f" {len(unnamed)} are open: at that commit nothing says why they stay. No state takes "
-            + ("them." if never == len(unnamed) else f"{never} of them; the others are unsettled.")
+            f" {len(unnamed)} are open: at that commit no reason is given to keep them. No state "
+            + ("takes them." if never == len(unnamed) else f"takes {never}; the others are open.")
         )
     return text
 
 
 def _mutants(report: Mapping[str, Any]) -> str:
     rows = [(name, str(count)) for name, count in report["by_class"].items()]
-    same = "nothing: proved, and the guard that does its work is named"
+    same = "no effect: proved, with the guard that does the same work"
     rows.append((same, str(len(report["equivalent"]))))
     rows.append(("survived", str(len(report["survivors"]))))
     return (
-        "Is every guard needed? Every guard clause, every operand of one and every state update of "
-        f"every transition is deleted in turn, {report['mutants']} mutants from the syntax trees, "
-        f"and {report['killed']} are killed, by a call in a state that the contract reaches but "
-        "where the table says otherwise "
-        f"({report['elsewhere']} of them only where a relation is left out). The search takes "
-        f"{report['setup_seconds']:.0f} s for all, the verdicts at most "
-        f"{report['slowest_seconds']:.1f} s each:\n\n"
-        + markdown(("what the deletion does", "mutants"), rows)
+        "Is every guard needed? Each mutant deletes one guard clause, one operand of a guard or "
+        f"one state update of a transition: {report['mutants']} mutants from the syntax trees. "
+        f"{report['killed']} are killed by a call in a state that the contract reaches, unless the "
+        f"table says otherwise ({report['elsewhere']} of them only with a relation left out). The "
+        f"search for states takes {report['setup_seconds']:.0f} s for all mutants, a verdict at "
+        f"most {report['slowest_seconds']:.1f} s:\n\n"
+        + markdown(("effect of the deletion", "mutants"), rows)
         + "\n\n"
     )
 
 
 def bench() -> str:
-    """What the guards cost, from the bench report."""
+    """The cost of the guards, from the bench report."""
     data, proofs = load(KERNEL_REPORTS / "bench.json"), load(KERNEL_REPORTS / "proofs.json")
     rows = figures(data, proofs)
     under, prices = conditions(data, proofs), cost(data)
@@ -221,10 +219,9 @@ def bench() -> str:
         markdown(HEADER, [row.cells() for row in rows])
         + f"\n\n{missed(rows, data)}\n\n"
         + f"{prices}\n\n" * bool(prices)
-        + "A figure in bold misses its goal. Times of an action are medians. Report: "
-        "[bench.json](bench.json), measured on "
-        f"{where(data['environment'])}; `qeffect bench` makes it again. The row of the run of the "
-        "proofs' report is of that report, named above." + f"\n\n{under}" * bool(under)
+        + "Times of an action are medians. Report: [bench.json](bench.json), measured on "
+        f"{where(data['environment'])}; `qeffect bench` repeats it. The row about the run of the "
+        "proofs' report comes from that report, named above." + f"\n\n{under}" * bool(under)
     )
 
 

@@ -1,8 +1,8 @@
 """
-`gpu_runtime/PROJECTION.md`: what more ranks would do, simulated from a checked-in report.
+`gpu_runtime/PROJECTION.md`: a step over more ranks, simulated from a checked-in report.
 
-``python -m tests.docs.projection`` writes it, in minutes; `test_projection.py` holds its rows to
-the report.
+``python -m tests.docs.projection`` writes the page in minutes; `test_projection.py` compares its
+rows with the report.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ def row(report: Mapping[str, Any], cell: str, schedule: str, pp: int) -> tuple[s
 
 
 def over_bound() -> str:
-    """How far launches that were measured are above what the simulator made of the same table."""
+    """Measured steps of one launch over the simulated step of the same table."""
     found = []
     for name in (REPORT, "scale_four.json"):
         report = load(RUNTIME_REPORTS / name)
         timed = [r for r in report["derived"]["timed"] if r["side"] == "one launch"]
         least, most = (f(r["over_bound"] for r in timed) for f in (min, max))
-        found.append(f"{report['configuration']['pp']} ranks {least:.2f}x to {most:.2f}x")
-    return ", over ".join(found)
+        found.append(f"{least:.2f}x to {most:.2f}x over {report['configuration']['pp']} ranks")
+    return ", ".join(found)
 
 
 def over_replays(report: Mapping[str, Any]) -> str:
-    """How far the step of replays is above what they took, where the simulator can be asked."""
+    """The simulated step of replays over the measured one, at two ranks."""
     found = []
     for schedule in CLASSES:
         p = projected(Measured.of(report, CELLS[0], schedule), schedule, 2)
@@ -67,13 +67,13 @@ def over_replays(report: Mapping[str, Any]) -> str:
 
 
 def over_steps(rows: Iterable[tuple[str, ...]], column: str, *, base: str = "step") -> str:
-    """How far a column of the table is above the steps, at the least and at the most."""
+    """A column of the table over the steps: the least and the greatest ratio."""
     at, under = HEADER.index(column), HEADER.index(base)
     return span([float(line[at]) / float(line[under]) for line in rows])
 
 
 def span(found: Sequence[float]) -> str:
-    """Two ratios, or one where they do not differ as they are written."""
+    """Two ratios, or one if both are spelled alike."""
     least, most = f"{min(found):.2f}x", f"{max(found):.2f}x"
     return least if least == most else f"{least} to {most}"
 
@@ -86,39 +86,39 @@ def page(report: Mapping[str, Any], rows: Iterable[tuple[str, ...]]) -> str:
     small, large = ([r for r in most if r[0] == c.rsplit("-", 1)[0]] for c in CELLS)
     return f"""# More ranks than were measured
 
-**Every number of the table is simulated, none is measured.** The simulator (`qeffect plan --durations`)
-is given what `reports/{REPORT}` measured over two ranks at `{commit}`: each stage's F, dI and dW
-alone, refreshes, updates, and the host's time of a step. One layer a stage, two stages a rank,
-`2 * ranks` microbatches (M). Messages are not those that it measured; they are assumed to cost {links.inside_ms:g} ms and
-{links.inside_gb_s:g} GB/s inside of a host of {links.ranks_a_host} ranks, {links.between_ms:g} ms and {links.between_gb_s:g} GB/s between hosts. Milliseconds:
+**Every number in the table is simulated; none is measured.** The simulator (`qeffect plan --durations`) takes its times from
+`lab/reports/{REPORT}`, measured over two ranks at `{commit}`: F, dI and dW of each stage alone, refreshes, updates, and
+the host time of a step. Each stage has one layer, each rank two stages, and a step `2 * ranks` microbatches (M). Message
+times are assumed, not measured: {links.inside_ms:g} ms and {links.inside_gb_s:g} GB/s within a host of {links.ranks_a_host} ranks, {links.between_ms:g} ms and {links.between_gb_s:g} GB/s between hosts.
+Times are in milliseconds:
 
 {markdown(HEADER, rows)}
 
-What breaks first, by these numbers, over {RANKS[-1]} ranks:
+By these numbers, over {RANKS[-1]} ranks, this breaks first:
 
-- *Messages between hosts*, were they ten times slower than assumed: a step then takes {over_steps(most, "step, slow between hosts")} of what it
-  takes as assumed. As assumed, all messages make it {over_steps(most, "step", base="step, messages free")} of a step with messages for nothing.
-- *The host of guarded replays*, at the smaller cell: the step of replays is {over_steps(small, "step of guarded replays")} of a step, at the
-  larger one {over_steps(large, "step of guarded replays")}.
-- *The host of one launch* never: it takes {over_steps(most, "host of one launch")} of a step.
-- *Memory* for slots is not in these times; see below.
+- *Messages between hosts*, if they are ten times slower than assumed: a step then takes {over_steps(most, "step, slow between hosts")} of its time. With the
+  assumed messages a step takes {over_steps(most, "step", base="step, messages free")} of a step with free messages.
+- *The host of guarded replays*, at the smaller cell: the step of replays takes {over_steps(small, "step of guarded replays")} of a step. At the larger
+  cell it takes {over_steps(large, "step of guarded replays")}.
+- *The host of one launch* never does: its time is {over_steps(most, "host of one launch")} of a step.
+- *Memory* for slots is not part of these times; see below.
 
-How to read it:
+How to read the table:
 
-- How far to trust it: one launch that was measured took, over {over_bound()} of its
-  bound there: what the simulator makes of the same table, over two ranks with the messages that were measured, over four
-  with messages for nothing, from an older report whose bounds are too low. Read the steps as bounds.
-- *Bubble* is the idle share of all ranks, with those messages; an update counts as busy.
-- *Slow between hosts* has every message between hosts ten times slower. Up to {links.ranks_a_host} ranks there is one host.
-- *Guarded replays* have the host's measured time in front of each action: all of a single step's
-  host time, waits included, spread over its actions, so an upper bound. Over two ranks, at the smaller cell, it
-  gives {over_replays(report)} of what replays took there: by so much it may be too high for more ranks too.
-- *Host of one launch* is the host's measured time of a single launch, behind a wait for all ranks, spread over its
-  actions. Back to back a launch takes the host less.
-- The consent of guarded replays is one all-reduce of all ranks on the CPU, which adds its latency
-  to a step once. One launch gathers a number of each rank inside the graph instead.
-- *Slots* are those of the rank with most, and grow with the ranks: where a slot is large, memory ends
-  before any of this. Planning above 16 ranks takes minutes, and is left out.
+- Trust: measured steps of one launch over their bound are {over_bound()}. The bound
+  is the simulator's result for the same table: over two ranks with the measured messages, over four ranks with free
+  messages, from an older report whose bounds are too low. Read the steps as bounds.
+- *Bubble* is the idle share of all ranks, with the assumed messages; an update counts as busy.
+- *Slow between hosts* makes every message between hosts ten times slower. Up to {links.ranks_a_host} ranks fit on one host.
+- *Guarded replays* have the measured host time in front of each action: the host time of a single step, waits
+  included, spread over its actions. This is an upper bound. Over two ranks, at the smaller cell, the simulated step is {over_replays(report)}
+  of the measured one; for more ranks it may be too high by as much.
+- *Host of one launch* is the measured host time of a single launch behind a wait for all ranks, spread over its
+  actions. Launches back to back take the host less time.
+- The consent of guarded replays is one all-reduce of all ranks on the CPU; its latency adds to each step once. One launch
+  gathers one number per rank inside the graph instead.
+- *Slots* are those of the rank with the most, and grow with the number of ranks: with large slots, memory runs out before
+  any of the above. Planning above 16 ranks takes minutes and is left out.
 """  # noqa: E501 - numbers are shorter than their names
 
 

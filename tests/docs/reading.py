@@ -1,5 +1,5 @@
 """
-The checked-in reports of the runtime by kind, and how their figures are spelled.
+The checked-in reports of the runtime by kind, and the spelling of their figures.
 """
 
 from __future__ import annotations
@@ -32,11 +32,22 @@ def dated(*kinds: str) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def machine_of(report: Mapping[str, Any]) -> str:
-    """Say in a line what a runtime report was measured on; the commit is in the list of reports."""
+    """The machine and versions of a runtime report, in a line."""
     e = report["environment"]
     return (
         f"{e['gpu']}, driver {e['driver']}, torch {package(e, 'torch')}, Transformer Engine "
         f"{package(e, 'transformer-engine')}"
+    )
+
+
+def stale_reads(report: Mapping[str, Any]) -> str:
+    """Stale reads after one-way and after two-way handoffs between streams."""
+    found = report["derived"]["handoffs"]
+    one, two = found["one-way"], found["two-way"]
+    return (
+        f"{one['stale']} of {one['checks']} checks read stale data after a one-way handoff, "
+        f"{two['stale']} of {two['checks']} after a two-way one, in {one['processes']} fresh "
+        "processes each"
     )
 
 
@@ -48,5 +59,5 @@ def ratio(value: Any) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """Spell a time, or a dash where nothing measured it."""
+    """Spell a time in ms, or a dash for a time that was not measured."""
     return "-" if value is None else f"{value:.2f}"

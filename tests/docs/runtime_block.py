@@ -12,16 +12,16 @@ from qeffect.gpu_runtime.lab.commands.plots import swept
 from qeffect.gpu_runtime.lab.statistics.evidence import REQUIREMENTS
 from qeffect.gpu_runtime.training.config import TABLES, read
 from qeffect.report import package
-from tests.docs import device_block, scale_block, tables_block
+from tests.docs import device_block, scale_block, summary_block, tables_block
 from tests.docs.blocks import ROOT, RUNTIME_REPORTS, load, markdown
 from tests.docs.curves_block import curves
-from tests.docs.reading import files, machine_of, ratio, reports
+from tests.docs.reading import files, machine_of, ratio, reports, stale_reads
 
 #: Files of training runs that are checked in.
 EXAMPLES = ROOT / "gpu_runtime" / "training" / "examples"
 
 
-#: What a comparison is of: its entry in a report's derived part, and its name in the table.
+#: Each comparison: its key in a report's derived part, and its name in the table.
 REFERENCES = {
     "native_against_ours": "ours",
     "native_again": "control",
@@ -31,9 +31,9 @@ REFERENCES = {
 
 def _bits(found: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
     """
-    One table for all comparisons of bits, a row a report, and what its columns mean.
+    One table for all comparisons of bits, one row per report, with the meaning of its columns.
 
-    What rests on native, the control, the other reference and the requirements stand apart.
+    Native, the control, the other reference and the requirements have columns of their own.
 
     Args:
         found: The reports with the names of their files.
@@ -45,13 +45,13 @@ def _bits(found: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
         if name not in REQUIREMENTS
     )
     yield (
-        f"**Bit for bit**, a row a report. Values ({', '.join(bits)}) are equal or are counted as "
-        "a mismatch. *Ours* is native full backward against ours (split eager, split captured, and "
-        "captured with faults injected while graphs are live); *control* is native against native "
-        "again; *split eager* is the reference where the library cannot form the same sum. *Must "
-        "not happen* is what a guarded run may not do (move what graphs bake in, keep work past a "
-        "step, grow): how many counts of it are not zero. *Faults* were injected into the runs "
-        "named so above, and each was refused."
+        f"**Bit for bit**, one row per report. A value ({', '.join(bits)}) is equal or counts as a "
+        "mismatch. *Ours* compares native full backward with ours (split eager, split captured, "
+        "and captured with faults injected while graphs are live). *Control* compares native with "
+        "a second native run. *Split eager* is the reference where the library cannot form the "
+        "same sum. *Forbidden events* are what a guarded run must not do (move what graphs bake "
+        "in, keep work past a step, grow): how many of their counts are not zero. *Faults* were "
+        "injected into the runs with faults above; each was refused."
     )
     rows = []
     for name, report in found:
@@ -72,7 +72,7 @@ def _bits(found: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
     header = (
         "report", "Transformer Engine", "commit",
         *(f"{said}: values (comparisons)" for said in REFERENCES.values()),
-        "mismatches", "must not happen", "faults refused",
+        "mismatches", "forbidden events", "faults refused",
     )  # fmt: skip
     yield markdown(header, rows)
     counted = [report["derived"]["faults"] for _, report in found]
@@ -82,30 +82,31 @@ def _bits(found: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
         for clause in clauses
     )
     if clauses:
-        yield f"Faults by the clause that refused each, in the order of the rows: {said}."
+        yield f"Faults by refusing clause, in the order of the rows: {said}."
 
 
 def correctness() -> str:
-    """Comparisons of bits, the handoff between streams, and graphs that share memory."""
+    """Comparisons of bits, handoffs between streams, graphs that share memory, and restarts."""
     compared = [*files("compare")]
     lines = [*_bits(compared)] if compared else []
     for report in reports("streams"):
-        lines.append(f"**Streams.** {stale(report)}.")
+        lines.append(f"**Streams.** {stale_reads(report)}.")
     for report in reports("pools"):
         said = []
         for order in report["derived"]["orders"]:
             shared, ours = (order["disciplines"][d] for d in ("shared", "private"))
             said.append(
-                f"{order['order']}: {shared['mismatched']} of {shared['compared']} tensors differ "
-                f"with one shared pool (refused by the kernel at `{shared['refused']['action']}`, "
-                f"replayed without asking it), {ours['mismatched']} with one pool a slot"
+                f"{order['order']}: with one shared pool {shared['mismatched']} of "
+                f"{shared['compared']} tensors differ (the kernel refuses this order at "
+                f"`{shared['refused']['action']}`; it was replayed without asking), with one pool "
+                f"per slot {ours['mismatched']}"
             )
         lines.append(f"**Capture memory.** {'; '.join(said)}.")
     return "\n\n".join([*lines, *_restarts()])
 
 
 def _restarts() -> list[str]:
-    """Runs that stopped, compared with the one that did not."""
+    """Runs that stopped and resumed, compared with a run without a stop."""
     rows = [
         (
             f"[{name}]({name})",
@@ -121,29 +122,18 @@ def _restarts() -> list[str]:
     if not rows:
         return []
     header = (
-        "report", "saved under", "actions", "replicas", "gone on with", "loaded under another",
+        "report", "saved under", "actions", "replicas", "resumed", "loaded by other mappings",
         "tensors that differ",
     )  # fmt: skip
     return [
-        "**Stops.** Runs that were saved and went on in fresh processes, compared with the one "
-        "that did not stop; and what other mappings loaded, with what was saved:",
+        "**Stops.** Runs were saved, resumed in fresh processes and compared with a run without a "
+        "stop. What other mappings loaded was compared with what was saved:",
         markdown(header, rows),
     ]
 
 
-def stale(report: Mapping[str, Any]) -> str:
-    """What one half of the handoff between streams leaves open, and what both do."""
-    found = report["derived"]["handoffs"]
-    one, two = found["one-way"], found["two-way"]
-    return (
-        f"{one['stale']} of {one['checks']} one-way checks read stale data, "
-        f"{two['stale']} of {two['checks']} two-way ones, in {one['processes']} fresh "
-        "processes each"
-    )
-
-
 def library() -> str:
-    """What the library does by itself, as probes found it."""
+    """What Transformer Engine itself does, by the reports of probes."""
     lines: list[str] = []
     for name, report in files("probes"):
         lines.append(f"{name}: {_probed(report['derived'])}.")
@@ -152,7 +142,7 @@ def library() -> str:
 
 
 def _probed(derived: Mapping[str, Any]) -> str:
-    """What the library does where this runtime takes a different way."""
+    """The findings of the probes, without those about interleaved stages."""
     return "; ".join(
         f"{probe['what']}: {probe['found']}"
         for probe in derived["probes"]
@@ -161,7 +151,7 @@ def _probed(derived: Mapping[str, Any]) -> str:
 
 
 def _interleaved(sides: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """How the library's own graphs do at interleaved stages, used rightly and not."""
+    """Results of the library's own graphs at interleaved stages, under right and wrong use."""
     if not sides:
         return
     rows = [
@@ -176,18 +166,18 @@ def _interleaved(sides: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     ]
     yield (
         "**Interleaved stages under the library's own graphs.** Two public reports "
-        "(NVIDIA/Megatron-LM#5966, NVIDIA-NeMo/Megatron-Bridge#2096) have this shape and no "
-        "published cause. Rank 0 of two, two chunks, each way of using `make_graphed_callables` "
-        "against native eager, bit by bit:"
+        "(NVIDIA/Megatron-LM#5966, NVIDIA-NeMo/Megatron-Bridge#2096) have this shape; no cause was "
+        "published. On rank 0 of two, with two chunks, each use of `make_graphed_callables` is "
+        "compared with native eager, bit by bit:"
     )
     yield markdown(
-        ("how", "breaks", "values that differ", "first to differ", "first that is not finite"),
+        ("use", "breaks", "values that differ", "first difference", "first non-finite value"),
         rows,
     )
 
 
 def _training() -> list[str]:
-    """Training runs: what was compared, how fast, and how far they came."""
+    """Training runs: what was compared, the speed, and the losses."""
     rows = []
     for name, report in files("train"):
         model = report["configuration"]["model"]
@@ -198,7 +188,7 @@ def _training() -> list[str]:
                     f"{raw['parameters'] / 1e6:.0f} M, hidden {model['hidden']}, "
                     f"{model['sequence']} tokens",
                     f"{run['schedule']}, PP={raw['pp']}, DP={raw['dp']}"
-                    + (", one launch a step" if raw.get("launches") else ""),
+                    + (", one launch per step" if raw.get("launches") else ""),
                     str(run["steps"]),
                     f"{run['losses_differ']} of {run['steps']}",
                     f"{run['differ']} of {run['compared']}",
@@ -212,46 +202,47 @@ def _training() -> list[str]:
         return []
     header = (
         "report", "model", "mapping", "steps", "losses that differ",
-        "tensors that differ at the end", "tokens a second", "native / this", "loss", "held out",
+        "tensors that differ after the last step", "tokens per second", "native / this", "loss",
+        "held-out loss",
     )  # fmt: skip
     return [
-        "**Training** on the sources of the standard library, guarded and captured, and natively "
-        "under torch's own pipeline from the same bits (not in turns):",
+        "**Training** on the sources of the standard library, guarded and captured, compared with "
+        "torch's own native pipeline from the same initial bits. The two runs did not alternate:",
         markdown(header, rows),
     ]
 
 
 def _captions() -> dict[str, str]:
-    """What each picture shows, in words, in the order of the page."""
+    """The caption of each picture, in the order of the page."""
     return {
-        "step_time": "Step times beside the floors, on a logarithmic axis.",
-        "memory": "Peak memory above the native column with the faster step.",
+        "step_time": "Step times and their floors, on a logarithmic axis.",
+        "memory": "Peak memory above that of the faster native column.",
         "resources": _resources(),
-        "loss": "Loss against steps, and against seconds of training on a logarithmic axis.",
+        "loss": "Loss by step, and by seconds of training on a logarithmic axis.",
     }
 
 
 def _resources() -> str:
-    """What the sweep over microbatches shows."""
+    """The caption of the sweep over microbatches."""
     found = [*reports("sweep")]
     points = [point for report in found for point in report["derived"]["points"]]
     if not points:
-        return "Resources against microbatches."
+        return "Resources by number of microbatches."
     last = max(point["microbatches"] for point in points)
     live, each = (
         next(p for p in points if (p["provisioning"], p["microbatches"]) == (name, last))
         for name in ("live", "per_microbatch")
     )
     return (
-        f"Resources against microbatches ({'; '.join(swept(found))}): with M={last}, "
-        f"{live['slots']} live slots and {live['graphs']} graphs where a slot each microbatch "
-        f"needs {each['slots']} and {each['graphs']}. A stage needs as many slots as it ever has "
-        f"tapes at once; of the whole rank {live['peak_live_tapes']} tapes at most are live "
-        "together. Capture is a part of construction, drawn dashed."
+        f"Resources by number of microbatches M ({'; '.join(swept(found))}). At M={last}, live "
+        f"slots need {live['slots']} slots and {live['graphs']} graphs; one slot per microbatch "
+        f"needs {each['slots']} and {each['graphs']}. A stage needs as many slots as it has live "
+        f"tapes at its peak; the whole rank has at most {live['peak_live_tapes']} live tapes. "
+        "Capture is part of construction, drawn dashed."
     )
 
 
-#: Reports that commands of their own make.
+#: The programs of reports that `qeffect runtime` does not make.
 _MADE_BY = {
     "restarts": "python -m qeffect.gpu_runtime.lab.commands.restarts",
     "peers": "python -m qeffect.gpu_runtime.lab.commands.peers",
@@ -259,7 +250,7 @@ _MADE_BY = {
 
 
 def _typed(report: Mapping[str, Any]) -> str:
-    """The command line of a report, but for the commit, which stands in a column of its own."""
+    """The command line of a report without the commit, which has a column of its own."""
     environment = report["environment"]
     argv = environment["argv"]
     words = [
@@ -274,7 +265,7 @@ def _typed(report: Mapping[str, Any]) -> str:
 
 
 def listed() -> str:
-    """Every report with the commit that it was made at."""
+    """Every report with its command line, commit and date."""
     rows = []
     for path in sorted(RUNTIME_REPORTS.glob("*.json")):
         data = load(path)
@@ -288,20 +279,20 @@ def listed() -> str:
                     e["date"],
                 )
             )
-    return markdown(("report", "made by", "commit", "at"), rows)
+    return markdown(("report", "command", "commit", "date"), rows)
 
 
 def _with(report: Mapping[str, Any]) -> str:
-    """Which checked-in file a training run is of, or of how many trials a report was merged."""
+    """The checked-in configuration file of a training run, or the number of merged trials."""
     if report["kind"] == "tables" and "merged" in report["configuration"]:
-        return f", the first of {len(report['configuration']['merged'])} trials that were merged"
+        return f", the first of {len(report['configuration']['merged'])} merged trials"
     name = example_of(report)
     folder = "../../training/examples"
     return "" if name is None else f" with [{name}]({folder}/{name})"
 
 
 def example_of(report: Mapping[str, Any]) -> str | None:
-    """Name the checked-in file that gives the configuration of a training run, if one does."""
+    """Name the checked-in file with the configuration of a training run, if there is one."""
     asked = report["configuration"]
     if "optimizer" not in asked:
         return None
@@ -309,7 +300,7 @@ def example_of(report: Mapping[str, Any]) -> str | None:
     for path in sorted(EXAMPLES.glob("*.toml")):
         options = {name: asked["run"][name] for name in ("steps", "device")}
         made = read(path, run=options).record()
-        # A report of before has no fields that came later.
+        # An older report lacks the fields that were added later.
         if all({f: made[t].get(f) for f in asked[t]} == asked[t] for t in tables):
             return path.name
     return None
@@ -324,7 +315,7 @@ def learning() -> str:
 
 
 def pictures() -> str:
-    """Each picture that is there, below what it shows."""
+    """Each picture below its caption."""
     lines = []
     for name, caption in _captions().items():
         path = RUNTIME_REPORTS / f"{name}.svg"
@@ -335,6 +326,7 @@ def pictures() -> str:
 
 #: The blocks of the runtime's page.
 BLOCKS: Mapping[str, Callable[[], str]] = {
+    "short": summary_block.short,
     "bits": correctness,
     "library": library,
     "device": lambda: "\n\n".join(device_block.steps()),

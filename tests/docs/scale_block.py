@@ -1,8 +1,7 @@
 """
 The runtime's page about a pipeline over ranks: bits first, then times, then goals.
 
-What a report has more of becomes one more function in `PARTS`; it gives nothing where a report has
-none of it.
+Each part of a report is one function in `PARTS`; it yields nothing for a report without that part.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Report = Mapping[str, Any]
 
 def pipelines(found: Iterable[tuple[str, Report]]) -> Iterator[str]:
     """
-    A heading for each report, then what it has.
+    A heading for each report, then its parts.
 
     Args:
         found: Reports of kind `scale`, with the names of their files.
@@ -33,7 +32,7 @@ def pipelines(found: Iterable[tuple[str, Report]]) -> Iterator[str]:
 
 
 def ranks_of(report: Report) -> str:
-    """How many ranks a report is of, in words."""
+    """The number of ranks of a report, in words."""
     pp = report["configuration"]["pp"]
     return f"{pp} rank{'s' * (pp != 1)}"
 
@@ -49,13 +48,13 @@ def compared(name: str, report: Report) -> Iterator[str]:
         )
         yield (
             f"**A pipeline over {ranks_of(report)}** ({name}; {machine_of(report)}), guarded and "
-            f"captured, against torch's own over the library's full backwards: {said}."
+            f"captured, compared with torch's own over the library's full backwards: {said}."
             f"{remark(name, report) * (not report['derived']['timed'])}"
         )
 
 
 def timed(name: str, report: Report) -> Iterator[str]:
-    """What a step takes on each side, beside its bound and its kernels."""
+    """The time of a step on each side, its bound and its kernels."""
     found = report["derived"]["timed"]
     if not found:
         return
@@ -63,29 +62,29 @@ def timed(name: str, report: Report) -> Iterator[str]:
     ahead = any("host_ahead_ms" in row for row in found)
     took = [row["message_ms"] * 1e3 for row in found if "message_ms" in row]
     messages = f"a message ({min(took):.0f} to {max(took):.0f} µs)" if took else ""
-    alone = f"graphs and {messages} alone" if took else "graphs alone, messages for nothing"
+    alone = f"graphs and {messages} alone" if took else "graphs alone, with free messages"
     yield (
         f"A step over {ranks_of(report)}, {report['configuration']['vpp']} stages of one layer "
         f"each ({name}; {machine_of(report)}). `native` is torch's Interleaved 1F1B; `one launch` "
         "is the whole step as one graph, compared after six steps with guarded replays. The "
-        f"bound is the critical path over what each stage's {alone} take; its goal is one "
-        f"launch's, in bold where it is missed. {REPLAYED * in_order}Kernels are those of the "
-        "busiest rank, with copies and without messages, under the profiler. Sides did not run in "
-        f"turns.{remark(name, report)}"
+        f"bound is the critical path over the times of each stage's {alone}; the goal is for one "
+        f"launch, and bold misses it. {REPLAYED * in_order}Kernels are those of the "
+        "busiest rank, with copies and without messages, under the profiler. Sides did not "
+        f"alternate.{remark(name, report)}"
     )
     header = (
-        "cell", "schedule", "side", "step, ms", "a single step, ms", "its host, ms",
-        *["host back to back, ms"] * ahead,
+        "cell", "schedule", "side", "step, ms", "single step, ms", "its host time, ms",
+        *["host time back to back, ms"] * ahead,
         "native / this", "over its bound", *["over the bound in order"] * in_order,
-        "kernels, ms, and the step over them", "tensors that differ from replays",
+        "kernels, ms, and step / kernels", "tensors that differ from replays",
         "GB above native",
     )  # fmt: skip
     yield markdown(header, [_row(row, in_order, ahead) for row in found])
 
 
 REPLAYED = (
-    "Alone, a graph finds its weights in the cache; the bound in order takes each action's time "
-    "from a rank's whole row, replayed without messages. "
+    "Alone, a graph finds its weights in the device's cache; the bound in order takes each "
+    "action's time from a rank's whole row, replayed without messages. "
 )
 
 
@@ -113,7 +112,7 @@ def _ahead(row: Mapping[str, Any]) -> str:
 
 
 def over_bound(row: Mapping[str, Any]) -> str:
-    """How far a side is above its bound; one launch in bold where it misses the goal beside it."""
+    """A side over its bound; one launch with its goal, in bold if missed."""
     measured, goal = row["over_bound"], BOUND_GOALS.get(row["cell"])
     said = ratio(measured)
     if measured is None or goal is None or row["side"] != "one launch":
@@ -122,7 +121,7 @@ def over_bound(row: Mapping[str, Any]) -> str:
 
 
 def split(name: str, report: Report) -> Iterator[str]:
-    """How a step of one launch is spent beyond the rank's own row."""
+    """The time of a step of one launch beyond the rank's own row."""
     rows = []
     for row in report["derived"]["timed"]:
         for rank, own in enumerate(row.get("split", ())):
@@ -138,12 +137,12 @@ def split(name: str, report: Report) -> Iterator[str]:
             )
     if rows:
         yield (
-            f"Where a step of one launch goes, under the profiler ({name}): the rank's own row as "
-            "one graph, without messages, and what the step takes more of. Kernels: those of the "
-            "gate, of handing over and of the next step's data, which are in no row, and what "
-            "others take longer while messages hold a part of the device. Between: nothing runs. "
-            "Awaited: nothing but messages, of which the schedule's own bubble is a part. The last "
-            "column is how long kernels and messages ran at once."
+            f"Where a step of one launch spends its time, under the profiler ({name}): the rank's "
+            "own row as one graph without messages, and the additional time of the step. "
+            "*Kernels*: those outside every row (the gate, the handoff, the next step's data), and "
+            "the slowdown of others while messages hold a part of the device. *Between*: nothing "
+            "runs. *Awaited*: only messages run; the schedule's own bubble is a part of this. The "
+            "last column is the time in which kernels and messages ran at once."
         )
         header = (
             "cell", "schedule", "rank", "step, ms", "its row, ms", "kernels, ms", "between, ms",
@@ -153,9 +152,9 @@ def split(name: str, report: Report) -> Iterator[str]:
 
 
 def missed(name: str, report: Report) -> Iterator[str]:
-    """How many goals are met, and the others."""
+    """How many goals are met, and the missed ones."""
     yield from goals(report["derived"])
 
 
 PARTS: tuple[Callable[[str, Report], Iterator[str]], ...] = (compared, timed, split, missed)
-"""What the page has of a report, in this order."""
+"""The parts of a report on the page, in this order."""

@@ -1,8 +1,8 @@
 """
-The blocks of the first README: what the pages of the kernel and of the runtime have, in short.
+The short part of the runtime's page: a table for each kind of result.
 
-Everything here is in full on those pages. A report that is not there, or that lacks a part, has no
-row.
+Everything here stands in full further below on that page. A report that is missing, or that lacks
+a part, has no row.
 """
 
 from __future__ import annotations
@@ -13,68 +13,30 @@ from typing import Any
 from qeffect.gpu_runtime.lab.reports import cells
 from qeffect.gpu_runtime.lab.statistics.scale import BOUND_GOALS
 from qeffect.report import package
-from tests.docs.bench_block import conditions, figures
-from tests.docs.blocks import KERNEL_PAGE, KERNEL_REPORTS, ROOT, RUNTIME_PAGE, load, markdown
+from tests.docs.blocks import markdown
 from tests.docs.device_block import latest_goals
-from tests.docs.kernel_block import HEADER, agreements, failures_counted, faults, settled, where
-from tests.docs.reading import dated, files, machine_of, milliseconds, ratio, reports
+from tests.docs.reading import (
+    dated,
+    files,
+    machine_of,
+    milliseconds,
+    ratio,
+    reports,
+    stale_reads,
+)
 from tests.docs.remarks import remark
-from tests.docs.runtime_block import stale
 from tests.docs.scale_block import over_bound, ranks_of
 
 Report = Mapping[str, Any]
 Found = Sequence[tuple[str, Report]]
-PAGE = RUNTIME_PAGE.relative_to(ROOT).as_posix()
-MAIN = ("guarded F", "guarded dI", "guarded dW", "a refusal", "check of", "all ", "a mutant")
-"""How the names of the kernel's main figures begin."""
 
 
 def _link(name: str) -> str:
-    return f"[{name}]({RUNTIME_PAGE.parent.relative_to(ROOT).as_posix()}/{name})"
+    return f"[{name}]({name})"
 
 
-def failures() -> str:
-    """How many public failures are refused."""
-    page = KERNEL_PAGE.relative_to(ROOT).as_posix()
-    return (
-        f"{failures_counted()} By relation, and those that are not seen, with why: "
-        f"[the kernel's page]({page}#failures-that-people-really-had)."
-    )
-
-
-def proofs() -> str:
-    """What is proved, by whom, and how many mutants were killed."""
-    data = load(KERNEL_REPORTS / "proofs.json")
-    mutants, page = data["mutant_report"], KERNEL_PAGE.relative_to(ROOT).as_posix()
-    survivors = len(mutants["survivors"])
-    return (
-        f"{settled(data)}\n\n{agreements(data['agreements'])} Every guard clause, every operand of "
-        f"one and every state update of every transition is deleted in turn: of "
-        f"{mutants['mutants']} mutants {mutants['killed']} are killed and {survivors} survive. "
-        f"[The kernel's page]({page}#what-is-proved) has the rest, "
-        "[verification/reports/proofs.json](verification/reports/proofs.json) the raw figures "
-        f"({where(data['environment'])})."
-    )
-
-
-def bench() -> str:
-    """The kernel's main figures, and how many goals are missed."""
-    data, proved = load(KERNEL_REPORTS / "bench.json"), load(KERNEL_REPORTS / "proofs.json")
-    rows, page = figures(data, proved), KERNEL_PAGE.relative_to(ROOT).as_posix()
-    under = conditions(data, proved)
-    goals = [row for row in rows if row.goal is not None]
-    return (
-        markdown(HEADER, [row.cells() for row in rows if row.name.startswith(MAIN)])
-        + f"\n\n{sum(row.misses for row in goals)} of {len(goals)} goals of the kernel are missed; "
-        f"in bold what misses its goal. [The kernel's page]({page}#what-guards-cost) has every "
-        "row, what each relation and guard costs, and what is known of each miss. Medians, "
-        "[verification/reports/bench.json](verification/reports/bench.json), "
-        f"{where(data['environment'])}." + f" {under}" * bool(under)
-    )
-
-
-def runtime() -> str:
-    """The runtime's main results."""
+def short() -> str:
+    """The runtime's main results, a table each."""
     parts = [
         *compared(),
         *complete(dated("scale")),
@@ -86,21 +48,26 @@ def runtime() -> str:
     return "\n\n".join(parts)
 
 
-def compared() -> Iterator[str]:
-    """A row for each report that compared bits, and what one half of a handoff leaves open."""
-    rows = [
-        (_link(name), *row)
+def compared_rows() -> list[tuple[str, Row]]:
+    """The name of each report that compared bits, with its row."""
+    return [
+        (name, row)
         for kind, read in COMPARED.items()
         for name, report in files(kind)
         if (row := read(report)) is not None
     ]
+
+
+def compared() -> Iterator[str]:
+    """A row for each report that compared bits, and what a one-way handoff leaves open."""
+    rows = [(_link(name), *row) for name, row in compared_rows()]
     if rows:
         both = "".join(
-            f" Why both halves of a handoff between streams are asked for: {stale(report)}."
+            f" A handoff between streams needs both halves: {stale_reads(report)}."
             for report in reports("streams")
         )
-        yield f"**Bit for bit**, a row a report; raw bits, no tolerance.{both}"
-        yield markdown(("report", "compared with", "compared", "differ", "beside it"), rows)
+        yield f"**Bit for bit**, one row per report: raw bits, no tolerance.{both}"
+        yield markdown(("report", "compared with", "compared", "differ", "also"), rows)
 
 
 Row = tuple[str, str, str, str]
@@ -110,9 +77,7 @@ def _native(report: Report) -> Row | None:
     derived = report["derived"]
     sides = [derived[key] for key in ("native_against_ours", "eager_against_ours")]
     required, faults = derived["requirements"], sum(derived["faults"].values())
-    beside = (
-        f"{required['mismatched']:,} of {required['compared']:,} counts of what must not happen"
-    )
+    beside = f"{required['mismatched']:,} of {required['compared']:,} counts of forbidden events"
     version = package(report["environment"], "transformer-engine")
     return (
         f"native full backward and split eager, Transformer Engine {version}",
@@ -143,7 +108,7 @@ def _tables(report: Report) -> Row | None:
     if not rows:
         return None
     return (
-        "native, copied gradients or replays of a language model, after six steps",
+        "a language model after six steps: native, copied gradients or replays",
         f"{sum(row['values'] for row in rows):,} tensors",
         f"{sum(row['different'] for row in rows):,}",
         "-",
@@ -156,7 +121,7 @@ def _trained(report: Report) -> Row | None:
         return None
     losses, steps = (sum(run[key] for run in runs) for key in ("losses_differ", "steps"))
     return (
-        "native training, at its end",
+        "native training, after the last step",
         f"{sum(run['compared'] for run in runs):,} tensors",
         f"{sum(run['differ'] for run in runs):,}",
         f"{losses:,} of {steps:,} losses differ",
@@ -169,11 +134,11 @@ def _curves(report: Report) -> Row | None:
         return None
     known = [row for row in rows if row["state_differs"] is not None]
     tensors, wrong = (sum(r["tensors"] for r in known), sum(r["state_differs"] for r in known))
-    beside = f"the {tensors:,} tensors at the end " + (
+    beside = f"the {tensors:,} tensors after the last step " + (
         f"differ in {wrong} of {len(known)} runs" if wrong else "are the same"
     )
     return (
-        "native training, loss by loss, held out too",
+        "native training: every loss, held-out losses too",
         f"{sum(row['steps'] + row['held_out'] for row in rows):,} losses",
         f"{sum(row['losses_differ'] + row['held_out_differ'] for row in rows):,}",
         beside if known else "-",
@@ -184,7 +149,7 @@ def _restarts(report: Report) -> Row | None:
     derived, asked = report["derived"], report["configuration"]
     under = ", ".join(asked["schedules"])
     return (
-        f"a run that did not stop ({under}{'' if asked['captured'] else ', eager'})",
+        f"a run without a stop ({under}{'' if asked['captured'] else ', eager'})",
         f"{derived['compared']:,} tensors",
         f"{derived['differ']:,}",
         f"loaded under {derived['remapped']} other mappings" if derived["remapped"] else "-",
@@ -199,12 +164,12 @@ COMPARED: Mapping[str, Callable[[Report], Row | None]] = {
     "curves": _curves,
     "restarts": _restarts,
 }
-"""By kind of report: what it compared, how much, what differs, and what else it says."""
+"""By kind of report: what was compared, how much, how much differs, and what else was found."""
 
 
 def whole(found: Iterable[tuple[str, Report]]) -> dict[int, tuple[str, Report]]:
     """
-    By number of ranks: the last report that timed a step and reached its end, or the last at all.
+    Map a number of ranks to its last complete report that timed a step, or else to its last one.
 
     Args:
         found: Reports of kind `scale` with the names of their files, in the order of their making.
@@ -246,17 +211,17 @@ def complete(found: Iterable[tuple[str, Report]]) -> Iterator[str]:
     ]
     names = ", ".join(_link(name) for name, _ in chosen.values())
     machines = "; ".join(dict.fromkeys(machine_of(report) for _, report in chosen.values()))
-    known = [name for name, report in chosen.values() if remark(name, report)]
-    said = f" [Of {' and '.join(known)}]({PAGE}#a-pipeline-over-ranks) something has to be known."
+    said = "".join(
+        f" {name}:{remark(name, report)}"
+        for name, report in chosen.values()
+        if remark(name, report)
+    )
     wanted = ", ".join(f"{cell} {goal:.2f}x" for cell, goal in BOUND_GOALS.items())
     yield (
-        "**A complete step** over PP ranks, messages and the optimizer's update in it, in ms, with "
-        f"native over this ({names}; {machines}). Native is torch's Interleaved 1F1B over the "
-        "library's full backwards; *replays* are guarded action by action; *one launch* is a "
-        "rank's whole step as one graph. The bound is the critical path over what each stage's "
-        f"graphs take alone; in bold what misses its goal ({wanted}). Cells are "
-        "hidden-sequence-microbatches; il, izb and zbv are Interleaved 1F1B, Interleaved Zero "
-        f"Bubble and ZB-V.{said * bool(known)}"
+        "**A complete step** over PP ranks, with messages and the optimizer's update, in ms; in "
+        f"brackets native over this ({names}; {machines}). Native is torch's Interleaved 1F1B. The "
+        "bound is the critical path over the times of each stage's graphs alone; bold misses its "
+        f"goal ({wanted}).{said}"
     )
     sides = ((f"PP={pp}: native", "replays", "one launch, over its bound") for pp in chosen)
     yield markdown(("cell", "schedule", *(name for three in sides for name in three)), rows)
@@ -300,9 +265,9 @@ def one_device(found: Sequence[Report]) -> Iterator[str]:
         return
     machines = "; ".join(dict.fromkeys(machine_of(report) for report in found))
     yield (
-        f"**A step on one device**, in ms ({machines}): ours (`ours_accumulate`) beside native and "
-        "Transformer Engine's own graphs, each at its best; ratios are paired within rounds. The "
-        "floor is the kernel time of the same arithmetic."
+        f"**A step on one device**, in ms ({machines}): ours (`ours_accumulate`), native, and "
+        "Transformer Engine's own graphs, the fastest column of each. Ratios are paired within "
+        "rounds. The floor is the kernel time of the same arithmetic."
     )
     header = (
         "cell", "native", "TE's graphs", "ours", "native / ours", "TE's graphs / ours",
@@ -322,9 +287,10 @@ def peers(found: Found) -> Iterator[str]:
         if not rows:
             return
         yield (
-            f"**Peers** ({_link(name)}): one language model, the same initial bits, two ranks, in "
-            "ms, with native over this; beside it what a mode's gradients are where they have not "
-            f"the bits of its own framework without graphs.{remark(name, report)}"
+            f"**Peers** ({_link(name)}): one language model over two ranks, from the same initial "
+            "bits, in ms; in brackets native over this. A word behind it says how far the "
+            "gradients differ from the same framework without graphs; no word means the same bits."
+            f"{remark(name, report)}"
         )
         yield markdown(
             ("side", "schedule", *named),
@@ -341,12 +307,20 @@ def _peer(row: Mapping[str, Any] | None) -> str:
     return _timed(row) + verdict
 
 
-def curves(found: Found) -> Iterator[str]:
-    """The longest training run in a line: the same losses, other orders, and time to a loss."""
+def longest(found: Found) -> Iterator[tuple[str, Report]]:
+    """The report of loss curves with the longest run, if any report has a run."""
     usable = [pair for pair in found if pair[1]["derived"]["runs"]]
-    if not usable:
-        return
-    name, report = max(usable, key=lambda p: max(run["steps"] for run in p[1]["derived"]["runs"]))
+    if usable:
+        yield max(usable, key=lambda p: max(run["steps"] for run in p[1]["derived"]["runs"]))
+
+
+def curves(found: Found) -> Iterator[str]:
+    """The longest training run in a line: losses, other orders, and time to a loss."""
+    for name, report in longest(found):
+        yield _curve(name, report)
+
+
+def _curve(name: str, report: Report) -> str:
     derived, asked = report["derived"], report["configuration"]
     said = []
     for row in derived["same_order"]:
@@ -363,49 +337,37 @@ def curves(found: Found) -> Iterator[str]:
     for row in derived["to_loss"]:
         for level in row["levels"][-1:]:
             said.append(
-                f"`{row['run']}` comes to a loss of {level['loss']:g} in {level['seconds']:.1f} s, "
-                f"native in {level['native_seconds']:.1f} s (building apart)"
+                f"`{row['run']}` reaches a loss of {level['loss']:g} after {level['seconds']:.1f} "
+                f"s, native after {level['native_seconds']:.1f} s (without building)"
             )
     parameters = report["raw"]["runs"][0]["parameters"]
     steps = max(run["steps"] for run in derived["runs"])
-    yield (
+    return (
         f"**Training** ({_link(name)}; {parameters / 1e6:.0f} M parameters, "
         f"PP={asked['parallel']['pp']}, {steps:,} steps): {'; '.join(said)}."
     )
 
 
 def goals_of_reports() -> dict[str, list[Mapping[str, Any]]]:
-    """Every goal, by where it is told of: one device together, other reports apart."""
-    told = {"one device": latest_goals()}
+    """Every goal by its place: those of one device together, those of other reports apart."""
+    found = {"one device": latest_goals()}
     for kind in ("scale", "tables", "peers"):
         for name, report in files(kind):
-            told[name] = [*report["derived"]["targets"]]
-    return {where: goals for where, goals in told.items() if goals}
+            found[name] = [*report["derived"]["targets"]]
+    return {where: goals for where, goals in found.items() if goals}
 
 
 def met() -> Iterator[str]:
-    """How many goals are met and missed, and where each miss and its reason stands."""
-    told = goals_of_reports()
-    if not told:
+    """How many goals are met and missed, by report."""
+    found = goals_of_reports()
+    if not found:
         return
-    every = [goal for goals in told.values() for goal in goals]
-    missed = sum(not goal["met"] for goal in every)
+    every = [goal for goals in found.values() for goal in goals]
     each = ", ".join(
         f"{place} {sum(goal['met'] for goal in goals)} of {len(goals)}"
-        for place, goals in told.items()
+        for place, goals in found.items()
     )
     yield (
-        f"**Goals.** {len(every) - missed} of {len(every)} are met and {missed} are missed (met: "
-        f"{each}). [The runtime's page]({PAGE}) has every miss with what is known of its reason, "
-        "every cell and column, and the commit and command line of every report."
+        f"**Goals.** {sum(goal['met'] for goal in every)} of {len(every)} are met: {each}. Each "
+        "section below lists its misses, with what is known of the reason."
     )
-
-
-#: The blocks of the first README.
-BLOCKS: Mapping[str, Callable[[], str]] = {
-    "faults": faults,
-    "failures": failures,
-    "proofs": proofs,
-    "bench": bench,
-    "runtime": runtime,
-}

@@ -43,18 +43,19 @@ def tables(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list
 
     Args:
         found: Reports of kind `tables`, with the names of their files.
-        machine: Says in a line what a report was measured on.
+        machine: Gives the machine of a report in a line.
     """
     parts: list[str] = []
     for name, report in found:
         derived = report["derived"]
         parts.append(
             f"**The paper's tables on this machine** ({name}; {derived['trials']} fresh starts of "
-            f"all ranks; {machine(report)}). The language model has one layer a stage, embedding "
-            "and head over 32,768 tokens; a time is the slowest rank's, the median of the trials' "
-            "medians. What is captured accumulates in one destination a matrix; the paper's has a "
-            "destination each microbatch, as `direct`. Its numbers are of H800 PCIe (resources: "
-            f"RTX 5880), its mapping is of the language model.{remark(name, report)}"
+            f"all ranks; {machine(report)}). The language model has one layer per stage, embedding "
+            "and head over 32,768 tokens. A time is the slowest rank's, the median of the trials' "
+            "medians. Captured sides accumulate into one destination per matrix; the paper uses "
+            "one destination per microbatch, as `direct` does. The paper's numbers come from H800 "
+            f"PCIe (resources: RTX 5880), and its mapping from the language model."
+            f"{remark(name, report)}"
         )
         for make in (_complete, _attribution, _resources, _weak, _mapping, _bits, goals):
             parts += make(derived)
@@ -82,7 +83,7 @@ def _complete(derived: Row) -> list[str]:
     ]
     header = (
         "cell", "schedule", "trials", "native / captured, ms", "speedup", "paper, ms",
-        "paper's speedup", "even after steps (paper)", "GB above native (paper)",
+        "paper's speedup", "break-even, steps (paper)", "GB above native (paper)",
     )  # fmt: skip
     return _table(header, rows)
 
@@ -106,9 +107,9 @@ def _attribution(derived: Row) -> list[str]:
         for row in derived["attribution"]
     ]
     header = (
-        "configuration", "ms", "native / this", "copied / this", "even after steps",
-        "GB above native", "matrix copies a rank", "graphs", "capture, s and GB beyond eager",
-        "handoffs a step", "replays a step", "paper",
+        "configuration", "ms", "native / this", "copied / this", "break-even, steps",
+        "GB above native", "matrix copies per rank", "graphs", "capture, s and GB beyond eager",
+        "handoffs per step", "replays per step", "paper",
     )  # fmt: skip
     return _table(header, rows)
 
@@ -134,7 +135,8 @@ def _resources(derived: Row) -> list[str]:
             )
         )
     header = (
-        "microbatches, ZB-V", "ms (paper)", "tokens a second", "graphs a rank (paper)", "arena, GB",
+        "microbatches, ZB-V", "ms (paper)", "tokens per second", "graphs per rank (paper)",
+        "arena, GB",
         "peak, GB", "live tapes by rank (paper)", "delayed dW by rank (paper)",
         "capture, s (paper)",
     )  # fmt: skip
@@ -147,7 +149,9 @@ def _weak(derived: Row) -> list[str]:
          f"{100 * row['rate']:.1f}%")
         for row in derived["weak"]
     ]  # fmt: skip
-    return _table(("layers alone, one a stage", "side", "PP=2, ms", "PP=4, ms", "rate kept"), rows)
+    return _table(
+        ("layers alone, one per stage", "side", "PP=2, ms", "PP=4, ms", "rate kept"), rows
+    )
 
 
 def _mapping(derived: Row) -> list[str]:
@@ -176,13 +180,13 @@ def _bits(derived: Row) -> list[str]:
     different = sum(row["different"] for row in compared)
     return [
         f"After six steps {different} of {values} tensors (parameters, AdamW, scales and "
-        "histories) differ: eager calls and replays from native, per-microbatch destinations from "
-        "copied gradients, one launch from replays."
+        "histories) differ. Compared were eager calls and replays with native, per-microbatch "
+        "destinations with copied gradients, and one launch with replays."
     ]
 
 
 def goals(derived: Row) -> list[str]:
-    """How many goals are met, and a table of the others; nothing where there are none."""
+    """How many goals are met, and a table of the missed ones; nothing without goals."""
     asked = derived["targets"]
     if not asked:
         return []
@@ -194,7 +198,7 @@ def goals(derived: Row) -> list[str]:
     said = f"{len(asked) - len(missed)} of {len(asked)} goals of these tables are met"
     if not missed:
         return [said + "."]
-    return [said + "; the others:", markdown(("goal", "cell", "side", "wanted", "measured"), rows)]
+    return [said + ". Missed:", markdown(("goal", "cell", "side", "wanted", "measured"), rows)]
 
 
 def _measured(value: float | None) -> str:
@@ -207,23 +211,24 @@ def peers(found: Iterable[tuple[str, Mapping[str, Any]]], machine: Any) -> list[
 
     Args:
         found: Reports of kind `peers`, with the names of their files.
-        machine: Says in a line what a report was measured on.
+        machine: Gives the machine of a report in a line.
     """
     parts: list[str] = []
     for name, report in found:
         derived = report["derived"]
         parts.append(
             f"**Peers** ({name}; {machine(report)}): one language model of four layers, embedding "
-            "and head over 32,768 tokens, from the same bits, over two ranks with two stages each; "
-            "each mode in processes of its own. *Gradients* says whether a mode's gradients have "
-            "the bits of its own framework without graphs (`native` and replays for ours), are "
-            "close to them and to native's, or wrong. Megatron's head is bf16, ours is FP8."
+            "and head over 32,768 tokens, from the same initial bits, over two ranks with two "
+            "stages each; each mode ran in processes of its own. *Gradients* compares a mode's "
+            "gradients with those of its own framework without graphs (`native`, and replays, for "
+            "ours): the same bits, close to these and to native's, or wrong. Megatron's head is "
+            "bf16, ours is FP8."
             f"{remark(name, report)}"
         )
         rows = [_peer(row) for row in derived["rows"]]
         header = (
             "cell", "side", "schedule", "ms", "native / this", "best Megatron graphs / this",
-            "over the busiest rank's kernels", "from native's gradients", "gradients",
+            "over the busiest rank's kernels", "distance from native's gradients", "gradients",
         )  # fmt: skip
         parts += _table(header, rows)
         parts += _table(

@@ -20,7 +20,7 @@ def test_every_table_shows_ours_beside_the_papers() -> None:
         "| language | replays, il to replays, izb | 10.00 | 5.00 | 2.00x | 100.0% (68.5%) |" in text
     )
     assert "0 of 160 tensors" in text
-    assert "2 of 5 goals of these tables are met; the others:" in text
+    assert "2 of 5 goals of these tables are met. Missed:" in text
 
 
 def test_without_a_report_nothing_is_said() -> None:
@@ -41,4 +41,4 @@ def test_a_mode_that_is_wrong_or_failed_is_shown_as_that() -> None:
         "| Megatron delayed dW | none | delayed dW asked for | refused before training: no |"
         in text
     )
-    assert "2 of 3 goals of these tables are met; the others:" in text
+    assert "2 of 3 goals of these tables are met. Missed:" in text

@@ -232,7 +232,7 @@ class TestWords:
         assert "0 of 1 held-out losses differ; all 100 tensors are the same" in text
         assert "within the margin of 1.05" in text
         assert "NOT below" in text
-        row = "| `guarded:il:0:te` beside `native:il:0:te` | "
+        row = "| `guarded:il:0:te` and `native:il:0:te` | "
         assert f"{row}1.6 | 40.0 | 4.0 | 10.00x |" in text
         assert text.count(row) == 1  # the lowest loss alone; the report has the others
 
@@ -258,9 +258,9 @@ class TestWords:
             told.append("\n".join(curves("curves.json", report, "a machine")))
         for said, where in (
             ("No loss differs by a bit", [True, True, True, False]),
-            ("rolls the histories of what ran alone", [True, True, False, False]),
-            ("entries, whole steps of the 16 F", [True, False, False, False]),
-            ("no whole number of steps", [False, True, False, False]),
+            ("rolls only the histories of what ran", [True, True, False, False]),
+            ("entries, a whole number of steps of the 16 F", [True, False, False, False]),
+            ("not a whole number of steps", [False, True, False, False]),
         ):
             assert [said in text for text in told] == where
 

@@ -13,14 +13,14 @@ from attrs import frozen
 from hypothesis import reject
 from hypothesis import strategies as st
 
+from qeffect.verification.calls import Call
+from qeffect.verification.process import Process
 from qeffect.verification.targets import CLAUSE_IDS, TARGETS
 from qeffect.verification.walks.attempts import aimed
 from qeffect.verification.walks.machine import numbers, processes
 from qeffect.verification.walks.oracle import violations
-from qeffect.verification.walks.processes import Process
 from qeffect.verification.walks.proposals import chooser
-from qeffect.verification.walks.rehearsal import Rehearsal, Schedule
-from qeffect.verification.walks.world import Call
+from qeffect.verification.walks.schedules import Schedule, ScheduleWalk
 
 __all__ = ["Illegal", "illegal_schedules", "legal_schedules"]
 
@@ -44,12 +44,12 @@ class Illegal:
         return f"{self.schedule}\n\nthen {self.call}, to be refused by {self.clause}"
 
 
-def rehearse(process: Process, steps: Sequence[int]) -> Rehearsal:
-    """The rehearsal of the schedule that a process and some numbers name."""
-    rehearsal = Rehearsal(process)
+def walked(process: Process, steps: Sequence[int]) -> ScheduleWalk:
+    """Return the walk that some numbers name, after its last step."""
+    walk = ScheduleWalk(process)
     for number in steps:
-        rehearsal.step(number)
-    return rehearsal
+        walk.step(number)
+    return walk
 
 
 @st.composite
@@ -64,7 +64,7 @@ def legal_schedules(
         longest: The most steps; a step is a call or a few that belong together.
     """
     chosen = draw(processes() if process is None else process)
-    return rehearse(chosen, draw(numbers(longest))).schedule
+    return walked(chosen, draw(numbers(longest))).schedule
 
 
 @st.composite
@@ -79,12 +79,12 @@ def illegal_schedules(
         longest: The most steps before the illegal call.
     """
     chosen = draw(processes() if process is None else process)
-    rehearsal = rehearse(chosen, draw(numbers(longest)))
+    walk = walked(chosen, draw(numbers(longest)))
     wanted = draw(st.sampled_from(CLAUSE_IDS))
     pick = chooser(draw(st.integers(0, (1 << 40) - 1)))
     for targets in ([target for target in TARGETS if target[1] == wanted], TARGETS):
-        for call in aimed(rehearsal.world, pick, rehearsal.checkpoints, rehearsal.fresh(), targets):
-            wrong = set(violations(rehearsal.world, call))
+        for call in aimed(walk.shadow, pick, walk.checkpoints, walk.fresh(), targets):
+            wrong = set(violations(walk.shadow, call))
             if len(wrong) == 1:
-                return Illegal(rehearsal.schedule, call, wrong.pop())
+                return Illegal(walk.schedule, call, wrong.pop())
     reject()

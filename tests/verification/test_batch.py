@@ -28,17 +28,10 @@ from qeffect.verification.explorer.runs import report_of
 from qeffect.verification.explorer.symmetry import canonical_form
 from qeffect.verification.explorer.walker import Walker
 
-from .explorations import NAMES, batched, plain
+from .explorations import MARKED, NAMES, batched, plain
 
 
-#: Scopes whose exploration by the plain reading takes longest, and what their graphs add to others
-#: is two stages that share a domain; the profile dev leaves them out.
-LONG = ("stages-two", "stage-tickets")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.ci) if n in LONG else n for n in NAMES]
-)
+@pytest.mark.parametrize("name", MARKED)
 def test_both_readings_have_one_graph(name: str) -> None:
     """States, accepted moves by move, refusals by move and clause, and depth are the same."""
     one, other = plain(name), batched(name)

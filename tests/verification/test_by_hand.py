@@ -9,12 +9,12 @@ import pytest
 from qeffect.config import StageConfig
 from qeffect.engine.stage import transitions
 from qeffect.refusals import Refused
-from qeffect.verification.concrete import World
+from qeffect.verification.concrete import ConcreteRun
 from qeffect.verification.mutants import Site, sites_with
 from qeffect.verification.mutants.byhand import by_hand, telling
 from qeffect.verification.mutants.corpus import legal_schedules
 from qeffect.verification.mutants.sites import mutant
-from qeffect.verification.walks.processes import Process
+from qeffect.verification.process import Process
 
 TWO_CALLERS = Process(
     "two callers", [StageConfig(0, 1, 1, sends_output=True)], callers=("main", "side")
@@ -42,8 +42,8 @@ def _site(transition: str, operand: str, clause: str) -> Site:
 def _refusals(functions: object) -> set[tuple[str, str]]:
     """Return what is refused of the schedules, by transition and clause."""
     found = set()
-    for setup, actions in legal_schedules():
-        memory = setup.lay_out().memory
+    for process, actions in legal_schedules():
+        memory = process.lay_out().memory
         for name, arguments in actions:
             try:
                 functions[name](memory, *arguments)  # type: ignore[index]
@@ -67,14 +67,14 @@ def test_without_the_operand_a_legal_schedule_is_refused(
 
 def test_what_is_told_where_nothing_is_reported_changes_nothing() -> None:
     """A stage that is not configured to report may tell what it likes: no state differs."""
-    setup, actions = legal_schedules()[0]
-    told = telling(Process(setup.name, setup.stages), actions)
+    process, actions = legal_schedules()[0]
+    told = telling(Process(process.name, process.stages), actions)
     memories = []
     for schedule in (actions, told):
-        world = World(setup, relations=frozenset(transitions().relations))
+        run = ConcreteRun(process, relations=frozenset(transitions().relations))
         for name, arguments in schedule:
-            world.run(name, transitions().functions[name], arguments)
-        memories.append(world.laid.memory.snapshot())
+            run.take(name, transitions().functions[name], arguments)
+        memories.append(run.laid.memory.snapshot())
 
     assert actions != told
     assert memories[0] == memories[1]

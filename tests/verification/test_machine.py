@@ -24,10 +24,11 @@ from qeffect.engine.compose import half_source
 from qeffect.engine.stage import RELATIONS, TRANSITIONS, Transitions, transitions
 from qeffect.spec.clauses import CLAUSES, DEVICE
 from qeffect.spec.predicates import Register
-from qeffect.verification import explorer, walks
+from qeffect.verification import calls, explorer, walks
+from qeffect.verification.process import Process
 from qeffect.verification.targets import CLAUSE_IDS, COVERED, TARGETS, TRANSITION_NAMES
-from qeffect.verification.walks import driver, machine, oracle, world
-from qeffect.verification.walks.processes import PROCESSES, Process
+from qeffect.verification.walks import driver, entities, machine, oracle, shadow
+from qeffect.verification.walks.processes import PROCESSES
 from tests.profiles import by_profile
 
 #: Nearly always enough for every transition and clause; a run may miss one of the rarest.
@@ -190,9 +191,9 @@ TestContractMachine = machine.ContractMachine.TestCase
 
 
 class TestOracle:
-    @pytest.mark.parametrize("module", [oracle, world])
+    @pytest.mark.parametrize("module", [calls, entities, oracle, shadow])
     def test_asks_nothing_of_the_contract(self, module: Any) -> None:
-        """The oracle and the history it reads import no relation, and never touch a memory."""
+        """The oracle and the shadow that it reads import no relation and read no memory."""
         tree = ast.parse(inspect.getsource(module))
         imported = {
             alias.name

@@ -22,7 +22,7 @@ from qeffect.cli import main
 from qeffect.engine.compose import source
 from qeffect.engine.stage import TRANSITIONS, Transitions, transitions
 from qeffect.verification import mutants
-from qeffect.verification.concrete import World
+from qeffect.verification.concrete import ConcreteRun
 from qeffect.verification.mutants import Mutant, MutantReport, Site, Verdict, sites
 from qeffect.verification.mutants.corpus import legal_schedules
 
@@ -205,14 +205,14 @@ def test_a_survivor_is_reported() -> None:
 @pytest.mark.parametrize("number", range(len(legal_schedules())))
 def test_legal_schedules_keep_every_promise(number: int) -> None:
     """The contract accepts every legal schedule, and nothing that is promised fails on the way."""
-    setup, actions = legal_schedules()[number]
+    process, actions = legal_schedules()[number]
     functions = transitions()
-    world = World(setup, relations=frozenset(functions.relations))
+    run = ConcreteRun(process, relations=frozenset(functions.relations))
 
     for name, arguments in actions:
-        assert [] == list(world.broken_steps(name, arguments)), (name, arguments)
-        world.run(name, functions.functions[name], arguments)
-        assert [] == list(world.broken_invariants()), (name, arguments)
+        assert [] == list(run.broken_steps(name, arguments)), (name, arguments)
+        run.take(name, functions.functions[name], arguments)
+        assert [] == list(run.broken_invariants()), (name, arguments)
 
 
 def test_legal_schedules_make_every_call() -> None:

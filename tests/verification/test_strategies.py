@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis.errors import NoSuchExample
 
 from qeffect import Refused
-from qeffect.verification.walks.performing import perform
-from qeffect.verification.walks.rehearsal import Schedule
-from qeffect.verification.walks.world import Call
+from qeffect.verification.calls import Call
+from qeffect.verification.walks.schedules import Schedule
 
 from .strategies import Illegal, illegal_schedules, legal_schedules
 
@@ -36,9 +35,9 @@ class TestLegal:
     @given(schedule=legal_schedules())
     def test_a_legal_schedule_is_accepted_call_by_call(self, schedule: Schedule) -> None:
         """A legal schedule is accepted call by call, by a contract that had no part in it."""
-        contract = schedule.replay()
+        contract = schedule.replay().contract
 
-        assert contract.snapshot() == schedule.replay().snapshot()
+        assert contract.snapshot() == schedule.replay().contract.snapshot()
 
     @given(schedule=legal_schedules(longest=20))
     def test_a_schedule_prints_every_call_and_a_timeline(self, schedule: Schedule) -> None:
@@ -149,14 +148,13 @@ class TestIllegal:
     @given(illegal=illegal_schedules())
     def test_the_last_call_is_refused_and_nothing_changed(self, illegal: Illegal) -> None:
         """The last call is refused by the clause that it breaks, with nothing changed."""
-        process = illegal.schedule.process
-        contract = illegal.schedule.replay()
-        before = contract.snapshot()
+        caller = illegal.schedule.replay()
+        before = caller.contract.snapshot()
         with pytest.raises(Refused) as caught:
-            perform(illegal.call, contract, process.contract)
+            caller.call(illegal.call)
 
         assert illegal.clause == caught.value.clause
-        assert "evidence" in illegal.call.arguments or before == contract.snapshot()
+        assert "evidence" in illegal.call.arguments or before == caller.contract.snapshot()
 
     def test_an_illegal_schedule_prints_the_call_and_the_clause(self) -> None:
         """An illegal schedule prints what comes before, the call and the clause."""

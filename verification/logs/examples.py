@@ -15,8 +15,8 @@ from qeffect import StageConfig
 from qeffect.log.replayer import LogError, ReplayReport, replay_lines
 from qeffect.spec.clauses import CLAUSES
 
-from .driver import MATRICES, Driver, placed
 from .edits import Edit, edits
+from .recorded import MATRICES, RecordedCaller, placed
 from .scenarios import SCENARIOS
 
 __all__ = ["UNREACHED", "Rejected", "apart", "files", "outcomes", "rejected", "valid"]
@@ -95,7 +95,7 @@ def outcomes(log: str) -> tuple[tuple[Edit, ReplayReport | LogError], ...]:
 def given_up() -> list[str]:
     """A tape of one stage is given up, and another stage goes on."""
     stages = [StageConfig(s, 1, 1, matrices=MATRICES) for s in (0, 1)]
-    d = Driver(stages, incarnation=0x5EED_0800)
+    d = RecordedCaller(stages, incarnation=0x5EED_0800)
     d.forward(1, 0, refresh=True)
     d.contract.drop(d.key(1, 0), d.ref(1, 0))
     d.forward(0, 0, refresh=True)
@@ -105,7 +105,7 @@ def given_up() -> list[str]:
 
 def two_writes_at_once() -> list[str]:
     """The dW of two microbatches in flight, each into its own destinations."""
-    d = Driver(
+    d = RecordedCaller(
         [
             StageConfig(0, 2, 2, matrices=MATRICES, destinations=placed(2, 4096)),
             StageConfig(1, 1, 1, matrices=MATRICES),

@@ -10,14 +10,14 @@ from typing import Final
 from qeffect import Bucket, Destination, StageConfig
 from qeffect.schedule.tables import read_fixture
 
-from .driver import MATRICES, Driver, placed
+from .recorded import MATRICES, RecordedCaller, placed
 
 __all__ = ["SCENARIOS"]
 
 
 def zbv_rank() -> list[str]:
     """Rank 1 of ZB-V at PP=2, M=4: two chunks of one state domain, per-microbatch destinations."""
-    d = Driver(
+    d = RecordedCaller(
         [StageConfig(s, 4, 3, matrices=MATRICES, destinations=placed(4, 4096 * s)) for s in (1, 2)],
         incarnation=0x5EED_0001,
     )
@@ -46,27 +46,27 @@ def zbv_rank() -> list[str]:
 
 def aborts_and_restores() -> list[str]:
     """Every kind of failure, each followed by a restore of the same checkpoint."""
-    d = Driver(
+    d = RecordedCaller(
         [StageConfig(0, 2, 2, matrices=MATRICES, destinations=placed(None, 4096))],
         incarnation=0x5EED_0100,
     )
     start = d.contract.checkpoint()
     d.fail(d.contract.refresh(0))
-    d.begin_again(start, 0x5EED_0101)
+    d.restart(start, 0x5EED_0101)
     d.fail(d.contract.forward(d.key(0, 0), refresh=True))
-    d.begin_again(start, 0x5EED_0102)
+    d.restart(start, 0x5EED_0102)
     d.forward(0, 0, refresh=True)
     d.forward(0, 1)
     d.contract.bind(d.key(0, 0))
     d.contract.wait()
     d.fail(d.contract.dgrad(d.key(0, 0), d.ref(0, 0)))
-    d.begin_again(start, 0x5EED_0103)
+    d.restart(start, 0x5EED_0103)
     d.refresh(0)
     d.whole(0, 0)
     d.forward(0, 1)
     d.dgrad(0, 1)
     d.fail(d.contract.wgrad(d.key(0, 1), d.ref(0, 1)))
-    d.begin_again(start, 0x5EED_0104)
+    d.restart(start, 0x5EED_0104)
     d.refresh(0)
     d.whole(0, 1)
     d.whole(0, 0)
@@ -79,7 +79,7 @@ def aborts_and_restores() -> list[str]:
 
 def reductions_and_checkpoint() -> list[str]:
     """Two domains with data-parallel reductions: one fails and the epoch is rebuilt."""
-    d = Driver(
+    d = RecordedCaller(
         [
             StageConfig(
                 0,
@@ -103,7 +103,7 @@ def reductions_and_checkpoint() -> list[str]:
     d.contract.fail_reduction(0)
     d.contract.start_reduction(1)
     d.contract.fail_reduction(1)
-    d.begin_again(start, 0x5EED_0201)
+    d.restart(start, 0x5EED_0201)
     tickets = [d.contract.check_refresh(stage, d.link(stage)) for stage in (0, 1)]
     for ticket in tickets:
         d.contract.commit(ticket)
@@ -140,7 +140,7 @@ def buckets() -> list[str]:
         )
         for stage, name in enumerate(("first", "last"))
     ]
-    d = Driver(
+    d = RecordedCaller(
         stages,
         incarnation=0x5EED_0A00,
         callers=("main", "communication"),
@@ -184,7 +184,7 @@ def tied_weight() -> list[str]:
         )
         for stage, tied in ((0, "embedding"), (3, "head"))
     ]
-    d = Driver(stages, incarnation=0x5EED_0B00)
+    d = RecordedCaller(stages, incarnation=0x5EED_0B00)
     for order in (((3, 0), (0, 0), (3, 1), (0, 1)), ((0, 1), (0, 0), (3, 0), (3, 1))):
         for stage in (0, 3):
             d.refresh(stage)
@@ -203,7 +203,7 @@ def tied_weight() -> list[str]:
 
 def readers() -> list[str]:
     """Sends of outputs and input gradients, a reserved slot, two callers, a dropped tape."""
-    d = Driver(
+    d = RecordedCaller(
         [
             StageConfig(0, 2, 2, matrices=MATRICES, sends_output=True, sends_gradient=True),
             StageConfig(1, 2, 2, matrices=MATRICES),
@@ -241,7 +241,7 @@ def readers() -> list[str]:
 
 def messages() -> list[str]:
     """Receives and sends through one slot on their own stream; a tape lost while it is read."""
-    d = Driver(
+    d = RecordedCaller(
         [
             StageConfig(
                 0,
@@ -290,7 +290,7 @@ def messages() -> list[str]:
     d.contract.drop(key, ref)
     d.contract.reserve(d.key(0, 2), link=wire)
     d.contract.finish_read(key, ref, link=wire)
-    d.begin_again(start, 0x5EED_0A01)
+    d.restart(start, 0x5EED_0A01)
     ref = d.contract.reserve(key, link=wire)
     d.contract.post_receive(key, ref, link=wire)
     return d.log.close()
@@ -299,7 +299,7 @@ def messages() -> list[str]:
 def shared_pool_in_declared_order() -> list[str]:
     """Slots that share a capture pool, replayed in capture order, under a declared order."""
     cells = [(0, m, 0, 0) for m in (0, 1)]
-    d = Driver(
+    d = RecordedCaller(
         [StageConfig(0, 2, 2, matrices=MATRICES, pool="graphs")],
         incarnation=0x5EED_0400,
         capture_order=[(0, slot, kind) for kind in ("F", "dI", "dW") for slot in (0, 1)],
@@ -320,7 +320,7 @@ def shared_pool_in_declared_order() -> list[str]:
 
 def last_generation() -> list[str]:
     """A narrow counter used up to its last generation; two blocks, dW beside F."""
-    d = Driver(
+    d = RecordedCaller(
         [StageConfig(0, 1, 2, blocks=2, matrices=MATRICES)],
         incarnation=0x5EED_0500,
         generation_max=2,
@@ -341,7 +341,7 @@ def last_generation() -> list[str]:
 
 def lost_cache() -> list[str]:
     """Caches lost before and after the first forward; a refresh while another domain is busy."""
-    d = Driver(
+    d = RecordedCaller(
         [StageConfig(s, 2, 2, matrices=MATRICES, domain="b" if s == 3 else "a") for s in range(4)],
         incarnation=0x5EED_0600,
     )
@@ -362,7 +362,7 @@ def lost_cache() -> list[str]:
 
 def without_version_order_arena() -> list[str]:
     """Static scales and copied gradients: version, order, arena and capture are left out."""
-    d = Driver(
+    d = RecordedCaller(
         [StageConfig(s, 1, 1, matrices=MATRICES, reduces=s == 0) for s in (0, 1)],
         incarnation=0x5EED_0700,
         omit=("version", "order", "arena", "capture"),
@@ -381,13 +381,13 @@ def without_version_order_arena() -> list[str]:
     d.forward(1, 0)
     d.contract.drop(d.key(1, 0), d.ref(1, 0))
     d.finalize(0)
-    d.begin_again(start, 0x5EED_0701)
+    d.restart(start, 0x5EED_0701)
     return d.log.close()
 
 
 def reported_evidence() -> list[str]:
     """Backends that report fills and scaling updates: one's tapes carry scales, one reads live."""
-    d = Driver(
+    d = RecordedCaller(
         [
             StageConfig(
                 s,

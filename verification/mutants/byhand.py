@@ -14,11 +14,12 @@ from qeffect.config import StageConfig
 from qeffect.engine.stage import TRANSITIONS
 from qeffect.keys import TapeKey, TapeRef
 
+from ..calls import Action, Call
+from ..process import Process
 from ..walks.oracle import violations
-from ..walks.processes import Process
 from ..walks.proposals import Plan, committed, prepared
-from ..walks.rehearsal import Action, Rehearsal, Schedule
-from ..walks.world import Call, World
+from ..walks.schedules import Schedule, ScheduleWalk
+from ..walks.shadow import Shadow
 
 __all__ = ["by_hand", "telling"]
 
@@ -43,25 +44,25 @@ def by_hand(process: Process) -> Iterator[Schedule]:
         AssertionError: A call is not legal; the oracle's findings are told.
     """
     for config in process.stages:
-        own = _links(World(process, incarnation=1), config.stage)
+        own = _links(Shadow(process, incarnation=1), config.stage)
         if "version" not in process.omit:
             yield _made(process, partial(_refreshed_anew, stage=config.stage))
         if config.sends_output and len(own) > 1 and not config.receives_input:
             yield _made(process, partial(_read_elsewhere, stage=config.stage))
         if _passes_on(config) and len(own) > 1 and config.microbatches > 1:
             yield _made(process, partial(_ended_elsewhere, stage=config.stage))
-    shared = any(len(it.stages) > 1 for it in World(process, incarnation=1).reductions.values())
+    shared = any(len(it.stages) > 1 for it in Shadow(process, incarnation=1).reductions.values())
     if shared or any(config.tied for config in process.stages):
         yield _made(process, _reduced_together)
 
 
-def _made(process: Process, plan: Callable[[World], Plan]) -> Schedule:
-    rehearsal = Rehearsal(process)
-    rehearsal.run(_judged(rehearsal.world, plan(rehearsal.world)))
-    return rehearsal.schedule
+def _made(process: Process, plan: Callable[[Shadow], Plan]) -> Schedule:
+    walk = ScheduleWalk(process)
+    walk.run(_judged(walk.shadow, plan(walk.shadow)))
+    return walk.schedule
 
 
-def _judged(world: World, plan: Plan) -> Plan:
+def _judged(shadow: Shadow, plan: Plan) -> Plan:
     """Make the calls of a plan, each after what puts it right; nothing may be wrong then."""
     result = None
     while True:
@@ -69,40 +70,40 @@ def _judged(world: World, plan: Plan) -> Plan:
             call = plan.send(result)
         except StopIteration:
             return
-        yield from prepared(world, call)
-        wrong = violations(world, call)
+        yield from prepared(shadow, call)
+        wrong = violations(shadow, call)
         if wrong:
             raise AssertionError(f"{call} is not legal: {', '.join(wrong)}")
         result = yield call
 
 
-def _links(world: World, stage: int) -> list[int]:
-    domain = world.domain_of(stage)
-    return [index for index, link in enumerate(world.links) if link.domain == domain]
+def _links(shadow: Shadow, stage: int) -> list[int]:
+    domain = shadow.domain_of(stage)
+    return [index for index, link in enumerate(shadow.links) if link.domain == domain]
 
 
-def _refreshed_anew(world: World, stage: int) -> Plan:
+def _refreshed_anew(shadow: Shadow, stage: int) -> Plan:
     """A cache that is invalidated before its first forward is refreshed once more."""
-    link = _links(world, stage)[0]
+    link = _links(shadow, stage)[0]
     refresh = Call("check_refresh", {"stage": stage, "link": link})
-    yield committed(world, (yield refresh))
+    yield committed(shadow, (yield refresh))
     yield Call("invalidate", {"stage": stage})
-    yield committed(world, (yield refresh))
+    yield committed(shadow, (yield refresh))
 
 
-def _read_elsewhere(world: World, stage: int) -> Plan:
+def _read_elsewhere(shadow: Shadow, stage: int) -> Plan:
     """An output is read on one link; dI comes from another, and needs no word of the read."""
-    key = TapeKey(world.epoch, *world.configs[stage].cells()[0])
-    ours, theirs = _links(world, stage)[:2]
-    refresh = world.uses("version")
+    key = TapeKey(shadow.epoch, *shadow.configs[stage].cells()[0])
+    ours, theirs = _links(shadow, stage)[:2]
+    refresh = shadow.uses("version")
     forward = {"key": key, "slot": None, "token": None, "link": ours, "refresh": refresh}
     ticket = yield Call("check_forward", forward)
-    ref = yield committed(world, ticket)
+    ref = yield committed(shadow, ticket)
     read = {"key": key, "ref": ref, "gradient": False, "link": theirs}
     yield Call("read", read)
     yield Call("finish_read", read)
     dgrad = {"key": key, "ref": ref, "token": None, "link": ours}
-    yield committed(world, (yield Call("check_dgrad", dgrad)))
+    yield committed(shadow, (yield Call("check_dgrad", dgrad)))
 
 
 def _passes_on(config: StageConfig) -> bool:
@@ -111,21 +112,21 @@ def _passes_on(config: StageConfig) -> bool:
     return sends and config.receives_input and config.receives_gradient
 
 
-def _ended_elsewhere(world: World, stage: int) -> Plan:
+def _ended_elsewhere(shadow: Shadow, stage: int) -> Plan:
     """
     Transfers of a slot end on one link where an action, or another transfer's end, is of another.
 
     In the first tape the read of the output ends before the receive of the gradient, in the second
     after it.
     """
-    ours, theirs = _links(world, stage)[:2]
-    for number, cell in enumerate(world.configs[stage].cells()[:2]):
-        key = TapeKey(world.epoch, *cell)
+    ours, theirs = _links(shadow, stage)[:2]
+    for number, cell in enumerate(shadow.configs[stage].cells()[:2]):
+        key = TapeKey(shadow.epoch, *cell)
         ref = yield Call("reserve", {"key": key, "slot": None, "link": theirs})
         given = {"key": key, "ref": ref, "gradient": False}
         yield Call("post_receive", {**given, "link": theirs})
         yield Call("finish_receive", {**given, "link": theirs})
-        yield from _forward(world, key, ours)
+        yield from _forward(shadow, key, ours)
         gradient = {**given, "gradient": True}
         yield Call("post_receive", {**gradient, "link": theirs})
         yield Call("read", {**given, "link": theirs})
@@ -138,44 +139,44 @@ def _ended_elsewhere(world: World, stage: int) -> Plan:
             yield Call("finish_read", {**given, "link": ours})
         yield Call("bind", {"key": key, "destination": None})
         yield Call("wait", {"link": ours})
-        yield from _backward(world, key, ref, ours)
+        yield from _backward(shadow, key, ref, ours)
         yield Call("read", {**gradient, "link": ours})
         yield Call("finish_read", {**gradient, "link": ours})
 
 
-def _reduced_together(world: World) -> Plan:
+def _reduced_together(shadow: Shadow) -> Plan:
     """Of stages that share a gradient the last one's dW is not awaited before its reader comes."""
     done = set()
-    for stage, config in world.configs.items():
-        link = _links(world, stage)[0]
+    for stage, config in shadow.configs.items():
+        link = _links(shadow, stage)[0]
         for cell in config.cells():
-            key = TapeKey(world.epoch, *cell)
-            ref = yield from _forward(world, key, link)
-            yield from _backward(world, key, ref, link)
+            key = TapeKey(shadow.epoch, *cell)
+            ref = yield from _forward(shadow, key, link)
+            yield from _backward(shadow, key, ref, link)
         done.add(stage)
-        for bucket, it in world.reductions.items():
+        for bucket, it in shadow.reductions.items():
             if not it.running and done >= {*it.stages}:
                 yield Call("start_reduction", {"bucket": bucket, "link": link})
-    for stage in world.configs:
-        yield Call("finalize", {"stage": stage, "link": _links(world, stage)[0]})
+    for stage in shadow.configs:
+        yield Call("finalize", {"stage": stage, "link": _links(shadow, stage)[0]})
 
 
-def _forward(world: World, key: TapeKey, link: int) -> Generator[Call, Any, TapeRef]:
-    refresh = world.uses("version") and world.stages[key.stage].cached != world.epoch
+def _forward(shadow: Shadow, key: TapeKey, link: int) -> Generator[Call, Any, TapeRef]:
+    refresh = shadow.uses("version") and shadow.stages[key.stage].cached != shadow.epoch
     given = {"key": key, "slot": None, "token": None, "link": link, "refresh": refresh}
     ticket = yield Call("check_forward", given)
-    ref: TapeRef = yield committed(world, ticket)
+    ref: TapeRef = yield committed(shadow, ticket)
     return ref
 
 
-def _backward(world: World, key: TapeKey, ref: TapeRef, link: int) -> Plan:
+def _backward(shadow: Shadow, key: TapeKey, ref: TapeRef, link: int) -> Plan:
     given = {"key": key, "ref": ref, "link": link}
     ticket = yield Call("check_dgrad", {**given, "token": None})
-    yield committed(world, ticket)
+    yield committed(shadow, ticket)
     ticket = yield Call(
         "check_wgrad", {**given, "destination": None, "first": None, "first_of_tied": None}
     )
-    yield committed(world, ticket)
+    yield committed(shadow, ticket)
 
 
 def telling(process: Process, actions: tuple[Action, ...]) -> tuple[Action, ...]:

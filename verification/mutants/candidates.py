@@ -26,30 +26,30 @@ from qeffect.relations.constants import (
     WGRAD_BIT,
 )
 
-from ..concrete import World
-from ..walks.rehearsal import Action
+from ..calls import Action
+from ..concrete import ConcreteRun
 
 __all__ = ["candidates"]
 
 
-def candidates(world: World) -> Iterator[Action]:
+def candidates(run: ConcreteRun) -> Iterator[Action]:
     """Yield calls worth trying in a state: the plausible ones, and each with one thing changed."""
-    for transition, base in _plausible(world):
+    for transition, base in _plausible(run):
         names = TRANSITIONS[transition]
         yield transition, tuple(base[name] for name in names)
         for name in names:
-            for value in _others(world, base, name):
+            for value in _others(run, base, name):
                 changed = {**base, name: value}
                 yield transition, tuple(changed[n] for n in names)
 
 
-def _plausible(world: World) -> Iterator[tuple[str, dict[str, Any]]]:
-    st = world.laid.memory
-    for config in world.setup.stages:
+def _plausible(run: ConcreteRun) -> Iterator[tuple[str, dict[str, Any]]]:
+    st = run.laid.memory
+    for config in run.process.stages:
         stage = config.stage
         domain = st.domain_of[stage]
         link = list(st.domain_at).index(domain)
-        own = list(world.laid.slots[stage])
+        own = list(run.laid.slots[stage])
         free = next((slot for slot in own if st.consumers[slot] == 0), own[0])
         epoch = st.weight_epoch[stage]
         stale = int(st.cache_epoch[stage] != epoch)
@@ -68,8 +68,8 @@ def _plausible(world: World) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "abort_refresh", ticket
         yield "invalidate", {"stage": stage}
         for slot in own:
-            yield from _of_slot(world, slot, link)
-    epoch = st.weight_epoch[world.setup.stages[0].stage]
+            yield from _of_slot(run, slot, link)
+    epoch = st.weight_epoch[run.process.stages[0].stage]
     yield "commit_epoch", {"epoch": epoch, "caller": st.consumer[0]}
     yield "checkpoint", {}
     yield "restore", {"epoch": epoch, "incarnation": st.incarnation[0] + 1}
@@ -86,8 +86,8 @@ def _plausible(world: World) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "drain", {"domain": domain}
 
 
-def _of_slot(world: World, slot: int, link: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    st = world.laid.memory
+def _of_slot(run: ConcreteRun, slot: int, link: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    st = run.laid.memory
     stage = st.slot_stage[slot]
     ticket = {"slot": slot, "ticket": st.held[slot]}
     matrices = st.matrices[stage]
@@ -126,9 +126,9 @@ def _of_slot(world: World, slot: int, link: int) -> Iterator[tuple[str, dict[str
             yield "finish_receive", {**ended, "message": message}
 
 
-def _others(world: World, base: Mapping[str, Any], name: str) -> Iterator[Any]:
+def _others(run: ConcreteRun, base: Mapping[str, Any], name: str) -> Iterator[Any]:
     """Yield other values of an argument."""
-    st, value = world.laid.memory, base[name]
+    st, value = run.laid.memory, base[name]
     if name == "slot":
         none = () if "ticket" in base else (NO_SLOT,)  # what a choice says that found no slot
         yield from (slot for slot in (*none, *range(len(st.consumers))) if slot != value)
@@ -136,7 +136,7 @@ def _others(world: World, base: Mapping[str, Any], name: str) -> Iterator[Any]:
         yield TapeKey(value.epoch + 1, *value.cell)
         if value.epoch:
             yield TapeKey(value.epoch - 1, *value.cell)
-        cells = (cell for config in world.setup.stages for cell in config.cells())
+        cells = (cell for config in run.process.stages for cell in config.cells())
         yield from (TapeKey(value.epoch, *cell) for cell in cells if cell != value.cell)
     elif name == "ref":
         yield evolve(value, generation=value.generation + 1)

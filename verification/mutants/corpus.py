@@ -21,22 +21,22 @@ from qeffect.keys import TapeKey
 from qeffect.refusals import Refused
 from qeffect.relations.constants import NEVER
 
-from ..concrete import Setup, World
-from ..walks.processes import Process
-from ..walks.rehearsal import Action, Rehearsal, Schedule
-from ..walks.world import Call
+from ..calls import Action, Call
+from ..concrete import ConcreteRun
+from ..process import Process
+from ..walks.schedules import Schedule, ScheduleWalk
 from .byhand import by_hand, telling
 from .candidates import candidates
 from .probes import Probe, about, harm
-from .setups import SETUPS
+from .processes import MUTANT_PROCESSES
 from .sites import BREAKDOWN, Site, mutant, sites
 
 __all__ = ["Corpus", "corpus", "legal_schedules"]
 
-#: Random walks through each setup's life, and the steps of each.
+#: Random walks through each process's life, and the steps of each.
 SEEDS: Final = 8
 LENGTH: Final = 60
-#: How often each of these calls is made out of turn after each kind of call, in a setup.
+#: How often each of these calls is made out of turn after each kind of call, in a process.
 STRAYS: Final = 2
 _OFTEN: Final = ("check_", "invalidate", "drain")
 #: How often the schedule is left for longer, where no relation is left out and where one is, and
@@ -137,55 +137,56 @@ def _rank(failing: tuple[str, str]) -> int:
 @cache
 def legal_schedules(
     omit: tuple[str, ...] = (),
-) -> tuple[tuple[Setup, tuple[Action, ...]], ...]:
+) -> tuple[tuple[Process, tuple[Action, ...]], ...]:
     """
-    Return legal schedules of every setup, as the oracle of the random walks has them: those that
+    Return legal schedules of every process, as the oracle of the random walks has them: those that
     random numbers name, and those written by hand.
 
     Args:
         omit: Relations left out. What is legal with a relation is legal without it, but for a
             refresh where no version says what is fresh.
     """
-    processes = [(setup, _process(setup, without_version="version" in omit)) for setup in SETUPS]
+    pairs = [(own, _walked(own, without_version="version" in omit)) for own in MUTANT_PROCESSES]
     walked = [
-        (setup, life)
-        for setup, process in processes
+        (own, life)
+        for own, process in pairs
         for seed in range(SEEDS)
         for life in _walk(process, seed).lives()
     ]
     written = [
-        (setup, life)
-        for setup, process in processes
+        (own, life)
+        for own, process in pairs
         for schedule in by_hand(process)
         for life in schedule.lives()
     ]
-    setup, process = processes[0]
-    told = [(setup, telling(process, life)) for life in _walk(process, 0).lives()]
+    own, process = pairs[0]
+    told = [(own, telling(process, life)) for life in _walk(process, 0).lives()]
     return (*walked, *written, *told)
 
 
-def _process(setup: Setup, *, without_version: bool) -> Process:
+def _walked(process: Process, *, without_version: bool) -> Process:
+    """Return the process that a schedule is written for: a schedule begins in epoch 0."""
     if not without_version:
-        return Process(setup.name, setup.stages, **setup.options)
-    stages = [evolve(config, reports_fills=False) for config in setup.stages]
-    return Process(setup.name, stages, {"version"}, **setup.options)
+        return evolve(process, epoch=0)
+    stages = [evolve(config, reports_fills=False) for config in process.stages]
+    return evolve(process, epoch=0, stages=stages, omit={"version"})
 
 
 def _walk(process: Process, seed: int) -> Schedule:
     """Walk through a process's life; every other seed goes on until a reduction fails."""
     dice = random.Random(seed)
-    rehearsal = Rehearsal(process)
+    walk = ScheduleWalk(process)
     for _ in range(LENGTH):
-        rehearsal.step(dice.getrandbits(64))
+        walk.step(dice.getrandbits(64))
     if seed % 2 and any(config.reduces for config in process.stages):
         bucket = None
         while bucket is None:  # a reduction runs in each epoch that comes to its end
-            rehearsal.step(dice.getrandbits(64))
-            reductions = rehearsal.world.reductions.items()
+            walk.step(dice.getrandbits(64))
+            reductions = walk.shadow.reductions.items()
             bucket = next((bucket for bucket, it in reductions if it.running), None)
-        rehearsal.call(Call("fail_reduction", {"bucket": bucket}))
-        rehearsal.step(dice.getrandbits(64))
-    return rehearsal.schedule
+        walk.call(Call("fail_reduction", {"bucket": bucket}))
+        walk.step(dice.getrandbits(64))
+    return walk.schedule
 
 
 @cache
@@ -199,27 +200,27 @@ def corpus(omit: tuple[str, ...]) -> Corpus:
     found = Corpus(omit)
     found.look_for([site for site in sites(omit) if not omit or _is_harmless(site)])
     dice = random.Random(0)
-    for setup, actions in legal_schedules(omit):
-        world = World(setup, relations=frozenset(transitions(omit).relations))
-        scout = _Scout(found, world, dice)
+    for process, actions in legal_schedules(omit):
+        run = ConcreteRun(process, relations=frozenset(transitions(omit).relations))
+        scout = _Scout(found, run, dice)
         for position, (name, arguments) in enumerate(actions):
             trace = actions[:position]
             accepted = scout.look(trace, (name, arguments))
             others = [action for action in accepted if action != (name, arguments)]
             after = trace[-1][0] if trace else ""
-            for call in _strays(found, (setup.name, after), others, dice):
-                strayed = world.copy()
+            for call in _strays(found, (process.name, after), others, dice):
+                strayed = run.copy()
                 off = _Scout(found, strayed, dice)
                 off.look((*trace, *off.stray(call)))
             if dice.random() < (WANDER_ELSEWHERE if omit else WANDER):
-                _wander(found, world.copy(), trace, others, dice)
-            world.run(name, scout.functions[name], arguments)
+                _wander(found, run.copy(), trace, others, dice)
+            run.take(name, scout.functions[name], arguments)
     return found
 
 
-def _evidence(world: World, transition: str, named: Mapping[str, Any]) -> tuple[Any, ...]:
+def _evidence(run: ConcreteRun, transition: str, named: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what the commit after a check tells of an action that did what was asked for."""
-    st = world.laid.memory
+    st = run.laid.memory
     stage = named["stage"] if "stage" in named else named["key"].stage
     whole, epoch = st.matrices[stage], st.weight_epoch[stage]
     if transition == "check_refresh":
@@ -253,50 +254,54 @@ def _strays(
 
 
 def _wander(
-    found: Corpus, world: World, trace: tuple[Action, ...], calls: list[Action], dice: random.Random
+    found: Corpus,
+    run: ConcreteRun,
+    trace: tuple[Action, ...],
+    calls: list[Action],
+    dice: random.Random,
 ) -> None:
     """Leave the schedule and go on with accepted calls, of any kind alike."""
-    scout = _Scout(found, world, dice)
+    scout = _Scout(found, run, dice)
     for _ in range(STEPS):
         kinds = sorted({transition for transition, _ in calls if transition != "restore"})
         if not kinds:
             return
         kind = dice.choice(kinds + 2 * [kind for kind in kinds if kind.startswith(_OFTEN)])
         name, arguments = dice.choice([call for call in calls if call[0] == kind])
-        world.run(name, scout.functions[name], arguments)
+        run.take(name, scout.functions[name], arguments)
         trace = (*trace, (name, arguments))
         calls = scout.look(trace)
 
 
 class _Scout:
-    """Tries calls in a world's state, with the contract and with its mutants."""
+    """Tries calls in a run's state, with the contract and with its mutants."""
 
-    def __init__(self, found: Corpus, world: World, dice: random.Random) -> None:
-        self.found, self.world, self.dice = found, world, dice
+    def __init__(self, found: Corpus, run: ConcreteRun, dice: random.Random) -> None:
+        self.found, self.run, self.dice = found, run, dice
         self.functions = transitions(found.omit).functions
 
     def look(self, trace: tuple[Action, ...], *planned: Action) -> list[Action]:
         """Try calls, keep those that tell a mutant apart, return those that are accepted."""
         accepted = []
-        memory = self.world.laid.memory
+        memory = self.run.laid.memory
         after = memory.copy()
         rehearsal = memory.copy()
         moment = self._moment()
-        for transition, arguments in (*planned, *candidates(self.world)):
+        for transition, arguments in (*planned, *candidates(self.run)):
             clause: str | None = None
             try:
                 self.functions[transition](after, *arguments)
             except Refused as refused:
                 clause = refused.clause
             else:
-                if self.world.trusted(transition, arguments):
+                if self.run.trusted(transition, arguments):
                     accepted.append((transition, arguments))
             for site, function in self.found.untold(transition):
                 answer = _answer(function, rehearsal, arguments)
                 differs = answer != clause or (clause is None and not _alike(rehearsal, after))
                 if differs and self.found.wants(site, answer, moment):
-                    followed = about(self.world, transition, arguments)
-                    probe = Probe(self.world.setup, trace, transition, arguments, clause, followed)
+                    followed = about(self.run, transition, arguments)
+                    probe = Probe(self.run.process, trace, transition, arguments, clause, followed)
                     self.found.tell(site, answer, probe)
                 if answer is None or answer.endswith(")"):  # it wrote, or may have
                     rehearsal = memory.copy()
@@ -306,35 +311,35 @@ class _Scout:
 
     def _moment(self) -> tuple[Any, ...]:
         """Tell apart moments in which a call is likely to do different things."""
-        st = self.world.laid.memory
-        now = st.weight_epoch[self.world.setup.stages[0].stage]
+        st = self.run.laid.memory
+        now = st.weight_epoch[self.run.process.stages[0].stage]
         final, spoiled = now in st.final, now in st.spoiled
-        return self.world.setup.name, final, spoiled, any(st.reducing), any(st.busy)
+        return self.run.process.name, final, spoiled, any(st.reducing), any(st.busy)
 
     def stray(self, call: Action) -> list[Action]:
         """Make a call that is not the schedule's next; most checks are followed by a commit."""
-        world = self.world
+        run = self.run
         transition, arguments = call
-        ticket = world.run(transition, self.functions[transition], arguments)
+        ticket = run.take(transition, self.functions[transition], arguments)
         done = [call]
         verb, _, action = transition.partition("_")
         if verb == "check" and self.dice.random() < 0.7:
             named = dict(zip(TRANSITIONS[transition], arguments, strict=True))
             slot = named.get("slot", getattr(named.get("ref"), "slot", None))
             place = named["stage"] if action == "refresh" else slot
-            evidence = _evidence(world, transition, named)
+            evidence = _evidence(run, transition, named)
             then: Action = (f"commit_{action}", (place, ticket, *evidence))
             done.append(then)
-            world.run(then[0], self.functions[then[0]], then[1])
+            run.take(then[0], self.functions[then[0]], then[1])
         if self.dice.random() < 0.5:
-            for call in self._settling(world):
-                world.run(call[0], self.functions[call[0]], call[1])
+            for call in self._settling(run):
+                run.take(call[0], self.functions[call[0]], call[1])
                 done.append(call)
         return done
 
-    def _settling(self, world: World) -> Iterator[Action]:
+    def _settling(self, run: ConcreteRun) -> Iterator[Action]:
         """Leave nothing unbound and nobody waiting, so that other guards have the word."""
-        st = world.laid.memory
+        st = run.laid.memory
         for slot, mask in enumerate(st.consumers):
             cell, epoch = st.cell_at[slot], st.epoch_at[slot]
             if mask and st.bound[cell] != epoch and st.spoiled[cell[0]] != epoch:

@@ -13,8 +13,9 @@ from qeffect.engine.stage import TRANSITIONS, Transitions, transitions
 from qeffect.keys import TapeRef
 from qeffect.refusals import Refused
 
-from ..concrete import Arbitrary, Setup, World
-from ..walks.rehearsal import Action
+from ..calls import Action
+from ..concrete import ConcreteRun, Focus
+from ..process import Process
 from .sites import BREAKDOWN, Mutant
 
 __all__ = ["Probe", "about", "harm", "outcome"]
@@ -30,47 +31,47 @@ class Probe:
     One call in one reachable state.
 
     Args:
-        setup: The process.
+        process: The process.
         trace: Accepted calls that lead to the state.
         transition: The transition called.
         arguments: Its arguments.
         clause: What the contract answers: the clause of its refusal, or None.
-        arbitrary: What the history should follow to see what the call does.
+        focus: What the history should follow to see what the call does.
     """
 
-    setup: Setup = field(repr=False)
+    process: Process = field(repr=False)
     trace: tuple[Action, ...] = field(repr=False)
     transition: str
     arguments: tuple[Any, ...]
     clause: str | None
-    arbitrary: Arbitrary = field(repr=False)
+    focus: Focus = field(repr=False)
 
-    def world(self, omit: Sequence[str] = (), functions: Transitions | None = None) -> World:
+    def run(self, omit: Sequence[str] = (), functions: Transitions | None = None) -> ConcreteRun:
         """Return the state, with its history, as the contract's or other functions reach it."""
         functions = functions or transitions(omit)
-        world = World(self.setup, self.arbitrary, frozenset(functions.relations))
+        run = ConcreteRun(self.process, self.focus, frozenset(functions.relations))
         for name, arguments in self.trace:
-            world.run(name, functions.functions[name], arguments)
-        return world
+            run.take(name, functions.functions[name], arguments)
+        return run
 
 
-def about(world: World, transition: str, arguments: tuple[Any, ...]) -> Arbitrary:
+def about(run: ConcreteRun, transition: str, arguments: tuple[Any, ...]) -> Focus:
     """Return what the history should follow to see what a call does in a state."""
-    st = world.laid.memory
+    st = run.laid.memory
     named = dict(zip(TRANSITIONS[transition], arguments, strict=True))
     serial = st.serial[0] + 1 if transition.startswith("check_") else None
-    arbitrary = Arbitrary().about(named, serial)
+    focus = Focus().about(named, serial)
     if "ref" not in named:
-        slot = arbitrary.slot
+        slot = focus.slot
         ref = TapeRef(slot, st.generation[slot], st.incarnation[0])
-        arbitrary = evolve(arbitrary, ref=ref)
-    slot = arbitrary.slot
+        focus = evolve(focus, ref=ref)
+    slot = focus.slot
     if transition in _AFTER_ENDS and st.joined[st.ended_on[slot]] < st.ended_at[slot]:
-        arbitrary = evolve(arbitrary, link=st.ended_on[slot])
+        focus = evolve(focus, link=st.ended_on[slot])
     for stage in _gradients_of(st, transition, named):
-        if st.waited[arbitrary.link] < st.landed[stage]:
-            arbitrary = evolve(arbitrary, stage=stage)
-    return arbitrary
+        if st.waited[focus.link] < st.landed[stage]:
+            focus = evolve(focus, stage=stage)
+    return focus
 
 
 def _gradients_of(st: Any, transition: str, named: Mapping[str, Any]) -> tuple[int, ...]:
@@ -82,7 +83,7 @@ def _gradients_of(st: Any, transition: str, named: Mapping[str, Any]) -> tuple[i
     return ()
 
 
-def outcome(world: World, probe: Probe, mutant: Mutant) -> str | None:
+def outcome(run: ConcreteRun, probe: Probe, mutant: Mutant) -> str | None:
     """
     Run a broken transition in a probe's state.
 
@@ -93,7 +94,7 @@ def outcome(world: World, probe: Probe, mutant: Mutant) -> str | None:
         KeyError, IndexError, TypeError: It broke down (``BREAKDOWN``).
     """
     try:
-        world.run(probe.transition, mutant.function, probe.arguments)
+        run.take(probe.transition, mutant.function, probe.arguments)
     except Refused as refused:
         return refused.clause
     return None
@@ -105,14 +106,14 @@ def harm(mutant: Mutant, probe: Probe) -> list[tuple[str, str]]:
 
     A call that the caller is trusted not to make, or a state that one led to, shows nothing.
     """
-    world = probe.world(mutant.omit)
-    trusted = world.trusted(probe.transition, probe.arguments)
-    if not trusted or any(world.broken_invariants()):
+    run = probe.run(mutant.omit)
+    trusted = run.trusted(probe.transition, probe.arguments)
+    if not trusted or any(run.broken_invariants()):
         return []
-    steps = list(world.broken_steps(probe.transition, probe.arguments))
+    steps = list(run.broken_steps(probe.transition, probe.arguments))
     try:
-        if outcome(world, probe, mutant) is not None:
+        if outcome(run, probe, mutant) is not None:
             return []
     except BREAKDOWN:
         return []  # it broke down before it did harm
-    return [*world.broken_invariants(), *steps]
+    return [*run.broken_invariants(), *steps]

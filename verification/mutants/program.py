@@ -11,7 +11,7 @@ from attrs import evolve
 from qeffect.engine.stage import transitions
 from qeffect.refusals import Refused
 
-from ..walks.rehearsal import Action
+from ..calls import Action
 from .probes import Probe, about, harm
 from .sites import BREAKDOWN
 from .verdicts import Verdict
@@ -32,7 +32,8 @@ from qeffect.keys import TapeKey, TapeRef
 from qeffect.destinations import Destination
 from qeffect.refusals import Refused
 from qeffect.engine.stage import transitions
-from ..concrete import Arbitrary, Setup, World
+from qeffect.verification.concrete import ConcreteRun, Focus
+from qeffect.verification.process import Process
 
 LEFT_OUT = {omit!r}
 BROKEN = {{
@@ -41,13 +42,12 @@ BROKEN = {{
 contract = transitions(LEFT_OUT)
 broken = transitions(LEFT_OUT, {{n: ast.parse(text).body[0] for n, text in BROKEN.items()}})
 
-SETUP = Setup(
+PROCESS = Process(
     {name!r},
     ({stages}),
-    {options!r},
-    {epoch!r},
+    **{options!r},
 )
-FOLLOWED = {arbitrary!r}
+FOCUS = {focus!r}
 LEADING = [
 {leading}
 ]
@@ -56,15 +56,15 @@ CALL, ARGUMENTS = {call}
 
 def outcome(functions):
     """Return what a call answers, and what fails after it if it is accepted."""
-    world = World(SETUP, FOLLOWED, frozenset(contract.relations))
+    run = ConcreteRun(PROCESS, FOCUS, frozenset(contract.relations))
     for name, arguments in LEADING:
-        world.run(name, {leader}.functions[name], arguments)
-    steps = {{name for _, name in world.broken_steps(CALL, ARGUMENTS)}}
+        run.take(name, {leader}.functions[name], arguments)
+    steps = {{name for _, name in run.broken_steps(CALL, ARGUMENTS)}}
     try:
-        world.run(CALL, functions.functions[CALL], ARGUMENTS)
+        run.take(CALL, functions.functions[CALL], ARGUMENTS)
     except Refused as refused:
         return refused.clause, set()
-    return "accepted", steps | {{name for _, name in world.broken_invariants()}}
+    return "accepted", steps | {{name for _, name in run.broken_invariants()}}
 
 
 ours, fine = outcome(contract)
@@ -99,11 +99,10 @@ def program(verdict: Verdict) -> str:
         omit=mutant.omit,
         leader="functions" if verdict.kind == "legal" else "contract",
         halves="\n".join(f"    {n!r}: '''\n{text}\n'''," for n, text in mutant.source().items()),
-        name=probe.setup.name,
-        stages="".join(f"{config!r}, " for config in probe.setup.stages),
-        options=dict(probe.setup.options),
-        epoch=probe.setup.epoch,
-        arbitrary=probe.arbitrary,
+        name=probe.process.name,
+        stages="".join(f"{config!r}, " for config in probe.process.stages),
+        options=probe.process.options,
+        focus=probe.focus,
         leading="\n".join(f"    {action!r}," for action in probe.trace),
         call=(probe.transition, probe.arguments),
         claim=accepts or "ours != theirs",
@@ -143,8 +142,8 @@ def _shown(verdict: Verdict, probe: Probe) -> Any:
     for functions in (own, mutant.functions):
         leading = functions if verdict.kind == "legal" else own
         try:
-            world = probe.world(mutant.omit, leading)
-            world.run(probe.transition, functions.functions[probe.transition], probe.arguments)
+            run = probe.run(mutant.omit, leading)
+            run.take(probe.transition, functions.functions[probe.transition], probe.arguments)
             answers.append("accepted")
         except Refused as refused:
             answers.append(refused.clause)
@@ -166,10 +165,10 @@ def _without(verdict: Verdict, probe: Probe, position: int) -> Probe | None:
         _, arguments = _renumbered((probe.transition, arguments), serial)
     shorter = evolve(probe, trace=tuple(trace), arguments=arguments)
     try:
-        world = shorter.world(verdict.shown.omit)
+        run = shorter.run(verdict.shown.omit)
     except (Refused, *BREAKDOWN):
         return None
-    return evolve(shorter, arbitrary=about(world, probe.transition, arguments))
+    return evolve(shorter, focus=about(run, probe.transition, arguments))
 
 
 def _redeems(action: Action) -> bool:

@@ -21,7 +21,7 @@ from attrs import evolve, field, frozen
 
 from qeffect.refusals import Refused
 
-from ..concrete import Arbitrary
+from ..concrete import Focus
 from ..proofs.finite import SCOPE, refuted, solver_of
 from ..proofs.obligations import Composition, Goal, composition_name
 from ..proofs.solvers import Z3
@@ -130,13 +130,13 @@ def _harms(mutant: Mutant) -> Verdict | None:
 def _refuses_legal(mutant: Mutant) -> Verdict | None:
     """Look for a legal schedule with an action that it refuses."""
     functions = mutant.functions.functions
-    for setup, actions in legal_schedules(mutant.omit):
-        memory = setup.lay_out().memory
+    for process, actions in legal_schedules(mutant.omit):
+        memory = process.lay_out().memory
         for position, (transition, arguments) in enumerate(actions):
             try:
                 functions[transition](memory, *arguments)
             except Refused as refused:
-                probe = Probe(setup, actions[:position], transition, arguments, None, Arbitrary())
+                probe = Probe(process, actions[:position], transition, arguments, None, Focus())
                 return Verdict(mutant, "legal", f"{transition} is refused: {refused.clause}", probe)
     return None
 
@@ -230,9 +230,9 @@ def _covering(mutant: Mutant) -> Verdict:
         both, alone = Mutant(together, mutant.omit), Mutant((other,), mutant.omit)
         for probe in found.told(together[0]):
             try:
-                if outcome(probe.world(mutant.omit), probe, alone) != site.clause:
+                if outcome(probe.run(mutant.omit), probe, alone) != site.clause:
                     continue
-                clause = outcome(probe.world(mutant.omit), probe, both)
+                clause = outcome(probe.run(mutant.omit), probe, both)
             except BREAKDOWN:
                 continue
             done = harm(both, probe)

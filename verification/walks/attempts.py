@@ -13,6 +13,7 @@ from attrs import evolve
 from qeffect import Checkpoint, Destination, TapeKey, TapeRef, Ticket
 from qeffect.engine.stage import TRANSITIONS
 
+from ..calls import Call
 from ..targets import Target
 from .oracle import broken
 from .proposals import (
@@ -26,7 +27,7 @@ from .proposals import (
     reports,
     shares_pool,
 )
-from .world import Call, World
+from .shadow import Shadow
 
 __all__ = ["aimed", "attempt"]
 
@@ -39,7 +40,7 @@ _STRANGER = Destination("stranger", None, (1,), "bfloat16", "cuda:1", 64, 2)
 
 
 def attempt(
-    world: World,
+    shadow: Shadow,
     pick: Pick,
     checkpoints: Sequence[Checkpoint],
     incarnation: int,
@@ -49,19 +50,19 @@ def attempt(
     Return a call of a transition, right or wrong; None where there is nothing to call it on.
 
     Args:
-        world: What happened so far.
+        shadow: What happened so far.
         pick: Choices.
         checkpoints: Checkpoints that were taken.
         incarnation: A fresh one, for a restore.
         transition: Which transition to ask for.
     """
     if transition == "restore":
-        return _restores(world, pick, checkpoints, incarnation)
-    return _ATTEMPTS[transition](world, pick)
+        return _restores(shadow, pick, checkpoints, incarnation)
+    return _ATTEMPTS[transition](shadow, pick)
 
 
 def aimed(
-    world: World,
+    shadow: Shadow,
     pick: Pick,
     checkpoints: Sequence[Checkpoint],
     incarnation: int,
@@ -73,7 +74,7 @@ def aimed(
     Drawn blindly, rare clauses would almost never be met.
 
     Args:
-        world: What happened so far.
+        shadow: What happened so far.
         pick: Choices.
         checkpoints: Checkpoints that were taken.
         incarnation: A fresh one, for a restore.
@@ -85,10 +86,10 @@ def aimed(
     for trial in range(_TRIALS):
         choose = chooser((seed + trial) * _STRIDE % (1 << 64))
         transition, _ = targets[choose(len(targets))]
-        call = attempt(world, choose, checkpoints, incarnation, transition)
+        call = attempt(shadow, choose, checkpoints, incarnation, transition)
         if call is None:
             continue
-        guard = (transition, next(broken(world, call), ""))
+        guard = (transition, next(broken(shadow, call), ""))
         if guard in wanted and guard not in found:
             found[guard] = call
             if len(found) == _AT_ONCE:
@@ -106,63 +107,63 @@ def _twisted(call: Call, twists: Sequence[tuple[str, Any]], pick: Pick) -> Call:
     return Call(call.transition, {**call.arguments, name: given})
 
 
-def _any_key(world: World, pick: Pick) -> TapeKey:
-    return TapeKey(world.epoch, *world.cells[pick(len(world.cells))])
+def _any_key(shadow: Shadow, pick: Pick) -> TapeKey:
+    return TapeKey(shadow.epoch, *shadow.cells[pick(len(shadow.cells))])
 
 
-def _wrong_keys(world: World, key: TapeKey) -> list[tuple[str, Any]]:
+def _wrong_keys(shadow: Shadow, key: TapeKey) -> list[tuple[str, Any]]:
     wrong = [("key", lambda: evolve(key, microbatch=99))]
-    if world.uses("version"):
+    if shadow.uses("version"):
         wrong.append(("key", lambda: evolve(key, epoch=key.epoch + 1)))
         if key.epoch:
             wrong.append(("key", lambda: evolve(key, epoch=key.epoch - 1)))
     return wrong
 
 
-def _slots(world: World) -> list[tuple[str, Any]]:
-    return [("slot", index) for index in range(len(world.slots) + 1)]
+def _slots(shadow: Shadow) -> list[tuple[str, Any]]:
+    return [("slot", index) for index in range(len(shadow.slots) + 1)]
 
 
-def _links(world: World) -> list[tuple[str, Any]]:
-    return [("link", index) for index in range(len(world.links))]
+def _links(shadow: Shadow) -> list[tuple[str, Any]]:
+    return [("link", index) for index in range(len(shadow.links))]
 
 
-def _reserve(world: World, pick: Pick) -> Call:
-    key = _any_key(world, pick)
-    link = a_link(world, key.stage, pick)
+def _reserve(shadow: Shadow, pick: Pick) -> Call:
+    key = _any_key(shadow, pick)
+    link = a_link(shadow, key.stage, pick)
     call = Call("reserve", {"key": key, "slot": None, "link": link})
-    return _twisted(call, [*_wrong_keys(world, key), *_slots(world), *_links(world)], pick)
+    return _twisted(call, [*_wrong_keys(shadow, key), *_slots(shadow), *_links(shadow)], pick)
 
 
-def _bind(world: World, pick: Pick) -> Call:
-    key = _any_key(world, pick)
-    twists = [*_wrong_keys(world, key), ("destination", (_STRANGER,))]
+def _bind(shadow: Shadow, pick: Pick) -> Call:
+    key = _any_key(shadow, pick)
+    twists = [*_wrong_keys(shadow, key), ("destination", (_STRANGER,))]
     return _twisted(Call("bind", {"key": key, "destination": None}), twists, pick)
 
 
-def _any_stage(world: World, pick: Pick) -> int:
-    return list(world.stages)[pick(len(world.stages))]
+def _any_stage(shadow: Shadow, pick: Pick) -> int:
+    return list(shadow.stages)[pick(len(shadow.stages))]
 
 
-def _refresh(world: World, pick: Pick) -> Call:
-    stage = _any_stage(world, pick)
-    call = Call("check_refresh", {"stage": stage, "link": a_link(world, stage, pick)})
-    return _twisted(call, _links(world), pick)
+def _refresh(shadow: Shadow, pick: Pick) -> Call:
+    stage = _any_stage(shadow, pick)
+    call = Call("check_refresh", {"stage": stage, "link": a_link(shadow, stage, pick)})
+    return _twisted(call, _links(shadow), pick)
 
 
-def _forward(world: World, pick: Pick) -> Call:
-    key = _any_key(world, pick)
-    stage, updates = world.stages[key.stage], world.domain(key.stage).updates
-    stale = world.uses("version") and stage.cached != world.epoch
-    free = world.free(key.stage)
-    slot = free[0].index if free and shares_pool(world, key.stage) else None
+def _forward(shadow: Shadow, pick: Pick) -> Call:
+    key = _any_key(shadow, pick)
+    stage, updates = shadow.stages[key.stage], shadow.domain(key.stage).updates
+    stale = shadow.uses("version") and stage.cached != shadow.epoch
+    free = shadow.free(key.stage)
+    slot = free[0].index if free and shares_pool(shadow, key.stage) else None
     call = Call(
         "check_forward",
         {
             "key": key,
             "slot": slot,
             "token": None,
-            "link": a_link(world, key.stage, pick),
+            "link": a_link(shadow, key.stage, pick),
             "refresh": stale,
         },
     )
@@ -170,44 +171,44 @@ def _forward(world: World, pick: Pick) -> Call:
         ("refresh", not stale),
         ("token", updates + 1),
         ("token", updates - 1),
-        *_wrong_keys(world, key),
-        *_slots(world),
-        *_links(world),
+        *_wrong_keys(shadow, key),
+        *_slots(shadow),
+        *_links(shadow),
     ]
-    return _twisted(call, twists if world.uses("version") else twists[1:], pick)
+    return _twisted(call, twists if shadow.uses("version") else twists[1:], pick)
 
 
-def _anykey_of(world: World, pick: Pick) -> tuple[TapeKey, TapeRef] | None:
+def _anykey_of(shadow: Shadow, pick: Pick) -> tuple[TapeKey, TapeRef] | None:
     """A tape that is live, or was."""
-    live = [(key_of(slot), world.ref(slot)) for slot in world.live()]
-    tapes = live + world.old_refs[-4:] if pick(4) == 3 else live or world.old_refs[-4:]
+    live = [(key_of(slot), shadow.ref(slot)) for slot in shadow.live()]
+    tapes = live + shadow.old_refs[-4:] if pick(4) == 3 else live or shadow.old_refs[-4:]
     return tapes[pick(len(tapes))] if tapes else None
 
 
-def _wrong_refs(world: World, key: TapeKey, ref: TapeRef) -> list[tuple[str, Any]]:
-    others = [key_of(slot) for slot in world.live() if key_of(slot) != key]
+def _wrong_refs(shadow: Shadow, key: TapeKey, ref: TapeRef) -> list[tuple[str, Any]]:
+    others = [key_of(slot) for slot in shadow.live() if key_of(slot) != key]
     return [
         ("ref", lambda: evolve(ref, generation=ref.generation + 1)),
         ("ref", lambda: evolve(ref, incarnation=ref.incarnation ^ 1)),
-        *(("ref", partial(evolve, ref, slot=index)) for index in range(len(world.slots) + 1)),
+        *(("ref", partial(evolve, ref, slot=index)) for index in range(len(shadow.slots) + 1)),
         *(("key", other) for other in others[:2]),
-        *_wrong_keys(world, key)[1:],
+        *_wrong_keys(shadow, key)[1:],
     ]
 
 
-def _visit(transition: str) -> Callable[[World, Pick], Call | None]:
-    def propose(world: World, pick: Pick) -> Call | None:
-        tape = _anykey_of(world, pick)
+def _visit(transition: str) -> Callable[[Shadow, Pick], Call | None]:
+    def propose(shadow: Shadow, pick: Pick) -> Call | None:
+        tape = _anykey_of(shadow, pick)
         if tape is None:
             return None
         key, ref = tape
         arguments: dict[str, Any] = {"key": key, "ref": ref}
-        twists = _wrong_refs(world, key, ref)
+        twists = _wrong_refs(shadow, key, ref)
         if transition in _TRANSFERS:
             arguments["gradient"] = bool(pick(2))
         if transition == "check_dgrad":
             arguments["token"] = None
-            updates = world.domain(key.stage).updates
+            updates = shadow.domain(key.stage).updates
             twists += [("token", updates + 1), ("token", updates - 1)]
         if transition == "check_wgrad":
             arguments |= {"destination": None, "first": None, "first_of_tied": None}
@@ -215,37 +216,37 @@ def _visit(transition: str) -> Callable[[World, Pick], Call | None]:
             twists += [("first_of_tied", True), ("first_of_tied", False)]
             twists.append(("key", lambda: evolve(key, microbatch=99)))
         if transition in ("check_dgrad", "check_wgrad", *_TRANSFERS):
-            arguments["link"] = a_link(world, key.stage, pick)
-            twists += _links(world)
+            arguments["link"] = a_link(shadow, key.stage, pick)
+            twists += _links(shadow)
         return _twisted(Call(transition, arguments), twists, pick)
 
     return propose
 
 
-def _ticketed(transition: str) -> Callable[[World, Pick], Call | None]:
+def _ticketed(transition: str) -> Callable[[Shadow, Pick], Call | None]:
     end, _, kind = transition.partition("_")
     action = ACTIONS[kind]
 
-    def propose(world: World, pick: Pick) -> Call | None:
+    def propose(shadow: Shadow, pick: Pick) -> Call | None:
         """A ticket of another check, a spent or a forged one; or the right one, wrong evidence."""
-        flights = [f.ticket for f in world.flights.values()]
-        spent = [t for t in world.old_tickets if t.action == action]
+        flights = [f.ticket for f in shadow.flights.values()]
+        spent = [t for t in shadow.old_tickets if t.action == action]
         wrong: list[Ticket] = []
         for ticket in flights:
             if ticket.action != action:
-                place = _any_stage(world, pick) if kind == "refresh" else pick(len(world.slots))
+                place = _any_stage(shadow, pick) if kind == "refresh" else pick(len(shadow.slots))
                 place = place if "refresh" in (action, ticket.action) else ticket.slot
                 wrong.append(evolve(ticket, action=action, slot=place))
                 continue
             wrong.append(evolve(ticket, serial=ticket.serial + 1))
             wrong.append(evolve(ticket, incarnation=ticket.incarnation ^ 1))
             if action != "refresh":
-                wrong.append(evolve(ticket, slot=(ticket.slot + 1) % len(world.slots)))
+                wrong.append(evolve(ticket, slot=(ticket.slot + 1) % len(shadow.slots)))
         tickets = spent[-3:] + wrong
         mine = [t for t in flights if t.action == action]
         if end == "commit" and mine and pick(2):
-            whole, told = evidence(world, mine[0]), reports(world, mine[0])
-            wrong_told = _wrong_reports(world, mine[0], told)
+            whole, told = evidence(shadow, mine[0]), reports(shadow, mine[0])
+            wrong_told = _wrong_reports(shadow, mine[0], told)
             right = Call(transition, {"ticket": mine[0], "evidence": whole, **told})
             if wrong_told and (pick(2) or action not in ("dI", "dW")):
                 name, value = wrong_told[pick(len(wrong_told))]
@@ -263,20 +264,20 @@ def _ticketed(transition: str) -> Callable[[World, Pick], Call | None]:
         ticket = tickets[pick(len(tickets))]
         if end == "abort":
             return Call(transition, {"ticket": ticket})
-        return Call(transition, {"ticket": ticket, "evidence": evidence(world, ticket)})
+        return Call(transition, {"ticket": ticket, "evidence": evidence(shadow, ticket)})
 
     return propose
 
 
-def _wrong_reports(world: World, ticket: Ticket, told: dict[str, Any]) -> list[tuple[str, Any]]:
+def _wrong_reports(shadow: Shadow, ticket: Ticket, told: dict[str, Any]) -> list[tuple[str, Any]]:
     """What an action in flight must not report, where its backend reports."""
-    flight = world.flights[ticket.serial]
-    config = world.configs[flight.stage]
-    now = dict.fromkeys(config.matrices, world.epoch)
+    flight = shadow.flights[ticket.serial]
+    config = shadow.configs[flight.stage]
+    now = dict.fromkeys(config.matrices, shadow.epoch)
     wrong: list[tuple[str, Any]] = []
     if config.reports_fills and flight.filling:
-        later = dict.fromkeys(now, world.epoch + 1)
-        wrong += [("filled", None), ("filled", {**now, "x": world.epoch}), ("filled", later)]
+        later = dict.fromkeys(now, shadow.epoch + 1)
+        wrong += [("filled", None), ("filled", {**now, "x": shadow.epoch}), ("filled", later)]
         wrong.append(("filled", [*now.items(), *now.items()]))
     elif config.reports_fills and ticket.action == "F":
         wrong.append(("filled", now))
@@ -287,69 +288,69 @@ def _wrong_reports(world: World, ticket: Ticket, told: dict[str, Any]) -> list[t
     return wrong
 
 
-def _of_stage(transition: str) -> Callable[[World, Pick], Call]:
-    def propose(world: World, pick: Pick) -> Call:
-        return Call(transition, {"stage": _any_stage(world, pick)})
+def _of_stage(transition: str) -> Callable[[Shadow, Pick], Call]:
+    def propose(shadow: Shadow, pick: Pick) -> Call:
+        return Call(transition, {"stage": _any_stage(shadow, pick)})
 
     return propose
 
 
-def _of_bucket(transition: str) -> Callable[[World, Pick], Call | None]:
-    def propose(world: World, pick: Pick) -> Call | None:
-        buckets = [*world.reductions]
+def _of_bucket(transition: str) -> Callable[[Shadow, Pick], Call | None]:
+    def propose(shadow: Shadow, pick: Pick) -> Call | None:
+        buckets = [*shadow.reductions]
         if not buckets:
             return None
         bucket = buckets[pick(len(buckets))]
         if "link" not in TRANSITIONS[transition]:
             return Call(transition, {"bucket": bucket})
-        link = a_link(world, world.reductions[bucket].stages[0], pick)
+        link = a_link(shadow, shadow.reductions[bucket].stages[0], pick)
         if transition == "finish_reduction" and pick(2):
-            link = reader_of(world, bucket)
-        return _twisted(Call(transition, {"bucket": bucket, "link": link}), _links(world), pick)
+            link = reader_of(shadow, bucket)
+        return _twisted(Call(transition, {"bucket": bucket, "link": link}), _links(shadow), pick)
 
     return propose
 
 
-def _finalize(world: World, pick: Pick) -> Call:
-    stage = _any_stage(world, pick)
-    call = Call("finalize", {"stage": stage, "link": a_link(world, stage, pick)})
-    return _twisted(call, _links(world), pick)
+def _finalize(shadow: Shadow, pick: Pick) -> Call:
+    stage = _any_stage(shadow, pick)
+    call = Call("finalize", {"stage": stage, "link": a_link(shadow, stage, pick)})
+    return _twisted(call, _links(shadow), pick)
 
 
-def _ofa_link(transition: str) -> Callable[[World, Pick], Call]:
-    return lambda world, pick: Call(transition, {"link": pick(len(world.links))})
+def _ofa_link(transition: str) -> Callable[[Shadow, Pick], Call]:
+    return lambda shadow, pick: Call(transition, {"link": pick(len(shadow.links))})
 
 
 def _restores(
-    world: World, pick: Pick, checkpoints: Sequence[Checkpoint], incarnation: int
+    shadow: Shadow, pick: Pick, checkpoints: Sequence[Checkpoint], incarnation: int
 ) -> Call:
     checkpoint = checkpoints[pick(len(checkpoints))]
     saved = checkpoint.configuration
     another = evolve(saved, stages=(*saved.stages, saved.stages[0]))
     other = evolve(checkpoint, configuration=another)
     call = Call("restore", {"checkpoint": checkpoint, "incarnation": incarnation, "fresh": False})
-    return _twisted(call, [("checkpoint", other), ("incarnation", world.incarnation)], pick)
+    return _twisted(call, [("checkpoint", other), ("incarnation", shadow.incarnation)], pick)
 
 
-_ATTEMPTS: dict[str, Callable[[World, Pick], Call | None]] = {
+_ATTEMPTS: dict[str, Callable[[Shadow, Pick], Call | None]] = {
     "reserve": _reserve,
     "bind": _bind,
     "check_refresh": _refresh,
     "check_forward": _forward,
-    "submit": lambda world, pick: Call(
-        "submit", {"caller": world.process.callers[pick(len(world.process.callers))]}
+    "submit": lambda shadow, pick: Call(
+        "submit", {"caller": shadow.process.callers[pick(len(shadow.process.callers))]}
     ),
-    "drain": lambda world, pick: Call("drain"),
+    "drain": lambda shadow, pick: Call("drain"),
     "finalize": _finalize,
-    "commit_epoch": lambda world, pick: Call(
+    "commit_epoch": lambda shadow, pick: Call(
         "commit_epoch",
         {
-            "epoch": world.epoch + (pick(8) == 7),
-            "caller": world.process.callers[pick(len(world.process.callers))],
+            "epoch": shadow.epoch + (pick(8) == 7),
+            "caller": shadow.process.callers[pick(len(shadow.process.callers))],
         },
     ),
-    "checkpoint": lambda world, pick: Call("checkpoint"),
-    "purge": lambda world, pick: Call("purge", {"epoch": world.epoch}),
+    "checkpoint": lambda shadow, pick: Call("checkpoint"),
+    "purge": lambda shadow, pick: Call("purge", {"epoch": shadow.epoch}),
     **{name: _ofa_link(name) for name in ("join", "wait")},
     **{name: _visit(name) for name in TRANSITIONS if TRANSITIONS[name][:2] == ("key", "ref")},
     **{name: _ticketed(name) for name in TRANSITIONS if "ticket" in TRANSITIONS[name]},

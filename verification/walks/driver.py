@@ -14,17 +14,18 @@ from qeffect import Contract, Refused, Ticket
 from qeffect.keys import TapeRef
 from qeffect.relations.constants import NEVER
 
+from ..caller import ProcessCaller
+from ..calls import Call
 from ..induction import INVARIANTS
 from ..judging import failing, members_of, seen, speaks_of
+from ..process import Process
 from ..targets import TARGETS, Target
 from .attempts import aimed, attempt
 from .oracle import violations
-from .performing import perform
-from .processes import Process
 from .proposals import Pick, chooser, support
+from .shadow import Shadow
 from .timeline import Step, schedule_text, timeline_text
-from .walk import Walker
-from .world import Call, World
+from .walk import RandomWalk
 
 __all__ = ["Driver", "Mismatch", "Tally"]
 
@@ -92,7 +93,7 @@ class Tally:
     calls: int = 0
 
 
-class Driver(Walker):
+class Driver(RandomWalk):
     """
     One process under random calls.
 
@@ -123,9 +124,14 @@ class Driver(Walker):
         self.steps: list[Step] = []
         self.met: set[Target] = set()
         self.events: list[str] = []
-        self.contract = self.make(observer=self._observe)
-        super().__init__(World(process, self.contract.incarnation))
+        self.caller = ProcessCaller(process, lambda: self.make(observer=self._observe))
+        super().__init__(Shadow(process, self.contract.incarnation))
         self.start()
+
+    @property
+    def contract(self) -> Contract:
+        """The contract that calls go to now."""
+        return self.caller.contract
 
     def _observe(self, transition: str, arguments: tuple[Any, ...], result: Any) -> None:
         self.events.append(transition)
@@ -137,8 +143,8 @@ class Driver(Walker):
             return
         rare = self._still_rare()
         for _ in range(_SUPPORT if rare else 0):
-            self.run(support(self.world, pick))  # what is rare wants most of a call to be right
-        everything = TARGETS if self.world.quiet else _FLEETING
+            self.run(support(self.shadow, pick))  # what is rare wants most of a call to be right
+        everything = TARGETS if self.shadow.quiet else _FLEETING
         targets = rare or [target for target in everything if target not in self.met]
         self._aim_at(targets, pick)
 
@@ -148,7 +154,7 @@ class Driver(Walker):
     def _aim_at(self, targets: Sequence[Target], pick: Pick) -> None:
         if not targets:
             return
-        for call in aimed(self.world, pick, self.checkpoints, self.fresh(), targets):
+        for call in aimed(self.shadow, pick, self.checkpoints, self.fresh(), targets):
             self.call(call)
             if "evidence" in call.arguments:
                 return  # wrong evidence has aborted its action
@@ -159,12 +165,12 @@ class Driver(Walker):
         if number:
             self._aim_at(self._still_rare(), chooser(number))
         if self.focus:
-            for call in aimed(self.world, chooser(0), self.checkpoints, self.fresh(), self.focus):
+            for call in aimed(self.shadow, chooser(0), self.checkpoints, self.fresh(), self.focus):
                 self.call(call)
 
     def attempt(self, pick: Pick, transition: str) -> None:
         """Attempt a call of a transition, right or wrong."""
-        call = attempt(self.world, pick, self.checkpoints, self.fresh(), transition)
+        call = attempt(self.shadow, pick, self.checkpoints, self.fresh(), transition)
         if call is not None:
             self.call(call)
 
@@ -178,14 +184,14 @@ class Driver(Walker):
             Mismatch: It was refused though legal, accepted though not, refused by another
                 clause, or a refusal changed something.
         """
-        wrong = violations(self.world, call)
+        wrong = violations(self.shadow, call)
         self.tally.calls += 1
         if wrong:
             self._expect_refusal(call, wrong)
             return None
         self.events.clear()
         try:
-            result = self._perform(call)
+            result = self.caller.call(call)
         except Refused as refused:
             self._note(call, refused.clause)
             raise self._mismatch(f"a legal call was refused: {refused}") from None
@@ -207,7 +213,7 @@ class Driver(Walker):
             self._expect_wrong_evidence(call, wrong[0], before)
             return
         try:
-            result = self._perform(call)
+            result = self.caller.call(call)
         except Refused as refused:
             self._note(call, refused.clause)
             if refused.clause != wrong[0]:
@@ -231,7 +237,7 @@ class Driver(Walker):
         transition = self.contract.transitions.functions[call.transition]
         attempts: tuple[Callable[[], Any], ...] = (
             lambda: transition(self.contract.memory, ticket.slot, ticket.serial, *given),
-            lambda: self._perform(call),
+            lambda: self.caller.call(call),
         )
         for attempted in attempts:
             try:
@@ -250,15 +256,15 @@ class Driver(Walker):
             before = None
         del self.steps[-1]
         self._count(call, clause)
-        self.world.happened(Call("abort_wgrad", {"ticket": ticket}), None)
+        self.shadow.happened(Call("abort_wgrad", {"ticket": ticket}), None)
 
     def _told(self, call: Call) -> tuple[Any, ...]:
         """Spell what a commit tells as the transition takes it."""
         told = call.arguments
         filled = told.get("filled")
         pairs = list(filled.items() if isinstance(filled, dict) else filled or ())
-        flight = self.world.flights[told["ticket"].serial]
-        if not self.world.configs[flight.stage].reports_fills:
+        flight = self.shadow.flights[told["ticket"].serial]
+        if not self.shadow.configs[flight.stage].reports_fills:
             pairs = []
         numbers = {n: NEVER if told.get(n) is None else told[n] for n in ("updates", "scales")}
         fill = tuple(sorted(name for name, _ in pairs)), pairs[0][1] if pairs else NEVER
@@ -275,12 +281,6 @@ class Driver(Walker):
         self.tally.refused[clause] += 1
         self.tally.targets[call.transition, clause] += 1
 
-    def _perform(self, call: Call) -> Any:
-        self.contract, result = perform(
-            call, self.contract, lambda: self.make(observer=self._observe)
-        )
-        return result
-
     def _note(self, call: Call, refused: str, result: Any = None) -> None:
         slot = None
         for name in ("ticket", "ref", "slot"):
@@ -295,7 +295,7 @@ class Driver(Walker):
                 told += f" in slot {result.slot}"
         else:
             told = str(result) if isinstance(result, TapeRef) else ""
-        if "refresh" in call.transition or (slot is not None and slot >= len(self.world.slots)):
+        if "refresh" in call.transition or (slot is not None and slot >= len(self.shadow.slots)):
             slot = None
         self.steps.append(Step(call, refused, slot, told))
 
@@ -310,20 +310,20 @@ class Driver(Walker):
 
     def agree(self) -> None:
         """
-        Hold the contract's own account, and the specification's invariants, against the world.
+        Hold the contract's own account, and the specification's invariants, against the shadow.
 
         Raises:
             Mismatch: They differ.
         """
-        world, contract = self.world, self.contract
-        live = {s.tape.key: world.ref(s) for s in world.slots if s.tape is not None}
+        shadow, contract = self.shadow, self.contract
+        live = {s.tape.key: shadow.ref(s) for s in shadow.slots if s.tape is not None}
         if contract.live() != live:
-            raise self._mismatch(f"the contract has {contract.live()} live, the world {live}")
-        if contract.epoch != world.epoch:
-            raise self._mismatch(f"the contract is in epoch {contract.epoch}, not {world.epoch}")
-        if world.uses("order"):
-            for stage in world.stages:
-                if contract.token(stage) != world.domain(stage).updates:
+            raise self._mismatch(f"the contract has {contract.live()} live, the shadow {live}")
+        if contract.epoch != shadow.epoch:
+            raise self._mismatch(f"the contract is in epoch {contract.epoch}, not {shadow.epoch}")
+        if shadow.uses("order"):
+            for stage in shadow.stages:
+                if contract.token(stage) != shadow.domain(stage).updates:
                     raise self._mismatch(f"the token of stage {stage} is {contract.token(stage)}")
         for name in self._broken_invariants():
             raise self._mismatch(f"the invariant {name} does not hold")
@@ -347,7 +347,7 @@ class Driver(Walker):
         shown = [step for step in before if not step.refused or "evidence" in step.call.arguments]
         left_out = len(before) - len(shown)
         note = f" ({left_out} rightly refused calls left out)" if left_out else ""
-        stages = [slot.stage for slot in self.world.slots]
+        stages = [slot.stage for slot in self.shadow.slots]
         mismatch = Mismatch(
             f"{message}\n\nSchedule over {self.process}{note}:\n"
             f"{schedule_text([*shown, last])}\n\n{timeline_text([*shown, last], stages)}"

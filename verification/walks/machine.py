@@ -22,9 +22,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from qeffect import Contract
 
+from ..process import Process
 from ..targets import CLAUSE_IDS, TARGETS, TRANSITION_NAMES, Target
 from .driver import Driver, Mismatch, Tally
-from .processes import PROCESSES, Process
+from .processes import PROCESSES
 from .proposals import chooser
 
 __all__ = ["ContractMachine", "RandomReport", "numbers", "processes", "run", "uncovered"]
@@ -269,7 +270,7 @@ class ContractMachine(RuleBasedStateMachine):
 
     @rule()
     def agree(self) -> None:
-        """Hold the contract's account and the specification's invariants against the world."""
+        """Hold the contract's account and the specification's invariants against the shadow."""
         self.driver.agree()
 
 

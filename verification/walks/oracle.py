@@ -1,9 +1,10 @@
 """
-The oracle: from what happened so far, is a call legal, and if not, what is wrong with it?
+The oracle: whether a call is legal, given what has happened so far, and which clauses it breaks.
 
-It reads the history that `qeffect.verification.walks.world` tells and asks nothing of the contract.
-An answer is the list of clauses that the call would break, in the normative order of the relations;
-a legal call breaks none, and a contract must name the first.
+The oracle is written from the paper alone. It reads the shadow of the process
+(`qeffect.verification.walks.shadow`) and never the contract. Its answer lists the clauses that the
+call would break, in the normative order of the relations. A legal call breaks no clause; a contract
+must name the first clause of the list.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 from qeffect import TapeKey, TapeRef, Ticket
 
-from .world import Call, Slot, World
+from ..calls import Call
+from .entities import Slot
+from .shadow import Shadow
 
 __all__ = ["broken", "seat", "violations"]
 
@@ -27,22 +30,22 @@ _CHECKED_BY = {
 }
 
 
-def violations(world: World, call: Call) -> list[str]:
+def violations(shadow: Shadow, call: Call) -> list[str]:
     """
     Return the clauses that a call would break now, the one to be named first.
 
     >>> from qeffect.verification.walks.processes import PROCESSES
-    >>> world = World(PROCESSES[0], incarnation=1)
-    >>> violations(world, Call("finalize", {"stage": 0, "link": 0}))[:2]
+    >>> shadow = Shadow(PROCESSES[0], incarnation=1)
+    >>> violations(shadow, Call("finalize", {"stage": 0, "link": 0}))[:2]
     ['order.incomplete', 'arena.incomplete']
     """
-    return list(broken(world, call))
+    return list(broken(shadow, call))
 
 
-def broken(world: World, call: Call) -> Findings:
+def broken(shadow: Shadow, call: Call) -> Findings:
     """Yield what `violations` returns, one by one."""
-    omitted = world.process.omit
-    for clause in _RULES[call.transition](world, **call.arguments):
+    omitted = shadow.process.omit
+    for clause in _RULES[call.transition](shadow, **call.arguments):
         if not omitted or _CHECKED_BY.get(clause, clause.partition(".")[0]) not in omitted:
             yield clause
 
@@ -50,8 +53,8 @@ def broken(world: World, call: Call) -> Findings:
 # What several calls have in common
 
 
-def _known(world: World, key: TapeKey) -> bool:
-    return key.cell in world.cells
+def _known(shadow: Shadow, key: TapeKey) -> bool:
+    return key.cell in shadow.cells
 
 
 def _empty(slot: Slot) -> bool:
@@ -59,27 +62,27 @@ def _empty(slot: Slot) -> bool:
     return slot.tape is None and not slot.moving
 
 
-def seat(world: World, key: TapeKey, slot: int | None) -> tuple[Slot | None, list[str]]:
+def seat(shadow: Shadow, key: TapeKey, slot: int | None) -> tuple[Slot | None, list[str]]:
     """Return the slot that a forward or a reservation takes, and what is wrong with it."""
-    own = world.slot_of(key.cell)
+    own = shadow.slot_of(key.cell)
     if slot is None:
-        free = world.free(key.stage)
+        free = shadow.free(key.stage)
         claimed = own is not None and own.tape is not None and own.tape.claimed
         if claimed and own is not None and own.flight is None:
             place = own
         elif free:
             place = free[0]
         else:
-            used_up = [s for s in world.slots if s.stage == key.stage and _empty(s)]
+            used_up = [s for s in shadow.slots if s.stage == key.stage and _empty(s)]
             if not used_up and own is None:
                 return None, ["ownership.pool-exhausted"]
             place = used_up[0] if used_up else own  # type: ignore[assignment]
     else:
-        place = world.slots[slot]
+        place = shadow.slots[slot]
     return place, []
 
 
-def _taken(world: World, key: TapeKey, place: Slot, reserved_is_fine: bool) -> Findings:
+def _taken(shadow: Shadow, key: TapeKey, place: Slot, reserved_is_fine: bool) -> Findings:
     """What is wrong with a key in a slot, whoever asks."""
     tape = place.tape
     if place.stage != key.stage:
@@ -89,23 +92,23 @@ def _taken(world: World, key: TapeKey, place: Slot, reserved_is_fine: bool) -> F
     mine = reserved_is_fine and tape is not None and tape.claimed and tape.key == key
     if tape is not None and not mine:
         yield "ownership.slot-busy"
-    if tape is None and world.slot_of(key.cell) is not None:
+    if tape is None and shadow.slot_of(key.cell) is not None:
         yield "ownership.key-live"
-    if world.forwarded.get(key.cell) == key.epoch:
+    if shadow.forwarded.get(key.cell) == key.epoch:
         yield "ownership.repeated-forward"
-    if place.releases == world.process.generation_max:
+    if place.releases == shadow.process.generation_max:
         yield "ownership.generation-exhausted"
     if place.moving:
         yield "ownership.transfer-in-flight"
-    if reserved_is_fine and world.configs[key.stage].receives_input:
+    if reserved_is_fine and shadow.configs[key.stage].receives_input:
         if not mine or tape is None or "in" not in tape.arrived:
             yield "ownership.receive-missing"
 
 
-def _reference(world: World, key: TapeKey, ref: TapeRef) -> Findings:
+def _reference(shadow: Shadow, key: TapeKey, ref: TapeRef) -> Findings:
     """What is wrong with a key and a reference."""
-    slot = world.slots[ref.slot]
-    if ref.incarnation != world.incarnation:
+    slot = shadow.slots[ref.slot]
+    if ref.incarnation != shadow.incarnation:
         yield "ownership.foreign-incarnation"
     if slot.tape is None or slot.releases != ref.generation:
         yield "ownership.stale-reference"
@@ -115,174 +118,174 @@ def _reference(world: World, key: TapeKey, ref: TapeRef) -> Findings:
         yield "ownership.in-flight"
 
 
-def _transfer(world: World, key: TapeKey, ref: TapeRef, what: str) -> Findings:
+def _transfer(shadow: Shadow, key: TapeKey, ref: TapeRef, what: str) -> Findings:
     """What is wrong with a key and a reference at the end of a transfer."""
-    slot = world.slots[ref.slot]
+    slot = shadow.slots[ref.slot]
     lost = slot.tape is None and what in slot.moving and slot.mover is not None
     if not lost or slot.mover is None or slot.mover[1] != ref.generation:
-        yield from _reference(world, key, ref)
+        yield from _reference(shadow, key, ref)
         return
-    if ref.incarnation != world.incarnation:
+    if ref.incarnation != shadow.incarnation:
         yield "ownership.foreign-incarnation"
     if slot.mover[0] != key:
         yield "ownership.wrong-key"
 
 
-def _end(world: World, key: TapeKey, ref: TapeRef, link: int) -> Findings:
+def _end(shadow: Shadow, key: TapeKey, ref: TapeRef, link: int) -> Findings:
     """What is wrong with the link on which an end is told."""
-    on, at = world.slots[ref.slot].ended
-    if _known(world, key) and world.links[link].domain != world.domain_of(key.stage):
+    on, at = shadow.slots[ref.slot].ended
+    if _known(shadow, key) and shadow.links[link].domain != shadow.domain_of(key.stage):
         yield "completion.wrong-stream"
-    if on != link and world.links[on].joined < at:
+    if on != link and shadow.links[on].joined < at:
         yield "completion.two-ends"
 
 
-def _filled(world: World, stage: int, slot: Slot | None, link: int) -> Findings:
+def _filled(shadow: Shadow, stage: int, slot: Slot | None, link: int) -> Findings:
     """What is wrong with a stream that fills a slot."""
-    if world.links[link].domain != world.domain_of(stage):
+    if shadow.links[link].domain != shadow.domain_of(stage):
         yield "completion.wrong-stream"
-    if slot is not None and world.links[link].waited < slot.vacated:
+    if slot is not None and shadow.links[link].waited < slot.vacated:
         yield "completion.slot-not-awaited"
 
 
-def _seen(world: World, slot: Slot | None) -> Findings:
+def _seen(shadow: Shadow, slot: Slot | None) -> Findings:
     """Whether the graph stream has waited for the slot's latest transfer."""
-    if slot is not None and world.links[slot.ended[0]].joined < slot.ended[1]:
+    if slot is not None and shadow.links[slot.ended[0]].joined < slot.ended[1]:
         yield "completion.transfer-to-graph"
 
 
 def _update(
-    world: World, stage: int, token: int | None, action: tuple[str, Any] | None
+    shadow: Shadow, stage: int, token: int | None, action: tuple[str, Any] | None
 ) -> Findings:
     """What is wrong with another update of a stage's scaling state."""
-    domain = world.domain(stage)
+    domain = shadow.domain(stage)
     if domain.running:
         yield "order.in-flight"
     if domain.poisoned:
         yield "order.poisoned"
     if token is not None and token != domain.updates:
         yield "order.token"
-    declared = world.process.declared.get(world.configs[stage].domain)
+    declared = shadow.process.declared.get(shadow.configs[stage].domain)
     if declared and action is not None:
         if declared[domain.of_epoch : domain.of_epoch + 1] != (action,):
             yield "order.reordered"
 
 
-def _replay(world: World, stage: int, link: int) -> Findings:
+def _replay(shadow: Shadow, stage: int, link: int) -> Findings:
     """What is wrong with a replay on a domain's graph stream."""
-    if world.links[link].domain != world.domain_of(stage):
+    if shadow.links[link].domain != shadow.domain_of(stage):
         yield "completion.wrong-stream"
-    if world.links[link].joined < world.links[link].submitted:
+    if shadow.links[link].joined < shadow.links[link].submitted:
         yield "completion.caller-to-graph"
 
 
-def _after_update(world: World, stage: int) -> Findings:
+def _after_update(shadow: Shadow, stage: int) -> Findings:
     """Whether the weights can be read: the stream waited for the latest update, or the host did."""
-    if world.updated is None:
+    if shadow.updated is None:
         return
-    caller, at = world.updated
-    domain = world.domain_of(stage)
-    own = [link for link in world.links if (link.domain, link.caller) == (domain, caller)]
-    if world.domains[domain].drained < at and not any(link.joined > at for link in own):
+    caller, at = shadow.updated
+    domain = shadow.domain_of(stage)
+    own = [link for link in shadow.links if (link.domain, link.caller) == (domain, caller)]
+    if shadow.domains[domain].drained < at and not any(link.joined > at for link in own):
         yield "completion.update-to-graph"
 
 
-def _reader(world: World, link: int) -> Findings:
+def _reader(shadow: Shadow, link: int) -> Findings:
     """Whether another stream waited for gradients of the epoch already."""
-    if world.reader not in (None, world.links[link].caller):
+    if shadow.reader not in (None, shadow.links[link].caller):
         yield "completion.wrong-consumer"
 
 
-def _in_order(world: World, slot: int, kind: str) -> Findings:
-    pool = world.pools[world.slots[slot].pool]
-    if not pool.keeps_order(world.ranks[slot, kind]):
+def _in_order(shadow: Shadow, slot: int, kind: str) -> Findings:
+    pool = shadow.pools[shadow.slots[slot].pool]
+    if not pool.keeps_order(shadow.ranks[slot, kind]):
         yield "capture.out-of-order"
 
 
-def _waits(world: World, ref: TapeRef) -> set[str]:
-    tape = world.slots[ref.slot].tape
+def _waits(shadow: Shadow, ref: TapeRef) -> set[str]:
+    tape = shadow.slots[ref.slot].tape
     return set() if tape is None else tape.waits
 
 
 # One rule for each transition
 
 
-def _reserve(world: World, key: TapeKey, slot: int | None, link: int) -> Findings:
-    if not _known(world, key):
+def _reserve(shadow: Shadow, key: TapeKey, slot: int | None, link: int) -> Findings:
+    if not _known(shadow, key):
         yield "ownership.unknown-key"
         return
-    if slot is not None and not 0 <= slot < len(world.slots):
+    if slot is not None and not 0 <= slot < len(shadow.slots):
         yield "ownership.unknown-slot"
         return
-    place, wrong = _place_to_reserve(world, key, slot)
+    place, wrong = _place_to_reserve(shadow, key, slot)
     yield from wrong
     if place is not None:
-        yield from _taken(world, key, place, False)
-    if key.epoch != world.epoch:
+        yield from _taken(shadow, key, place, False)
+    if key.epoch != shadow.epoch:
         yield "version.wrong-epoch"
-    yield from _filled(world, key.stage, place, link)
+    yield from _filled(shadow, key.stage, place, link)
 
 
 def _place_to_reserve(
-    world: World, key: TapeKey, slot: int | None
+    shadow: Shadow, key: TapeKey, slot: int | None
 ) -> tuple[Slot | None, list[str]]:
-    own = world.slot_of(key.cell)
-    free = [s for s in world.slots if s.stage == key.stage and _empty(s)]
+    own = shadow.slot_of(key.cell)
+    free = [s for s in shadow.slots if s.stage == key.stage and _empty(s)]
     if slot is None and own is not None and free:
-        return (world.free(key.stage) or free)[0], []
-    return seat(world, key, slot)
+        return (shadow.free(key.stage) or free)[0], []
+    return seat(shadow, key, slot)
 
 
-def _bind(world: World, key: TapeKey, destination: Any) -> Findings:
-    if not _known(world, key):
+def _bind(shadow: Shadow, key: TapeKey, destination: Any) -> Findings:
+    if not _known(shadow, key):
         yield "ownership.unknown-key"
         return
-    if key.epoch != world.epoch:
+    if key.epoch != shadow.epoch:
         yield "version.wrong-epoch"
-    if world.stages[key.stage].spoiled:
+    if shadow.stages[key.stage].spoiled:
         yield "arena.spoiled"
-    if key.cell in world.bound:
+    if key.cell in shadow.bound:
         yield "arena.duplicate-bind"
     if destination is not None:
         yield "arena.mismatch"
 
 
-def _has_cache(world: World) -> Findings:
-    if not world.uses("version"):
+def _has_cache(shadow: Shadow) -> Findings:
+    if not shadow.uses("version"):
         yield "version.left-out"
 
 
-def _check_refresh(world: World, stage: int, link: int) -> Findings:
-    it, domain = world.stages[stage], world.domain(stage)
-    yield from _has_cache(world)
+def _check_refresh(shadow: Shadow, stage: int, link: int) -> Findings:
+    it, domain = shadow.stages[stage], shadow.domain(stage)
+    yield from _has_cache(shadow)
     if it.filling is not None:
         yield "version.in-flight"
-    if it.cached == world.epoch:
+    if it.cached == shadow.epoch:
         yield "version.already-fresh"
-    if it.forwards and world.uses("order"):
+    if it.forwards and shadow.uses("order"):
         yield "version.late-refresh"
     if domain.refreshed not in (None, stage):
         yield "version.refresh-interrupted"
-    yield from _update(world, stage, None, None)
-    yield from _replay(world, stage, link)
-    yield from _after_update(world, stage)
+    yield from _update(shadow, stage, None, None)
+    yield from _replay(shadow, stage, link)
+    yield from _after_update(shadow, stage)
 
 
 def _check_forward(
-    world: World, key: TapeKey, slot: int | None, token: int | None, link: int, refresh: bool
+    shadow: Shadow, key: TapeKey, slot: int | None, token: int | None, link: int, refresh: bool
 ) -> Findings:
-    if not _known(world, key):
+    if not _known(shadow, key):
         yield "ownership.unknown-key"
         return
-    if slot is not None and not 0 <= slot < len(world.slots):
+    if slot is not None and not 0 <= slot < len(shadow.slots):
         yield "ownership.unknown-slot"
         return
-    stage = world.stages[key.stage]
-    place, wrong = seat(world, key, slot)
+    stage = shadow.stages[key.stage]
+    place, wrong = seat(shadow, key, slot)
     yield from wrong
     if place is not None:
-        yield from _taken(world, key, place, True)
-    if key.epoch != world.epoch:
+        yield from _taken(shadow, key, place, True)
+    if key.epoch != shadow.epoch:
         yield "version.wrong-epoch"
     if refresh and stage.filling is not None:
         yield "version.in-flight"
@@ -290,60 +293,60 @@ def _check_forward(
         yield "version.stale-cache"
     if refresh and stage.cached == key.epoch:
         yield "version.already-fresh"
-    if refresh and stage.forwards and world.uses("order"):
+    if refresh and stage.forwards and shadow.uses("order"):
         yield "version.late-refresh"
-    if world.domain(key.stage).refreshed not in (None, key.stage):
+    if shadow.domain(key.stage).refreshed not in (None, key.stage):
         yield "version.refresh-interrupted"
-    yield from _update(world, key.stage, token, ("F", key.cell))
+    yield from _update(shadow, key.stage, token, ("F", key.cell))
     if place is not None:
-        yield from _in_order(world, place.index, "F")
-    yield from _replay(world, key.stage, link)
-    yield from _after_update(world, key.stage)
-    yield from _seen(world, place)
+        yield from _in_order(shadow, place.index, "F")
+    yield from _replay(shadow, key.stage, link)
+    yield from _after_update(shadow, key.stage)
+    yield from _seen(shadow, place)
 
 
 def _check_dgrad(
-    world: World, key: TapeKey, ref: TapeRef, token: int | None, link: int
+    shadow: Shadow, key: TapeKey, ref: TapeRef, token: int | None, link: int
 ) -> Findings:
-    if not 0 <= ref.slot < len(world.slots):
+    if not 0 <= ref.slot < len(shadow.slots):
         yield "ownership.unknown-slot"
         return
-    yield from _reference(world, key, ref)
-    waits = _waits(world, ref)
+    yield from _reference(shadow, key, ref)
+    waits = _waits(shadow, ref)
     if "F" in waits:
         yield "ownership.not-forwarded"
     if "dI" not in waits:
         yield "ownership.duplicate-dgrad"
-    if not _known(world, key):
+    if not _known(shadow, key):
         return
-    receives = world.configs[key.stage].receives_gradient
-    tape = world.slots[ref.slot].tape
-    if "back" in world.slots[ref.slot].moving:
+    receives = shadow.configs[key.stage].receives_gradient
+    tape = shadow.slots[ref.slot].tape
+    if "back" in shadow.slots[ref.slot].moving:
         yield "ownership.transfer-in-flight"
     if receives and (tape is None or "back" not in tape.arrived):
         yield "ownership.receive-missing"
-    if key.epoch != world.epoch:
+    if key.epoch != shadow.epoch:
         yield "version.wrong-epoch"
-    if world.stages[key.stage].cached != key.epoch:
+    if shadow.stages[key.stage].cached != key.epoch:
         yield "version.stale-cache"
-    if world.domain(key.stage).refreshed is not None:
+    if shadow.domain(key.stage).refreshed is not None:
         yield "version.refresh-interrupted"
-    yield from _update(world, key.stage, token, ("dI", key.cell))
-    if world.configs[key.stage].tape_scales == "live":
-        if world.slots[ref.slot].scaled_at != world.domain(key.stage).rolled_at:
+    yield from _update(shadow, key.stage, token, ("dI", key.cell))
+    if shadow.configs[key.stage].tape_scales == "live":
+        if shadow.slots[ref.slot].scaled_at != shadow.domain(key.stage).rolled_at:
             yield "order.scales-moved"
-    if key.cell not in world.bound:
+    if key.cell not in shadow.bound:
         yield "arena.unbound"
-    yield from _in_order(world, ref.slot, "dI")
-    yield from _replay(world, key.stage, link)
-    if world.links[link].waited < world.slots[ref.slot].wrote:
+    yield from _in_order(shadow, ref.slot, "dI")
+    yield from _replay(shadow, key.stage, link)
+    if shadow.links[link].waited < shadow.slots[ref.slot].wrote:
         yield "completion.graph-to-caller"
     if receives:
-        yield from _seen(world, world.slots[ref.slot])
+        yield from _seen(shadow, shadow.slots[ref.slot])
 
 
 def _check_wgrad(
-    world: World,
+    shadow: Shadow,
     key: TapeKey,
     ref: TapeRef,
     destination: Any,
@@ -351,45 +354,45 @@ def _check_wgrad(
     first_of_tied: bool | None,
     link: int,
 ) -> Findings:
-    if not 0 <= ref.slot < len(world.slots):
+    if not 0 <= ref.slot < len(shadow.slots):
         yield "ownership.unknown-slot"
         return
-    if not _known(world, key):
+    if not _known(shadow, key):
         yield "ownership.unknown-key"
         return
-    yield from _reference(world, key, ref)
-    waits = _waits(world, ref)
+    yield from _reference(shadow, key, ref)
+    waits = _waits(shadow, ref)
     if "F" in waits:
         yield "ownership.not-forwarded"
     if "dI" in waits:
         yield "ownership.wgrad-before-dgrad"
     if "dW" not in waits:
         yield "ownership.duplicate-wgrad"
-    if key.epoch != world.epoch:
+    if key.epoch != shadow.epoch:
         yield "version.wrong-epoch"
-    if world.stages[key.stage].spoiled:
+    if shadow.stages[key.stage].spoiled:
         yield "arena.spoiled"
     if destination is not None:
         yield "arena.mismatch"
-    buffers = world.buffers(key.cell)
-    if any(written in buffers for written, _ in world.writing):
+    buffers = shadow.buffers(key.cell)
+    if any(written in buffers for written, _ in shadow.writing):
         yield "arena.in-flight"
     if buffers[0] == buffers[1] and first_of_tied is None:
         first_of_tied = first
     told = [*zip(buffers, (first, first_of_tied), strict=True)]
-    if any(overwrites is True and buffer in world.written for buffer, overwrites in told):
+    if any(overwrites is True and buffer in shadow.written for buffer, overwrites in told):
         yield "arena.overwrite"
-    if any(overwrites is False and buffer not in world.written for buffer, overwrites in told):
+    if any(overwrites is False and buffer not in shadow.written for buffer, overwrites in told):
         yield "arena.stale-accumulation"
-    yield from _in_order(world, ref.slot, "dW")
-    yield from _replay(world, key.stage, link)
+    yield from _in_order(shadow, ref.slot, "dW")
+    yield from _replay(shadow, key.stage, link)
 
 
-def _ticket(world: World, ticket: Ticket) -> Findings:
-    flight = world.flights.get(ticket.serial)
-    if ticket.incarnation != world.incarnation:
+def _ticket(shadow: Shadow, ticket: Ticket) -> Findings:
+    flight = shadow.flights.get(ticket.serial)
+    if ticket.incarnation != shadow.incarnation:
         yield "ownership.unknown-ticket"
-    elif ticket.action == "refresh" and not world.uses("version"):
+    elif ticket.action == "refresh" and not shadow.uses("version"):
         yield "version.left-out"
     elif (
         flight is None or flight.ticket.action != ticket.action or flight.ticket.slot != ticket.slot
@@ -399,22 +402,22 @@ def _ticket(world: World, ticket: Ticket) -> Findings:
 
 
 def _commit(
-    world: World,
+    shadow: Shadow,
     ticket: Ticket,
     evidence: Any = (),
     filled: Any = None,
     updates: Any = None,
     scales: Any = None,
 ) -> Findings:
-    yield from _ticket(world, ticket)
+    yield from _ticket(shadow, ticket)
     if ticket.action in ("dI", "dW") and ticket.key is not None:
-        if tuple(sorted(evidence)) != world.configs[ticket.key.stage].matrices:
+        if tuple(sorted(evidence)) != shadow.configs[ticket.key.stage].matrices:
             wrong = {"dI": "work-not-queued", "dW": "matrix-coverage"}
             yield f"ownership.{wrong[ticket.action]}"
-    flight = world.flights.get(ticket.serial)
+    flight = shadow.flights.get(ticket.serial)
     if flight is None or flight.ticket.action != ticket.action:
         return
-    config = world.configs[flight.stage]
+    config = shadow.configs[flight.stage]
     if config.reports_fills and ticket.action in ("F", "refresh"):
         pairs = list(filled.items() if isinstance(filled, dict) else filled or ())
         if not flight.filling:
@@ -422,110 +425,112 @@ def _commit(
         else:
             if tuple(sorted(name for name, _ in pairs)) != config.matrices:
                 yield "version.fill-missing"
-            if not pairs or any(epoch != world.epoch for _, epoch in pairs):
+            if not pairs or any(epoch != shadow.epoch for _, epoch in pairs):
                 yield "version.wrong-fill"
     if config.reports_updates and ticket.action in ("F", "dI") and updates != 1:
         yield "order.scaling-updates"
     if config.tape_scales == "carried" and ticket.action == "dI" and flight.slot is not None:
-        if scales != world.slots[flight.slot].scaled_at:
+        if scales != shadow.slots[flight.slot].scaled_at:
             yield "order.wrong-scales"
 
 
-def _read(world: World, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> Findings:
-    if not 0 <= ref.slot < len(world.slots):
+def _read(shadow: Shadow, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> Findings:
+    if not 0 <= ref.slot < len(shadow.slots):
         yield "ownership.unknown-slot"
         return
-    yield from _reference(world, key, ref)
-    waits = _waits(world, ref)
+    yield from _reference(shadow, key, ref)
+    waits = _waits(shadow, ref)
     what = "grad" if gradient else "out"
     if what not in waits:
         yield "ownership.no-such-reader"
     if gradient and "dI" in waits:
         yield "ownership.read-before-dgrad"
-    if what in world.slots[ref.slot].moving:
+    if what in shadow.slots[ref.slot].moving:
         yield "ownership.read-duplicate"
-    if _known(world, key) and world.links[link].domain != world.domain_of(key.stage):
+    if _known(shadow, key) and shadow.links[link].domain != shadow.domain_of(key.stage):
         yield "completion.wrong-stream"
-    if world.links[link].waited < world.slots[ref.slot].wrote:
+    if shadow.links[link].waited < shadow.slots[ref.slot].wrote:
         yield "completion.graph-to-caller"
 
 
-def _finish_read(world: World, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> Findings:
-    if not 0 <= ref.slot < len(world.slots):
+def _finish_read(shadow: Shadow, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> Findings:
+    if not 0 <= ref.slot < len(shadow.slots):
         yield "ownership.unknown-slot"
         return
     what = "grad" if gradient else "out"
-    yield from _transfer(world, key, ref, what)
-    begun = what in world.slots[ref.slot].moving
-    if what not in _waits(world, ref) and not begun:
+    yield from _transfer(shadow, key, ref, what)
+    begun = what in shadow.slots[ref.slot].moving
+    if what not in _waits(shadow, ref) and not begun:
         yield "ownership.no-such-reader"
     if not begun:
         yield "ownership.read-not-begun"
-    yield from _end(world, key, ref, link)
+    yield from _end(shadow, key, ref, link)
 
 
-def _post_receive(world: World, key: TapeKey, ref: TapeRef, gradient: bool, link: int) -> Findings:
-    if not 0 <= ref.slot < len(world.slots):
+def _post_receive(
+    shadow: Shadow, key: TapeKey, ref: TapeRef, gradient: bool, link: int
+) -> Findings:
+    if not 0 <= ref.slot < len(shadow.slots):
         yield "ownership.unknown-slot"
         return
-    yield from _reference(world, key, ref)
-    slot = world.slots[ref.slot]
-    if not _known(world, key) or slot.tape is None:
+    yield from _reference(shadow, key, ref)
+    slot = shadow.slots[ref.slot]
+    if not _known(shadow, key) or slot.tape is None:
         return
-    config = world.configs[key.stage]
+    config = shadow.configs[key.stage]
     if not (config.receives_gradient if gradient else config.receives_input):
         yield "ownership.no-such-receive"
     if gradient and slot.tape.claimed:
         yield "ownership.not-forwarded"
     if ("back" if gradient else "in") in slot.moving | slot.tape.arrived:
         yield "ownership.receive-duplicate"
-    yield from _filled(world, key.stage, slot, link)
+    yield from _filled(shadow, key.stage, slot, link)
 
 
 def _finish_receive(
-    world: World, key: TapeKey, ref: TapeRef, gradient: bool, link: int
+    shadow: Shadow, key: TapeKey, ref: TapeRef, gradient: bool, link: int
 ) -> Findings:
-    if not 0 <= ref.slot < len(world.slots):
+    if not 0 <= ref.slot < len(shadow.slots):
         yield "ownership.unknown-slot"
         return
     what = "back" if gradient else "in"
-    yield from _transfer(world, key, ref, what)
-    if what not in world.slots[ref.slot].moving:
+    yield from _transfer(shadow, key, ref, what)
+    if what not in shadow.slots[ref.slot].moving:
         yield "ownership.receive-not-posted"
-    yield from _end(world, key, ref, link)
+    yield from _end(shadow, key, ref, link)
 
 
-def _drop(world: World, key: TapeKey, ref: TapeRef) -> Findings:
-    if not 0 <= ref.slot < len(world.slots):
+def _drop(shadow: Shadow, key: TapeKey, ref: TapeRef) -> Findings:
+    if not 0 <= ref.slot < len(shadow.slots):
         yield "ownership.unknown-slot"
         return
-    yield from _reference(world, key, ref)
+    yield from _reference(shadow, key, ref)
 
 
-def _purge(world: World, epoch: int) -> Findings:
-    for slot in world.live():
+def _purge(shadow: Shadow, epoch: int) -> Findings:
+    for slot in shadow.live():
         if slot.tape is not None and slot.tape.key.epoch == epoch:
-            wrong = list(_drop(world, slot.tape.key, world.ref(slot)))
+            wrong = list(_drop(shadow, slot.tape.key, shadow.ref(slot)))
             yield from wrong
             if wrong:
                 return
 
 
-def _invalidate(world: World, stage: int) -> Findings:
-    yield from _has_cache(world)
-    if world.stages[stage].filling is not None:
+def _invalidate(shadow: Shadow, stage: int) -> Findings:
+    yield from _has_cache(shadow)
+    if shadow.stages[stage].filling is not None:
         yield "version.in-flight"
 
 
-def _always(world: World, **arguments: Any) -> Findings:
+def _always(shadow: Shadow, **arguments: Any) -> Findings:
     return iter(())
 
 
-def _finalize(world: World, stage: int, link: int) -> Findings:
-    it, whole = world.stages[stage], len(world.configs[stage].cells())
-    other = world.sharer(stage)
-    sharer, lacks = world.stages[other], len(world.configs[other].cells())
-    if world.domain(stage).poisoned:
+def _finalize(shadow: Shadow, stage: int, link: int) -> Findings:
+    it, whole = shadow.stages[stage], len(shadow.configs[stage].cells())
+    other = shadow.sharer(stage)
+    sharer, lacks = shadow.stages[other], len(shadow.configs[other].cells())
+    if shadow.domain(stage).poisoned:
         yield "order.poisoned"
     if it.forwards < whole or it.dgrads < whole:
         yield "order.incomplete"
@@ -533,11 +538,11 @@ def _finalize(world: World, stage: int, link: int) -> Findings:
         yield "arena.spoiled"
     if it.wgrads < whole or sharer.wgrads < lacks:
         yield "arena.incomplete"
-    if world.links[link].domain != world.domain_of(stage):
+    if shadow.links[link].domain != shadow.domain_of(stage):
         yield "completion.wrong-stream"
-    if world.links[link].waited < max(it.wrote, sharer.wrote):
+    if shadow.links[link].waited < max(it.wrote, sharer.wrote):
         yield "completion.graph-to-caller"
-    yield from _reader(world, link)
+    yield from _reader(shadow, link)
     if it.spoiled:
         yield "epoch.spoiled"
     if it.wgrads < whole:
@@ -546,9 +551,9 @@ def _finalize(world: World, stage: int, link: int) -> Findings:
         yield "epoch.already-final"
 
 
-def _start_reduction(world: World, bucket: int | str, link: int) -> Findings:
-    it, stages = world.reductions[bucket], world.writers(bucket)
-    declared = world.process.reductions
+def _start_reduction(shadow: Shadow, bucket: int | str, link: int) -> Findings:
+    it, stages = shadow.reductions[bucket], shadow.writers(bucket)
+    declared = shadow.process.reductions
     if any(stage.spoiled for stage in stages):
         yield "reduction.spoiled"
     if any(stage.wgrads < len(stage.config.cells()) for stage in stages):
@@ -557,83 +562,83 @@ def _start_reduction(world: World, bucket: int | str, link: int) -> Findings:
         yield "reduction.in-flight"
     if it.done:
         yield "reduction.duplicate"
-    if declared and declared[len(world.begun) :][:1] != (bucket,):
+    if declared and declared[len(shadow.begun) :][:1] != (bucket,):
         yield "reduction.out-of-order"
-    if world.links[link].domain != world.domain_of(it.stages[0]):
+    if shadow.links[link].domain != shadow.domain_of(it.stages[0]):
         yield "completion.wrong-stream"
-    if any(world.links[link].waited < stage.wrote for stage in stages):
+    if any(shadow.links[link].waited < stage.wrote for stage in stages):
         yield "completion.graph-to-caller"
 
 
-def _finish_reduction(world: World, bucket: int | str, link: int) -> Findings:
-    yield from _fail_reduction(world, bucket)
-    if world.links[link].domain != world.domain_of(world.reductions[bucket].stages[0]):
+def _finish_reduction(shadow: Shadow, bucket: int | str, link: int) -> Findings:
+    yield from _fail_reduction(shadow, bucket)
+    if shadow.links[link].domain != shadow.domain_of(shadow.reductions[bucket].stages[0]):
         yield "completion.wrong-stream"
-    yield from _reader(world, link)
+    yield from _reader(shadow, link)
 
 
-def _fail_reduction(world: World, bucket: int | str) -> Findings:
-    if not world.reductions[bucket].running:
+def _fail_reduction(shadow: Shadow, bucket: int | str) -> Findings:
+    if not shadow.reductions[bucket].running:
         yield "reduction.not-started"
 
 
-def _commit_epoch(world: World, epoch: int, caller: Hashable) -> Findings:
-    stages = world.stages.values()
-    if world.live():
+def _commit_epoch(shadow: Shadow, epoch: int, caller: Hashable) -> Findings:
+    stages = shadow.stages.values()
+    if shadow.live():
         yield "ownership.live-tape"
     if any(stage.filling is not None for stage in stages):
         yield "version.in-flight"
-    if any(domain.running for domain in world.domains):
+    if any(domain.running for domain in shadow.domains):
         yield "order.in-flight"
-    if epoch != world.epoch:
+    if epoch != shadow.epoch:
         yield "epoch.wrong-epoch"
-    if epoch != world.epoch or not all(stage.final for stage in stages):
+    if epoch != shadow.epoch or not all(stage.final for stage in stages):
         yield "epoch.not-final"
-    if caller != world.reader:
+    if caller != shadow.reader:
         yield "completion.update-stream"
-    if any(reduction.running for reduction in world.reductions.values()):
+    if any(reduction.running for reduction in shadow.reductions.values()):
         yield "reduction.in-flight"
-    if not all(reduction.done for reduction in world.reductions.values()):
+    if not all(reduction.done for reduction in shadow.reductions.values()):
         yield "reduction.missing"
 
 
-def _checkpoint(world: World) -> Findings:
-    stages = world.stages.values()
-    if world.live():
+def _checkpoint(shadow: Shadow) -> Findings:
+    stages = shadow.stages.values()
+    if shadow.live():
         yield "persistence.live-tape"
-    if world.uses("version"):
+    if shadow.uses("version"):
         if any(stage.filling is not None for stage in stages):
             yield "persistence.action-in-flight"
-        if any(domain.refreshed is not None for domain in world.domains):
+        if any(domain.refreshed is not None for domain in shadow.domains):
             yield "persistence.mid-epoch"
-    if world.uses("order"):
-        if any(domain.running for domain in world.domains):
+    if shadow.uses("order"):
+        if any(domain.running for domain in shadow.domains):
             yield "persistence.action-in-flight"
-        if any(domain.poisoned for domain in world.domains):
+        if any(domain.poisoned for domain in shadow.domains):
             yield "order.poisoned"
-    if any(domain.device for domain in world.domains):
+    if any(domain.device for domain in shadow.domains):
         yield "persistence.device-work"
-    if any(reduction.running for reduction in world.reductions.values()):
+    if any(reduction.running for reduction in shadow.reductions.values()):
         yield "persistence.reduction-in-flight"
-    if any(stage.wgrads or (stage.forwards and world.uses("order")) for stage in stages):
+    if any(stage.wgrads or (stage.forwards and shadow.uses("order")) for stage in stages):
         yield "persistence.mid-epoch"
 
 
-def _restore(world: World, checkpoint: Any, incarnation: int, fresh: bool) -> Findings:
-    if [c.stage for c in checkpoint.stages] != [c.stage for c in world.process.stages]:
+def _restore(shadow: Shadow, checkpoint: Any, incarnation: int, fresh: bool) -> Findings:
+    if [c.stage for c in checkpoint.stages] != [c.stage for c in shadow.process.stages]:
         yield "persistence.configuration"
     if not fresh:
-        if any(slot.flight is not None for slot in world.slots):
+        if any(slot.flight is not None for slot in shadow.slots):
             yield "ownership.in-flight"
-        if any(stage.filling is not None for stage in world.stages.values()):
+        if any(stage.filling is not None for stage in shadow.stages.values()):
             yield "version.in-flight"
-        if any(domain.running for domain in world.domains):
+        if any(domain.running for domain in shadow.domains):
             yield "order.in-flight"
-        if any(domain.device for domain in world.domains):
+        if any(domain.device for domain in shadow.domains):
             yield "persistence.device-work"
-        if any(reduction.running for reduction in world.reductions.values()):
+        if any(reduction.running for reduction in shadow.reductions.values()):
             yield "reduction.in-flight"
-        if incarnation == world.incarnation:
+        if incarnation == shadow.incarnation:
             yield "persistence.same-incarnation"
 
 

@@ -4,79 +4,13 @@ Small processes to run random schedules over: together they configure every rela
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
-from functools import cached_property
 from typing import Any
 
-from attrs import define, field
+from qeffect import Bucket, Destination, StageConfig
 
-from qeffect import Bucket, Contract, Destination, StageConfig
-from qeffect.contract import Observer
-from qeffect.keys import Cell
-from qeffect.relations.constants import GENERATION_MAX
+from ..process import Process
 
-__all__ = ["PROCESSES", "Process"]
-
-Graph = tuple[int, int, str]
-
-
-def _stages(stages: Iterable[StageConfig]) -> tuple[StageConfig, ...]:
-    return tuple(stages)
-
-
-def _relations(names: Iterable[str]) -> frozenset[str]:
-    return frozenset(names)
-
-
-@define(eq=False)
-class Process:
-    """
-    What one process is configured with; the arguments are those of `Contract`.
-
-    >>> Process("tiny", [StageConfig(0, microbatches=1, slots=1)]).contract().epoch
-    0
-    """
-
-    name: str
-    stages: tuple[StageConfig, ...] = field(converter=_stages)
-    omit: frozenset[str] = field(default=(), converter=_relations)
-    callers: tuple[Hashable, ...] = ("main",)
-    capture_order: tuple[Graph, ...] = ()
-    declared: Mapping[Hashable, tuple[tuple[str, Cell], ...]] = field(factory=dict)
-    generation_max: int = GENERATION_MAX
-    reductions: tuple[int | str, ...] = ()
-
-    def contract(self, observer: Observer | None = None, **changes: Any) -> Contract:
-        """Return a fresh contract of the process."""
-        arguments = {
-            "stages": self.stages,
-            "omit": self.omit,
-            "callers": self.callers,
-            "capture_order": self.capture_order,
-            "declared": self.declared,
-            "generation_max": self.generation_max,
-            "reductions": self.reductions,
-        }
-        return Contract(**{**arguments, **changes}, observer=observer)
-
-    @cached_property
-    def capture(self) -> tuple[list[int], dict[tuple[int, str], int]]:
-        """Each slot's pool, and each graph's place in the order of capture."""
-        names: list[Hashable] = []
-        first: dict[int, int] = {}
-        for config in self.stages:
-            first[config.stage] = len(names)
-            for slot in range(config.slots):
-                own = (config.stage, slot)
-                names.append(own if config.pool is None else (config.pool,))
-        numbers = list(dict.fromkeys(names))
-        order = [(first[stage] + local, kind) for stage, local, kind in self.capture_order] or [
-            (slot, kind) for kind in ("F", "dI", "dW") for slot in range(len(names))
-        ]
-        return [numbers.index(name) for name in names], {g: rank for rank, g in enumerate(order)}
-
-    def __str__(self) -> str:
-        return self.name
+__all__ = ["PROCESSES"]
 
 
 def _stage(stage: int = 0, **options: Any) -> StageConfig:

@@ -14,8 +14,10 @@ from attrs import evolve
 
 from qeffect import Checkpoint, TapeKey, Ticket
 
+from ..calls import Call
+from .entities import Slot
 from .oracle import broken, seat, violations
-from .world import Call, Slot, World
+from .shadow import Shadow
 
 __all__ = [
     "ACTIONS",
@@ -44,14 +46,14 @@ Pick = Callable[[int], int]
 Plan = Generator[Call, Any, None]
 
 #: What a caller can put right just before a call, by the clause that would refuse it.
-_REMEDIES: dict[str, Callable[[World, Call], Call]] = {
-    "completion.caller-to-graph": lambda world, call: Call("join", {"link": _link(call)}),
-    "completion.graph-to-caller": lambda world, call: Call("wait", {"link": _link(call)}),
-    "completion.slot-not-awaited": lambda world, call: Call("wait", {"link": _link(call)}),
-    "completion.update-to-graph": lambda world, call: _join_update(world, call),
-    "completion.transfer-to-graph": lambda world, call: _join_end(world, call),
-    "completion.two-ends": lambda world, call: _join_end(world, call),
-    "arena.unbound": lambda world, call: Call(
+_REMEDIES: dict[str, Callable[[Shadow, Call], Call]] = {
+    "completion.caller-to-graph": lambda shadow, call: Call("join", {"link": _link(call)}),
+    "completion.graph-to-caller": lambda shadow, call: Call("wait", {"link": _link(call)}),
+    "completion.slot-not-awaited": lambda shadow, call: Call("wait", {"link": _link(call)}),
+    "completion.update-to-graph": lambda shadow, call: _join_update(shadow, call),
+    "completion.transfer-to-graph": lambda shadow, call: _join_end(shadow, call),
+    "completion.two-ends": lambda shadow, call: _join_end(shadow, call),
+    "arena.unbound": lambda shadow, call: Call(
         "bind", {"key": call.arguments["key"], "destination": None}
     ),
 }
@@ -61,29 +63,29 @@ def _link(call: Call) -> Any:
     return call.arguments["link"]
 
 
-def _join_end(world: World, call: Call) -> Call:
+def _join_end(shadow: Shadow, call: Call) -> Call:
     """Let the graph stream wait for the latest end of the slot that a call is about."""
     given = call.arguments
     if "ref" in given:
-        place: Slot | None = world.slots[given["ref"].slot]
+        place: Slot | None = shadow.slots[given["ref"].slot]
     else:
-        place, _ = seat(world, given["key"], given["slot"])
+        place, _ = seat(shadow, given["key"], given["slot"])
     assert place is not None
     return Call("join", {"link": place.ended[0]})
 
 
-def _join_update(world: World, call: Call) -> Call:
+def _join_update(shadow: Shadow, call: Call) -> Call:
     """Let the graph stream that a call is for wait for the optimizer's latest update."""
-    assert world.updated is not None
+    assert shadow.updated is not None
     given = call.arguments
     stage = given["key"].stage if "key" in given else given["stage"]
-    return Call("join", {"link": link_of(world, stage, world.updated[0])})
+    return Call("join", {"link": link_of(shadow, stage, shadow.updated[0])})
 
 
-def link_of(world: World, stage: int, caller: Hashable) -> int:
+def link_of(shadow: Shadow, stage: int, caller: Hashable) -> int:
     """Return the link of a caller to a stage's domain."""
-    domain = world.domain_of(stage)
-    links = enumerate(world.links)
+    domain = shadow.domain_of(stage)
+    links = enumerate(shadow.links)
     return next(i for i, link in links if (link.domain, link.caller) == (domain, caller))
 
 
@@ -109,43 +111,43 @@ def _first(bound: int) -> int:
     return 0
 
 
-def a_link(world: World, stage: int, pick: Pick = _first) -> int:
+def a_link(shadow: Shadow, stage: int, pick: Pick = _first) -> int:
     """Return one of the links to a stage's domain."""
-    domain = world.domain_of(stage)
-    own = [index for index, link in enumerate(world.links) if link.domain == domain]
+    domain = shadow.domain_of(stage)
+    own = [index for index, link in enumerate(shadow.links) if link.domain == domain]
     return own[pick(len(own))]
 
 
-def reader_of(world: World, bucket: int | str) -> int:
+def reader_of(shadow: Shadow, bucket: int | str) -> int:
     """Return the link of the stream that reads a bucket's gradients, or may be named as it."""
-    return _readers_link(world, world.reductions[bucket].stages[0])
+    return _readers_link(shadow, shadow.reductions[bucket].stages[0])
 
 
-def _readers_link(world: World, stage: int) -> int:
+def _readers_link(shadow: Shadow, stage: int) -> int:
     """Return the link of the stream that reads the gradients, or may be named as it."""
-    return a_link(world, stage) if world.reader is None else link_of(world, stage, world.reader)
+    return a_link(shadow, stage) if shadow.reader is None else link_of(shadow, stage, shadow.reader)
 
 
-def evidence(world: World, ticket: Ticket) -> tuple[str, ...]:
+def evidence(shadow: Shadow, ticket: Ticket) -> tuple[str, ...]:
     """Return the whole evidence of an action."""
     if ticket.action in ("dI", "dW") and ticket.key is not None:
-        return world.configs[ticket.key.stage].matrices
+        return shadow.configs[ticket.key.stage].matrices
     return ()
 
 
-def reports(world: World, ticket: Ticket) -> dict[str, Any]:
+def reports(shadow: Shadow, ticket: Ticket) -> dict[str, Any]:
     """Return what an action that did what was asked for reports, where its backend does."""
-    flight = world.flights.get(ticket.serial)
+    flight = shadow.flights.get(ticket.serial)
     if flight is None:
         return {}
-    config = world.configs[flight.stage]
+    config = shadow.configs[flight.stage]
     told: dict[str, Any] = {}
     if config.reports_fills and flight.filling:
-        told["filled"] = dict.fromkeys(config.matrices, world.epoch)
+        told["filled"] = dict.fromkeys(config.matrices, shadow.epoch)
     if config.reports_updates and ticket.action in ("F", "dI"):
         told["updates"] = 1
     if config.tape_scales == "carried" and ticket.action == "dI" and flight.slot is not None:
-        told["scales"] = world.slots[flight.slot].scaled_at
+        told["scales"] = shadow.slots[flight.slot].scaled_at
     return told
 
 
@@ -155,20 +157,20 @@ NAMES = {"F": "forward", "dI": "dgrad", "dW": "wgrad", "refresh": "refresh"}
 ACTIONS = {name: action for action, name in NAMES.items()}
 
 
-def committed(world: World, ticket: Ticket) -> Call:
+def committed(shadow: Shadow, ticket: Ticket) -> Call:
     """Return the commit of an action that did what was asked for."""
     name = f"commit_{NAMES[ticket.action]}"
-    whole = evidence(world, ticket)
-    return Call(name, {"ticket": ticket, "evidence": whole, **reports(world, ticket)})
+    whole = evidence(shadow, ticket)
+    return Call(name, {"ticket": ticket, "evidence": whole, **reports(shadow, ticket)})
 
 
 def _abort(ticket: Ticket) -> Call:
     return Call(f"abort_{NAMES[ticket.action]}", {"ticket": ticket})
 
 
-def shares_pool(world: World, stage: int) -> bool:
+def shares_pool(shadow: Shadow, stage: int) -> bool:
     """Whether a stage's slots share capture memory, so that it matters which one is used."""
-    return world.configs[stage].pool is not None
+    return shadow.configs[stage].pool is not None
 
 
 def key_of(slot: Slot) -> TapeKey:
@@ -180,85 +182,85 @@ def key_of(slot: Slot) -> TapeKey:
 # Progress: the calls that bring an epoch to its end
 
 
-def _forwards(world: World) -> Iterator[Call]:
-    for stage, it in world.stages.items():
+def _forwards(shadow: Shadow) -> Iterator[Call]:
+    for stage, it in shadow.stages.items():
         keys = [
-            TapeKey(world.epoch, *cell)
+            TapeKey(shadow.epoch, *cell)
             for cell in it.config.cells()
-            if world.forwarded.get(cell) != world.epoch
+            if shadow.forwarded.get(cell) != shadow.epoch
         ]
         for key in keys[:2]:
-            if it.config.receives_input and world.slot_of(key.cell) is None:
-                link = a_link(world, stage)
+            if it.config.receives_input and shadow.slot_of(key.cell) is None:
+                link = a_link(shadow, stage)
                 yield Call("reserve", {"key": key, "slot": None, "link": link})
-            apart = world.slot_of(key.cell) is not None or not shares_pool(world, stage)
-            for slot in [None] if apart else [free.index for free in world.free(stage)]:
+            apart = shadow.slot_of(key.cell) is not None or not shares_pool(shadow, stage)
+            for slot in [None] if apart else [free.index for free in shadow.free(stage)]:
                 yield Call(
                     "check_forward",
                     {
                         "key": key,
                         "slot": slot,
                         "token": None,
-                        "link": a_link(world, stage),
-                        "refresh": world.uses("version") and it.cached != world.epoch,
+                        "link": a_link(shadow, stage),
+                        "refresh": shadow.uses("version") and it.cached != shadow.epoch,
                     },
                 )
 
 
-def _visits(world: World) -> Iterator[Call]:
-    for slot in world.live():
-        key, ref = key_of(slot), world.ref(slot)
+def _visits(shadow: Shadow) -> Iterator[Call]:
+    for slot in shadow.live():
+        key, ref = key_of(slot), shadow.ref(slot)
         tape = {"key": key, "ref": ref}
-        link = a_link(world, key.stage)
+        link = a_link(shadow, key.stage)
         yield Call("check_dgrad", {**tape, "token": None, "link": link})
         writes = {"destination": None, "first": None, "first_of_tied": None}
         yield Call("check_wgrad", {**tape, **writes, "link": link})
         for gradient in (False, True):
             for name in ("read", "finish_read", "post_receive", "finish_receive"):
                 yield Call(name, {**tape, "gradient": gradient, "link": link})
-    for slot in world.slots:
+    for slot in shadow.slots:
         if slot.tape is None and slot.moving and slot.mover is not None:
             key, generation = slot.mover
-            ref = evolve(world.ref(slot), generation=generation)
-            link = a_link(world, key.stage)
+            ref = evolve(shadow.ref(slot), generation=generation)
+            link = a_link(shadow, key.stage)
             for what in sorted(slot.moving):
                 name = "finish_receive" if what in ("in", "back") else "finish_read"
                 gradient = what in ("back", "grad")
                 yield Call(name, {"key": key, "ref": ref, "gradient": gradient, "link": link})
 
 
-def _closings(world: World) -> Iterator[Call]:
-    for stage in world.stages:
-        yield Call("finalize", {"stage": stage, "link": _readers_link(world, stage)})
-    for bucket, it in world.reductions.items():
-        link = a_link(world, it.stages[0])
+def _closings(shadow: Shadow) -> Iterator[Call]:
+    for stage in shadow.stages:
+        yield Call("finalize", {"stage": stage, "link": _readers_link(shadow, stage)})
+    for bucket, it in shadow.reductions.items():
+        link = a_link(shadow, it.stages[0])
         if not it.done:
             yield Call("start_reduction", {"bucket": bucket, "link": link})
-        yield Call("finish_reduction", {"bucket": bucket, "link": reader_of(world, bucket)})
-    updater = world.process.callers[0] if world.reader is None else world.reader
-    yield Call("commit_epoch", {"epoch": world.epoch, "caller": updater})
+        yield Call("finish_reduction", {"bucket": bucket, "link": reader_of(shadow, bucket)})
+    updater = shadow.process.callers[0] if shadow.reader is None else shadow.reader
+    yield Call("commit_epoch", {"epoch": shadow.epoch, "caller": updater})
 
 
-def _possible(world: World, call: Call) -> bool:
+def _possible(shadow: Shadow, call: Call) -> bool:
     """Whether a call is legal, or becomes so once the caller has waited and bound."""
-    for clause in broken(world, call):
+    for clause in broken(shadow, call):
         remedy = _REMEDIES.get(clause)
         if remedy is None:
             return False
-        if clause == "arena.unbound" and violations(world, remedy(world, call)):
+        if clause == "arena.unbound" and violations(shadow, remedy(shadow, call)):
             return False
     return True
 
 
-def progress(world: World, pick: Pick) -> Plan | None:
+def progress(shadow: Shadow, pick: Pick) -> Plan | None:
     """Return a plan that furthers the epoch, or None where nothing legal does."""
     calls = [
         call
         for source in (_forwards, _visits, _closings)
-        for call in source(world)
-        if _possible(world, call)
+        for call in source(shadow)
+        if _possible(shadow, call)
     ]
-    landings = [committed(world, flight.ticket) for flight in world.flights.values()]
+    landings = [committed(shadow, flight.ticket) for flight in shadow.flights.values()]
     choices = landings + calls
     if not choices:
         return None
@@ -266,53 +268,53 @@ def progress(world: World, pick: Pick) -> Plan | None:
     for _ in range(2):
         if choice.transition == "finish_read":
             choice = choices[pick(len(choices))]  # a late reader outlives its stage's last dW
-    return _carry_out(world, _spelled_out(world, choice, pick), pick)
+    return _carry_out(shadow, _spelled_out(shadow, choice, pick), pick)
 
 
-def _spelled_out(world: World, call: Call, pick: Pick) -> Call:
+def _spelled_out(shadow: Shadow, call: Call, pick: Pick) -> Call:
     """The same call, said in another of the ways in which it can be."""
     given = dict(call.arguments)
     if "link" in given:
-        given["link"] = _another_link(world, call, pick)
+        given["link"] = _another_link(shadow, call, pick)
     if "token" in given and pick(2):
-        given["token"] = world.domain(given["key"].stage).updates
+        given["token"] = shadow.domain(given["key"].stage).updates
     if call.transition == "check_forward" and given["slot"] is None and pick(4) == 3:
         key = given["key"]
-        free = world.free(key.stage)
-        own = world.slot_of(key.cell)
+        free = shadow.free(key.stage)
+        own = shadow.slot_of(key.cell)
         given["slot"] = free[pick(len(free))].index if own is None else own.index
     if "first" in given and pick(4) == 3:
-        buffer, shared = world.buffers(given["key"].cell)
-        given["first"] = buffer not in world.written
+        buffer, shared = shadow.buffers(given["key"].cell)
+        given["first"] = buffer not in shadow.written
         if pick(2):
-            given["first_of_tied"] = shared not in world.written
+            given["first_of_tied"] = shared not in shadow.written
     return Call(call.transition, given)
 
 
-def _another_link(world: World, call: Call, pick: Pick) -> int:
+def _another_link(shadow: Shadow, call: Call, pick: Pick) -> int:
     """Return a link that the call may name: that of the gradients' reader, where it is known."""
     given = call.arguments
     if "bucket" in given:
-        stages = world.reductions[given["bucket"]].stages
+        stages = shadow.reductions[given["bucket"]].stages
     else:
         stages = (given["key"].stage if "key" in given else given["stage"],)
-    if call.transition in ("finalize", "finish_reduction") and world.reader is not None:
-        return link_of(world, stages[0], world.reader)
-    return a_link(world, stages[0], pick)
+    if call.transition in ("finalize", "finish_reduction") and shadow.reader is not None:
+        return link_of(shadow, stages[0], shadow.reader)
+    return a_link(shadow, stages[0], pick)
 
 
-def _carry_out(world: World, call: Call, pick: Pick) -> Plan:
+def _carry_out(shadow: Shadow, call: Call, pick: Pick) -> Plan:
     if call.arguments.get("refresh") and pick(2):
         stage, link = call.arguments["key"].stage, call.arguments["link"]
         refresh = Call("check_refresh", {"stage": stage, "link": link})
-        if _possible(world, refresh):
-            yield from prepared(world, refresh)
+        if _possible(shadow, refresh):
+            yield from prepared(shadow, refresh)
             ticket = yield refresh
             if pick(4) == 3:
                 return
-            yield committed(world, ticket)
+            yield committed(shadow, ticket)
             call.arguments["refresh"] = False
-    yield from prepared(world, call)
+    yield from prepared(shadow, call)
     ticket = yield call
     if call.transition == "start_reduction" and pick(2):
         yield Call("drain")
@@ -321,65 +323,65 @@ def _carry_out(world: World, call: Call, pick: Pick) -> Plan:
         if left == 63:
             yield _abort(ticket)
         elif left < (32 if call.transition == "check_wgrad" else 48):
-            yield committed(world, ticket)
+            yield committed(shadow, ticket)
 
 
-def prepared(world: World, call: Call) -> Plan:
+def prepared(shadow: Shadow, call: Call) -> Plan:
     """Plan what puts right all that a caller can put right before a call."""
-    while wrong := [clause for clause in violations(world, call) if clause in _REMEDIES]:
-        yield _REMEDIES[wrong[0]](world, call)
+    while wrong := [clause for clause in violations(shadow, call) if clause in _REMEDIES]:
+        yield _REMEDIES[wrong[0]](shadow, call)
 
 
 # Support: what a caller does beside the actions, always legal
 
 
-def support(world: World, pick: Pick) -> Plan | None:
+def support(shadow: Shadow, pick: Pick) -> Plan | None:
     """Return a plan that is legal and changes nothing about which work is whole."""
     calls = [
-        *(Call("submit", {"caller": caller}) for caller in world.process.callers),
+        *(Call("submit", {"caller": caller}) for caller in shadow.process.callers),
         *(
             Call(name, {"link": link})
             for name in ("join", "wait")
-            for link in range(len(world.links))
+            for link in range(len(shadow.links))
         ),
         Call("drain"),
         Call("checkpoint"),
-        *_reservations(world),
-        *_binds(world),
-        *_reads(world),
+        *_reservations(shadow),
+        *_binds(shadow),
+        *_reads(shadow),
     ]
-    legal = [call for call in calls if next(broken(world, call), None) is None]
+    legal = [call for call in calls if next(broken(shadow, call), None) is None]
     return _one(legal[pick(len(legal))]) if legal else None
 
 
-def _reservations(world: World) -> Iterator[Call]:
-    for it in world.stages.values():
+def _reservations(shadow: Shadow) -> Iterator[Call]:
+    for it in shadow.stages.values():
         for cell in it.config.cells():
-            if world.forwarded.get(cell) != world.epoch:
-                key, link = TapeKey(world.epoch, *cell), a_link(world, cell[0])
+            if shadow.forwarded.get(cell) != shadow.epoch:
+                key, link = TapeKey(shadow.epoch, *cell), a_link(shadow, cell[0])
                 yield Call("reserve", {"key": key, "slot": None, "link": link})
                 break
 
 
-def _binds(world: World) -> Iterator[Call]:
+def _binds(shadow: Shadow) -> Iterator[Call]:
     # Those of live tapes first, so that a dI that could be made waits for a while.
-    for cell in sorted(world.cells, key=lambda cell: world.slot_of(cell) is None):
-        if cell not in world.bound:
-            yield Call("bind", {"key": TapeKey(world.epoch, *cell), "destination": None})
+    for cell in sorted(shadow.cells, key=lambda cell: shadow.slot_of(cell) is None):
+        if cell not in shadow.bound:
+            yield Call("bind", {"key": TapeKey(shadow.epoch, *cell), "destination": None})
             return
 
 
-def _reads(world: World) -> Iterator[Call]:
-    for slot in world.live():
+def _reads(shadow: Shadow) -> Iterator[Call]:
+    for slot in shadow.live():
         key = key_of(slot)
         for gradient in (False, True):
             yield Call(
                 "read",
                 {
                     "key": key,
-                    "ref": world.ref(slot),
+                    "ref": shadow.ref(slot),
                     "gradient": gradient,
-                    "link": a_link(world, key.stage),
+                    "link": a_link(shadow, key.stage),
                 },
             )
 
@@ -391,27 +393,29 @@ def _one(call: Call) -> Plan:
 # Damage: failures that are legal, and what a process does afterwards
 
 
-def damage(world: World, pick: Pick) -> Plan | None:
+def damage(shadow: Shadow, pick: Pick) -> Plan | None:
     """Return a plan by which something fails."""
     calls = [
-        *(_abort(flight.ticket) for flight in world.flights.values()),
-        *(Call("drop", {"key": key_of(slot), "ref": world.ref(slot)}) for slot in world.live()),
-        *(Call("fail_reduction", {"bucket": bucket}) for bucket in world.reductions),
-        Call("purge", {"epoch": world.epoch}),
-        *(Call("invalidate", {"stage": stage}) for stage in world.stages),
+        *(_abort(flight.ticket) for flight in shadow.flights.values()),
+        *(Call("drop", {"key": key_of(slot), "ref": shadow.ref(slot)}) for slot in shadow.live()),
+        *(Call("fail_reduction", {"bucket": bucket}) for bucket in shadow.reductions),
+        Call("purge", {"epoch": shadow.epoch}),
+        *(Call("invalidate", {"stage": stage}) for stage in shadow.stages),
     ]
-    legal = [call for call in calls if next(broken(world, call), None) is None]
+    legal = [call for call in calls if next(broken(shadow, call), None) is None]
     return _one(legal[pick(len(legal))]) if legal else None
 
 
-def recover(world: World, pick: Pick, checkpoints: Sequence[Checkpoint], incarnation: int) -> Plan:
+def recover(
+    shadow: Shadow, pick: Pick, checkpoints: Sequence[Checkpoint], incarnation: int
+) -> Plan:
     """Plan a restart: everything in flight ends, and a checkpoint is restored."""
     fresh = bool(pick(2))
     checkpoint = checkpoints[pick(len(checkpoints))]
     if not fresh:
-        for flight in list(world.flights.values()):
-            yield _abort(flight.ticket) if pick(2) else committed(world, flight.ticket)
-        for bucket, it in world.reductions.items():
+        for flight in list(shadow.flights.values()):
+            yield _abort(flight.ticket) if pick(2) else committed(shadow, flight.ticket)
+        for bucket, it in shadow.reductions.items():
             if it.running:
                 yield Call("fail_reduction", {"bucket": bucket})
         yield Call("drain")

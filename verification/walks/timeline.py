@@ -10,7 +10,7 @@ from attrs import frozen
 
 from qeffect import Ticket
 
-from .world import Call
+from ..calls import Call
 
 __all__ = ["Step", "schedule_text", "timeline_text"]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from qeffect import Checkpoint
 
+from ..calls import Call
 from .proposals import (
     Pick,
     Plan,
@@ -17,9 +18,9 @@ from .proposals import (
     recover,
     support,
 )
-from .world import Call, World
+from .shadow import Shadow
 
-__all__ = ["Walker"]
+__all__ = ["RandomWalk"]
 
 #: Shares of a byte, each up to a bound: progress while all is quiet, and while something is in
 #: flight or broken; then calls that are refused, support, and damage for the rest.
@@ -27,20 +28,20 @@ _QUIET, _BUSY, _AIMED, _SUPPORT = 176, 128, 216, 251
 _KEPT_CHECKPOINTS = 4
 
 
-class Walker:
+class RandomWalk:
     """
     Takes steps; a subclass says how a call is made.
 
     Args:
-        world: The world in which nothing has happened yet.
+        shadow: The shadow in which nothing has happened yet.
 
     Attributes:
-        world: What happened so far.
+        shadow: What happened so far.
         checkpoints: The first checkpoint of all, and the latest ones.
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, shadow: Shadow) -> None:
+        self.shadow = shadow
         self.checkpoints: list[Checkpoint] = []
         self.incarnations = 0
 
@@ -54,7 +55,7 @@ class Walker:
     def start(self) -> None:
         """Begin in a known incarnation, with a checkpoint to go back to."""
         self.call(Call("checkpoint"))
-        self.run(recover(self.world, chooser(0), self.checkpoints, self.fresh()))
+        self.run(recover(self.shadow, chooser(0), self.checkpoints, self.fresh()))
 
     def step(self, number: int) -> None:
         """
@@ -67,21 +68,21 @@ class Walker:
             return
         pick = chooser(number - 1)
         kind = pick(256)
-        if kind < (_QUIET if self.world.quiet else _BUSY):
+        if kind < (_QUIET if self.shadow.quiet else _BUSY):
             self.advance(pick)
         elif kind < _AIMED:
             self.aim(pick)
         elif kind < _SUPPORT:
-            self.run(support(self.world, pick))
+            self.run(support(self.shadow, pick))
         else:
-            self.run(damage(self.world, pick))
+            self.run(damage(self.shadow, pick))
 
     def advance(self, pick: Pick) -> None:
         """Further the epoch; where nothing legal does, see what is refused, then restart."""
-        plan = progress(self.world, pick)
+        plan = progress(self.shadow, pick)
         if plan is None:
             self.aim(pick)
-            plan = recover(self.world, pick, self.checkpoints, self.fresh())
+            plan = recover(self.shadow, pick, self.checkpoints, self.fresh())
         self.run(plan)
 
     def fresh(self) -> int:
@@ -102,7 +103,7 @@ class Walker:
 
     def happened(self, call: Call, result: Any) -> None:
         """Record an accepted call."""
-        self.world.happened(call, result)
+        self.shadow.happened(call, result)
         if call.transition == "checkpoint":
             first, *later = [*self.checkpoints, result]
             self.checkpoints = [first, *later[-_KEPT_CHECKPOINTS:]]

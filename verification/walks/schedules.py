@@ -17,18 +17,16 @@ from qeffect import Checkpoint, Contract, TapeRef, Ticket
 from qeffect.configuration import Configuration
 from qeffect.engine.stage import RELATIONS
 
+from ..caller import ProcessCaller
+from ..calls import Action, Call
+from ..process import Process
 from .oracle import seat
-from .performing import perform
-from .processes import Process
 from .proposals import ACTIONS
+from .shadow import Shadow
 from .timeline import Step, schedule_text, timeline_text
-from .walk import Walker
-from .world import Call, World
+from .walk import RandomWalk
 
-__all__ = ["Action", "Rehearsal", "Schedule"]
-
-#: A transition and its arguments, as the kernel's composed function takes them.
-Action = tuple[str, tuple[Any, ...]]
+__all__ = ["Schedule", "ScheduleWalk"]
 
 
 @frozen
@@ -52,9 +50,9 @@ class Schedule:
             f"{timeline_text(steps, stages)}"
         )
 
-    def replay(self, make: Callable[[], Contract] | None = None) -> Contract:
+    def replay(self, make: Callable[[], Contract] | None = None) -> ProcessCaller:
         """
-        Make every call; return the contract that the last one went to.
+        Make every call; return the caller that made them.
 
         Args:
             make: What makes a contract, for the start and for every restart in a new process; by
@@ -63,11 +61,10 @@ class Schedule:
         Raises:
             Refused: A call was refused.
         """
-        make = make or self.process.contract
-        contract = make()
+        caller = ProcessCaller(self.process, make)
         for call in self.calls:
-            contract, _ = perform(call, contract, make)
-        return contract
+            caller.call(call)
+        return caller
 
     def lives(self) -> tuple[tuple[Action, ...], ...]:
         """
@@ -99,9 +96,9 @@ def _slot(call: Call) -> int | None:
     return None
 
 
-class Rehearsal(Walker):
+class ScheduleWalk(RandomWalk):
     """
-    Carries calls out in the world alone: the oracle says what a contract would return.
+    Carries calls out in the shadow alone: the oracle says what a contract would return.
 
     Args:
         process: What the process is configured with.
@@ -111,11 +108,11 @@ class Rehearsal(Walker):
     """
 
     def __init__(self, process: Process) -> None:
-        super().__init__(World(process, incarnation=1))
+        super().__init__(Shadow(process, incarnation=1))
         self.process = process
         self.calls: list[Call] = []
         self.serial = 0
-        self.incarnations = self.world.incarnation
+        self.incarnations = self.shadow.incarnation
         self.start()
 
     @property
@@ -134,27 +131,27 @@ class Rehearsal(Walker):
     def _spelled_out(self, call: Call) -> Call:
         if call.transition not in ("reserve", "check_forward"):
             return call
-        chosen, _ = seat(self.world, call.arguments["key"], call.arguments["slot"])
+        chosen, _ = seat(self.shadow, call.arguments["key"], call.arguments["slot"])
         assert chosen is not None  # the call is legal
         return evolve(call, arguments={**call.arguments, "slot": chosen.index})
 
     def _result(self, call: Call) -> Any:
-        world, given = self.world, call.arguments
+        shadow, given = self.shadow, call.arguments
         phase, _, kind = call.transition.partition("_")
         if phase == "check" and kind:
             self.serial += 1
             ref = given.get("ref")
             where = given["stage"] if kind == "refresh" else ref.slot if ref else given["slot"]
             return Ticket(
-                ACTIONS[kind], given.get("key"), where, self.serial, world.incarnation, ref
+                ACTIONS[kind], given.get("key"), where, self.serial, shadow.incarnation, ref
             )
         if call.transition == "reserve":
-            return world.ref(world.slots[given["slot"]])
+            return shadow.ref(shadow.slots[given["slot"]])
         if call.transition == "commit_forward":
-            slot = world.slots[given["ticket"].slot]
-            return TapeRef(slot.index, slot.releases, world.incarnation)
+            slot = shadow.slots[given["ticket"].slot]
+            return TapeRef(slot.index, slot.releases, shadow.incarnation)
         if call.transition == "checkpoint":
-            relations = tuple(name for name in RELATIONS if world.uses(name))
+            relations = tuple(name for name in RELATIONS if shadow.uses(name))
             process = self.process
             configuration = Configuration(
                 process.stages,
@@ -165,7 +162,7 @@ class Rehearsal(Walker):
                 process.generation_max,
                 process.reductions,
             )
-            return Checkpoint(world.epoch, configuration)
+            return Checkpoint(shadow.epoch, configuration)
         if call.transition == "restore" and given["fresh"]:
             self.serial = 0
         return None

@@ -10,29 +10,27 @@ from typing import Any, Final
 from qeffect.config import Bucket, StageConfig
 from qeffect.destinations import Destination
 
-from ..concrete import Setup
+from ..process import Process
 
-__all__ = ["SETUPS"]
+__all__ = ["MUTANT_PROCESSES"]
 
 
 def _placed(microbatches: int, base: int) -> tuple[Destination, ...]:
-    """Return destinations that keep the gradients of every microbatch apart."""
+    """Return one gradient destination per microbatch."""
     return tuple(
         Destination("w", m, (2, 2), "float32", "cuda:0", base + 16 * m, 16)
         for m in range(microbatches)
     )
 
 
-#: A backend that reports what it can.
+#: A stage whose backend reports cache fills and scaling updates.
 _REPORTS: Final[Mapping[str, Any]] = {"reports_fills": True, "reports_updates": True}
 
-#: One stage; two stages of one domain with readers and reductions; two domains with two callers,
-#: destinations for each microbatch; buckets in a declared order, one of two stages; a destination
-#: that two stages write; a declared order; slots that share capture memory; a counter of
-#: generations that runs out; tapes that read live scales.
-SETUPS: Final = (
-    Setup("one stage", (StageConfig(0, 2, 2, matrices=("w",)),)),
-    Setup(
+#: The processes that mutants run in. Together they use every relation and every option that a guard
+#: reads.
+MUTANT_PROCESSES: Final = (
+    Process("one stage", (StageConfig(0, 2, 2, matrices=("w",)),)),
+    Process(
         "two stages, one domain",
         (
             StageConfig(0, 2, 2, matrices=("w", "v"), sends_output=True, reduces=True),
@@ -40,7 +38,7 @@ SETUPS: Final = (
         ),
         epoch=3,
     ),
-    Setup(
+    Process(
         "two domains",
         (
             StageConfig(
@@ -65,9 +63,9 @@ SETUPS: Final = (
                 **_REPORTS,
             ),
         ),
-        {"callers": ("main", "side")},
+        callers=("main", "side"),
     ),
-    Setup(
+    Process(
         "buckets",
         (
             StageConfig(
@@ -80,49 +78,46 @@ SETUPS: Final = (
             ),
             StageConfig(1, 1, 1, matrices=("w",), reduces=True, buckets=(Bucket("tied", ("w",)),)),
         ),
-        {"callers": ("main", "side"), "reductions": ("own", "tied")},
+        callers=("main", "side"),
+        reductions=("own", "tied"),
     ),
-    Setup(
+    Process(
         "tied",
         tuple(
             StageConfig(s, 1, 1, matrices=("w", "v"), tied=("w",), buffers={"w": "table"})
             for s in (0, 1)
         ),
     ),
-    Setup(
+    Process(
         "declared order",
         (StageConfig(0, 2, 2, matrices=("w",)),),
-        {
-            "declared": {
-                0: (
-                    ("F", (0, 0, 0, 0)),
-                    ("F", (0, 1, 0, 0)),
-                    ("dI", (0, 1, 0, 0)),
-                    ("dI", (0, 0, 0, 0)),
-                )
-            }
-        },
-    ),
-    Setup(
-        "shared pool",
-        (StageConfig(0, 3, 2, matrices=("w",), pool="p", sends_gradient=True),),
-        {
-            "capture_order": (
-                (0, 0, "F"),
-                (0, 0, "dI"),
-                (0, 1, "F"),
-                (0, 1, "dI"),
-                (0, 0, "dW"),
-                (0, 1, "dW"),
+        declared={
+            0: (
+                ("F", (0, 0, 0, 0)),
+                ("F", (0, 1, 0, 0)),
+                ("dI", (0, 1, 0, 0)),
+                ("dI", (0, 0, 0, 0)),
             )
         },
     ),
-    Setup(
+    Process(
+        "shared pool",
+        (StageConfig(0, 3, 2, matrices=("w",), pool="p", sends_gradient=True),),
+        capture_order=(
+            (0, 0, "F"),
+            (0, 0, "dI"),
+            (0, 1, "F"),
+            (0, 1, "dI"),
+            (0, 0, "dW"),
+            (0, 1, "dW"),
+        ),
+    ),
+    Process(
         "shared pool, slot by slot",
         (StageConfig(0, 2, 2, matrices=("w",), pool="p"),),
-        {"capture_order": tuple((0, s, kind) for s in (0, 1) for kind in ("F", "dI", "dW"))},
+        capture_order=tuple((0, s, kind) for s in (0, 1) for kind in ("F", "dI", "dW")),
     ),
-    Setup(
+    Process(
         "messages",
         (
             StageConfig(
@@ -137,8 +132,8 @@ SETUPS: Final = (
             ),
             StageConfig(1, 2, 1, domain=1, matrices=("w",), receives_gradient=True, pool="q"),
         ),
-        {"callers": ("main", "wire")},
+        callers=("main", "wire"),
     ),
-    Setup("generations run out", (StageConfig(0, 1, 1, matrices=("w",)),), {"generation_max": 2}),
-    Setup("live scales", (StageConfig(0, 2, 2, matrices=("w",), tape_scales="live"),)),
+    Process("generations run out", (StageConfig(0, 1, 1, matrices=("w",)),), generation_max=2),
+    Process("live scales", (StageConfig(0, 2, 2, matrices=("w",), tape_scales="live"),)),
 )

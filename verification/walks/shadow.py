@@ -1,9 +1,10 @@
 """
-The world beside a contract: what has happened so far, told event by event.
+The shadow of a process: what has happened to it so far, recorded call by call.
 
-It keeps no column of the contract. It knows which tape is in which slot and who has yet to visit
-it, which weights a cache was quantized from, when a stream last waited and when a replay was
-enqueued. `qeffect.verification.walks.oracle` says from this history alone which calls are legal.
+The shadow reads no column of the contract. It records which tape is in which slot and which actions
+have yet to visit it, which weights a cache was quantized from, when a stream last waited and when a
+replay was enqueued. `qeffect.verification.walks.oracle` decides from the shadow alone which calls
+are legal.
 """
 
 from __future__ import annotations
@@ -11,163 +12,18 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from attrs import Factory, define, field, frozen
-
-from qeffect import Checkpoint, StageConfig, TapeKey, TapeRef, Ticket
+from qeffect import TapeKey, TapeRef, Ticket
 from qeffect.engine.freelist import FreeSlots
 from qeffect.keys import Cell
 
-from .processes import Process
+from ..calls import Call
+from ..process import Process
+from .entities import Domain, Flight, Link, Pool, Reduction, Slot, Stage, Tape
 
-__all__ = ["Call", "Domain", "Flight", "Link", "Pool", "Slot", "Stage", "Tape", "World"]
-
-
-@frozen
-class Call:
-    """
-    One call of the contract's public API.
-
-    Args:
-        transition: The transition it asks for, or ``purge``.
-        arguments: Its arguments by name.
-    """
-
-    transition: str
-    arguments: dict[str, Any] = Factory(dict)
-
-    def __str__(self) -> str:
-        given = (
-            f"{name}={_text(value)}" for name, value in self.arguments.items() if value is not None
-        )
-        return f"{self.transition}({', '.join(given)})"
+__all__ = ["Shadow"]
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, Ticket):
-        return f"{value.action} ticket {value.serial}"
-    if isinstance(value, TapeRef):
-        return f"slot {value.slot} generation {value.generation} of {value.incarnation:x}"
-    if isinstance(value, Checkpoint):
-        return f"the one of epoch {value.epoch} with stages {[c.stage for c in value.stages]}"
-    return str(value) if isinstance(value, TapeKey) else repr(value)
-
-
-@define
-class Tape:
-    """Retained work: its key, who still has to visit it, and the messages that came for it."""
-
-    key: TapeKey
-    waits: set[str]
-    arrived: set[str] = field(factory=set)
-
-    @property
-    def claimed(self) -> bool:
-        """A key has claimed the slot and its forward has not succeeded yet."""
-        return "F" in self.waits
-
-
-@define
-class Slot:
-    """
-    A place for one tape.
-
-    ``wrote`` is when its output or input gradient was last replayed, ``vacated`` the last replay of
-    its former tapes, ``moving`` the transfers under way and ``mover`` whose they are, ``ended`` on
-    which link and when the latest of them ended, and ``scaled_at`` how many scaling updates its F
-    had seen.
-    """
-
-    index: int
-    stage: int
-    pool: int
-    releases: int = 0
-    tape: Tape | None = None
-    flight: int | None = None
-    wrote: int = 0
-    vacated: int = 0
-    moving: set[str] = field(factory=set)
-    mover: tuple[TapeKey, int] | None = None
-    ended: tuple[int, int] = (0, 0)
-    scaled_at: int = 0
-
-
-@define
-class Stage:
-    """What happened to a stage since its weights were last updated."""
-
-    config: StageConfig
-    cached: int | None = None
-    filling: int | None = None
-    forwards: int = 0
-    dgrads: int = 0
-    wgrads: int = 0
-    spoiled: bool = False
-    final: bool = False
-    wrote: int = 0
-
-
-@define
-class Reduction:
-    """What became of a bucket since the weights were last updated."""
-
-    stages: tuple[int, ...]
-    running: bool = False
-    done: bool = False
-
-
-@define
-class Domain:
-    """
-    What happened to the scaling state of a domain, and on its graph stream.
-
-    ``drained`` is when the host last saw its device work finish.
-    """
-
-    updates: int = 0
-    of_epoch: int = 0
-    rolled_at: int = 0
-    running: set[int] = field(factory=set)
-    poisoned: bool = False
-    refreshed: int | None = None
-    device: bool = False
-    drained: int = 0
-    replayed: int = 0
-
-
-@define
-class Pool:
-    """Capture memory: the tapes in it, and the capture ranks replayed since it was empty."""
-
-    tapes: int = 0
-    replayed: list[int] = field(factory=list)
-
-    def keeps_order(self, rank: int) -> bool:
-        """Whether every graph replayed since the pool was empty was captured earlier."""
-        return self.tapes == 0 or all(earlier < rank for earlier in self.replayed)
-
-
-@define
-class Link:
-    """When a caller enqueued work, when its work was waited for, and when it waited itself."""
-
-    domain: int
-    caller: Hashable
-    submitted: int = 0
-    joined: int = 0
-    waited: int = 0
-
-
-@frozen
-class Flight:
-    """An action between its check and its end."""
-
-    ticket: Ticket
-    stage: int
-    slot: int | None
-    filling: bool = False
-
-
-class World:
+class Shadow:
     """
     Everything that happened to one process, across its restarts.
 

@@ -1,0 +1,164 @@
+"""
+Ctrl-C: one line on standard error, every child process ended, exit code 130 within two seconds.
+
+A solver in C handles SIGINT itself and loses it, a worker process answers it with a traceback, and
+Python raises ``KeyboardInterrupt`` in whatever destructor runs at that moment. So SIGINT is blocked
+in every thread, which child processes inherit, and one thread waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+__all__ = ["INTERRUPTED", "Interrupts", "descendants"]
+
+#: The exit code after SIGINT, as shells have it: 128 and the signal's number.
+INTERRUPTED: Final = 130
+#: Seconds that the main thread has to unwind and to remove its unfinished files.
+_GRACE_S: Final = 1.0
+#: Wakes the main thread; by default a process ignores this signal.
+_WAKE: Final = getattr(signal, "SIGURG", None)
+
+
+class Interrupts:
+    """
+    Ends this process on SIGINT; for a program that owns its process.
+
+    Args:
+        say: Says on standard error, and on standard output where the command wants that, that the
+            process was interrupted. Called once, from another thread.
+    """
+
+    def __init__(self, say: Callable[[], object]) -> None:
+        self._say = say
+        self._main = threading.main_thread()
+        self._ending = threading.Event()
+        self._last_word = threading.Lock()
+
+    def run(self, work: Callable[[], int]) -> int:
+        """
+        Return what some work returns; on SIGINT end the process with code 130 instead.
+
+        SIGINT stays ignored where the shell ignores it, as for jobs in the background of a script.
+
+        Args:
+            work: The work; ``KeyboardInterrupt`` is raised in it, and may be lost in it.
+        """
+        if (
+            _WAKE is None
+            or threading.current_thread() is not self._main
+            or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        ):
+            return work()
+        signal.signal(_WAKE, self._raise)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        waiting = threading.Thread(target=self._wait, name="qeffect-interrupts", daemon=True)
+        waiting.start()
+        # A thread that started before may have SIGINT unblocked, and then takes it.
+        signal.signal(
+            signal.SIGINT, lambda *_: signal.pthread_kill(waiting.ident or 0, signal.SIGINT)
+        )
+        try:
+            return work()
+        finally:
+            if self._ending.is_set():
+                self._end()
+
+    @property
+    def announced(self) -> bool:
+        """Whether an interrupt was announced already."""
+        return self._ending.is_set()
+
+    def last_word(self) -> bool:
+        """Whether the command may print its outcome: no interrupt was announced before."""
+        return self._last_word.acquire(blocking=False)
+
+    def _wait(self) -> None:
+        """Announce the end, end all children, and let the main thread unwind for a moment."""
+        signal.sigwait({signal.SIGINT})
+        self._ending.set()
+        if self.last_word():
+            self._say()
+        _silence()
+        _end_children()
+        if self._main.ident is not None and _WAKE is not None:
+            signal.pthread_kill(self._main.ident, _WAKE)
+        time.sleep(_GRACE_S)
+        self._end()
+
+    def _raise(self, *_: Any) -> None:
+        if self._ending.is_set():
+            raise KeyboardInterrupt
+
+    def _end(self) -> NoReturn:
+        _end_children()
+        os._exit(INTERRUPTED)
+
+
+def _silence() -> None:
+    """Lead standard error nowhere: what libraries say while they unwind is of no use."""
+    with suppress(AttributeError, OSError, ValueError):
+        sys.stderr.flush()
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _end_children() -> None:
+    """Kill every descendant; each is stopped first, so that none reacts to another's end."""
+    found: dict[int, None] = {}
+    for _ in range(4):  # until no stopped process can have started another one
+        fresh = [process for process in descendants(os.getpid()) if process not in found]
+        if not fresh:
+            break
+        for process in fresh:
+            found[process] = None
+            _send(process, signal.SIGSTOP)
+    for process in found:
+        _send(process, signal.SIGKILL)
+
+
+def _send(process: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(process, number)
+
+
+def descendants(ancestor: int) -> list[int]:
+    """
+    Return the process ids of all descendants of a process, parents before their children.
+
+    Args:
+        ancestor: A process id; it is not among them.
+    """
+    children: dict[int, list[int]] = {}
+    for process, parent in _processes():
+        children.setdefault(parent, []).append(process)
+    found = list(children.get(ancestor, ()))
+    for process in found:  # grows while it is walked
+        found += children.get(process, ())
+    return found
+
+
+def _processes() -> Iterator[tuple[int, int]]:
+    """Yield each process of this machine with its parent, where the system lists processes."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):
+            # The name stands in parentheses and may hold blanks and parentheses.
+            state, parent = (
+                (folder / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:2]
+            )
+            if state not in "ZX":
+                yield int(folder.name), int(parent)
+    if not Path("/proc/self").exists():
+        import multiprocessing
+
+        for child in multiprocessing.active_children():
+            if child.pid is not None:
+                yield child.pid, os.getpid()

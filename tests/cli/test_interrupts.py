@@ -1,0 +1,166 @@
+"""
+Ctrl-C: every command that takes long ends with one line and code 130, and leaves no process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from qeffect.cli.interrupts import INTERRUPTED, descendants
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="children are looked for in /proc"
+)
+
+#: Commands that take long, and what each says once it has begun.
+LONG = {
+    "check --random 100000": "Checking. ",
+    "explore --scope pool-4-5-4": "Exploring. ",
+    "explore --scope pool-4-5-4 --batch": "Exploring. ",
+    "prove": "proving ",
+    "ranks": "Proving. ",
+    "bench": "Measuring. ",
+    "runtime compare --sets stepwise --device cpu": "Comparing. ",
+}
+#: Seconds within which a command ends; twice the promise, since tests share their machine.
+LIMIT_S = 4.0
+START_S = 120.0
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that are ended with the test, each the leader of a group of its own."""
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def started(command: str) -> subprocess.Popen[str]:
+    """Start a command in a group of its own, as a shell does for a terminal."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "qeffect", *command.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+
+
+def interrupted(process: subprocess.Popen[str], whole_group: bool) -> tuple[float, str, str]:
+    """Interrupt a process; return how long it went on, and what it printed after that."""
+    family = descendants(process.pid)
+    began = time.monotonic()
+    if whole_group:
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    seconds = time.monotonic() - began
+    deadline = began + 5
+    while any(map(alive, family)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [] == [child for child in family if alive(child)]
+    return seconds, out, err
+
+
+def alive(process: int) -> bool:
+    """Whether a process runs; one whose end nobody has asked about yet does not."""
+    with suppress(OSError):
+        return (Path("/proc") / str(process) / "stat").read_text().rpartition(")")[2].split()[
+            0
+        ] not in "ZX"
+    return False
+
+
+def wait_for(process: subprocess.Popen[str], said: str) -> None:
+    """Wait until a command says that it has begun."""
+    assert process.stderr is not None
+    deadline = time.monotonic() + START_S
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if line.startswith(said):
+            return
+        assert time.monotonic() < deadline, seen
+    raise AssertionError(f"it ended before it began: {seen}")
+
+
+@pytest.mark.parametrize("whole_group", [False, True], ids=["alone", "group"])
+@pytest.mark.parametrize("command", LONG)
+def test_every_long_command_ends_at_once(
+    command: str, whole_group: bool, processes: list[subprocess.Popen[str]]
+) -> None:
+    """The signal to the process alone, and to its whole group as a terminal sends it."""
+    process = started(command)
+    processes.append(process)
+    wait_for(process, LONG[command])
+
+    seconds, out, err = interrupted(process, whole_group)
+
+    lines = [line for line in err.splitlines() if not line.startswith(LONG[command])]
+    assert (INTERRUPTED, "", ["qeffect: interrupted"]) == (process.returncode, out, lines)
+    assert seconds < LIMIT_S
+
+
+@pytest.mark.parametrize("whole_group", [False, True], ids=["alone", "group"])
+def test_ranks_that_the_demo_started_end_with_it(
+    whole_group: bool, processes: list[subprocess.Popen[str]]
+) -> None:
+    """torchrun and its ranks: neither prints, and none stays."""
+    process = started("runtime demo --ranks 2 --steps 1000")
+    processes.append(process)
+    deadline = time.monotonic() + START_S
+    while len(descendants(process.pid)) < 3:  # torchrun and two ranks
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(1.0)
+
+    seconds, out, err = interrupted(process, whole_group)
+
+    assert (INTERRUPTED, "", "qeffect: interrupted\n") == (process.returncode, out, err)
+    assert seconds < LIMIT_S
+
+
+def test_an_interrupt_as_json(processes: list[subprocess.Popen[str]]) -> None:
+    """One object, as for every other end."""
+    process = started("check --random 100000 --json")
+    processes.append(process)
+    wait_for(process, "Checking. ")
+
+    _, out, _ = interrupted(process, False)
+
+    assert (INTERRUPTED, '{"verdict": "interrupted"}\n') == (process.returncode, out)
+
+
+def test_a_job_in_the_background_of_a_script_ignores_it(
+    processes: list[subprocess.Popen[str]],
+) -> None:
+    """A shell ignores SIGINT for such jobs, and Ctrl-C is not meant for them."""
+    words = 'trap "" INT; exec "$0" -m qeffect check --random 100000'
+    process = subprocess.Popen(
+        ["sh", "-c", words, sys.executable],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    processes.append(process)
+    wait_for(process, "Checking. ")
+
+    os.kill(process.pid, signal.SIGINT)
+    wait_for(process, "Checking. ")
+
+    assert process.poll() is None

@@ -1,0 +1,61 @@
+"""
+The caller of one process: it makes calls one by one, or all the calls that an action needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from qeffect import Checkpoint, Contract
+from qeffect.caller import Caller
+
+from .calls import Call
+from .process import Process
+
+__all__ = ["ProcessCaller"]
+
+
+class ProcessCaller(Caller):
+    """
+    The kernel's orderly caller over a process, which also makes single calls and restarts.
+
+    Args:
+        process: The process.
+        make: Makes the contract at the start and at every restart in a new process; by default
+            the process's own.
+    """
+
+    def __init__(self, process: Process, make: Callable[[], Contract] | None = None) -> None:
+        self.process = process
+        self._make = process.contract if make is None else make
+        super().__init__(self._make())
+
+    def call(self, call: Call) -> Any:
+        """
+        Make one call and return its result. After a fresh restore the caller has a new contract.
+
+        Raises:
+            Refused: The contract refused the call.
+        """
+        name, given = call.transition, dict(call.arguments)
+        if "ticket" in given:
+            name = name.partition("_")[0]
+        contract = self._make() if given.pop("fresh", False) else self.contract
+        result = getattr(contract, name)(**given)
+        self.contract = contract
+        return result
+
+    def fail(self, action: Any) -> None:
+        """Let the physical work of a guarded action raise; the contract aborts the action."""
+        try:
+            with action:
+                raise RuntimeError("replay failed")
+        except RuntimeError:
+            return
+
+    def restart(self, checkpoint: Checkpoint, incarnation: int) -> None:
+        """Purge the epoch, drain the device and restore a checkpoint, as after a failure."""
+        self.contract.purge(self.contract.epoch)
+        self.contract.drain()
+        self.contract.restore(checkpoint, incarnation=incarnation)
