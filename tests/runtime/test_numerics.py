@@ -16,7 +16,6 @@ from qeffect.gpu_runtime.lab.comparisons.recording import compare
 from qeffect.gpu_runtime.step.memory.arena import Rule
 from qeffect.gpu_runtime.step.plan.order import Kind
 from qeffect.gpu_runtime.step.plan.slots import PROVISIONINGS
-
 from tests.profiles import by_profile
 
 from .helpers import LARGE, SMALL, TINY, assert_same, guarded, native, unguarded

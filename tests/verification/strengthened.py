@@ -5,31 +5,26 @@ Compositions with one guard more than the contract has, as a mistake would add i
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
 
 from qeffect.engine.compose import source
-from qeffect.engine.stage import RELATIONS, Transitions, transitions
+from qeffect.engine.stage import RELATIONS, transitions
 from qeffect.verification.proofs.obligations import Composition
 from qeffect.verification.symbolic import Encoding
 
 __all__ = ["with_guard"]
 
 
-def with_guard(half: str, test: str, only: Iterable[str]) -> Composition:
+def with_guard(half: str, test: str) -> Composition:
     """
     Return the full composition with one more guard at the end of a half of guards.
-
-    Only the transitions that a proof looks at are composed: paths of others take as long again.
 
     Args:
         half: The half, as ``relation.function``.
         test: What the guard refuses, in the half's names.
-        only: The transitions that it has.
     """
     relation, _, name = half.partition(".")
     (function,) = ast.parse(source(getattr(RELATIONS[relation], name))).body
     assert isinstance(function, ast.FunctionDef)
     function.body += ast.parse(f"if {test}:\n    raise Refused('order.in-flight')").body
     stronger = transitions((), {half: ast.fix_missing_locations(function)})
-    functions = {name: stronger.functions[name] for name in only}
-    return Composition((), Encoding.sorted(), Transitions(stronger.relations, functions))
+    return Composition((), Encoding.sorted(), stronger)

@@ -44,7 +44,8 @@ def test_both_readings_have_one_graph(name: str) -> None:
     assert other.tally.broken is None
 
 
-@pytest.mark.parametrize("name", ["pool-2-2-2", "stage-epochs", pytest.param("stage-readers", marks=pytest.mark.ci)]
+@pytest.mark.parametrize(
+    "name", ["pool-2-2-2", "stage-epochs", pytest.param("stage-readers", marks=pytest.mark.ci)]
 )
 def test_both_readings_have_the_same_edges(name: str) -> None:
     """Every move from every state leads both readings to the same state."""

@@ -53,7 +53,7 @@ STRONGER = [
 @pytest.mark.parametrize(("half", "test"), STRONGER)
 def test_a_guard_that_is_too_strong_is_found(half: str, test: str) -> None:
     """An over-strong guard leaves its own check open, whether or not a test would notice it."""
-    opened = {obligation.transition for obligation in _open(with_guard(half, test, CHECKS), 500)}
+    opened = {obligation.transition for obligation in _open(with_guard(half, test), 500)}
 
     assert opened == {half.partition(".")[2].removesuffix("_guards")}
 
