@@ -35,7 +35,7 @@ from qeffect.checkpoint import Checkpoint
 from ..backends.protocol import BackendError
 from ..ranks.channels import LostError, end_group
 from ..ranks.worker import Worker
-from ..step.memory.state import NumericalState
+from ..step.memory.numerical_state import NumericalState
 from .files import (
     AWAY,
     FACTS,

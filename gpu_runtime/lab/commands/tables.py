@@ -36,7 +36,7 @@ from ...ranks.world import Member, gathered, join
 from ...runtime import Mode, RuntimeConfig
 from ...step.graphs import GraphExecutor
 from ...step.memory.arena import Rule
-from ...step.memory.state import same_bits
+from ...step.memory.numerical_state import same_bits
 from ...training.model import Language
 from ..comparisons.ranks import held_by
 from ..reports.report import (

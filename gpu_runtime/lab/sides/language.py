@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ranks.world import Member, gathered
-from ...step.memory.state import same_bits
+from ...step.memory.numerical_state import same_bits
 from ...step.optimizer import Optimizer
 from ..commands.tables import LAYERS, TINY_VOCABULARY, VOCABULARY, DrawnLanguage
 from ..statistics.peers import combined
