@@ -18,7 +18,7 @@ from qeffect.gpu_runtime.ranks.gate import UpdateGate
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.one_launch import PARTS, OneLaunch
 from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
-from qeffect.gpu_runtime.ranks.side_stream_feed import made
+from qeffect.gpu_runtime.ranks.side_stream_feed import SideStreamFeed, feed_data
 from qeffect.gpu_runtime.ranks.staged_feed import StagedFeed
 from qeffect.gpu_runtime.step.clipping import Clipping
 from qeffect.gpu_runtime.step.optimizer import Optimizer
@@ -310,7 +310,7 @@ def test_data_made_beside_the_stream_change_streams_once() -> None:
             entered.append("out")
 
     stage: Any = None
-    given = made(_Scoped(), 3, [("inputs", stage, m) for m in range(4)])
+    given = feed_data(_Scoped(), 3, [("inputs", stage, m) for m in range(4)])
 
     assert entered == ["in", "out"]
     assert len(given) == 4

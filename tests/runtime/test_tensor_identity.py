@@ -1,4 +1,4 @@
-"""A look at destinations: when it says that one changed, with torch's guards and without."""
+"""The identity of destinations: when it says that one changed, with torch's guards and without."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qeffect.gpu_runtime.step.memory import tensor_identity
 from qeffect.gpu_runtime.step.memory.tensor_identity import TensorIdentity
 
 
@@ -15,7 +16,7 @@ from qeffect.gpu_runtime.step.memory.tensor_identity import TensorIdentity
 def identity(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., TensorIdentity]:
-    """A look as torch's guards make it, and as a torch without them does."""
+    """An identity as torch's guards make it, and as a torch without them does."""
     if request.param == "attributes":
         monkeypatch.setattr(tensor_identity, "_guard", lambda _: None)
     return TensorIdentity
