@@ -7,6 +7,7 @@ runtime runs it through the contract. No device is touched.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from .contract import Contract
@@ -42,7 +43,7 @@ class Caller:
         self.scales: dict[Cell, int] = {}
         self._configs = {config.stage: config for config in self.contract.stages}
 
-    def link(self, stage: int, caller: str = "main") -> int:
+    def link(self, stage: int, caller: Hashable = "main") -> int:
         """The link of a caller and the stage's graph stream."""
         return self.contract.link(caller, self._configs[stage].domain)
 

@@ -49,7 +49,16 @@ PROMISES: Final = frozenset(
 
 #: Parts of the kernel that name a clause without raising it, or are generated from those that do.
 _TELLING: Final = frozenset(
-    {"explain.py", "refusals.py", "faults.py", "composed", "spec", "verification", "gpu_runtime"}
+    {
+        "explain.py",
+        "explanations",
+        "refusals.py",
+        "faults.py",
+        "composed",
+        "spec",
+        "verification",
+        "gpu_runtime",
+    }
 )
 
 

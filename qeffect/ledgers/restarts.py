@@ -78,7 +78,7 @@ class Restarts:
                 "persistence.same-incarnation",
                 "restore",
                 f"incarnation {fresh:016x}, which this contract had before",
-                "a fresh random one",
+                "a new random incarnation",
             )
         self._runner.apply("restore", checkpoint.epoch, fresh)
         self._begun.add(leaving)

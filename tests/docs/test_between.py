@@ -124,10 +124,9 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
         "ledgers.tapes.Tapes.reference",
         "keys.*",
     ),
-    "the words of a refusal": ("explain.*", "refusals.*", "text.*"),
+    "the words of a refusal": ("explain.*", "explanations.*", "refusals.*", "text.*"),
     "a step that recurs": (
         "steps.*",
-        "entries.*",
         "ledgers.steps.*",
         "calls.steps.StepCalls.standing",
         "calls.steps.StepCalls.record_step",

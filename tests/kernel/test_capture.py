@@ -57,7 +57,7 @@ class TestSharedPool:
         rig = Rig(stage(pool="p"), capture_order=BY_KIND)
         rig.forward(0, slot=1)
 
-        with refused(rig, "capture.out-of-order", "after the one captured at place 1"):
+        with refused(rig, "capture.out-of-order", "after the graph captured at place 1"):
             rig.check_forward(1, slot=0)
 
     def test_an_earlier_dgrad_is_refused_after_a_later_one(self) -> None:
@@ -84,7 +84,7 @@ class TestSharedPool:
         rig.dgrad(refs[1], 1)
         rig.wgrad(refs[1], 1)
 
-        with refused(rig, "capture.out-of-order", "after the one captured at place 5"):
+        with refused(rig, "capture.out-of-order", "after the graph captured at place 5"):
             rig.check_wgrad(refs[0], 0)
 
     def test_slot_reuse_while_another_waits(self) -> None:
@@ -112,7 +112,7 @@ class TestSharedPool:
         rig.contract.bind(rig.key(0))
         rig.contract.wait()
 
-        with refused(rig, "capture.out-of-order", "after the one captured at place 3"):
+        with refused(rig, "capture.out-of-order", "after the graph captured at place 3"):
             rig.contract.check_dgrad(rig.key(0), refs[0])
 
     def test_a_reader_keeps_the_pool(self) -> None:

@@ -26,7 +26,7 @@ class TestCallerToGraph:
             lambda: rig.check_wgrad(ref, 0),
         )
         for call in calls:
-            with refused(rig, "completion.caller-to-graph", "for 0 of", "for all 1"):
+            with refused(rig, "completion.caller-to-graph", "up to piece 0", "up to piece 1"):
                 call()
         rig.contract.join()
         rig.wgrad(ref, 0)
@@ -37,14 +37,14 @@ class TestCallerToGraph:
         """A refresh and dI are replays too."""
         rig = Rig()
         rig.contract.submit()
-        with refused(rig, "completion.caller-to-graph", "", "for all 1"):
+        with refused(rig, "completion.caller-to-graph", "", "piece 1"):
             rig.contract.check_refresh(0)
         rig.contract.join()
         ref = rig.forward(0)
         rig.contract.bind(rig.key(0))
         rig.contract.wait()
         rig.contract.submit()
-        with refused(rig, "completion.caller-to-graph", "for 1 of", "for all 2"):
+        with refused(rig, "completion.caller-to-graph", "up to piece 1", "up to piece 2"):
             rig.contract.check_dgrad(rig.key(0), ref)
 
     def test_the_latest_work_counts(self) -> None:
@@ -54,7 +54,7 @@ class TestCallerToGraph:
         rig.contract.join()
         rig.contract.submit()
 
-        with refused(rig, "completion.caller-to-graph", "for 1 of", "for all 2"):
+        with refused(rig, "completion.caller-to-graph", "up to piece 1", "up to piece 2"):
             rig.check_forward(0)
 
     def test_enter_is_submit_and_join(self) -> None:
@@ -240,7 +240,7 @@ class TestDeviceWork:
         else:
             rig.contract.abort(ticket)
 
-        with refused(rig, "persistence.device-work", "finished: 0", "all drained"):
+        with refused(rig, "persistence.device-work", "finished: 0", "every domain drained"):
             rig.contract.restore(checkpoint)
         rig.contract.drain()
         rig.contract.restore(checkpoint)
@@ -333,7 +333,7 @@ class TestUpdate:
 
         with refused(rig, "completion.update-to-graph"):
             rig.check_forward(0)
-        with refused(rig, "persistence.device-work", "finished: 0", "all drained"):
+        with refused(rig, "persistence.device-work", "finished: 0", "every domain drained"):
             rig.contract.checkpoint()
 
     def test_a_checkpoint_is_taken_after_it(self) -> None:
@@ -344,7 +344,7 @@ class TestUpdate:
         rig.contract.drain()
         rig.commit()
 
-        with refused(rig, "persistence.device-work", "finished: 0, 1", "all drained"):
+        with refused(rig, "persistence.device-work", "finished: 0, 1", "every domain drained"):
             rig.contract.checkpoint()
         rig.contract.drain()
         assert 1 == rig.contract.checkpoint().epoch

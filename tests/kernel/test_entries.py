@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qeffect.entries import Entries
+from qeffect.steps.entries import Entries
 
 COUNTERS = 3
 """Amounts that entries are counted from; the one behind them is that of what does not move."""

@@ -303,7 +303,7 @@ class TestIncarnations:
         rig.contract.restore(saved, incarnation=first ^ 1)
         rig.contract.restore(saved)
         for old in (first, first ^ 1):
-            with refused(rig, "persistence.same-incarnation", f"{old:016x}", "fresh random"):
+            with refused(rig, "persistence.same-incarnation", f"{old:016x}", "new random"):
                 rig.contract.restore(saved, incarnation=old)
 
     def test_a_reference_of_an_old_incarnation_stays_dead(self) -> None:

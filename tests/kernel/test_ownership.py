@@ -48,9 +48,9 @@ class TestSlots:
         """A key goes into a slot of its own stage."""
         rig = Rig(stage(0), stage(1))
 
-        with refused(rig, "ownership.foreign-slot", "slot 2", "slot 2 is of stage 1"):
+        with refused(rig, "ownership.foreign-slot", "slot 2", "slot 2 belongs to stage 1"):
             rig.check_forward(0, slot=2)
-        with refused(rig, "ownership.foreign-slot", "slot 0", "slot 0 is of stage 0"):
+        with refused(rig, "ownership.foreign-slot", "slot 0", "slot 0 belongs to stage 0"):
             rig.contract.reserve(rig.key(0, stage=1), slot=0)
 
     def test_a_slot_that_holds_a_tape_takes_no_other(self) -> None:

@@ -45,7 +45,7 @@ class TestCheckpoint:
         """Not while a tape is live, a reservation included."""
         rig = Rig()
         rig.contract.reserve(rig.key(0))
-        with refused(rig, "persistence.live-tape", "slots [0]", "none live"):
+        with refused(rig, "persistence.live-tape", "slots [0]", "no live tape"):
             rig.contract.checkpoint()
         rig.forward(0)
         with refused(rig, "persistence.live-tape", "slots [0]"):
@@ -56,7 +56,7 @@ class TestCheckpoint:
         rig = Rig()
         rig.contract.check_refresh(0)
 
-        with refused(rig, "persistence.action-in-flight", "0: 1", "none in flight"):
+        with refused(rig, "persistence.action-in-flight", "0: 1", "no action in flight"):
             rig.contract.checkpoint()
 
     def test_no_checkpoint_once_an_epoch_has_begun(self) -> None:
@@ -70,7 +70,7 @@ class TestCheckpoint:
         rig = Rig()
         rig.contract.commit(rig.contract.check_refresh(0))
         rig.contract.drain()
-        with refused(rig, "persistence.mid-epoch", "not yet forwarded stage 0"):
+        with refused(rig, "persistence.mid-epoch", "not yet forwarded: stage 0"):
             rig.contract.checkpoint()
 
     def test_no_checkpoint_before_the_device_is_seen_to_finish(self) -> None:
@@ -78,7 +78,7 @@ class TestCheckpoint:
         rig = Rig()
         rig.epoch()
 
-        with refused(rig, "persistence.device-work", "finished: 0", "all drained"):
+        with refused(rig, "persistence.device-work", "finished: 0", "every domain drained"):
             rig.contract.checkpoint()
 
     def test_a_checkpoint_changes_nothing(self) -> None:
@@ -186,7 +186,7 @@ class TestRestore:
         rig = Rig()
         number = rig.contract.incarnation
 
-        with refused(rig, "persistence.same-incarnation", f"{number:016x}", "fresh random"):
+        with refused(rig, "persistence.same-incarnation", f"{number:016x}", "new random"):
             rig.contract.restore(rig.contract.checkpoint(), incarnation=number)
 
     def test_older_tickets_are_refused(self) -> None:

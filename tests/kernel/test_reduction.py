@@ -74,7 +74,7 @@ class TestOneBucket:
         rig = _final()
         rig.contract.start_reduction(0)
 
-        with refused(rig, "reduction.in-flight", "in flight: 0", "none in flight"):
+        with refused(rig, "reduction.in-flight", "in flight: 0", "no reduction"):
             rig.contract.start_reduction(0)
         with refused(rig, "reduction.in-flight", "in flight: 0"):
             rig.contract.commit_epoch()
@@ -176,7 +176,7 @@ class TestFailure:
             rig.contract.restore(checkpoint)
         rig.contract.drain()
 
-        with refused(rig, "persistence.reduction-in-flight", "in flight: 0", "none in flight"):
+        with refused(rig, "persistence.reduction-in-flight", "in flight: 0", "no reduction"):
             rig.contract.checkpoint()
         with refused(rig, "reduction.in-flight", "in flight: 0"):
             rig.contract.restore(checkpoint)

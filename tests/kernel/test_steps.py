@@ -118,7 +118,7 @@ def test_a_step_that_depends_on_how_far_a_counter_is_is_not_made() -> None:
         functions["commit_forward"](memory, *given)
         memory.rolled_at[0] = memory.rolled_at[0] + (memory.serial[0] > 1000)
 
-    for odd, said in ((refuses, "refused by order.token"), (writes, "another rolled_at")):
+    for odd, said in ((refuses, "refused by order.token"), (writes, "rolled_at ends differently")):
         changed = Transitions(step.transitions.relations, {**functions, "commit_forward": odd})
         with pytest.raises(ValueError, match=said):
             RecordedStep.of(changed, step.start, step.events, step.end)
@@ -135,7 +135,7 @@ def test_every_counter_is_of_a_family_with_a_base() -> None:
 def test_no_counter_is_an_entry_that_stays(column: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Taken for one, some contract's step is not made, or does not recur."""
     left = {name: counter for name, counter in COUNTERS.items() if name != column}
-    monkeypatch.setattr("qeffect.steps.COUNTERS", left)
+    monkeypatch.setattr("qeffect.steps.counters.COUNTERS", left)
     failed = 0
     for make in CONTRACTS.values():
         try:
@@ -154,7 +154,7 @@ def test_an_epoch_that_is_spoiled_in_advance_does_not_recur(
     with pytest.raises(AssertionError):
         recorded(rig)
 
-    monkeypatch.setattr("qeffect.steps.COUNTERS", {**COUNTERS, "spoiled": None})
+    monkeypatch.setattr("qeffect.steps.counters.COUNTERS", {**COUNTERS, "spoiled": None})
     blind, other = Rig(), Rig()
     blind.contract.memory.spoiled[0] = other.contract.memory.spoiled[0] = 4
     step = recorded(blind)
@@ -187,7 +187,7 @@ def test_what_a_contract_holds_beside_its_memory_is_looked_at(
     assert found is not None
     assert where in found.where
 
-    monkeypatch.setattr(RecordedStep, "_beside", lambda *_: None)
+    monkeypatch.setattr(RecordedStep, "_outside_memory", lambda *_: None)
     assert rig.contract.check_step(step) is None
     rig.contract.commit_step(step)
     run(other)
@@ -249,13 +249,13 @@ def test_counts_that_are_compared_at_the_commit_leave_no_step_as_one() -> None:
 def test_what_does_not_recur_is_not_recorded() -> None:
     """A failure, a step without its commit, and one that an observer hears."""
     rig = Rig()
-    with pytest.raises(ValueError, match="does not commit its epoch"):
+    with pytest.raises(ValueError, match="commit its epoch exactly once"):
         rig.contract.record_step().end()
     recording = rig.contract.record_step()
-    with pytest.raises(ValueError, match="an observer is told"):
+    with pytest.raises(ValueError, match="the contract has an observer"):
         rig.contract.record_step()
     rig.contract.abort(rig.check_forward())
-    with pytest.raises(ValueError, match="abort_forward does not recur"):
+    with pytest.raises(ValueError, match="abort_forward cannot be recorded"):
         recording.end()
     rig.contract.record_step().drop()
     assert rig.contract.observer is None
@@ -265,7 +265,7 @@ def test_what_does_not_recur_is_not_recorded() -> None:
     recording = rig.contract.record_step()
     rig.contract.observer = lambda transition, *_: told.append(transition)
     run(rig)
-    with pytest.raises(ValueError, match="another observer"):
+    with pytest.raises(ValueError, match="observer was replaced"):
         recording.end()
     recording.drop()
     assert rig.contract.observer is not None

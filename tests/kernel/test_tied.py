@@ -89,7 +89,7 @@ class TestTwoStages:
         rig = Rig(_stage(0), _stage(1))
         refs = _until_wgrad(rig)
 
-        with refused(rig, "arena.stale-accumulation", "the tied one"):
+        with refused(rig, "arena.stale-accumulation", "the tied buffer"):
             rig.check_wgrad(refs[0, 0], 0, 0, first=True, first_of_tied=False)
 
     def test_an_own_buffer_is_told_apart(self) -> None:

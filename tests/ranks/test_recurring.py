@@ -264,9 +264,9 @@ def test_no_state_with_several_other_entries_is_taken_for_the_recorded_one() -> 
 @pytest.mark.parametrize(
     ("check", "edit"),
     [
-        ("_below", ("serial", 0, -5)),
-        ("_another", ("poisoned", 0, 1)),
-        ("_apart", ("spoiled", 1, FIRST + 1)),
+        ("_fallen", ("serial", 0, -5)),
+        ("_changed", ("poisoned", 0, 1)),
+        ("_unlike_counter", ("spoiled", 1, FIRST + 1)),
         ("_exhausted", ("generation", 0, (1 << 64) - 2)),
     ],
 )

@@ -4,8 +4,9 @@ Failures of the gradient arena: a gradient lost, added twice, or written over an
 
 from __future__ import annotations
 
-from .history import History, addresses
+from .history import History
 from .model import Rows
+from .transcript import addresses
 
 ROWS = Rows("arena")
 

@@ -1,8 +1,8 @@
 """
 Entries of many columns of a memory, compared and written in few calls.
 
-A column of which every entry is meant is compared as it is, list with list and dictionary with
-dictionary; one of which some are is picked from. What is compared is the same, entry by entry.
+If every entry of a column is selected, the column is compared whole, list with list or dictionary
+with dictionary; otherwise the selected entries are picked first. Both compare the same entries.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from .engine.memory import Memory
+from ..engine.memory import Memory
 
 __all__ = ["Entries"]
 
-#: Which entries of each column.
+#: By column, the indices of the selected entries.
 Indices = Mapping[str, Sequence[Any]]
 
 
 class Entries:
     """
-    Some entries of a memory's columns as they are now, and as they are when counters have moved.
+    Selected entries of a memory's columns: their values now, and after counters have moved.
 
     Args:
-        memory: The memory; nothing of it is kept.
-        indices: By column, which of its entries.
-        counter: The place of what an entry is counted from in a list of amounts, by column, index
-            and entry.
-        still: The place of the amount of entries that do not move, which is always 0.
+        memory: The memory; it is not kept.
+        indices: By column, the indices of the selected entries.
+        counter: Maps column, index and entry to the position of the entry's counter in a list of
+            amounts.
+        still: Position of the amount for entries that do not move, which is always 0.
     """
 
     __slots__ = ("_made", "_make", "_moved_by", "_parts", "_wholes")
@@ -61,10 +61,10 @@ class Entries:
 
     def at(self, amounts: tuple[int, ...]) -> tuple[Any, ...]:
         """
-        What the columns are, those that are meant as wholes first, when counters have moved.
+        Return the values of the columns after counters have moved; whole columns come first.
 
         Args:
-            amounts: By how much each has.
+            amounts: How far each counter has moved.
         """
         if amounts != self._moved_by:
             self._made = self._make(*amounts)
@@ -72,7 +72,7 @@ class Entries:
         return self._made
 
     def stand_in(self, memory: Memory, amounts: tuple[int, ...]) -> bool:
-        """Whether a memory has these entries, moved."""
+        """Whether a memory's entries equal the selected entries, moved."""
         wanted, found = self.at(amounts), self._wholes(memory)
         if not self._parts:
             return bool(found == wanted)
@@ -84,7 +84,7 @@ class Entries:
         return bool((*found, *picked) == wanted)
 
     def write(self, memory: Memory, amounts: tuple[int, ...]) -> None:
-        """Leave these entries in a memory, moved."""
+        """Write the selected entries, moved, into a memory."""
         made = iter(self.at(amounts))
         for column in self._wholes(memory):
             if column.__class__ is dict:
@@ -102,7 +102,7 @@ def _every(column: Any) -> Iterable[Any]:
 
 
 def _columns(names: Sequence[str]) -> Callable[[Memory], tuple[Any, ...]]:
-    """What gets several columns at once."""
+    """Return a function that gets several columns at once."""
     if not names:
         return lambda memory: ()
     if len(names) == 1:
@@ -112,7 +112,7 @@ def _columns(names: Sequence[str]) -> Callable[[Memory], tuple[Any, ...]]:
 
 
 def _text(name: str, held: Any, entries: Sequence[tuple[int, int]], still: int) -> str:
-    """The expression of a column's entries, moved: one call where they all are the same number."""
+    """The expression for a column's moved entries; one call if all entries are equal."""
     if all(group == still for _, group in entries):
         return name
     numbers = [f"{value} + a{group}" for value, group in entries]
@@ -125,7 +125,7 @@ def _text(name: str, held: Any, entries: Sequence[tuple[int, int]], still: int) 
 def _function(
     texts: Sequence[str], still: int, held: Sequence[Any]
 ) -> Callable[..., tuple[Any, ...]]:
-    """One function of all amounts: a call for each column would take as long as all its entries."""
+    """One function of all amounts: a call per column would cost as much as all its entries."""
     every = ", ".join(f"a{n}" for n in range(still + 1))
     text = f"lambda {every}: ({''.join(f'{own}, ' for own in texts)})"
     made: Callable[..., tuple[Any, ...]] = eval(text, {"held": held, "fromkeys": dict.fromkeys})

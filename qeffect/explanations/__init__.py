@@ -1,0 +1,3 @@
+"""
+Found and expected of every refusal, by relation; `qeffect.explain` joins the tables.
+"""

@@ -1,0 +1,112 @@
+"""
+Found and expected for the clauses of the gradient arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..relations.constants import ADDS, OPENS
+from ..text import shown
+from .words import Arguments, Explanation, stage_of
+
+__all__ = ["EXPLANATIONS"]
+
+
+def _own_first(first: int) -> bool:
+    """Whether a dW overwrites its stage's own buffer."""
+    return first not in (ADDS, OPENS)
+
+
+def _opened(st: Any, a: Arguments) -> str:
+    """Name the buffer, already written in this epoch, that a dW would overwrite."""
+    cell = a["key"].cell
+    own, shared = st.buffer_of[cell], st.shared_of[st.buffer_of[cell]]
+    ours = _own_first(a["first"]) and st.opened[own] == a["key"].epoch
+    return "buffer's" if ours or own == shared else "tied buffer's"
+
+
+def _missed(st: Any, a: Arguments) -> str:
+    """Spell the epoch of the last first write to the buffer that a dW would add to."""
+    cell = a["key"].cell
+    own, shared = st.buffer_of[cell], st.shared_of[st.buffer_of[cell]]
+    if not _own_first(a["first"]) and st.opened[own] != a["key"].epoch:
+        return f"{st.opened[own]}"
+    return f"{st.opened[shared]}" + ("" if own == shared else "; it is the tied buffer")
+
+
+def _written(st: Any, a: Arguments) -> int:
+    """Return the ticket of the dW in flight on a buffer of the key."""
+    cell = a["key"].cell
+    return int(st.writing[st.buffer_of[cell]] or st.writing[st.shared_of[st.buffer_of[cell]]])
+
+
+def _spoiled(st: Any, a: Arguments) -> int:
+    """Return the spoiled stage: the call's own, or the stage that shares with it."""
+    stage = int(stage_of(st, a))
+    sharer = int(st.sharer_of[stage])
+    return stage if st.spoiled[stage] == st.weight_epoch[stage] else sharer
+
+
+def _unwritten(st: Any, a: Arguments) -> int:
+    """Return the stage that lacks a dW: the stage to finalize, or the stage that shares with it."""
+    stage = int(a["stage"])
+    return stage if st.wgrads[stage] != st.cells[stage] else int(st.sharer_of[stage])
+
+
+def _tied(st: Any, a: Arguments) -> str:
+    """Add the sharing stage, if that is the stage that lacks a dW."""
+    sharer = _unwritten(st, a)
+    return "" if sharer == a["stage"] else f" of stage {sharer}, which shares a destination"
+
+
+def _difference(found: Any, configured: Any, side: int) -> str:
+    """Name the first destination and field in which two bindings differ."""
+    if not isinstance(found, tuple) or len(found) != len(configured):
+        both = (found, configured)[side]
+        return f"{len(both)} destinations" if isinstance(both, tuple) else shown(both)
+    for ours, theirs in zip(found, configured, strict=True):
+        for name in ("matrix", "microbatch", "shape", "dtype", "device", "address", "nbytes"):
+            pair = getattr(ours, name, "unknown"), getattr(theirs, name)
+            if pair[0] != pair[1]:
+                value = f"{pair[side]:#x}" if name == "address" else pair[side]
+                return f"{theirs.matrix} microbatch {theirs.microbatch} {name} {value}"
+    return shown((found, configured)[side])
+
+
+#: By clause.
+EXPLANATIONS: Final[Mapping[str, Explanation]] = {
+    "arena.spoiled": lambda st, a: (
+        f"stage {_spoiled(st, a)}, spoiled in epoch {st.spoiled[_spoiled(st, a)]}",
+        "gradients that no failed action may have half written",
+    ),
+    "arena.duplicate-bind": lambda st, a: (
+        f"{a['key']} bound again",
+        "one bind of a key's destinations in an epoch",
+    ),
+    "arena.mismatch": lambda st, a: (
+        _difference(a["destination"], st.destination_of[a["key"].cell], 0),
+        _difference(a["destination"], st.destination_of[a["key"].cell], 1),
+    ),
+    "arena.unbound": lambda st, a: (
+        f"{a['key']} with no destinations bound",
+        "destinations bound before dI",
+    ),
+    "arena.in-flight": lambda st, a: (
+        f"{a['key']} into a buffer with a write in flight",
+        f"no write in flight; ticket {_written(st, a)} is in flight",
+    ),
+    "arena.overwrite": lambda st, a: (
+        f"{a['key']} as the {_opened(st, a)} first write",
+        "an accumulating write: the buffer was already written in this epoch",
+    ),
+    "arena.stale-accumulation": lambda st, a: (
+        f"{a['key']} accumulated into a buffer last opened in epoch {_missed(st, a)}",
+        "an overwriting first write in this epoch",
+    ),
+    "arena.incomplete": lambda st, a: (
+        f"{st.wgrads[_unwritten(st, a)]} weight-gradient writes{_tied(st, a)}",
+        f"{st.cells[_unwritten(st, a)]}, one for every configured key",
+    ),
+}

@@ -1,0 +1,92 @@
+"""
+Found and expected for the clauses of completion and capture memory: streams and graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from .words import Arguments, Explanation, asked, domain_of, slot_of, stages_of
+
+__all__ = ["EXPLANATIONS"]
+
+
+def _end(st: Any, a: Arguments) -> tuple[int, int, int]:
+    """Return the link of a slot's latest transfer end, its piece of work, and what was joined."""
+    slot = slot_of(a)
+    on = st.ended_on[slot]
+    return on, st.ended_at[slot], st.joined[on]
+
+
+def _captured(st: Any, a: Arguments) -> int:
+    """Return the position, in the order of capture, of the graph that would be replayed."""
+    ranks = {"check_forward": "forward_rank", "check_dgrad": "dgrad_rank"}
+    place: int = getattr(st, ranks.get(a["transition"], "wgrad_rank"))[slot_of(a)]
+    return place
+
+
+def _replay(st: Any, a: Arguments) -> int:
+    """Return the replay that a consumer must wait for."""
+    if "ref" in a:
+        return int(st.produced[a["ref"].slot])
+    return int(max(st.landed[s] for s in stages_of(st, a)))
+
+
+def _updaters_link(st: Any, domain: int) -> int:
+    """Return the link of the optimizer's stream and a domain's graph stream."""
+    pairs = zip(st.caller_at, st.domain_at, strict=True)
+    return next(link for link, pair in enumerate(pairs) if pair == (st.updater[0], domain))
+
+
+#: By clause.
+EXPLANATIONS: Final[Mapping[str, Explanation]] = {
+    "capture.out-of-order": lambda st, a: (
+        f"{a['key']} in slot {slot_of(a)}, the graph captured at place {_captured(st, a)}, after "
+        "the "
+        f"graph captured at place {st.cursor[st.pool_of[slot_of(a)]]}",
+        "graphs of one memory pool replayed in the order of capture while a tape is live in it",
+    ),
+    "completion.wrong-stream": lambda st, a: (
+        f"link {a['link']} of domain {st.domain_at[a['link']]}",
+        f"a link of domain {domain_of(st, a)}",
+    ),
+    "completion.caller-to-graph": lambda st, a: (
+        f"a replay whose graph stream waited up to piece {st.joined[a['link']]} of the caller's "
+        "work",
+        f"a wait up to piece {st.submitted[a['link']]}",
+    ),
+    "completion.graph-to-caller": lambda st, a: (
+        f"a consumer whose stream waited up to replay {st.waited[a['link']]}",
+        f"a wait at or after replay {_replay(st, a)}",
+    ),
+    "completion.transfer-to-graph": lambda st, a: (
+        f"a replay on slot {slot_of(a)}, whose last transfer ended on link {_end(st, a)[0]} as "
+        "piece "
+        f"{_end(st, a)[1]} of its caller's work",
+        f"a join of that link since; the graph stream has waited for {_end(st, a)[2]}",
+    ),
+    "completion.two-ends": lambda st, a: (
+        f"the end of a transfer on link {a['link']}, after an end on link {_end(st, a)[0]}",
+        f"a join of link {_end(st, a)[0]} in between; the graph stream has waited for "
+        f"{_end(st, a)[2]} of its caller's {_end(st, a)[1]} pieces of work",
+    ),
+    "completion.slot-not-awaited": lambda st, a: (
+        f"a caller that waited up to replay {st.waited[a['link']]}",
+        f"a wait at or after replay {st.vacated[slot_of(a)]}, the last of slot {slot_of(a)}'s "
+        "tenant",
+    ),
+    "completion.wrong-consumer": lambda st, a: (
+        f"link {a['link']}, of caller {st.caller_at[a['link']]}",
+        f"a link of caller {st.consumer[0]}, which reads the gradients of this epoch",
+    ),
+    "completion.update-stream": lambda st, a: (
+        f"an update on the stream of caller {a['caller']}",
+        f"an update on the stream of caller {st.consumer[0]}, which waited for the gradients",
+    ),
+    "completion.update-to-graph": lambda st, a: (
+        f"{asked(a)} before the graph stream of domain {domain_of(st, a)} waited for the "
+        f"optimizer's update, which ran on the stream of caller {st.updater[0]}",
+        f"a join of link {_updaters_link(st, domain_of(st, a))} after the commit",
+    ),
+}

@@ -1,0 +1,63 @@
+"""
+Found and expected for the clauses of order: scaling state and effect tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from .words import Arguments, Explanation, asked, domain_of, nonzero_entries, slot_of
+
+__all__ = ["EXPLANATIONS"]
+
+
+def _reported(count: Any, what: str, said: str) -> str:
+    """Spell what an action reported: a count, nothing, or something unreadable."""
+    if isinstance(count, str):
+        return f"no readable count in the report of {what}: {count}"
+    return said.format(count) if count >= 0 else f"no report of {what}"
+
+
+def _position(st: Any, a: Arguments, column: str, action: str) -> tuple[str, str]:
+    d = domain_of(st, a)
+    return (
+        f"{action} of {a['key']} as update {st.position[d]} of the epoch",
+        f"this action as update {getattr(st, column)[a['key'].cell]}, as declared",
+    )
+
+
+#: By clause.
+EXPLANATIONS: Final[Mapping[str, Explanation]] = {
+    "order.in-flight": lambda st, a: (
+        asked(a),
+        f"no F, dI or refresh in flight; in flight {nonzero_entries(st.busy)} (domain: ticket)",
+    ),
+    "order.poisoned": lambda st, a: (
+        f"{asked(a)} over scaling state that a failed F, dI or refresh left half updated",
+        "a domain restored from the last commit's snapshot",
+    ),
+    "order.token": lambda st, a: (
+        f"effect token {a['token']}",
+        f"token {st.token[domain_of(st, a)]}",
+    ),
+    "order.reordered": lambda st, a: _position(
+        st, a, "dgrad_at" if "ref" in a else "forward_at", "dI" if "ref" in a else "F"
+    ),
+    "order.scaling-updates": lambda st, a: (
+        _reported(a["updates"], "scaling updates", "{} scaling updates"),
+        f"1 scaling update of domain {domain_of(st, a)}",
+    ),
+    "order.scales-moved": lambda st, a: (
+        f"{a['key']} over live scales of the F at token {st.rolled_at[domain_of(st, a)]}",
+        f"the scales of its own F, at token {st.scaled_at[slot_of(a)]}",
+    ),
+    "order.wrong-scales": lambda st, a: (
+        _reported(a["scales"], "the scales that dI used", "the scales of the F at token {}"),
+        f"the scales of its own F, at token {st.scaled_at[a['slot']]}",
+    ),
+    "order.incomplete": lambda st, a: (
+        f"{st.forwards[a['stage']]} forwards and {st.dgrads[a['stage']]} input gradients",
+        f"{st.cells[a['stage']]} of each",
+    ),
+}

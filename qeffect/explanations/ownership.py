@@ -1,0 +1,187 @@
+"""
+Found and expected for the clauses of ownership: tapes, slots, references, messages and readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..keys import spell
+from ..relations.constants import (
+    BACK_BIT,
+    DGRAD_BIT,
+    GRAD_BIT,
+    IN_BIT,
+    OUT_BIT,
+    RESERVED,
+    WGRAD_BIT,
+)
+from .words import Arguments, Explanation, asked, nonzero_entries, slot_of, stage_of
+
+__all__ = ["EXPLANATIONS"]
+
+
+def mask_text(mask: int) -> str:
+    """Spell a consumer mask.
+
+    >>> mask_text(3)
+    'dI and dW'
+    """
+    names = {
+        DGRAD_BIT: "dI",
+        WGRAD_BIT: "dW",
+        OUT_BIT: "output reader",
+        GRAD_BIT: "gradient reader",
+    }
+    if mask == RESERVED:
+        return "its forward"
+    return " and ".join(name for bit, name in names.items() if mask & bit) or "nobody"
+
+
+def _transfers(mask: int) -> str:
+    """Spell a mask of transfers."""
+    names = {
+        IN_BIT: "receive of the input",
+        BACK_BIT: "receive of the output's gradient",
+        OUT_BIT: "read of the output",
+        GRAD_BIT: "read of the input gradient",
+    }
+    return " and ".join(name for bit, name in names.items() if mask & bit) or "nothing"
+
+
+def _message(a: Arguments) -> int:
+    """Return the message that a receive brings, or that an action waits for."""
+    if "message" in a:
+        return int(a["message"])
+    return BACK_BIT if a["transition"] == "check_dgrad" else IN_BIT
+
+
+def _tape(st: Any, slot: int) -> str:
+    if st.consumers[slot] == 0:
+        return f"slot {slot} generation {st.generation[slot]}, free"
+    return (
+        f"slot {slot} generation {st.generation[slot]} holding "
+        f"{spell(st.epoch_at[slot], st.cell_at[slot])}, "
+        f"which waits for {mask_text(st.consumers[slot])}"
+    )
+
+
+def _redeems(a: Arguments) -> str:
+    """Name the action whose ticket a commit or an abort redeems."""
+    word = str(a["transition"]).partition("_")[2]
+    return {"forward": "F", "dgrad": "dI", "wgrad": "dW"}.get(word, word)
+
+
+def _ref(st: Any, a: Arguments) -> tuple[str, str]:
+    return f"{a['key']} in {a['ref']}", f"what the slot holds: {_tape(st, a['ref'].slot)}"
+
+
+#: How many slots a message names before it counts the rest.
+_FEW: Final = 4
+
+
+def _tenants(st: Any, a: Arguments) -> str:
+    """Spell the content of the first few slots of the key's stage."""
+    slots = [slot for slot, own in enumerate(st.slot_stage) if own == a["key"].stage]
+    few = [_tape(st, slot) for slot in slots[:_FEW]]
+    return "; ".join([*few, f"and {len(slots) - _FEW} more"] if slots[_FEW:] else few)
+
+
+#: By clause.
+EXPLANATIONS: Final[Mapping[str, Explanation]] = {
+    "ownership.pool-exhausted": lambda st, a: (
+        f"{a['key']} with no free slot",
+        f"a free slot of stage {a['key'].stage}; all are taken: {_tenants(st, a)}",
+    ),
+    "ownership.foreign-slot": lambda st, a: (
+        f"{a['key']} in slot {a['slot']}",
+        f"a slot of stage {a['key'].stage}; slot {a['slot']} belongs to stage "
+        f"{st.slot_stage[a['slot']]}",
+    ),
+    "ownership.slot-busy": lambda st, a: (f"{a['key']}", f"a free slot; {_tape(st, a['slot'])}"),
+    "ownership.key-live": lambda st, a: (
+        f"{a['key']} in slot {a['slot']}",
+        f"a key that is not live; it is live in slot {st.slot_of[a['key'].cell]}",
+    ),
+    "ownership.generation-exhausted": lambda st, a: (
+        f"generation {st.generation[a['slot']]} of slot {a['slot']}",
+        f"a generation below {st.generation_max[0]}",
+    ),
+    "ownership.foreign-incarnation": lambda st, a: (
+        str(a["ref"]),
+        f"a reference of incarnation {st.incarnation[0]:016x}",
+    ),
+    "ownership.stale-reference": _ref,
+    "ownership.wrong-key": _ref,
+    "ownership.not-forwarded": _ref,
+    "ownership.duplicate-dgrad": _ref,
+    "ownership.wgrad-before-dgrad": _ref,
+    "ownership.duplicate-wgrad": _ref,
+    "ownership.read-before-dgrad": _ref,
+    "ownership.read-duplicate": lambda st, a: (
+        f"another {_transfers(a['bit'])} of {a['key']}",
+        f"one at a time; under way in slot {slot_of(a)}: {_transfers(st.moving[slot_of(a)])}",
+    ),
+    "ownership.no-such-reader": lambda st, a: (
+        f"{mask_text(a['bit'])} of {a['key']}",
+        _tape(st, a["ref"].slot),
+    ),
+    "ownership.read-not-begun": lambda st, a: (
+        f"the end of a {_transfers(a['bit'])} of {a['key']}",
+        f"a read that has begun; under way in slot {slot_of(a)}: "
+        f"{_transfers(st.moving[slot_of(a)])}",
+    ),
+    "ownership.no-such-receive": lambda st, a: (
+        f"a {_transfers(a['message'])} by stage {stage_of(st, a)}",
+        f"a message that the stage is configured to receive: "
+        f"{_transfers(st.receives[stage_of(st, a)])}",
+    ),
+    "ownership.receive-duplicate": lambda st, a: (
+        f"another {_transfers(a['message'])} of {a['key']}",
+        f"one receive of it; under way {_transfers(st.moving[slot_of(a)])}, arrived "
+        f"{_transfers(st.arrived[slot_of(a)])}",
+    ),
+    "ownership.receive-not-posted": lambda st, a: (
+        f"the end of a {_transfers(a['message'])} of {a['key']}",
+        f"a receive that was posted; under way in slot {slot_of(a)}: "
+        f"{_transfers(st.moving[slot_of(a)])}",
+    ),
+    "ownership.receive-missing": lambda st, a: (
+        f"{asked(a)} with no {_transfers(_message(a))} posted",
+        "a message that was posted and has arrived",
+    ),
+    "ownership.transfer-in-flight": lambda st, a: (
+        f"{asked(a)} in slot {slot_of(a)} during a {_transfers(st.moving[slot_of(a)])}",
+        "every transfer out of the slot and into it finished",
+    ),
+    "ownership.in-flight": lambda st, a: (
+        f"{a['key']} in slot {slot_of(a)}" if "key" in a else "a restore",
+        f"no action in flight there; ticket {st.held[slot_of(a)]} is in flight"
+        if "key" in a
+        else f"no action in flight; in flight on slots {nonzero_entries(st.held)} (slot: ticket)",
+    ),
+    "ownership.unknown-ticket": lambda st, a: (
+        f"ticket {a['ticket']} of {_redeems(a)} on slot {a['slot']}",
+        f"ticket {st.held[a['slot']] or 'none'} in flight there"
+        + (", of another action" if st.held[a["slot"]] == a["ticket"] else "")
+        + f"; {_tape(st, a['slot'])}",
+    ),
+    "ownership.work-not-queued": lambda st, a: (
+        f"deferred work for {a['queued'] or 'no matrix'}",
+        f"work queued for {st.matrices[stage_of(st, a)]}",
+    ),
+    "ownership.matrix-coverage": lambda st, a: (
+        f"gradients of {a['covered'] or 'no matrix'}",
+        f"each of {st.matrices[stage_of(st, a)]} exactly once",
+    ),
+    "ownership.live-tape": lambda st, a: (
+        f"live tapes in slots {[slot for slot, mask in enumerate(st.consumers) if mask]}",
+        "no tape that waits for a consumer",
+    ),
+    "ownership.repeated-forward": lambda st, a: (
+        f"{a['key']} again",
+        f"each key forwarded once in an epoch, also after its release or abort; the weight epoch "
+        f"is {st.weight_epoch[a['key'].stage]}",
+    ),
+}

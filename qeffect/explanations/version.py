@@ -1,0 +1,74 @@
+"""
+Found and expected for the clauses of version: weight caches and epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from ..relations.constants import NEVER
+from .words import Explanation, asked, domain_of, nonzero_entries, stage_of
+
+__all__ = ["EXPLANATIONS"]
+
+
+def _epoch(epoch: int) -> str:
+    return "no epoch" if epoch == NEVER else f"epoch {epoch}"
+
+
+def _weights(epoch: int) -> str:
+    return f"the weights of epoch {epoch}" if epoch >= 0 else "weights of no known epoch"
+
+
+#: By clause.
+EXPLANATIONS: Final[Mapping[str, Explanation]] = {
+    "version.wrong-epoch": lambda st, a: (
+        f"{a['key']}",
+        f"weight epoch {st.weight_epoch[stage_of(st, a)]}",
+    ),
+    "version.stale-cache": lambda st, a: (
+        f"{a['key']} over a weight cache of {_epoch(st.cache_epoch[stage_of(st, a)])}",
+        f"a cache of epoch {a['key'].epoch}",
+    ),
+    "version.already-fresh": lambda st, a: (
+        f"a refresh of stage {stage_of(st, a)}",
+        f"a stale cache; the cache already holds epoch {st.cache_epoch[stage_of(st, a)]}",
+    ),
+    "version.late-refresh": lambda st, a: (
+        f"a refresh of stage {stage_of(st, a)} after {st.forwards[stage_of(st, a)]} forwards",
+        "a refresh directly before the stage's first forward of the epoch",
+    ),
+    "version.refresh-interrupted": lambda st, a: (
+        f"an action of stage {stage_of(st, a)}",
+        f"the first forward of stage {st.refreshed[domain_of(st, a)]}, whose cache was refreshed",
+    ),
+    "version.in-flight": lambda st, a: (
+        asked(a),
+        "no refresh in flight, alone or in an F; in flight (stage: ticket) "
+        + (
+            ", ".join(filter(None, (nonzero_entries(st.refreshing), nonzero_entries(st.filling))))
+            or "none"
+        ),
+    ),
+    "version.unknown-ticket": lambda st, a: (
+        f"refresh ticket {a['ticket']} of stage {a['stage']}",
+        f"ticket {ticket}" if (ticket := st.refreshing[a["stage"]]) else "no refresh in flight",
+    ),
+    "version.fill-missing": lambda st, a: (
+        f"caches filled of {a['filled'] or 'no matrix'}",
+        f"each of {st.matrices[stage_of(st, a)]} exactly once",
+    ),
+    "version.wrong-fill": lambda st, a: (
+        f"a cache filled from {_weights(a['fill_epoch'])}",
+        f"a cache filled from the weights of epoch {st.weight_epoch[stage_of(st, a)]}",
+    ),
+    "version.fill-unasked": lambda st, a: (
+        f"a cache filled from {_weights(a['fill_epoch'])} by an F in slot {a['slot']}",
+        "no fill: the F was checked without a refresh",
+    ),
+    "version.left-out": lambda st, a: (
+        f"{a['transition']} of stage {a['stage']}",
+        "no call about a weight cache: these stages leave version out",
+    ),
+}

@@ -1,0 +1,81 @@
+"""
+Words that the explanations share: the call that was made, and entries of columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+__all__ = [
+    "Arguments",
+    "Explanation",
+    "asked",
+    "domain_of",
+    "entries_of",
+    "nonzero_entries",
+    "other_indices",
+    "slot_of",
+    "stage_of",
+    "stages_of",
+]
+
+#: A transition's arguments by name, with the transition's own name under ``transition``.
+Arguments = Mapping[str, Any]
+
+#: Returns found and expected, from the state and the arguments.
+Explanation = Callable[[Any, Arguments], tuple[str, str]]
+
+
+def stage_of(st: Any, a: Arguments) -> int:
+    """Return the stage of a call: of its bucket, key or slot, if it names none itself."""
+    if "stage" in a:
+        return int(a["stage"])
+    if "bucket" in a:
+        return int(st.stage_at[a["bucket"]])
+    if "key" in a:
+        return int(a["key"].stage)
+    return int(st.slot_stage[a["slot"]])
+
+
+def domain_of(st: Any, a: Arguments) -> int:
+    """Return the state domain of a call's stage."""
+    return int(st.domain_of[stage_of(st, a)])
+
+
+def asked(a: Arguments) -> str:
+    """Spell the call that was made: its action, and its key or stage."""
+    word = a["transition"].removeprefix("check_")
+    word = {"forward": "F", "dgrad": "dI", "wgrad": "dW"}.get(word, word)
+    if "key" in a:
+        return f"{word} of {a['key']}"
+    return f"{word} of stage {a['stage']}" if "stage" in a else word
+
+
+def slot_of(a: Arguments) -> int:
+    """Return the slot that a call names, by a reference or by its index."""
+    return int(a["ref"].slot if "ref" in a else a["slot"])
+
+
+def entries_of(column: Any) -> Iterable[tuple[Any, Any]]:
+    """Return index and value of each entry; a column by stage may be a dictionary."""
+    return column.items() if isinstance(column, dict) else enumerate(column)
+
+
+def nonzero_entries(column: Any) -> str:
+    """Spell the entries that are neither 0 nor -1, as ``index: value``."""
+    return ", ".join(
+        f"{index}: {value}" for index, value in entries_of(column) if value not in (0, -1)
+    )
+
+
+def other_indices(column: Any, usual: int = 0) -> str:
+    """Spell the indices whose entry is not the usual one; by default, of flags that are set."""
+    return ", ".join(str(index) for index, value in entries_of(column) if value != usual) or "none"
+
+
+def stages_of(st: Any, a: Arguments) -> list[int]:
+    """Return the stage of a call at the end of an epoch, and the stage that shares with it."""
+    if "bucket" not in a:
+        return list(dict.fromkeys((a["stage"], st.sharer_of[a["stage"]])))
+    return list(dict.fromkeys((st.stage_at[a["bucket"]], st.tied_at[a["bucket"]])))

@@ -1,0 +1,37 @@
+"""
+A step that recurs: one optimizer step, recorded once, then checked and committed as one.
+
+A training step runs the same transitions in every epoch, and only counters differ between epochs.
+So a step is first run transition by transition, with every guard of every action, and recorded:
+the entries that the transitions read before they wrote them, and the entries that they left. Later
+steps are checked by one comparison of the entries read, and committed by writing the entries left.
+
+Why this gives the same result as running the transitions one by one:
+
+* *The entries read determine the step.* A transition is a function of the columns and of its
+  arguments. Entries that no transition of the step reads before it writes them have no influence.
+* *The entries read are the recorded start, moved.* Each entry of `counters.COUNTERS` belongs to a
+  family whose numbers are counted from one counter: epochs, tickets, effect tokens, replays, work
+  of a caller, generations. All entries of a family may have moved by one amount, that of the
+  family's counter; every other entry must be unchanged. The arguments move alike: epochs of keys,
+  generations of references, tokens and tickets. Any other difference makes it another step.
+* *Moving a family changes no guard's decision.* Transitions compare a family's numbers with each
+  other, copy them, and add one. Beyond that they compare epochs and tickets with the number for
+  "none", which does not move and lies below all others (counters never fall), and generations with
+  their maximum, which a step must not reach. So every guard decides as before, and every write is
+  the recorded write, moved.
+
+The last point is also tested: when a step is made, its transitions, the functions in force, run
+again from starts that are moved far apart. They must be accepted and must end in the recorded end,
+moved alike. The contract's state beside its memory (free slots, reservations, device counts) is
+compared and written in the same way.
+"""
+
+from __future__ import annotations
+
+from .counters import BASES, COUNTERS, translated
+from .recorded import RecordedStep
+from .recording import Recording
+from .standing import Difference, Standing
+
+__all__ = ["BASES", "COUNTERS", "Difference", "RecordedStep", "Recording", "Standing", "translated"]

@@ -1,0 +1,183 @@
+"""
+Counters: the columns whose entries rise from step to step, and how they are moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
+
+from attrs import evolve
+
+from ..engine.memory import Memory
+from ..engine.stage import TRANSITIONS
+from ..keys import TapeRef
+from ..relations.constants import NEVER
+
+__all__ = [
+    "BASES",
+    "BASE_COLUMNS",
+    "COUNTERS",
+    "Amounts",
+    "Counter",
+    "Event",
+    "Group",
+    "base_of",
+    "group_of",
+    "groups",
+    "is_counter",
+    "translated",
+    "translated_event",
+]
+
+#: One counter that a family's numbers are counted from: the family and the member of its index.
+Group = tuple[str, Any]
+
+#: How far each counter has moved.
+Amounts = Mapping[Group, int]
+
+#: A transition with its arguments.
+Event = tuple[str, tuple[Any, ...]]
+
+
+class Counter(NamedTuple):
+    """
+    What the numbers of a column count.
+
+    Args:
+        family: Name of the family, whose numbers are compared with each other.
+        through: Columns that lead, one after the other, from the column's index to the member of
+            the family; None if the family has one member.
+        none: The number for "none", which does not move. It is 0 for columns of which guards only
+            ask whether an entry exceeds another of its family.
+    """
+
+    family: str
+    through: tuple[str, ...] | None = ()
+    none: int | None = None
+
+
+#: The columns that hold counters. Entries of all other columns are the same at every step.
+COUNTERS: Final[Mapping[str, Counter]] = {
+    "weight_epoch": Counter("epoch", None),
+    **{
+        name: Counter("epoch", None, NEVER)
+        for name in (
+            "epoch_at",
+            "forwarded",
+            "cache_epoch",
+            "bound",
+            "opened",
+            "named",
+            "reduced",
+            "spoiled",
+            "final",
+        )
+    },
+    "serial": Counter("ticket", None),  # no ticket is out when a step begins or ends
+    "token": Counter("token"),
+    "rolled_at": Counter("token"),
+    "scaled_at": Counter("token", ("slot_stage", "domain_of")),
+    "replays": Counter("replay"),
+    "waited": Counter("replay", ("domain_at",)),
+    "produced": Counter("replay", ("slot_stage", "domain_of"), 0),
+    "vacated": Counter("replay", ("slot_stage", "domain_of"), 0),
+    "landed": Counter("replay", ("domain_of",), 0),
+    "submitted": Counter("work"),
+    "joined": Counter("work"),
+    "ended_at": Counter("work", ("ended_on",), 0),
+    "generation": Counter("generation"),
+}
+
+#: The column whose entry is the counter of each family.
+BASES: Final[Mapping[str, str]] = {
+    "epoch": "weight_epoch",
+    "ticket": "serial",
+    "token": "token",
+    "replay": "replays",
+    "work": "submitted",
+    "generation": "generation",
+}
+
+#: The columns of these counters, in the order of their families.
+BASE_COLUMNS: Final = attrgetter(*BASES.values())
+
+
+def group_of(memory: Memory, name: str, index: Any, value: Any) -> Group | None:
+    """Return the counter that an entry is counted from; None if the entry does not move."""
+    counter = COUNTERS.get(name)
+    if counter is None or (counter.none is not None and value == counter.none):
+        return None
+    if counter.through is None:
+        return counter.family, 0
+    for column in counter.through:
+        index = getattr(memory, column)[index]
+    return counter.family, index
+
+
+def is_counter(name: str) -> bool:
+    """Whether a column holds counters."""
+    return name in COUNTERS
+
+
+def groups(memory: Memory) -> Iterator[Group]:
+    """Yield every counter of a memory."""
+    for family, name in BASES.items():
+        if family in ("epoch", "ticket"):
+            yield family, 0
+        else:
+            yield from ((family, member) for member in range(len(getattr(memory, name))))
+
+
+def translated(memory: Memory, amounts: Amounts) -> Memory:
+    """Return a copy of a memory with every counter, and all entries counted from it, moved."""
+    moved = memory.copy()
+    for name in COUNTERS:
+        column = getattr(moved, name)
+        entries = getattr(memory, name)
+        items = list(entries.items() if isinstance(entries, dict) else enumerate(entries))
+        for index, value in items:
+            group = group_of(memory, name, index, value)
+            if group is not None:
+                column[index] = value + amounts[group]
+    return moved
+
+
+def translated_event(memory: Memory, event: Event, amounts: Amounts) -> Event:
+    """
+    Return a transition with its arguments moved like the counters.
+
+    Args:
+        memory: The memory whose configuration and incarnation the arguments refer to.
+        event: The transition.
+        amounts: How far each counter has moved.
+    """
+    transition, given = event
+    named = dict(zip(TRANSITIONS[transition], given, strict=True))
+    epoch = amounts["epoch", 0]
+    place = named.get("slot", -1)
+    for name, value in named.items():
+        if name == "key":
+            named[name] = evolve(value, epoch=value.epoch + epoch)
+        elif name == "ref":
+            moved = value.generation + amounts["generation", value.slot]
+            named[name] = TapeRef(value.slot, moved, memory.incarnation[0])
+        elif name == "epoch" or (name == "fill_epoch" and value >= 0):
+            named[name] = value + epoch
+        elif name == "ticket":
+            named[name] = value + amounts["ticket", 0]
+        elif name == "token":
+            named[name] = value + amounts["token", memory.domain_of[given[0].stage]]
+        elif name == "scales" and value >= 0:
+            named[name] = value + amounts["token", memory.domain_of[memory.slot_stage[place]]]
+    return transition, tuple(named.values())
+
+
+def base_of(memory: Memory, group: Group) -> tuple[str, Any, int]:
+    """Return the column, the index and the value of a counter."""
+    family, member = group
+    column = getattr(memory, BASES[family])
+    if family == "epoch" and isinstance(column, dict):  # all stages have the same epoch
+        member = next(iter(column))
+    return BASES[family], member, column[member]

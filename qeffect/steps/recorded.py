@@ -1,0 +1,371 @@
+"""
+A recorded step: compared with a contract"s state, then written over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import chain
+from operator import sub
+from typing import Any, Final
+
+from attrs import evolve, field, frozen
+
+from ..arguments import UNUSABLE
+from ..counts import advance
+from ..engine.memory import Memory
+from ..engine.stage import Transitions
+from ..refusals import Refused
+from .access import TracedMemory
+from .counters import (
+    BASE_COLUMNS,
+    Amounts,
+    Event,
+    Group,
+    base_of,
+    group_of,
+    groups,
+    is_counter,
+    translated,
+    translated_event,
+)
+from .entries import Entries
+from .standing import Difference, Standing
+
+__all__ = ["RECUR", "RecordedStep"]
+
+
+#: The transitions that a recorded step may contain; all others belong to failures and restarts.
+RECUR: Final = frozenset(
+    {
+        "reserve",
+        "bind",
+        "check_refresh",
+        "commit_refresh",
+        "check_forward",
+        "commit_forward",
+        "check_dgrad",
+        "commit_dgrad",
+        "check_wgrad",
+        "commit_wgrad",
+        "post_receive",
+        "finish_receive",
+        "read",
+        "finish_read",
+        "submit",
+        "join",
+        "wait",
+        "finalize",
+        "start_reduction",
+        "finish_reduction",
+        "commit_epoch",
+    }
+)
+
+#: How far the starts are moved from which a new step is tried.
+_FAR: Final = (1, 1_000_003)
+
+
+@frozen(eq=False)
+class RecordedStep:
+    """
+    One step of one contract, relative to the counters that the step moves.
+
+    Args:
+        transitions: The composed transitions that the step ran.
+        start: The contract's state before the step.
+        events: The step's transitions with their arguments, in order.
+        end: The contract's state after the step.
+        reads: By column, the indices of entries read before they are written.
+        writes: By column, the indices of entries written.
+    """
+
+    transitions: Transitions = field(repr=False)
+    start: Standing = field(repr=False)
+    events: tuple[Event, ...] = field(repr=False)
+    end: Standing = field(repr=False)
+    reads: Mapping[str, tuple[Any, ...]]
+    writes: Mapping[str, tuple[Any, ...]]
+    _groups: tuple[Group, ...] = field(init=False, repr=False)
+    _bases: tuple[tuple[str, Any, int], ...] = field(init=False, repr=False)
+    _began: tuple[int, ...] = field(init=False, repr=False)
+    _unmoved: tuple[int, ...] = field(init=False, repr=False)
+    _still: Entries = field(init=False, repr=False)
+    _moving: Entries = field(init=False, repr=False)
+    _rising: tuple[tuple[int, int], ...] = field(init=False, repr=False)
+    _highest: int = field(init=False, repr=False)
+    _left: Entries = field(init=False, repr=False)
+    _folds: Mapping[Hashable, tuple[int, int]] = field(init=False, repr=False)
+    _counted: Mapping[int, tuple[int, ...]] = field(init=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        transitions: Transitions,
+        start: Standing,
+        events: Sequence[Event],
+        end: Standing,
+    ) -> RecordedStep:
+        """
+        Make a step of a recording, and try it from starts that are moved.
+
+        Args:
+            transitions: The composed transitions.
+            start: The state before the first event.
+            events: The transitions of the step, each of which was accepted.
+            end: The state after the last event.
+
+        Raises:
+            ValueError: A transition of a failure or restart is among the events, the events do not
+                lead from the start to the end, or the step depends on the value of a counter.
+        """
+        named = [transition for transition, _ in events]
+        if odd := sorted({*named} - RECUR):
+            raise ValueError(f"a step with {odd[0]} cannot be recorded: it would not recur")
+        if named.count("commit_epoch") != 1:
+            raise ValueError("a recorded step must commit its epoch exactly once")
+        seen = TracedMemory(start.memory, transitions.columns)
+        for transition, given in events:
+            transitions.functions[transition](seen, *given)
+        for name, column in seen.columns.items():
+            if column.entries != getattr(end.memory, name):
+                raise ValueError(
+                    f"the recorded transitions do not give the column {name} that the contract "
+                    "has; were some not recorded?"
+                )
+        step = cls(
+            transitions,
+            start,
+            tuple(events),
+            end,
+            {n: tuple(c.read) for n, c in seen.columns.items() if c.read},
+            {n: tuple(c.written) for n, c in seen.columns.items() if c.written},
+        )
+        for far in _FAR:
+            step.try_moved(step._different_amounts(far))
+        return step
+
+    def __attrs_post_init__(self) -> None:
+        set_ = object.__setattr__
+        before, after = self.start.memory, self.end.memory
+        every = tuple(groups(before))
+        number = {group: n for n, group in enumerate(every)}
+        stays = len(every)  # the place of the amount that is always 0
+        set_(self, "_groups", every)
+        bases = tuple(base_of(before, group) for group in every)
+        set_(self, "_bases", bases)
+        set_(self, "_began", tuple(was for _, _, was in bases))
+
+        def entries(memory: Memory, indices: Mapping[str, Sequence[Any]]) -> Entries:
+            def counter(name: str, index: Any, value: Any) -> int:
+                group = group_of(memory, name, index, value)
+                return stays if group is None else number[group]
+
+            return Entries(memory, indices, counter, stays)
+
+        set_(self, "_unmoved", (0,) * (len(every) + 1))
+        still = {name: own for name, own in self.reads.items() if not is_counter(name)}
+        moving = {name: own for name, own in self.reads.items() if is_counter(name)}
+        set_(self, "_still", entries(before, still))
+        set_(self, "_moving", entries(before, moving))
+        touched = {*self.reads.get("generation", ()), *self.writes.get("generation", ())}
+        most = [(slot, after.generation[slot]) for slot in sorted(touched)]
+        set_(self, "_rising", tuple((number["generation", slot], last) for slot, last in most))
+        set_(self, "_highest", max((last for _, last in most), default=0))
+        left: dict[str, tuple[Any, ...]] = {}
+        for name, written in self.writes.items():
+            column, read = getattr(after, name), frozenset(self.reads.get(name, ()))
+            kept = not is_counter(name)
+            indices = tuple(
+                index
+                for index in written
+                # An entry that was compared and ends unchanged need not be written.
+                if not (kept and index in read and getattr(before, name)[index] == column[index])
+            )
+            if indices:
+                left[name] = indices
+        set_(self, "_left", entries(after, left))
+        folds: dict[Hashable, tuple[int, int]] = {}
+        counted: dict[int, tuple[int, ...]] = {}
+        for domain, then in (self.end.counts or {}).items():
+            assert self.start.counts is not None
+            first = self.start.counts[domain]
+            stages = list(then.stages)
+            factors, terms = advance(
+                [first.digest, *chain.from_iterable(first.stages[s] for s in stages)],
+                [then.digest, *chain.from_iterable(then.stages[s] for s in stages)],
+            )
+            folds[domain] = factors[0], terms[0]
+            for stage in stages:
+                own = zip(then.stages[stage], first.stages[stage], strict=True)
+                counted[stage] = tuple(now - was for now, was in own)
+        set_(self, "_folds", folds)
+        set_(self, "_counted", counted)
+
+    @property
+    def folds(self) -> Mapping[Hashable, tuple[int, int]]:
+        """By state domain, the factor and the term that the step applies to its digest."""
+        return self._folds
+
+    @property
+    def counted(self) -> Mapping[int, tuple[int, ...]]:
+        """By stage, how much the step adds to its counters."""
+        return self._counted
+
+    def _different_amounts(self, far: int) -> Amounts:
+        """Amounts that all differ, except that slots stay below their last generation."""
+        amounts = {group: far * (n + 1) + n for n, group in enumerate(self._groups)}
+        most = self.start.memory.generation_max[0] - 1
+        for slot, last in enumerate(self.end.memory.generation):
+            group = "generation", slot
+            amounts[group] = max(min(amounts[group], most - last), 0)
+        return amounts
+
+    def try_moved(self, amounts: Amounts) -> None:
+        """
+        Run the transitions one by one from a start whose counters have moved.
+
+        Args:
+            amounts: How far each of `counters` has moved; no slot reaches its last generation.
+
+        Raises:
+            ValueError: A transition is refused, or the end differs from what `write` would leave.
+        """
+        found = translated(self.start.memory, amounts)
+        for event in self.events:
+            transition, given = translated_event(self.start.memory, event, amounts)
+            try:
+                self.transitions.functions[transition](found, *given)
+            except Refused as refused:
+                raise ValueError(
+                    f"the step depends on the values of its counters: with all counters moved, "
+                    f"{transition} is refused by {refused.clause}"
+                ) from None
+        wanted = translated(self.end.memory, amounts)
+        for name in self.transitions.columns:
+            if getattr(found, name) != getattr(wanted, name):
+                raise ValueError(
+                    f"the step depends on the values of its counters: with all counters moved, the "
+                    f"column {name} ends differently"
+                )
+
+    @property
+    def counters(self) -> tuple[Group, ...]:
+        """Every counter of the contract: its family, and the member of the column's index."""
+        return self._groups
+
+    def moved_by(self, memory: Memory) -> Amounts:
+        """How far each counter of a memory has moved since the step was recorded."""
+        return dict(zip(self._groups, self._amounts(memory), strict=False))
+
+    def differs(self, found: Standing) -> Difference | None:
+        """
+        Compare every entry that the step reads with the current state.
+
+        Args:
+            found: The contract's state now; its memory is not kept.
+
+        Returns:
+            The first difference; None if committing the step equals running its transitions.
+        """
+        own, other = self.start.memory.incarnation[0], found.memory.incarnation[0]
+        if other != own:  # also of another contract, whose columns may be shorter
+            return Difference("incarnation[0]", other, own)
+        amounts = self._amounts(found.memory)
+        odd = (
+            self._fallen(found.memory, amounts)
+            or self._changed(found.memory)
+            or self._unlike_counter(found.memory, amounts)
+            or self._exhausted(found.memory, amounts)
+        )
+        if odd is not None:
+            return self._named(odd, found.memory)
+        return self._outside_memory(found)
+
+    def _amounts(self, memory: Memory) -> tuple[int, ...]:
+        """How far each counter has moved; the last amount is 0, for entries that do not move."""
+        epochs, tickets, *others = BASE_COLUMNS(memory)
+        now = epochs[self._bases[0][1]], tickets[0], *chain.from_iterable(others)
+        return *map(sub, now, self._began), 0
+
+    def _fallen(self, memory: Memory, amounts: Sequence[int]) -> Difference | None:
+        """A counter that has fallen: numbers counted from it could equal the number for "none"."""
+        if min(amounts) >= 0:
+            return None
+        name, index, was = self._bases[amounts.index(min(amounts))]
+        return Difference(f"{name}[{index}]", getattr(memory, name)[index], was)
+
+    def _changed(self, memory: Memory) -> Difference | None:
+        """An entry that is not a counter and has changed."""
+        if self._still.stand_in(memory, self._unmoved):
+            return None
+        return self._odd(memory, None)
+
+    def _unlike_counter(self, memory: Memory, amounts: tuple[int, ...]) -> Difference | None:
+        """An entry that has not moved as far as its counter."""
+        if self._moving.stand_in(memory, amounts):
+            return None
+        return self._odd(memory, amounts)
+
+    def _odd(self, memory: Memory, amounts: Sequence[int] | None) -> Difference:
+        """The first entry read that differs, among moving entries if amounts are given."""
+        start = self.start.memory
+        wanted = start if amounts is None else translated(start, self.moved_by(memory))
+        for name, indices in self.reads.items():
+            if is_counter(name) is (amounts is not None):
+                found, own = getattr(memory, name), getattr(wanted, name)
+                for index in indices:
+                    if found[index] != own[index]:
+                        return Difference(f"{name}[{index}]", found[index], own[index])
+        raise AssertionError("two comparisons of the same entries disagree")
+
+    def _exhausted(self, memory: Memory, amounts: Sequence[int]) -> Difference | None:
+        """A slot whose generation would reach the maximum, where a guard decides otherwise."""
+        most = memory.generation_max[0]
+        if self._highest + max(amounts) < most:
+            return None  # the usual case: no slot is near its last generation
+        for group, last in self._rising:
+            if last + amounts[group] >= most:
+                slot = self._groups[group][1]
+                return Difference(
+                    f"generation[{slot}]",
+                    memory.generation[slot],
+                    f"less than {most}, the last generation",
+                )
+        return None
+
+    def _outside_memory(self, found: Standing) -> Difference | None:
+        """A part of the contract's state outside its memory that has changed."""
+        if found.free != self.start.free:
+            return Difference("the list of free slots", found.free, self.start.free)
+        if found.reserved != self.start.reserved:
+            return Difference("the list of reserved slots", found.reserved, self.start.reserved)
+        return None
+
+    def _named(self, odd: Difference, memory: Memory) -> Difference:
+        """Add the clause that would refuse the step's transitions."""
+        amounts, tried = self.moved_by(memory), memory.copy()
+        for event in self.events:
+            try:
+                transition, given = translated_event(memory, event, amounts)
+                self.transitions.functions[transition](tried, *given)
+            except Refused as refused:
+                return evolve(odd, clause=refused.clause)
+            except (*UNUSABLE, ValueError):  # an entry that no contract reaches
+                return odd
+        return odd
+
+    def recurs(self, other: RecordedStep) -> bool:
+        """Whether another step is the same: its start and its events are this step's, moved."""
+        if self.differs(other.start) is not None or len(self.events) != len(other.events):
+            return False
+        amounts = self.moved_by(other.start.memory)
+        memory = self.start.memory
+        return all(
+            translated_event(memory, own, amounts) == event
+            for own, event in zip(self.events, other.events, strict=True)
+        )
+
+    def write(self, memory: Memory) -> None:
+        """Write what the step's transitions would leave, into a memory that does not differ."""
+        self._left.write(memory, self._amounts(memory))

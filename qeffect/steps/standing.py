@@ -1,0 +1,63 @@
+"""
+What a step is compared with: a contract"s state at one moment, and a difference from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from attrs import frozen
+
+from ..counts import DeviceCounts
+from ..engine.memory import Memory
+from ..keys import Cell
+
+__all__ = ["Difference", "Standing"]
+
+
+@frozen
+class Difference:
+    """
+    Why a recorded step cannot be committed now.
+
+    Args:
+        where: The entry that differs from the recorded start, as ``column[index]``; or the name of
+            another part of the contract.
+        found: The current value.
+        expected: The recorded value, moved like its counter.
+        clause: The clause that would refuse the step's transitions; None if none would, or if no
+            transition was tried.
+
+    >>> print(Difference("poisoned[0]", 1, 0, "order.poisoned"))
+    poisoned[0] is 1; the recorded step expects 0 (order.poisoned)
+    """
+
+    where: str
+    found: Any
+    expected: Any
+    clause: str | None = None
+
+    def __str__(self) -> str:
+        clause = "" if self.clause is None else f" ({self.clause})"
+        return (
+            f"{self.where} is {self.found!r}; the recorded step expects {self.expected!r}{clause}"
+        )
+
+
+@frozen
+class Standing:
+    """
+    A contract's state at one moment, as far as a step may change it.
+
+    Args:
+        memory: Every column.
+        free: The free slots of each stage, in their order.
+        reserved: Slot by the cell that reserved it.
+        counts: Expected counts of the devices, by state domain; None if nothing is counted.
+    """
+
+    memory: Memory
+    free: Mapping[int, tuple[int, ...]]
+    reserved: Mapping[Cell, int]
+    counts: Mapping[Hashable, DeviceCounts] | None

@@ -1,0 +1,213 @@
+"""
+The actions of a re-enactment: refresh, F, dI and dW, and how a faulty runtime departs from each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from qeffect.destinations import Destination
+
+from .transcript import Transcript
+
+__all__ = ["Actions"]
+
+
+class Actions(Transcript):
+    """The physical actions that a re-enactment takes."""
+
+    def refresh(
+        self,
+        stage: int = 0,
+        *,
+        filled: Iterable[str] | None = None,
+        weights_of: int | None = None,
+        caller: Hashable = "main",
+        joined: bool | None = True,
+    ) -> None:
+        """
+        Refresh a stage's weight cache.
+
+        Args:
+            stage: The stage.
+            filled: Matrices whose caches the device reports as filled; by default all.
+            weights_of: The epoch of the weights that they were filled from; by default this one.
+            caller: The stream that made the weights.
+            joined: The graph stream waits for that stream; None when the history says so itself.
+        """
+        link = self._hand_over(stage, caller, joined)
+        name = self._name(f"s{stage}", self.contract.epoch)
+        ticket = self.step(
+            name,
+            lambda: self.contract.check_refresh(stage, link),
+            f"refresh {_not(joined)}".strip(),
+        )
+        fills = self._fills(stage, filled, asked=True, of=weights_of)
+        self._redeem(name, ticket, filled=fills)
+
+    def invalidate(self, stage: int = 0) -> None:
+        """Give a stage's weight cache up."""
+        self.step(f"s{stage}", lambda: self.contract.invalidate(stage), "invalidate")
+
+    def forward(
+        self,
+        microbatch: int,
+        *,
+        stage: int = 0,
+        slot: int | None = None,
+        invocation: int = 0,
+        token: int | None = None,
+        refresh: bool = False,
+        filled: Iterable[str] | None = None,
+        caller: Hashable = "main",
+        joined: bool | None = True,
+    ) -> None:
+        """
+        Run F.
+
+        Args:
+            microbatch: Its microbatch.
+            stage: Its stage.
+            slot: The slot at a fixed address; by default the contract chooses.
+            invocation: Which call of the stage's block it is.
+            token: The scaling updates that the device counts; by default what the contract does.
+            refresh: It also refreshes the weight cache.
+            filled: Matrices whose caches the device reports as filled; by default those that it
+                was asked to fill.
+            caller: The stream that filled its inputs.
+            joined: The graph stream waits for that stream; None when the history says so itself.
+        """
+        key = self.key(microbatch, stage, invocation)
+        link = self._hand_over(stage, caller, joined)
+        details = (
+            "refreshes" if refresh else "",
+            f"in slot {slot}" if slot is not None else "",
+            _after(token),
+            _not(joined),
+        )
+        name = self._action("F", key)
+        ticket = self.step(
+            name,
+            lambda: self.contract.check_forward(
+                key, slot=slot, token=token, link=link, refresh=refresh
+            ),
+            " ".join(filter(None, details)),
+        )
+        fills = self._fills(stage, filled, asked=refresh)
+        self.caller.scales[key.cell] = self.contract.token(stage)
+        self.caller.refs[key.cell] = self._redeem(name, ticket, filled=fills, updates=1)
+        self.contract.wait(link)
+        self.contract.wait(self.caller.link(stage, "main"))
+
+    def dgrad(
+        self,
+        microbatch: int,
+        *,
+        stage: int = 0,
+        queued: Iterable[str] | None = None,
+        bound: tuple[Destination, ...] | None = None,
+        invocation: int = 0,
+        token: int | None = None,
+        updates: int = 1,
+        scales_of: int | None = None,
+    ) -> None:
+        """
+        Bind the destinations and run dI.
+
+        Args:
+            microbatch: Its microbatch.
+            stage: Its stage.
+            queued: Matrices whose gradient work it deferred; by default all.
+            bound: Destinations that are bound; by default the configured ones.
+            invocation: Which call of the stage's block it is.
+            token: The scaling updates that the device counts; by default what the contract does.
+            updates: The scaling updates that the device made in it.
+            scales_of: The microbatch with whose scales it ran; by default its own.
+        """
+        key = self.key(microbatch, stage, invocation)
+        name = self._action("I", key)
+        detail = "" if bound is None else f"writes to {_where(bound)}"
+        self.step(name, lambda: self.contract.bind(key, bound), f"bind {detail}".strip())
+        link = self._hand_over(stage, "main", True)
+        ticket = self.step(
+            name,
+            lambda: self.contract.check_dgrad(key, self.ref(key), token=token, link=link),
+            _after(token),
+        )
+        given = self._matrices(stage) if queued is None else tuple(queued)
+        scaled = key if scales_of is None else self.key(scales_of, stage, invocation)
+        scales = self.caller.scales[scaled.cell]
+        details = (
+            "" if queued is None else f"queued {', '.join(given) or 'nothing'}",
+            "" if updates == 1 else f"made {updates} scaling updates",
+            "" if scales_of is None else f"with the scales of microbatch {scales_of}",
+        )
+        detail = " ".join(filter(None, details))
+        self._redeem(name, ticket, given, detail, updates=updates, scales=scales)
+        self.contract.wait(link)
+
+    def wgrad(
+        self,
+        microbatch: int,
+        *,
+        stage: int = 0,
+        overwrites: bool | None = None,
+        covered: Iterable[str] | None = None,
+        into: tuple[Destination, ...] | None = None,
+        invocation: int = 0,
+        stream: Hashable | None = None,
+        tape_of: int | None = None,
+    ) -> None:
+        """
+        Run dW.
+
+        Args:
+            microbatch: Its microbatch.
+            stage: Its stage.
+            overwrites: The write replaces what the buffer holds; by default what is right.
+            covered: Matrices whose gradient it wrote; by default all.
+            into: The destinations that it writes; by default the configured ones.
+            invocation: Which call of the stage's block it is.
+            stream: The domain on whose graph stream it is launched; by default its own.
+            tape_of: The microbatch whose retained work it takes up; by default its own.
+        """
+        key = self.key(microbatch, stage, invocation)
+        ref = self.ref(key if tape_of is None else self.key(tape_of, stage, invocation))
+        link = self._hand_over(stage, "main", True)
+        if stream is not None:
+            link = self.contract.link("main", stream)
+        name = self._action("W", key)
+        details = (
+            "" if overwrites is None else "overwrites" if overwrites else "accumulates",
+            "" if into is None else f"writes to {_where(into)}",
+            "" if stream is None else f"on stream {stream}",
+            "" if tape_of is None else f"with the work of microbatch {tape_of}",
+        )
+        ticket = self.step(
+            name,
+            lambda: self.contract.check_wgrad(
+                key, ref, destination=into, first=overwrites, link=link
+            ),
+            " ".join(filter(None, details)),
+        )
+        given = self._matrices(stage) if covered is None else tuple(covered)
+        detail = "" if covered is None else f"covered {', '.join(given) or 'nothing'}"
+        self._redeem(name, ticket, given, detail)
+        self.contract.wait(link)
+
+    def backward(self, microbatch: int, *, stage: int = 0, invocation: int = 0) -> None:
+        """Run dI and dW."""
+        self.dgrad(microbatch, stage=stage, invocation=invocation)
+        self.wgrad(microbatch, stage=stage, invocation=invocation)
+
+
+def _where(destinations: tuple[Destination, ...]) -> str:
+    return " ".join(f"{d.matrix}@{d.address:#x}" for d in destinations)
+
+
+def _after(token: int | None) -> str:
+    return "" if token is None else f"after {token} scaling updates"
+
+
+def _not(joined: bool | None) -> str:
+    return "without waiting for its caller" if joined is False else ""

@@ -1,0 +1,200 @@
+"""
+The transcript of a re-enactment: one process, and a line for each call of its contract.
+
+A step is named as in a schedule table: ``0F1`` is stage 0's forward of microbatch 1, ``0I1`` the
+input half of its backward and ``0W1`` the weight half. ``e1`` follows the name once the optimizer
+has stepped. The steps of two runs can be compared line by line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from copy import deepcopy
+from typing import Any
+
+from qeffect.caller import Caller
+from qeffect.config import StageConfig
+from qeffect.contract import Contract
+from qeffect.destinations import Destination
+from qeffect.keys import TapeKey, TapeRef
+from qeffect.refusals import Refused
+from qeffect.tickets import ABORTS
+
+from ..process import Process
+
+__all__ = ["MATRICES", "Transcript", "addresses", "stage"]
+
+#: The weight matrices of a stage, where a re-enactment names none.
+MATRICES = ("fc1", "fc2")
+
+
+def addresses(*matrices: str, first: int = 4096) -> tuple[Destination, ...]:
+    """Return a gradient buffer for each matrix, one after the other from an address on."""
+    return tuple(
+        Destination(name, None, (8, 8), "float32", "cuda:0", first + 256 * place, 256)
+        for place, name in enumerate(matrices)
+    )
+
+
+class Transcript:
+    """
+    One process, and what was called.
+
+    Args:
+        faulty: Run the re-enactment as reported; otherwise with the reported step put right.
+
+    Attributes:
+        caller: The contract, and the references of its forwards.
+        steps: A line for each call.
+        unchanged: Whether the latest refused call left the contract as it was; None before one.
+        place: The step that is under way.
+    """
+
+    caller: Caller
+
+    def __init__(self, *, faulty: bool) -> None:
+        self.faulty = faulty
+        self.steps: list[str] = []
+        self.unchanged: bool | None = None
+        self.place = ""
+
+    @property
+    def legal(self) -> bool:
+        """Whether this run has the reported step put right."""
+        return not self.faulty
+
+    def at(self, refusal: Refused) -> str:
+        """Where the run was refused: the transition, and the action that made it."""
+        return f"{refusal.transition} {self.place}".strip()
+
+    def step(self, name: str, call: Callable[[], Any], detail: str = "") -> Any:
+        """
+        Make one call of the contract and note it.
+
+        Args:
+            name: The action, as in a table.
+            call: The call.
+            detail: What was given to it, where that matters.
+
+        Raises:
+            Refused: The contract refused it.
+        """
+        self.place = name
+        self.steps.append(f"{name} {detail}".strip())
+        before = self.contract.snapshot()
+        try:
+            return call()
+        except Refused:
+            self.unchanged = before == self.contract.snapshot()
+            raise
+
+    @property
+    def contract(self) -> Contract:
+        """The contract of the process."""
+        return self.caller.contract
+
+    def process(
+        self, *stages: StageConfig, callers: Iterable[Hashable] = ("main",), **options: Any
+    ) -> None:
+        """
+        Begin a process.
+
+        Args:
+            stages: The stages; by default stage 0 alone, with two microbatches and two slots.
+            callers: Names of the calling streams.
+            options: Options of ``Contract``; any other option is one of stage 0.
+        """
+        of_contract = {
+            k: options.pop(k) for k in ("capture_order", "declared", "reductions") if k in options
+        }
+        if not stages:
+            stages = (stage(0, **options),)
+        self.steps.append(
+            f"configure {'; '.join(_configured(s) for s in stages)} {of_contract or ''}".strip()
+        )
+        self.place = ""
+        process = Process("re-enactment", stages, callers=tuple(callers), **of_contract)
+        self.caller = Caller(process.contract())
+
+    # Helpers
+
+    def key(self, microbatch: int, stage: int = 0, invocation: int = 0) -> TapeKey:
+        """The key of a microbatch in the current epoch."""
+        return TapeKey(self.contract.epoch, stage, microbatch, invocation=invocation)
+
+    def ref(self, key: TapeKey) -> TapeRef:
+        """The reference of the latest forward of a key's cell."""
+        return self.caller.refs[key.cell]
+
+    def _redeem(
+        self,
+        name: str,
+        ticket: Any,
+        evidence: Iterable[str] = (),
+        detail: str = "",
+        **reports: Any,
+    ) -> Any:
+        self.place = name
+        if detail:
+            self.steps.append(f"{name} {detail}")
+        twin = deepcopy(self.contract.memory)
+        try:
+            return self.contract.commit(ticket, evidence, **reports)
+        except Refused:
+            # The action has run, so the contract aborts it: that, and no more, is the change.
+            aborted = self.contract.transitions.functions[ABORTS[ticket.action]]
+            aborted(twin, ticket.slot, ticket.serial)
+            self.unchanged = twin.snapshot() == self.contract.snapshot()
+            raise
+
+    def _hand_over(self, stage: int, caller: Hashable, joined: bool | None) -> int:
+        """Submit the caller's work; the graph stream waits for it. Return the link."""
+        link = self.caller.link(stage, caller)
+        if joined is not None:
+            self.contract.submit(caller)
+        if joined:
+            self.contract.join(link)
+        return link
+
+    def _fills(
+        self,
+        stage: int,
+        filled: Iterable[str] | None,
+        *,
+        asked: bool,
+        of: int | None = None,
+    ) -> dict[str, int]:
+        """Return what the device reports as filled, and from which weights, and note it."""
+        default = self._matrices(stage) if asked else ()
+        given = default if filled is None else tuple(filled)
+        if filled is not None:
+            self.steps.append(f"s{stage} fills {', '.join(given) or 'nothing'}")
+        if of is not None:
+            self.steps.append(f"s{stage} fills from the weights of e{of}")
+        return dict.fromkeys(given, self.contract.epoch if of is None else of)
+
+    def _matrices(self, stage: int) -> tuple[str, ...]:
+        return next(s.matrices for s in self.contract.stages if s.stage == stage)
+
+    def _action(self, letter: str, key: TapeKey) -> str:
+        again = f".{key.invocation}" if key.invocation else ""
+        return self._name(f"{key.stage}{letter}{key.microbatch}{again}", key.epoch)
+
+    @staticmethod
+    def _name(name: str, epoch: int) -> str:
+        return f"{name} e{epoch}" if epoch else name
+
+
+def stage(index: int, **options: Any) -> StageConfig:
+    """Return a stage of two microbatches, two slots and two matrices, unless told otherwise."""
+    return StageConfig(index, **{"microbatches": 2, "slots": 2, "matrices": MATRICES, **options})
+
+
+def _configured(config: StageConfig) -> str:
+    given = f"s{config.stage} of {config.microbatches} microbatches, {config.slots} slots"
+    given += f", matrices {' '.join(config.matrices)}, domain {config.domain}"
+    if config.tape_scales is not None:
+        given += f", scales of tapes {config.tape_scales}"
+    if config.pool is not None:
+        given += f", pool {config.pool}"
+    return given
