@@ -4,8 +4,8 @@ it.
 
 Ranks are members of an uninterpreted sort; slots and places are integers. A goal is first asked
 with hypotheses instantiated for the ranks and places that the goal names. If that does not prove
-the goal, it is asked again with the quantified hypotheses. Only ``unsat`` is a proof; ``unknown`` is a
-failure.
+the goal, it is asked again with the quantified hypotheses. Only ``unsat`` is a proof; ``unknown``
+is a failure.
 """
 
 from __future__ import annotations
