@@ -241,6 +241,7 @@ class Prove:
         if not 1 <= args.depth <= DEPTH:
             raise UnusableError(f"--depth must be at least 1 and at most {DEPTH}, not {args.depth}")
         require_place(args.out)
+        environment(out=args.out)  # refuses now what the report would refuse after the proofs
         prove = needs("verify", _prove)
         if args.only is not None:
             if not needs("verify", _mutants).sites_with(args.only):

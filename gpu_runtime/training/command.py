@@ -120,7 +120,7 @@ def carry_out(
     """
     data = opened(config)  # before any rank waits for another
     if args.out is not None:
-        environment(args.commit)  # refuses now what the report would refuse after the training
+        environment(args.commit, args.out)  # refuses now what it would refuse after the run
         require_place(args.out)
     require_processes(config, data.job, f"train {args.config}")
     limits = Limits(start=config.run.start_s, commit=config.run.commit_s)
