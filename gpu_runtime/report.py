@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from qeffect import report
-from qeffect.report import UnusableError, require_place, write_json
+from qeffect.report import require_place, write_json
 
 from .backends import nvidia_smi
 

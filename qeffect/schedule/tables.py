@@ -48,9 +48,7 @@ def read_table(
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ScheduleError(f"{name}: cannot be read: {reason}") from None
-    return decode_table(
-        data, source=name, num_stages=num_stages, num_microbatches=num_microbatches
-    )
+    return decode_table(data, source=name, num_stages=num_stages, num_microbatches=num_microbatches)
 
 
 def decode_table(

@@ -97,7 +97,7 @@ def test_a_run_with_no_step_left_says_so(runs: tuple[Path, dict[str, Any]]) -> N
     folder, said = runs
     code, out, err = said["past"]
     assert code == 0, err
-    assert "no step to train: the checkpoint is of 3 steps, [run] steps is 3" in out
+    assert "no step to train: the checkpoint is after 3 steps, [run] steps is 3" in out
     (run,) = json.loads((folder / "no.json").read_text())["derived"]["runs"]
     assert (run["steps"], run["first_loss"], run["last_loss"]) == (0, None, None)
 
