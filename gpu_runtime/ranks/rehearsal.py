@@ -1,80 +1,114 @@
 """
 A step of a pipeline without its device work: the guards of a step that is one launch.
 
-The transitions are asked for by the code that asks for them in guarded replays, in the same order,
-so that the contract cannot tell one from the other; a test compares the two. Two such steps are
-recorded. Where they are the same step (`qeffect.steps`), later ones are checked by one look at all
-that their transitions would read, and committed at once behind the launch; whatever differs, the
-step is rehearsed again, action by action, and recorded anew.
+The pipeline's own actions ask the contract, in the order of guarded replays; a performer stands in
+for the device, and moves nothing. So the contract cannot tell the two apart, and a test compares
+them. Two rehearsed steps are recorded. If they are the same step (`qeffect.steps`), later steps are
+checked by comparing everything that their transitions would read, and are committed at once after
+the launch. If anything differs, the step is rehearsed again, action by action, and recorded anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from qeffect.schedule.actions import Kind
 from qeffect.steps import RecordedStep, Recording
 
 from ..backends.protocol import BackendError
-from ..step.eager import StageMemory
+from ..step.eager import Executor, StageMemory
 from ..step.effects import Effects
 from ..step.memory.slots import Slot
 from ..step.plan.slots import WgradVariant
-from ..step.streams import HostHandoff
+from ..step.reductions import Reduction
+from ..step.streams import Handoff, HostHandoff
 from .channels import Message, Transfer
-from .executor import Entry, Pipeline
+from .pipeline import Entry, Pipeline
 
-__all__ = ["Recorded", "Rehearsal"]
+__all__ = ["CaptureRecord", "Rehearsal"]
 
 
-class Recorded(Protocol):
-    """What an executor of graphs holds of its captures."""
+class CaptureRecord(Protocol):
+    """What an executor of graphs recorded at its captures."""
 
     @property
     def slots(self) -> Mapping[int, Any]:
-        """By slot: what F, dI and each variant of dW reported."""
+        """By slot, what F, dI and each variant of dW reported."""
 
     @property
     def refreshed(self) -> Mapping[int, Effects]:
-        """By stage: what its refresh reported."""
+        """By stage, what its refresh reported."""
 
     def check_addresses(self, memory: StageMemory) -> None:
-        """Require that nothing that graphs bake in has moved."""
+        """Require that no address that graphs bake in has moved."""
 
 
-class _Rehearsed:
-    """An executor that runs nothing, and reports what the captures recorded."""
+class _RehearsalExecutor:
+    """Runs nothing, and reports what the captures recorded."""
 
     marks_tail = True
 
-    def __init__(self, recorded: Recorded) -> None:
-        self.executor = recorded
+    def __init__(self, record: CaptureRecord) -> None:
+        self.record = record
 
     def refresh(self, memory: StageMemory) -> Effects:
-        self.executor.check_addresses(memory)
-        return self.executor.refreshed[memory.stage.index]
+        self.record.check_addresses(memory)
+        return self.record.refreshed[memory.stage.index]
 
     def forward(self, memory: StageMemory, slot: Slot) -> Effects:
-        found: Effects = self.executor.slots[slot.index].ran
+        found: Effects = self.record.slots[slot.index].ran
         return found
 
     def dgrad(
         self, memory: StageMemory, slot: Slot, variant: WgradVariant
     ) -> tuple[tuple[str, ...], Effects]:
-        found: tuple[tuple[str, ...], Effects] = self.executor.slots[slot.index].queued
+        found: tuple[tuple[str, ...], Effects] = self.record.slots[slot.index].queued
         return found
 
     def wgrad(self, memory: StageMemory, slot: Slot, variant: WgradVariant) -> tuple[str, ...]:
-        found: tuple[str, ...] = self.executor.slots[slot.index].covered[variant]
+        found: tuple[str, ...] = self.record.slots[slot.index].covered[variant]
         return found
 
 
-class _Silent:
-    """Channels that post nothing; the graph does, in the order that was agreed on."""
+class _EndedReduction:
+    """A reduction that was never sent."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class RehearsalPerformer:
+    """
+    Performs nothing: the graph of the step does.
+
+    Args:
+        record: What the captures recorded of each action's effects.
+    """
+
+    def __init__(self, record: CaptureRecord) -> None:
+        self.executor: Executor = _RehearsalExecutor(record)
+        self.handoff: Handoff = HostHandoff()
+
+    def fill(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Copy nothing."""
+
+    def gradients(self, memory: StageMemory) -> Mapping[str, Tensor]:
+        """Sum nothing."""
+        return {}
+
+    def forget_gradients(self) -> None:
+        """Nothing is kept."""
+
+    def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
+        """Send nothing; the reduction ends where the one that was sent ended."""
+        return _EndedReduction() if waited else None
+
+
+class _RehearsalChannels:
+    """Post nothing: the graph posts, in the order that was agreed on."""
 
     def send(self, tensor: Tensor, to: int, message: Message) -> Transfer:
         return Transfer(None, tensor, message.sent, to)
@@ -95,7 +129,7 @@ class Rehearsal:
 
     Args:
         pipeline: The pipeline; its runtime's contract is asked and told.
-        recorded: What the captures recorded of each action's effects.
+        record: What the captures recorded of each action's effects.
 
     Attributes:
         as_one: Whether the latest step was checked as one, and is to be committed so.
@@ -104,11 +138,11 @@ class Rehearsal:
         difference: Why the latest step that could not be checked as one could not; empty before.
     """
 
-    def __init__(self, pipeline: Pipeline, recorded: Recorded) -> None:
+    def __init__(self, pipeline: Pipeline, record: CaptureRecord) -> None:
         self.pipeline = pipeline
-        self.executor = _Rehearsed(recorded)
-        self.handoff = HostHandoff()
-        self.channels = _Silent()
+        self.record = record
+        self.performer = RehearsalPerformer(record)
+        self.channels = _RehearsalChannels()
         self.as_one = False
         self.steps = [0, 0]
         self.difference = ""
@@ -156,7 +190,7 @@ class Rehearsal:
             contract.join(link)
             contract.wait(link)
             self._keep()
-        runtime._forget_gradients()
+        runtime.forget_gradients()
 
     def stopped(self) -> None:
         """
@@ -196,7 +230,7 @@ class Rehearsal:
             return "a gradient destination has moved"
         try:
             for memory in runtime.memories.values():
-                self.executor.executor.check_addresses(memory)
+                self.record.check_addresses(memory)
         except BackendError as error:  # the rehearsal's refresh refuses it, and aborts
             return str(error)
         return ""
@@ -216,42 +250,6 @@ class Rehearsal:
             self.recurs, self._program = self._last, [*self.pipeline.program]
 
     def _walk(self) -> None:
-        pipeline, actions = self.pipeline, self.pipeline.runtime.actions
-        held = actions.executor, actions.handoff, actions.fill, pipeline.channels
-        actions.executor, actions.handoff, actions.fill = self.executor, self.handoff, _nothing
-        pipeline.channels = self.channels  # type: ignore[assignment]
-        try:
-            with pipeline.runtime._reductions.unsent():
-                self._transitions()
-        finally:
-            actions.executor, actions.handoff, actions.fill, pipeline.channels = held
-
-    def _transitions(self) -> None:
-        pipeline, runtime = self.pipeline, self.pipeline.runtime
-        contract, link = runtime.contract, runtime.actions.links["main"]
-        final = set()
-        for (index, m), passage in pipeline.passages.items():
-            passage.key = runtime.key(index, m)
-        pipeline.position = 0
-        for act, passage, atom in pipeline.program:
-            if atom.kind is Kind.REDUCE_GRAD:
-                final.add(atom.stage)
-                contract.enter(link)
-                contract.finalize(atom.stage, link)
-                if (reducer := runtime._guarded_reducer) is not None:
-                    runtime._reductions.start_of(reducer, atom.stage, link)
-                contract.wait(link)
-            else:
-                act(passage)
-            pipeline.position += 1
-        contract.enter(link)
-        for index in runtime.memories:
-            if index not in final:
-                contract.finalize(index, link)
-        if runtime.reducer is not None:
-            runtime._reductions.end(runtime.reducer, link)
-        contract.wait(link)
-
-
-def _nothing(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Copy nothing: the graph does."""
+        with self.pipeline.performed_by(self.performer, self.channels):
+            self.pipeline.actions()
+            self.pipeline.runtime.declare_final()

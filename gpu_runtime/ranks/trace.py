@@ -31,7 +31,7 @@ from ..step.eager import StageMemory
 from ..step.effects import Effects
 from .channels import Channels, Ends, Message, Transfer
 from .consent import name_of
-from .executor import Entry, Passage
+from .pipeline import Entry, Passage
 from .worker import Worker
 from .world import Member, gathered
 
@@ -194,8 +194,8 @@ class Tracer:
         pipeline.channels = _Seen(channels, self)
         if reducer is not None:
             runtime.reducer = lambda name, given: _Noted(reducer(name, given), name, self)
-        executor = runtime.actions.executor
-        runtime.actions.executor = _Refreshing(executor, self)
+        executor = runtime.performer.executor
+        runtime.performer.executor = _Refreshing(executor, self)
         pipeline._agree = self._timed("consent of all", pipeline._agree)
         runtime.update = self._timed("update", runtime.update)
         try:
@@ -203,7 +203,7 @@ class Tracer:
         finally:
             pipeline.program[:] = program
             pipeline.channels, runtime.reducer = channels, reducer
-            runtime.actions.executor = executor
+            runtime.performer.executor = executor
             del pipeline._agree, runtime.update
         self.worker.runtime.handoff.synchronize()
 

@@ -2,7 +2,10 @@
 The runtime of one process: its configuration, its parts, and the boundaries of its epochs.
 
 * `configuration.py`: `RuntimeConfig`, which says how a step runs (`mode`) and what it holds.
-* `runtime.py`: `Runtime`, the guarded actions and the end of an epoch: finalize, update, restore.
+* `assembly.py`: builds slots, gradient destinations, the contract and the executor.
+* `parts.py`: holds these parts; `performed_by` lets another performer do the physical part.
+* `epoch.py`: the end of an epoch: `finalize`, `update`, and the counts of the device.
+* `runtime.py`: `Runtime`, with failure and restart: `abort`, `rebuild`, `checkpoint`, `restore`.
 """
 
 from ..step.reductions import Reducer, Reduction

@@ -14,7 +14,7 @@ graph's launch of two microseconds, looking it up again would show.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import attrs
 from torch import Tensor
@@ -25,11 +25,11 @@ from qeffect.refusals import Refused
 from qeffect.relations.constants import RESERVED
 
 from ..backends.protocol import BackendError
-from .eager import Executor, StageMemory
+from .eager import StageMemory
 from .effects import UNREPORTED, Effects
-from .memory.slots import Slot, fill
+from .memory.slots import Slot
+from .performer import Performer
 from .plan.slots import WgradVariant
-from .streams import Handoff
 
 
 @attrs.frozen(eq=False)
@@ -60,20 +60,16 @@ class GuardedActions:
     Args:
         contract: The kernel's contract of the process.
         memories: Physical memory by stage.
-        executor: Who performs.
-        handoff: The graph stream.
+        performer: Performs the physical part of each action.
         links: The kernel's link of each caller.
         broken: Why no action may run any more, where that is so.
-        fill: Copies what an action is given into a slot's buffers, instead of `slots.fill`.
     """
 
     contract: Contract
     memories: Mapping[int, StageMemory]
-    executor: Executor
-    handoff: Handoff
+    performer: Performer
     links: Mapping[Hashable, int]
     broken: str | None = None
-    fill: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None
     _places: dict[Cell, _Place] = attrs.field(init=False, factory=dict)
     _slots: dict[int, Slot] = attrs.field(init=False, factory=dict)
     _versioned: bool = attrs.field(init=False)
@@ -98,7 +94,8 @@ class GuardedActions:
                 backend reports that not every cache was filled.
         """
         memory = self._memory(stage)
-        contract, handoff, executor = self.contract, self.handoff, self.executor
+        contract, performer = self.contract, self.performer
+        handoff, executor = performer.handoff, performer.executor
         link = self.links[caller]
         back = handoff.cross()
         try:
@@ -210,7 +207,8 @@ class GuardedActions:
         memory = place.memory
         if inputs is not None:
             memory.table.inputs.check(inputs)
-        contract, handoff, executor = self.contract, self.handoff, self.executor
+        contract, performer = self.contract, self.performer
+        handoff, executor = performer.handoff, performer.executor
         link = self.links[caller]
         back = handoff.cross()
         try:
@@ -219,7 +217,7 @@ class GuardedActions:
             slot = self._slots[ticket.slot]
             try:
                 if inputs is not None:
-                    (self.fill or fill)(slot.input_views, inputs)
+                    performer.fill(slot.input_views, inputs)
                 effects = executor.forward(memory, slot)
                 if not executor.marks_tail:
                     handoff.record_tail()
@@ -265,7 +263,8 @@ class GuardedActions:
         memory = place.memory
         if output_gradients is not None:
             memory.table.output_gradients.check(output_gradients)
-        contract, handoff, executor = self.contract, self.handoff, self.executor
+        contract, performer = self.contract, self.performer
+        handoff, executor = performer.handoff, performer.executor
         link = self.links[caller]
         back = handoff.cross()
         try:
@@ -274,7 +273,7 @@ class GuardedActions:
             slot = self._slots[ticket.slot]
             try:
                 if output_gradients is not None:
-                    (self.fill or fill)(slot.output_gradients, output_gradients)
+                    performer.fill(slot.output_gradients, output_gradients)
                 queued, effects = executor.dgrad(memory, slot, memory.variants[key.microbatch])
                 if not executor.marks_tail:
                     handoff.record_tail()
@@ -313,7 +312,8 @@ class GuardedActions:
         memory, variant = place.memory, place.variant
         assert variant is not None  # a known key has a slot, and its dW something to do
         arena, microbatch = memory.arena, key.microbatch
-        contract, handoff, executor = self.contract, self.handoff, self.executor
+        contract, performer = self.contract, self.performer
+        handoff, executor = performer.handoff, performer.executor
         link = self.links[caller]
         back = handoff.cross()
         try:
@@ -422,12 +422,12 @@ class GuardedActions:
 
     def _enter(self, caller: Hashable) -> int:
         link = self.links[caller]
-        self.handoff.wait_for_caller()
+        self.performer.handoff.wait_for_caller()
         self.contract.enter(link)
         return link
 
     def _leave(self, link: int) -> None:
-        self.handoff.caller_waits()
+        self.performer.handoff.caller_waits()
         self.contract.wait(link)
 
     def _commit(

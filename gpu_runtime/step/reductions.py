@@ -5,8 +5,8 @@ end of an epoch, each told to the contract where it starts and where it ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -15,9 +15,9 @@ from qeffect.config import Bucket
 from qeffect.contract import Contract
 
 from ..backends.protocol import BackendError, StageBackend
-from .memory.copies import Copies, names_of
 from .memory.scaling import SharedScaling
-from .memory.tied import Tied
+from .memory.tied_weights import TiedWeights
+from .memory.weight_copies import Copies, names_of
 
 __all__ = ["SCALING", "Reducer", "Reduction", "Reductions", "require_buckets"]
 
@@ -32,6 +32,13 @@ class Reduction(Protocol):
         """Make the current stream, or the host, wait until it is done."""
 
 
+class Sender(Protocol):
+    """The part of a performer that sends reductions (`performer.py`)."""
+
+    def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
+        """Start a reduction, as `Performer.reduce`."""
+
+
 #: What reduces: it is given a bucket's name and its gradients.
 Reducer = Callable[[int | str, Mapping[str, torch.Tensor]], Reduction | None]
 
@@ -43,7 +50,7 @@ def require_buckets(
     stages: Mapping[int, StageBackend],
     buckets: Mapping[int, Sequence[Bucket]],
     order: Sequence[int | str],
-    tied: Tied,
+    tied: TiedWeights,
     copies: Copies,
     *,
     reduces: bool,
@@ -100,13 +107,6 @@ def require_buckets(
     return {name: found[name] for name in (order or found) if name in found}
 
 
-class _Unsent:
-    """A reduction that is told and not sent."""
-
-    def wait(self) -> None:
-        """It has ended."""
-
-
 class Reductions:
     """
     The reductions of one process in the current epoch.
@@ -115,6 +115,7 @@ class Reductions:
         contract: The process's contract.
         buckets: What `require_buckets` returned.
         gradients: The gradients of a stage, summed, by name.
+        performer: Sends them.
         told: Whether the contract is told of reductions; a backend may leave them out.
         copies: Copies of weights. The reducer is given all of this process's of one weight, under
             its name, behind all other gradients; it leaves the same sum in each copy.
@@ -126,6 +127,7 @@ class Reductions:
         contract: Contract,
         buckets: Mapping[int | str, Held],
         gradients: Callable[[int], Mapping[str, torch.Tensor]],
+        performer: Sender,
         *,
         told: bool,
         copies: Copies | None = None,
@@ -137,7 +139,7 @@ class Reductions:
         self.told = told
         self.scaling = scaling
         self._gradients = gradients
-        self._sends = True
+        self.performer: Sender = performer
         self._waits: dict[int | str, bool] = {}  # whether what was sent has an end of its own
         self._running: dict[int | str, Reduction | None] = {}
         self._ended: set[int | str] = set()
@@ -193,15 +195,6 @@ class Reductions:
                     work.wait()
             self.contract.fail_reduction(bucket)
 
-    @contextmanager
-    def unsent(self) -> Iterator[None]:
-        """In it the contract is told of each reduction as when it was sent; nothing is reduced."""
-        self._sends = False
-        try:
-            yield
-        finally:
-            self._sends = True
-
     def forget(self) -> None:
         """What was reduced is of an epoch that is over, or begins again."""
         self._ended.clear()
@@ -211,8 +204,10 @@ class Reductions:
         return (*self.buckets, *self.copies, *(() if self.scaling is None else (SCALING,)))
 
     def _begun(self, reducer: Reducer, bucket: int | str) -> Reduction | None:
-        if not self._sends:
-            return _Unsent() if self._waits.get(bucket, True) else None
+        waited = self._waits.get(bucket, True)
+        return self.performer.reduce(lambda: self._sent(reducer, bucket), waited=waited)
+
+    def _sent(self, reducer: Reducer, bucket: int | str) -> Reduction | None:
         work: Reduction | None
         if self.scaling is not None and bucket == SCALING:
             work = self.scaling.start(reducer.largest)  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ from .actions import RECEIVES, SEND_WAITS, SENDS, WAITS, Atom, Kind
 from .findings import Finding, finding, place
 from .index import Event, Index, Spot
 from .messages import COUNTERPART, INPUTS
+from .processes import Processes
 from .transport import QUEUES, Transport
 
 _MESSAGES = SENDS | RECEIVES
@@ -120,25 +121,18 @@ class _Run:
         self.queues: dict[tuple[Hashable, int], deque[Spot]] = {}
         self.posted: dict[Event, tuple[Hashable, int, Spot]] = {}
         self.done: set[Event] = set()
+        self.engine = Processes[Event]()
         #: By rank, the event that its row stopped for.
-        self.waits: dict[int, Event] = {}
-        self.sleeping: dict[Event, int] = {}
-        self.ready = deque(range(len(self.rows)))
-        while self.ready:
-            self._advance(self.ready.popleft())
+        self.waits = self.engine.run(self._row(rank) for rank in range(len(self.rows)))
 
-    def _advance(self, rank: int) -> None:
-        row = self.rows[rank]
-        while self.position[rank] < len(row):
-            atom = row[self.position[rank]]
+    def _row(self, rank: int) -> Iterator[Event]:
+        for number, atom in enumerate(self.rows[rank]):
             event = (atom.kind, atom.stage, atom.microbatch)
             if atom.kind in _MESSAGES:
-                self._post(Spot(rank, self.position[rank], atom), event)
+                self._post(Spot(rank, number, atom), event)
             wanted = self._wanted(atom, event)
             if wanted is not None and wanted in self.posted and wanted not in self.done:
-                self.waits[rank] = wanted
-                self.sleeping[wanted] = rank
-                return
+                yield wanted
             self.position[rank] += 1
 
     def _wanted(self, atom: Atom, event: Event) -> Event | None:
@@ -166,10 +160,7 @@ class _Run:
                 atom = end.popleft().atom
                 ended = (atom.kind, atom.stage, atom.microbatch)
                 self.done.add(ended)
-                woken = self.sleeping.pop(ended, None)
-                if woken is not None:
-                    del self.waits[woken]
-                    self.ready.append(woken)
+                self.engine.happen(ended)
 
     def _queue(self, spot: Spot, peer: int) -> Hashable:
         sends = spot.atom.kind in SENDS

@@ -18,7 +18,6 @@ pair of ranks in order.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Iterator
 
 import attrs
@@ -27,6 +26,7 @@ from .actions import RECEIVES, SEND_WAITS, Atom, Kind
 from .findings import Finding, finding, place
 from .index import Event, Index, Spot
 from .messages import INPUTS
+from .processes import Processes
 
 _SEND_OF = {Kind.RECV_F: (Kind.SEND_F, -1), Kind.RECV_B: (Kind.SEND_B, 1)}
 _RECEIVE_OF = {Kind.WAIT_SEND_F: (Kind.RECV_F, 1), Kind.WAIT_SEND_B: (Kind.RECV_B, -1)}
@@ -76,45 +76,41 @@ def simulate(index: Index, *, blocking: bool = True) -> Run:
         blocking: Wait at a receive; otherwise wait at the computation that uses what it brings.
     """
     rows = index.schedule.atoms
-    position = [0] * len(rows)
-    clock = [0] * len(rows)
+    ran = [0] * len(rows)
     start: dict[tuple[int, int], int] = {}
     finish: dict[tuple[int, int], int] = {}
     done: dict[Event, int] = {}
-    sleeping: dict[Event, list[int]] = defaultdict(list)
-    waiting: dict[int, Wait] = {}
-    ready = deque(range(len(rows)))
-    while ready:
-        rank = ready.popleft()
-        atoms = rows[rank]
-        while position[rank] < len(atoms):
-            atom = atoms[position[rank]]
+    waits: dict[int, Wait] = {}
+    engine = Processes[Event]()
+
+    def row(rank: int) -> Iterator[Event]:
+        clock = 0
+        for atom in rows[rank]:
             needs = _needs(index, rank, atom, blocking)
             if needs is not None:
-                event = (needs.atom.kind, needs.atom.stage, needs.atom.microbatch)
+                event = _event(needs.atom)
                 if event not in done:
-                    waiting[rank] = Wait(rank, atom, needs)
-                    sleeping[event].append(rank)
-                    break
-                clock[rank] = max(clock[rank], done[event])
-            start.setdefault((rank, atom.step), clock[rank])
-            clock[rank] += atom.kind in _UNIT
-            finish[rank, atom.step] = clock[rank]
-            position[rank] += 1
-            event = (atom.kind, atom.stage, atom.microbatch)
-            done.setdefault(event, clock[rank])
-            for woken in sleeping.pop(event, ()):
-                del waiting[woken]
-                ready.append(woken)
+                    waits[rank] = Wait(rank, atom, needs)
+                    yield event
+                    del waits[rank]
+                clock = max(clock, done[event])
+            start.setdefault((rank, atom.step), clock)
+            clock += atom.kind in _UNIT
+            finish[rank, atom.step] = clock
+            ran[rank] += 1
+            event = _event(atom)
+            done.setdefault(event, clock)
+            engine.happen(event)
+
+    stopped = engine.run(row(rank) for rank in range(len(rows)))
     if not blocking:
         for rank, atoms in enumerate(rows):
-            for atom in atoms[: position[rank]]:
+            for atom in atoms[: ran[rank]]:
                 sent = _needs(index, rank, atom, True) if atom.kind in RECEIVES else None
                 if sent is not None:
-                    event = (sent.atom.kind, sent.atom.stage, sent.atom.microbatch)
-                    arrival = max(start[rank, atom.step], done.get(event, 0))
+                    arrival = max(start[rank, atom.step], done.get(_event(sent.atom), 0))
                     start[rank, atom.step] = finish[rank, atom.step] = arrival
-    return Run(start, finish, tuple(waiting[r] for r in sorted(waiting)), _cycle(waiting))
+    return Run(start, finish, tuple(waits[rank] for rank in stopped), _cycle(waits))
 
 
 def check_deadlock(run: Run) -> Iterator[Finding]:
@@ -153,6 +149,11 @@ def _needs(index: Index, rank: int, atom: Atom, blocking: bool) -> Spot | None:
         return None
     spot = index.get(kind, atom.stage + offset, atom.microbatch)
     return None if spot is None or spot.rank == rank else spot
+
+
+def _event(atom: Atom) -> Event:
+    """Return the event that an atom is: its kind, stage and microbatch."""
+    return atom.kind, atom.stage, atom.microbatch
 
 
 def _cycle(waiting: dict[int, Wait]) -> tuple[Wait, ...]:

@@ -37,8 +37,8 @@ measured too.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -58,6 +58,7 @@ from .actions import (
 from .durations import Durations, Time
 from .index import Event
 from .messages import COUNTERPART, INPUTS
+from .processes import Processes
 from .transport import DEFAULT, Transport
 
 __all__ = ["RankTime", "Span", "StepTime", "step_time"]
@@ -251,26 +252,21 @@ class _Lanes:
 
     def run(self) -> None:
         """Give every task its times: it starts when the last of what it needs has ended."""
-        left = {task: len(task.needs) for task in self.every()}
-        waiting: dict[_Task, list[_Task]] = defaultdict(list)
-        for task in self.every():
-            for need in task.needs:
-                waiting[need].append(task)
-        ready = deque(task for task in self.every() if not left[task])
-        while ready:
-            task = ready.popleft()
-            for need in task.needs:
-                if task.cause is None or _end(need) > task.start:
-                    task.cause, task.start = need, _end(need)
-            task.start += task.gap
-            task.end = task.start + task.length
-            for later in waiting[task]:
-                left[later] -= 1
-                if not left[later]:
-                    ready.append(later)
-        stopped = next((task for task in self.every() if task.end is None), None)
-        if stopped is not None:
-            raise ScheduleError(_circle(stopped))
+        engine = Processes[_Task]()
+
+        def lane(tasks: Iterable[_Task]) -> Iterator[_Task]:
+            for task in tasks:
+                for need in task.needs:
+                    if need.end is None:
+                        yield need
+                    if task.cause is None or _end(need) > task.start:
+                        task.cause, task.start = need, _end(need)
+                task.start += task.gap
+                task.end = task.start + task.length
+                engine.happen(task)
+
+        if engine.run(map(lane, self.lanes.values())):
+            raise ScheduleError(_circle(next(t for t in self.every() if t.end is None)))
 
     def critical(self) -> tuple[Span, ...]:
         """The chain of causes that ends with the last task."""

@@ -18,19 +18,27 @@ import textwrap
 from collections.abc import Iterator
 from xml.sax.saxutils import escape, quoteattr
 
-from .actions import Action, Kind, Schedule
+from .actions import Kind, Schedule
 from .findings import Finding
 from .layout import Layout, Placed, layout, timed_layout
 from .steptime import Span, StepTime
+from .svg import (
+    COLOURS,
+    FAINT,
+    GREY,
+    INK,
+    PALE,
+    PINK,
+    RED,
+    arrow,
+    badge,
+    box,
+    label,
+    lightened,
+    note,
+    style,
+)
 
-COLOURS = {
-    Kind.FORWARD: "#2f5fd0",
-    Kind.DGRAD: "#0f8080",
-    Kind.WGRAD: "#2c8a3d",
-    Kind.BACKWARD: "#e07b12",
-    Kind.OVERLAP_F_B: "#7a45b8",
-    Kind.REDUCE_GRAD: "#5b6472",
-}
 _LEGEND = {
     Kind.FORWARD: "forward F",
     Kind.DGRAD: "input gradient I",
@@ -48,8 +56,7 @@ _ROLES = {
     "awaited": "is waited for",
     "waits": "waits as well",
 }
-_RED, _INK, _FAINT, _OTHER = "#d11a2a", "#1c2330", "#8a93a3", "#5b6472"
-_PINK, _PALE, _UNRUN = "#fdf1f2", "#eef1f5", 0.28
+_UNRUN = 0.28
 _LEFT, _RIGHT, _ROW, _ENTRY = 76, 24, 62, 30
 _NARROW, _WIDE, _MARK = 28, 36, 9
 _CHARACTERS = 0.146
@@ -101,7 +108,7 @@ class _Picture:
         self.first, self.last = self._window(window)
         columns = self.last - self.first
         longest = max(
-            (len(line) for c in self.layout.entries for line in _label(c.action)), default=3
+            (len(line) for c in self.layout.entries for line in label(c.action)), default=3
         )
         self.unit: float = _WIDE if columns <= 32 or longest > 4 else _NARROW
         if self.timed is not None:
@@ -132,8 +139,8 @@ class _Picture:
         return entry.start + entry.length >= self.first and entry.start <= self.last
 
     def lines(self) -> Iterator[str]:
-        note = self._explanation()
-        height = self.bottom + (30 + 19 * len(note) if note else 14) + 16
+        lines = self._explanation()
+        height = self.bottom + (30 + 19 * len(lines) if lines else 14) + 16
         title = f"Schedule {self.schedule.source}"
         yield (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{height}" '
@@ -142,7 +149,7 @@ class _Picture:
         )
         yield f"<title>{escape(title)}</title>"
         yield "<defs>"
-        for name, colour in (("red", _RED), ("ink", _OTHER)):
+        for name, colour in (("red", RED), ("ink", GREY)):
             yield (
                 f'<marker id="{name}" viewBox="0 0 8 8" refX="7.5" refY="4" markerWidth="5" '
                 f'markerHeight="5" orient="auto"><path d="M0,0.8 L7.5,4 L0,7.2 z" '
@@ -158,13 +165,19 @@ class _Picture:
         if self.timed is not None:
             yield from self._to_scale(self.timed)
         yield from self._marks()
-        yield from self._note(note)
+        if self.finding is not None and lines:
+            where = ""
+            if self.layout.unit == "time" and self.refused is not None:
+                # A time axis counts no steps: a step is a position in the rank's row.
+                where = f" of its row, at time {self.refused.start}"
+            inside = self.width - _LEFT - _RIGHT
+            yield from note(self.finding, where, lines, _LEFT, self.bottom + 16, inside)
         yield "</svg>"
 
     def _head(self) -> Iterator[str]:
         s = self.schedule
         yield (
-            f'<text x="{_LEFT}" y="24" font-size="15" font-weight="bold" fill="{_INK}">'
+            f'<text x="{_LEFT}" y="24" font-size="15" font-weight="bold" fill="{INK}">'
             f"{escape(s.source)}</text>"
         )
         counts = f"{s.num_ranks} ranks, {s.num_stages} stages, {s.num_microbatches} microbatches"
@@ -172,9 +185,9 @@ class _Picture:
         if self.timed is not None:
             step, bound = float(self.timed.time), float(self.timed.bound)
             state = f"step {step:.4g} {self.timed.unit}, busiest rank {bound:.4g}"
-        colour = _OTHER if self.finding is None else _RED
+        colour = GREY if self.finding is None else RED
         yield (
-            f'<text x="{_LEFT}" y="42" fill="{_OTHER}">{counts} <tspan dx="6" font-weight="bold" '
+            f'<text x="{_LEFT}" y="42" fill="{GREY}">{counts} <tspan dx="6" font-weight="bold" '
             f'fill="{colour}">{escape(state)}</tspan></text>'
         )
         yield '<g id="legend">'
@@ -192,7 +205,7 @@ class _Picture:
                 y = _LEGEND_TOP + _LEGEND_LINE * line
                 yield (
                     f'<g transform="translate({x:g},{y})">{swatch}'
-                    f'<text x="{width + 5}" y="9.5" fill="{_OTHER}">{escape(words)}</text></g>',
+                    f'<text x="{width + 5}" y="9.5" fill="{GREY}">{escape(words)}</text></g>',
                     line,
                 )
                 x += needed + 14
@@ -203,54 +216,54 @@ class _Picture:
         used = {entry.action.kind for entry in shown}
         for kind, name in _LEGEND.items():
             if kind in used:
-                yield 11, _box(11, COLOURS[kind]), name
-        yield 11, _box(11, "#ffffff", "#c3cad4", 1), "idle"
+                yield 11, box(11, COLOURS[kind]), name
+        yield 11, box(11, "#ffffff", "#c3cad4", 1), "idle"
         base = COLOURS[next((kind for kind in _LEGEND if kind in used), Kind.FORWARD)]
         if not used <= set(_LEGEND):
-            yield 11, _box(11, _OTHER), "wait"
-        if any(self._colour(e) != COLOURS.get(e.action.kind, _OTHER) for e in shown):
-            later = f'<g transform="translate(12,0)">{_box(11, _lighten(base, 0.2))}</g>'
-            yield 23, _box(11, base) + later, "lighter: a later stage of the rank"
+            yield 11, box(11, GREY), "wait"
+        if any(self._colour(e) != COLOURS.get(e.action.kind, GREY) for e in shown):
+            later = f'<g transform="translate(12,0)">{box(11, lightened(base, 0.2))}</g>'
+            yield 23, box(11, base) + later, "lighter: a later stage of the rank"
         if any(not entry.ran for entry in shown):
-            pale = f'<g fill-opacity="{_UNRUN}">{_box(11, base)}</g>'
+            pale = f'<g fill-opacity="{_UNRUN}">{box(11, base)}</g>'
             yield 11, pale, "pale: never runs"
 
     def _marked(self) -> Iterator[tuple[int, str, str]]:
         """Width, drawing and words of each outline and arrow."""
         if self.timed is not None:
             found = {span.what for span in self.timed.spans if span.end > span.start}
-            yield 11, _box(11, "none", _INK, 2), "critical path"
+            yield 11, box(11, "none", INK, 2), "critical path"
             if "update" in found:
-                yield 11, _box(11, _PALE, _OTHER, 1), "update"
+                yield 11, box(11, PALE, GREY, 1), "update"
             if any(span.what == "message" for span in self.timed.spans):
-                yield 26, _line("M2,5.5 L25,5.5", _OTHER, "ink", "", 1), "message"
+                yield 26, arrow("M2,5.5 L25,5.5", GREY, "ink", "", 1), "message"
             return
         if self.finding is None or self.finding.rank is None:
             return
         if self.refused is None:
-            yield 26, _box(26, "none", _RED, 2, "7 4"), "the row that lacks something"
+            yield 26, box(26, "none", RED, 2, "7 4"), "the row that lacks something"
             return
-        yield 17, _box(11, "none", _RED, 2.6) + _badge(12, 1, 4.5), "refused"
+        yield 17, box(11, "none", RED, 2.6) + badge(12, 1, 4.5), "refused"
         related = [
             (other.role, entry)
             for other in self.finding.related
             if (entry := self.by_place.get((other.rank, other.step))) and self.visible(entry)
         ]
         for role in dict.fromkeys(role for role, _ in related):
-            colour, name, dash = _style(role)
-            swatch, width = _box(11, "none", colour, 2, dash), 11
+            colour, name, dash = style(role)
+            swatch, width = box(11, "none", colour, 2, dash), 11
             if any(self._has_arrow(other, entry) for other, entry in related if other == role):
-                arrow = "4 3" if dash else ""
-                swatch += _line("M14,5.5 L35,5.5", colour, name, arrow)
+                dashes = "4 3" if dash else ""
+                swatch += arrow("M14,5.5 L35,5.5", colour, name, dashes)
                 width = 36
             yield width, swatch, _ROLES.get(role, role)
         every = [
-            (_RED, "", self.refused),
-            *((*_style(role)[::2], entry) for role, entry in related),
+            (RED, "", self.refused),
+            *((*style(role)[::2], entry) for role, entry in related),
         ]
         for colour, dash, entry in every:
             if not entry.length:
-                yield 5, _box(5, _PALE, colour, 1.5, dash), "narrow: takes no time, as a message"
+                yield 5, box(5, PALE, colour, 1.5, dash), "narrow: takes no time, as a message"
                 return
 
     def _rows(self) -> Iterator[str]:
@@ -258,23 +271,23 @@ class _Picture:
         for time, name in self._ticks():
             yield (
                 f'<text x="{self.x(time)}" y="{self.top + 8}" font-size="9" '
-                f'text-anchor="middle" fill="{_FAINT}">{name}</text>'
+                f'text-anchor="middle" fill="{FAINT}">{name}</text>'
             )
         yield (
             f'<text x="{_LEFT - 16}" y="{self.top + 8}" font-size="9" text-anchor="end" '
-            f'fill="{_FAINT}">{self.layout.unit}</text>'
+            f'fill="{FAINT}">{self.layout.unit}</text>'
         )
         for rank in range(self.schedule.num_ranks):
             y = self.y(rank)
             blamed = self.finding is not None and self.finding.rank == rank
             yield (
                 f'<text x="{_LEFT - 10}" y="{y + 15}" text-anchor="end" font-weight="bold" '
-                f'fill="{_RED if blamed else _INK}">rank {rank}</text>'
+                f'fill="{RED if blamed else INK}">rank {rank}</text>'
             )
             stages = ", ".join(map(str, self.schedule.stages_of(rank)))
             yield (
                 f'<text x="{_LEFT - 10}" y="{y + 27}" font-size="9" text-anchor="end" '
-                f'fill="{_FAINT}">stage {escape(stages)}</text>'
+                f'fill="{FAINT}">stage {escape(stages)}</text>'
             )
             yield (
                 f'<rect x="{_LEFT}" y="{y}" width="{end - _LEFT}" height="{_ENTRY}" '
@@ -282,11 +295,11 @@ class _Picture:
             )
         if self.first > 0:
             yield (
-                f'<text x="{_LEFT}" y="{self.bottom + 8}" fill="{_FAINT}">(earlier part cut)</text>'
+                f'<text x="{_LEFT}" y="{self.bottom + 8}" fill="{FAINT}">(earlier part cut)</text>'
             )
         if self.last < self.layout.end:
             yield (
-                f'<text x="{end}" y="{self.bottom + 8}" text-anchor="end" fill="{_FAINT}">'
+                f'<text x="{end}" y="{self.bottom + 8}" text-anchor="end" fill="{FAINT}">'
                 f"(later part cut)</text>"
             )
 
@@ -314,13 +327,13 @@ class _Picture:
                 y = self.y(span.rank)
                 yield (
                     f'<g><title>rank {span.rank}: update</title><rect x="{x:.2f}" y="{y + 0.75}" '
-                    f'width="{width:.2f}" height="{_ENTRY - 1.5}" rx="2.5" fill="{_PALE}" '
-                    f'stroke="{_OTHER}"/></g>'
+                    f'width="{width:.2f}" height="{_ENTRY - 1.5}" rx="2.5" fill="{PALE}" '
+                    f'stroke="{GREY}"/></g>'
                 )
         critical = {(s.rank, s.step) for s in timed.critical if s.what == "computation"}
         for entry in self.layout.entries:
             if (entry.rank, entry.step) in critical and entry.length:
-                yield from self._outline(entry, _INK, 2.0, "")
+                yield from self._outline(entry, INK, 2.0, "")
         for span in timed.spans:
             if span.what == "message" and span.peer is not None:
                 yield self._message(span, span.peer)
@@ -331,7 +344,7 @@ class _Picture:
         y1 = self.y(peer) + (-1 if down else _ENTRY + 1)
         x0, width = self._extent(span)
         path = f"M{x0:.2f},{y0} L{x0 + width:.2f},{y1}"
-        return f"<g><title>{span.name}</title>{_line(path, _OTHER, 'ink', '', 1)}</g>"
+        return f"<g><title>{span.name}</title>{arrow(path, GREY, 'ink', '', 1)}</g>"
 
     def _extent(self, span: Span) -> tuple[float, float]:
         return self.x(float(span.start)), float(span.end - span.start) * self.unit
@@ -349,21 +362,21 @@ class _Picture:
             f'<rect x="{x + 0.75}" y="{y + 0.75}" width="{width - 1.5}" height="{_ENTRY - 1.5}" '
             f'rx="2.5" fill="{colour}"{state}/>'
         )
-        lines = _label(entry.action)
+        lines = label(entry.action)
         size = min(11.0, (width - 5) / (0.68 * max(map(len, lines))))
         for i, line in enumerate(lines if self.timed is None or size >= _SMALLEST else ()):
             middle = y + _ENTRY / 2 + size * (0.36 + 1.05 * (i - (len(lines) - 1) / 2))
             yield (
                 f'<text x="{x + width / 2}" y="{middle:.1f}" font-size="{size:.1f}" '
-                f'text-anchor="middle" fill="{"#ffffff" if entry.ran else _INK}">{line}</text>'
+                f'text-anchor="middle" fill="{"#ffffff" if entry.ran else INK}">{line}</text>'
             )
         yield "</g>"
 
     def _colour(self, entry: Placed) -> str:
-        base = COLOURS.get(entry.action.kind, _OTHER)
+        base = COLOURS.get(entry.action.kind, GREY)
         local = self.schedule.stages_of(entry.rank)
         chunk = local.index(entry.action.stage) if entry.action.stage in local else 0
-        return _lighten(base, 0.0 if len(local) < 2 else 0.2 * chunk / (len(local) - 1))
+        return lightened(base, 0.0 if len(local) < 2 else 0.2 * chunk / (len(local) - 1))
 
     def _marks(self) -> Iterator[str]:
         if self.finding is None:
@@ -373,7 +386,7 @@ class _Picture:
                 yield (
                     f'<rect x="{_LEFT - 2}" y="{self.y(self.finding.rank) - 2}" '
                     f'width="{self.x(self.last) - _LEFT + 4}" height="{_ENTRY + 4}" rx="4" '
-                    f'fill="none" stroke="{_RED}" stroke-width="2.5" stroke-dasharray="7 4"/>'
+                    f'fill="none" stroke="{RED}" stroke-width="2.5" stroke-dasharray="7 4"/>'
                 )
             return
         refused = self.refused
@@ -383,9 +396,9 @@ class _Picture:
             if (entry := self.by_place.get((other.rank, other.step))) and self.visible(entry)
         ]
         for role, entry in related:
-            colour, _, dash = _style(role)
+            colour, _, dash = style(role)
             yield from self._outline(entry, colour, 2.0, dash)
-        yield from self._outline(refused, _RED, 3.2, "")
+        yield from self._outline(refused, RED, 3.2, "")
         arrows = [(r, e) for r, e in related if self._has_arrow(r, e)]
         for role, entry in arrows:
             yield self._arc(role, entry, refused)
@@ -394,17 +407,17 @@ class _Picture:
         side = -1 if any(self._centre(e)[0] > x for _, e in arrows) else 1
         span = self._span(refused) / 2
         x += span if refused.length else side * (span + 9)
-        yield _badge(x, y - _ENTRY / 2, 7)
+        yield badge(x, y - _ENTRY / 2, 7)
         down = any(entry.rank <= refused.rank for _, entry in arrows)
-        yield from self._said(refused, _RED, below=down or not arrows)
+        yield from self._said(refused, RED, below=down or not arrows)
         for role, entry in related:
-            yield from self._said(entry, _style(role)[0], below=entry.rank >= refused.rank)
+            yield from self._said(entry, style(role)[0], below=entry.rank >= refused.rank)
 
     def _has_arrow(self, role: str, entry: Placed) -> bool:
         return entry is not self.refused and role not in ("waits", "awaited")
 
     def _arc(self, role: str, entry: Placed, refused: Placed) -> str:
-        colour, name, dash = _style(role)
+        colour, name, dash = style(role)
         (x0, y0), (x1, y1) = self._centre(entry), self._centre(refused)
         half = _ENTRY / 2
         if entry.rank == refused.rank:
@@ -418,7 +431,7 @@ class _Picture:
             down = 1 if entry.rank < refused.rank else -1
             y0, y1 = y0 + down * (half + 1), y1 - down * (half + 2.5)
             path = f"M{x0},{y0} C{x0},{(y0 + y1) / 2} {x1},{(y0 + y1) / 2} {x1},{y1}"
-        return _line(path, colour, name, dash)
+        return arrow(path, colour, name, dash)
 
     def _said(self, entry: Placed, colour: str, *, below: bool) -> Iterator[str]:
         """Name an entry that is too narrow to be written in, unless there is no room for it."""
@@ -450,7 +463,7 @@ class _Picture:
     def _outline(self, entry: Placed, colour: str, stroke: float, dash: str) -> Iterator[str]:
         x, y = self._centre(entry)
         span = self._span(entry)
-        fill = "none" if entry.length else _PINK if colour == _RED else _PALE
+        fill = "none" if entry.length else PINK if colour == RED else PALE
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
         yield (
             f'<rect x="{x - span / 2}" y="{y - _ENTRY / 2 - 0.5}" width="{span}" '
@@ -465,77 +478,3 @@ class _Picture:
         said = textwrap.wrap(self.finding.message, wide, max_lines=2, placeholder=" ...")
         wanted = f"expected {self.finding.expected}; found {self.finding.found}"
         return [*said, *textwrap.wrap(wanted, wide, max_lines=1, placeholder=" ...")]
-
-    def _note(self, note: list[str]) -> Iterator[str]:
-        if self.finding is None or not note:
-            return
-        top = self.bottom + 16
-        height = 19 * len(note) + 28
-        yield (
-            f'<rect x="{_LEFT}" y="{top}" width="{self.width - _LEFT - _RIGHT}" height="{height}" '
-            f'rx="4" fill="{_PINK}"/><rect x="{_LEFT}" y="{top}" width="4" height="{height}" '
-            f'fill="{_RED}"/>'
-        )
-        place = "" if self.finding.rank is None else f"rank {self.finding.rank}"
-        if self.finding.step is not None:
-            # Where the axis is time it counts no steps: those are the places in the rank's row.
-            where = ""
-            if self.layout.unit == "time" and self.refused is not None:
-                where = f" of its row, at time {self.refused.start}"
-            place += f", step {self.finding.step}{where}: {self.finding.action}"
-        yield (
-            f'<text x="{_LEFT + 16}" y="{top + 20}" font-size="12" font-weight="bold" '
-            f'fill="{_RED}">{escape(self.finding.clause)}<tspan dx="10" font-weight="normal" '
-            f'fill="{_OTHER}">{escape(place)}</tspan></text>'
-        )
-        for i, line in enumerate(note):
-            yield (
-                f'<text x="{_LEFT + 16}" y="{top + 40 + 18 * i}" font-size="11.5" fill="{_INK}">'
-                f"{escape(line)}</text>"
-            )
-
-
-def _style(role: str) -> tuple[str, str, str]:
-    """Colour, arrowhead and dashes of what is related to the refused entry."""
-    return (_RED, "red", "4 3") if role in ("picked", "waits") else (_OTHER, "ink", "")
-
-
-def _box(width: int, fill: str, stroke: str = "none", thick: float = 0, dash: str = "") -> str:
-    """A box of the legend."""
-    inset = thick / 2
-    dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    return (
-        f'<rect x="{inset:g}" y="{inset:g}" width="{width - thick:g}" height="{11 - thick:g}" '
-        f'rx="2" fill="{fill}" stroke="{stroke}" stroke-width="{thick:g}"{dashed}/>'
-    )
-
-
-def _line(path: str, colour: str, head: str, dash: str, thick: float = 1.8) -> str:
-    """A line that ends in an arrowhead."""
-    dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    return (
-        f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{thick}"{dashed} '
-        f'marker-end="url(#{head})"/>'
-    )
-
-
-def _badge(x: float, y: float, radius: float) -> str:
-    """The cross of what is refused."""
-    arm = 0.37 * radius
-    return (
-        f'<circle cx="{x:g}" cy="{y:g}" r="{radius:g}" fill="{_RED}" stroke="#ffffff" '
-        f'stroke-width="1.5"/><path d="M{x - arm:g},{y - arm:g} l{2 * arm:g},{2 * arm:g} '
-        f'm0,{-2 * arm:g} l{-2 * arm:g},{2 * arm:g}" stroke="#ffffff" '
-        f'stroke-width="{radius / 4:g}" stroke-linecap="round"/>'
-    )
-
-
-def _label(action: Action) -> list[str]:
-    if action.kind is Kind.REDUCE_GRAD:
-        return [f"{action.stage}\u03a3"]
-    return [str(leaf) for leaf in action.leaves()]
-
-
-def _lighten(colour: str, share: float) -> str:
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)

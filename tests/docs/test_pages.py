@@ -14,7 +14,7 @@ import attrs
 import pytest
 
 from qeffect.gpu_runtime.lab.commands.scale import CELLS
-from qeffect.gpu_runtime.lab.commands.tables import Asked, asked
+from qeffect.gpu_runtime.lab.commands.tables import TableRow, table_rows
 from qeffect.gpu_runtime.lab.reports import paths
 from qeffect.gpu_runtime.lab.runner.rank_parts import bound_ms
 from qeffect.gpu_runtime.ranks.job import Job
@@ -131,9 +131,10 @@ def test_the_rows_that_cut_tables_lack_are_those_of_their_remark() -> None:
     said = remark("tables_four.json", report)
     lacks = []
     for of, trial in zip(report["configuration"]["merged"], report["raw"]["trials"], strict=True):
-        wanted = asked(of["parts"], of["cells"], of["pp"], microbatches=of["microbatches"])
+        wanted = table_rows(of["parts"], of["cells"], of["pp"], microbatches=of["microbatches"])
         there = {
-            Asked(*(row[field.name] for field in attrs.fields(Asked))) for row in trial["rows"]
+            TableRow(*(row[field.name] for field in attrs.fields(TableRow)))
+            for row in trial["rows"]
         }
         lacks.append(
             [(a.model, a.microbatches, a.schedule, a.side) for a in wanted if a not in there]

@@ -14,11 +14,11 @@ from qeffect.cli import main
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.lab.commands import peers, tables
 from qeffect.gpu_runtime.lab.commands import pipeline as command
-from qeffect.gpu_runtime.lab.commands.tables import Asked
-from qeffect.gpu_runtime.lab.sides import language as side_by_side
+from qeffect.gpu_runtime.lab.commands.tables import TableRow
+from qeffect.gpu_runtime.lab.sides.language import PeerSettings
+from qeffect.gpu_runtime.lab.sides.pipelines import ReplaySide
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.world import join
-from qeffect.gpu_runtime.runtime import RuntimeConfig
 from tests.runtime import stand_ins
 
 from .bodies import LIMITS
@@ -40,7 +40,7 @@ def one_fails() -> list[dict[str, Any]]:
     args = argparse.Namespace(
         pp=2, device="cpu", rounds=1, steps=1, native_steps=1, no_profile=True
     )
-    row = Asked("tiny-m2", "layers", 2, "zbv", "replays")
+    row = TableRow("tiny-m2", "layers", 2, "zbv", "replays")
     build = Job.stages
 
     def fails(job: Job, *args: Any, **options: Any) -> Any:
@@ -58,7 +58,7 @@ def one_fails() -> list[dict[str, Any]]:
 def peers_of_ours(folder: str) -> list[dict[str, Any]]:
     """Native and replays of a small cell, as the peers measure them."""
     member = join("cpu", LIMITS)
-    asked = side_by_side.Asked(
+    asked = PeerSettings(
         cells=["tiny-m2"], rounds=1, steps=1, native_steps=1, device="cpu", profile=False, settled=3
     )
     found: list[dict[str, Any]] = []
@@ -69,10 +69,10 @@ def peers_of_ours(folder: str) -> list[dict[str, Any]]:
 def captured_facts() -> dict[str, Any]:
     """What is known of replays of a small cell, over stand-ins for graphs."""
     member = join("cpu", LIMITS)
-    row = Asked("tiny-m4", "language", 2, "zbv", "replays")
+    row = TableRow("tiny-m4", "language", 2, "zbv", "replays")
     with pytest.MonkeyPatch.context() as patch:
         stand_ins.install(patch)
-        side = tables._Replays(member, row.job(2), "reference", RuntimeConfig(mode="replays"))
+        side = ReplaySide(member, row.job(2), "reference", "replays")
         side.step()
         facts = side.facts()
         slots = sum(memory.table.num_slots for memory in side.worker.runtime.memories.values())

@@ -12,7 +12,7 @@ import pytest
 
 from qeffect.cli import main
 from qeffect.gpu_runtime.lab import reports
-from qeffect.gpu_runtime.lab.commands.tables import Asked, asked
+from qeffect.gpu_runtime.lab.commands.tables import TableRow, table_rows
 from qeffect.gpu_runtime.lab.statistics.complete_step import derive_tables
 from qeffect.gpu_runtime.lab.statistics.paper import LARGE, SMALL
 from qeffect.gpu_runtime.training.model import Language
@@ -41,7 +41,7 @@ def test_wgrads_that_torchs_tables_delay(schedule: str) -> None:
 
 def test_a_row_is_asked_for_once_however_many_parts_have_it() -> None:
     """Native leads its cell, a copied row the one that is compared with it."""
-    rows = asked(("steps", "attribution", "resources", "mapping"), (SMALL, LARGE), 2)
+    rows = table_rows(("steps", "attribution", "resources", "mapping"), (SMALL, LARGE), 2)
     assert len(rows) == len(set(rows)) == 5 + 8 + 4 + 4
     sides = [row.side for row in rows if row.cell == LARGE and row.schedule == "il"]
     assert sides[:4] == ["native", "eager", "copied", "per_microbatch"]
@@ -54,7 +54,7 @@ def test_four_ranks_have_one_stage_each_of_the_same_four_layers() -> None:
     """The mapping over two ranks has two; both have one layer a stage, and the language model."""
     cuts = {}
     for pp in (2, 4):
-        rows = asked(("mapping",), (LARGE,), pp)
+        rows = table_rows(("mapping",), (LARGE,), pp)
         for row in rows:
             job = row.job(pp)
             assert job.num_stages == 4
@@ -67,10 +67,10 @@ def test_four_ranks_have_one_stage_each_of_the_same_four_layers() -> None:
 
 def test_weak_scaling_has_no_ends_of_a_language_model() -> None:
     """One layer a stage, and twice the stages over twice the ranks."""
-    rows = asked(("weak",), (SMALL, LARGE), 4)
+    rows = table_rows(("weak",), (SMALL, LARGE), 4)
     assert {row.model for row in rows} == {"layers"}
     assert {row.job(4).num_stages for row in rows} == {8}
-    assert Asked(SMALL, "layers", 2, "il", "replays") in rows
+    assert TableRow(SMALL, "layers", 2, "il", "replays") in rows
 
 
 def test_two_ranks_measure_one_trial_and_its_bits_agree(tmp_path: Path) -> None:

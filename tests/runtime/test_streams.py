@@ -69,7 +69,7 @@ def test_the_update_runs_on_the_graph_stream_and_replays_wait_for_it() -> None:
 
             return inside()
 
-    handoff = runtime.handoff = runtime.actions.handoff = Watched()
+    handoff = runtime.performer.handoff = Watched()
     step = run.optimizer.step
 
     def stepped(gradients: Any, **told_more: Any) -> None:

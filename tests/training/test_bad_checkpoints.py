@@ -15,7 +15,8 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.job import Job
-from qeffect.gpu_runtime.training.checkpoint import Checkpoints, _narrowed
+from qeffect.gpu_runtime.training.checkpoint import Checkpoints
+from qeffect.gpu_runtime.training.checkpoint.facts import narrowed
 from qeffect.gpu_runtime.training.files import name_of, numbered
 from tests.ranks.ranks import launch
 from tests.training import bodies
@@ -155,14 +156,14 @@ def test_what_changed_is_a_name_and_short_values() -> None:
     """A rule of all destinations is one word of the first, and not all of them."""
     one = {"stages": [{"stage": 0, "destinations": [{"mode": "a", "matrix": "x" * 500}] * 9}]}
     other = json.loads(json.dumps(one).replace('"a"', '"b"'))
-    assert _narrowed(one, other, "contract") == (
+    assert narrowed(one, other, "contract") == (
         "contract.stages[0].destinations[0].mode", "a", "b",
     )  # fmt: skip
-    assert _narrowed(one, one, "contract") is None
+    assert narrowed(one, one, "contract") is None
     other["stages"][0]["destinations"].pop()
-    found = _narrowed(one, other, "contract")
+    found = narrowed(one, other, "contract")
     assert found == ("contract.stages[0].destinations", "9 entries", "8 entries")
-    assert _narrowed({"a": "x" * 500}, {"a": 1}, "contract") == ("contract.a", "x" * 40, "1")
+    assert narrowed({"a": "x" * 500}, {"a": 1}, "contract") == ("contract.a", "x" * 40, "1")
 
 
 def test_dcp_alone_loads_a_flipped_bit(tmp_path: Path) -> None:

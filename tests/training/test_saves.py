@@ -50,7 +50,7 @@ def test_a_save_in_the_middle_is_refused_on_all_ranks_with_one_cause(tmp_path: P
     for rank in range(2):
         assert said[rank]["after"] == {"epoch": 2, "saved": "step-00000002"}
         again = said[rank]["at once again"]
-        assert "step-00000002 is there, of this epoch or a later one" in again["error"]
+        assert "step-00000002 is of this epoch or a later one" in again["error"]
         assert "free.rate is tensor(1.)" in said[rank]["no JSON"]["error"]
 
 
@@ -137,7 +137,7 @@ def test_the_newest_stay_and_no_other_run_is_overtaken(tmp_path: Path) -> None:
     said = run(tmp_path, JOB, bodies.kept)
     for words in said.values():
         assert words["names"] == ["step-00000003", "step-00000004"]
-        assert "step-00000004 is there, of this epoch or a later one" in words["behind"]
+        assert "step-00000004 is of this epoch or a later one" in words["behind"]
 
 
 @pytest.mark.parametrize(("copied", "loaded"), [(True, "saved"), (False, "moved")])

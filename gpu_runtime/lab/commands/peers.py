@@ -15,7 +15,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,11 +28,10 @@ from qeffect import cli
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import write_json
 
-from ...ranks.one_launch import OneLaunch
 from ...ranks.world import Member, gathered, join
-from ...runtime import RuntimeConfig, mode_on
+from ...runtime import mode_on
 from ...step.optimizer import Gradients
-from ..comparisons.ranks import held_by
+from ..comparisons.gradients import compare_gradients, distance_sums, save_gradients
 from ..reports.report import (
     Report,
     UnusableError,
@@ -43,25 +41,18 @@ from ..reports.report import (
 )
 from ..runner.device import require_device
 from ..runner.ranks import run_ranks
-from ..sides.language import (
-    PP,
-    Asked,
-    compared,
-    keep,
-    named,
-    still,
-    sums,
-)
+from ..runner.timing import time_side
+from ..sides.language import LAYERS, PP, DrawnLanguage, PeerSettings, motionless, peer_row
 from ..sides.pipelines import (
+    LaunchSide,
+    NativeSide,
+    ReplaySide,
     backend_on,
-    native_side,
-    released,
-    timed,
-    worker_side,
+    build_side,
+    isolated,
 )
 from ..statistics.paper import LARGE, SMALL
 from ..statistics.peers import EAGER, combined, owed
-from .tables import LAYERS, DrawnLanguage
 
 __all__ = ["add_peers_arguments", "main", "ours", "run_peers"]
 
@@ -74,7 +65,7 @@ OURS = "ours"
 
 
 def ours(
-    member: Member, asked: Asked, folder: Path, done: Callable[[dict[str, Any]], None]
+    member: Member, asked: PeerSettings, folder: Path, done: Callable[[dict[str, Any]], None]
 ) -> None:
     """
     Native, replays and one launch of every cell.
@@ -86,14 +77,14 @@ def ours(
         done: Takes each row when it is measured.
     """
     for cell in asked.cells:
-        with released(member):
+        with isolated(member):
             done(_native(member, asked, folder, cell))
         for schedule in ("il", "zbv"):
-            with released(member):
+            with isolated(member):
                 row, state = _replays(member, asked, folder, cell, schedule)
                 done(row)
             if asked.device == "cuda":
-                with released(member):
+                with isolated(member):
                     done(_one_launch(member, asked, cell, schedule, state))
             del state
 
@@ -107,7 +98,7 @@ def _by_model(job: DrawnLanguage, gradients: Gradients) -> dict[str, Tensor]:
     }
 
 
-def _native(member: Member, asked: Asked, folder: Path, cell: str) -> dict[str, Any]:
+def _native(member: Member, asked: PeerSettings, folder: Path, cell: str) -> dict[str, Any]:
     job = asked.job(cell, "il")
     seen: list[dict[str, Tensor]] = []
     wanted = [False]
@@ -116,9 +107,10 @@ def _native(member: Member, asked: Asked, folder: Path, cell: str) -> dict[str, 
         if wanted[0]:
             seen.append(_by_model(job, gradients))
 
-    began = time.perf_counter()
-    side = native_side(member, job, backend_on(asked.device), optimizer=still, look=look)
-    made = time.perf_counter() - began
+    side, made = build_side(
+        member,
+        lambda: NativeSide(member, job, backend_on(asked.device), optimizer=motionless, look=look),
+    )
     for _ in range(asked.settled - 1):
         side.step()
     wanted[0] = True
@@ -126,60 +118,57 @@ def _native(member: Member, asked: Asked, folder: Path, cell: str) -> dict[str, 
     wanted[0] = False
     member.synchronize()
     (own,) = seen
-    keep(folder, cell, "native", member.rank, own)
-    gradients = compared(member, folder, cell, ["native"], own)
+    save_gradients(folder, cell, "native", member.rank, own)
+    gradients = compare_gradients(member, folder, cell, ["native"], own)
     own.clear()
-    losses = gathered(member, side.losses[-1])
-    found = timed(member, side.step, asked.turns(graphs=False), made=made, facts={})
-    return named(cell, "native", "il", gradients, sum(map(sum, losses)), found)
+    losses = gathered(member, side.pipeline.losses[-1])
+    found = time_side(
+        member, side.step, asked.rounds_of(graphs=False), construction_s=made, facts={}
+    )
+    return peer_row(cell, "native", "il", gradients, sum(map(sum, losses)), found)
 
 
 def _replays(
-    member: Member, asked: Asked, folder: Path, cell: str, schedule: str
+    member: Member, asked: PeerSettings, folder: Path, cell: str, schedule: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     job = asked.job(cell, schedule)
-    began = time.perf_counter()
-    config = RuntimeConfig(mode=mode_on(asked.device))
-    worker = worker_side(member, job, backend_on(asked.device), config, optimizer=still)
-    made = time.perf_counter() - began
+    mode, backend = mode_on(asked.device), backend_on(asked.device)
+    side, made = build_side(
+        member, lambda: ReplaySide(member, job, backend, mode, optimizer=motionless)
+    )
+    worker = side.worker
     for _ in range(asked.settled - 1):
         worker.step()
     with worker.stepping():
         gradients = worker.pipeline.step(worker.optimizer)
     worker.runtime.handoff.synchronize()
     own = _by_model(job, gradients)
-    against = compared(member, folder, cell, ["native"], own)
+    against = compare_gradients(member, folder, cell, ["native"], own)
     own.clear()
-    held = held_by(worker.runtime.stages, worker.optimizer)
-    state = {name: tensor.detach().clone() for name, tensor in held.items()}
-    turns = asked.turns(graphs=asked.device == "cuda")
-    found = timed(member, worker.step, turns, made=made, facts={})
+    state = {name: tensor.detach().clone() for name, tensor in side.state().items()}
+    plan = asked.rounds_of(graphs=asked.device == "cuda")
+    found = time_side(member, worker.step, plan, construction_s=made, facts={})
     worker.close()
-    return named(cell, "replays", schedule, against, None, found), state
+    return peer_row(cell, "replays", schedule, against, None, found), state
 
 
 def _one_launch(
-    member: Member, asked: Asked, cell: str, schedule: str, state: Mapping[str, Tensor]
+    member: Member, asked: PeerSettings, cell: str, schedule: str, state: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """Of one launch what it leaves is compared: AdamW's moments are those of its gradients."""
     job = asked.job(cell, schedule)
-    began = time.perf_counter()
-    config = RuntimeConfig(mode="one launch")
-    worker = worker_side(member, job, backend_on(asked.device), config, optimizer=still)
-    whole = OneLaunch(worker)
-    made = time.perf_counter() - began
+    side, made = build_side(
+        member, lambda: LaunchSide(member, job, backend_on(asked.device), optimizer=motionless)
+    )
     for _ in range(asked.settled):
-        whole.step()
-    whole.leave()
-    worker.runtime.handoff.synchronize()
-    left = held_by(worker.runtime.stages, worker.optimizer)
-    against = [{"with": "replays", **combined(gathered(member, sums(left, state)))}]
-    whole.resume()
-    found = timed(member, whole.step, asked.turns(graphs=True), made=made, facts={})
-    whole.leave()
-    whole.close()
-    worker.close()
-    return named(cell, "one launch", schedule, against, None, found)
+        side.step()
+    sums = distance_sums(side.state(), state)
+    against = [{"with": "replays", **combined(gathered(member, sums))}]
+    plan = asked.rounds_of(graphs=True)
+    found = time_side(member, side.step, plan, construction_s=made, facts={})
+    side.whole.leave()
+    side.close()
+    return peer_row(cell, "one launch", schedule, against, None, found)
 
 
 # The run
@@ -252,7 +241,7 @@ def add_peers_arguments(parser: argparse.ArgumentParser) -> None:
     add_report_options(parser)
 
 
-def _asked(args: argparse.Namespace) -> Asked:
+def _asked(args: argparse.Namespace) -> PeerSettings:
     for cell in args.cells:
         layers, _, microbatches = cell.rpartition("-m")
         if layers not in LAYERS or not microbatches.isdecimal() or not int(microbatches):
@@ -262,7 +251,7 @@ def _asked(args: argparse.Namespace) -> Asked:
             )
     if min(args.rounds, args.steps, args.native_steps) < 1 or args.limit <= 0:
         raise UnusableError("--rounds, --steps, --native-steps and --limit must be positive")
-    return Asked(
+    return PeerSettings(
         cells=args.cells,
         rounds=args.rounds,
         steps=args.steps,
@@ -388,7 +377,7 @@ def _failed(cell: str, side: str, schedule: str, error: str) -> dict[str, Any]:
     return {"cell": cell, "side": side, "schedule": schedule, "error": error}
 
 
-def _child(args: argparse.Namespace, asked: Asked) -> None:
+def _child(args: argparse.Namespace, asked: PeerSettings) -> None:
     """One rank of one mode; ends the process, since groups make an orderly end hang."""
     code = 1
     try:
@@ -401,7 +390,7 @@ def _child(args: argparse.Namespace, asked: Asked) -> None:
     os._exit(code)
 
 
-def _measure(args: argparse.Namespace, asked: Asked) -> None:
+def _measure(args: argparse.Namespace, asked: PeerSettings) -> None:
     """Every row of a mode; rank 0 writes them down one by one."""
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     found: dict[str, Any] = {"rows": [], "refusals": {}}

@@ -28,7 +28,7 @@ from ...ranks.one_launch import OneLaunch
 from ...ranks.processes import silence
 from ...ranks.worker import Worker
 from ...ranks.world import Member, gathered, join
-from ...runtime import RuntimeConfig, mode_on
+from ...runtime import mode_on
 from ...step.memory.digests import digests
 from ...step.optimizer import Gradients
 from ...step.plan.order import Order
@@ -36,21 +36,21 @@ from ..comparisons.ranks import compared, summed, tensors_of
 from ..reports.report import Report, add_report_options, environment
 from ..runner.profiler import traced
 from ..runner.rank_parts import (
-    alone,
     bound_ms,
-    in_order,
     message_ms,
     row_as_one_graph,
     spent_ms,
+    times_alone,
+    times_in_row,
 )
+from ..runner.timing import RoundPlan, meet_idle, time_side
 from ..sides.pipelines import (
-    Turns,
+    LaunchSide,
+    NativeSide,
+    ReplaySide,
     backend_on,
-    native_side,
-    released,
-    timed,
-    waited,
-    worker_side,
+    build_side,
+    isolated,
 )
 from ..statistics.traces import shares
 
@@ -154,16 +154,16 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
             report.save()
     for name in args.cells:
         progress(f"Timing. {name}, native")
-        with released(member):
+        with isolated(member):
             raw["timed"].append(_native(member, args, name))
         for schedule in args.schedules:
             progress(f"Timing. {name}, {schedule}")
-            with released(member):
+            with isolated(member):
                 guarded, final = _guarded(member, args, schedule, name)
             raw["timed"].append(guarded)
             if args.device == "cuda":
                 progress(f"Timing. {name}, {schedule}, one launch a step")
-                with released(member):
+                with isolated(member):
                     raw["timed"].append(_one_launch(member, args, schedule, name, guarded, final))
             report.save()
     finished = report.finish()
@@ -182,7 +182,7 @@ def _job(args: argparse.Namespace, schedule: str, config: LayerConfig, microbatc
 def _compare(member: Member, args: argparse.Namespace, schedule: str, name: str) -> dict[str, Any]:
     config, steps = COMPARED[name]
     job = _job(args, schedule, config, 2 * args.pp)
-    with released(member):
+    with isolated(member):
         captured = args.device == "cuda"
         found = compared(member, job, steps, backend_on(args.device), captured=captured)
     ranks = gathered(member, (found.totals(), found.slots))
@@ -200,14 +200,8 @@ def _native(member: Member, args: argparse.Namespace, name: str) -> dict[str, An
     """torch's Interleaved 1F1B over full backwards: what users run today."""
     config, microbatches = CELLS[name]
     job = _job(args, "il", config, microbatches)
-    began = time.perf_counter()
-    side = native_side(member, job, backend_on(args.device))
-    made = time.perf_counter() - began
+    side, made = build_side(member, lambda: NativeSide(member, job, backend_on(args.device)))
     return _timed(member, args, name, "native", "il", side.step, args.native_steps, made, {})
-
-
-def _worker(member: Member, args: argparse.Namespace, job: Job, config: RuntimeConfig) -> Worker:
-    return worker_side(member, job, backend_on(args.device), config)
 
 
 def _final(worker: Worker) -> dict[str, str]:
@@ -233,11 +227,8 @@ def _one_launch(
     """The same steps, each one launch; what they leave is compared with what replays left."""
     config, microbatches = CELLS[name]
     job = _job(args, schedule, config, microbatches)
-    began = time.perf_counter()
-    counting = RuntimeConfig(mode="one launch")
-    worker = _worker(member, args, job, counting)
-    whole = OneLaunch(worker)
-    made = time.perf_counter() - began
+    side, made = build_side(member, lambda: LaunchSide(member, job, backend_on(args.device)))
+    worker, whole = side.worker, side.whole
     for _ in range(BEFORE):
         whole.step()
     whole.leave()
@@ -247,12 +238,12 @@ def _one_launch(
     whole.resume()
     found = _timed(member, args, name, "one launch", schedule, whole.step, args.steps, made, facts)
     parts, ahead = _ahead(member, whole, args)
-    waited(member)
+    meet_idle(member)
     launches = shares(traced(whole.step, member.synchronize, TRACED), TRACED)
     whole.leave()
     gradients = worker.pipeline.step(worker.optimizer)
     order = Order.of_rank(job.table(), member.rank % job.pp)
-    waited(member)
+    meet_idle(member)
     split = {"launch": launches, **_own_row(worker, gradients, order)}
     ranks = gathered(member, (len(final), len(odd), parts, whole.rehearsal.steps, ahead))
     found["final"] = [sum(rank[n] for rank in ranks) for n in (0, 1)]
@@ -264,8 +255,7 @@ def _one_launch(
     for what in ("alone_ms", "update_ms", "message_ms", "bound_ms", "in_order"):
         found[what] = guarded[what]
     found["split"] = gathered(member, split)
-    whole.close()
-    worker.close()
+    side.close()
     return found
 
 
@@ -282,7 +272,7 @@ def _ahead(
     rounds: list[float] = []
     parts: list[dict[str, float]] = []
     for _ in range(args.rounds):
-        waited(member)
+        meet_idle(member)
         took = []
         for _ in range(args.steps):
             began = time.perf_counter()
@@ -309,23 +299,23 @@ def _guarded(
     """Guarded replays, or eager calls on a CPU, under one schedule; and what they left."""
     config, microbatches = CELLS[name]
     job = _job(args, schedule, config, microbatches)
-    began = time.perf_counter()
-    config_of = RuntimeConfig(mode=mode_on(args.device))
-    worker = _worker(member, args, job, config_of)
-    made = time.perf_counter() - began
+    side, made = build_side(
+        member, lambda: ReplaySide(member, job, backend_on(args.device), mode_on(args.device))
+    )
+    worker = side.worker
     for _ in range(BEFORE):
         worker.step()
     final = _final(worker)
     facts: dict[str, Any] = {"slots": [s.slots for s in worker.runtime.contract.stages]}
     found = _timed(member, args, name, "guarded", schedule, worker.step, args.steps, made, facts)
     gradients = worker.pipeline.step(worker.optimizer)
-    ranks = gathered(member, alone(worker, gradients))
+    ranks = gathered(member, times_alone(worker, gradients))
     found["message_ms"] = max(gathered(member, message_ms(member, job, worker)))
     found["alone_ms"] = {stage: times for rank, _ in ranks for stage, times in rank.items()}
     found["update_ms"] = [update for _, update in ranks]
     found["bound_ms"] = bound_ms(job, found["alone_ms"], found["update_ms"], found["message_ms"])
     order = Order.of_rank(job.table(), member.rank % job.pp)
-    ranks = gathered(member, in_order(worker, gradients, order))
+    ranks = gathered(member, times_in_row(worker, gradients, order))
     times = {stage: took for rank, _ in ranks for stage, took in rank.items()}
     updates = [update for _, update in ranks]
     bound = bound_ms(job, times, updates, found["message_ms"])
@@ -346,5 +336,5 @@ def _timed(
     facts: dict[str, Any],
 ) -> dict[str, Any]:
     """A side of a cell, with its names."""
-    found = timed(member, step, Turns(args.rounds, steps), made=made, facts=facts)
+    found = time_side(member, step, RoundPlan(args.rounds, steps), construction_s=made, facts=facts)
     return {"cell": name, "side": side, "schedule": schedule, **found}

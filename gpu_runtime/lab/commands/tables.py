@@ -9,12 +9,11 @@ with token embedding and head over 32,768 tokens, as the paper's; `layers` leave
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
@@ -25,20 +24,14 @@ from qeffect.report import UnusableError
 from qeffect.schedule.actions import ScheduleError
 from qeffect.schedule.plan import plan
 
-from ...backends.layers import LayerConfig
 from ...backends.protocol import BackendError
 from ...ranks.consent import StoppedError
 from ...ranks.job import Job
-from ...ranks.one_launch import OneLaunch
 from ...ranks.processes import silence
-from ...ranks.worker import Worker
 from ...ranks.world import Member, gathered, join
-from ...runtime import Mode, RuntimeConfig
-from ...step.graphs import GraphExecutor
+from ...runtime import mode_on
 from ...step.memory.arena import Rule
-from ...step.memory.state import same_bits
-from ...training.model import Language
-from ..comparisons.ranks import held_by
+from ...step.memory.numerical_state import same_bits
 from ..reports.report import (
     ALIKE,
     Report,
@@ -48,28 +41,24 @@ from ..reports.report import (
     require_alike,
     require_place,
 )
+from ..runner.timing import RoundPlan, time_side
+from ..sides.language import LAYERS, TINY_VOCABULARY, VOCABULARY, DrawnLanguage
 from ..sides.pipelines import (
-    Turns,
+    LaunchSide,
+    NativeSide,
+    PipelineSide,
+    ReplaySide,
     backend_on,
-    native_side,
-    released,
-    timed,
-    worker_side,
+    build_side,
+    isolated,
+    unit_bytes,
 )
-from ..sides.torch_pipeline import Batch, NativePipeline
 from ..statistics.paper import LARGE, SMALL
 
-__all__ = ["Asked", "DrawnLanguage", "add_tables_arguments", "asked", "merged", "run_tables"]
+__all__ = ["TableRow", "add_tables_arguments", "merged", "run_tables", "table_rows"]
 
-LAYERS: Mapping[str, LayerConfig] = {
-    "h2048-s256": LayerConfig(2048, 8192, 16, 256),
-    "h4096-s256": LayerConfig(4096, 11008, 32, 256),
-    "tiny": LayerConfig(32, 64, 2, 16),
-}
-"""A cell is one of these and its microbatches, as in `tiny-m4`; `tiny` is for a CPU."""
 CELLS = (SMALL, LARGE, "tiny-m4")
 PARTS = ("steps", "attribution", "resources", "weak", "mapping")
-VOCABULARY, TINY_VOCABULARY = 32768, 64
 HISTORY = 16
 BEFORE = 6
 """Steps, the first included, after which a side is compared with its reference."""
@@ -84,25 +73,8 @@ REFERENCES = {
 """What a side has to have the bits of, under one schedule: each forms the same sums."""
 
 
-@attrs.frozen(kw_only=True)
-class DrawnLanguage(Language):
-    """A language model over tokens that are drawn evenly: `(sequence, batch)`, int64."""
-
-    def batch(self, device: torch.device, replica: int = 0) -> Batch:
-        """Tokens and targets of a step's microbatch, the same on every rank that asks."""
-        shape = self.config.sequence, self.config.batch
-
-        def draw(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
-            place = (step * self.dp + replica) * self.microbatches + microbatch
-            g = torch.Generator().manual_seed((self.seed << 32) + place)
-            x, y = (torch.randint(self.vocabulary, shape, generator=g) for _ in range(2))
-            return x.to(device), y.to(device)
-
-        return draw
-
-
 @attrs.frozen
-class Asked:
+class TableRow:
     """
     One row that is to be measured.
 
@@ -148,14 +120,14 @@ class Asked:
         return DrawnLanguage(**common, vocabulary=TINY_VOCABULARY if tiny else VOCABULARY)
 
 
-def asked(
+def table_rows(
     parts: Iterable[str],
     cells: Sequence[str],
     pp: int,
     *,
     microbatches: Sequence[int] = (2, 4, 8, 16, 32),
     captured: bool = True,
-) -> list[Asked]:
+) -> list[TableRow]:
     """
     The rows of some parts, each once, in the order in which they are measured.
 
@@ -174,16 +146,16 @@ def asked(
     last = cells[-1]
     wanted = tuple(parts)
 
-    def both(cell: str, model: str, vpp: int, schedules: Sequence[str]) -> list[Asked]:
-        return [Asked(cell, model, vpp, s, side) for s in schedules for side in sides]
+    def both(cell: str, model: str, vpp: int, schedules: Sequence[str]) -> list[TableRow]:
+        return [TableRow(cell, model, vpp, s, side) for s in schedules for side in sides]
 
-    rows: list[Asked] = []
+    rows: list[TableRow] = []
     for cell in cells:
         if "steps" in wanted or ("attribution" in wanted and cell == last):
-            rows.append(Asked(cell, "language", 2, "il", "native"))
+            rows.append(TableRow(cell, "language", 2, "il", "native"))
         if "attribution" in wanted and cell == last:
             rows += [
-                Asked(cell, "language", 2, "il", side)
+                TableRow(cell, "language", 2, "il", side)
                 for side in ("eager", "copied", "per_microbatch")
             ]
         if "steps" in wanted:
@@ -196,7 +168,7 @@ def asked(
             rows += both(last, model, vpp, schedules)
     if "resources" in wanted:
         layers = last.rsplit("-m", 1)[0]
-        rows += [Asked(f"{layers}-m{m}", "language", 2, "zbv", "replays") for m in microbatches]
+        rows += [TableRow(f"{layers}-m{m}", "language", 2, "zbv", "replays") for m in microbatches]
     return list(dict.fromkeys(rows))
 
 
@@ -338,7 +310,9 @@ def _trial(args: argparse.Namespace, progress: Progress) -> Report:
     if member.rank:
         progress = Progress(enabled=False)
     captured = args.device == "cuda"
-    rows = asked(args.parts, args.cells, args.pp, microbatches=args.microbatches, captured=captured)
+    rows = table_rows(
+        args.parts, args.cells, args.pp, microbatches=args.microbatches, captured=captured
+    )
     for row in rows:
         row.job(args.pp).table()  # refuses before anything is measured
     configuration = {name: _plain(getattr(args, name)) for name in _DEFAULTS}
@@ -350,10 +324,10 @@ def _trial(args: argparse.Namespace, progress: Progress) -> Report:
     report = Report("tables", own, place, configuration, {"trials": [trial]})
     references: dict[tuple[Any, ...], dict[str, Tensor]] = {}
     at: tuple[Any, ...] | None = None
-    with released(member):
+    with isolated(member):
         # What a process pays once, whichever side is its first, is no side's.
-        first = Asked(args.cells[0], "layers", 2, "il", "native").job(args.pp)
-        _Native(member, first, backend_on(args.device)).step()
+        first = TableRow(args.cells[0], "layers", 2, "il", "native").job(args.pp)
+        NativeSide(member, first, backend_on(args.device)).step()
     for row in rows:
         progress(f"{row.cell}, {row.model}, {row.schedule}, {row.side}")
         # References live as long as the rows that may be compared with them.
@@ -370,142 +344,28 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-class _Side(Protocol):
-    """
-    A side that was made: its step, what it left, what is known of it.
-
-    Attributes:
-        opening: Steps that belong to its set-up.
-    """
-
-    opening: int
-
-    def step(self) -> object:
-        """One step."""
-
-    def left(self) -> dict[str, Tensor]:
-        """Everything that training has moved, live; waits for the device."""
-
-    def facts(self) -> dict[str, Any]:
-        """What is known of this rank."""
-
-    def close(self) -> None:
-        """End it."""
-
-
-class _Native:
-    opening = 1
-
-    def __init__(self, member: Member, job: Job, backend: str) -> None:
-        self.member = member
-        self.pipeline: NativePipeline = native_side(member, job, backend)
-        self.step = self.pipeline.step
-
-    def left(self) -> dict[str, Tensor]:
-        self.member.synchronize()
-        stages = {stage.index: stage for stage in self.pipeline.stages}
-        return held_by(stages, self.pipeline.optimizer)
-
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        return
-
-
-class _Replays:
-    """Guarded replays, or eager calls."""
-
-    opening = 1
-
-    def __init__(self, member: Member, job: Job, backend: str, config: RuntimeConfig) -> None:
-        self.member = member
-        self.worker: Worker = worker_side(member, job, backend, config)
-
-    def step(self) -> None:
-        self.worker.step()
-
-    def left(self) -> dict[str, Tensor]:
-        self.worker.runtime.handoff.synchronize()
-        return held_by(self.worker.runtime.stages, self.worker.optimizer)
-
-    def facts(self) -> dict[str, Any]:
-        """Of one more step: handoffs and replays; and what was captured and allocated for all."""
-        runtime = self.worker.runtime
-        executor = runtime.executor
-        captured = executor if isinstance(executor, GraphExecutor) else None
-        before = runtime.handoff.handoffs, 0 if captured is None else captured.num_replays
-        self.step()
-        after = runtime.handoff.handoffs, 0 if captured is None else captured.num_replays
-        found: dict[str, Any] = {
-            "handoffs": after[0] - before[0],
-            "replays": after[1] - before[1],
-            "slots": [stage.slots for stage in runtime.contract.stages],
-            "arena_bytes": sum(memory.arena.num_bytes for memory in runtime.memories.values()),
-        }
-        if captured is not None:
-            found["graphs"] = captured.report.num_graphs
-            found["warmup_s"] = captured.report.warmup_seconds
-            found["capture_s"] = captured.report.capture_seconds
-        return found
-
-    def close(self) -> None:
-        self.worker.close()
-
-
-class _OneLaunch(_Replays):
-    """The same, each step one launch; the first is guarded, the second is captured."""
-
-    opening = 2
-
-    def __init__(self, member: Member, job: Job, backend: str, config: RuntimeConfig) -> None:
-        super().__init__(member, job, backend, config)
-        self.whole = OneLaunch(self.worker)
-
-    def step(self) -> None:
-        self.whole.step()
-
-    def left(self) -> dict[str, Tensor]:
-        self.whole.leave()
-        found = super().left()
-        self.whole.resume()
-        return found
-
-    def facts(self) -> dict[str, Any]:
-        found = super().facts()
-        found["graphs"] += 1
-        found["replays"] = 1  # of a step's one graph, in which the slots' are nodes
-        found["capture_s"] += self.whole.capture_seconds
-        return found
-
-    def close(self) -> None:
-        self.whole.close()
-        super().close()
-
-
-def _make(member: Member, row: Asked, job: Job, device: str) -> _Side:
+def _make(member: Member, row: TableRow, job: Job, device: str) -> PipelineSide:
     backend = backend_on(device)
     if row.side == "native":
-        return _Native(member, job, backend)
+        return NativeSide(member, job, backend)
     if row.side == "one launch":
-        return _OneLaunch(member, job, backend, RuntimeConfig(mode="one launch"))
-    mode: Mode = "replays" if device == "cuda" and row.side != "eager" else "eager"
-    config = RuntimeConfig(rule=job.rule, mode=mode)
-    return _Replays(member, job, backend, config)
+        return LaunchSide(member, job, backend)
+    mode = "eager" if row.side == "eager" else mode_on(device)
+    return ReplaySide(member, job, backend, mode)
 
 
 def _measured(
     member: Member,
     args: argparse.Namespace,
-    row: Asked,
+    row: TableRow,
     references: dict[tuple[Any, ...], dict[str, Tensor]],
-    rows: Sequence[Asked],
+    rows: Sequence[TableRow],
 ) -> dict[str, Any]:
     """One row; a side that cannot be measured has its error, and the others go on."""
     job = row.job(args.pp)
     named = {**attrs.asdict(row), "microbatches": row.microbatches, "pp": args.pp}
     tokens = row.microbatches * job.config.sequence * job.config.batch
-    with released(member):
+    with isolated(member):
         try:
             found = _side(member, args, row, job, references, rows)
         except (BackendError, StoppedError, RuntimeError, ValueError) as error:
@@ -517,32 +377,33 @@ def _measured(
 def _side(
     member: Member,
     args: argparse.Namespace,
-    row: Asked,
+    row: TableRow,
     job: Job,
     references: dict[tuple[Any, ...], dict[str, Tensor]],
-    rows: Sequence[Asked],
+    rows: Sequence[TableRow],
 ) -> dict[str, Any]:
     before, reserved = _used(member), _reserved(member)
-    began = time.perf_counter()
-    side = _make(member, row, job, args.device)
-    member.synchronize()
-    made = time.perf_counter() - began
+    side, construction_s = build_side(member, lambda: _make(member, row, job, args.device))
     built, reserved = _used(member) - before, _reserved(member) - reserved
     began = time.perf_counter()
-    for _ in range(side.opening):
+    for _ in range(side.first_steps):
         side.step()
     member.synchronize()
     first = time.perf_counter() - began
-    for _ in range(BEFORE - side.opening):
+    for _ in range(BEFORE - side.first_steps):
         side.step()
     member.synchronize()
     peak, stood = _peak(member) - before, _used(member)
     compared = _compared(member, row, side, references, rows)
     facts = side.facts()
     eager = row.side in ("native", "eager")
-    turns = Turns(args.rounds, args.native_steps if eager else args.steps, not args.no_profile)
-    own = _unit_bytes(side)
-    found = timed(member, side.step, turns, made=made, facts=facts, units=own)
+    plan_of_rounds = RoundPlan(
+        args.rounds, args.native_steps if eager else args.steps, not args.no_profile
+    )
+    own = unit_bytes(side)
+    found = time_side(
+        member, side.step, plan_of_rounds, construction_s=construction_s, facts=facts, units=own
+    )
     kept = sum(_bytes(tensor) for tensor in references.get(_reference_key(row), {}).values())
     memory = {
         "built": built,
@@ -563,16 +424,16 @@ def _side(
     return found
 
 
-def _reference_key(row: Asked) -> tuple[Any, ...]:
+def _reference_key(row: TableRow) -> tuple[Any, ...]:
     return row.schedule, row.side
 
 
 def _compared(
     member: Member,
-    row: Asked,
-    side: _Side,
+    row: TableRow,
+    side: PipelineSide,
     references: dict[tuple[Any, ...], dict[str, Tensor]],
-    rows: Sequence[Asked],
+    rows: Sequence[TableRow],
 ) -> dict[str, Any] | None:
     """How many tensors differ from the reference's after as many steps; and this side's kept."""
     base = REFERENCES.get(row.side)
@@ -584,7 +445,7 @@ def _compared(
     )
     if theirs is None and not needed:
         return None
-    left = side.left()
+    left = side.state()
     if theirs is not None:
         odd = [
             name
@@ -612,20 +473,6 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size() if tensor.is_cuda else 0
-
-
-def _unit_bytes(side: _Side) -> list[int]:
-    stages: Iterable[Any]
-    if isinstance(side, _Native):
-        stages = side.pipeline.stages
-    else:
-        assert isinstance(side, _Replays)
-        stages = side.worker.runtime.stages.values()
-    return [
-        math.prod(unit.shape) * unit.matrices[0].parameter.element_size()
-        for stage in stages
-        for unit in stage.units
-    ]
 
 
 def _used(member: Member) -> int:

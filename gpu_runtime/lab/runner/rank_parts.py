@@ -27,16 +27,16 @@ from ...step.eager import StageMemory
 from ...step.graphs import GraphExecutor, no_collection
 from ...step.optimizer import Gradients
 from ...step.plan.order import Order, Step
-from ..sides.pipelines import waited
+from .timing import meet_idle
 
 __all__ = [
-    "alone",
     "bound_ms",
     "graph_of",
-    "in_order",
     "message_ms",
     "row_as_one_graph",
     "spent_ms",
+    "times_alone",
+    "times_in_row",
 ]
 
 REPLAYS = 20
@@ -48,7 +48,7 @@ Times = dict[str, dict[str, float]]
 """Milliseconds by stage, and by `F`, `I`, `W` and `refresh`."""
 
 
-def alone(worker: Worker, gradients: Gradients) -> tuple[Times, float]:
+def times_alone(worker: Worker, gradients: Gradients) -> tuple[Times, float]:
     """
     What each stage's graphs, and the update, take when nothing else runs, in milliseconds.
 
@@ -77,7 +77,7 @@ def alone(worker: Worker, gradients: Gradients) -> tuple[Times, float]:
     return found, update
 
 
-def in_order(worker: Worker, gradients: Gradients, order: Order) -> tuple[Times, float]:
+def times_in_row(worker: Worker, gradients: Gradients, order: Order) -> tuple[Times, float]:
     """
     The same of a whole row, replayed without messages, again and again: each in its own place.
 
@@ -116,7 +116,7 @@ def row_as_one_graph(
     """
     A rank's row, its refreshes and its update, as one graph without messages.
 
-    What it computes is of no use, as in `alone`. The worker is one that can be `OneLaunch`'s.
+    What it computes is of no use, as in `times_alone`. The worker is one that can be `OneLaunch`'s.
     """
     executor = worker.runtime.executor
     assert isinstance(executor, GraphExecutor)
@@ -185,7 +185,7 @@ def message_ms(member: Member, job: Job, worker: Worker) -> float:
         return 0.0
     tensor = job.config.activation(member.device).buffer()
     start, end = _mark(), _mark()
-    waited(member)
+    meet_idle(member)
     if member.rank > 1:
         return 0.0
     torch.cuda._sleep(_QUEUEING_CYCLES)  # type: ignore[no-untyped-call]

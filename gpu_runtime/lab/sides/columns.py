@@ -22,23 +22,27 @@ Family = Literal["native", "te_graphs", "whole_step", "ours_eager", "ours_captur
 SumRule = Literal["grad", "main_grad"]
 
 
-class Column(Protocol):
-    """One way to run an optimizer step over a cell."""
+class Side(Protocol):
+    """One way to run an optimizer step."""
+
+    def step(self) -> None:
+        """Enqueue one optimizer step; nothing waits for the device."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """Counts that the side knows about itself: graphs, arena bytes, slots."""
+
+    def close(self) -> None:
+        """Release device memory and connections."""
+
+
+class Column(Side, Protocol):
+    """A side of the step tables, which runs over a cell in a process of its own."""
 
     def build(self) -> None:
         """Make what every column has: parameters, optimizer, data."""
 
     def warm(self) -> None:
         """Do what only this column needs before its first step: warm-up, capture, arenas."""
-
-    def step(self) -> None:
-        """Enqueue one optimizer step; nothing waits for the device."""
-
-    def facts(self) -> Mapping[str, Any]:
-        """Counts that the column knows about itself: graphs, arena bytes, slots."""
-
-    def close(self) -> None:
-        """Let go of device memory."""
 
 
 @attrs.frozen

@@ -1,61 +1,79 @@
 """
-What every mode of the peers has in common: the model, the gradients that are kept and compared.
+The language model of the complete-step tables and of the peers.
 
-No side moves a weight: the learning rate is zero, so that the scales come to repeat themselves from
-step to step and the gradients of a later step can be compared, whatever a mode did to capture. The
-update runs all the same, as the last part of every step. What is not seen so is a weight cache that
-a mode never fills again.
+One layer a stage, with token embedding and head over 32,768 tokens, as the paper's model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ...ranks.world import Member, gathered
-from ...step.memory.state import same_bits
+from ...backends.layers import LayerConfig
 from ...step.optimizer import Optimizer
-from ..commands.tables import LAYERS, TINY_VOCABULARY, VOCABULARY, DrawnLanguage
-from ..statistics.peers import combined
-from .pipelines import Turns
+from ...training.model import Language
+from ..runner.timing import RoundPlan
+from .torch_pipeline import Batch
 
 __all__ = [
     "HISTORY",
+    "LAYERS",
     "PP",
+    "TINY_VOCABULARY",
+    "VOCABULARY",
     "VPP",
-    "Asked",
-    "compared",
-    "keep",
-    "kept",
-    "named",
-    "still",
-    "sums",
+    "DrawnLanguage",
+    "PeerSettings",
+    "motionless",
+    "peer_row",
 ]
 
 PP = VPP = 2
 HISTORY = 4
+LAYERS: Mapping[str, LayerConfig] = {
+    "h2048-s256": LayerConfig(2048, 8192, 16, 256),
+    "h4096-s256": LayerConfig(4096, 11008, 32, 256),
+    "tiny": LayerConfig(32, 64, 2, 16),
+}
+"""Layers by name; a cell is a name and its microbatches, as in `tiny-m4`. `tiny` is for a CPU."""
+VOCABULARY, TINY_VOCABULARY = 32768, 64
 
 
 @attrs.frozen(kw_only=True)
-class Asked:
+class DrawnLanguage(Language):
+    """A language model over uniformly drawn tokens: `(sequence, batch)`, int64."""
+
+    def batch(self, device: torch.device, replica: int = 0) -> Batch:
+        """Tokens and targets of a step's microbatch, the same on every rank that asks."""
+        shape = self.config.sequence, self.config.batch
+
+        def draw(step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+            place = (step * self.dp + replica) * self.microbatches + microbatch
+            g = torch.Generator().manual_seed((self.seed << 32) + place)
+            x, y = (torch.randint(self.vocabulary, shape, generator=g) for _ in range(2))
+            return x.to(device), y.to(device)
+
+        return draw
+
+
+@attrs.frozen(kw_only=True)
+class PeerSettings:
     """
-    What a process measures.
+    What every mode of the peers measures, and how.
 
     Args:
         cells: Layers and microbatches, as `h2048-s256-m4`.
-        rounds: Turns of each side.
-        steps: Steps of a turn that replays graphs.
-        native_steps: Steps of a turn that launches.
-        device: `cuda`, or `cpu` for ours and torch's alone.
-        profile: Whether kernels are counted.
-        settled: Steps after which gradients are compared: by then the scales repeat themselves, and
-            graphs are captured.
+        rounds: Rounds per side.
+        steps: Steps per round for modes that replay graphs.
+        native_steps: Steps per round for modes without graphs.
+        device: `cuda`; `cpu` for ours and torch's only.
+        profile: Whether steps run under the profiler.
+        settled: Steps after which gradients are compared: by then the scales repeat, and graphs
+            are captured.
     """
 
     cells: Sequence[str]
@@ -79,83 +97,17 @@ class Asked:
             vocabulary=TINY_VOCABULARY if layers == "tiny" else VOCABULARY,
         )
 
-    def turns(self, *, graphs: bool) -> Turns:
-        """How a side is timed."""
-        return Turns(self.rounds, self.steps if graphs else self.native_steps, self.profile)
+    def rounds_of(self, *, graphs: bool) -> RoundPlan:
+        """How a mode is timed."""
+        return RoundPlan(self.rounds, self.steps if graphs else self.native_steps, self.profile)
 
 
-def still(stages: Any, *, capturable: bool = False) -> Optimizer:
-    """AdamW that moves no weight."""
+def motionless(stages: Any, *, capturable: bool = False) -> Optimizer:
+    """Make AdamW with a learning rate of zero: an update that moves no weight."""
     return Optimizer(stages, lr=0.0, weight_decay=0.0, capturable=capturable)
 
 
-# Gradients
-
-
-def sums(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
-    """
-    Of each tensor, what `measure.peers.combined` adds up.
-
-    Raises:
-        ValueError: The names or the shapes differ.
-    """
-    if odd := sorted(own.keys() ^ theirs.keys()):
-        raise ValueError(f"gradients disagree on {len(odd)} names, first {odd[0]}")
-    found = {}
-    for name, a in own.items():
-        b = theirs[name].to(a.device)
-        if a.shape != b.shape:
-            raise ValueError(f"{name} is {tuple(a.shape)} here and {tuple(b.shape)} there")
-        x, y = a.detach().double().flatten(), b.detach().double().flatten()
-        apart = x - y
-        values = torch.stack([apart @ apart, x @ x, y @ y, x @ y, (~x.isfinite()).sum().double()])
-        numbers = [n if n == n and abs(n) != float("inf") else 0.0 for n in values.tolist()]
-        keys = ("apart", "own", "theirs", "product", "odd")
-        found[name] = {**dict(zip(keys, numbers, strict=True)), "same": float(same_bits(a, b))}
-    return found
-
-
-def kept(folder: Path, cell: str, side: str, rank: int) -> Path:
-    """Where a rank's gradients of a side are."""
-    return folder / f"{cell}.{side.replace(' ', '-')}.{rank}.pt"
-
-
-def keep(folder: Path, cell: str, side: str, rank: int, own: Mapping[str, Tensor]) -> None:
-    """Write a rank's gradients, by the model's names, whole or not at all."""
-    path = kept(folder, cell, side, rank)
-    part = path.with_suffix(".part")
-    torch.save({name: tensor.detach().cpu() for name, tensor in own.items()}, part)
-    part.replace(path)
-
-
-def compared(
-    member: Member,
-    folder: Path,
-    cell: str,
-    references: Sequence[str],
-    own: Mapping[str, Tensor],
-) -> list[dict[str, Any]]:
-    """
-    A side's gradients against those of others that have been kept; all ranks call it.
-
-    Another schedule may have put a stage on another rank: each takes what it has from all files. A
-    reference that was not kept whole is left out.
-    """
-    found = []
-    dist.barrier()  # behind what all ranks keep
-    for side in references:
-        paths = [kept(folder, cell, side, rank) for rank in range(member.world)]
-        if not all(gathered(member, all(path.exists() for path in paths))):
-            continue
-        theirs: dict[str, Tensor] = {}
-        for path in paths:
-            held = torch.load(path, weights_only=True, mmap=True)
-            theirs.update((name, held[name]) for name in own.keys() & held.keys())
-        found.append({"with": side, **combined(gathered(member, sums(own, theirs)))})
-    return found
-
-
-def named(
+def peer_row(
     cell: str,
     side: str,
     schedule: str,
@@ -163,7 +115,7 @@ def named(
     loss: float | None,
     found: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """A row that was measured."""
+    """A measured row of the peers' report."""
     return {
         "cell": cell,
         "side": side,

@@ -32,18 +32,11 @@ from qeffect.report import UnusableError
 from ...backends.protocol import parameters
 from ...ranks.world import Member, gathered
 from ...step.plan.order import Order
-from ..commands.tables import DrawnLanguage
+from ..comparisons.gradients import compare_gradients, save_gradients
+from ..runner.timing import time_side
 from ..statistics.peers import EAGER
-from .language import (
-    HISTORY,
-    PP,
-    VPP,
-    Asked,
-    compared,
-    keep,
-    named,
-)
-from .pipelines import drawn, released, timed
+from .language import HISTORY, PP, VPP, DrawnLanguage, PeerSettings, peer_row
+from .pipelines import build_side, drawn_batches, isolated
 
 __all__ = ["delayed", "library", "measure", "theirs"]
 
@@ -143,7 +136,9 @@ def delayed() -> dict[str, str]:
     return {"megatron delayed dW": "accepted by the configuration; not trained"}
 
 
-def measure(mode: str, asked: Asked, folder: Path, done: Callable[[dict[str, Any]], None]) -> None:
+def measure(
+    mode: str, asked: PeerSettings, folder: Path, done: Callable[[dict[str, Any]], None]
+) -> None:
     """
     One mode of Megatron in every cell.
 
@@ -170,11 +165,11 @@ def measure(mode: str, asked: Asked, folder: Path, done: Callable[[dict[str, Any
         0, te_rng_tracker=graphs, use_cudagraphable_rng=graphs
     )
     for cell in asked.cells:
-        with released(member):
+        with isolated(member):
             done(_cell(lib, member, mode, asked, folder, cell))
 
 
-class _Megatron:
+class MegatronSide:
     """Megatron's model of a job, its optimizer and its step."""
 
     def __init__(self, lib: SimpleNamespace, member: Member, mode: str, job: DrawnLanguage) -> None:
@@ -294,7 +289,7 @@ class _Megatron:
 
     def _data(self, member: Member) -> list[dict[str, Tensor]]:
         """The microbatches of every step: batch first, as Megatron has them."""
-        batch = drawn(self.job, member.device)
+        batch = drawn_batches(self.job, member.device)
         found = []
         for m in range(self.job.microbatches):
             tokens, labels = (part.t().contiguous() for part in batch(0, m))
@@ -354,12 +349,10 @@ class _Megatron:
 
 
 def _cell(
-    lib: SimpleNamespace, member: Member, mode: str, asked: Asked, folder: Path, cell: str
+    lib: SimpleNamespace, member: Member, mode: str, asked: PeerSettings, folder: Path, cell: str
 ) -> dict[str, Any]:
     job = asked.job(cell, "il")
-    began = time.perf_counter()
-    side = _Megatron(lib, member, mode, job)
-    made = time.perf_counter() - began
+    side, made = build_side(member, lambda: MegatronSide(lib, member, mode, job))
     capture = 0.0
     for n in range(asked.settled):
         if n == CAPTURED_AT:
@@ -369,10 +362,10 @@ def _cell(
     own = {name: parameter.main_grad for name, parameter in side.names}
     name = EAGER if mode == "none" else f"megatron {mode}"
     if mode == "none":
-        keep(folder, cell, EAGER, member.rank, own)
+        save_gradients(folder, cell, EAGER, member.rank, own)
     references = ["native"] if mode == "none" else ["native", EAGER]
-    gradients = compared(member, folder, cell, references, own)
+    gradients = compare_gradients(member, folder, cell, references, own)
     loss = sum(gathered(member, side.loss()))
-    turns = asked.turns(graphs=mode != "none")
-    found = timed(member, side.step, turns, made=made, facts={"capture_s": capture})
-    return named(cell, name, "il", gradients, loss, found)
+    plan = asked.rounds_of(graphs=mode != "none")
+    found = time_side(member, side.step, plan, construction_s=made, facts={"capture_s": capture})
+    return peer_row(cell, name, "il", gradients, loss, found)

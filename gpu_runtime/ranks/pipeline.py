@@ -9,8 +9,9 @@ dW. The step ends with the consent of all ranks, and only then with the update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, cast
 
 import attrs
 import torch
@@ -22,13 +23,13 @@ from qeffect.schedule.actions import Atom, Kind
 from ..backends.protocol import BackendError, StageBackend
 from ..runtime import Runtime
 from ..step.clipping import Clipping, Norm, square_sums
-from ..step.memory.slots import fill
 from ..step.optimizer import Gradients, Optimizer
+from ..step.performer import Performer
 from ..step.plan.rows import Row
 from .channels import Channels, Message, Transfer
 from .consent import Consent, StoppedError, wait_for
 
-__all__ = ["Entry", "Feed", "Passage", "Pipeline"]
+__all__ = ["Entry", "Feed", "Messages", "Passage", "Pipeline"]
 
 
 class Feed(Protocol):
@@ -54,6 +55,19 @@ class Feed(Protocol):
         self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
     ) -> None:
         """Look at the last stage's outputs, which are overwritten later: copy what is kept."""
+
+
+class Messages(Protocol):
+    """What the actions of a pipeline ask of `Channels`."""
+
+    def send(self, tensor: Tensor, to: int, message: Message) -> Transfer:
+        """Post a send of a tensor to a rank."""
+
+    def receive(self, into: Tensor, source: int, message: Message) -> Transfer:
+        """Post a receive from a rank into a tensor."""
+
+    def wait(self, transfer: Transfer) -> None:
+        """Wait for a transfer."""
 
 
 @attrs.define(eq=False)
@@ -184,6 +198,16 @@ class Pipeline:
             for a in self.row.atoms
             if a.kind in acts  # a reduction is awaited at the end of the step
         ]
+
+    @contextmanager
+    def performed_by(self, performer: Performer, channels: Messages) -> Iterator[None]:
+        """A context in which others do the physical part of each action, and post messages."""
+        before, self.channels = self.channels, cast(Channels, channels)
+        try:
+            with self.runtime.performed_by(performer):
+                yield
+        finally:
+            self.channels = before
 
     # A step
 
@@ -319,7 +343,7 @@ class Pipeline:
             actions.finish_outputs(feeder.key, feeder.ref)
         elif p.source is not None:
             if len(stage.inputs) > 1:
-                (actions.fill or fill)(actions.input_buffers(key)[1:], self._further(p))
+                actions.performer.fill(actions.input_buffers(key)[1:], self._further(p))
             p.ref = actions.forward(key)
         else:
             p.ref = actions.forward(key, self.feed.inputs(stage, key.epoch, p.microbatch))

@@ -1,0 +1,90 @@
+"""
+Gradients of the peers: saved by one mode, compared by the modes that follow.
+
+No side moves a weight: the learning rate is zero, so that the scales repeat from step to step, and
+gradients of a later step can be compared whatever a mode did to capture. The update still runs as
+the last part of every step. A mode that never refreshes its weight cache is not noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...ranks.world import Member, gathered
+from ...step.memory.numerical_state import same_bits
+from ..statistics.peers import combined
+
+__all__ = ["compare_gradients", "distance_sums", "gradients_path", "save_gradients"]
+
+
+def distance_sums(
+    own: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
+) -> dict[str, dict[str, float]]:
+    """
+    Of each tensor, the sums that `statistics.peers.combined` adds up.
+
+    Raises:
+        ValueError: The names or the shapes differ.
+    """
+    if odd := sorted(own.keys() ^ theirs.keys()):
+        raise ValueError(f"gradients disagree on {len(odd)} names, first {odd[0]}")
+    found = {}
+    for name, a in own.items():
+        b = theirs[name].to(a.device)
+        if a.shape != b.shape:
+            raise ValueError(f"{name} is {tuple(a.shape)} here and {tuple(b.shape)} there")
+        x, y = a.detach().double().flatten(), b.detach().double().flatten()
+        apart = x - y
+        values = torch.stack([apart @ apart, x @ x, y @ y, x @ y, (~x.isfinite()).sum().double()])
+        numbers = [n if n == n and abs(n) != float("inf") else 0.0 for n in values.tolist()]
+        keys = ("apart", "own", "theirs", "product", "odd")
+        found[name] = {**dict(zip(keys, numbers, strict=True)), "same": float(same_bits(a, b))}
+    return found
+
+
+def gradients_path(folder: Path, cell: str, side: str, rank: int) -> Path:
+    """The file of a rank's gradients of a side."""
+    return folder / f"{cell}.{side.replace(' ', '-')}.{rank}.pt"
+
+
+def save_gradients(
+    folder: Path, cell: str, side: str, rank: int, own: Mapping[str, Tensor]
+) -> None:
+    """Write a rank's gradients, by the model's names, whole or not at all."""
+    path = gradients_path(folder, cell, side, rank)
+    part = path.with_suffix(".part")
+    torch.save({name: tensor.detach().cpu() for name, tensor in own.items()}, part)
+    part.replace(path)
+
+
+def compare_gradients(
+    member: Member,
+    folder: Path,
+    cell: str,
+    references: Sequence[str],
+    own: Mapping[str, Tensor],
+) -> list[dict[str, Any]]:
+    """
+    Compare a side's gradients with the saved gradients of other sides; every rank calls it.
+
+    Another schedule may place a stage on another rank, so each rank reads its tensors from the
+    files of all ranks. A reference without the files of every rank is left out.
+    """
+    found = []
+    dist.barrier()  # after all ranks have saved
+    for side in references:
+        paths = [gradients_path(folder, cell, side, rank) for rank in range(member.world)]
+        if not all(gathered(member, all(path.exists() for path in paths))):
+            continue
+        theirs: dict[str, Tensor] = {}
+        for path in paths:
+            held = torch.load(path, weights_only=True, mmap=True)
+            theirs.update((name, held[name]) for name in own.keys() & held.keys())
+        found.append({"with": side, **combined(gathered(member, distance_sums(own, theirs)))})
+    return found

@@ -1,0 +1,296 @@
+"""
+Assembly of a runtime: from stages, an order and a configuration to memory, contract and executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from qeffect.config import Bucket, StageConfig
+from qeffect.contract import Contract
+from qeffect.engine.stage import OPTIONAL
+from qeffect.text import shown
+
+from ..backends.protocol import BackendError, StageBackend, StateDomain
+from ..step.eager import EagerExecutor, Executor, StageMemory
+from ..step.effects import StageReports
+from ..step.memory.arena import Arena
+from ..step.memory.counters import DeviceCounters
+from ..step.memory.numerical_state import live_state, preserving
+from ..step.memory.scaling import AMAX, SharedScaling
+from ..step.memory.tied_weights import TiedWeights
+from ..step.memory.weight_copies import buckets_of, names_of, require_copies
+from ..step.performer import Performer
+from ..step.plan.order import Kind, Order
+from ..step.plan.rows import Row
+from ..step.plan.slots import SlotPlan, plan_slots
+from ..step.reductions import SCALING, Reducer, Reductions, require_buckets
+from ..step.streams import Handoff
+from .configuration import RuntimeConfig
+
+__all__ = ["Assembly"]
+
+
+class Assembly:
+    """
+    The parts of a runtime, each made once, in the order of the methods.
+
+    Args:
+        stages: Every stage of the state domain.
+        order: The rank's row of the schedule.
+        config: How the process runs.
+        reducer: Reduces gradients over replicas; None if nothing is reduced.
+        row: The row with its messages, for a process of a pipeline.
+
+    Raises:
+        BackendError: The order names other stages or is not whole, or a stage does not fit the
+            configuration.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageBackend],
+        order: Order,
+        config: RuntimeConfig,
+        reducer: Reducer | None,
+        row: Row | None,
+    ) -> None:
+        self.order, self.config, self.reducer, self.row = order, config, reducer, row
+        self.domain = _one_domain(stages)
+        self.stages = {stage.index: stage for stage in stages}
+        if not isinstance(order, Order):
+            raise BackendError(
+                f"expected an Order, such as Order.parse('0F0 0I0 0W0'), found {shown(order)}"
+            )
+        order.require_whole()
+        self.relations = frozenset[str]().union(*(stage.relations for stage in stages))
+        if tuple(sorted(self.stages)) != order.stages:
+            raise BackendError(
+                f"the order runs stages {list(order.stages)}, this process has "
+                f"{sorted(self.stages)}; build the stages of the rank whose row it is"
+            )
+        self.tied = TiedWeights.of(stages, config.tied)
+        self._require_shareable()
+        self._require_amax()
+        reduces = self._guarded_reducer is not None
+        require_copies(self.stages, config.copies, config.buckets, reduces=reducer is not None)
+        self._held = require_buckets(
+            self.stages,
+            config.buckets,
+            config.reductions,
+            self.tied,
+            config.copies,
+            reduces=reduces,
+        )
+        plan = (
+            plan_slots(order, config.provisioning, feeds=config.feeds) if row is None else row.slots
+        )
+        self.plan: SlotPlan = attrs.evolve(plan, sharers=self.tied.sharers)
+
+    def warm(self, handoff: Handoff) -> None:
+        """Let every stage warm up on the graph stream; the numerical state stays as it was."""
+        handoff.wait_for_caller()
+        with handoff.scope(), preserving(self.domain):
+            for stage in self.stages.values():
+                stage.warm()
+        handoff.synchronize()
+
+    def memories(self) -> dict[int, StageMemory]:
+        """Allocate slots and gradient destinations of every stage."""
+        found: dict[int, StageMemory] = {}
+        first = 0
+        for index in sorted(self.stages):
+            stage = self.stages[index]
+            arena = Arena.for_stage(
+                stage, self.config.rule, self.order.num_microbatches, self.config.dtype, self.tied
+            )
+            shared = self.tied.with_sharer(stage)
+            reports = StageReports.of(stage, self.relations, captured=self.config.replays_graphs)
+            found[index] = StageMemory.allocate(stage, self.plan, arena, first, reports, shared)
+            first += self.plan.num_slots[index]
+        return found
+
+    def contract(self, memories: Mapping[int, StageMemory]) -> Contract:
+        """Make the contract; the stages' memory takes its names of matrices."""
+        made = Contract(
+            [self._stage_config(memory) for memory in memories.values()],
+            omit=sorted(OPTIONAL - self.relations),
+            callers=self.config.callers,
+            declared=self._declared(),
+            reductions=self._reduction_order(),
+            counted=self.config.counts is not None,
+            late=self.config.counts_late,
+        )
+        for own in made.stages:
+            memories[own.stage].all_matrices = own.matrices
+        return made
+
+    def counters(self, memories: Mapping[int, StageMemory]) -> DeviceCounters | None:
+        """Make the device's counters; None if nothing is counted."""
+        if self.config.counts is None:
+            return None
+        places = [(i, slot.index) for i, m in memories.items() for slot in m.table]
+        return DeviceCounters(places, self.domain.device)
+
+    def reductions(
+        self,
+        contract: Contract,
+        performer: Performer,
+        gradients: Callable[[int], Mapping[str, torch.Tensor]],
+    ) -> Reductions:
+        """Make the reductions of a process; `gradients` gives the summed ones of a stage."""
+        return Reductions(
+            contract,
+            self._held,
+            gradients,
+            performer,
+            told="reduction" in self.relations,
+            copies=self.config.copies,
+            scaling=SharedScaling(live_state(self.domain)) if self._shares_amax else None,
+        )
+
+    def executor(
+        self,
+        memories: Mapping[int, StageMemory],
+        handoff: Handoff,
+        counters: DeviceCounters | None,
+    ) -> Executor:
+        """
+        Make what performs actions: the backend's calls, or graphs of them that are captured here.
+
+        Raises:
+            BackendError: The backend cannot be captured; every obstacle is named.
+        """
+        if not self.config.replays_graphs:
+            return EagerExecutor(counters)
+        from ..step.graphs import capture
+
+        return capture(
+            self.domain,
+            memories,
+            self.plan,
+            handoff,
+            shared_pool=self.config.pool,
+            counters=counters,
+            nested=self.config.mode == "one launch",
+        )
+
+    def _stage_config(self, memory: StageMemory) -> StageConfig:
+        stage = memory.stage
+        reports = memory.reports.source
+        row, index = self.row, stage.index
+        readers = self.config.readers or row is not None
+        buffers, tied = dict(self.tied.buffers(index)), self.tied.tied(index)
+        if "reduction" in self.relations:
+            copied = names_of(self.config.copies, index)
+            shared = {m: copied[m] for m in memory.all_matrices if m in copied}
+            buffers, tied = {**buffers, **shared}, (*tied, *shared)
+        return StageConfig(
+            stage=stage.index,
+            microbatches=self.order.num_microbatches,
+            slots=self.plan.num_slots[stage.index],
+            matrices=memory.all_matrices,
+            destinations=memory.arena.configured() if "arena" in self.relations else (),
+            sends_output=readers,
+            sends_gradient=readers and any(s.differentiable for s in stage.inputs),
+            receives_input=row is not None and row.receives_input(index),
+            receives_gradient=row is not None and row.receives_gradient(index),
+            reduces=self._guarded_reducer is not None,
+            reports_fills=reports.filled is not None,
+            reports_updates=reports.updates is not None,
+            tape_scales=reports.tape_scales,
+            pool=self.config.pool,
+            buckets=self._buckets(memory),
+            buffers=buffers if "arena" in self.relations else {},
+            tied=tied if "arena" in self.relations else (),
+        )
+
+    def _buckets(self, memory: StageMemory) -> tuple[Bucket, ...]:
+        """
+        A stage's buckets as the contract has them; none for one of all its gradients.
+
+        The bucket of the scaling state is the last stage's. In a declared order it starts behind
+        every gradient's, so behind the last F and dI of all stages.
+        """
+        index = memory.stage.index
+        given = tuple(self.config.buckets.get(index, ()))
+        if self._guarded_reducer is not None:
+            given = given or buckets_of(memory.stage, self.config.copies)
+        last = max(self.stages)
+        if not self._shares_amax or self._guarded_reducer is None or index != last:
+            return given
+        return (*(given or (Bucket(index, memory.all_matrices),)), Bucket(SCALING))
+
+    def _reduction_order(self) -> tuple[int | str, ...]:
+        order = tuple(self.config.reductions)
+        shared = order and self._shares_amax and self._guarded_reducer is not None
+        return (*order, SCALING) if shared else order
+
+    @property
+    def _shares_amax(self) -> bool:
+        """Whether there are replicas, and they share their scaling state."""
+        return self.config.amax == "replicas" and self.reducer is not None
+
+    def _require_amax(self) -> None:
+        if self.config.amax not in AMAX:
+            raise BackendError(
+                f"amax is {self.config.amax!r}; expected one of {', '.join(map(repr, AMAX))}"
+            )
+        if self._shares_amax and not callable(getattr(self.reducer, "largest", None)):
+            raise BackendError(
+                "amax='replicas' needs a reducer that has largest(words), as "
+                "qeffect.gpu_runtime.ranks.replicas.Replicas has; or take amax='replica'"
+            )
+
+    def _require_shareable(self) -> None:
+        """Refuse tied weights where this runtime has no one place for their gradient."""
+        if not self.tied.names:
+            return
+        if self.config.rule == "copied" or "arena" not in self.relations:
+            raise BackendError(
+                "weights are tied: their gradient needs one destination, so take the rule "
+                "accumulate or per_microbatch, and a backend that uses the arena"
+            )
+        if self.tied.sharers and self.reducer is not None:
+            raise BackendError(
+                f"the stages {sorted(self.tied.sharers)} have tied weights, whose gradient leaves "
+                "in a bucket of both; this runtime reduces buckets of one stage: tie matrices of "
+                "one stage, or reduce the gradients that finalize returns"
+            )
+
+    @property
+    def _guarded_reducer(self) -> Reducer | None:
+        return self.reducer if "reduction" in self.relations else None
+
+    def _declared(self) -> Mapping[Hashable, Sequence[tuple[str, Any]]] | None:
+        if not self.config.declared or "order" not in self.relations:
+            return None
+        names = {Kind.FORWARD: "F", Kind.DGRAD: "dI"}
+        return {
+            0: [
+                (names[step.kind], (step.stage, step.microbatch, 0, 0))
+                for step in self.order.steps
+                if step.kind in names
+            ]
+        }
+
+
+def _one_domain(stages: Sequence[StageBackend]) -> StateDomain:
+    for stage in stages:
+        if not (hasattr(stage, "domain") and hasattr(stage, "index")):
+            raise BackendError(f"expected stages of a backend, found {shown(stage)}")
+    if not stages:
+        raise BackendError("a runtime needs at least one stage")
+    domain = stages[0].domain
+    if any(stage.domain is not domain for stage in stages):
+        raise BackendError("every stage of a process must be in one state domain")
+    if {id(s) for s in domain.stages} != {id(s) for s in stages}:
+        raise BackendError(
+            f"the state domain has {len(domain.stages)} stages, the runtime was given "
+            f"{len(stages)}; an update of any stage goes over all of them, so give all"
+        )
+    return domain

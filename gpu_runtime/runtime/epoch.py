@@ -1,0 +1,237 @@
+"""
+The end of an epoch: gradients become final, are reduced, and the optimizer updates the weights.
+
+The guards of a commit come before the update, so that a refusal leaves the weights alone. The
+update runs on the graph stream, after the last dW and before the next replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+import torch
+
+from qeffect.counts import DeviceCounts
+
+from ..backends.protocol import BackendError
+from ..step.clipping import Norm
+from ..step.optimizer import Gradients, Optimizer
+from .parts import RuntimeParts
+
+__all__ = ["EpochRuntime"]
+
+
+class EpochRuntime(RuntimeParts):
+    """A runtime that can end an epoch."""
+
+    def finish(self, optimizer: Optimizer, *, caller: Hashable = "main") -> Gradients:
+        """
+        Finalize every stage, update the parameters, begin the next epoch.
+
+        Args:
+            optimizer: The optimizer over the same stages.
+            caller: Name of the calling stream.
+
+        Returns:
+            The gradients that the optimizer was given, valid until the next dW.
+
+        Raises:
+            Refused: An F, dI or dW is missing, work is live, or the epoch was spoiled; nothing was
+                updated.
+        """
+        gradients = self.finalize(caller=caller)
+        self.update(optimizer, gradients, caller=caller)
+        return gradients
+
+    def reduce(self, bucket: int | str, *, caller: Hashable = "main") -> None:
+        """
+        Start a bucket's reduction, before the other stages or the epoch are at their end.
+
+        The last dW of its stage has run. What is not reduced so, `finalize` reduces; it waits for
+        what was started here.
+
+        Args:
+            bucket: Its name.
+            caller: Name of the calling stream.
+
+        Raises:
+            Refused: A dW of the stage is missing, the bucket is not the next of the declared
+                order, or its reduction has begun.
+            BackendError: There is no reducer, or no bucket of that name.
+        """
+        reducer = self._guarded_reducer
+        if reducer is None:
+            raise BackendError(f"bucket {bucket!r} is to be reduced, and nothing reduces")
+        if bucket not in self._reductions.buckets:
+            raise BackendError(
+                f"no bucket {bucket!r} is reduced; there are {[*self._reductions.buckets]}"
+            )
+        link = self.actions._enter(caller)
+        with self.handoff.scope():
+            self._reductions.start(reducer, bucket, link)
+            self.handoff.record_tail()
+        self.actions._leave(link)
+
+    def finalize_stage(self, stage: int, *, caller: Hashable = "main") -> None:
+        """
+        Declare one stage's gradients whole, while others still run, and start its reductions.
+
+        Args:
+            stage: The stage; its last dW has run.
+            caller: Name of the calling stream, the same for every stage.
+
+        Raises:
+            Refused: Something is missing or spoiled.
+        """
+        link = self.actions._enter(caller)
+        self.contract.finalize(stage, link)
+        self._final.add(stage)
+        with self.handoff.scope():
+            self._gradients(stage)
+            if (reducer := self._guarded_reducer) is not None:
+                self._reductions.start_of(reducer, stage, link)
+            self.handoff.record_tail()
+        self.actions._leave(link)
+
+    def finalize(self, *, caller: Hashable = "main") -> Gradients:
+        """
+        Declare every stage's gradients whole, sum them, and reduce what is not reduced yet.
+
+        Stages that `finalize_stage` was called for are whole already.
+
+        Raises:
+            Refused: Something is missing or spoiled; or, with late counts, the device skipped the
+                last update: `rebuild` begins that epoch again.
+        """
+        self.confirm()
+        return self.declare_final(caller=caller)
+
+    def declare_final(self, *, caller: Hashable = "main") -> Gradients:
+        """
+        As `finalize`, for a step before which late counts need not have been presented.
+
+        Raises:
+            Refused: Something is missing or spoiled.
+        """
+        link = self.actions._enter(caller)
+        for index in self.memories:
+            if index not in self._final:
+                self.contract.finalize(index, link)
+        with self.handoff.scope():
+            if self.counters is not None and not self.config.counts_late:
+                self.counters.read()  # first, so that the sums run while the host looks at it
+            gradients: dict[int, Mapping[str, torch.Tensor]] = {
+                index: self._gradients(index) for index in self.memories
+            }
+            if self.reducer is not None:
+                self._reductions.end(self.reducer, link)
+            self.handoff.record_tail()
+        self.actions._leave(link)
+        return gradients
+
+    def update(
+        self,
+        optimizer: Optimizer,
+        gradients: Gradients,
+        *,
+        caller: Hashable = "main",
+        norm: Norm | None = None,
+    ) -> int:
+        """
+        Commit the epoch and run the optimizer.
+
+        The commit's guards come before the update, so that a refusal leaves the weights alone. The
+        update runs on the graph stream, behind the caller's work and before the next replay.
+
+        Args:
+            optimizer: The optimizer over the same stages.
+            gradients: What `finalize` returned.
+            caller: Name of the calling stream; the one that `finalize` was called on.
+            norm: What the gradients' norm says: their factor, and whether the update is skipped,
+                on every rank alike. The epoch commits in any case.
+
+        Returns:
+            The new epoch.
+
+        Raises:
+            Refused: Work is live, a stage is not final, another caller finalized, or the device ran
+                something else than was committed; nothing was updated.
+        """
+        link = self.actions._enter(caller)
+        late = self.config.counts_late
+        counted = None if late else self.device_counts()
+        before = self.contract.epoch
+        try:
+            epoch = self.contract.commit_epoch(caller=caller, counted=counted)
+            with self.handoff.scope():
+                skip = self._gate() if late else None
+                scale = None if norm is None else norm.scale(self.domain.device)
+                if norm is not None and norm.skipped:
+                    # Through the optimizer all the same: its first step makes its state.
+                    skip = torch.ones((), device=self.domain.device)
+                optimizer.step(gradients, skip=skip, scale=scale)
+                self._committed, self._before = self._before, self._committed
+                self._committed.take()
+                self.handoff.record_tail()
+        except BaseException:
+            if self.contract.epoch != before:  # an observer may have raised after the commit, too
+                self.actions.broken = (
+                    f"the update to epoch {before + 1} failed after its commit: weights may be "
+                    "half updated; load a checkpoint into a fresh runtime"
+                )
+            raise
+        # The update was enqueued on the graph stream: its own order lets later replays wait for it.
+        self.contract.join(link)
+        self.actions._leave(link)
+        self.forget_gradients()
+        return epoch
+
+    def _gate(self) -> torch.Tensor | None:
+        """Let the device compare what it ran with what was committed."""
+        if self.counters is None:
+            return None
+        return self.counters.gate(self.contract.committed_counts()[self.domain_name])
+
+    @property
+    def domain_name(self) -> Hashable:
+        """The state domain's name in the contract."""
+        return self.contract.stages[0].domain
+
+    def confirm(self) -> None:
+        """
+        Present what the device had counted at the last commit, with ``counts='next step'``.
+
+        `finalize` and `checkpoint` do; without late counts it does nothing. It waits for the last
+        update, which a step later is long done.
+
+        Raises:
+            Refused: The device skipped that update, since it had not run what was committed;
+                `rebuild` begins its epoch again.
+        """
+        if self.contract.counts_awaited:
+            counted = self.device_counts()
+            assert counted is not None
+            self.contract.present_counts(counted)
+
+    def counts_now(self) -> dict[Hashable, DeviceCounts] | None:
+        """
+        What the device has run until now, by state domain; None where it does not count.
+
+        Waits for the device.
+        """
+        if self.counters is not None:
+            with self.handoff.scope():
+                self.counters.read()
+        return self.device_counts()
+
+    def device_counts(self) -> dict[Hashable, DeviceCounts] | None:
+        """
+        What the device had run at the last `finalize`, by state domain, for a commit of one's own.
+
+        With late counts, at the last `update`.
+
+        None if `RuntimeConfig.counts` is None. Waits for the device.
+        """
+        if self.counters is None:
+            return None
+        return {self.domain_name: self.counters.taken()}

@@ -1,0 +1,160 @@
+"""
+The parts of a runtime, held together: memory, contract, performer, actions and snapshots.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+import torch
+
+from qeffect.keys import TapeKey
+from qeffect.log.recorder import Recorder
+
+from ..backends.protocol import StageBackend
+from ..step.actions import GuardedActions
+from ..step.eager import Executor
+from ..step.memory.numerical_state import Snapshot, live_state
+from ..step.performer import DevicePerformer, Performer
+from ..step.plan.order import Order
+from ..step.plan.rows import Row
+from ..step.reductions import Reducer
+from ..step.streams import Handoff, handoff_for
+from .assembly import Assembly
+from .configuration import RuntimeConfig
+
+__all__ = ["RuntimeParts"]
+
+
+class RuntimeParts:
+    """What a runtime is made of; `Runtime` documents the arguments."""
+
+    def __init__(
+        self,
+        stages: Sequence[StageBackend],
+        order: Order,
+        config: RuntimeConfig | None = None,
+        *,
+        event_log: str | os.PathLike[str] | BinaryIO | bool | None = None,
+        reducer: Reducer | None = None,
+        row: Row | None = None,
+        rank: int | None = None,
+    ) -> None:
+        self.config = config or RuntimeConfig()
+        assembly = Assembly(stages, order, self.config, reducer, row)
+        self.row, self.order, self.reducer = row, order, reducer
+        self._keys: dict[tuple[int, int], TapeKey] = {}
+        self._keys_of = -1
+        self._final: set[int] = set()
+        self.domain, self.stages = assembly.domain, assembly.stages
+        self.relations, self.tied, self.plan = assembly.relations, assembly.tied, assembly.plan
+        handoff: Handoff = handoff_for(self.domain.device)
+        assembly.warm(handoff)
+        self.memories = assembly.memories()
+        self.contract = assembly.contract(self.memories)
+        self.counters = assembly.counters(self.memories)
+        self.recorder: Recorder | None = None
+        if event_log is not None and event_log is not False:
+            into = None if event_log is True else event_log
+            self.recorder = Recorder(self.contract, into, rank=rank)
+        executor = assembly.executor(self.memories, handoff, self.counters)
+        self.performer: Performer = DevicePerformer(executor, handoff, order)
+        self._reductions = assembly.reductions(self.contract, self.performer, self._gradients)
+        self.actions = GuardedActions(
+            self.contract,
+            self.memories,
+            self.performer,
+            {caller: self.contract.link(caller) for caller in self.config.callers},
+        )
+        self._restart_reports()
+        handoff.synchronize()
+        live = tuple(live_state(self.domain).values())
+        self._committed = Snapshot(live)
+        # Of the commit before: where counts come late, the last one may not have been.
+        self._before = Snapshot(live) if self.config.counts_late else self._committed
+
+    @property
+    def executor(self) -> Executor:
+        """Performs F, dI, dW and a refresh on a slot."""
+        return self.performer.executor
+
+    @property
+    def handoff(self) -> Handoff:
+        """The graph stream."""
+        return self.performer.handoff
+
+    @contextmanager
+    def performed_by(self, performer: Performer) -> Iterator[None]:
+        """A context in which another performer does the physical part of each action."""
+        before = self.performer
+        self._perform_with(performer)
+        try:
+            yield
+        finally:
+            self._perform_with(before)
+
+    def _perform_with(self, performer: Performer) -> None:
+        self.performer = self.actions.performer = self._reductions.performer = performer
+
+    @property
+    def _guarded_reducer(self) -> Reducer | None:
+        """The reducer, where the contract is told of reductions; a backend may leave them out."""
+        return self.reducer if "reduction" in self.relations else None
+
+    def on_trust(self) -> dict[int, tuple[str, ...]]:
+        """
+        What each stage's backend does not report here, so that it is taken on trust.
+
+        Where graphs are replayed, that each did what its capture recorded, once, is taken on trust
+        as well unless `RuntimeConfig.counts` is set.
+        """
+        return {own.stage: own.on_trust() for own in self.contract.stages}
+
+    def caller_scope(self) -> Any:
+        """
+        A context in which the calling code runs on the graph stream.
+
+        A loop inside it needs no event between its actions: one stream's order is both halves of
+        the handoff. What the loop reads elsewhere must still wait for the stream.
+        """
+        return self.handoff.scope()
+
+    # Actions, by name of the key
+
+    def key(self, stage: int, microbatch: int) -> TapeKey:
+        """The key of an execution in the current epoch."""
+        epoch = self.contract.epoch
+        if self._keys_of != epoch:
+            self._keys_of = epoch
+            self._keys.clear()
+        key = self._keys.get((stage, microbatch))
+        if key is None:
+            key = self._keys[stage, microbatch] = TapeKey(epoch, stage, microbatch)
+        return key
+
+    @property
+    def epoch(self) -> int:
+        """The weight epoch."""
+        return self.contract.epoch
+
+    def _gradients(self, index: int) -> Mapping[str, torch.Tensor]:
+        return self.performer.gradients(self.memories[index])
+
+    def forget_gradients(self) -> None:
+        """Drop what was summed and reduced: its epoch is over, or begins again."""
+        self.performer.forget_gradients()
+        self._reductions.forget()
+        self._final.clear()
+        for memory in self.memories.values():
+            memory.arena.start_epoch()
+
+    def take_snapshot(self) -> None:
+        """Keep the numerical state as that of the last commit, for `rebuild`."""
+        self._committed.take()
+
+    def _restart_reports(self) -> None:
+        for memory in self.memories.values():
+            memory.reports.restart()

@@ -1,0 +1,90 @@
+"""
+Who performs the physical part of a step: the device, or a rehearsal that moves nothing.
+
+The guarded actions and the boundaries of an epoch ask the contract, and hand everything that
+touches memory, streams or other ranks to their performer. `ranks/rehearsal.py` has the second one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import attrs
+from torch import Tensor
+
+from .eager import Executor, StageMemory
+from .memory.arena import by_matrix
+from .memory.slots import fill
+from .plan.order import Kind, Order
+from .reductions import Reduction
+from .streams import Handoff
+
+__all__ = ["DevicePerformer", "Performer"]
+
+
+class Performer(Protocol):
+    """The physical part of a step, once the contract has allowed it."""
+
+    executor: Executor
+    """Performs F, dI, dW and a refresh on a slot."""
+    handoff: Handoff
+    """Orders the graph stream and the caller's."""
+
+    def fill(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Copy what an action is given into the static buffers of its slot."""
+
+    def gradients(self, memory: StageMemory) -> Mapping[str, Tensor]:
+        """Sum a stage's gradients over the microbatches, by parameter name; once an epoch."""
+
+    def forget_gradients(self) -> None:
+        """Drop the sums: their epoch is over, or begins again."""
+
+    def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
+        """
+        Start a reduction.
+
+        Args:
+            send: Sends it, and returns what ends it; None if it ended there and then.
+            waited: Whether the last reduction of that bucket had an end of its own.
+        """
+
+
+@attrs.define(eq=False)
+class DevicePerformer:
+    """
+    Performs on the memory of a process.
+
+    Args:
+        executor: Performs actions, eager or by graphs.
+        handoff: The graph stream.
+        order: The order of the step; gradients are summed in the order of its dI.
+    """
+
+    executor: Executor
+    handoff: Handoff
+    order: Order
+    _sums: dict[int, Mapping[str, Tensor]] = attrs.field(init=False, factory=dict)
+
+    def fill(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Copy, several tensors at once where the device can."""
+        fill(buffers, values)
+
+    def gradients(self, memory: StageMemory) -> Mapping[str, Tensor]:
+        """Sum in place, once an epoch."""
+        stage = memory.stage
+        found = self._sums.get(stage.index)
+        if found is None:
+            total = memory.arena.total(self.order.microbatches(stage.index, Kind.DGRAD))
+            named = by_matrix(stage.units, total)
+            named.update(zip((p.name for p in stage.non_matrix), memory.sums, strict=True))
+            found = self._sums[stage.index] = named
+        return found
+
+    def forget_gradients(self) -> None:
+        """Sum again in the next epoch."""
+        self._sums.clear()
+
+    def reduce(self, send: Callable[[], Reduction | None], *, waited: bool) -> Reduction | None:
+        """Send the reduction."""
+        return send()

@@ -1,0 +1,330 @@
+"""
+`Checkpoints`: the folder of a run's checkpoints, and the order in which a save and a load go on.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from ...backends.protocol import BackendError
+from ...ranks.worker import Worker
+from ..files import Writer, manifest, name_of, numbered, problem_of
+from ..state import Naming, Persistent, checksums
+from .consent import RankGroup, consent, lost, raise_first, stop
+from .facts import changes
+from .load import (
+    HalfLoadedError,
+    Replicas,
+    TensorSource,
+    compare,
+    require_all_taken,
+    sources,
+    take,
+)
+from .save import clear_for, facts_of, require_same, tensors_of
+
+__all__ = ["Checkpoints", "EarlierSaveError"]
+
+
+class EarlierSaveError(BackendError):
+    """An asynchronous save failed. The save that raises this was still started."""
+
+
+class Checkpoints:
+    """
+    The checkpoints of one run, in one folder that all ranks reach.
+
+    Args:
+        folder: The folder; `prepare` or the first save makes it.
+        keep: How many checkpoints stay. The oldest is removed once a newer one is whole.
+        asynchronous: Return from `save` once everything is copied to the host, and write the files
+            during the next steps. `wait` or the next save reports a failure.
+
+    Attributes:
+        changed: What the last load found different, without a reason to refuse, in words.
+        untidy: What the last finished save could not remove, in words, on rank 0. The checkpoint
+            is whole all the same.
+
+    Raises:
+        BackendError: `keep` is below 1.
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int = 3, asynchronous: bool = False) -> None:
+        if keep < 1:
+            raise BackendError(f"keep is {keep}; expected at least 1 checkpoint")
+        self.folder, self.keep, self.asynchronous = Path(folder), keep, asynchronous
+        self.changed: tuple[str, ...] = ()
+        self.untidy: tuple[str, ...] = ()
+        self._group = RankGroup()
+        self._under_way: tuple[Writer, Future[Any]] | None = None
+
+    def prepare(self) -> None:
+        """
+        Make the folder, and check that this process can write there; the check leaves no file.
+
+        Raises:
+            BackendError: The folder cannot be written to; the message says why.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder) as probe:
+                probe.write(b"1")
+        except OSError as error:
+            raise BackendError(
+                f"{self.folder} cannot be written to: {error.strerror or error}; name a folder in "
+                "which every rank can write"
+            ) from error
+
+    def latest(self) -> Path | None:
+        """
+        Return the newest checkpoint; None without one.
+
+        Its manifest is sound and every file has its size; `load` also reads the contents. A damaged
+        newest checkpoint is refused, not skipped: the run would go back behind it unasked, and its
+        saves up to that epoch would be refused.
+
+        Raises:
+            BackendError: The newest checkpoint is not whole; the message says what is wrong with
+                it and what to do.
+        """
+        try:
+            for _, path in numbered(self.folder)[:1]:
+                if problem := problem_of(path, manifest(path), ()):
+                    raise BackendError(problem)
+                return path
+        except OSError as error:
+            raise BackendError(
+                f"{self.folder} cannot be read: {error.strerror or error}; name a folder in which "
+                "every rank can read and write"
+            ) from error
+        return None
+
+    def _newest_whole(self) -> Path | None:
+        for _, path in numbered(self.folder):
+            try:
+                if not problem_of(path, manifest(path), ()):
+                    return path
+            except (BackendError, OSError):
+                continue
+        return None
+
+    def save(
+        self,
+        worker: Worker,
+        naming: Naming,
+        must: Mapping[str, Any],
+        free: Mapping[str, Any],
+        extra_tensors: Mapping[str, Tensor] | None = None,
+    ) -> Path:
+        """
+        Save the state between two steps; every rank calls it, with the same facts.
+
+        Args:
+            worker: This rank.
+            naming: The model's names.
+            must: Plain data that must be equal at a load: dimensions, data, and what else decides
+                what saved numbers mean.
+            free: Plain data that `load` returns: positions, seeds, schedules.
+            extra_tensors: Further tensors by name; tensors of one name are equal on all ranks.
+
+        Returns:
+            The checkpoint's folder; an asynchronous save gives it that name later.
+
+        Raises:
+            StoppedError: A rank has live, in-flight or spoiled state, or is gone. All ranks raise
+                it with one cause, and no checkpoint is written.
+            EarlierSaveError: The asynchronous save before this one failed. This save was still
+                started.
+            BackendError: A rank cannot write the checkpoint. Earlier checkpoints are unchanged, and
+                the run can continue.
+        """
+        runtime = worker.runtime
+        epoch = runtime.epoch
+        final = self.folder / name_of(epoch)
+        try:
+            consent(worker)
+        except Exception as error:
+            raise self._stopped(worker, error) from None
+        said: list[dict[str, Any]]
+        own: dict[str, Any] = {"problem": "", "earlier": self._awaited()}
+        tensors: dict[str, Tensor] = {}
+        earlier = ""
+        left: tuple[str, ...] = ()
+        try:
+            tensors = tensors_of(worker, naming, extra_tensors or {})
+            own.update(facts_of(worker, must, free), sums=checksums(tensors))
+            if worker.member.rank == 0:
+                left = clear_for(self.folder, final)
+        except (BackendError, OSError, ValueError) as error:
+            own["problem"] = f"rank {worker.member.rank} cannot save {final.name}: {error}"
+        try:
+            said = self._group.gather(worker, own)
+            earlier = next((one["earlier"] for one in said if one["earlier"]), "")
+            require_same(said)
+            facts = {
+                **own["facts"],
+                "contracts": [one["contract"] for one in said],
+                "made_by": [one["made_by"] for one in said],
+                "tensors": {n: mark[:2] for one in said for n, mark in one["sums"].items()},
+            }
+            self._write(worker, Writer(final, facts, self.keep, left), tensors)
+        except RuntimeError as error:
+            if earlier and isinstance(error, BackendError):
+                error = BackendError(f"{error}; and before it: {earlier}")
+            raise self._stopped(worker, lost(error)) from None
+        if earlier:
+            raise EarlierSaveError(f"{earlier}; {final.name} is being written")
+        return final
+
+    def _stopped(self, worker: Worker, error: Exception) -> Exception:
+        """Stop all ranks; a save of an earlier epoch keeps its group, and becomes whole."""
+        return stop(worker, error, self._group if self._under_way is None else None)
+
+    def _write(self, worker: Worker, writer: Writer, tensors: dict[str, Tensor]) -> None:
+        if self.asynchronous:
+            future = state_dict_saver.async_save(
+                tensors,
+                storage_writer=writer,
+                process_group=self._group.handle,
+                async_stager=writer,
+            )
+            assert isinstance(future, Future)
+            self._under_way = writer, future
+            future.add_done_callback(self._ended)
+            return
+        try:
+            state_dict_saver.save(tensors, storage_writer=writer, process_group=self._group.handle)
+        except CheckpointException as error:
+            raise BackendError(self._failed(writer.final, error)) from None
+        self.untidy = writer.words
+
+    def _ended(self, future: Future[Any]) -> None:
+        """End the group if the connection of an asynchronous save broke, so that no rank waits."""
+        if isinstance(error := future.exception(), RuntimeError):
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            self._group.end()
+
+    def _failed(self, final: Path, error: BaseException) -> str:
+        if isinstance(error, CheckpointException):
+            rank, (cause, _) = min(error.failures.items())
+            text = f"rank {rank}: {cause}"
+        else:
+            text = f"a rank is gone ({' '.join(str(error).split())[:80]})"
+        before = self._newest_whole()
+        left = "there is no earlier checkpoint" if before is None else f"the newest is {before}"
+        return f"{final} was not saved: {text}; {left}"
+
+    def _awaited(self) -> str:
+        """Wait for the save under way and return its failure in words; empty without one."""
+        if self._under_way is None:
+            return ""
+        (writer, future), self._under_way = self._under_way, None
+        error = future.exception()
+        self.untidy = writer.words
+        return "" if error is None else self._failed(writer.final, error)
+
+    def wait(self) -> None:
+        """
+        Wait until a save under way is whole.
+
+        Raises:
+            BackendError: The save failed; the message says why, and names the newest checkpoint.
+        """
+        if problem := self._awaited():
+            raise BackendError(problem)
+
+    def close(self) -> None:
+        """Wait for a save under way, then end the group of saves and loads; raises nothing."""
+        self._awaited()
+        self._group.end()
+
+    def load(
+        self,
+        path: str | Path,
+        worker: Worker,
+        naming: Naming,
+        must: Mapping[str, Any],
+        extra_tensors: Mapping[str, Tensor] | None = None,
+        *,
+        replicas: Replicas = "same",
+    ) -> dict[str, Any]:
+        """
+        Load a checkpoint of any mapping; every rank calls it.
+
+        Args:
+            path: The checkpoint, the same on every rank.
+            worker: This rank, between two steps.
+            naming: The model's names.
+            must: Must equal the `must` of the save.
+            extra_tensors: Destinations of the save's further tensors, by name.
+            replicas: The saved replica whose scaling state each replica loads; ``same`` refuses a
+                checkpoint with another number of replicas.
+
+        Returns:
+            The `free` of the save.
+
+        Raises:
+            BackendError: A file, a fact, a name, a size or a dtype is wrong on a rank. All ranks
+                raise it, and no rank has written anything.
+            StoppedError: A rank is gone, is at another epoch after the load, or failed while it
+                wrote what it had read. Relaunch in new processes.
+        """
+        path = Path(path)
+        own: dict[str, Any] = {"problem": self._awaited(), "path": str(path)}
+        found_at: dict[str, TensorSource] = {}
+        facts: dict[str, Any] = {}
+        held: Persistent | None = None
+        try:
+            if not own["problem"]:
+                facts = compare(path, worker, must)
+                place = worker.member.rank % worker.pp
+                held = Persistent.of(
+                    worker.runtime, worker.optimizer, naming, worker.replica, place
+                )
+                found_at = sources(path, worker, facts, held, extra_tensors or {}, replicas)
+                own["names"] = [one.saved for one in found_at.values()]
+        except (BackendError, OSError, ValueError) as error:
+            own["problem"] = f"{error}"
+        try:
+            said = self._group.gather(worker, own)
+            raise_first(said)
+            require_all_taken(path, facts, said, worker.member.world // worker.pp)
+            staged = {
+                one.saved: torch.empty(one.into.shape, dtype=one.into.dtype)
+                for one in found_at.values()
+            }
+            try:
+                state_dict_loader.load(
+                    staged, storage_reader=FileSystemReader(path), process_group=self._group.handle
+                )
+            except CheckpointException as error:
+                rank, (cause, _) = min(error.failures.items())
+                raise BackendError(f"{path} cannot be read: rank {rank}: {cause}") from None
+        except RuntimeError as error:
+            raise self._stopped(worker, lost(error)) from None
+        assert held is not None
+        found = {name: staged[one.saved] for name, one in found_at.items()}
+        try:
+            try:
+                take(worker, facts, held, found, extra_tensors or {})
+            except Exception as error:
+                raise HalfLoadedError(
+                    f"{path} is half loaded ({type(error).__name__}: {error}); relaunch in new "
+                    "processes"
+                ) from None
+            worker.consent.agree(worker.runtime.epoch)
+        except Exception as error:
+            raise self._stopped(worker, error) from None
+        self.changed = changes(worker, facts)
+        free: dict[str, Any] = facts["free"]
+        return free

@@ -1,0 +1,114 @@
+"""
+All ranks before a checkpoint: one epoch, nothing live or in flight, and one cause when they stop.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch.distributed as dist
+
+from ...backends.protocol import BackendError
+from ...ranks.channels import LostError, end_group
+from ...ranks.worker import Worker
+
+__all__ = ["RankGroup", "consent", "lost", "raise_first", "stop"]
+
+#: Seconds that a rank waits for the files of the others. A dead rank is noticed at once.
+_FILES_S = 1800.0
+
+
+class RankGroup:
+    """
+    The process group of all ranks that checkpoints use.
+
+    It is used by nothing else, since the thread of an asynchronous save may be in it.
+
+    Attributes:
+        handle: torch's process group; None before the first use and after `end`.
+    """
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        self._made_for: tuple[int, int] | None = None
+
+    def gather(self, worker: Worker, own: Any) -> list[Any]:
+        """Gather one object of every rank, by rank; every rank calls it."""
+        made_for = worker.name, worker.attempt
+        if self.handle is None or self._made_for != made_for:
+            self.end()  # some ranks may have ended theirs when all stopped
+            self.handle = dist.new_group(
+                list(range(worker.member.world)),
+                backend="gloo",
+                timeout=datetime.timedelta(seconds=max(worker.limits.start, _FILES_S)),
+            )
+            self._made_for = made_for
+        found: list[Any] = [None] * worker.member.world
+        dist.all_gather_object(found, own, group=self.handle)
+        return found
+
+    def end(self) -> None:
+        """End the group, if there is one."""
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            end_group(handle, abort=False)
+
+
+def consent(worker: Worker) -> None:
+    """
+    Require that this rank's contract permits a checkpoint, and that all ranks are at one epoch.
+
+    Raises:
+        Exception: This rank's contract refuses, or a rank is gone or at another epoch. The caller
+            stops all ranks with it (`stop`).
+    """
+    runtime = worker.runtime
+    runtime.confirm()
+    runtime.drain()
+    runtime.contract.check_checkpoint()
+    worker.consent.agree(runtime.epoch)
+
+
+def stop(worker: Worker, error: Exception, group: RankGroup | None) -> Exception:
+    """
+    Stop all ranks for one cause, and return what this rank raises.
+
+    Args:
+        worker: This rank.
+        error: What went wrong here. A `BackendError` is raised as it is: every rank has it.
+        group: The group to end, so that no rank waits for this one in it; None while an
+            asynchronous save of an earlier epoch still uses it.
+    """
+    if isinstance(error, BackendError):
+        return error
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    for passage in worker.pipeline.passages.values():
+        passage.forget()
+    if group is not None:
+        group.end()
+    if worker.runtime.actions.broken is not None:
+        error.unrecoverable = True  # type: ignore[attr-defined]
+    stopped = worker.consent.stop(error, worker.runtime.epoch, None, 0, at="checkpoint")
+    worker.runtime.abort()
+    return stopped
+
+
+def lost(error: RuntimeError) -> RuntimeError:
+    """Return a collective's error as a lost rank; a `BackendError`, which all ranks have, stays."""
+    if isinstance(error, BackendError):
+        return error
+    library = str(error)
+    return LostError("checkpoint", -1, "imed out" in library, library)
+
+
+def raise_first(said: list[dict[str, Any]]) -> None:
+    """
+    Raise the problem of the first rank that has one.
+
+    Raises:
+        BackendError: A rank has a problem.
+    """
+    for one in said:
+        if one["problem"]:
+            raise BackendError(one["problem"])

@@ -1,0 +1,148 @@
+"""
+The facts of a checkpoint: what must be equal between the run that saved and the run that loads, and
+what may differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...backends.protocol import BackendError
+from ...ranks.worker import Worker
+
+__all__ = [
+    "changes",
+    "contract_of",
+    "first_difference",
+    "mapping_of",
+    "narrowed",
+    "placement",
+    "plain",
+    "requirements",
+]
+
+#: Which amax the scales come from, as facts spell it, by the setting of the runtime.
+AMAX = {"replica": "each replica its own", "replicas": "the largest of all replicas"}
+
+#: The beginning of the source of a torch table. torch's version is not part of a mapping.
+_TORCH = re.compile(r"^torch \S+ ")
+
+
+def plain(value: Any, where: str) -> Any:
+    """
+    Return plain data as JSON gives it back: tuples become lists.
+
+    Args:
+        value: Finite numbers, strings, None, and lists and mappings of these.
+        where: The name of the value, for the error.
+
+    Raises:
+        BackendError: JSON cannot hold a part of it; the message names the part.
+
+    >>> plain({"sizes": (1, 2)}, "must")
+    {'sizes': [1, 2]}
+    """
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise BackendError(f"{where} has the key {key!r}; keys of facts are strings")
+        return {key: plain(one, f"{where}.{key}") for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one, f"{where}[{n}]") for n, one in enumerate(value)]
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float) and value - value == 0.0:
+        return float(value)
+    raise BackendError(
+        f"{where} is {value!r}; facts are finite numbers, strings, lists and mappings: a tensor "
+        "goes into extra_tensors"
+    )
+
+
+def requirements(worker: Worker) -> dict[str, Any]:
+    """What must be equal in both runs, as it decides what saved numbers mean."""
+    domain, masters = worker.runtime.domain, worker.optimizer.master_dtype
+    return {
+        "backend": domain.name,
+        "recipe": plain(domain.recipe(), "recipe"),
+        "amax": AMAX[worker.runtime.config.amax],
+        "optimizer": type(worker.optimizer.adamw).__name__,
+        "masters": None if masters is None else str(masters),
+    }
+
+
+def mapping_of(worker: Worker) -> dict[str, Any]:
+    """How stages and microbatches are mapped to ranks; both runs may differ in it."""
+    table = worker.table
+    return {
+        "schedule": _TORCH.sub("", Path(table.source).name),
+        "ranks": worker.pp,
+        "replicas": worker.member.world // worker.pp,
+        "stages": table.num_stages,
+        "stage_to_rank": [table.stage_to_rank[stage] for stage in range(table.num_stages)],
+        "microbatches": table.num_microbatches,
+    }
+
+
+def placement(mapping: Mapping[str, Any]) -> list[Any]:
+    """The processes of a mapping and the stages of each."""
+    return [mapping[key] for key in ("ranks", "replicas", "stage_to_rank")]
+
+
+def contract_of(worker: Worker) -> dict[str, Any]:
+    """The configuration of the rank's contract, as plain data."""
+    return worker.runtime.contract.configuration.without_places().plain()
+
+
+def changes(worker: Worker, facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """What differs between both runs without a reason to refuse, in words."""
+    saved, own = facts["mapping"], mapping_of(worker)
+    found = [f"{key}: {saved[key]} -> {own[key]}" for key in own if saved[key] != own[key]]
+    if not found:
+        here = plain(contract_of(worker), "contract")
+        if (odd := narrowed(facts["contracts"][worker.member.rank], here, "contract")) is not None:
+            found.append(f"{odd[0]}: {odd[1]} -> {odd[2]}")
+    environment = plain(worker.runtime.domain.environment(), "environment")
+    first = facts["made_by"][0]
+    found += [
+        f"{key}: {first.get(key)} -> {environment[key]}"
+        for key in environment
+        if first.get(key) != environment[key]
+    ]
+    return tuple(found)
+
+
+def first_difference(saved: Any, here: Any, where: str) -> tuple[str, Any, Any] | None:
+    """Return the first place at which plain data differ, and both values there; None if equal."""
+    if isinstance(saved, Mapping) and isinstance(here, Mapping):
+        for key in sorted(saved.keys() | here.keys()):
+            inner = f"{where}.{key}" if where else key
+            if key not in saved or key not in here:
+                a = saved.get(key, "nothing")
+                return inner, a, here.get(key, "nothing")
+            if (odd := first_difference(saved[key], here[key], inner)) is not None:
+                return odd
+        return None
+    return None if type(saved) is type(here) and saved == here else (where, saved, here)
+
+
+def narrowed(saved: Any, here: Any, where: str) -> tuple[str, str, str] | None:
+    """
+    Return the first entry at which plain data differ, also inside lists, and both values, cut to 40
+    characters; None if equal.
+    """
+    if isinstance(saved, list) and isinstance(here, list):
+        if len(saved) != len(here):
+            return where, f"{len(saved)} entries", f"{len(here)} entries"
+        pairs = enumerate(zip(saved, here, strict=True))
+        found = (narrowed(one, other, f"{where}[{n}]") for n, (one, other) in pairs)
+        return next((odd for odd in found if odd is not None), None)
+    if isinstance(saved, Mapping) and isinstance(here, Mapping) and saved.keys() == here.keys():
+        inner = (narrowed(saved[key], here[key], f"{where}.{key}") for key in sorted(saved))
+        return next((odd for odd in inner if odd is not None), None)
+    return None if saved == here else (where, str(saved)[:40], str(here)[:40])

@@ -1,0 +1,214 @@
+"""
+The loading half of a checkpoint: compare it with this run, find each tensor, write what was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from qeffect.checkpoint import Checkpoint
+
+from ...backends.protocol import BackendError
+from ...ranks.worker import Worker
+from ...step.memory.numerical_state import NumericalState
+from ..files import AWAY, FACTS, manifest, problem_of, read_facts
+from ..state import (
+    EXTRA,
+    NUMERICAL,
+    RANDOM,
+    Persistent,
+    random_states,
+    set_random_states,
+    shares_amax,
+)
+from .facts import first_difference, mapping_of, placement, plain, requirements
+from .save import random_name
+
+__all__ = [
+    "HalfLoadedError",
+    "Replicas",
+    "TensorSource",
+    "compare",
+    "require_all_taken",
+    "sources",
+    "take",
+]
+
+Replicas = Literal["same", "modulo"]
+"""
+The replica whose scaling state a replica loads: its own, with the same number of replicas; or of
+any number N of saved replicas, replica r modulo N.
+"""
+
+
+class HalfLoadedError(RuntimeError):
+    """This rank failed while it wrote a checkpoint that all ranks had accepted."""
+
+    unrecoverable = True
+
+
+@attrs.frozen(eq=False)
+class TensorSource:
+    """
+    Where a tensor comes from.
+
+    Args:
+        saved: Its name in the checkpoint.
+        into: A tensor of this run with the shape and dtype that the saved one must have.
+    """
+
+    saved: str
+    into: Tensor
+
+
+def compare(path: Path, worker: Worker, must: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Compare this rank's share of the files, and all facts, with this run.
+
+    Returns:
+        The checkpoint's facts.
+
+    Raises:
+        BackendError: A file is missing or damaged, or a fact differs.
+    """
+    marks = manifest(path)
+    member = worker.member
+    share = sorted(marks)[member.rank :: member.world]
+    if problem := problem_of(path, marks, share):
+        raise BackendError(problem)
+    facts = read_facts(path, marks)
+    here = {**requirements(worker), "given": plain(must, "must")}
+    if len(facts["contracts"]) != facts["mapping"]["ranks"] * facts["mapping"]["replicas"]:
+        raise BackendError(
+            f"{path / FACTS}: {len(facts['contracts'])} contracts of "
+            f"{facts['mapping']['ranks']} ranks and {facts['mapping']['replicas']} replicas; "
+            f"{AWAY}"
+        )
+    if (odd := first_difference(facts["must"], here, "")) is not None:
+        name = odd[0].removeprefix("given.")
+        raise BackendError(
+            f"{path} was saved with {name} {odd[1]}, this run has {odd[2]}; load it with what "
+            "it was saved with, or begin anew"
+        )
+    return facts
+
+
+def sources(
+    path: Path,
+    worker: Worker,
+    facts: Mapping[str, Any],
+    held: Persistent,
+    extra: Mapping[str, Tensor],
+    replicas: Replicas,
+) -> dict[str, TensorSource]:
+    """
+    Find in the checkpoint each tensor that this rank loads.
+
+    Returns:
+        Where each comes from, by this run's name.
+
+    Raises:
+        BackendError: The checkpoint lacks a tensor, has it with another shape or dtype, or has the
+            scaling state of another number of replicas, which `replicas` does not allow.
+    """
+    there, here = facts["mapping"]["replicas"], worker.member.world // worker.pp
+    shares = shares_amax(worker.runtime)  # state that all replicas share is saved once
+    if there != here and not shares and replicas == "same":
+        raise BackendError(
+            f"{path} has the scaling state of {there} replicas, this run has {here}; "
+            '[checkpoint] replicas = "modulo" of a run, replicas="modulo" of `load`, lets '
+            "replica r take that of r modulo their number"
+        )
+    mine, theirs = f"{NUMERICAL}.dp{worker.replica}.", (
+        f"{NUMERICAL}.dp{worker.replica % there}."
+    )  # fmt: skip
+    found_at: dict[str, TensorSource] = {}
+    for name, tensor in held.tensors.items():
+        own = name in held.numerical and not shares
+        saved = theirs + name.removeprefix(mine) if own else name
+        found_at[name] = TensorSource(saved, tensor)
+    for name, tensor in extra.items():
+        found_at[f"{EXTRA}.{name}"] = TensorSource(f"{EXTRA}.{name}", tensor)
+    if placement(facts["mapping"]) == placement(mapping_of(worker)):
+        for kind, tensor in random_states(worker.member.device).items():
+            name = random_name(worker, kind)
+            if name in facts["tensors"]:
+                found_at[name] = TensorSource(name, tensor)
+    for one in found_at.values():
+        if one.saved not in facts["tensors"]:
+            raise BackendError(f"{path} has no {one.saved}; build the model that it was saved from")
+        dtype, size = facts["tensors"][one.saved]
+        found = str(one.into.dtype), list(one.into.shape)
+        if (dtype, size) != found:
+            raise BackendError(
+                f"{path}: {one.saved} is {dtype} {size}, here {found[0]} {found[1]}; build the "
+                "model that it was saved from"
+            )
+    return found_at
+
+
+def take(
+    worker: Worker,
+    facts: Mapping[str, Any],
+    held: Persistent,
+    found: Mapping[str, Tensor],
+    extra: Mapping[str, Tensor],
+) -> None:
+    """Write the tensors that were read into this rank; `sources` has checked all of them."""
+    runtime = worker.runtime
+    runtime.drain()
+    with torch.no_grad():
+        for name in held.parameters:
+            for into in (held.tensors[name], *held.copies.get(name, ())):
+                into.copy_(found[name])
+        for name, tensor in extra.items():
+            tensor.copy_(found[f"{EXTRA}.{name}"])
+    worker.optimizer.load_state({own: found[name] for own, name in held.optimizer.items()})
+    recipe = dict(runtime.domain.recipe())
+    state = NumericalState({own: found[name] for name, own in held.numerical.items()}, recipe)
+    configuration = runtime.contract.configuration
+    runtime.restore(Checkpoint(facts["epoch"], configuration, recipe=recipe), state)
+    states = {
+        kind: found[random_name(worker, kind)]
+        for kind in ("cpu", "cuda")
+        if random_name(worker, kind) in found
+    }
+    if states:
+        set_random_states(states, worker.member.device)
+    runtime.drain()
+
+
+def require_all_taken(
+    path: Path, facts: Mapping[str, Any], said: list[dict[str, Any]], replicas: int
+) -> None:
+    """
+    Require that the ranks together load every tensor of one checkpoint.
+
+    Args:
+        path: The checkpoint.
+        facts: Its facts.
+        said: What each rank brings: ``path``, and the ``names`` that it loads.
+        replicas: Replicas of this run.
+
+    Raises:
+        BackendError: Ranks name different checkpoints, or a tensor has no place in this run.
+    """
+    paths = {one["path"] for one in said}
+    if len(paths) > 1:
+        raise BackendError(f"ranks load different checkpoints: {sorted(paths)}; name one for all")
+    taken = {name for one in said for name in one["names"]}
+    for name in sorted(facts["tensors"].keys() - taken):
+        kind, scope = name.split(".")[:2]
+        if kind in (RANDOM, EXTRA):
+            continue
+        if kind == NUMERICAL and int(scope.removeprefix("dp")) >= replicas:
+            continue
+        raise BackendError(
+            f"{path} has {name}, which this run has nowhere; build the model that it was saved from"
+        )

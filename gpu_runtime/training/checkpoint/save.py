@@ -1,0 +1,125 @@
+"""
+The saving half of a checkpoint: the tensors and facts of one rank, and the comparison of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...backends.protocol import BackendError
+from ...ranks.worker import Worker
+from ..files import clear, numbered, partial_of
+from ..state import EXTRA, RANDOM, Naming, Persistent, random_states
+from .consent import raise_first
+from .facts import contract_of, first_difference, mapping_of, plain, requirements
+
+__all__ = ["clear_for", "facts_of", "random_name", "require_same", "tensors_of"]
+
+
+def clear_for(folder: Path, final: Path) -> tuple[str, ...]:
+    """
+    Make the folder and remove what killed saves left, before a checkpoint is written there.
+
+    Args:
+        folder: The folder of all checkpoints.
+        final: The folder of the new one.
+
+    Returns:
+        What could not be removed, in words.
+
+    Raises:
+        BackendError: The name is taken, or the folder holds a checkpoint of this epoch or later.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    left = clear(folder)
+    for path in (final, partial_of(final)):
+        if path.is_symlink() or (path.exists() and not (path == final and path.is_dir())):
+            raise BackendError(f"{path} exists and cannot be overwritten; move it away")
+    for epoch, path in numbered(folder):
+        if epoch >= int(final.name.rpartition("-")[2]):
+            raise BackendError(
+                f"{path} is of this epoch or a later one: it belongs to another run, or to this "
+                "run before it went back to an earlier checkpoint; move it away, or name another "
+                "folder"
+            )
+    return left
+
+
+def random_name(worker: Worker, kind: str) -> str:
+    """Name the state of a random generator of this rank; `kind` is ``cpu`` or ``cuda``."""
+    return f"{RANDOM}.dp{worker.replica}.pp{worker.member.rank % worker.pp}.{kind}"
+
+
+def tensors_of(worker: Worker, naming: Naming, extra: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """
+    Collect what this rank saves, by the checkpoint's names.
+
+    Args:
+        worker: This rank.
+        naming: The model's names.
+        extra: Further tensors by name.
+
+    Raises:
+        BackendError: Copies of one weight differ.
+    """
+    place = worker.member.rank % worker.pp
+    held = Persistent.of(worker.runtime, worker.optimizer, naming, worker.replica, place)
+    held.require_alike()
+    own = random_states(worker.member.device)
+    return {
+        **held.tensors,
+        **{random_name(worker, kind): state for kind, state in own.items()},
+        **{f"{EXTRA}.{name}": tensor for name, tensor in extra.items()},
+    }
+
+
+def facts_of(worker: Worker, must: Mapping[str, Any], free: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Collect the facts that this rank brings to a save: ``facts``, ``contract`` and ``made_by``.
+
+    Raises:
+        BackendError: A fact is not plain data.
+    """
+    runtime = worker.runtime
+    facts = {
+        "epoch": runtime.epoch,
+        "must": {**requirements(worker), "given": plain(must, "must")},
+        "free": plain(free, "free"),
+        "mapping": mapping_of(worker),
+    }
+    return {
+        "facts": facts,
+        "contract": contract_of(worker),
+        "made_by": plain(runtime.domain.environment(), "environment"),
+    }
+
+
+def require_same(said: list[dict[str, Any]]) -> None:
+    """
+    Require that all ranks save the same facts, and the same bits under one name.
+
+    Args:
+        said: What each rank brings, by rank.
+
+    Raises:
+        BackendError: A rank has a problem, or two ranks differ.
+    """
+    raise_first(said)
+    held: dict[str, tuple[int, Any]] = {}
+    for rank, one in enumerate(said):
+        if (odd := first_difference(said[0]["facts"], one["facts"], "")) is not None:
+            raise BackendError(
+                f"{odd[0]} is {odd[1]} on rank 0 and {odd[2]} on rank {rank}; every rank has "
+                "to save the same facts"
+            )
+        for name, mark in one["sums"].items():
+            first, other = held.setdefault(name, (rank, mark))
+            if mark != other:
+                raise BackendError(
+                    f"{name} is not the same on ranks {first} and {rank}, and is written once: "
+                    "the replicas drifted apart, or the name needs the rank in it"
+                )

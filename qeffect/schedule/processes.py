@@ -1,0 +1,64 @@
+"""
+The event engine of the dry runs: processes that run until they wait for an event.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+__all__ = ["Processes"]
+
+E = TypeVar("E", bound=Hashable)
+
+
+class Processes(Generic[E]):
+    """
+    Processes that wait for each other's events.
+
+    A process is an iterator that does its work when it is advanced. It yields an event that has not
+    happened, and is advanced again once that event happens. Processes run in the order in which
+    they became ready, each until it waits or ends, so that equal input gives an equal run.
+
+    >>> engine = Processes[str]()
+    >>> def first():
+    ...     yield "b"
+    ...     print("first")
+    >>> def second():
+    ...     print("second")
+    ...     engine.happen("b")
+    ...     yield "c"
+    >>> engine.run([first(), second()])
+    second
+    first
+    {1: 'c'}
+    """
+
+    def __init__(self) -> None:
+        self._ready: deque[int] = deque()
+        self._waiting: dict[E, list[int]] = defaultdict(list)
+
+    def happen(self, event: E) -> None:
+        """Make ready, in the order of their arrival, all processes that wait for an event."""
+        self._ready.extend(self._waiting.pop(event, ()))
+
+    def run(self, processes: Iterable[Iterator[E]]) -> dict[int, E]:
+        """
+        Run processes until each has ended or waits for an event that never happens.
+
+        Returns:
+            By the position of a process that has not ended, in rising order, the event that it
+            waits for.
+        """
+        every = list(processes)
+        self._ready.extend(range(len(every)))
+        stopped: dict[int, E] = {}
+        while self._ready:
+            number = self._ready.popleft()
+            stopped.pop(number, None)
+            for event in every[number]:
+                stopped[number] = event
+                self._waiting[event].append(number)
+                break
+        return dict(sorted(stopped.items()))
