@@ -44,7 +44,7 @@ class Failures:
         from .failure import run
 
         chosen = _chosen(FAILURES, args.names)
-        pairs = []
+        pairs: list[tuple[Failure, Outcome]] = []
         count = Countdown("failures", len(chosen))
         for number, failure in enumerate(chosen):
             progress(f"Re-enacting. {count(number)}: {failure.name}")

@@ -30,7 +30,7 @@ class Ranks:
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Prove, explore and report."""
         analysis = needs("verify", _analysis)
-        answers = []
+        answers: list[Any] = []
         for answer in analysis.prove(progress=progress):
             if not answer.proved and all(earlier.proved for earlier in answers):
                 progress.note(
