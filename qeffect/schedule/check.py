@@ -37,10 +37,10 @@ from .actions import (
 )
 from .channels import Channel, channels
 from .findings import Finding, Place, place
-from .own_class import read_object
 from .pairing import Discipline, Work, discipline
 from .plan import Plan, plan
 from .ranks import check_ranks
+from .schedule_object import read_object
 from .transport import DEFAULT, Transport
 
 MATRICES = ("fc1", "fc2", "proj", "qkv")

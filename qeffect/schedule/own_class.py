@@ -1,5 +1,5 @@
 """
-A schedule class of one's own: found by ``module:Class``, or read off an object of such a class.
+A schedule class of one's own, found by ``module:Class``.
 """
 
 from __future__ import annotations
@@ -7,12 +7,10 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from typing import Any
 
-from .actions import Schedule, ScheduleError
-from .infer import from_actions
+from .actions import ScheduleError
 
-__all__ = ["base_name", "own_class", "read_object"]
+__all__ = ["base_name", "own_class"]
 
 #: torch's base classes, and the class of torch whose stages a subclass of each is given.
 _BASES = {"PipelineScheduleSingle": "ScheduleGPipe", "PipelineScheduleMulti": "ScheduleLoopedBFS"}
@@ -67,37 +65,3 @@ def base_name(own: type, known: tuple[str, ...] = ()) -> str:
         f"{own.__module__}:{own.__name__} is not a schedule class; expected a subclass of "
         f"{' or '.join(_BASES)} of torch.distributed.pipelining"
     )
-
-
-def read_object(schedule: Any) -> Schedule:
-    """
-    Read the table off a schedule object of torch, or of a subclass of torch's.
-
-    Args:
-        schedule: The object; its ``pipeline_order_with_comms`` is read, or else its
-            ``pipeline_order``. Of a class with one stage a rank, the loop is run on recording
-            stages.
-
-    Raises:
-        ScheduleError: The object has neither a table nor such a loop.
-    """
-    cls = type(schedule)
-    stages = getattr(schedule, "_num_stages", None)
-    microbatches = getattr(schedule, "_n_microbatches", None)
-    for order in ("pipeline_order_with_comms", "pipeline_order"):
-        table = getattr(schedule, order, None)
-        if isinstance(table, dict) and table and hasattr(schedule, "_stages"):
-            return from_actions(
-                {rank: list(row) for rank, row in table.items()},
-                source=cls.__name__,
-                num_stages=stages,
-                num_microbatches=microbatches,
-            )
-    if not hasattr(schedule, "_stage") or stages is None or microbatches is None:
-        raise ScheduleError(
-            f"{cls.__name__}: expected a Schedule of qeffect.schedule, or a schedule object of "
-            "torch.distributed.pipelining with a pipeline_order"
-        )
-    from .torch_tables import torch_schedule
-
-    return torch_schedule(cls, pp=stages, microbatches=microbatches, comms=True)
