@@ -1,5 +1,5 @@
 """
-``qeffect ranks``: what is promised of several processes together, proved and explored.
+``qeffect ranks``: proofs and exploration of the protocol of several processes.
 """
 
 from __future__ import annotations
