@@ -18,12 +18,12 @@ from qeffect.spec.promises import PAPER
 from ..symbolic import Encoding
 from . import bounded as in_steps
 from . import witnesses as in_scope
-from .apart import Part, apart
 from .completeness import completeness
 from .finite import SCOPE
 from .obligations import COMPOSITIONS, Composition, Goal, Obligation, changes, obligations
+from .parallel import Part, run_parallel
 from .recovery import recovery
-from .second import Cvc5
+from .second_solver import Cvc5
 from .solvers import Z3, Proved
 from .theorems import capture_in_own_pool, initial, refusals, restored, tickets, widths
 
@@ -193,7 +193,7 @@ def run(
         "witnesses": _in_scope,
         "obligations": lambda tell: _everything(first, tell),
     }
-    results = apart(parts, tell)
+    results = run_parallel(parts, tell)
     report = ProofReport(*(results[name].found for name in ("obligations", "witnesses", "bounded")))
     report.seconds = results["obligations"].seconds
     report.parts = {

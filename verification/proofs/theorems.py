@@ -13,7 +13,7 @@ from qeffect.engine.stage import STATE
 from qeffect.relations.constants import NEVER
 from qeffect.spec.world import DGRAD, FORWARD, REFRESH, WGRAD
 
-from ..induction.history import GHOSTS
+from ..induction.ghosts import GHOSTS
 from ..judging import MANDATORY
 from ..symbolic import Path, flat_arguments
 from ..symbolic.terms import Term, lift

@@ -17,13 +17,14 @@ from qeffect.relations.columns import CONFIG, Column
 from qeffect.spec.predicates import Predicate, Register
 from qeffect.spec.promises import ASSUMED, CHANGES, CONFIGURATION, LEGAL, STEPS
 
+from ..column_reads import ColumnReads
 from ..induction import HISTORY, INVARIANTS, ORIGIN
-from ..induction.history import GHOSTS, advance
+from ..induction.ghosts import GHOSTS
+from ..induction.history import advance
 from ..judging import MANDATORY, speaks_of
 from ..symbolic import Encoding, Memory, Path
 from ..symbolic.encoding import STAGE_OF
 from ..symbolic.terms import Term, raw
-from ..watched import Watched
 
 __all__ = ["Claim", "Moment", "Vocabulary"]
 
@@ -179,7 +180,7 @@ class Vocabulary:
         for predicate in self._invariants():
             if predicate.name in found:
                 continue
-            memory, history = Watched(st), Watched(h)
+            memory, history = ColumnReads(st), ColumnReads(h)
             subjects = (memory, history) if predicate.name in _OF_HISTORY else (memory,)
             self.claim(predicate, *subjects)
             ghosts = {f"ghost.{name}" for name in history.read}

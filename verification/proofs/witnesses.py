@@ -14,9 +14,9 @@ import z3
 
 from qeffect.relations.constants import IN_BIT, RESERVED
 
+from ..coverage import COVERED, UNTAKEN
 from ..symbolic import Path
 from ..symbolic.terms import Term, raw
-from ..targets import COVERED, UNTAKEN
 from .finite import solver_of
 from .obligations import Composition, Obligation
 

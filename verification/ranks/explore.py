@@ -22,15 +22,15 @@ from qeffect.refusals import Refused
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.ranks import BETWEEN, RANK_PROMISES, RANK_STEPS, STEP
 
+from .concrete_state import ConcreteState, Impossible, Size, broken
 from .lemmas import LEMMAS
-from .memory import Impossible, Size, State, broken
 from .protocol import TRANSITIONS, Transition
 
-__all__ = ["SCOPES", "Found", "Scope", "explore"]
+__all__ = ["SCOPES", "Found", "RankScope", "explore"]
 
 
 @frozen
-class Scope:
+class RankScope:
     """
     What is explored.
 
@@ -62,10 +62,10 @@ _ACTIONS: Final = frozenset({"act", "end_act", "fail"})
 _CHECKPOINTS: Final = frozenset({"write_shard", "publish"})
 
 #: Scopes by name.
-SCOPES: Final[Mapping[str, Scope]] = {
+SCOPES: Final[Mapping[str, RankScope]] = {
     scope.name: scope
     for scope in (
-        Scope(
+        RankScope(
             "two-ranks",
             Size(2, attempts=2, steps=1),
             goal=1,
@@ -73,7 +73,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
             leave_out=_MESSAGES,
             says="two ranks, one step, checkpoints, one fault anywhere",
         ),
-        Scope(
+        RankScope(
             "three-ranks",
             Size(3, attempts=2, steps=1),
             goal=1,
@@ -81,7 +81,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
             leave_out=_MESSAGES | _CHECKPOINTS | _ACTIONS,
             says="three ranks, one step, one fault anywhere",
         ),
-        Scope(
+        RankScope(
             "messages",
             Size(2, attempts=1, slots=1, messages={(0, 1): 1}, steps=2),
             goal=2,
@@ -89,7 +89,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
             leave_out=_CHECKPOINTS | _ACTIONS,
             says="two ranks, two steps, a message a step",
         ),
-        Scope(
+        RankScope(
             "messages-and-faults",
             Size(2, attempts=2, slots=1, messages={(0, 1): 1}, steps=1),
             goal=1,
@@ -97,7 +97,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
             leave_out=_CHECKPOINTS | _ACTIONS,
             says="two ranks, one step, one message, one fault anywhere",
         ),
-        Scope(
+        RankScope(
             "messages-both-ways",
             Size(2, attempts=1, slots=2, messages={(0, 1): 1, (1, 0): 1}, steps=1),
             goal=1,
@@ -105,7 +105,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
             leave_out=_CHECKPOINTS | _ACTIONS | {"release"},
             says="two ranks, one step, a message each way, two slots",
         ),
-        Scope(
+        RankScope(
             "two-messages",
             Size(2, attempts=1, slots=2, messages={(0, 1): 2}, steps=1),
             goal=1,
@@ -113,7 +113,7 @@ SCOPES: Final[Mapping[str, Scope]] = {
             leave_out=_CHECKPOINTS | _ACTIONS | {"release"},
             says="two ranks, one step, two messages in one channel, two slots",
         ),
-        Scope(
+        RankScope(
             "two-steps",
             Size(2, attempts=2, steps=2),
             goal=2,
@@ -163,12 +163,12 @@ class Found:
 
 class _Search:
     def __init__(
-        self, scope: Scope, transition: str, without: frozenset[str], lemmas: bool
+        self, scope: RankScope, transition: str, without: frozenset[str], lemmas: bool
     ) -> None:
         self.scope = scope
         self.mutated = transition
         self.without = without
-        self.state = State(scope.size)
+        self.state = ConcreteState(scope.size)
         self.promises: list[Predicate] = [*RANK_PROMISES, *(LEMMAS if lemmas else ())]
         self.steps_of = {t: [p for p in RANK_STEPS if t in p.transitions] for t in TRANSITIONS}
         members = scope.size.members
@@ -326,7 +326,7 @@ def _told(transition: Transition, given: tuple[int, ...]) -> str:
 
 
 def explore(
-    scope: Scope,
+    scope: RankScope,
     *,
     transition: str = "",
     without: frozenset[str] = frozenset(),

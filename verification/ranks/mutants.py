@@ -16,9 +16,9 @@ from attrs import frozen
 from .explore import SCOPES, explore
 from .protocol import TRANSITIONS
 from .prove import prove
-from .symbolic import asked
+from .symbolic_state import asked
 
-__all__ = ["WRITES", "Caught", "Mutant", "caught", "mutants"]
+__all__ = ["WRITES", "Caught", "ProtocolMutant", "caught", "mutants"]
 
 #: Writes that are left out in turn, by transition, with what a runtime without it would do.
 WRITES: Final[Mapping[tuple[str, str], str]] = {
@@ -34,7 +34,7 @@ WRITES: Final[Mapping[tuple[str, str], str]] = {
 
 
 @frozen
-class Mutant:
+class ProtocolMutant:
     """
     A protocol with one thing left out.
 
@@ -67,7 +67,7 @@ class Caught:
         trace: The transitions that lead there.
     """
 
-    mutant: Mutant
+    mutant: ProtocolMutant
     open: tuple[str, ...]
     scope: str
     violation: str
@@ -90,16 +90,16 @@ class Caught:
         }
 
 
-def mutants() -> Iterator[Mutant]:
+def mutants() -> Iterator[ProtocolMutant]:
     """Yield every mutant."""
     for transition in TRANSITIONS.values():
         for name in asked(transition):
-            yield Mutant(transition.name, name, f"`{transition.name}` does not ask {name}")
+            yield ProtocolMutant(transition.name, name, f"`{transition.name}` does not ask {name}")
     for (transition_name, column), says in WRITES.items():
-        yield Mutant(transition_name, f"{column} =", says)
+        yield ProtocolMutant(transition_name, f"{column} =", says)
 
 
-def caught(mutant: Mutant, progress: Callable[[str], None] | None = None) -> Caught:
+def caught(mutant: ProtocolMutant, progress: Callable[[str], None] | None = None) -> Caught:
     """Prove and explore a mutant."""
     if progress is not None:
         progress(f"Without. {mutant.name}")

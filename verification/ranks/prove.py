@@ -23,10 +23,11 @@ from attrs import asdict, frozen
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.ranks import RANK_COLUMNS, RANK_PROMISES, RANK_STEPS
 
-from ..symbolic.terms import Sym
+from ..column_reads import ColumnReads
+from ..symbolic import Sym
 from .lemmas import CONFIGURATION, LEMMAS
 from .protocol import TRANSITIONS, Transition
-from .symbolic import State, Symbols, closed, fresh, holds, initial, run, variables
+from .symbolic_state import SymbolicState, Symbols, closed, fresh, holds, initial, run, variables
 
 __all__ = ["INVARIANTS", "Answer", "prove"]
 
@@ -149,7 +150,7 @@ def _answer(
 
 def _instances(before: Symbols, members: dict[str, Any], sorts: dict[str, str]) -> Iterator[Any]:
     """The hypotheses, of the members that a goal names."""
-    state = State(before)
+    state = SymbolicState(before)
     space: dict[str, list[Any]] = {
         sort: [member for name, member in members.items() if sorts[name] == sort]
         for sort in ("rank", "place", "attempt", "count")
@@ -193,16 +194,7 @@ def _same(name: str, before: Symbols, after: Symbols) -> bool:
 @cache
 def _reads(name: str) -> frozenset[str]:
     """The columns that a claim speaks of."""
-    term = _template(name)
-    found: set[str] = set()
-    todo = [term]
-    seen = set()
-    while todo:
-        one = todo.pop()
-        if one.get_id() in seen:
-            continue
-        seen.add(one.get_id())
-        if z3.is_const(one) and one.decl().name() in RANK_COLUMNS:
-            found.add(one.decl().name())
-        todo += one.children()
-    return frozenset(found)
+    claim = _CLAIMS[name]
+    state = ColumnReads(SymbolicState(fresh()))
+    claim.function(state, **{n: Sym(t, {}) for n, t in variables(claim.variables).items()})
+    return frozenset(state.read & RANK_COLUMNS.keys())

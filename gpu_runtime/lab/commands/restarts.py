@@ -42,7 +42,7 @@ from ...ranks.worker import Worker
 from ...ranks.world import Limits, Member, join
 from ...runtime import Mode, RuntimeConfig
 from ...step.memory.digests import digests
-from ...step.memory.state import NumericalState, live_state
+from ...step.memory.numerical_state import NumericalState, live_state
 from ...step.optimizer import Optimizer
 from ...training.checkpoint import Checkpoints, Replicas, sizes
 from ...training.launches import Steps

@@ -18,15 +18,15 @@ from qeffect.schedule.actions import RECEIVES, SEND_WAITS, SENDS, WAITS, Atom, K
 from qeffect.schedule.messages import COUNTERPART, INPUTS
 from qeffect.schedule.transport import Transport
 
-__all__ = ["Walk", "walk"]
+__all__ = ["Interleavings", "interleavings"]
 
 _Event = tuple[Kind, int, int]
 
 
 @frozen
-class Walk:
+class Interleavings:
     """
-    What a walk found.
+    The states of all interleavings of a table.
 
     Args:
         states: Reachable states.
@@ -39,9 +39,9 @@ class Walk:
     lost: int
 
 
-def walk(schedule: Schedule, transport: Transport) -> Walk:
+def interleavings(schedule: Schedule, transport: Transport) -> Interleavings:
     """
-    Walk every interleaving of a table with messages.
+    Interleavings every interleaving of a table with messages.
 
     Args:
         schedule: The table; small, since there are as many states as interleavings need.
@@ -81,7 +81,7 @@ def walk(schedule: Schedule, transport: Transport) -> Walk:
             if not reaches[before]:
                 reaches[before] = True
                 todo.append(before)
-    return Walk(len(states), stuck, reaches.count(False))
+    return Interleavings(len(states), stuck, reaches.count(False))
 
 
 _State = tuple[tuple[int, ...], frozenset[_Event]]

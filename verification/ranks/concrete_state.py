@@ -15,7 +15,7 @@ from qeffect.refusals import Refused
 from qeffect.spec.predicates import Predicate
 from qeffect.spec.ranks import NOBODY, RANK_COLUMNS
 
-__all__ = ["Impossible", "Size", "State", "broken"]
+__all__ = ["ConcreteState", "Impossible", "Size", "broken"]
 
 #: Columns that begin with "none".
 _NEVER = frozenset({"life", "shard_life", "refused"})
@@ -94,7 +94,7 @@ class _Column:
             self.buffer[self._at(index)] = int(value)
 
 
-class State:
+class ConcreteState:
     """
     A state that transitions and predicates read, and transitions write.
 
@@ -173,7 +173,7 @@ class _Total:
         return self.messages.get((r, q), 0) * steps
 
 
-def broken(predicates: Any, state: State) -> Iterator[tuple[str, tuple[int, ...]]]:
+def broken(predicates: Any, state: ConcreteState) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the predicates that do not hold, each with its first counterexample."""
     for predicate in predicates:
         given = _counterexample(predicate, state)
@@ -181,7 +181,7 @@ def broken(predicates: Any, state: State) -> Iterator[tuple[str, tuple[int, ...]
             yield predicate.name, given
 
 
-def _counterexample(predicate: Predicate, state: State) -> tuple[int, ...] | None:
+def _counterexample(predicate: Predicate, state: ConcreteState) -> tuple[int, ...] | None:
     function = predicate.function
     for given in product(*(state.members[sort] for sort in predicate.variables.values())):
         if not function(state, *given):
