@@ -40,13 +40,13 @@ def run(
     Explore a scope.
 
     Args:
-        scope: What is explored.
-        batch: Use the batch reading, else the plain one.
+        scope: The scope.
+        batch: Use the batch reading instead of the plain one.
         symmetry: Explore one state of each orbit.
-        progress: Called with a line now and then.
+        progress: Called with a progress line.
         composed: Transitions to run; the scope's own by default.
-        invariants: What is checked of every state, as far as the scope remembers it.
-        witnesses: Find a shortest schedule for everything that happened.
+        invariants: Invariants to check in every state, as far as the scope keeps their columns.
+        witnesses: Find a shortest schedule for every transition and refusal that occurs.
 
     Raises:
         ValueError: The batch reading cannot pack the scope's states.

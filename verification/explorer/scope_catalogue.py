@@ -175,9 +175,9 @@ def standard_scopes() -> Mapping[str, Scope]:
     """
     Return the scopes whose counts the tests pin, by name.
 
-    Together they accept every transition and reach every refusal that the specification names, in
-    each transition that it names it for. Not every accepting path is taken: paths tell apart every
-    combination of configured flags, and there is no scope for each.
+    Together the scopes accept every transition and reach every refusal that the specification
+    names, in each transition that it names. They do not take every accepting path: each combination
+    of configured flags has paths of its own, and not every combination has a scope.
     """
     scopes = (
         pool_scope(2, 2, 2),

@@ -27,12 +27,12 @@ class Scope:
     A small contract, and which of its moves an exploration tries.
 
     Args:
-        name: What reports call it.
+        name: Name in reports.
         slots: Slots of each stage's pool.
         cells: Microbatches of each stage.
         domains: State domain of each stage; all share domain 0 by default.
         callers: Streams that call into the graph streams; each has a link to every domain.
-        epochs: Epochs whose keys are presented, so that the weight epoch reaches this number.
+        epochs: Number of epochs whose keys are presented; the weight epoch reaches this number.
         generation_max: The last generation that a slot may reach.
         omit: Relations left out.
         only: Transitions that take part; all by default.
@@ -115,8 +115,8 @@ class Scope:
         """
         Names of the transitions that take part.
 
-        Without version there is no cache: a composition without it refuses these whatever the
-        state, and there is nothing to explore.
+        A composition without version has no cache and refuses the cache's transitions in every
+        state, so that these are not explored.
         """
         chosen = self.only or tuple(TRANSITIONS)
         return tuple(n for n in chosen if n not in _CACHE or "version" not in self.omit)

@@ -94,7 +94,7 @@ class Guide:
         Return the first move from a state that is wanted, and where it leads.
 
         Raises:
-            ValueError: There is no such move.
+            ValueError: No move leads from one state to the next.
         """
         for index, clause, after in self.walker.edges(state):
             if wanted(index, clause, after):

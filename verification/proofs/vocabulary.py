@@ -123,7 +123,7 @@ class Vocabulary:
         )
 
     def denied(self, claim: Claim) -> Term:
-        """Return that the claim fails for some values of its variables."""
+        """Return the claim's denial: it fails for some values of its variables."""
         key = ("denied", claim.name, claim.body.get_id())
         if key not in self.encoding.memo:
             self.encoding.memo[key] = (self._denied(claim), claim.body)
@@ -146,7 +146,7 @@ class Vocabulary:
         return self._at(self._invariants(), moment)
 
     def disturbed(self, moment: Moment) -> list[Claim]:
-        """Return those of them that speak of a column which is not as it was before."""
+        """Return the invariants that read a column which has changed."""
         before = dict(self.before.columns())
         changed = {
             n for n, term in moment.columns() if term is not before[n] and not term.eq(before[n])
@@ -161,7 +161,7 @@ class Vocabulary:
         columns = dict(moment.columns())
         found = []
         for predicate in predicates:
-            # Many paths, also of other compositions, leave what a predicate reads alike.
+            # Many paths, also of other compositions, leave a predicate's columns in the same terms.
             terms = [columns[name] for name in sorted(self._read[predicate.name])]
             key = ("claim", predicate.name, *(term.get_id() for term in terms))
             known = self.encoding.memo.get(key)
@@ -188,12 +188,12 @@ class Vocabulary:
         return found
 
     def configuration(self) -> list[Claim]:
-        """Return what a configuration is trusted with."""
+        """Return what is assumed of a configuration."""
         st = self.state(self.before)
         return [self.claim(p, st) for p in CONFIGURATION]
 
     def counted(self) -> list[Term]:
-        """Return that a finite scope has a number for every cell and slot; nothing if unbounded."""
+        """Return that a finite scope numbers every cell and slot; empty if unbounded."""
         enc, st, h = self.encoding, self.state(self.before), self.history(self.before)
         most = len(enc.members.get("place", ()))
         counts = [st.cells[enc.sym(stage)] for stage in enc.members.get("stage", ())]
@@ -201,7 +201,7 @@ class Vocabulary:
         return [raw(count <= most) for count in counts]
 
     def origin(self) -> list[Claim]:
-        """Return what arbitrary ghosts are trusted to start with."""
+        """Return what is assumed of the initial values of arbitrary ghosts."""
         st, h = self.state(self.before), self.history(self.before)
         return [self.claim(p, st, h) for p in ORIGIN]
 
@@ -210,7 +210,7 @@ class Vocabulary:
         return self._about(STEPS, transition)
 
     def legal(self, transition: str) -> list[Claim]:
-        """Return what together makes a transition legal."""
+        """Return the conditions that together make a transition legal."""
         return self._about(LEGAL, transition)
 
     def changes(self, path: Path) -> list[Claim]:

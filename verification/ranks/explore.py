@@ -1,11 +1,11 @@
 """
-Every state of a few ranks: promises in each, and from each a way to the end.
+Every state of a few ranks: the promises hold in each, and from each the end is reachable.
 
-The search is breadth first, so that what it finds is found by a shortest trace. Every rank may
-fail, refuse, give up or crash at any point, as often as the scope's budget of faults allows. Two
-things are asked of the whole graph: no state but the end is without a step that the protocol takes
-by itself, and from every state such steps lead to the end. In a finite graph that is progress under
-fair scheduling: a run that ends nowhere would pass some state for ever without taking the step that
+The search is breadth first, so that a violation has a shortest trace. Every rank may fail, refuse,
+give up or crash at any point, as often as the scope's budget of faults allows. The search also
+checks progress. Every state but the end has a step that the protocol takes without a fault, and
+from every state such steps lead to the end. In a finite graph this is progress under fair
+scheduling: a run that never ends would pass some state again and again without taking the step that
 leads on.
 """
 
@@ -37,11 +37,10 @@ class RankScope:
     Args:
         name: Its name.
         size: Ranks, slots, messages.
-        goal: The epoch that all ranks are to reach.
-        faults: How many things may go wrong.
-        leave_out: Transitions that do not happen in it.
-        checkpoints: Whether ranks write checkpoints.
-        says: What it is for.
+        goal: The epoch that all ranks must reach.
+        faults: Number of faults at most.
+        leave_out: Transitions that do not take part.
+        says: What the scope covers.
     """
 
     name: str
@@ -53,7 +52,7 @@ class RankScope:
 
     @property
     def transitions(self) -> list[Transition]:
-        """What happens in it."""
+        """The transitions that take part."""
         return [t for t in TRANSITIONS.values() if t.name not in self.leave_out]
 
 
@@ -128,16 +127,16 @@ SCOPES: Final[Mapping[str, RankScope]] = {
 @frozen
 class Found:
     """
-    What an exploration found.
+    The result of an exploration.
 
     Args:
-        scope: What was explored.
+        scope: Name of the scope.
         states: Reachable states.
         steps: Transitions taken between them.
         taken: How often each transition was taken.
         refused: How often each thing that the protocol asks was refused.
-        violation: What broke, if something did: a promise's name, ``deadlock``, or ``no way on``.
-        trace: The transitions that lead there, from the first.
+        violation: The violation, or empty: a promise's name, ``deadlock``, or ``no way on``.
+        trace: The transitions that lead to the violation, from the first.
     """
 
     scope: str
@@ -149,7 +148,7 @@ class Found:
     trace: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
-        """It as plain data."""
+        """Return the result as plain data."""
         return {
             "scope": self.scope,
             "states": self.states,
@@ -222,7 +221,7 @@ class _Search:
         buffer = state.buffer
         for index, (transition, given) in enumerate(self.moves):
             buffer[:] = here[:-1]
-            # That a contract refuses a spoiled epoch follows from the failure: no fault more.
+            # A refusal of a spoiled epoch is a consequence of the failure, not another fault.
             follows = transition.name == "refuse" and state.spoiled[given[0]] == 1
             fault = transition.fault and not follows
             if fault and faults == scope.faults:
@@ -301,7 +300,7 @@ class _Search:
         )
 
     def _stuck(self) -> tuple[str, int] | None:
-        """A state from which the protocol's own steps do not lead to the end."""
+        """Return a state from which the protocol's own steps do not lead to the end."""
         ended = [self._ended(n) for n in range(len(self.states))]
         for number, onward in enumerate(self.onward):
             if not onward and not ended[number]:
@@ -337,8 +336,9 @@ def explore(
 
     Args:
         scope: The scope.
-        transition: A transition that is run without some of what it asks or writes.
-        without: Names of what it does not ask, ``COLUMN =`` for what it does not write.
-        lemmas: Also check what the proofs need besides the promises.
+        transition: A transition that runs without some of its needs or writes.
+        without: Names of needs that it does not ask, ``COLUMN =`` for columns that it does not
+            write.
+        lemmas: Also check the lemmas of the proofs.
     """
     return _Search(scope, transition, without, lemmas).run()

@@ -52,7 +52,7 @@ class Matched:
         states: Reachable states of the kernel.
         moves: Moves tried in them, accepted or refused.
         commits: Commits accepted.
-        difference: The first move that the protocol does not allow; empty if there is none.
+        difference: The first move that the protocol does not allow, or empty.
     """
 
     scope: str
@@ -62,7 +62,7 @@ class Matched:
     difference: str = ""
 
     def record(self) -> dict[str, Any]:
-        """It as plain data."""
+        """Return the result as plain data."""
         return {
             "scope": self.scope,
             "states": self.states,

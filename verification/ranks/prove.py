@@ -2,10 +2,10 @@
 Proofs for any number of ranks: every promise and lemma holds at first, and every transition keeps
 it.
 
-Ranks are members of a sort of which nothing is known, slots and places are integers. A goal is
-first asked over instances: the hypotheses of the very ranks and places that the goal names. What
-that does not settle is asked again with the hypotheses in full. Only ``unsat`` counts; an
-``unknown`` is a failure.
+Ranks are members of an uninterpreted sort; slots and places are integers. A goal is first asked
+with hypotheses instantiated for the ranks and places that the goal names. If that does not prove
+the goal, it is asked again with the quantified hypotheses. Only ``unsat`` is a proof; ``unknown``
+is a failure.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["INVARIANTS", "Answer", "prove"]
 #: What holds in every reachable state.
 INVARIANTS: Final = (*RANK_PROMISES, *LEMMAS)
 _CLAIMS: Final = {claim.name: claim for claim in (*CONFIGURATION, *INVARIANTS)}
-#: Variables of a claim of which not every instance is tried first.
+#: A claim with more variables is not instantiated for every combination of members.
 _MANY: Final = 3
 #: Milliseconds for one question.
 TIMEOUT: Final = 10_000
@@ -46,11 +46,11 @@ class Answer:
     The answer to one obligation.
 
     Args:
-        transition: What is taken, or ``initially``.
-        claim: The promise or lemma that must hold after it, or when it is taken.
-        verdict: ``unsat`` when it is proved, ``kept`` when nothing that it speaks of is written;
-            else ``sat`` or ``unknown``.
-        seconds: How long it took.
+        transition: The transition, or ``initially``.
+        claim: The promise or lemma that must hold after the transition, or when it is taken.
+        verdict: ``unsat`` for a proof; ``kept`` where the transition writes none of the claim's
+            columns; else ``sat`` or ``unknown``.
+        seconds: Time of the answer.
     """
 
     transition: str
@@ -60,11 +60,11 @@ class Answer:
 
     @property
     def proved(self) -> bool:
-        """Whether it is."""
+        """Whether the claim is proved."""
         return self.verdict in ("unsat", "kept")
 
     def record(self) -> dict[str, Any]:
-        """It as plain data."""
+        """Return the answer as plain data."""
         return asdict(self)
 
 
@@ -77,15 +77,15 @@ def prove(
     progress: Callable[[str], None] | None = None,
 ) -> Iterator[Answer]:
     """
-    Prove everything, or of one transition everything that it must keep.
+    Prove every obligation, or those of one transition.
 
     Args:
-        transition: The only transition to prove; all of them, and the beginning, when left out.
-        without: Names of what that transition does not ask, ``COLUMN =`` for what it does not
-            write.
-        seed: Seed of the solver's own choices.
-        timeout: Milliseconds for one question.
-        progress: Called with a line now and then.
+        transition: The only transition to prove; by default all, and the initial state.
+        without: Names of needs that the transition does not ask, ``COLUMN =`` for columns that it
+            does not write.
+        seed: Seed of the solver.
+        timeout: Timeout per question in milliseconds.
+        progress: Called with a progress line.
     """
     if not transition:
         yield from _initially((seed, timeout))
@@ -149,7 +149,7 @@ def _answer(
 
 
 def _instances(before: Symbols, members: dict[str, Any], sorts: dict[str, str]) -> Iterator[Any]:
-    """The hypotheses, of the members that a goal names."""
+    """Yield the hypotheses, instantiated for the members that a goal names."""
     state = SymbolicState(before)
     space: dict[str, list[Any]] = {
         sort: [member for name, member in members.items() if sorts[name] == sort]
@@ -161,7 +161,7 @@ def _instances(before: Symbols, members: dict[str, Any], sorts: dict[str, str]) 
         space["count"] += [step, step + 1]
     for claim in (*CONFIGURATION, *INVARIANTS):
         if len(claim.variables) > _MANY:
-            # Of so many members only those of the goal itself, if it has as many.
+            # Only the goal's own members, if the goal has as many.
             if claim.variables.keys() <= members.keys():
                 yield _template(claim.name)
             continue
@@ -172,7 +172,7 @@ def _instances(before: Symbols, members: dict[str, Any], sorts: dict[str, str]) 
 
 @cache
 def _template(name: str) -> Any:
-    """A claim of the state before, of its variables' constants."""
+    """Return a claim about the state before, as a term over its variables' constants."""
     return holds(_CLAIMS[name], fresh())
 
 
@@ -193,7 +193,7 @@ def _same(name: str, before: Symbols, after: Symbols) -> bool:
 
 @cache
 def _reads(name: str) -> frozenset[str]:
-    """The columns that a claim speaks of."""
+    """Return the columns that a claim reads."""
     claim = _CLAIMS[name]
     state = ColumnReads(SymbolicState(fresh()))
     claim.function(state, **{n: Sym(t, {}) for n, t in variables(claim.variables).items()})

@@ -1,5 +1,5 @@
 """
-The state of any number of ranks as Z3's arrays, and the protocol's transitions over it.
+The state of any number of ranks as Z3 arrays, and the protocol's transitions over it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _filled(sort: Any, value: int) -> Any:
 
 
 class _Column(Array):
-    """A column, of which an ellipsis means all."""
+    """A column; an ellipsis as index means every entry. A dropped column ignores writes."""
 
     __slots__ = ("dropped",)
 
@@ -93,8 +93,8 @@ class SymbolicState:
 
     Args:
         symbols: A term for each column.
-        without: Names of what the protocol asks that are not asked, and ``COLUMN`` of writes that
-            are left out.
+        without: Names of needs that the protocol does not ask, and ``COLUMN =`` for writes that it
+            leaves out.
     """
 
     def __init__(self, symbols: Symbols, without: frozenset[str] = frozenset()) -> None:
@@ -112,17 +112,17 @@ class SymbolicState:
         raise AttributeError(name)
 
     def when(self, condition: Any) -> None:
-        """What makes a transition possible."""
+        """Note a condition that makes a transition possible."""
         self.conditions.append(raw(condition))
 
     def need(self, name: str, condition: Any) -> None:
-        """What the protocol asks first."""
+        """Note a condition that the protocol asks for, by name."""
         self.asked.append(name)
         if name not in self._without:
             self.conditions.append(raw(condition))
 
     def every(self, sorts: str, holds: Callable[..., Any]) -> Sym:
-        """Whether something holds of all members of some sorts."""
+        """Return that a condition holds of all members of some sorts."""
         self._bound += 1
         bound = [
             ENCODING.const(f"every!{self._bound}!{number}", sort)
@@ -131,7 +131,7 @@ class SymbolicState:
         return Sym(z3.ForAll(bound, raw(holds(*(Sym(b, {}) for b in bound)))), {})
 
     def zeros(self, column: str) -> Any:
-        """A row of a column, all zero."""
+        """Return a row of zeros for a column."""
         return _filled(fresh()[column].sort().range(), 0)
 
     def symbols(self) -> Symbols:
@@ -145,7 +145,7 @@ class SymbolicState:
 
 
 class _One(Scalar):
-    """A column of one entry."""
+    """A column of one entry. A dropped column ignores writes."""
 
     __slots__ = ("dropped",)
 
@@ -159,7 +159,7 @@ class _One(Scalar):
 
 
 def asked(transition: Transition) -> list[str]:
-    """Return the names of what a transition asks first."""
+    """Return the names of the conditions that a transition asks for."""
     state = SymbolicState(fresh())
     transition.run(state, *(Sym(ENCODING.const(s, s), {}) for s in transition.arguments))
     return state.asked
@@ -171,13 +171,13 @@ def variables(sorts: Mapping[str, str]) -> dict[str, Any]:
 
 
 def holds(predicate: Predicate, symbols: Symbols, **given: Any) -> Any:
-    """Return a predicate of a state, of the variables' constants, as a term."""
+    """Return a predicate of a state as a term over its variables' constants."""
     bound = {n: Sym(t, {}) for n, t in (given or variables(predicate.variables)).items()}
     return raw(predicate.function(SymbolicState(symbols), **bound))
 
 
 def closed(predicate: Predicate, symbols: Symbols) -> Any:
-    """Return a predicate of a state, of all values of its variables, as a term."""
+    """Return a predicate of a state as a term, for all values of its variables."""
     named = {f"var.{name}": sort for name, sort in predicate.variables.items()}
     [term] = ENCODING.close(named, holds(predicate, symbols))
     return term
