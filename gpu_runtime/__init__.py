@@ -17,6 +17,13 @@ In mode ``one launch`` steps 3 to 6 are one graph (`ranks/one_launch.py`).
 The rooms, each of which imports only those before it: `backends/` (layers), `step/` (one action,
 its memory, graphs and streams), `runtime/` (one process), `operators.py` (actions as operators of
 torch), `ranks/` (the pipeline), `guards/` (guards under torch's own pipeline), `training/`, and
-`lab/`, which compares, times and reports. `README.md` has every module. Importing this package
-imports neither Transformer Engine nor CUDA.
+`lab/`, which compares, times and reports. `README.md` has every module, and
+`renamed.py` the names of earlier releases. Importing this package imports neither torch,
+Transformer Engine nor CUDA.
 """
+
+from qeffect.renamed import install
+
+from .renamed import MODULES, NAMES
+
+install(__name__, MODULES, NAMES)
