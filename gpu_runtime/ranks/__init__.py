@@ -9,7 +9,7 @@ A pipeline over several ranks: one process per rank, over gloo (cpu) or NCCL (cu
 * `consent.py` ends a step: all ranks update their weights, or none does and all raise one cause.
 * `one_launch.py` takes a whole step as one CUDA graph: `rehearsal.py` asks the contract without
   device work, `staged_feed.py` holds the data where the graph reads them, `gate.py` lets each
-  device decide whether to update. `obstacles.py` lists why a step cannot be one launch, and `fallback.py`
-  continues with guarded replays.
+  device decide whether to update. `obstacles.py` lists why a step cannot be one launch, and
+  `fallback.py` continues with guarded replays.
 * `trace.py` records one step of all ranks.
 """
