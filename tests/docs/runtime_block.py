@@ -10,7 +10,8 @@ from typing import Any
 
 from qeffect.gpu_runtime.lab.commands.plots import swept
 from qeffect.gpu_runtime.lab.statistics.evidence import REQUIREMENTS
-from qeffect.gpu_runtime.training.config import TABLES, read
+from qeffect.gpu_runtime.training.config import TABLES
+from qeffect.gpu_runtime.training.config_file import read
 from qeffect.report import package
 from tests.docs import device_block, scale_block, summary_block, tables_block
 from tests.docs.blocks import ROOT, RUNTIME_REPORTS, load, markdown
