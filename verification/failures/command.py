@@ -16,7 +16,7 @@ from qeffect.cli.command import Outcome as CommandOutcome
 from qeffect.cli.command import Progress, UnusableError
 
 if TYPE_CHECKING:
-    from .model import Failure, Outcome
+    from .failure import Failure, Outcome
 
 __all__ = ["Failures", "counts", "record"]
 
@@ -40,7 +40,7 @@ class Failures:
     def run(self, args: argparse.Namespace, progress: Progress) -> CommandOutcome:
         """Run every re-enactment asked for; nothing of an outcome is stored."""
         from .catalogue import FAILURES
-        from .model import run
+        from .failure import run
 
         chosen = _chosen(FAILURES, args.names)
         pairs = []
@@ -92,7 +92,7 @@ def counts(pairs: Iterable[tuple[Failure, Outcome]]) -> dict[str, Any]:
         by kind too; how many were never explained; in how many a detail was guessed, and in how
         many of the refused ones the whole cause; and how many did not come out as stated.
     """
-    from .model import WHOLE_CAUSE
+    from .failure import WHOLE_CAUSE
 
     rows = list(pairs)
     verdicts = Counter(outcome.verdict for _, outcome in rows)

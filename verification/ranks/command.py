@@ -1,5 +1,5 @@
 """
-``qeffect ranks``: what is promised of several processes together, proved and explored.
+``qeffect ranks``: proofs and exploration of the protocol of several processes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Ranks:
 
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Prove, explore and report."""
-        room = needs("verify", _room)
-        answers = list(room.prove(progress=progress))
+        analysis = needs("verify", _analysis)
+        answers = list(analysis.prove(progress=progress))
         open_ = [answer for answer in answers if not answer.proved]
         asked = [answer for answer in answers if answer.verdict != "kept"]
         scopes = []
-        for scope in room.SCOPES.values():
+        for scope in analysis.SCOPES.values():
             progress.note(f"Exploring. {scope.name}: {scope.says}")
-            scopes.append(room.explore(scope, lemmas=False))
-        kernels = [room.match(name=name) for name in room.KERNEL_SCOPES]
+            scopes.append(analysis.explore(scope, lemmas=False))
+        kernels = [analysis.match(name=name) for name in analysis.KERNEL_SCOPES]
         lines = [
             f"any number of ranks: {len(asked) - len(open_)} of {len(asked)} obligations proved, "
             f"{sum(a.verdict == 'unknown' for a in open_)} unknown; {len(answers) - len(asked)} "
@@ -66,7 +66,7 @@ class Ranks:
             "mutants": None,
         }
         if args.mutants:
-            found = [room.caught(mutant, progress) for mutant in room.mutants()]
+            found = [analysis.caught(mutant, progress) for mutant in analysis.mutants()]
             data["mutants"] = [one.record() for one in found]
             killed = [one for one in found if one.killed]
             good = good and len(killed) == len(found)
@@ -80,7 +80,7 @@ class Ranks:
         return Outcome("accepted" if good else "refused", data, lines)
 
 
-def _room() -> Any:
-    from . import room
+def _analysis() -> Any:
+    from . import analysis
 
-    return room
+    return analysis
