@@ -79,14 +79,14 @@ def _field(
     return attrs.field(default=default, metadata=known)
 
 
-def whole(default: int, least: int = 1, most: int = SIZE, **known: str) -> Any:
+def whole(default: int, least: int = 1, most: int = SIZE, **known: Any) -> Any:
     """A whole number between two limits, both included."""
     fits = lambda v: type(v) is int and least <= v <= most  # noqa: E731 - one of many alike
     expected = f"a whole number of at least {least}"
     return _field(default, "integer", expected, f"{least:,} to {most:,}", fits, most=most, **known)
 
 
-def number(default: float, *, positive: bool = False, **known: str) -> Any:
+def number(default: float, *, positive: bool = False, **known: Any) -> Any:
     """A finite number of at least 0, or above 0."""
 
     def fits(value: Any) -> bool:
@@ -98,19 +98,19 @@ def number(default: float, *, positive: bool = False, **known: str) -> Any:
     return _field(default, "number", f"a number {least}", allowed, fits, most=NUMBER, **known)
 
 
-def flag(default: bool, **known: str) -> Any:
+def flag(default: bool, **known: Any) -> Any:
     """True or false."""
     fits = lambda v: type(v) is bool  # noqa: E731 - one of many alike
     return _field(default, "boolean", "true or false", "true, false", fits, **known)
 
 
-def text(default: str, **known: str) -> Any:
+def text(default: str, **known: Any) -> Any:
     """A string, of paths here: any without NUL."""
     fits = lambda v: type(v) is str and "\0" not in v  # noqa: E731 - one of many alike
     return _field(default, "string", "a text", "any without NUL", fits, **known)
 
 
-def one_of(default: str, *options: str, **known: str) -> Any:
+def one_of(default: str, *options: str, **known: Any) -> Any:
     """One of several strings."""
     shown = ", ".join(map(repr, options))
     allowed = ", ".join(f"`{option}`" for option in options)
@@ -118,7 +118,7 @@ def one_of(default: str, *options: str, **known: str) -> Any:
     return _field(default, "string", f"one of {shown}", allowed, fits, **known)
 
 
-def schedule(default: str, **known: str) -> Any:
+def schedule(default: str, **known: Any) -> Any:
     """A short name of a schedule, or the name of a schedule class of torch."""
 
     def fits(value: Any) -> bool:
@@ -129,7 +129,7 @@ def schedule(default: str, **known: str) -> Any:
     return _field(default, "string", expected, allowed, fits, **known)
 
 
-def cut(**known: str) -> Any:
+def cut(**known: Any) -> Any:
     """How layers are divided into stages: by a rule, or the number of layers of each stage."""
 
     def fits(value: Any) -> bool:
@@ -142,7 +142,7 @@ def cut(**known: str) -> Any:
     return _field("even", "string or list of integers", expected, allowed, fits, **known)
 
 
-def times(**known: str) -> Any:
+def times(**known: Any) -> Any:
     """A list of times, one for each layer."""
 
     def fits(value: Any) -> bool:
