@@ -276,7 +276,7 @@ def test_a_place_that_cannot_be_written(new: str, said: str, tmp_path: Path) -> 
     assert "run.toml" in line
 
 
-PAGE = Path(config.__file__).parents[2] / "docs" / "configuration.md"
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 def test_the_page_has_every_field_as_it_is() -> None:
