@@ -297,7 +297,7 @@ def example_of(report: Mapping[str, Any]) -> str | None:
     asked = report["configuration"]
     if "optimizer" not in asked:
         return None
-    asked = {**asked, "parallel": translated(asked["parallel"])}
+    asked = {**asked, "parallel": translated(asked["parallel"])}  # older reports have flags
     tables = [name for name in TABLES if name != "checkpoint"]
     for path in sorted(EXAMPLES.glob("*.toml")):
         options = {name: asked["run"][name] for name in ("steps", "device")}

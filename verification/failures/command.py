@@ -14,6 +14,7 @@ from attrs import asdict
 
 from qeffect.cli.command import Outcome as CommandOutcome
 from qeffect.cli.command import Progress, UnusableError
+from qeffect.countdown import Countdown
 
 if TYPE_CHECKING:
     from .failure import Failure, Outcome
@@ -43,10 +44,14 @@ class Failures:
         from .failure import run
 
         chosen = _chosen(FAILURES, args.names)
-        pairs = []
+        pairs: list[tuple[Failure, Outcome]] = []
+        count = Countdown("failures", len(chosen))
         for number, failure in enumerate(chosen):
-            progress(f"Re-enacting. {number} of {len(chosen)}: {failure.name}")
-            pairs.append((failure, run(failure)))
+            progress(f"Re-enacting. {count(number)}: {failure.name}")
+            outcome = run(failure)
+            if outcome.problem and not any(earlier.problem for _, earlier in pairs):
+                progress.note(f"First finding. {failure.name}: {outcome.problem}")
+            pairs.append((failure, outcome))
         problems = [(f, o) for f, o in pairs if o.problem]
         data: dict[str, Any] = {
             "counts": counts(pairs),

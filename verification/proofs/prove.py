@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from attrs import define, field
 
+from qeffect.countdown import Countdown
 from qeffect.engine.stage import OPTIONAL
 from qeffect.spec.promises import PAPER
 
@@ -172,6 +173,7 @@ def run(
     solvers: Sequence[str] = ("z3",),
     *,
     depth: int = in_steps.DEPTH,
+    note: Progress | None = None,
 ) -> ProofReport:
     """
     Prove everything.
@@ -182,6 +184,7 @@ def run(
             composition again.
         solvers: ``z3``, and ``cvc5`` to ask it the same goals too.
         depth: Steps of the bounded proofs.
+        note: Told the first obligation without a proof at once.
 
     Raises:
         ImportError: cvc5 is asked for and not installed.
@@ -191,7 +194,7 @@ def run(
     parts: dict[str, Part] = {
         "bounded": lambda tell: _in_steps(depth, tell),
         "witnesses": _in_scope,
-        "obligations": lambda tell: _everything(first, tell),
+        "obligations": lambda tell: _everything(first, tell, note),
     }
     results = run_parallel(parts, tell)
     report = ProofReport(*(results[name].found for name in ("obligations", "witnesses", "bounded")))
@@ -202,15 +205,32 @@ def run(
     }
     for agreement in again(others, solvers):
         report.agreements.append(agreement)
-        tell(f"{agreement.solver}, seed {agreement.seed}: {agreement.unsat}/{agreement.goals}")
+        tell(
+            f"Proving. {agreement.solver}, seed {agreement.seed}: "
+            f"{agreement.unsat} of {agreement.goals}"
+        )
     return report
 
 
-def _everything(seed: int, tell: Progress) -> list[Obligation]:
+def _everything(seed: int, tell: Progress, note: Progress | None) -> list[Obligation]:
     found: list[Obligation] = []
+    names: dict[str, None] = {}
+    count = Countdown("compositions", len(COMPOSITIONS))
+    unproved = 0
     for obligation in unbounded(seed=seed):
         found.append(obligation)
-        tell(f"proving {obligation.composition}: {len(found)} obligations")
+        names[obligation.composition] = None
+        if not obligation.proved:
+            unproved += 1
+            if unproved == 1 and note is not None:
+                note(
+                    f"First finding. {obligation.transition} {obligation.path}: "
+                    f"{obligation.name}: {obligation.verdict}"
+                )
+        tell(
+            f"Proving. {count(min(len(names), len(COMPOSITIONS)) - 1)}, now "
+            f"{obligation.composition}: {len(found):,} obligations"
+        )
     return found
 
 
@@ -218,7 +238,7 @@ def _in_scope(tell: Progress) -> list[Obligation]:
     found = []
     for witness in in_scope.witnesses(Composition.of((), Encoding.finite(SCOPE))):
         found.append(witness)
-        tell(f"looking for states that take {witness.transition} {witness.path}")
+        tell(f"Proving. Looking for states that take {witness.transition} {witness.path}")
     return found
 
 
@@ -226,7 +246,7 @@ def _in_steps(depth: int, tell: Progress) -> list[Obligation]:
     found = []
     for proof in in_steps.bounded(Composition.of((), Encoding.finite(in_steps.SCOPE)), depth):
         found.append(proof)
-        tell(f"bounded: {proof.path} in {proof.seconds:.1f} s")
+        tell(f"Proving. From the initial state, {proof.path} in {proof.seconds:.1f} s")
     return found
 
 

@@ -8,6 +8,7 @@ import argparse
 from typing import Any
 
 from qeffect.cli.command import Outcome, Progress, needs
+from qeffect.countdown import Countdown
 
 __all__ = ["Ranks"]
 
@@ -29,13 +30,22 @@ class Ranks:
     def run(self, args: argparse.Namespace, progress: Progress) -> Outcome:
         """Prove, explore and report."""
         analysis = needs("verify", _analysis)
-        answers = list(analysis.prove(progress=progress))
+        answers: list[Any] = []
+        for answer in analysis.prove(progress=progress):
+            if not answer.proved and all(earlier.proved for earlier in answers):
+                progress.note(
+                    f"First finding. {answer.transition}: {answer.claim}: {answer.verdict}"
+                )
+            answers.append(answer)
         open_ = [answer for answer in answers if not answer.proved]
         asked = [answer for answer in answers if answer.verdict != "kept"]
         scopes = []
-        for scope in analysis.SCOPES.values():
-            progress.note(f"Exploring. {scope.name}: {scope.says}")
+        count = Countdown("scopes", len(analysis.SCOPES))
+        for number, scope in enumerate(analysis.SCOPES.values()):
+            progress.note(f"Exploring. {count(number)}. {scope.name}: {scope.says}")
             scopes.append(analysis.explore(scope, lemmas=False))
+            if scopes[-1].violation:
+                progress.note(f"Finding. {scope.name}: {scopes[-1].violation}")
         kernels = [analysis.match(name=name) for name in analysis.KERNEL_SCOPES]
         lines = [
             f"any number of ranks: {len(asked) - len(open_)} of {len(asked)} obligations proved, "

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from qeffect import Contract
+from qeffect.countdown import Countdown
 
 from ..coverage import CLAUSE_IDS, TARGETS, TRANSITION_NAMES, Target
 from ..process import Process
@@ -115,6 +116,7 @@ def run(
     make: Callable[[Process], Callable[..., Contract]] | None = None,
     *,
     shrink: bool = True,
+    note: Callable[[str], None] | None = None,
 ) -> RandomReport:
     """
     Run random schedules over processes of every shape.
@@ -128,12 +130,14 @@ def run(
         progress: Called with a progress line.
         make: Makes a process's contracts, to test faulty ones.
         shrink: Whether a failure is shortened before it is reported.
+        note: Called with a failure at once, before it is shortened.
 
     Returns:
         The report. It is a failure if ``failure`` or ``uncovered`` is not empty.
     """
     tally = CallCounts()
     report = RandomReport()
+    count = Countdown("random schedules", schedules)
 
     rare: list[Target] = []
 
@@ -147,7 +151,7 @@ def run(
         driver.agree()
         report.schedules += 1
         if progress is not None:
-            progress(f"Checking. schedules={report.schedules:,} actions={tally.calls:,}")
+            progress(f"Checking. {count(report.schedules)}: {tally.calls:,} actions")
 
     begun = time.perf_counter()
     found = None
@@ -164,6 +168,8 @@ def run(
         rare = [target for target in TARGETS if not tally.targets[target]]
     report.seconds = time.perf_counter() - begun
     if found is not None:
+        if note is not None:
+            note(f"First finding. {str(found).splitlines()[0]}; looking for a shorter schedule")
         report.failure = str(_shrunk(found, seed, progress, make) if shrink else found)
     report.actions = tally.calls
     report.accepted = {name: tally.accepted[name] for name in TRANSITION_NAMES}
