@@ -25,7 +25,8 @@ from ...training.command import (
     nonfinite_lines,
     release,
 )
-from ...training.config import Checkpointing, read
+from ...training.config import Checkpointing
+from ...training.config_file import read
 from ...training.loop import Trainer, backend_of
 from ..comparisons.ranks import compared, native, summed, tensors_of
 
@@ -37,8 +38,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare",
         choices=("all", "ends"),
-        help="train natively too, under torch's own pipeline, and compare the losses of every step "
-        "and every tensor bit for bit: of all steps, or at the end",
+        help="also train natively under torch's own pipeline, and compare bit for bit the loss of "
+        "every step, and every tensor after each step (all) or at the end (ends)",
     )
 
 
