@@ -1,5 +1,5 @@
 """
-The example logs: what each scenario records, and for every reachable clause an edit that breaks it.
+The example logs: the log of each scenario, and for every reachable clause an edit that breaks it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .edits import Edit, edits
 from .recorded import MATRICES, RecordedCaller, placed
 from .scenarios import SCENARIOS
 
-__all__ = ["UNREACHED", "Rejected", "apart", "files", "outcomes", "rejected", "valid"]
+__all__ = ["UNREACHED", "Rejected", "files", "outcomes", "rejected", "single_edit_logs", "valid"]
 
 #: Clauses that no change of one place in a valid log breaks; part 15 of the contract says why.
 UNREACHED: Final = frozenset(
@@ -82,7 +82,7 @@ def valid() -> Mapping[str, list[str]]:
 
 @cache
 def outcomes(log: str) -> tuple[tuple[Edit, ReplayReport | LogError], ...]:
-    """Return every one-field edit of a valid log, resealed, with what the replayer says of it."""
+    """Return every one-field edit of a valid log, resealed, with the replayer's verdict."""
     result: list[tuple[Edit, ReplayReport | LogError]] = []
     for edit in edits(valid()[log]):
         try:
@@ -93,7 +93,7 @@ def outcomes(log: str) -> tuple[tuple[Edit, ReplayReport | LogError], ...]:
 
 
 def given_up() -> list[str]:
-    """A tape of one stage is given up, and another stage goes on."""
+    """A tape of one stage is dropped, and another stage continues."""
     stages = [StageConfig(s, 1, 1, matrices=MATRICES) for s in (0, 1)]
     d = RecordedCaller(stages, incarnation=0x5EED_0800)
     d.forward(1, 0, refresh=True)
@@ -124,13 +124,13 @@ def two_writes_at_once() -> list[str]:
 
 
 #: Valid logs that exist for the sake of one edit.
-_APART: Final[Mapping[str, Callable[[], list[str]]]] = {
+_SINGLE_EDIT_LOGS: Final[Mapping[str, Callable[[], list[str]]]] = {
     "given-up": given_up,
     "two-writes-at-once": two_writes_at_once,
 }
 
-#: Clauses that only these logs break: the log, the first line with this text, the place, and what
-#: stands there afterwards.
+#: Clauses that only these logs break: the log, the first line with this text, the place, and the
+#: value after the edit.
 _MADE: Final[Mapping[str, tuple[str, str, tuple[str | int, ...], Any]]] = {
     "arena.spoiled": ("given-up", "bind", ("key", 1), 1),
     # The stage then accumulates into one symbolic buffer, and the buffer's number that the second
@@ -140,14 +140,14 @@ _MADE: Final[Mapping[str, tuple[str, str, tuple[str | int, ...], Any]]] = {
 
 
 @cache
-def apart() -> Mapping[str, list[str]]:
+def single_edit_logs() -> Mapping[str, list[str]]:
     """Return the valid logs that exist for the sake of one edit, by name."""
-    return {name: scenario() for name, scenario in _APART.items()}
+    return {name: scenario() for name, scenario in _SINGLE_EDIT_LOGS.items()}
 
 
 def _made(clause: str) -> Rejected:
     log, text, path, now = _MADE[clause]
-    lines = apart()[log]
+    lines = single_edit_logs()[log]
     line = next(number for number, found in enumerate(lines, 1) if f'"{text}"' in found)
     was = json.loads(lines[line - 1])
     for part in path:
@@ -163,8 +163,9 @@ def rejected() -> dict[str, Rejected]:
     """
     Return one rejected log per clause that a single field can break.
 
-    Every edit of the scenarios' logs is tried: one that is refused at its own line is preferred,
-    then a shorter log, then the earlier. Clauses that none breaks have a log of their own.
+    Every edit of the scenarios' logs is tried. Edits that are refused at their own line are
+    preferred, then shorter logs, then earlier edits. Clauses that no edit breaks have a log of
+    their own.
     """
     best: dict[str, tuple[tuple[bool, int], Rejected]] = {}
     for log, lines in valid().items():
@@ -191,7 +192,10 @@ def files() -> Mapping[str, str]:
     """Return the text of every example file by its path under ``spec/logs``."""
     examples = rejected()
     return {
-        **{f"valid/{name}.jsonl": "".join(lines) for name, lines in {**valid(), **apart()}.items()},
+        **{
+            f"valid/{name}.jsonl": "".join(lines)
+            for name, lines in {**valid(), **single_edit_logs()}.items()
+        },
         **{f"rejected/{clause}.jsonl": "".join(e.lines) for clause, e in examples.items()},
         "rejected/index.json": _index(examples),
     }

@@ -1,5 +1,5 @@
 """
-Is every guard needed? Each is deleted in turn, and so is each operand and each state update.
+Mutants: each guard, operand and state update is deleted in turn, to see whether it is needed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from attrs import define, field
+
+from qeffect.countdown import Countdown
 
 from .program import program
 from .sites import Mutant, Site, mutant, sites
@@ -31,12 +33,12 @@ __all__ = [
 @define
 class MutantReport:
     """
-    What became of every mutant.
+    The verdicts on all mutants.
 
     Args:
         verdicts: The verdict of each.
-        seconds: What it took in all.
-        setup_seconds: Of that, what the search took in which all are tried in reachable states.
+        seconds: Total time.
+        setup_seconds: The part of it that tries all mutants in reachable states.
     """
 
     verdicts: list[Verdict] = field(factory=list)
@@ -45,22 +47,22 @@ class MutantReport:
 
     @property
     def mutants(self) -> int:
-        """How many there are."""
+        """Number of mutants."""
         return len(self.verdicts)
 
     @property
     def killed(self) -> int:
-        """How many behave differently in a way that matters."""
+        """Number of mutants that a promise, a legal schedule or a clause's name detects."""
         return sum(verdict.killed for verdict in self.verdicts)
 
     @property
     def equivalent(self) -> list[Verdict]:
-        """Those proved to do the same as the contract, because something else does their work."""
+        """The mutants that are proved equal to the contract, because another guard covers them."""
         return [v for v in self.verdicts if v.kind == "equivalent" and v.justified]
 
     @property
     def survivors(self) -> list[Verdict]:
-        """Those neither killed nor proved equivalent and justified."""
+        """The mutants that are neither killed nor proved equivalent and justified."""
         return [verdict for verdict in self.verdicts if not verdict.justified]
 
     @property
@@ -90,13 +92,19 @@ def sites_with(text: str) -> list[Site]:
     return [site for site in sites() if text in str(site)]
 
 
-def run(progress: Callable[[str], None] | None = None, only: str | None = None) -> MutantReport:
+def run(
+    progress: Callable[[str], None] | None = None,
+    only: str | None = None,
+    *,
+    note: Callable[[str], None] | None = None,
+) -> MutantReport:
     """
-    Delete each guard, operand and update in turn, and say what becomes of each mutant.
+    Delete each guard, operand and update in turn, and return the verdict on each mutant.
 
     Args:
-        progress: Called with a line now and then.
+        progress: Called with a progress line.
         only: Part of a site's text, for example ``check_dgrad`` or ``arena.``; None for all.
+        note: Told the first survivor at once.
     """
     report = MutantReport()
     began = time.perf_counter()
@@ -104,9 +112,12 @@ def run(progress: Callable[[str], None] | None = None, only: str | None = None) 
     if only is None:
         prepare(progress or (lambda line: None))
         report.setup_seconds = time.perf_counter() - began
+    count = Countdown("mutants", len(chosen))
     for site in chosen:
         report.verdicts.append(judge(mutant(site)))
+        if note is not None and [report.verdicts[-1]] == report.survivors:
+            note(f"First survivor. {site}")
         if progress is not None:
-            progress(f"mutants: {report.killed} of {len(report.verdicts)} killed")
+            progress(f"Mutants. {count(len(report.verdicts))}, {report.killed} killed")
     report.seconds = time.perf_counter() - began
     return report

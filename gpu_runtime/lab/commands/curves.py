@@ -30,6 +30,7 @@ import torch
 from qeffect.cli.command import Outcome, Progress, refuse_unused
 from qeffect.refusals import Refused
 from qeffect.report import UnusableError, finite, program
+from qeffect.text import counted
 
 from ...backends.protocol import BackendError, StageBackend, parameters
 from ...ranks.assembly import build_worker
@@ -379,7 +380,7 @@ def _course(
             _evaluate(side, course, last, told, ends=ends)
             now, held = course.losses[-1], course.held_out[-1][1]
             told.note(
-                f"{named}: {last} steps in {seconds:.1f} s, loss {_said(now)}, held out "
+                f"{named}: {counted(last, 'step')} in {seconds:.1f} s, loss {_said(now)}, held out "
                 f"{_said(held)}" + ", ended by --limit-s" * (over and last < run.steps)
             )
         if ends:
@@ -496,7 +497,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
         raise UnusableError(
             f"{args.config}: [data] held_out: runs are compared by held-out text; name a file"
         )
-    where = environment(args.commit)
+    where = environment(args.commit, args.out)
     require_processes(first, job, f"curves {args.config} --runs ...")
     windows = first.run.evaluate_windows
     if args.held_out_steps is not None:
