@@ -41,7 +41,8 @@ from ...ranks.worker import Worker
 from ...ranks.world import Limits, Member, gathered
 from ...step.optimizer import Optimizer
 from ...training.command import release, require_processes
-from ...training.config import Checkpointing, Config, read
+from ...training.config import Checkpointing, Config
+from ...training.config_file import read
 from ...training.evaluate import evaluate
 from ...training.launches import Steps, mode_of
 from ...training.loop import TIMES, Opened, backend_of, opened, settled
