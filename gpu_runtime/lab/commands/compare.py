@@ -46,16 +46,20 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=tuple(SETS),
         default=list(DEFAULT_SETS),
-        help=f"sets of cases (default {' '.join(DEFAULT_SETS)})",
+        help=f"sets of cases to compare (default {' '.join(DEFAULT_SETS)})",
     )
-    parser.add_argument("--cases", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--steps", type=int, metavar="N", help="fewer steps, to see it run")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, help="sides to run; all by default")
+    parser.add_argument(
+        "--cases", nargs="+", metavar="NAME", help="cases of these sets by name (default all)"
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="steps per run (default: each case's own)"
+    )
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="sides to run (default all)")
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="cpu compares the reference backend at hidden 128, without capture",
+        help="device (default cuda); cpu compares the reference backend at hidden 128, uncaptured",
     )
     add_report_options(parser)
 

@@ -431,31 +431,33 @@ def _limits(config: Config) -> Limits:
 def add_curves_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `curves`."""
     parser.add_argument(
-        "config", type=Path, nargs="?", help="the TOML file of a training run, with held-out text"
+        "config", type=Path, nargs="?", help="TOML file of a training run with held-out text"
     )
     parser.add_argument(
         "--runs",
         nargs="+",
         metavar="SIDE:SCHEDULE:SEED[:HEAD]",
-        help="what to train, in this order: native:il:0 guarded:zbv:0 ...",
+        help="runs to train, in this order, such as native:il:0 guarded:zbv:0",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="of each run, instead of the file's")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="steps per run (default: the file's)"
+    )
     parser.add_argument(
         "--held-out-steps",
         type=int,
         metavar="N",
-        help="evaluate on as many windows as N steps take, instead of the file's",
+        help="evaluation size: the windows of N training steps (default: the file's)",
     )
     parser.add_argument(
         "--limit-s",
         type=float,
         metavar="S",
-        help="seconds after which a run ends at its next block, and none begins; a report that "
-        "is cut short so is not complete",
+        help="time limit in seconds: a run then ends at its next block, no other run begins, and "
+        "the report is incomplete (default: no limit)",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="instead of the file's")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="device (default: the file's)")
     parser.add_argument(
-        "--merge", nargs="+", type=Path, metavar="F", help="make one report of several"
+        "--merge", nargs="+", type=Path, metavar="F", help="reports to merge into one"
     )
     add_report_options(parser, required=True)
 

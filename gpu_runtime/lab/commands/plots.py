@@ -463,11 +463,16 @@ def add_plots_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=reports.FOLDER,
         metavar="DIR",
-        help="where reports are (default: those of the checkout)",
+        help="folder of the reports (default: the checkout's)",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where pictures go")
     parser.add_argument(
-        "--format", choices=("svg", "png"), default="svg", help="of the pictures (default svg)"
+        "--out", type=Path, required=True, metavar="DIR", help="folder for the pictures"
+    )
+    parser.add_argument(
+        "--format",
+        choices=("svg", "png"),
+        default="svg",
+        help="format of the pictures (default svg)",
     )
 
 

@@ -35,12 +35,15 @@ HARMLESS = "a shared pool did no harm, so the comparison shows nothing"
 
 def add_pools_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `pools`."""
-    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps of each run")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="optimizer steps per run (default: each case's own)"
+    )
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="cpu runs the reference backend, eager, at hidden 128; there a pool moves no memory",
+        help="device (default cuda); cpu runs the eager reference backend at hidden 128, where a "
+        "pool moves no memory",
     )
     add_report_options(parser)
 

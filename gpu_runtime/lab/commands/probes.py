@@ -61,7 +61,8 @@ def add_probes_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="cpu runs the reference backend, to see the probes; it says nothing of the library",
+        help="device (default cuda); cpu runs the reference backend and checks nothing about the "
+        "library",
     )
     parser.add_argument(
         "--only",
@@ -69,7 +70,7 @@ def add_probes_arguments(parser: argparse.ArgumentParser) -> None:
         choices=PROBES,
         default=list(PROBES),
         metavar="WHAT",
-        help=f"some of {', '.join(PROBES)}",
+        help=f"probes to run: {', '.join(PROBES)} (default all)",
     )
     add_report_options(parser)
 

@@ -77,12 +77,21 @@ TRACED = 5
 
 def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `scale`."""
-    parser.add_argument("--pp", type=int, default=2, metavar="N", help="ranks (default 2)")
+    parser.add_argument("--pp", type=int, default=2, metavar="N", help="pipeline ranks (default 2)")
     parser.add_argument(
-        "--schedules", nargs="+", default=list(SCHEDULES), metavar="NAME", help="il, izb, zbv"
+        "--schedules",
+        nargs="+",
+        default=list(SCHEDULES),
+        metavar="NAME",
+        help="schedules: il, izb, zbv (default all)",
     )
     parser.add_argument(
-        "--cells", nargs="*", default=list(CELLS)[:2], choices=CELLS, metavar="CELL", help="to time"
+        "--cells",
+        nargs="*",
+        default=list(CELLS)[:2],
+        choices=CELLS,
+        metavar="CELL",
+        help=f"cells to time (default {' '.join(list(CELLS)[:2])})",
     )
     parser.add_argument(
         "--compared",
@@ -90,12 +99,24 @@ def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(COMPARED)[:2],
         choices=COMPARED,
         metavar="NAME",
-        help="to compare bit for bit",
+        help=f"cases to compare bit for bit (default: {', '.join(list(COMPARED)[:2])})",
     )
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each side")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of a turn")
-    parser.add_argument("--native-steps", type=int, default=3, metavar="N", help="of a native turn")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="rounds per side (default 5)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="steps per round (default 10)"
+    )
+    parser.add_argument(
+        "--native-steps",
+        type=int,
+        default=3,
+        metavar="N",
+        help="steps per round for native (default 3)",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda", help="device (default cuda)"
+    )
     add_report_options(parser)
 
 

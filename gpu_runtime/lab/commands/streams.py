@@ -189,11 +189,25 @@ def in_fresh_process(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def add_streams_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `streams`."""
-    parser.add_argument("--processes", type=int, default=3, metavar="N", help="for each handoff")
-    parser.add_argument("--checks", type=int, default=200, metavar="N", help="in each process")
-    parser.add_argument("--width", type=int, default=2048, help="width of the producer's products")
-    parser.add_argument("--depth", type=int, default=32, help="how many products it has in a row")
-    parser.add_argument("--quick", action="store_true", help="1 process of 20 checks each")
+    parser.add_argument(
+        "--processes", type=int, default=3, metavar="N", help="processes per handoff (default 3)"
+    )
+    parser.add_argument(
+        "--checks", type=int, default=200, metavar="N", help="checks per process (default 200)"
+    )
+    parser.add_argument(
+        "--width",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="width of the producer's matrices (default 2048)",
+    )
+    parser.add_argument(
+        "--depth", type=int, default=32, metavar="N", help="matrix products in a row (default 32)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="1 process per handoff with 20 checks, as a trial run"
+    )
     add_report_options(parser)
 
 

@@ -174,31 +174,43 @@ def table_rows(
 
 def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tables`."""
-    parser.add_argument("--pp", type=int, metavar="N", help="ranks (default 2)")
+    parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default 2)")
     parser.add_argument(
         "--parts",
         nargs="+",
         choices=PARTS,
         metavar="PART",
-        help=f"{', '.join(PARTS)} (default: the first three)",
+        help=f"parts to measure: {', '.join(PARTS)} (default: the first three)",
     )
     parser.add_argument(
-        "--cells", nargs="+", choices=CELLS, metavar="CELL", help=f"default {SMALL} {LARGE}"
+        "--cells",
+        nargs="+",
+        choices=CELLS,
+        metavar="CELL",
+        help=f"cells to measure (default {SMALL} {LARGE})",
     )
     parser.add_argument(
-        "--microbatches", nargs="+", type=int, metavar="M", help="of resources (default 2 to 32)"
+        "--microbatches",
+        nargs="+",
+        type=int,
+        metavar="M",
+        help="numbers of microbatches in the part resources (default 2 to 32)",
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each side (default 3)")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of a turn (default 10)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds per side (default 3)")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps per round (default 10)")
     parser.add_argument(
-        "--native-steps", type=int, metavar="N", help="of a turn that launches (default 3)"
+        "--native-steps", type=int, metavar="N", help="steps per round for native (default 3)"
     )
     parser.add_argument(
-        "--no-profile", action="store_true", default=None, help="count no kernels and no copies"
+        "--no-profile", action="store_true", default=None, help="no counts of kernels and copies"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default cuda")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="device (default cuda)")
     parser.add_argument(
-        "--merge", nargs="+", type=Path, metavar="F", help="merge reports of trials, in this order"
+        "--merge",
+        nargs="+",
+        type=Path,
+        metavar="F",
+        help="reports of trials to merge, in this order",
     )
     add_report_options(parser)
 
