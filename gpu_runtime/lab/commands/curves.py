@@ -8,7 +8,7 @@ so that runs of one seed begin with the same bits and read the same windows. Eac
 the same processes, and written down whole as soon as it has ended. What follows from them is
 computed by `qeffect.gpu_runtime.lab.statistics.curves`.
 
-Steps are timed in blocks of `log_every`, the device drained at the end of each; making and
+StepRunner are timed in blocks of `log_every`, the device drained at the end of each; making and
 capturing, evaluations and the exchange of losses lie between the clocks.
 """
 
@@ -40,12 +40,12 @@ from ...ranks.processes import join_ranks, report_once, stopped_outcome
 from ...ranks.worker import Worker
 from ...ranks.world import Limits, Member, gathered
 from ...step.optimizer import Optimizer
+from ...training.assembly import TIMES, JobData, backend_of, measure_cut, open_job
 from ...training.command import release, require_processes
 from ...training.config import Checkpointing, Config
 from ...training.config_file import read
 from ...training.evaluate import evaluate
-from ...training.launches import Steps, mode_of
-from ...training.loop import TIMES, Opened, backend_of, opened, settled
+from ...training.launches import StepRunner, mode_of
 from ...training.model import Language
 from ..comparisons.evaluation import evaluate_native
 from ..comparisons.ranks import native_pipeline, tensors_of
@@ -174,10 +174,10 @@ class _Guarded:
     The guarded pipeline: captured on a GPU, where the file does not say otherwise.
 
     Raises:
-        BackendError: Steps are to be launches, and cannot be.
+        BackendError: StepRunner are to be launches, and cannot be.
     """
 
-    def __init__(self, member: Member, config: Config, data: Opened) -> None:
+    def __init__(self, member: Member, config: Config, data: JobData) -> None:
         self.data = data
         mode, why = mode_of(member, data.job, config.parallel.mode)
         self.captured = mode != "eager"
@@ -189,7 +189,7 @@ class _Guarded:
             mode=mode,
             limits=_limits(config),
         )
-        self.steps = Steps(self.worker)
+        self.steps = StepRunner(self.worker)
         _require_launches(config, self.steps.replays)
         self.optimizer = self.worker.optimizer
         self.stages: Mapping[int, StageBackend] = self.worker.runtime.stages
@@ -201,7 +201,7 @@ class _Guarded:
         self.steps.leave()
 
     def taken(self, step: int) -> list[float]:
-        found = self.steps.word(step).losses
+        found = self.steps.result(step).losses
         self.steps.forget(step + 1)
         return found
 
@@ -230,7 +230,7 @@ class _Native:
     captured = False
     launches: int = 0
 
-    def __init__(self, member: Member, config: Config, data: Opened) -> None:
+    def __init__(self, member: Member, config: Config, data: JobData) -> None:
         self.member, self.data = member, data
         self.pipeline: NativePipeline = native_pipeline(member, data.job, backend_of(config))
         self.optimizer = self.pipeline.optimizer
@@ -271,7 +271,7 @@ class Told:
 
 
 def trained(
-    member: Member, named: Named, config: Config, data: Opened, told: Told
+    member: Member, named: Named, config: Config, data: JobData, told: Told
 ) -> dict[str, Any]:
     """
     One run from its beginning, in processes that may have had others; every rank calls it.
@@ -494,7 +494,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     whole = [attrs.evolve(named, head=head) for named, head in zip(names, heads, strict=True)]
     if twice := next((named for n, named in enumerate(whole) if named in whole[:n]), None):
         raise UnusableError(f"--runs {twice}: it is named twice; name each run once")
-    data = [opened(config) for config in configs]  # before any rank waits for another
+    data = [open_job(config) for config in configs]  # before any rank waits for another
     first, (job, held_out) = configs[0], data[0]
     if held_out is None:
         raise UnusableError(
@@ -514,7 +514,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     for config, own in zip(configs, data, strict=True):
         # Measured once for each head: runs of one report are of one cut.
         head = config.model.head
-        cut.append(settled(member, config, own, times=times.get(head)))
+        cut.append(measure_cut(member, config, own, times=times.get(head)))
         found = cut[-1][0].parallel
         if found.cut == "measured":
             times[head] = {name: getattr(found, name) for name in TIMES}
