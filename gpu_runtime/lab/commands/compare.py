@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from ..comparisons.recording import (
 from ..comparisons.sides import GUARDED, SIDES, record
 from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
+from ..runner.processes import ChildError, ChildProcess
 
 __all__ = [
     "add_compare_arguments",
@@ -131,32 +131,22 @@ def compare_cases(
     say: Callable[[str], None],
 ) -> None:
     """Run every side in a process of its own, all at once; compare, and say so, case by case."""
-    context = multiprocessing.get_context("spawn")
     backend = "transformer-engine" if device == "cuda" else "reference"
     os.environ.update(DETERMINISTIC)
-    pipes, processes = {}, []
-    for side in sides:
-        mine, theirs = context.Pipe()
-        process = context.Process(
-            target=_serve,
-            args=(theirs, side, backend, device, [case.to_json() for case in cases]),
-            daemon=True,
-        )
-        process.start()
-        theirs.close()
-        pipes[side] = mine
-        processes.append(process)
+    data = [case.to_json() for case in cases]
+    running = {side: ChildProcess(_serve, side, backend, device, data) for side in sides}
     for case in cases:
         recordings: dict[str, Recording] = {}
-        for side, pipe in pipes.items():
+        for side, process in running.items():
             try:
-                kind, value = pipe.recv()
-            except EOFError:
-                kind, value = "failed", "the process ended"
-            if kind == "failed":
-                report.raw["failures"].append({"case": case.name, "side": side, "error": value})
-            elif value is not None:
-                recordings[side] = Recording.from_json(json.loads(value))
+                text = process.receive()
+            except ChildError as error:
+                report.raw["failures"].append(
+                    {"case": case.name, "side": side, "error": str(error)}
+                )
+                continue
+            if text is not None:
+                recordings[side] = Recording.from_json(json.loads(text))
         runs = _compared(case, recordings)
         for run in runs:
             report.raw["runs"].append(run)
@@ -170,8 +160,8 @@ def compare_cases(
             }
             report.raw["failures"].append(lacking)
         report.save()
-    for process in processes:
-        process.join(timeout=30)
+    for process in running.values():
+        process.end()
 
 
 def _compared(case: Case, recordings: Mapping[str, Recording]) -> list[dict[str, Any]]:

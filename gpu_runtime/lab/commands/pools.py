@@ -6,11 +6,8 @@ all slots share, replayed out of capture order and compared with native full bac
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import attrs
@@ -24,6 +21,7 @@ from ..comparisons.cases import Case, small
 from ..comparisons.recording import Recording, compare
 from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
+from ..runner.processes import ChildError, ChildProcess, answer
 
 __all__ = ["add_pools_arguments", "compare_pools", "run_pools"]
 
@@ -82,8 +80,8 @@ def compare_pools(
     """Run native twice and every discipline, each in a fresh process, and compare with native."""
     os.environ.update(DETERMINISTIC)
     names = (*NATIVE, *DISCIPLINES)
-    started = [_start(case.to_json(), name, backend, device) for name in names]
-    found = {name: _answer(*each) for name, each in zip(names, started, strict=True)}
+    started = [ChildProcess(answer, trial, case.to_json(), name, backend, device) for name in names]
+    found = {name: _answer(each) for name, each in zip(names, started, strict=True)}
     base = found["native"]
     for name in names[1:]:
         run = record_of(case, name, base, found[name])
@@ -92,32 +90,14 @@ def compare_pools(
     report.save()
 
 
-def _start(*arguments: Any) -> tuple[SpawnProcess, Connection]:
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, *arguments), daemon=True)
-    process.start()
-    theirs.close()
-    return process, mine
-
-
-def _serve(pipe: Connection, *arguments: Any) -> None:
-    pipe.send(trial(*arguments))
-
-
-def _answer(process: SpawnProcess, pipe: Connection) -> Mapping[str, Any]:
+def _answer(process: ChildProcess) -> Mapping[str, Any]:
     try:
-        if pipe.poll(TIMEOUT_S):
-            answer: Mapping[str, Any] = pipe.recv()
-            return answer
-        return {"error": f"no answer within {TIMEOUT_S:g} s"}
-    except EOFError:
-        return {"error": "the process ended without an answer"}
+        found: Mapping[str, Any] = process.receive(TIMEOUT_S)
+        return found
+    except ChildError as error:
+        return {"error": str(error)}
     finally:
-        pipe.close()
-        process.join(timeout=10)
-        if process.is_alive():
-            process.kill()
+        process.end()
 
 
 def record_of(

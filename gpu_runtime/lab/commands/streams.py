@@ -18,10 +18,8 @@ is idle, and vacuous when the producer changed nothing, so that a stale read cou
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ from qeffect.report import UnusableError
 from ...step.memory.state import same_bits
 from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
+from ..runner.processes import ChildError, ChildProcess, answer
 
 KINDS = ("output", "parameter", "scaling", "cache")
 HANDOFFS = ("one-way", "two-way", "graph-event")
@@ -149,42 +148,10 @@ def check_handoff(handoff: str, checks: int, *, width: int, depth: int) -> dict[
     }
 
 
-def _child(pipe: Connection, arguments: dict[str, Any]) -> None:
-    try:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            raise RuntimeError("the process has a device context already; it is not a fresh one")
-        pipe.send(("done", check_handoff(**arguments)))
-    except Exception as error:
-        pipe.send(("failed", f"{type(error).__name__}: {error}"))
-
-
-def in_fresh_process(arguments: dict[str, Any]) -> dict[str, Any]:
-    """
-    `check_handoff` in a process of its own.
-
-    Raises:
-        RuntimeError: It failed, or gave no answer in time.
-    """
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=_child, args=(theirs, arguments), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not mine.poll(TIMEOUT_S):
-            raise RuntimeError(f"no answer within {TIMEOUT_S:g} s")
-        kind, value = mine.recv()
-    except EOFError:
-        raise RuntimeError("the process ended without an answer") from None
-    finally:
-        mine.close()
-        process.join(timeout=10)
-        if process.is_alive():
-            process.kill()
-    if kind == "failed":
-        raise RuntimeError(value)
-    found: dict[str, Any] = value
-    return found
+def _fresh_check(arguments: dict[str, Any]) -> dict[str, Any]:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise RuntimeError("the process has a device context already; it is not a fresh one")
+    return check_handoff(**arguments)
 
 
 def add_streams_arguments(parser: argparse.ArgumentParser) -> None:
@@ -221,10 +188,12 @@ def run_streams(args: argparse.Namespace, progress: Progress) -> Outcome:
                 "width": args.width,
                 "depth": args.depth,
             }
+            process = ChildProcess(answer, _fresh_check, asked)
             try:
-                report.raw["runs"].append(in_fresh_process(asked))
-            except RuntimeError as error:
+                report.raw["runs"].append(process.receive(TIMEOUT_S))
+            except ChildError as error:
                 raise UnusableError(str(error)) from error
+            process.end()
             report.save()
     finished = report.finish()
     found = problems(finished["derived"]["handoffs"])
