@@ -1,23 +1,68 @@
 """
-Hypothesis profiles: ``dev`` by default, ``ci`` where CI is set, HYPOTHESIS_PROFILE for any other.
+The suite's configuration: its profile, its record, and what keeps a worker fast.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+from pathlib import Path
 
-from hypothesis import HealthCheck, settings
+import pytest
 
-_ANY = {
-    "deadline": None,
-    "suppress_health_check": (HealthCheck.too_slow, HealthCheck.data_too_large),
-}
+from tests import profiles
+from tests.record import Recorder
 
-settings.register_profile("dev", max_examples=25, stateful_step_count=20, **_ANY)
-settings.register_profile(
-    "ci", max_examples=150, stateful_step_count=40, derandomize=True, print_blob=True, **_ANY
-)
-settings.register_profile(
-    "nightly", max_examples=2_000, stateful_step_count=60, print_blob=True, **_ANY
-)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+# A worker of xdist has one core: a second thread of torch would wait for another worker's.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Collecting makes millions of objects that stay. Looking through them takes a third of its time.
+gc.disable()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that asks for a record."""
+    parser.addoption(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="JSON file for a dated record of the run: commit, hardware, versions, counts",
+    )
+    parser.addoption("--commit", help="the commit that a record names, outside a checkout")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the profile; write a record where one is asked for."""
+    named = config.getoption("hypothesis_profile", None)
+    if named not in (None, profiles.PROFILE):
+        raise pytest.UsageError(
+            f"set HYPOTHESIS_PROFILE={named}; the suite takes its profile there"
+        )
+    try:
+        profiles.load()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    file = config.getoption("record")
+    if file is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(file.absolute(), config), "qeffect record")
+
+
+def pytest_report_header() -> str:
+    """The profile that runs, and why."""
+    return profiles.described()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what is marked ``ci`` where the profile is ``dev``."""
+    if not profiles.THINNED:
+        return
+    left = [item for item in items if item.get_closest_marker("ci") is not None]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item.get_closest_marker("ci") is None]
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, but not among what collection has made: it stays to the end."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()

@@ -9,8 +9,8 @@ from functools import partial
 from typing import BinaryIO
 
 from ..runtime import Mode, RuntimeConfig
-from .executor import Pipeline
 from .job import Batches, Job
+from .pipeline import Pipeline
 from .worker import Worker
 from .world import Limits, Member
 

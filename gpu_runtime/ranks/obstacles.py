@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..step.nested import obstacle
+from ..step.nested_graphs import nesting_obstacle
 from .worker import Worker
 from .world import Member, gathered
 
@@ -35,7 +35,7 @@ def obstacles_on(device: torch.device, rule: str) -> list[str]:
             "rule is 'copied', which copies gradients outside of the slots' graphs: take "
             "'accumulate' or 'per_microbatch'"
         )
-    if (problem := obstacle(device)) is not None:
+    if (problem := nesting_obstacle(device)) is not None:
         found.append(problem)
     return found
 

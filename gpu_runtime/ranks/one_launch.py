@@ -31,43 +31,29 @@ gone, the ranks begin again from a checkpoint.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import chain, pairwise
-from operator import attrgetter
+from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from qeffect.counts import DeviceCounts, advance
-
-from ..backends.protocol import BackendError, StageBackend, parameters
-from ..step.clipping import DeviceNorm, Norm, square_sums
+from ..backends.protocol import BackendError, parameters
+from ..step.clipping import DeviceNorm, Norm
 from ..step.graphs import GraphExecutor, no_collection
-from ..step.memory.counters import DeviceCounters
-from ..step.memory.state import GatedSnapshot, live_state
-from ..step.optimizer import Gradients
 from .baked_optimizer import BakedOptimizer
-from .channels import Abort, LostError, end_group, transport_of
 from .consent import DisagreementError, StoppedError, wait_for
-from .executor import Feed, Passage
-from .feeds import made
+from .gate import UNLIKE, UpdateGate
 from .obstacles import obstacles
 from .rehearsal import Rehearsal
+from .staged_feed import StagedFeed
 from .worker import Worker
 
 __all__ = ["OneLaunch", "obstacles"]
 
-UNLIKE = 2
-"""What is published of a rank whose replica has other reduced gradients than the first."""
-ROWS = 4
-"""Steps that the device may be ahead of what the host has read, and more than it ever is."""
 PARTS = ("data", "guards", "launch", "step before", "commit")
 """What the host does in a launch: `step before` is its wait for that step, and its verdict."""
-_form = attrgetter("shape", "dtype", "device")
-_form_and_graph = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 class OneLaunch:
@@ -99,10 +85,10 @@ class OneLaunch:
     def _begin(self) -> None:
         """Over the worker's connections as they are now; nothing is captured."""
         self.pipeline = self.worker.pipeline
-        self.feed = _Staged(self.pipeline.feed)
+        self.feed = StagedFeed(self.pipeline.feed)
         self.graph: torch.cuda.CUDAGraph | None = None
         assert self.runtime.counters is not None
-        self._gate = _Gate(self.runtime.counters, self.worker)
+        self._gate = UpdateGate(self.runtime.counters, self.worker)
         self._launched: list[Any] = []
         self._spare: list[Any] = []  # events of launches that have ended
         self._left: int | None = None
@@ -423,229 +409,3 @@ class OneLaunch:
 
 def _event() -> Any:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
-
-
-class _Staged:
-    """A feed whose tensors stay where they are, so that a graph can read them."""
-
-    def __init__(self, inner: Feed) -> None:
-        self.inner = inner
-        self.losses: dict[int, Tensor] = {}
-        self._held: dict[tuple[str, int, int], tuple[StageBackend, tuple[Tensor, ...]]] = {}
-        self._places: list[tuple[str, StageBackend, int]] = []
-        self._many: list[int] = []
-        self._forms: list[Any] = []
-        self._alike: list[tuple[list[Tensor], list[int]]] = []
-        self.rehearsing = False
-
-    def inputs(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """What the inner feed gives, held."""
-        return self._held["inputs", stage.index, microbatch][1]
-
-    def output_gradients(self, stage: StageBackend, step: int, microbatch: int) -> Sequence[Tensor]:
-        """Likewise."""
-        return self._held["output_gradients", stage.index, microbatch][1]
-
-    def outputs(
-        self, stage: StageBackend, step: int, microbatch: int, outputs: Sequence[Tensor]
-    ) -> None:
-        """Keep the last stage's first output; in a rehearsal there is none."""
-        if not self.rehearsing:
-            held = self.losses.setdefault(microbatch, torch.empty_like(outputs[0]))
-            held.copy_(outputs[0])
-
-    def prepare(self, passages: Iterable[Passage], step: int) -> None:
-        """Hold places of all that a step takes, in memory that no graph owns."""
-        for p in passages:
-            if p.stage.index == 0 or len(p.stage.inputs) > 1:
-                self._place("inputs", p, step)
-            if p.last:
-                self._place("output_gradients", p, step)
-        self._places = [(what, own, m) for (what, _, m), (own, _) in self._held.items()]
-        tensors = [held for _, held in self._held.values()]
-        every = [*chain.from_iterable(tensors)]
-        self._many, self._forms = [*map(len, tensors)], [*map(_form_and_graph, every)]
-        # What has one type comes in one copy.
-        alike: dict[torch.dtype, list[int]] = {}
-        for n, tensor in enumerate(every):
-            alike.setdefault(tensor.dtype, []).append(n)
-        self._alike = [([every[n] for n in own], own) for own in alike.values()]
-
-    def _place(self, what: str, p: Passage, step: int) -> None:
-        given = getattr(self.inner, what)(p.stage, step, p.microbatch)
-        held = tuple(tensor.detach().clone() for tensor in given)
-        self._held[what, p.stage.index, p.microbatch] = p.stage, held
-
-    def load(self, step: int) -> None:
-        """
-        Bring a step's data to their places, on the current stream: a copy for each type.
-
-        Raises:
-            BackendError: They have another form than the captured step's; nothing was copied.
-        """
-        given = made(self.inner, step, self._places)
-        values = [*chain.from_iterable(given)]
-        if [*map(_form_and_graph, values)] != self._forms or [*map(len, given)] != self._many:
-            self._require_forms(step, given)
-            # What is left is a graph, of which their places would become part.
-            values = [value.detach() for value in values]
-        for places, own in self._alike:
-            torch._foreach_copy_(places, [values[n] for n in own])
-
-    def _require_forms(self, step: int, given: Sequence[Sequence[Tensor]]) -> None:
-        for (what, index, m), found in zip(self._held, given, strict=True):
-            held = self._held[what, index, m][1]
-            if [*map(_form, found)] != [*map(_form, held)]:
-                raise BackendError(
-                    f"stage {index}, {what} of microbatch {m} in step {step}: expected "
-                    f"{_described(held)}, found {_described(found)}; a launch takes what "
-                    "the captured step took"
-                )
-
-
-def _described(tensors: Sequence[Tensor]) -> str:
-    return ", ".join(f"{t.dtype} of {tuple(t.shape)} on {t.device}" for t in tensors) or "nothing"
-
-
-class _Gate:
-    """What the device compares in each step, and tells all ranks and the host."""
-
-    def __init__(self, counters: DeviceCounters, worker: Worker) -> None:
-        from . import gate_kernel
-
-        self.kernels = gate_kernel
-        self.counters, self.world = counters, worker.member.world
-        self.replicas = self.world // worker.pp
-        values = self.values = counters.values
-        device = values.device
-        self.group: Any = None
-        if self.world > 1:
-            ranks = list(range(self.world))
-            self.group = dist.new_group(ranks, backend=transport_of(device))
-        self.wanted, self.factors, self.terms = (torch.zeros_like(values) for _ in range(3))
-        self.own = torch.zeros(1, dtype=torch.float64, device=device)
-        self.heard = torch.zeros(self.world, dtype=torch.float64, device=device)
-        self.norm: DeviceNorm | None = None
-        if worker.clipping:
-            self.norm = DeviceNorm.on(device, worker.clipping)
-            # A rank's word, then what each stage of the model adds to the squares; 0 where it is
-            # another rank's.
-            width = 1 + worker.table.num_stages
-            self.row = torch.zeros(width, dtype=torch.float64, device=device)
-            self.rows = torch.zeros(self.world, width, dtype=torch.float64, device=device)
-        self.skip = torch.ones((), device=device)
-        self.updated = torch.zeros((), dtype=torch.int64, device=device)
-        self.kept = GatedSnapshot(list(live_state(worker.runtime.domain).values()))
-        self.number = torch.zeros((), dtype=torch.int64, device=device)
-        row = 1 + values.numel() + self.world
-        pinned = device.type == "cuda"
-        self.ring = torch.full((ROWS, row), -1, dtype=torch.int64, pin_memory=pinned)
-        self.read_steps = 0
-        self.ending: Abort | None = None
-        self.open = True
-
-    @property
-    def scale(self) -> Tensor | None:
-        """What the gradients are multiplied by; None where they are not clipped."""
-        if self.norm is None or self.norm.clipping.max_norm is None:
-            return None
-        return self.norm.factor
-
-    def capture(self, gradients: Gradients | None) -> Tensor:
-        """
-        The comparison, every rank's word, and whether the update is skipped.
-
-        Args:
-            gradients: Of this rank's stages, whose norm is looked at; None where there are none.
-        """
-        self.kernels.compare(
-            self.values, self.wanted, self.factors, self.terms, self.number, self.own
-        )
-        # Behind a step that was skipped none is run: the host learns of it a step later.
-        self.own.mul_(self.updated == self.number)
-        if self.norm is None:
-            self._gather(self.heard, self.own)
-        else:
-            elsewhere = self.norm.clipping.elsewhere  # copies of a weight that counts once
-            self.row[:1].copy_(self.own)
-            for stage, part in square_sums(gradients or {}, elsewhere).items():
-                self.row[1 + stage].copy_(part)
-            self._gather(self.rows, self.row)
-            self.heard.copy_(self.rows[:, 0])
-            # One rank of a replica has a stage, the others have 0 there: this sum is exact.
-            width = self.rows.shape[1] - 1
-            parts = self.rows[:, 1:].reshape(self.replicas, -1, width).sum(1)
-            if self.replicas > 1:
-                finite = parts.isfinite() & parts[:1].isfinite()
-                unlike = ((parts != parts[:1]) & finite).any(1, keepdim=True)
-                yes = self.heard.view(self.replicas, -1) == self.number + 1
-                self.heard.view(self.replicas, -1).masked_fill_(yes & unlike, -1.0)
-            # All have the same, but for what is not finite in one of them alone.
-            self.norm.take(parts.amax(0))
-        self.kernels.publish(self.values, self.heard, self.skip, self.ring, self.number)
-        self.updated.add_(self.skip == 0)
-        self.kept.take(self.skip)
-        if self.norm is not None:
-            self.skip.copy_(torch.maximum(self.skip, self.norm.skip))
-        return self.skip
-
-    def _gather(self, into: Tensor, own: Tensor) -> None:
-        # A word that does not come is no yes: what is gathered stands where a no stood before, and
-        # what an aborted group leaves there of a step before has the number of that step.
-        into.fill_(0.0)
-        if self.world > 1 and self.group is None:  # one rank's word would stand for all
-            raise LostError("commit", -1, False, "the connections of this rank are closed")
-        if self.group is None:
-            into.copy_(own)
-        else:
-            dist.all_gather_into_tensor(into.view(-1), own, group=self.group)
-
-    def warm(self) -> None:
-        """
-        Once outside of a capture, which can load no kernel and begin no communicator.
-
-        It does not wait for the device, which waits for every rank.
-        """
-        self.capture(None)
-        self.kept.take()
-        self.updated.zero_()
-
-    def begin(self, before: DeviceCounts, after: DeviceCounts) -> None:
-        """Learn from one step what each adds: counters a number, the digest an affine map."""
-        first, then = self.counters.numbers_of(before), self.counters.numbers_of(after)
-        factors, terms = advance(first, then)
-        for tensor, numbers in ((self.wanted, first), (self.factors, factors), (self.terms, terms)):
-            tensor.copy_(torch.tensor(numbers, dtype=torch.int64))
-        self.number.zero_()
-        self.ring.fill_(-1)
-        self.read_steps = 0
-
-    def read(self) -> tuple[DeviceCounts, list[int]]:
-        """
-        What the next step that was not read yet has published; the device has finished it.
-
-        Raises:
-            LostError: It has not been written.
-        """
-        row = self.ring[self.read_steps % ROWS].tolist()
-        if row[0] != self.read_steps:
-            raise LostError("commit", -1, False, f"step {self.read_steps} was not published")
-        self.read_steps += 1
-        size = self.values.numel()
-        return self.counters.counts_of(row[1 : 1 + size]), row[1 + size :]
-
-    def let_go(self) -> None:
-        """Begin to abort the group, and do not wait: a graph that holds its kernels is to end."""
-        group, self.group = self.group, None
-        if group is not None:
-            self.ending = Abort(group)
-
-    def close(self, *, abort: bool = False) -> None:
-        """End the group; aborted, whoever waits in it wakes up."""
-        self.open = False
-        ending, self.ending = self.ending, None
-        if ending is not None:
-            ending.join()
-        if self.group is not None:
-            group, self.group = self.group, None
-            end_group(group, abort=abort)

@@ -26,7 +26,7 @@ from ..step.plan.slots import WgradVariant
 from ..step.reductions import Reduction
 from ..step.streams import Handoff, HostHandoff
 from .channels import Message, Transfer
-from .executor import Entry, Pipeline
+from .pipeline import Entry, Pipeline
 
 __all__ = ["CaptureRecord", "Rehearsal"]
 

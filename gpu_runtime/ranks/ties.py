@@ -19,7 +19,7 @@ from qeffect.config import Bucket, StageConfig
 from qeffect.sharing import require_tied_ranks
 
 from ..backends.protocol import BackendError
-from ..step.memory.tied import Place
+from ..step.memory.tied_weights import Place
 from .replicas import Replicas
 
 __all__ = ["Reducers", "Tie", "require_declared"]

@@ -31,7 +31,7 @@ from ..step.eager import StageMemory
 from ..step.effects import Effects
 from .channels import Channels, Ends, Message, Transfer
 from .consent import name_of
-from .executor import Entry, Passage
+from .pipeline import Entry, Passage
 from .worker import Worker
 from .world import Member, gathered
 

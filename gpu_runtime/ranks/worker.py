@@ -27,10 +27,10 @@ from ..step.optimizer import Optimizer
 from ..step.plan.rows import Row, walked
 from .channels import Channels, LostError, channels_of, end_group, transport_of
 from .consent import Consent, StoppedError, TerminatedError, wait_for
-from .executor import Feed, Pipeline
-from .feeds import beside
 from .job import require_meeting
+from .pipeline import Feed, Pipeline
 from .replicas import Replicas
+from .side_stream_feed import feed_for
 from .ties import Reducers, Tie, require_declared
 from .world import Limits, Member, agree_on, gathered
 
@@ -305,7 +305,7 @@ class Worker:
             grace=limits.grace,
             replicas=self._reduces,
         )
-        feed = beside(self.feed, member.device)
+        feed = feed_for(self.feed, member.device)
         return self._pipeline(
             self.runtime, self.row, channels, feed, self.ranks, self.consent, self.clipping
         )

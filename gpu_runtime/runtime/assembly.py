@@ -19,11 +19,11 @@ from ..backends.protocol import BackendError, StageBackend, StateDomain
 from ..step.eager import EagerExecutor, Executor, StageMemory
 from ..step.effects import StageReports
 from ..step.memory.arena import Arena
-from ..step.memory.copies import buckets_of, names_of, require_copies
 from ..step.memory.counters import DeviceCounters
+from ..step.memory.numerical_state import live_state, preserving
 from ..step.memory.scaling import AMAX, SharedScaling
-from ..step.memory.state import live_state, preserving
-from ..step.memory.tied import Tied
+from ..step.memory.tied_weights import TiedWeights
+from ..step.memory.weight_copies import buckets_of, names_of, require_copies
 from ..step.performer import Performer
 from ..step.plan.order import Kind, Order
 from ..step.plan.rows import Row
@@ -73,7 +73,7 @@ class Assembly:
                 f"the order runs stages {list(order.stages)}, this process has "
                 f"{sorted(self.stages)}; build the stages of the rank whose row it is"
             )
-        self.tied = Tied.of(stages, config.tied)
+        self.tied = TiedWeights.of(stages, config.tied)
         self._require_shareable()
         self._require_amax()
         reduces = self._guarded_reducer is not None

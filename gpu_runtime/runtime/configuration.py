@@ -19,8 +19,8 @@ from qeffect.config import Bucket
 
 from ..backends.protocol import BackendError
 from ..step.memory.arena import Rule
-from ..step.memory.copies import Copies
-from ..step.memory.tied import Place
+from ..step.memory.tied_weights import Place
+from ..step.memory.weight_copies import Copies
 from ..step.plan.slots import Provisioning
 
 __all__ = ["COUNTS", "MODES", "Counts", "Mode", "RuntimeConfig", "mode_on"]

@@ -17,7 +17,7 @@ from qeffect.log.recorder import Recorder
 from ..backends.protocol import StageBackend
 from ..step.actions import GuardedActions
 from ..step.eager import Executor
-from ..step.memory.state import Snapshot, live_state
+from ..step.memory.numerical_state import Snapshot, live_state
 from ..step.performer import DevicePerformer, Performer
 from ..step.plan.order import Order
 from ..step.plan.rows import Row

@@ -16,7 +16,7 @@ from qeffect.refusals import Refused
 from qeffect.text import shown
 
 from ..backends.protocol import BackendError
-from ..step.memory.state import GatedSnapshot, NumericalState, preserving
+from ..step.memory.numerical_state import GatedSnapshot, NumericalState, preserving
 from .epoch import EpochRuntime
 
 __all__ = ["Runtime"]

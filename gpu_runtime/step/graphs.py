@@ -26,9 +26,9 @@ from ..backends.protocol import BackendError, StateDomain
 from .eager import EagerExecutor, StageMemory
 from .effects import UNREPORTED, Effects
 from .memory.counters import DeviceCounters
+from .memory.numerical_state import preserving
 from .memory.slots import Slot
-from .memory.state import preserving
-from .nested import nestable_graph
+from .nested_graphs import nestable_graph
 from .plan.slots import SlotPlan, WgradVariant
 from .streams import GraphStream, Handoff
 

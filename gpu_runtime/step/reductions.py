@@ -15,9 +15,9 @@ from qeffect.config import Bucket
 from qeffect.contract import Contract
 
 from ..backends.protocol import BackendError, StageBackend
-from .memory.copies import Copies, names_of
 from .memory.scaling import SharedScaling
-from .memory.tied import Tied
+from .memory.tied_weights import TiedWeights
+from .memory.weight_copies import Copies, names_of
 
 __all__ = ["SCALING", "Reducer", "Reduction", "Reductions", "require_buckets"]
 
@@ -50,7 +50,7 @@ def require_buckets(
     stages: Mapping[int, StageBackend],
     buckets: Mapping[int, Sequence[Bucket]],
     order: Sequence[int | str],
-    tied: Tied,
+    tied: TiedWeights,
     copies: Copies,
     *,
     reduces: bool,

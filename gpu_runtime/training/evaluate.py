@@ -18,7 +18,7 @@ from torch import Tensor
 from ..backends.protocol import BackendError, StageBackend
 from ..ranks.worker import Worker
 from ..ranks.world import Member, gathered
-from ..step.memory.state import Snapshot, live_state
+from ..step.memory.numerical_state import Snapshot, live_state
 from .data import Loader
 from .model import Language
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..backends.protocol import BackendError, parameters
 from ..runtime import Runtime
-from ..step.memory.state import same_bits
+from ..step.memory.numerical_state import same_bits
 from ..step.optimizer import Optimizer
 
 __all__ = [

@@ -18,6 +18,7 @@ from ..engine.memory import Snapshot
 from ..engine.stage import RELATIONS, TRANSITIONS
 from ..relations.constants import NEVER
 from .budget import require_affordable
+from .fields import MAGIC, VERSION
 
 __all__ = [
     "COLUMNS_OF_FIRST",
@@ -25,7 +26,6 @@ __all__ = [
     "DIGEST_BYTES",
     "FIELDS",
     "FIRST",
-    "HEADER",
     "MAGIC",
     "OF_STAGE_IN_FIRST",
     "VERSION",
@@ -38,8 +38,6 @@ __all__ = [
     "upgraded_header",
 ]
 
-MAGIC: Final = "event-log"
-VERSION: Final = 2
 #: The first version, which knew no evidence of fills, scaling updates and scales, and no stage that
 #: reports any: what a log of it lacks means what these say.
 FIRST: Final = 1
@@ -109,23 +107,6 @@ FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     )
     for name, parameters in TRANSITIONS.items()
 }
-
-
-#: Fields of the header, in order, without the digest.
-HEADER: Final = (
-    "qeffect",
-    "version",
-    "rank",
-    "relations",
-    "stages",
-    "callers",
-    "capture_order",
-    "declared",
-    "generation_max",
-    "reductions",
-    "epoch",
-    "incarnation",
-)
 
 
 def compact(value: Any) -> str:

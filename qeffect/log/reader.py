@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 from ..contract import Contract
 from ..destinations import Destination
@@ -14,23 +14,16 @@ from ..engine.stage import TRANSITIONS
 from ..keys import Cell, TapeKey, TapeRef
 from ..refusals import Refused
 from ..relations.constants import (
-    ADDS,
-    BACK_BIT,
-    GRAD_BIT,
-    IN_BIT,
-    JOINS,
     NO_SLOT,
-    OPENS,
-    OUT_BIT,
-    OVERWRITES,
 )
+from .fields import EVENT
 from .format import FIELDS
 
 __all__ = ["Converters", "Plan", "spelling"]
 
 
-class _Offered:
-    """A key or a reference, filled in anew for each line; transitions only read them."""
+class _Reused:
+    """A key or a reference, overwritten for each line; transitions only read it."""
 
     __slots__ = ("cell", "epoch", "generation", "incarnation", "slot", "stage")
 
@@ -43,46 +36,26 @@ class _Offered:
 
 
 class _Incarnations(dict[str, int]):
-    """Incarnations by their spelling; there are few in a log."""
+    """Incarnations by their spelling; a log has few."""
 
     def __missing__(self, spelled: str) -> int:
         self[spelled] = number = int(spelled, 16)
         return number
 
 
-_NUMBER: Final = "[0-9]++"
-_NAME: Final = r'"[ !#-\[\]-~]*+"'
-_NAMES: Final = rf"\[(?:{_NAME}(?:,{_NAME})*)?\]"
-#: How each field is spelled in a line that is known to be JSON, which already refuses a number that
-#: begins with a needless zero. Names with escapes or beyond ASCII, and destinations in full, are
-#: left to the slow way, which accepts more and takes longer.
-_SPELLED: Final[Mapping[str, str]] = {
-    "key": rf"\[{','.join([_NUMBER] * 5)}\]",
-    "ref": rf'\[{_NUMBER},{_NUMBER},"[0-9a-f]{{16}}"\]',
-    "slot": f"(?:-1|{_NUMBER})",
-    "queued": _NAMES,
-    "filled": _NAMES,
-    "fill_epoch": f"(?:-1|{_NUMBER})",
-    "updates": f"(?:-1|{_NUMBER})",
-    "scales": f"(?:-1|{_NUMBER})",
-    "covered": _NAMES,
-    "incarnation": '"[0-9a-f]{16}"',
-}
-
-
 def spelling(transition: str) -> Callable[[str], Any]:
-    """Return what finds out whether a line of a transition is spelled as a recorder spells it."""
+    """Return a function that says whether a transition's line has the recorder's usual spelling."""
     fields = "".join(
         f',"transition":"{transition}"'
         if name == "transition"
-        else f',"{name}":{_SPELLED.get(name, _NUMBER)}'
+        else f',"{name}":{EVENT[name].spelled}'
         for name in FIELDS[transition]
     )
     return re.compile(rf"\{{{fields[1:]}\}}").fullmatch
 
 
-#: How to apply a transition: how its line is spelled, its function, which positions to check for
-#: membership and which to convert, and where its arguments end.
+#: How to apply a transition: the test of its line's spelling, its function, the positions to check
+#: for membership, the positions to convert, and the position after its last argument.
 Plan = tuple[
     Callable[[str], Any],
     Callable[..., Any],
@@ -94,9 +67,9 @@ Plan = tuple[
 
 class Converters:
     """
-    What turns the fields of a line into a transition's arguments, for one contract.
+    Convert the fields of a line into a transition's arguments, for one contract.
 
-    A field has the right shape when it is converted: its spelling, or ``check_event``, said so.
+    A converted field has the right shape: its spelling or ``check_event`` has established that.
     """
 
     def __init__(self, contract: Contract) -> None:
@@ -108,7 +81,7 @@ class Converters:
         }
         self.incarnations = _Incarnations()
         self.begun: set[int] = {contract.incarnation}
-        self._key, self._ref = _Offered(), _Offered()
+        self._key, self._ref = _Reused(), _Reused()
         self.members: Mapping[str, frozenset[int]] = {
             "slot": frozenset(range(len(st.consumers))),
             "link": frozenset(range(len(st.domain_at))),
@@ -116,10 +89,7 @@ class Converters:
             "domain": frozenset(range(len(st.token))),
             "bucket": frozenset(range(len(st.stage_at))),
             "stage": frozenset(config.stage for config in contract.stages),
-            "refresh": frozenset((0, 1)),
-            "first": frozenset((ADDS, OVERWRITES, JOINS, OPENS)),
-            "bit": frozenset((OUT_BIT, GRAD_BIT)),
-            "message": frozenset((IN_BIT, BACK_BIT)),
+            **{name: field.choices for name, field in EVENT.items() if field.choices},
         }
 
     def plans(self) -> dict[str, Plan]:
@@ -155,10 +125,10 @@ class Converters:
 
     def restore(self, st: Any, epoch: int, incarnation: int) -> None:
         """
-        Restore, into an incarnation that the log has not had.
+        Restore into an incarnation that is new to the log.
 
-        The contract compares with the current one, which is all that it remembers; a reference of
-        an earlier one would be as good as new again.
+        The transition compares with the current incarnation only. Without this check, references of
+        an earlier incarnation would become valid again.
 
         Raises:
             Refused: By the contract, or ``log.incarnation``.
@@ -169,7 +139,7 @@ class Converters:
         self.begun.add(incarnation)
 
     def allowed(self, transition: str, field: str) -> frozenset[int]:
-        """Return the values a field may have; a claim may also present no slot at all."""
+        """Return the values that a field may have; a claim of a slot may also name no slot."""
         claims = field == "slot" and transition in ("reserve", "check_forward")
         return self.members[field] | ({NO_SLOT} if claims else set())
 
@@ -180,7 +150,7 @@ class Converters:
         return key
 
     def claiming_key(self, raw: Any) -> Any:
-        """A key without a reference beside it, which no guard would otherwise compare."""
+        """Convert a key without a reference beside it, which no guard compares with a tape."""
         key = self.key(raw)
         if key.cell not in self.cells:
             raise ValueError(raw)
@@ -201,7 +171,7 @@ class Converters:
         return tuple(Destination(**described) for described in raw)
 
     def arguments(self, event: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return a well-formed event's arguments as the embedding API knows them."""
+        """Return a well-formed event's arguments as the public API takes them."""
         slow: dict[str, Callable[[Any], Any]] = {
             "key": lambda raw: TapeKey(*raw),
             "ref": lambda raw: TapeRef(raw[0], raw[1], int(raw[2], 16)),
@@ -214,7 +184,9 @@ class Converters:
         return tuple(slow.get(name, int)(event[name]) for name in TRANSITIONS[event["transition"]])
 
     def unknown(self, event: Mapping[str, Any]) -> tuple[str | None, str, str]:
-        """Return the clause (if any), the field and the bounds that a well-formed event leaves."""
+        """
+        Return the clause (if any), the field and the bounds that a well-formed event violates.
+        """
         slots = self.members["slot"]
         within = f"a slot from 0 to {len(slots) - 1}"
         for field, value in event.items():

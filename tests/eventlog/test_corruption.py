@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from qeffect.verification.logs.edits import Edit, reseal
 from qeffect.verification.logs.examples import outcomes, valid
 from qeffect.verification.logs.harmless import REASONS, history, proof, unread
 from qeffect.verification.logs.scenarios import SCENARIOS
+from tests.profiles import by_profile
 
 LOGS = sorted(SCENARIOS)
 _DIGEST = re.compile(r',"digest":"[0-9a-f]{16}"}\n')
@@ -90,8 +92,8 @@ def verdict(lines: list[str]) -> str | None:
 @pytest.mark.parametrize("log", LOGS)
 class TestOneField:
     def test_the_digests_refuse_every_edit(self, log: str) -> None:
-        """Any one-field edit without new digests is refused, at that line or the next."""
-        for edit, _ in outcomes(log):
+        """Any one-field edit (under dev one in three) is refused there or at the next line."""
+        for edit, _ in islice(outcomes(log), 0, None, by_profile(dev=3, ci=1)):
             lines = edit.apply(valid()[log], sealed=False)
             if edit.line < len(lines):
                 # The edited line and those before are all that is needed to see it.

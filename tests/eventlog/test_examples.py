@@ -10,12 +10,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import attrs
 import jsonschema
 import pytest
 
 from qeffect import spec
+from qeffect.destinations import Destination
 from qeffect.log.checker import LogError
-from qeffect.log.format import FIELDS, HEADER
+from qeffect.log.fields import EVENT, HEADER
+from qeffect.log.format import FIELDS
 from qeffect.log.replayer import replay
 from qeffect.spec.clauses import CLAUSES
 from qeffect.verification.logs.__main__ import main
@@ -154,6 +157,22 @@ class TestSchema:
 
         assert [*HEADER, "digest"] == list(defs["header"]["properties"])
         assert ["events", "state", "digest"] == list(defs["closing"]["properties"])
+
+    @pytest.mark.parametrize("name", sorted({*EVENT} - {"transition"}))
+    def test_the_table_of_fields_accepts_what_the_schema_does(self, name: str) -> None:
+        """Every field has one shape, in the schema and in the table of the reader and checker."""
+        hexadecimal = "0" * 16
+        destination = dict.fromkeys(("matrix", "dtype", "device"), "w")
+        destination |= {"microbatch": None, "shape": [1], "address": 0, "nbytes": 4}
+        ordered = {a.name: destination[a.name] for a in attrs.fields(Destination)}
+        values: list[Any] = [-1, 1, 2, 3, 4, 7, 8, 1 << 70, True, None, 0.5, "x", hexadecimal]
+        values += [[], ["w"], [1], [0] * 5, [0] * 4, [0, 0, hexadecimal], [0, 0, 0], [ordered], {}]
+        values += [] if name == "seq" else [0]  # the number of an event, which the player compares
+        part = jsonschema.Draft202012Validator(
+            {"$ref": f"#/$defs/{name}", "$defs": schema()["$defs"]}
+        )
+        for value in values:
+            assert part.is_valid(value) == EVENT[name].accepts(value), value
 
     def test_a_line_is_one_of_the_described_kinds(self) -> None:
         """The schema offers the header, every transition and the closing line, nothing else."""

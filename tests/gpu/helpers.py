@@ -22,7 +22,7 @@ from qeffect.gpu_runtime.lab.comparisons.sides import (
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.runtime import Counts, Reducer, Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.graphs import GraphExecutor
-from qeffect.gpu_runtime.step.memory.state import live_state
+from qeffect.gpu_runtime.step.memory.numerical_state import live_state
 
 from ..runtime.injection import FINAL, NUM_STEPS, ORDER, Injection
 

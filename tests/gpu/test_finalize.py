@@ -9,7 +9,7 @@ from torch import Tensor
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 from qeffect.gpu_runtime.step.memory.arena import Arena, Rule
-from qeffect.gpu_runtime.step.memory.state import same_bits
+from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 from qeffect.gpu_runtime.step.memory.sums import DTYPES, MOST_TERMS, OrderedSum, add_up
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ from torch import Tensor
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import StageBackend
 from qeffect.gpu_runtime.ranks.job import Job
-from qeffect.gpu_runtime.step.memory.state import same_bits
+from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 
 HISTORY = 3  # shorter than the microbatches, so that entries leave it
 JOB = Job(

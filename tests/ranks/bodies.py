@@ -26,14 +26,14 @@ from qeffect.gpu_runtime.ranks import processes
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message, Transfer
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
-from qeffect.gpu_runtime.ranks.executor import Passage
 from qeffect.gpu_runtime.ranks.job import Batches, Job
+from qeffect.gpu_runtime.ranks.pipeline import Passage
 from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
 from qeffect.gpu_runtime.ranks.worker import Worker
 from qeffect.gpu_runtime.ranks.world import Limits, gathered, join, leave
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 from qeffect.gpu_runtime.step.memory.digests import digests
-from qeffect.gpu_runtime.step.memory.state import live_state
+from qeffect.gpu_runtime.step.memory.numerical_state import live_state
 from qeffect.keys import TapeKey, TapeRef
 from qeffect.refusals import Refused
 

@@ -23,8 +23,9 @@ from torch import Tensor
 from qeffect.gpu_runtime.backends.deterministic import DETERMINISTIC
 from qeffect.gpu_runtime.backends.protocol import BackendError, StageBackend
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError
+from qeffect.gpu_runtime.ranks.gate import UpdateGate
 from qeffect.gpu_runtime.ranks.job import Batches, Job
-from qeffect.gpu_runtime.ranks.one_launch import OneLaunch, _Gate
+from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
 from qeffect.gpu_runtime.ranks.worker import Worker
 from qeffect.gpu_runtime.ranks.world import Limits, Member, join
 from qeffect.gpu_runtime.runtime import RuntimeConfig, mode_on
@@ -377,7 +378,7 @@ def gated_replicas(limit: float | None) -> list[dict[str, Any]]:
     )
     found = []
     for case in ("alike", "no number", "differs"):
-        gate = _Gate(DeviceCounters([(0, 0)], member.device), worker)
+        gate = UpdateGate(DeviceCounters([(0, 0)], member.device), worker)
         every = {stage: {"w": torch.full((3,), 1.5 + stage)} for stage in range(2)}
         parts = [float(part) for part in square_sums(every).values()]
         if member.rank == 1 and case != "alike":
@@ -431,12 +432,12 @@ def _gates(limit: float | None) -> tuple[Member, Clipping, Any]:
         runtime=SimpleNamespace(domain=SimpleNamespace(stages=(), extra_state=dict)),
     )
 
-    def made() -> tuple[_Gate, dict[int, dict[str, Tensor]], dict[int, dict[str, Tensor]]]:
+    def made() -> tuple[UpdateGate, dict[int, dict[str, Tensor]], dict[int, dict[str, Tensor]]]:
         every = {}
         for stage in range(stages):
             g = torch.Generator().manual_seed(stage)
             every[stage] = {"w": torch.randn(7, 5, generator=g), "b": torch.randn(3, generator=g)}
         own = {s: every[s] for s in every if s % member.world == member.rank}
-        return _Gate(DeviceCounters([(0, 0)], member.device), worker), every, own
+        return UpdateGate(DeviceCounters([(0, 0)], member.device), worker), every, own
 
     return member, clipping, made

@@ -29,10 +29,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from qeffect.gpu_runtime.backends.protocol import Reports
 from qeffect.gpu_runtime.backends.reference.stage import ReferenceStage
-from qeffect.gpu_runtime.ranks import obstacles, one_launch
+from qeffect.gpu_runtime.ranks import gate, obstacles, one_launch
 from qeffect.gpu_runtime.ranks.channels import Channels, LostError
 from qeffect.gpu_runtime.ranks.consent import Consent
+from qeffect.gpu_runtime.ranks.gate import UpdateGate
 from qeffect.gpu_runtime.ranks.replicas import Replicas, _Started
+from qeffect.gpu_runtime.ranks.staged_feed import StagedFeed
 from qeffect.gpu_runtime.step import graphs
 from qeffect.gpu_runtime.step.eager import EagerExecutor, StageMemory
 from qeffect.gpu_runtime.step.effects import Effects
@@ -263,7 +265,7 @@ def _compare(
 def _publish(values: Tensor, heard: Tensor, skip: Tensor, ring: Tensor, number: Tensor) -> None:
     no = heard != number + 1
     skip.copy_(no.any())
-    row = torch.cat([number[None], values, torch.where(heard < 0, one_launch.UNLIKE, no.long())])
+    row = torch.cat([number[None], values, torch.where(heard < 0, gate.UNLIKE, no.long())])
     ring.index_copy_(0, (number % len(ring))[None], row[None])
     number.add_(1)
 
@@ -301,15 +303,15 @@ def install() -> None:
     cuda.graph_pool_handle = lambda: None
     stands_in: Any = one_launch
     stands_in.GraphExecutor = RecordingExecutor
-    cast("Any", obstacles).obstacle = lambda _: None
+    cast("Any", obstacles).nesting_obstacle = lambda _: None
     cast("Any", graphs).capture = captured
-    load = one_launch._Staged.load
+    load = StagedFeed.load
 
     def loaded(self: Any, step: int) -> None:
         STREAM.submit(lambda: load(self, step))
 
-    stands_in._Staged.load = loaded
-    warm = one_launch._Gate.warm
+    cast("Any", StagedFeed).load = loaded
+    warm = UpdateGate.warm
 
     def warmed(self: Any) -> None:
         def act() -> None:
@@ -318,7 +320,7 @@ def install() -> None:
 
         STREAM.submit(act)
 
-    stands_in._Gate.warm = warmed
+    cast("Any", UpdateGate).warm = warmed
     _behind_launches()
     reference: Any = ReferenceStage
     reference.reports = property(lambda _: Reports())
@@ -349,9 +351,9 @@ def install() -> None:
             into.fill_(0.0)
             raise LostError("commit", -1, False, str(error)) from None
 
-    stands_in._Gate._gather = gathered
+    cast("Any", UpdateGate)._gather = gathered
     # An abort of gloo is its last reference.
-    stands_in._Gate.let_go = one_launch._Gate.close
-    _recorded(one_launch._Gate, "_gather", posts=False)
-    for owner in (Consent, one_launch._Gate):
+    cast("Any", UpdateGate).let_go = UpdateGate.close
+    _recorded(UpdateGate, "_gather", posts=False)
+    for owner in (Consent, UpdateGate):
         _ends_alone(owner, "close")

@@ -11,7 +11,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from qeffect.gpu_runtime.ranks import fallback, one_launch
+from qeffect.gpu_runtime.ranks import fallback, gate
 from qeffect.gpu_runtime.ranks.channels import Channels, Ends, Message
 from qeffect.gpu_runtime.ranks.consent import Consent, StoppedError
 from qeffect.gpu_runtime.ranks.job import Batches, Job
@@ -185,14 +185,14 @@ UNTIL_UNLIKE = torch.full((), 1 << 40, dtype=torch.int64)
 
 def _with_unlike_squares() -> None:
     """Let what a launch says of its gradients differ once, when it is asked for."""
-    real = one_launch.square_sums
+    real = gate.square_sums
 
     def squares(*given: Any) -> dict[int, torch.Tensor]:
         found = {stage: part + (UNTIL_UNLIKE == 0) for stage, part in real(*given).items()}
         UNTIL_UNLIKE.sub_(1)
         return found
 
-    one_launch.square_sums = squares  # type: ignore[attr-defined]
+    gate.square_sums = squares  # type: ignore[attr-defined]
 
 
 def _slow_to_stop(runner: OneLaunch) -> None:

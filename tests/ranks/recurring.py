@@ -11,8 +11,8 @@ from qeffect.contract import Contract
 from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.channels import Channels, channels_of
-from qeffect.gpu_runtime.ranks.executor import Pipeline
 from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.ranks.pipeline import Pipeline
 from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.effects import Effects

@@ -8,8 +8,8 @@ import attrs
 import torch
 
 from qeffect.gpu_runtime.ranks.consent import StoppedError, name_of
-from qeffect.gpu_runtime.ranks.executor import Pipeline
 from qeffect.gpu_runtime.ranks.job import Batches, Job
+from qeffect.gpu_runtime.ranks.pipeline import Pipeline
 from qeffect.gpu_runtime.ranks.replicas import Replicas
 from qeffect.gpu_runtime.ranks.worker import Worker
 from qeffect.gpu_runtime.ranks.world import gathered, join

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from qeffect.gpu_runtime.ranks.job import Job
-from qeffect.gpu_runtime.ranks.one_launch import _Staged
+from qeffect.gpu_runtime.ranks.staged_feed import StagedFeed
 from qeffect.gpu_runtime.step.optimizer import Optimizer
 from tests.ranks.recurring import SMALL, Rank
 
@@ -60,7 +60,7 @@ def measured(job: Job, number: int, times: int) -> dict[str, object]:
         rehearsed.append(1e6 * (time.perf_counter() - ended))
     assert one.rehearsal.as_one is False
     assert one.rehearsal.steps[1] >= times
-    staged = _Staged(one.pipeline.feed)
+    staged = StagedFeed(one.pipeline.feed)
     staged.prepare(one.pipeline.passages.values(), 0)
     optimizer = Optimizer(list(one.runtime.stages.values()))
     parameters = {

@@ -14,10 +14,12 @@ from qeffect.counts import DeviceCounts
 from qeffect.gpu_runtime.ranks.baked_optimizer import BakedOptimizer
 from qeffect.gpu_runtime.ranks.channels import LostError
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError
-from qeffect.gpu_runtime.ranks.feeds import Beside, made
+from qeffect.gpu_runtime.ranks.gate import UpdateGate
 from qeffect.gpu_runtime.ranks.job import Job
-from qeffect.gpu_runtime.ranks.one_launch import PARTS, OneLaunch, _Gate, _Staged
+from qeffect.gpu_runtime.ranks.one_launch import PARTS, OneLaunch
 from qeffect.gpu_runtime.ranks.rehearsal import Rehearsal
+from qeffect.gpu_runtime.ranks.side_stream_feed import SideStreamFeed, feed_data
+from qeffect.gpu_runtime.ranks.staged_feed import StagedFeed
 from qeffect.gpu_runtime.step.clipping import Clipping
 from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.refusals import Refused
@@ -52,7 +54,7 @@ class _Launched:
         self.replays, self.word = 0, 0
         self.ran: list[DeviceCounts] = []
         self.optimizer = Optimizer(list(rank.runtime.stages.values()))
-        feed = _Staged(rank.pipeline.feed)
+        feed = StagedFeed(rank.pipeline.feed)
         feed.prepare(rank.pipeline.passages.values(), 0)
         rank.pipeline.feed = feed
         rank.pipeline.consent = SimpleNamespace(stop=_stop)  # type: ignore[assignment]
@@ -189,7 +191,7 @@ def test_a_norm_or_counts_are_read_behind_a_bounded_wait_for_the_device(
     monkeypatch.setattr(pipeline, "actions", lambda: None)
     monkeypatch.setattr(pipeline, "finalize", lambda: {0: {"a": torch.ones(1)}})
     monkeypatch.setattr(pipeline.runtime.domain, "device", torch.device("cuda", 0))
-    monkeypatch.setattr("qeffect.gpu_runtime.ranks.executor.square_sums", asked.append)
+    monkeypatch.setattr("qeffect.gpu_runtime.ranks.pipeline.square_sums", asked.append)
     monkeypatch.setattr(pipeline.runtime, "device_counts", lambda: asked.append(read))
     if read == "norm":
         pipeline.clipping = Clipping(max_norm=1.0)
@@ -254,7 +256,7 @@ def test_data_of_another_form_stop_before_the_launch(
 
 def test_a_gate_without_its_connection_takes_no_word_for_that_of_all() -> None:
     """One rank's yes, read as every rank's, would move its weights alone."""
-    gate = object.__new__(_Gate)
+    gate = object.__new__(UpdateGate)
     gate.world, gate.group = 2, None
     heard = torch.ones(2)
     with pytest.raises(LostError, match="commit"):
@@ -297,7 +299,7 @@ def test_data_made_beside_the_stream_change_streams_once() -> None:
             assert entered[-1] == "in"
             return (_Data(), one)
 
-    class _Scoped(Beside):
+    class _Scoped(SideStreamFeed):
         def __init__(self) -> None:
             self.inner = _Inner()  # type: ignore[assignment]
 
@@ -308,7 +310,7 @@ def test_data_made_beside_the_stream_change_streams_once() -> None:
             entered.append("out")
 
     stage: Any = None
-    given = made(_Scoped(), 3, [("inputs", stage, m) for m in range(4)])
+    given = feed_data(_Scoped(), 3, [("inputs", stage, m) for m in range(4)])
 
     assert entered == ["in", "out"]
     assert len(given) == 4

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from qeffect.counts import advance, fold
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.ranks.obstacles import obstacles
-from qeffect.gpu_runtime.ranks.one_launch import OneLaunch, _Staged
+from qeffect.gpu_runtime.ranks.one_launch import OneLaunch
+from qeffect.gpu_runtime.ranks.staged_feed import StagedFeed
 from qeffect.gpu_runtime.runtime import RuntimeConfig
 
 _INT = st.integers(-(2**63), 2**63 - 1)
@@ -71,7 +72,7 @@ class _Feed:
 
 def test_staged_data_stay_where_they_are() -> None:
     """Every step's data come to the places that the graph reads, and none of them moves."""
-    staged = _Staged(_Feed())  # type: ignore[arg-type]
+    staged = StagedFeed(_Feed())  # type: ignore[arg-type]
     stage = SimpleNamespace(index=0, inputs=(1,))
     staged.prepare([SimpleNamespace(stage=stage, microbatch=m, last=True) for m in (0, 1)], 3)  # type: ignore[misc]
     (held,) = staged.inputs(stage, 3, 1)  # type: ignore[arg-type]
@@ -84,7 +85,7 @@ def test_staged_data_stay_where_they_are() -> None:
 
 def test_a_rehearsal_keeps_the_losses_of_the_launch() -> None:
     """A loss is copied where a graph copies it, and not when nothing runs."""
-    staged = _Staged(_Feed())  # type: ignore[arg-type]
+    staged = StagedFeed(_Feed())  # type: ignore[arg-type]
     staged.outputs(None, 0, 0, (torch.tensor(2.0),))  # type: ignore[arg-type]
     staged.rehearsing = True
     staged.outputs(None, 1, 0, (torch.tensor(3.0),))  # type: ignore[arg-type]
@@ -103,10 +104,10 @@ class _Given(_Feed):
         return tuple(self.other(microbatch, [whole, whole.long()]))
 
 
-def _staged(first: Any = None) -> tuple[_Given, _Staged, Any]:
+def _staged(first: Any = None) -> tuple[_Given, StagedFeed, Any]:
     feed, stage = _Given(), SimpleNamespace(index=0, inputs=(1, 2))
     feed.other = first or feed.other
-    staged = _Staged(feed)  # type: ignore[arg-type]
+    staged = StagedFeed(feed)  # type: ignore[arg-type]
     staged.prepare([SimpleNamespace(stage=stage, microbatch=m, last=False) for m in (0, 1)], 0)  # type: ignore[misc]
     return feed, staged, stage
 

@@ -14,7 +14,7 @@ import torch
 
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording
 from qeffect.gpu_runtime.step.graphs import GraphExecutor
-from qeffect.gpu_runtime.step.memory.state import same_bits
+from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 from qeffect.refusals import Refused
 
 from .injection import Injection, parameters_of

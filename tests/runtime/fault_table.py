@@ -11,7 +11,7 @@ from __future__ import annotations
 from qeffect.gpu_runtime.lab.comparisons.faults import LocalReduction, abort_write
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
-from qeffect.gpu_runtime.step.memory.state import same_bits
+from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 from qeffect.gpu_runtime.step.plan.order import Kind, Step
 
 from .injection import ORDER, Injection, parameters_of

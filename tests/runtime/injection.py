@@ -14,7 +14,7 @@ from qeffect.gpu_runtime.lab.comparisons.faults import ROWS, settled
 from qeffect.gpu_runtime.lab.comparisons.native import NativeRun, rule_for
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording, compare
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
-from qeffect.gpu_runtime.step.memory.state import live_state, same_bits
+from qeffect.gpu_runtime.step.memory.numerical_state import live_state, same_bits
 from qeffect.gpu_runtime.step.plan.order import Kind, Order, Step
 from qeffect.keys import TapeRef
 from qeffect.refusals import Refused

@@ -46,7 +46,7 @@ from qeffect.gpu_runtime.lab.sides.columns import (
 from qeffect.gpu_runtime.lab.sides.ours import Ours
 from qeffect.gpu_runtime.lab.sides.reference import NativeReference
 from qeffect.gpu_runtime.lab.statistics.traces import busy, matrix_copies, shares, summarize
-from qeffect.gpu_runtime.step.memory.state import same_bits
+from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 from qeffect.gpu_runtime.step.plan.slots import plan_slots
 
 from . import toys

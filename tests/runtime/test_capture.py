@@ -24,8 +24,8 @@ from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.eager import EagerExecutor, StageMemory
 from qeffect.gpu_runtime.step.graphs import GraphExecutor
 from qeffect.gpu_runtime.step.memory.arena import RULES, Rule
+from qeffect.gpu_runtime.step.memory.numerical_state import NumericalState
 from qeffect.gpu_runtime.step.memory.slots import Slot
-from qeffect.gpu_runtime.step.memory.state import NumericalState
 from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.gpu_runtime.step.plan.slots import PROVISIONINGS, Provisioning
 

@@ -12,7 +12,7 @@ from qeffect.gpu_runtime.backends.protocol import matrices
 from qeffect.gpu_runtime.backends.te.domain import TransformerEngineDomain
 from qeffect.gpu_runtime.backends.te.stage import TransformerEngineStage
 from qeffect.gpu_runtime.runtime import RuntimeConfig
-from qeffect.gpu_runtime.step.memory.state import same_bits
+from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 
 TEXT = (Path(gpu_runtime.__file__).parent / "README.md").read_text(encoding="utf-8")
 

@@ -2,8 +2,8 @@
 The evidence commands on a CPU: what is covered, what a planted difference does, what is refused.
 
 The matrix of rows, histories, destinations and QKV layouts runs here over the reference backend:
-one layout of each in the default run, the other with `pytest -m slow`. All of it at once is
-`qeffect runtime compare --device cpu --sets matrix`.
+four cases under the profile dev, every two of its parts under ci, the rest in `make nightly`. All
+of it at once is `qeffect runtime compare --device cpu --sets matrix`.
 """
 
 from __future__ import annotations
@@ -143,6 +143,9 @@ LAYOUT = [2 * pair + pair % 2 for pair in range(len(MATRIX) // 2)]
 # A row of the matrix is nine pairs, histories by destinations: of each row three, so that every two
 # of row, history and destination meet. The others are nightly.
 SQUARE = [n for pair, n in enumerate(LAYOUT) if (pair // 9 + pair % 9 // 3 + pair % 3) % 3 == 0]
+# Of those the profile dev runs four, so that each schedule, rank, history, destination and layout
+# occurs; `test_numerics.py` has every row with every history, and compares the same two sides.
+FEW = SQUARE[5], SQUARE[11], SQUARE[12], SQUARE[16]
 
 
 class TestMatrix:
@@ -154,7 +157,20 @@ class TestMatrix:
         for a, b in ((0, 1), (0, 2), (1, 2)):
             assert {(name[a], name[b]) for name in names} == {(t[a], t[b]) for t in taken}
 
-    @pytest.mark.parametrize("case", [MATRIX[n] for n in SQUARE], ids=lambda c: c.name)
+    def test_everything_that_a_case_is_made_of_occurs_in_few(self) -> None:
+        """Each schedule, rank, history, destination and QKV layout."""
+        parts = ("schedule", "rank", "history", "rule", "fused_qkv")
+        for part in parts:
+            few, every = ({getattr(MATRIX[n], part) for n in ns} for ns in (FEW, SQUARE))
+            assert few == every, part
+
+    @pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param(MATRIX[n], marks=() if n in FEW else pytest.mark.ci, id=MATRIX[n].name)
+            for n in SQUARE
+        ],
+    )
     def test_the_matrix_agrees_where_every_two_meet(self, case: Case) -> None:
         """20 steps: a third of the rows with histories and destinations, in one QKV layout."""
         agrees(case)

@@ -18,7 +18,7 @@ from qeffect.gpu_runtime.backends.reference import ReferenceStage
 from qeffect.gpu_runtime.backends.reference.linear import ScaledLinear
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording, compare
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
-from qeffect.gpu_runtime.step.memory.state import NumericalState
+from qeffect.gpu_runtime.step.memory.numerical_state import NumericalState
 from qeffect.gpu_runtime.step.plan.order import Kind, Order, Step
 from qeffect.refusals import Refused
 

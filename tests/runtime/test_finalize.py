@@ -15,7 +15,7 @@ from torch import Tensor
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 from qeffect.gpu_runtime.step.memory import sums as finalize
 from qeffect.gpu_runtime.step.memory.arena import Arena
-from qeffect.gpu_runtime.step.memory.state import same_bits
+from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 from qeffect.gpu_runtime.step.memory.sums import MOST_TERMS, OrderedSum, add_up, launches, suits
 
 from .helpers import TINY

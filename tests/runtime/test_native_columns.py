@@ -23,7 +23,7 @@ from qeffect.gpu_runtime.backends.layers import LayerConfig
 from qeffect.gpu_runtime.backends.te import baselines as te_baselines
 from qeffect.gpu_runtime.lab.sides import library as native_columns
 from qeffect.gpu_runtime.lab.sides.cells import TINY
-from qeffect.gpu_runtime.step.memory.state import same_bits
+from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 
 from . import toys
 

@@ -12,7 +12,7 @@ from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.operators import Session
-from qeffect.gpu_runtime.step.memory.state import live_state, same_bits
+from qeffect.gpu_runtime.step.memory.numerical_state import live_state, same_bits
 from qeffect.gpu_runtime.step.plan.order import Kind, Order
 from qeffect.refusals import Refused
 

@@ -16,7 +16,7 @@ from qeffect.gpu_runtime.backends.protocol import (
 )
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 from qeffect.gpu_runtime.step.memory.arena import Arena, by_matrix
-from qeffect.gpu_runtime.step.memory.state import same_bits
+from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 
 from .helpers import TINY
 from .test_scaling import an_input

@@ -652,7 +652,7 @@ class TestStreams:
         """Otherwise a stale read could look fresh; 200 steps in a row."""
         import torch
 
-        from qeffect.gpu_runtime.step.memory.state import same_bits
+        from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 
         producer = streamcheck.Producer(torch.device("cpu"), 32, 3)
         for number in range(200):
@@ -667,7 +667,7 @@ class TestStreams:
         """A buffer that did not would be written early, and a one-way read of it would be right."""
         import torch
 
-        from qeffect.gpu_runtime.step.memory.state import same_bits
+        from qeffect.gpu_runtime.step.memory.numerical_state import same_bits
 
         device = torch.device("cpu")
         long, short = streamcheck.Producer(device, 32, 3), streamcheck.Producer(device, 32, 2)

@@ -17,7 +17,7 @@ from qeffect.checkpoint import Checkpoint
 from qeffect.gpu_runtime.backends.protocol import BackendError, parameters
 from qeffect.gpu_runtime.lab.comparisons.driver import GuardedRun
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording, compare
-from qeffect.gpu_runtime.step.memory.state import NumericalState, live_state, same_bits
+from qeffect.gpu_runtime.step.memory.numerical_state import NumericalState, live_state, same_bits
 from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.refusals import Refused
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2] / "gpu_runtime"
 NAME = "qeffect.gpu_runtime"
 #: Rooms in the order in which they stand: each may import those before it, and itself.
 ROOMS = (
+    "renamed",
     "backends",
     "report",
     "step",

@@ -8,7 +8,7 @@ import torch
 from qeffect.gpu_runtime.backends.protocol import BackendError
 from qeffect.gpu_runtime.backends.reference import ReferenceDomain, ReferenceStage
 from qeffect.gpu_runtime.backends.reference.scaling import E4M3, E5M2, ScalingState
-from qeffect.gpu_runtime.step.memory.state import NumericalState, live_state, same_bits
+from qeffect.gpu_runtime.step.memory.numerical_state import NumericalState, live_state, same_bits
 
 from .helpers import TINY
 

@@ -12,7 +12,7 @@ from qeffect.gpu_runtime.lab.comparisons.native import NativeRun
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
-from qeffect.gpu_runtime.step.memory.state import live_state, same_bits
+from qeffect.gpu_runtime.step.memory.numerical_state import live_state, same_bits
 from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.gpu_runtime.step.plan.order import Kind, Order
 from qeffect.keys import TapeKey, TapeRef

@@ -51,7 +51,7 @@ from qeffect.gpu_runtime.lab.comparisons.recording import Recording, compare
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload
 from qeffect.gpu_runtime.runtime import Runtime, RuntimeConfig
 from qeffect.gpu_runtime.step.memory.arena import Rule
-from qeffect.gpu_runtime.step.memory.state import preserving
+from qeffect.gpu_runtime.step.memory.numerical_state import preserving
 from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.gpu_runtime.step.plan.order import Order
 

@@ -22,7 +22,7 @@ from qeffect.gpu_runtime.lab.comparisons.native import (
 from qeffect.gpu_runtime.lab.comparisons.recording import Recording
 from qeffect.gpu_runtime.lab.comparisons.workload import Workload, by_index
 from qeffect.gpu_runtime.step.memory.arena import Arena, Rule, by_matrix
-from qeffect.gpu_runtime.step.memory.state import live_state
+from qeffect.gpu_runtime.step.memory.numerical_state import live_state
 from qeffect.gpu_runtime.step.optimizer import Optimizer
 from qeffect.gpu_runtime.step.plan.order import Kind, Order, Step
 

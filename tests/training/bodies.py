@@ -29,12 +29,12 @@ from qeffect.gpu_runtime.lab.sides.torch_pipeline import NativePipeline
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import Message
 from qeffect.gpu_runtime.ranks.consent import Cause, StoppedError, name_of
-from qeffect.gpu_runtime.ranks.executor import Passage
 from qeffect.gpu_runtime.ranks.job import Job
+from qeffect.gpu_runtime.ranks.pipeline import Passage
 from qeffect.gpu_runtime.ranks.worker import Worker
 from qeffect.gpu_runtime.ranks.world import Limits, join
 from qeffect.gpu_runtime.step.memory.digests import digests
-from qeffect.gpu_runtime.step.memory.state import live_state
+from qeffect.gpu_runtime.step.memory.numerical_state import live_state
 from qeffect.gpu_runtime.step.plan.order import Order
 from qeffect.gpu_runtime.training.checkpoint import Checkpoints, EarlierSaveError
 from qeffect.gpu_runtime.training.files import FACTS, MANIFEST, Writer, canonical

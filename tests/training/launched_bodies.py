@@ -17,10 +17,11 @@ from qeffect.cli import main
 from qeffect.gpu_runtime.backends.deterministic import DETERMINISTIC
 from qeffect.gpu_runtime.lab.sides import restart as restarts
 from qeffect.gpu_runtime.lab.sides.restart import Trial
-from qeffect.gpu_runtime.ranks import one_launch, processes
+from qeffect.gpu_runtime.ranks import processes
 from qeffect.gpu_runtime.ranks.assembly import build_worker
 from qeffect.gpu_runtime.ranks.channels import LostError
 from qeffect.gpu_runtime.ranks.consent import Consent
+from qeffect.gpu_runtime.ranks.gate import UpdateGate
 from qeffect.gpu_runtime.ranks.job import Job
 from qeffect.gpu_runtime.ranks.obstacles import obstacles
 from qeffect.gpu_runtime.ranks.world import join
@@ -141,14 +142,14 @@ def unable(config: str) -> dict[str, Any]:
     """A run of which the last rank's library captures no step: what it says, and what it leaves."""
     stand_in()
     member = join("cpu", LIMITS)
-    real = one_launch._Gate.capture
+    real = UpdateGate.capture
 
     def capture(self: Any, gradients: Any) -> Any:
         if gradients is not None and member.rank == member.world - 1:
             raise RuntimeError("operation not permitted when stream is capturing")
         return real(self, gradients)
 
-    one_launch._Gate.capture = capture  # type: ignore[method-assign]
+    UpdateGate.capture = capture  # type: ignore[method-assign]
     return trained(config)
 
 

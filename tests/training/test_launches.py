@@ -293,7 +293,7 @@ def test_what_hinders_is_known_before_graphs_are_captured(
     rule: str, problem: str | None, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs that can be nested are not even made then: without the driver's functions none can."""
-    monkeypatch.setattr(obstacles, "obstacle", lambda _: problem)
+    monkeypatch.setattr(obstacles, "nesting_obstacle", lambda _: problem)
     found = obstacles.obstacles_on(torch.device("cuda"), rule)
     assert [text[: len(start)] for text, start in zip(found, told, strict=True)] == told
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from functools import cache
 
+import pytest
+
 from qeffect.engine.memory import Memory
 from qeffect.engine.stage import Transitions
 from qeffect.verification.batch.engine import Engine
@@ -18,8 +20,15 @@ from qeffect.verification.explorer.properties import Checker, claimed
 from qeffect.verification.explorer.scopes import configuration, sizes
 from qeffect.verification.explorer.walker import Walker
 from qeffect.verification.induction import INVARIANTS
+from tests.profiles import by_profile
 
 NAMES = tuple(standard_scopes())
+
+#: Exploring this scope takes half as long as all others; without it everything still happens once.
+#: The profile dev leaves it out.
+LONG = "stages-two"
+MARKED = [pytest.param(name, marks=pytest.mark.ci) if name == LONG else name for name in NAMES]
+EXPLORED = by_profile(dev=tuple(name for name in NAMES if name != LONG), ci=NAMES)
 
 
 def walk(scope: Scope, composed: Transitions | None = None) -> Exploration:

@@ -28,10 +28,10 @@ from qeffect.verification.explorer.runs import report_of
 from qeffect.verification.explorer.symmetry import canonical_form
 from qeffect.verification.explorer.walker import Walker
 
-from .explorations import NAMES, batched, plain
+from .explorations import MARKED, NAMES, batched, plain
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MARKED)
 def test_both_readings_have_one_graph(name: str) -> None:
     """States, accepted moves by move, refusals by move and clause, and depth are the same."""
     one, other = plain(name), batched(name)
@@ -44,7 +44,9 @@ def test_both_readings_have_one_graph(name: str) -> None:
     assert other.tally.broken is None
 
 
-@pytest.mark.parametrize("name", ["pool-2-2-2", "stage-epochs", "stage-readers"])
+@pytest.mark.parametrize(
+    "name", ["pool-2-2-2", "stage-epochs", pytest.param("stage-readers", marks=pytest.mark.ci)]
+)
 def test_both_readings_have_the_same_edges(name: str) -> None:
     """Every move from every state leads both readings to the same state."""
     walker, engine = plain(name).walker, batched(name).engine
@@ -66,6 +68,7 @@ def test_both_readings_have_the_same_edges(name: str) -> None:
     assert expected == found
 
 
+@pytest.mark.ci
 @pytest.mark.xfail(
     reason="paths tell apart every combination of configured flags, and no scope has some: fills "
     "reported without updates, live scales with messages or a declared order; and some paths, such "

@@ -23,7 +23,7 @@ from qeffect.verification.explorer.scopes import configuration
 from qeffect.verification.explorer.walker import Step, Walker
 from qeffect.verification.explorer.witnesses import Guide
 
-from .explorations import NAMES, plain, real_memory, restored
+from .explorations import MARKED, plain, real_memory, restored
 
 
 def _normal_form(walker: Walker, memory: object) -> bytes:
@@ -43,7 +43,7 @@ def _refusal(walker: Walker, step: Step, memory: Memory) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MARKED)
 def test_a_state_and_its_normal_form_have_the_same_futures(name: str) -> None:
     """Along random schedules every move ends alike, and in the same normal form, for both."""
     walker = plain(name).walker
@@ -97,7 +97,7 @@ def test_a_drop_vacates_as_of_the_last_replay_whatever_that_did() -> None:
     assert {None} == refusals(after(after(reserved, "wait"), "drop"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MARKED)
 def test_witnesses_replay_on_real_memory(name: str) -> None:
     """A schedule found among normal forms runs on the kernel's own memory, to the same end."""
     found = plain(name)

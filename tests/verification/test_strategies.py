@@ -83,7 +83,11 @@ class TestReach:
         ("what", "longest"),
         [
             (lambda s: "commit_epoch" in _names(s), 30),
-            (lambda s: _names(s).count("commit_epoch") > 1, 60),
+            pytest.param(
+                lambda s: _names(s).count("commit_epoch") > 1,
+                60,
+                marks=pytest.mark.ci,  # as long as all others together
+            ),
             (lambda s: "abort_dgrad" in _names(s), 40),
             (lambda s: "checkpoint" in _names(s)[2:], 10),
             (lambda s: any(c.arguments.get("fresh") for c in s.calls), 50),

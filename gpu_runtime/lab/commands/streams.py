@@ -28,7 +28,7 @@ from torch import Tensor
 from qeffect.cli.command import Outcome, Progress
 from qeffect.report import UnusableError
 
-from ...step.memory.state import same_bits
+from ...step.memory.numerical_state import same_bits
 from ..reports.report import Report, add_report_options, environment
 from ..runner.device import require_device
 from ..runner.processes import ChildError, ChildProcess, answer

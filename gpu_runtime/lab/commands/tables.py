@@ -31,7 +31,7 @@ from ...ranks.processes import silence
 from ...ranks.world import Member, gathered, join
 from ...runtime import mode_on
 from ...step.memory.arena import Rule
-from ...step.memory.state import same_bits
+from ...step.memory.numerical_state import same_bits
 from ..reports.report import (
     ALIKE,
     Report,

@@ -16,7 +16,7 @@ from qeffect.keys import TapeKey, TapeRef
 
 from ...runtime import Runtime
 from ...step.memory.arena import by_matrix
-from ...step.memory.state import live_state
+from ...step.memory.numerical_state import live_state
 from ...step.optimizer import Optimizer
 from ...step.plan.order import Kind, Step
 from .native import record_outputs, record_step, record_sum

@@ -5,7 +5,7 @@ The loss of native training on held-out text, over the windows of the guarded si
 from __future__ import annotations
 
 from ...ranks.world import Member
-from ...step.memory.state import preserving
+from ...step.memory.numerical_state import preserving
 from ...training.data import Loader
 from ...training.evaluate import PlacedStages, mean_loss
 from ...training.model import Language

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ranks.world import Member, gathered
-from ...step.memory.state import same_bits
+from ...step.memory.numerical_state import same_bits
 from ..statistics.peers import combined
 
 __all__ = ["compare_gradients", "distance_sums", "gradients_path", "save_gradients"]

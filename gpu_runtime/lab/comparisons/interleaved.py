@@ -25,7 +25,7 @@ from torch import Tensor
 from qeffect.schedule.torch_tables import torch_schedule
 
 from ...backends.layers import LayerConfig
-from ...step.memory.state import raw_bits
+from ...step.memory.numerical_state import raw_bits
 from ...step.plan.order import Kind, Order
 
 __all__ = ["SIDES", "Side", "differences", "record_side"]

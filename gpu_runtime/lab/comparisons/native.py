@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...backends.protocol import BackendError, StageBackend, matrices, parameters
 from ...step.memory.arena import by_matrix
-from ...step.memory.state import live_state
+from ...step.memory.numerical_state import live_state
 from ...step.optimizer import Gradients, Optimizer
 from ...step.plan.order import Kind, Order, Step
 from .recording import Recording

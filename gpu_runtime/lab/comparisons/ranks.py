@@ -17,13 +17,13 @@ from torch import Tensor
 from ...backends.protocol import StageBackend, parameters
 from ...ranks.assembly import build_worker
 from ...ranks.channels import transport_of
-from ...ranks.executor import Passage, Pipeline
 from ...ranks.job import Batches, Job
+from ...ranks.pipeline import Passage, Pipeline
 from ...ranks.ties import Tie
 from ...ranks.world import Limits, Member, gathered
 from ...step.clipping import EPSILON, square_sums
 from ...step.memory.digests import digests
-from ...step.memory.state import live_state
+from ...step.memory.numerical_state import live_state
 from ...step.optimizer import Gradients, Optimizer
 from ...step.plan.order import Order
 from ..sides.torch_pipeline import NativePipeline

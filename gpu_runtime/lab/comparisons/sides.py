@@ -16,7 +16,7 @@ import torch
 from ...backends.protocol import StageBackend
 from ...runtime import Runtime, RuntimeConfig, mode_on
 from ...step.memory.arena import Rule
-from ...step.memory.state import live_state, preserving
+from ...step.memory.numerical_state import live_state, preserving
 from ...step.optimizer import Optimizer
 from .cases import Case
 from .driver import GuardedRun

@@ -24,7 +24,7 @@ from ...ranks.worker import Worker
 from ...ranks.world import Limits, Member
 from ...runtime import Mode, RuntimeConfig
 from ...step.memory.digests import digests
-from ...step.memory.state import NumericalState, live_state
+from ...step.memory.numerical_state import NumericalState, live_state
 from ...step.optimizer import Optimizer
 from ...training.checkpoint import Checkpoints, Replicas
 from ...training.launches import Steps

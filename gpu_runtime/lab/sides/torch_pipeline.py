@@ -20,7 +20,7 @@ from qeffect.schedule.torch_tables import SINGLE
 
 from ...backends.protocol import BackendError, StageBackend, parameters
 from ...step.memory.arena import Rule, by_matrix
-from ...step.memory.state import live_state, preserving
+from ...step.memory.numerical_state import live_state, preserving
 from ...step.optimizer import Gradients, Optimizer
 from ...step.plan.order import Order
 from ..comparisons.native import record_step, rule_for

@@ -29,9 +29,9 @@ from torch import Tensor
 from qeffect.destinations import Destination
 
 from ...backends.protocol import StageBackend, WgradUnit
-from .looks import Look
 from .sums import OrderedSum
-from .tied import Tied
+from .tensor_identity import TensorIdentity
+from .tied_weights import TiedWeights
 
 Rule = Literal["copied", "per_microbatch", "accumulate"]
 RULES: tuple[Rule, ...] = ("copied", "per_microbatch", "accumulate")
@@ -64,7 +64,7 @@ class Arena:
     _own: tuple[str, ...] = attrs.field(init=False)
     _buffers: list[dict[str, Tensor]] = attrs.field(init=False, factory=list)
     _configured: list[tuple[Destination, ...]] = attrs.field(init=False, factory=list)
-    _looks: list[Look] = attrs.field(init=False, factory=list)
+    _identities: list[TensorIdentity] = attrs.field(init=False, factory=list)
     _copies: dict[int, dict[str, Tensor]] = attrs.field(init=False, factory=dict)
     _sum: OrderedSum = attrs.field(init=False)
 
@@ -88,7 +88,7 @@ class Arena:
         for index in range(self.num_microbatches if self.rule != "accumulate" else 1):
             self._configured.append(self._described(index))
             held = self._buffers[index].values() if self.direct else ()
-            self._looks.append(Look(held))
+            self._identities.append(TensorIdentity(held))
 
     def _buffer(self, unit: WgradUnit, index: int) -> Tensor:
         """Make the destination of a unit in one set, or take the one that it shares."""
@@ -106,7 +106,7 @@ class Arena:
         rule: Rule,
         num_microbatches: int,
         dtype: torch.dtype,
-        tied: Tied | None = None,
+        tied: TiedWeights | None = None,
     ) -> Arena:
         """The arena of a stage, on the stage's device."""
         device = stage.domain.device
@@ -153,11 +153,15 @@ class Arena:
         description itself is returned, which the kernel compares by identity.
         """
         index = 0 if self.rule == "accumulate" else microbatch
-        return self._configured[index] if self._looks[index].unchanged() else self._described(index)
+        return (
+            self._configured[index]
+            if self._identities[index].unchanged()
+            else self._described(index)
+        )
 
     def in_place(self) -> bool:
         """Whether `present` says of every microbatch what the kernel is configured with."""
-        return all(look.unchanged() for look in self._looks)
+        return all(look.unchanged() for look in self._identities)
 
     def _described(self, index: int) -> tuple[Destination, ...]:
         owner = None if self.rule == "accumulate" else index

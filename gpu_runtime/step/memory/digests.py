@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .state import raw_bits
+from .numerical_state import raw_bits
 
 __all__ = ["digests"]
 

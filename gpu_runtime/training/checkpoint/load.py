@@ -16,7 +16,7 @@ from qeffect.checkpoint import Checkpoint
 
 from ...backends.protocol import BackendError
 from ...ranks.worker import Worker
-from ...step.memory.state import NumericalState
+from ...step.memory.numerical_state import NumericalState
 from ..files import AWAY, FACTS, manifest, problem_of, read_facts
 from ..state import (
     EXTRA,

@@ -1,4 +1,4 @@
-"""A look at destinations: when it says that one changed, with torch's guards and without."""
+"""The identity of destinations: when it says that one changed, with torch's guards and without."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from qeffect.gpu_runtime.step.memory import looks
-from qeffect.gpu_runtime.step.memory.looks import Look
+from qeffect.gpu_runtime.step.memory import tensor_identity
+from qeffect.gpu_runtime.step.memory.tensor_identity import TensorIdentity
 
 
 @pytest.fixture(params=["guards", "attributes"])
-def look(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Look]:
-    """A look as torch's guards make it, and as a torch without them does."""
+def identity(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., TensorIdentity]:
+    """An identity as torch's guards make it, and as a torch without them does."""
     if request.param == "attributes":
-        monkeypatch.setattr(looks, "_guard", lambda _: None)
-    return Look
+        monkeypatch.setattr(tensor_identity, "_guard", lambda _: None)
+    return TensorIdentity
 
 
 def _moved(tensor: Tensor) -> None:
@@ -33,10 +35,10 @@ def _of_another_type(tensor: Tensor) -> None:
 
 
 class TestLook:
-    def test_nothing_changed(self, look: Callable[..., Look]) -> None:
+    def test_nothing_changed(self, identity: Callable[..., TensorIdentity]) -> None:
         """Values may change, and who looks may be in any mode; neither is a change."""
         tensors = [torch.zeros(3, 4, dtype=torch.bfloat16) for _ in range(3)]
-        seen = look(tensors)
+        seen = identity(tensors)
         tensors[1].fill_(2)
 
         assert seen.unchanged()
@@ -48,23 +50,25 @@ class TestLook:
     @pytest.mark.parametrize("change", [_moved, _reshaped, _of_another_type])
     @pytest.mark.parametrize("which", [0, 2])
     def test_one_changed(
-        self, change: Callable[[Tensor], None], which: int, look: Callable[..., Look]
+        self, change: Callable[[Tensor], None], which: int, identity: Callable[..., TensorIdentity]
     ) -> None:
         """One tensor that moved, or that has another shape or type at its address."""
         tensors = [torch.zeros(3, 4, dtype=torch.bfloat16) for _ in range(3)]
-        seen = look(tensors)
+        seen = identity(tensors)
         change(tensors[which])
 
         assert not seen.unchanged()
 
-    def test_a_change_that_matters_to_a_compiler_alone(self, look: Callable[..., Look]) -> None:
+    def test_a_change_that_matters_to_a_compiler_alone(
+        self, identity: Callable[..., TensorIdentity]
+    ) -> None:
         """Whether autograd follows a tensor is no part of where and what it is."""
         tensors = [torch.zeros(3, 4)]
-        seen = look(tensors)
+        seen = identity(tensors)
         tensors[0].requires_grad_(True)
 
         assert seen.unchanged()
 
-    def test_of_nothing(self, look: Callable[..., Look]) -> None:
+    def test_of_nothing(self, identity: Callable[..., TensorIdentity]) -> None:
         """The library's own memory has no destinations, which never change."""
-        assert look([]).unchanged()
+        assert identity([]).unchanged()

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from qeffect.config import Bucket
 
 from ...backends.protocol import BackendError, StageBackend, matrices, parameters
-from .tied import Place
+from .tied_weights import Place
 
 __all__ = ["Copies", "buckets_of", "names_of", "require_copies"]
 

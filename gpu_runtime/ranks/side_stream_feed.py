@@ -17,15 +17,15 @@ from torch import Tensor
 
 from ..backends.protocol import StageBackend
 from ..step.streams import SideStream
-from .executor import Feed
+from .pipeline import Feed
 
-__all__ = ["Beside", "beside", "made"]
+__all__ = ["SideStreamFeed", "feed_data", "feed_for"]
 
 #: What is asked for: `inputs` or `output_gradients`, of a stage, for a microbatch.
 Place = tuple[str, StageBackend, int]
 
 
-class Beside:
+class SideStreamFeed:
     """
     A feed of a GPU whose data are made on a stream of their own.
 
@@ -60,7 +60,7 @@ class Beside:
         return given
 
     def every(self, step: int, places: Iterable[Place]) -> list[Sequence[Tensor]]:
-        """As `made`, with one change of streams."""
+        """As `feed_data`, with one change of streams."""
         with self.made_here() as caller:
             given = _asked(self.inner, step, places)
         for tensor in {id(tensor): tensor for own in given for tensor in own}.values():
@@ -72,7 +72,7 @@ class Beside:
         return self.side.scope()
 
 
-def made(feed: Feed, step: int, places: Iterable[Place]) -> list[Sequence[Tensor]]:
+def feed_data(feed: Feed, step: int, places: Iterable[Place]) -> list[Sequence[Tensor]]:
     """
     What a feed gives in a step at several places, ready for the stream that is current.
 
@@ -81,7 +81,7 @@ def made(feed: Feed, step: int, places: Iterable[Place]) -> list[Sequence[Tensor
         step: The step.
         places: `inputs` or `output_gradients`, and the stage and microbatch.
     """
-    if isinstance(feed, Beside):
+    if isinstance(feed, SideStreamFeed):
         return feed.every(step, places)
     return _asked(feed, step, places)
 
@@ -90,6 +90,6 @@ def _asked(feed: Feed, step: int, places: Iterable[Place]) -> list[Sequence[Tens
     return [getattr(feed, what)(stage, step, m) for what, stage, m in places]
 
 
-def beside(feed: Feed, device: torch.device) -> Feed:
+def feed_for(feed: Feed, device: torch.device) -> Feed:
     """A feed for a pipeline of a device: on a CPU nothing runs behind the host."""
-    return feed if device.type == "cpu" else Beside(feed, device)
+    return feed if device.type == "cpu" else SideStreamFeed(feed, device)

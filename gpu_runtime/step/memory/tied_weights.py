@@ -21,7 +21,7 @@ Place = tuple[int, str]
 
 
 @attrs.frozen
-class Tied:
+class TiedWeights:
     """
     The tied matrices of one process.
 
@@ -39,7 +39,7 @@ class Tied:
     memory: dict[str, list[Tensor]] = attrs.field(factory=dict)
 
     @classmethod
-    def of(cls, stages: Sequence[StageBackend], declared: Sequence[Sequence[Place]]) -> Tied:
+    def of(cls, stages: Sequence[StageBackend], declared: Sequence[Sequence[Place]]) -> TiedWeights:
         """
         Find the matrices that are one parameter, and compare them with those declared tied.
 

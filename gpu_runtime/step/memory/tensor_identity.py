@@ -35,7 +35,7 @@ def _guard(tensors: list[Tensor]) -> Callable[..., bool] | None:
         return None
 
 
-class Look:
+class TensorIdentity:
     """
     What identifies some tensors now, and whether it still does.
 

@@ -14,10 +14,10 @@ import torch
 
 from ..backends.protocol import BackendError
 
-__all__ = ["nestable_graph", "obstacle"]
+__all__ = ["nestable_graph", "nesting_obstacle"]
 
 
-def obstacle(device: torch.device) -> str | None:
+def nesting_obstacle(device: torch.device) -> str | None:
     """Why no graph on a device can become a part of another one; None if it can."""
     if device.type == "cpu":
         return "a CPU has no CUDA graphs: run on cuda"
@@ -35,7 +35,7 @@ def nestable_graph() -> torch.cuda.CUDAGraph:
     Raises:
         BackendError: The driver's functions cannot be called from here.
     """
-    if (problem := obstacle(torch.device("cuda"))) is not None:
+    if (problem := nesting_obstacle(torch.device("cuda"))) is not None:
         raise BackendError(f"graphs of a whole step: {problem}")
     made: torch.cuda.CUDAGraph = _nestable()()
     return made

@@ -1,0 +1,171 @@
+"""
+The gate of an update: what each device compares in a step, and tells all ranks and the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qeffect.counts import DeviceCounts, advance
+
+from ..step.clipping import DeviceNorm, square_sums
+from ..step.memory.counters import DeviceCounters
+from ..step.memory.numerical_state import GatedSnapshot, live_state
+from ..step.optimizer import Gradients
+from .channels import Abort, LostError, end_group, transport_of
+from .worker import Worker
+
+__all__ = ["UNLIKE", "UpdateGate"]
+
+UNLIKE = 2
+"""Published of a rank whose replica has other reduced gradients than the first replica."""
+ROWS = 4
+"""Steps that the device publishes before it overwrites one; it is never that far ahead."""
+
+
+class UpdateGate:
+    """What the device compares in each step, and tells all ranks and the host."""
+
+    def __init__(self, counters: DeviceCounters, worker: Worker) -> None:
+        from . import gate_kernel
+
+        self.kernels = gate_kernel
+        self.counters, self.world = counters, worker.member.world
+        self.replicas = self.world // worker.pp
+        values = self.values = counters.values
+        device = values.device
+        self.group: Any = None
+        if self.world > 1:
+            ranks = list(range(self.world))
+            self.group = dist.new_group(ranks, backend=transport_of(device))
+        self.wanted, self.factors, self.terms = (torch.zeros_like(values) for _ in range(3))
+        self.own = torch.zeros(1, dtype=torch.float64, device=device)
+        self.heard = torch.zeros(self.world, dtype=torch.float64, device=device)
+        self.norm: DeviceNorm | None = None
+        if worker.clipping:
+            self.norm = DeviceNorm.on(device, worker.clipping)
+            # A rank's word, then what each stage of the model adds to the squares; 0 where it is
+            # another rank's.
+            width = 1 + worker.table.num_stages
+            self.row = torch.zeros(width, dtype=torch.float64, device=device)
+            self.rows = torch.zeros(self.world, width, dtype=torch.float64, device=device)
+        self.skip = torch.ones((), device=device)
+        self.updated = torch.zeros((), dtype=torch.int64, device=device)
+        self.kept = GatedSnapshot(list(live_state(worker.runtime.domain).values()))
+        self.number = torch.zeros((), dtype=torch.int64, device=device)
+        row = 1 + values.numel() + self.world
+        pinned = device.type == "cuda"
+        self.ring = torch.full((ROWS, row), -1, dtype=torch.int64, pin_memory=pinned)
+        self.read_steps = 0
+        self.ending: Abort | None = None
+        self.open = True
+
+    @property
+    def scale(self) -> Tensor | None:
+        """What the gradients are multiplied by; None where they are not clipped."""
+        if self.norm is None or self.norm.clipping.max_norm is None:
+            return None
+        return self.norm.factor
+
+    def capture(self, gradients: Gradients | None) -> Tensor:
+        """
+        The comparison, every rank's word, and whether the update is skipped.
+
+        Args:
+            gradients: Of this rank's stages, whose norm is looked at; None where there are none.
+        """
+        self.kernels.compare(
+            self.values, self.wanted, self.factors, self.terms, self.number, self.own
+        )
+        # Behind a step that was skipped none is run: the host learns of it a step later.
+        self.own.mul_(self.updated == self.number)
+        if self.norm is None:
+            self._gather(self.heard, self.own)
+        else:
+            elsewhere = self.norm.clipping.elsewhere  # copies of a weight that counts once
+            self.row[:1].copy_(self.own)
+            for stage, part in square_sums(gradients or {}, elsewhere).items():
+                self.row[1 + stage].copy_(part)
+            self._gather(self.rows, self.row)
+            self.heard.copy_(self.rows[:, 0])
+            # One rank of a replica has a stage, the others have 0 there: this sum is exact.
+            width = self.rows.shape[1] - 1
+            parts = self.rows[:, 1:].reshape(self.replicas, -1, width).sum(1)
+            if self.replicas > 1:
+                finite = parts.isfinite() & parts[:1].isfinite()
+                unlike = ((parts != parts[:1]) & finite).any(1, keepdim=True)
+                yes = self.heard.view(self.replicas, -1) == self.number + 1
+                self.heard.view(self.replicas, -1).masked_fill_(yes & unlike, -1.0)
+            # All have the same, but for what is not finite in one of them alone.
+            self.norm.take(parts.amax(0))
+        self.kernels.publish(self.values, self.heard, self.skip, self.ring, self.number)
+        self.updated.add_(self.skip == 0)
+        self.kept.take(self.skip)
+        if self.norm is not None:
+            self.skip.copy_(torch.maximum(self.skip, self.norm.skip))
+        return self.skip
+
+    def _gather(self, into: Tensor, own: Tensor) -> None:
+        # A word that does not come is no yes: what is gathered stands where a no stood before, and
+        # what an aborted group leaves there of a step before has the number of that step.
+        into.fill_(0.0)
+        if self.world > 1 and self.group is None:  # one rank's word would stand for all
+            raise LostError("commit", -1, False, "the connections of this rank are closed")
+        if self.group is None:
+            into.copy_(own)
+        else:
+            dist.all_gather_into_tensor(into.view(-1), own, group=self.group)
+
+    def warm(self) -> None:
+        """
+        Once outside of a capture, which can load no kernel and begin no communicator.
+
+        It does not wait for the device, which waits for every rank.
+        """
+        self.capture(None)
+        self.kept.take()
+        self.updated.zero_()
+
+    def begin(self, before: DeviceCounts, after: DeviceCounts) -> None:
+        """Learn from one step what each adds: counters a number, the digest an affine map."""
+        first, then = self.counters.numbers_of(before), self.counters.numbers_of(after)
+        factors, terms = advance(first, then)
+        for tensor, numbers in ((self.wanted, first), (self.factors, factors), (self.terms, terms)):
+            tensor.copy_(torch.tensor(numbers, dtype=torch.int64))
+        self.number.zero_()
+        self.ring.fill_(-1)
+        self.read_steps = 0
+
+    def read(self) -> tuple[DeviceCounts, list[int]]:
+        """
+        What the next step that was not read yet has published; the device has finished it.
+
+        Raises:
+            LostError: It has not been written.
+        """
+        row = self.ring[self.read_steps % ROWS].tolist()
+        if row[0] != self.read_steps:
+            raise LostError("commit", -1, False, f"step {self.read_steps} was not published")
+        self.read_steps += 1
+        size = self.values.numel()
+        return self.counters.counts_of(row[1 : 1 + size]), row[1 + size :]
+
+    def let_go(self) -> None:
+        """Begin to abort the group, and do not wait: a graph that holds its kernels is to end."""
+        group, self.group = self.group, None
+        if group is not None:
+            self.ending = Abort(group)
+
+    def close(self, *, abort: bool = False) -> None:
+        """End the group; aborted, whoever waits in it wakes up."""
+        self.open = False
+        ending, self.ending = self.ending, None
+        if ending is not None:
+            ending.join()
+        if self.group is not None:
+            group, self.group = self.group, None
+            end_group(group, abort=abort)

@@ -1,0 +1,110 @@
+"""
+Old import names, which go on working for one release with a `DeprecationWarning`.
+
+`install` takes a table of old and new names. A module that is imported by an old name is a
+stand-in: its attributes are those of the new module, the same objects.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import Any
+
+import attrs
+
+__all__ = ["install"]
+
+
+def install(package: str, modules: Mapping[str, str], names: Mapping[str, str]) -> None:
+    """
+    Make old names of a package importable.
+
+    Args:
+        package: The package that all names below are relative to.
+        modules: New module names by old ones; an empty new name stands for a folder that is gone.
+        names: New ``module.name`` by old ``module.name``, for what is not in the new module of its
+            old module, or has another name there.
+    """
+    if not any(isinstance(f, _Finder) and f.package == package for f in sys.meta_path):
+        sys.meta_path.append(_Finder(package, modules, names))
+
+
+class _StandIn(ModuleType):
+    """A module under its old name; it holds nothing of its own."""
+
+    _find: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return self._find(name)
+
+
+@attrs.frozen
+class _Finder(MetaPathFinder, InspectLoader):
+    """Finds the stand-ins of one package; asked only for modules that nothing else finds."""
+
+    package: str
+    modules: Mapping[str, str]
+    names: Mapping[str, str]
+
+    def _old(self, fullname: str) -> str:
+        return fullname.removeprefix(f"{self.package}.")
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a stand-in's spec; None if the name is not an old one."""
+        if not fullname.startswith(f"{self.package}.") or self._old(fullname) not in self.modules:
+            return None
+        return ModuleSpec(fullname, self, is_package=self.is_package(fullname))
+
+    def is_package(self, fullname: str) -> bool:
+        """Whether other old names lie below this one."""
+        return any(old.startswith(f"{self._old(fullname)}.") for old in self.modules)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Make the stand-in."""
+        module = _StandIn(spec.name)
+        module._find = lambda name: self._found(self._old(spec.name), name)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Import the new module, and warn."""
+        if new := self.modules[self._old(module.__name__)]:
+            importlib.import_module(f"{self.package}.{new}")
+            warnings.warn(self._warning(module.__name__, new), DeprecationWarning, stacklevel=2)
+
+    def _warning(self, old: str, new: str) -> str:
+        return f"{old} is now {self.package}.{new}; the old name goes away with the next release"
+
+    def _found(self, old: str, name: str) -> Any:
+        """The object that a stand-in's attribute is."""
+        if (place := self.names.get(f"{old}.{name}")) is not None:
+            module, _, attribute = place.rpartition(".")
+            warnings.warn(
+                self._warning(f"{self.package}.{old}.{name}", place),
+                DeprecationWarning,
+                stacklevel=3,
+            )
+            return getattr(importlib.import_module(f"{self.package}.{module}"), attribute)
+        if f"{old}.{name}" in self.modules or name in ("__path__", "__file__"):
+            raise AttributeError(name)  # a module below, which is imported next
+        if not (new := self.modules[old]):
+            raise AttributeError(f"module {self.package}.{old} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{self.package}.{new}"), name)
+
+    def get_source(self, fullname: str) -> str:
+        """Return a program that runs the new module, for ``python -m`` with the old name."""
+        new = f"{self.package}.{self.modules[self._old(fullname)]}"
+        return f"import runpy\nrunpy.run_module({new!r}, run_name='__main__', alter_sys=True)\n"
+
+    def get_code(self, fullname: str) -> CodeType:
+        """As `get_source`, compiled; it warns, since ``python -m`` executes no module first."""
+        new = self.modules[self._old(fullname)]
+        warnings.warn(self._warning(fullname, new), DeprecationWarning, stacklevel=2)
+        return compile(self.get_source(fullname), f"<{fullname}>", "exec")

@@ -1,0 +1,71 @@
+"""
+The suite's three profiles: how many examples Hypothesis draws and which rows of a matrix run.
+
+``dev`` is the default. ``ci`` runs where the variable CI is set. HYPOTHESIS_PROFILE names any of
+the three. Tests marked ``ci`` are what ``dev`` leaves out; ``ci`` and ``nightly`` run them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final, TypeVar
+
+from hypothesis import HealthCheck, settings
+
+__all__ = ["NAMES", "PROFILE", "REASON", "THINNED", "by_profile", "described", "load"]
+
+T = TypeVar("T")
+
+NAMES: Final = ("dev", "ci", "nightly")
+
+PROFILE: Final = os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
+"""The profile of this run."""
+
+REASON: Final = (
+    "HYPOTHESIS_PROFILE names it"
+    if os.environ.get("HYPOTHESIS_PROFILE")
+    else "CI is set"
+    if os.environ.get("CI")
+    else "the default"
+)
+"""Why this profile runs."""
+
+THINNED: Final = PROFILE == "dev"
+"""Whether this run leaves out tests marked ``ci``."""
+
+_ANY = {
+    "deadline": None,
+    "suppress_health_check": (HealthCheck.too_slow, HealthCheck.data_too_large),
+}
+
+settings.register_profile("dev", max_examples=25, stateful_step_count=20, **_ANY)
+settings.register_profile(
+    "ci", max_examples=150, stateful_step_count=40, derandomize=True, print_blob=True, **_ANY
+)
+settings.register_profile(
+    "nightly", max_examples=2_000, stateful_step_count=60, print_blob=True, **_ANY
+)
+
+
+def load() -> None:
+    """
+    Load this run's Hypothesis profile.
+
+    Raises:
+        ValueError: HYPOTHESIS_PROFILE names no profile of the suite.
+    """
+    if PROFILE not in NAMES:
+        raise ValueError(f"HYPOTHESIS_PROFILE is {PROFILE!r}; choose from {', '.join(NAMES)}")
+    settings.load_profile(PROFILE)
+
+
+def described() -> str:
+    """The profile, why it runs and what it includes, in one line."""
+    examples = settings.get_profile(PROFILE).max_examples
+    rows = "matrices without the rows marked ci" if THINNED else "whole matrices"
+    return f"profile: {PROFILE} ({REASON}): {examples} examples, {rows}"
+
+
+def by_profile(dev: T, ci: T) -> T:
+    """Return the first value under ``dev``, the second under ``ci`` and ``nightly``."""
+    return dev if THINNED else ci

@@ -1,0 +1,82 @@
+"""
+The suite's own options: which profile runs, what it leaves out, and the record of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import profiles
+from tests.record import COUNTED, RECORDS
+
+ROOT = Path(__file__).resolve().parents[1]
+RUN = (sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider")
+
+
+def run(*words: str, path: Path | None = None, **variables: str) -> tuple[int, str]:
+    """Run pytest on the suite, with a folder before the import path; its exit code and output."""
+    left = {n: v for n, v in os.environ.items() if n not in ("CI", "HYPOTHESIS_PROFILE")}
+    paths = [str(p) for p in (path, ROOT) if p is not None]
+    done = subprocess.run(
+        [*RUN, *words],
+        cwd=ROOT,
+        env=left | variables | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.ci
+def test_this_runs_where_matrices_are_whole() -> None:
+    """`dev` leaves it out; the next test counts on it."""
+    assert not profiles.THINNED
+
+
+def test_a_run_says_its_profile_and_leaves_a_record(tmp_path: Path) -> None:
+    """Under `ci` what is marked so runs, beside a plugin that warns when it is configured."""
+    (tmp_path / "pytest_noisy.py").write_text(
+        "import pytest, warnings\n"
+        "def pytest_configure():\n"
+        "    warnings.warn(pytest.PytestDeprecationWarning('an option is unset'))\n"
+    )
+    file = tmp_path / "records" / "run.json"
+    node = "tests/test_profiles.py::test_this_runs_where_matrices_are_whole"
+    options = ("-p", "pytest_noisy", "--record", str(file), "--commit", "1" * 40)
+
+    code, told = run(*options, node, path=tmp_path, CI="1")
+
+    assert code == 0, told
+    assert "profile: ci (CI is set): 150 examples, whole matrices" in told
+    record = json.loads(file.read_text())
+    assert record["counts"] == {name: int(name == "passed") for name in COUNTED}
+    assert (record["profile"], record["commit"], record["exit_status"]) == ("ci", "1" * 40, 0)
+    assert record["versions"].keys() >= {"python", "pytest", "hypothesis", "attrs"}
+    assert record["hardware"]["cores"] == os.cpu_count()
+
+
+def test_an_unknown_profile_is_refused() -> None:
+    """In one line, with those that there are."""
+    code, told = run("--collect-only", "tests/test_profiles.py", HYPOTHESIS_PROFILE="hourly")
+
+    assert code == 4
+    assert "HYPOTHESIS_PROFILE is 'hourly'; choose from dev, ci, nightly" in told
+
+
+def test_a_kept_record_is_of_a_whole_run_of_a_commit() -> None:
+    """No record of a run that was broken off, or of files that no commit has."""
+    for file in RECORDS.glob("*.json"):
+        record = json.loads(file.read_text())
+
+        assert record["exit_status"] in (0, 1), file
+        assert len(record["commit"]) == 40, file
+        assert set(record["counts"]) == set(COUNTED), file
+        assert sum(record["counts"].values()) > 0, file
