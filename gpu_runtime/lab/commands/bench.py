@@ -45,28 +45,55 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=("step", "sweep"),
         default="step",
-        help="step: time, memory, set-up, copies and guards; sweep: resources against microbatches",
-    )
-    parser.add_argument("--cells", nargs="+", metavar="CELL", help="cells by index or name")
-    parser.add_argument("--columns", nargs="+", metavar="NAME", help="columns, or how they start")
-    parser.add_argument(
-        "--microbatches", nargs="+", type=int, metavar="M", help="microbatches of the sweep"
+        help="step: time, memory, set-up, copies, guards; sweep: resources by microbatches "
+        "(default step)",
     )
     parser.add_argument(
-        "--rank", type=int, choices=(0, 1), default=1, help="the sweep's rank of ZB-V over two"
+        "--cells",
+        nargs="+",
+        metavar="CELL",
+        help="cells, by index or name (default all; tiny on cpu)",
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each column")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of a turn")
-    parser.add_argument("--growth-steps", type=int, metavar="N", help="steps that must not grow")
-    parser.add_argument("--history", type=int, default=1024, help="entries of each amax history")
-    parser.add_argument("--quick", action="store_true", help="2 rounds of 5 steps, to see it run")
+    parser.add_argument(
+        "--columns", nargs="+", metavar="NAME", help="columns, by name or prefix (default all)"
+    )
+    parser.add_argument(
+        "--microbatches",
+        nargs="+",
+        type=int,
+        metavar="M",
+        help="microbatches of each point (sweep only; default 2 4 8 16 32)",
+    )
+    parser.add_argument(
+        "--rank",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="rank of ZB-V over two ranks (sweep only; default 1)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="rounds per column (default 5, sweep 3)"
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="steps per round (default 20, sweep 10)"
+    )
+    parser.add_argument(
+        "--growth-steps",
+        type=int,
+        metavar="N",
+        help="steps after which memory is compared (default 200)",
+    )
+    parser.add_argument(
+        "--history", type=int, default=1024, help="length of amax histories (default 1024)"
+    )
+    parser.add_argument("--quick", action="store_true", help="2 rounds of 5 steps, for a trial run")
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="cpu runs the reference backend, eager, to see the tables; its numbers mean nothing",
+        help="device (default cuda); cpu: the reference backend, eager, whose times mean nothing",
     )
-    parser.add_argument("--no-profile", action="store_true", help="leave kernel times out")
+    parser.add_argument("--no-profile", action="store_true", help="measure no kernel times")
     add_report_options(parser)
 
 
@@ -80,7 +107,7 @@ def run_bench(args: argparse.Namespace, progress: Progress) -> Outcome:
     settings = settings_of(args)
     work = _sweep(args) if args.table == "sweep" else _step(args)
     if settings.device == "cuda":
-        require_device("--device cpu shows that the tables run")
+        require_device("--device cpu runs the same tables over the reference backend")
     report = Report(
         "sweep" if args.table == "sweep" else "bench",
         args.out,

@@ -48,14 +48,18 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(DEFAULT_SETS),
         help=f"sets of cases (default {' '.join(DEFAULT_SETS)})",
     )
-    parser.add_argument("--cases", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--steps", type=int, metavar="N", help="fewer steps, to see it run")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, help="sides to run; all by default")
+    parser.add_argument("--cases", nargs="+", metavar="NAME", help="cases by name (default all)")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="steps per case (default: as the case has)"
+    )
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, help="sides to run (default all that the device has)"
+    )
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="cpu compares the reference backend at hidden 128, without capture",
+        help="device (default cuda); cpu compares the reference backend at hidden 128, eager",
     )
     add_report_options(parser)
 
@@ -130,7 +134,7 @@ def compare_cases(
     report: Report,
     say: Callable[[str], None],
 ) -> None:
-    """Run every side in a process of its own, all at once; compare, and say so, case by case."""
+    """Run all sides at once, each in a process of its own; compare and report case by case."""
     backend = "transformer-engine" if device == "cuda" else "reference"
     os.environ.update(DETERMINISTIC)
     data = [case.to_json() for case in cases]
@@ -152,7 +156,7 @@ def compare_cases(
             report.raw["runs"].append(run)
             say(_line(run))
         if not runs and not any(f["case"] == case.name for f in report.raw["failures"]):
-            # A case that no two sides could run must not look like one that agreed.
+            # A case that fewer than two sides ran must not count as equal.
             lacking = {
                 "case": case.name,
                 "side": ", ".join(recordings) or "none",
@@ -201,7 +205,7 @@ def _serve(
     pipe: Any, side: str, backend: str, device: str, cases: Sequence[Mapping[str, Any]]
 ) -> None:
     """Run one side of every case; the state domain of the library is this process."""
-    # Results of a CPU depend on the number of threads; beside a GPU more only get in the way.
+    # Results on a CPU depend on the number of threads; with a GPU more threads only interfere.
     torch.set_num_threads(1)
     for data in cases:
         case = Case.from_json(data)

@@ -43,11 +43,11 @@ from ..sides.training import limits_of
 
 __all__ = ["add_curves_arguments", "merged", "run_curves"]
 
-#: What parts of one report have to agree in, of the environment.
+#: Fields of the environment that parts of one report must share.
 _ALIKE = (*ALIKE, "cpu", "cores")
-#: What is told of each part by itself, of the environment.
+#: Fields of the environment that are recorded per part.
 _EACH = ("program", "argv", "date", "load_1min")
-#: What parts of one report may differ in, of the configuration.
+#: Fields of the configuration in which parts of one report may differ.
 _OWN = ("runs", "limit_s", "parts")
 
 
@@ -60,35 +60,41 @@ def add_curves_arguments(parser: argparse.ArgumentParser) -> None:
         "--runs",
         nargs="+",
         metavar="SIDE:SCHEDULE:SEED[:HEAD]",
-        help="what to train, in this order: native:il:0 guarded:zbv:0 ...",
+        help="runs in order, such as native:il:0 guarded:zbv:0",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="of each run, instead of the file's")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="steps per run (default: the file's)"
+    )
     parser.add_argument(
         "--held-out-steps",
         type=int,
         metavar="N",
-        help="evaluate on as many windows as N steps take, instead of the file's",
+        help="held-out windows per evaluation, in steps' worth (default: the file's windows)",
     )
     parser.add_argument(
         "--limit-s",
         type=float,
         metavar="S",
-        help="seconds after which a run ends at its next block, and none begins; a report that "
-        "is cut short so is not complete",
+        help="time limit in seconds: the current run ends at its next block and no further run "
+        "begins; the report is then marked incomplete",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="instead of the file's")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="device (default: the file's)")
     parser.add_argument(
-        "--merge", nargs="+", type=Path, metavar="F", help="make one report of several"
+        "--merge",
+        nargs="+",
+        type=Path,
+        metavar="F",
+        help="reports to merge into one; trains nothing",
     )
     add_report_options(parser, required=True)
 
 
 def run_curves(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Train run after run, or merge reports; refused where losses of one order differ.
+    Train run after run, or merge reports; refused where two runs of one order have other losses.
 
     Raises:
-        UnusableError: The runs cannot be made by these processes, or the reports do not fit.
+        UnusableError: These processes cannot make the runs, or the reports do not fit together.
     """
     require_place(args.out)
     if args.merge is None:
@@ -114,7 +120,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
     heads = [config.model.head for config in configs]
     whole = [attrs.evolve(named, head=head) for named, head in zip(names, heads, strict=True)]
     if twice := next((named for n, named in enumerate(whole) if named in whole[:n]), None):
-        raise UnusableError(f"--runs {twice}: it is named twice; name each run once")
+        raise UnusableError(f"--runs {twice}: named twice; name each run once")
     data = [opened(config) for config in configs]  # before any rank waits for another
     first, (job, held_out) = configs[0], data[0]
     if held_out is None:
@@ -211,11 +217,11 @@ def merged(paths: Sequence[Path]) -> Report:
     """
     One report of the runs of several, complete where all of them are.
 
-    A run that a part had not ended is in none.
+    A run that had not ended is in no part.
 
     Raises:
-        UnusableError: One is no report of this kind; they were made at another commit, elsewhere,
-            of other versions or of another configuration; or two have a run of one name.
+        UnusableError: A file is not a report of this kind; the parts differ in commit, machine,
+            versions or configuration; or two parts have a run of the same name.
     """
     parts = [read_part(path, "curves") for path in paths]
     first = parts[0]
@@ -254,7 +260,7 @@ def merged(paths: Sequence[Path]) -> Report:
 
 
 def _facts(part: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to agree, by name."""
+    """The fields in which parts must agree, by name."""
     found = {name: part["environment"].get(name) for name in _ALIKE}
     for name, value in part["configuration"].items():
         if isinstance(value, dict):

@@ -47,50 +47,72 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(NAMES)}, a class of torch, or a CSV table with messages (default zbv)",
     )
     parser.add_argument("--pp", type=int, default=2, metavar="N", help="pipeline ranks (default 2)")
-    parser.add_argument("--vpp", type=int, metavar="N", help="stages of each rank")
+    parser.add_argument(
+        "--vpp", type=int, metavar="N", help="stages per rank (default: the schedule's)"
+    )
     parser.add_argument("--dp", type=int, default=1, metavar="N", help="replicas (default 1)")
     parser.add_argument(
-        "--microbatches", type=int, metavar="N", help="of a step and replica (default 2 * PP)"
+        "--microbatches",
+        type=int,
+        metavar="N",
+        help="microbatches per step and replica (default 2 * PP)",
     )
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="steps (default 4)")
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="and so gloo or NCCL (default cpu)"
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="device; selects gloo (cpu) or NCCL (cuda) (default cpu)",
     )
     parser.add_argument(
         "--backend",
         choices=("reference", "transformer-engine"),
         help="layers (default: reference on cpu, transformer-engine on cuda)",
     )
-    parser.add_argument("--eager", action="store_true", help="on cuda, without graphs")
-    parser.add_argument("--rule", choices=RULES, default="accumulate", help="where dW writes")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs (only with cuda)")
     parser.add_argument(
-        "--provisioning", choices=PROVISIONINGS, default="live", help="how slots are counted"
+        "--rule", choices=RULES, default="accumulate", help="where dW writes (default accumulate)"
     )
     parser.add_argument(
-        "--amax", choices=AMAX, default="replica", help="whose amax scales are made of"
+        "--provisioning",
+        choices=PROVISIONINGS,
+        default="live",
+        help="how slots are provisioned (default live)",
+    )
+    parser.add_argument(
+        "--amax",
+        choices=AMAX,
+        default="replica",
+        help="whose amax enters the scales (default replica)",
     )
     for name, text in (
-        ("layers", "of a stage (default 1)"),
-        ("hidden", "width of a layer"),
-        ("ffn", "width of its MLP"),
+        ("layers", "layers per stage (default 1)"),
+        ("hidden", "layer width"),
+        ("ffn", "MLP width"),
         ("heads", "attention heads"),
-        ("sequence", "tokens of a microbatch"),
+        ("sequence", "tokens per microbatch"),
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="run torch's own pipeline too, native, and compare every bit",
+        help="also train natively with torch's own pipeline, and compare every bit",
     )
-    # Not --log: torchrun reads an option that could be the beginning of one of its own as such.
-    parser.add_argument("--event-logs", metavar="DIR", help="a folder for each rank's event log")
-    parser.add_argument("--one-launch", action="store_true", help="on cuda, a step as one graph")
-    parser.add_argument("--clip-norm", type=float, metavar="X", help="of all ranks' gradients")
+    # Not --log: torchrun reads a prefix of its own options as that option.
+    parser.add_argument("--event-logs", metavar="DIR", help="folder of the ranks' event logs")
     parser.add_argument(
-        "--skip-nonfinite", action="store_true", help="no update where that norm is not finite"
+        "--one-launch", action="store_true", help="each step as one CUDA graph (only with cuda)"
     )
     parser.add_argument(
-        "--trace", type=Path, metavar="F", help="write a Chrome trace of the last step of all ranks"
+        "--clip-norm", type=float, metavar="X", help="largest gradient norm, over all ranks"
+    )
+    parser.add_argument(
+        "--skip-nonfinite",
+        action="store_true",
+        help="skip the update when the gradient norm is not finite",
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="F", help="file of a Chrome trace of the last step, all ranks"
     )
 
 
@@ -139,7 +161,7 @@ def _run(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def _require_together(args: argparse.Namespace) -> None:
-    """Refuse options that say nothing together."""
+    """Refuse options that contradict each other."""
     if args.one_launch and args.device != "cuda":
         raise UnusableError(
             "--one-launch makes a step one CUDA graph, so it needs --device cuda; leave it out"
@@ -150,11 +172,16 @@ def _require_together(args: argparse.Namespace) -> None:
         )
     clips = args.clip_norm is not None or args.skip_nonfinite
     for given, name, other, why in (
-        (args.eager, "--one-launch", "--eager", "without graphs there is none of a step"),
+        (args.eager, "--one-launch", "--eager", "a step as one graph needs graphs"),
         (args.trace, "--one-launch", "--trace", "the host sees no action of a launch"),
-        (args.compare, "--one-launch", "--compare", "runtime scale compares launches"),
-        (args.compare, "--trace", "--compare", "a comparison is not a step to look at"),
-        (args.compare, "--clip-norm and --skip-nonfinite", "--compare", "torch's side does not"),
+        (args.compare, "--one-launch", "--compare", "runtime report scale compares launches"),
+        (args.compare, "--trace", "--compare", "a comparison runs no step that could be traced"),
+        (
+            args.compare,
+            "--clip-norm and --skip-nonfinite",
+            "--compare",
+            "torch's side does not clip",
+        ),
     ):
         asked = {"--one-launch": args.one_launch, "--trace": args.trace}.get(name, clips)
         if asked and given:

@@ -1,6 +1,8 @@
 """
-``qeffect runtime report pools``: graphs in one memory pool for each slot, and in one that
-all slots share, replayed out of capture order and compared with native full backward, bit for bit.
+``qeffect runtime report pools``: what graphs corrupt that share one memory pool.
+
+Graphs with a pool per slot, and graphs of which all slots share a pool, are replayed out of capture
+order and compared with native full backward, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,28 +29,31 @@ __all__ = ["add_pools_arguments", "compare_pools", "run_pools"]
 
 TIMEOUT_S = 300.0
 
-#: What `derive` says of a shared pool whose replay was right, as every one is on a CPU.
+#: The problem that `derive_pools` reports when a shared pool corrupted nothing, as on every CPU.
 HARMLESS = "a shared pool did no harm, so the comparison shows nothing"
 
 
 def add_pools_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `pools`."""
-    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps of each run")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="optimizer steps per run (default: as the order has)"
+    )
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="cpu runs the reference backend, eager, at hidden 128; there a pool moves no memory",
+        help="device (default cuda); cpu runs the reference backend at hidden 128, eager, where "
+        "no memory pools exist",
     )
     add_report_options(parser)
 
 
 def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Replay both disciplines and report.
+    Replay under every discipline of capture memory, and report.
 
     Refused when private pools differ from native in a bit, when the kernel allowed a shared one,
-    or when on a device a shared one did no harm, so that nothing was shown.
+    or when a shared pool corrupted nothing on a GPU, so that the comparison shows nothing.
 
     Raises:
         UnusableError: Nothing can be run here.
@@ -57,7 +62,7 @@ def run_pools(args: argparse.Namespace, progress: Progress) -> Outcome:
         raise UnusableError(f"--steps must be at least 1, not {args.steps}")
     on_cpu = args.device == "cpu"
     if not on_cpu:
-        require_device("--device cpu shows the trials over the reference backend")
+        require_device("--device cpu runs the trials over the reference backend")
     cases = [small(case) for case in ORDERS] if on_cpu else list(ORDERS)
     if args.steps is not None:
         cases = [case.with_steps(args.steps) for case in cases]

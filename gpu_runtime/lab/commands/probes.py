@@ -1,10 +1,10 @@
 """
-``qeffect runtime report probes``: what is said of the library, looked at on this machine.
+``qeffect runtime report probes``: statements of the documentation, checked on this machine.
 
-Each statement that the documentation makes about Transformer Engine, or about the cost of watching
-it, has a probe here: the attention backward of short sequences, the weight gradient that the
-library's own graphs bind to a dgrad, the time that a look at every baked address takes, and ways to
-use the library's graphs for interleaved stages (`interleaved`).
+Each statement about Transformer Engine, or about the cost of checking its graphs, has a probe: the
+attention backward of short sequences, the weight gradient that the library's graphs bind to a
+dgrad, the time of comparing every baked address, and the library's graphs under interleaved stages
+(`interleaved`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def add_probes_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="cpu runs the reference backend, to see the probes; it says nothing of the library",
+        help="device (default cuda); cpu runs the reference backend, which tests the probes only",
     )
     parser.add_argument(
         "--only",
@@ -69,20 +69,20 @@ def add_probes_arguments(parser: argparse.ArgumentParser) -> None:
         choices=PROBES,
         default=list(PROBES),
         metavar="WHAT",
-        help=f"some of {', '.join(PROBES)}",
+        help=f"probes to run: {', '.join(PROBES)} (default all)",
     )
     add_report_options(parser)
 
 
 def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
-    Look and report, whatever was found: a probe has no wrong outcome.
+    Run the probes and report; a probe has no wrong outcome.
 
     Raises:
         UnusableError: Nothing can be run here.
     """
     if args.device == "cuda":
-        require_device("--device cpu shows the probes over the reference backend")
+        require_device("--device cpu runs the probes over the reference backend")
     report = Report(
         "probes",
         args.out,
@@ -92,7 +92,7 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
     )
     report.save()
     for sequence, fused in ATTENTION if "attention" in args.only else ():
-        progress(f"Looking. Attention of {sequence} tokens")
+        progress(f"Probing. Attention of {sequence} tokens")
         report.raw["attention"].append(_attention(sequence, fused, args.device, None))
         report.save()
     tool = _sanitizer()
@@ -101,7 +101,7 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
     if "addresses" in args.only:
         report.raw["addresses"] = _asked(["addresses", args.device])
     if args.device == "cuda" and "interleaved" in args.only:
-        progress("Looking. Interleaved stages under the library's graphs")
+        progress("Probing. Interleaved stages under the library's graphs")
         report.save()
         report.raw["interleaved"] = _sides()
     finished = report.finish()
@@ -110,7 +110,7 @@ def run_probes(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 def pairing(source: str | None = None) -> dict[str, Any]:
     """
-    Read how the installed library binds a dW in its graphs; nothing of it is imported.
+    Read how the installed library binds a dW in its graphs, without importing it.
 
     Args:
         source: The text to read instead of the installed one.
@@ -153,7 +153,7 @@ def _sanitizer() -> str | None:
 
 
 def _attention(sequence: int, fused: bool, device: str, tool: str | None) -> dict[str, Any]:
-    """A few steps at a length of sequence, in a process that may die of them."""
+    """A few steps at one sequence length, in a process that may crash."""
     words = ["attention", device, str(sequence), "eager" if tool else "captured"]
     answer = _asked(words, fused=fused, tool=tool)
     return {
@@ -165,7 +165,7 @@ def _attention(sequence: int, fused: bool, device: str, tool: str | None) -> dic
 
 
 def _asked(words: Sequence[str], *, fused: bool = True, tool: str | None = None) -> dict[str, Any]:
-    """Ask a fresh process; what ends it is an answer too."""
+    """Ask a fresh process; a crash is an answer too."""
     command = [sys.executable, "-m", "qeffect.gpu_runtime.lab.commands.probes", *words]
     if tool is not None:
         command = [tool, "--tool", "memcheck", "--print-limit", "1000", *command]
@@ -224,7 +224,7 @@ def _case(sequence: int) -> Case:
 
 
 def _answer(words: Sequence[str]) -> dict[str, Any]:
-    """The child's part."""
+    """Answer in the child process."""
     torch.set_num_threads(1)
     if words[0] == "side":
         (chosen,) = (side for side in interleaved.SIDES if side.name == words[1])
@@ -241,7 +241,7 @@ def _answer(words: Sequence[str]) -> dict[str, Any]:
             if device == "cuda":
                 torch.cuda.synchronize()
         except Exception as error:
-            # An illegal access is what is looked for.
+            # An illegal memory access is what the probe looks for.
             lines = str(error).strip().splitlines() or [""]
             return {"error": f"{type(error).__name__}: {lines[0]}"[:300]}
         return {"error": None}
@@ -249,7 +249,7 @@ def _answer(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _looked(backend: str, device: str) -> dict[str, Any]:
-    """Time looks at everything that a stage's graphs bake in, in microseconds of host time."""
+    """Host time of comparing every address that a stage's graphs bake in, in microseconds."""
     case = _case(128)
     stages = fresh_stages(case, backend, device=device)
     runtime = Runtime(stages, case.order(), RuntimeConfig(mode=mode_on(device), readers=True))

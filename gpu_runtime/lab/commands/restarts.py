@@ -149,9 +149,9 @@ def _launch(
     launched: bool = False,
 ) -> list[Any]:
     """
-    One part, on as many fresh processes as it has ranks; what each says.
+    Run one part with a fresh process per rank; return what each rank wrote.
 
-    A part that is `launched` takes a step as one launch where that is asked for.
+    With `launched`, the part obeys `--one-launch`.
     """
     words = Path(tempfile.mkdtemp(prefix=f"{part}-", dir=folder.parent))
     given = ["--device", args.device, "--hidden", str(args.hidden), "--history", str(args.history)]
@@ -171,7 +171,7 @@ def _launch(
 
 
 def _moved(args: argparse.Namespace, folder: Path, other: str, pp: int, vpp: int) -> list[Any]:
-    """A checkpoint under another mapping."""
+    """Load the checkpoint under another mapping."""
     layers = LAYERS // (pp * vpp)
     options = ["--schedules", other, "--layers", str(layers), "--vpp", str(vpp)]
     return _launch(args, "remapped", folder, *options, pp=pp)
@@ -242,7 +242,7 @@ def run_restarts(args: argparse.Namespace, progress: Progress) -> Outcome:
         except subprocess.CalledProcessError as error:
             raise UnusableError(f"a part ended with exit code {error.returncode}") from error
         finally:
-            # Behind an error nothing more is begun: each part holds all GPUs for minutes.
+            # After an error no further part begins: each part holds all GPUs for minutes.
             parts.shutdown(wait=False, cancel_futures=True)
     derived = report.finish()["derived"]
     good = all(row["differ"] == 0 and row["compared"] > 0 for row in rows)
@@ -258,10 +258,10 @@ def _said(row: Mapping[str, Any]) -> str:
 
 def _most(args: argparse.Namespace) -> int:
     """
-    Ranks of a pipeline that this machine has room for.
+    The largest number of ranks that this machine has devices for.
 
     Raises:
-        UnusableError: There are fewer than the two that train, or an option is no number of them.
+        UnusableError: The machine has fewer than two ranks' devices, or a count is below 1.
     """
     for option, number in (("--dp", args.dp), ("--at-once", args.at_once)):
         if number < 1:
@@ -282,7 +282,7 @@ def _most(args: argparse.Namespace) -> int:
 
 
 def _others(schedule: str, most: int) -> list[tuple[str, int, int]]:
-    """Other mappings of the layers onto at most so many ranks: the table, ranks, stages a rank."""
+    """Other mappings of the layers onto at most `most` ranks: schedule, ranks, stages per rank."""
     others = [
         ("zbv" if schedule == "il" else "il", 2, 2),
         ("1f1b", 2, 1),
@@ -300,14 +300,14 @@ def resumed_row(
     there: str | None = None,
 ) -> dict[str, Any]:
     """
-    What a run that went on has beside the one that never stopped, all ranks together.
+    Compare a resumed run with the run that never stopped, all ranks together.
 
     Args:
         schedule: The table of the run that never stopped.
-        whole: What its ranks say.
-        again: What those of the other say.
-        weighed: Bytes of the checkpoint.
-        there: How the other run went on, where not in the same way.
+        whole: What the ranks of the run that never stopped wrote.
+        again: What the ranks of the resumed run wrote.
+        weighed: Bytes of the checkpoint, by part.
+        there: How the run resumed, if not in the same way.
     """
     compared, differ = 0, []
     for a, b in zip(whole, again, strict=True):
@@ -326,7 +326,7 @@ def resumed_row(
 def remapped_row(
     schedule: str, there: str, whole: list[Any], moved: list[Any], weighed: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What was loaded beside what was saved, and a step beside that of one set up by hand."""
+    """Compare loaded with saved state, and a step with a step after a copy by hand."""
     saved = {name: bit for rank in whole for name, bit in rank["saved"][str(SAVED_AT)].items()}
     loaded = {name: bit for rank in moved for name, bit in rank["first"].items()}
     compared, differ = len(saved), differing(saved, loaded)

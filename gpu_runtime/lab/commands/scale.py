@@ -1,8 +1,8 @@
 """
 ``qeffect runtime report scale``: a guarded pipeline, compared with torch's own and timed beside it.
 
-Started by torchrun; rank 0 writes the report. The native side is torch's schedule runtime over
-stages whose backward is the library's full one. Both sides train the same model from the same bits.
+torchrun starts the ranks; rank 0 writes the report. The native side is torch's schedule runtime
+over stages with the library's full backward. Both sides train the same model from the same bits.
 """
 
 from __future__ import annotations
@@ -62,27 +62,36 @@ CELLS: dict[str, tuple[LayerConfig, int]] = {
     "h4096-s256-m8": (LayerConfig(4096, 11008, 32, 256), 8),
     "tiny": (LayerConfig(32, 64, 2, 16), 4),
 }
-"""Layers and microbatches of what is timed; `tiny` is for a CPU."""
+"""Layers and microbatches of the timed cells; `tiny` is for a CPU."""
 COMPARED: dict[str, tuple[LayerConfig, int]] = {
     "hidden 512": (LayerConfig(512, 2048, 8, 256), 20),
     "hidden 2048": (LayerConfig(2048, 8192, 16, 256), 6),
     "tiny": (LayerConfig(32, 64, 2, 16), 3),
 }
-"""Layers and steps of what is compared."""
+"""Layers and steps of the compared models."""
 BEFORE = 6
-"""Steps whose outcome is compared between replays and one launch a step."""
+"""Steps after which replays and one launch per step are compared."""
 TRACED = 5
-"""Steps under the profiler whose time is split; the first only says where the next begins."""
+"""Steps under the profiler whose time is split; the first only marks where the second begins."""
 
 
 def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `scale`."""
     parser.add_argument("--pp", type=int, default=2, metavar="N", help="ranks (default 2)")
     parser.add_argument(
-        "--schedules", nargs="+", default=list(SCHEDULES), metavar="NAME", help="il, izb, zbv"
+        "--schedules",
+        nargs="+",
+        default=list(SCHEDULES),
+        metavar="NAME",
+        help="schedules (default il izb zbv)",
     )
     parser.add_argument(
-        "--cells", nargs="*", default=list(CELLS)[:2], choices=CELLS, metavar="CELL", help="to time"
+        "--cells",
+        nargs="*",
+        default=list(CELLS)[:2],
+        choices=CELLS,
+        metavar="CELL",
+        help="cells to time (default the first two of three)",
     )
     parser.add_argument(
         "--compared",
@@ -90,12 +99,24 @@ def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(COMPARED)[:2],
         choices=COMPARED,
         metavar="NAME",
-        help="to compare bit for bit",
+        help="models to compare bit for bit (default hidden 512 and hidden 2048)",
     )
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each side")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of a turn")
-    parser.add_argument("--native-steps", type=int, default=3, metavar="N", help="of a native turn")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="rounds per side (default 5)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="steps per round for graphs (default 10)"
+    )
+    parser.add_argument(
+        "--native-steps",
+        type=int,
+        default=3,
+        metavar="N",
+        help="steps per round for native (default 3)",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda", help="device (default cuda)"
+    )
     add_report_options(parser)
 
 
@@ -205,7 +226,7 @@ def _native(member: Member, args: argparse.Namespace, name: str) -> dict[str, An
 
 
 def _final(worker: Worker) -> dict[str, str]:
-    """Digests of everything that training has left on this rank; waits for its last step."""
+    """Digests of this rank's whole state after its last step, weight caches included."""
     runtime = worker.runtime
     runtime.handoff.synchronize()
     caches = {
@@ -224,7 +245,7 @@ def _one_launch(
     guarded: dict[str, Any],
     final: dict[str, str],
 ) -> dict[str, Any]:
-    """The same steps, each one launch; what they leave is compared with what replays left."""
+    """The same steps, each one launch; their final state is compared with that of replays."""
     config, microbatches = CELLS[name]
     job = _job(args, schedule, config, microbatches)
     side, made = build_side(member, lambda: LaunchSide(member, job, backend_on(args.device)))
@@ -263,11 +284,11 @@ def _ahead(
     member: Member, whole: OneLaunch, args: argparse.Namespace
 ) -> tuple[dict[str, float], list[float]]:
     """
-    What the host of launches back to back does a step, in milliseconds.
+    Host time per step of launches back to back, in milliseconds.
 
     Returns:
-        The median of each part, and of each round what a step took without its wait for the one
-        before: the device is what a host waits for that is ahead of it.
+        The median of each part; and by round the median step without the wait for the step before,
+        since a host that is ahead only waits for its device.
     """
     rounds: list[float] = []
     parts: list[dict[str, float]] = []
@@ -284,7 +305,7 @@ def _ahead(
 
 
 def _own_row(worker: Worker, gradients: Gradients, order: Order) -> dict[str, Any]:
-    """A rank's row as one graph without messages: its time, and how it is spent."""
+    """A rank's row as one graph without messages: its time and its shares."""
     with row_as_one_graph(worker, gradients, order) as replay:
         took = spent_ms(replay)
         return {
@@ -296,7 +317,7 @@ def _own_row(worker: Worker, gradients: Gradients, order: Order) -> dict[str, An
 def _guarded(
     member: Member, args: argparse.Namespace, schedule: str, name: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Guarded replays, or eager calls on a CPU, under one schedule; and what they left."""
+    """Guarded replays, or eager calls on a CPU, under one schedule; and their final state."""
     config, microbatches = CELLS[name]
     job = _job(args, schedule, config, microbatches)
     side, made = build_side(

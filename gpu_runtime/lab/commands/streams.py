@@ -1,15 +1,16 @@
 """
-The stream table: what a consumer reads behind a captured graph, with both halves of the handoff and
-with the first half alone.
+``qeffect runtime report streams``: what a consumer reads after a captured graph.
+
+The handoff between streams has two halves; the table shows reads with both halves, and with the
+first half only.
 
 A producer graph runs on the runtime's own graph stream: a chain of products long enough that the
 host is always ahead of it, then an update of an output, a parameter, an amax history with its scale
 and a quantized copy of the parameter. A consumer graph on the caller's stream copies all of these.
 Both use `qeffect.gpu_runtime.step.streams`, in the order of calls of a guarded action: the graph
-stream waits for the caller, replays, marks its tail, and the caller waits for that mark. Leaving
-the last wait out is the one-way handoff; nothing but this check and the tests does that. A third
-run leaves out the mark that is recorded after the replay, so that the event inside the graph alone
-must do.
+stream waits for the caller, replays, marks its tail, and the caller waits for that mark. The
+one-way handoff omits the last wait; only this check and the tests use it. A third run omits the
+mark after the replay, so that it relies on the event inside the graph.
 
 A check is stale when what the consumer copied differs from what the producer left once the device
 is idle, and vacuous when the producer changed nothing, so that a stale read could not be seen.
@@ -156,11 +157,19 @@ def _fresh_check(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def add_streams_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `streams`."""
-    parser.add_argument("--processes", type=int, default=3, metavar="N", help="for each handoff")
-    parser.add_argument("--checks", type=int, default=200, metavar="N", help="in each process")
-    parser.add_argument("--width", type=int, default=2048, help="width of the producer's products")
-    parser.add_argument("--depth", type=int, default=32, help="how many products it has in a row")
-    parser.add_argument("--quick", action="store_true", help="1 process of 20 checks each")
+    parser.add_argument(
+        "--processes", type=int, default=3, metavar="N", help="processes per handoff (default 3)"
+    )
+    parser.add_argument(
+        "--checks", type=int, default=200, metavar="N", help="checks per process (default 200)"
+    )
+    parser.add_argument(
+        "--width", type=int, default=2048, help="width of the producer's products (default 2048)"
+    )
+    parser.add_argument(
+        "--depth", type=int, default=32, help="number of products in a row (default 32)"
+    )
+    parser.add_argument("--quick", action="store_true", help="1 process of 20 checks per handoff")
     add_report_options(parser)
 
 
@@ -175,7 +184,7 @@ def run_streams(args: argparse.Namespace, progress: Progress) -> Outcome:
     """
     if min(args.processes, args.checks, args.width, args.depth) < 1:
         raise UnusableError("--processes, --checks, --width and --depth must be at least 1")
-    require_device("stale reads happen between a device's streams alone", library=False)
+    require_device("stale reads happen only between a device's streams", library=False)
     processes, checks = (1, 20) if args.quick else (args.processes, args.checks)
     configuration = {"quick": args.quick, "width": args.width, "depth": args.depth}
     report = Report("streams", args.out, environment(args.commit), configuration, {"runs": []})
@@ -202,10 +211,10 @@ def run_streams(args: argparse.Namespace, progress: Progress) -> Outcome:
 
 
 def problems(handoffs: dict[str, Any]) -> Sequence[str]:
-    """What must not be: a stale read behind the two-way handoff, or a check that saw nothing."""
+    """Problems: a stale read after the two-way handoff, or a check that could not see one."""
     found = []
     if handoffs.get("two-way", {}).get("stale"):
         found.append("the two-way handoff read stale data")
     if any(entry["vacuous"] for entry in handoffs.values()):
-        found.append("a producer changed nothing, so that a stale read could not be seen")
+        found.append("a producer changed nothing, so a stale read could not be seen")
     return found

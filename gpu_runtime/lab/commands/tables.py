@@ -1,9 +1,9 @@
 """
 ``qeffect runtime report tables``: a trial of the paper's tables, and trials merged in one report.
 
-A trial is one start of torchrun; rank 0 writes the report again after every row, so that a run that
-is ended early leaves what it had. Merging starts no ranks. The language model has one layer a stage
-with token embedding and head over 32,768 tokens, as the paper's; `layers` leaves both ends out.
+A trial is one start of torchrun. Rank 0 rewrites the report after every row, so that a run that is
+ended early leaves its rows. Merging starts no ranks. The language model has one layer a stage, with
+token embedding and head over 32,768 tokens, as the paper's; the model `layers` omits both ends.
 """
 
 from __future__ import annotations
@@ -61,22 +61,22 @@ CELLS = (SMALL, LARGE, "tiny-m4")
 PARTS = ("steps", "attribution", "resources", "weak", "mapping")
 HISTORY = 16
 BEFORE = 6
-"""Steps, the first included, after which a side is compared with its reference."""
+"""Steps, including the first, after which a side is compared with its reference."""
 RULES: Mapping[str, Rule] = {"copied": "copied", "per_microbatch": "per_microbatch"}
-"""Where dW writes, of sides that do not accumulate into one destination."""
+"""Where dW writes, for sides that do not accumulate into one destination."""
 REFERENCES = {
     "eager": "native",
     "replays": "native",
     "per_microbatch": "copied",
     "one launch": "replays",
 }
-"""What a side has to have the bits of, under one schedule: each forms the same sums."""
+"""The side whose bits a side must have, under the same schedule: both form the same sums."""
 
 
 @attrs.frozen
 class TableRow:
     """
-    One row that is to be measured.
+    One row to measure.
 
     Args:
         cell: Layers and microbatches of a step, as `h4096-s256-m8`.
@@ -129,7 +129,7 @@ def table_rows(
     captured: bool = True,
 ) -> list[TableRow]:
     """
-    The rows of some parts, each once, in the order in which they are measured.
+    The rows of some parts, each once, in the order of measuring.
 
     Args:
         parts: Names of `PARTS`: `steps` is native, replays and one launch of the language model in
@@ -140,7 +140,7 @@ def table_rows(
         cells: Names of `CELLS`.
         pp: Ranks.
         microbatches: Of `resources`.
-        captured: Whether there are graphs; without, nothing is one launch.
+        captured: Whether graphs are captured; without graphs no row is one launch.
     """
     sides = ("replays", "one launch") if captured else ("replays",)
     last = cells[-1]
@@ -180,25 +180,38 @@ def add_tables_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=PARTS,
         metavar="PART",
-        help=f"{', '.join(PARTS)} (default: the first three)",
+        help=f"parts of the tables: {', '.join(PARTS)} (default the first three)",
     )
     parser.add_argument(
-        "--cells", nargs="+", choices=CELLS, metavar="CELL", help=f"default {SMALL} {LARGE}"
+        "--cells", nargs="+", choices=CELLS, metavar="CELL", help=f"cells (default {SMALL} {LARGE})"
     )
     parser.add_argument(
-        "--microbatches", nargs="+", type=int, metavar="M", help="of resources (default 2 to 32)"
+        "--microbatches",
+        nargs="+",
+        type=int,
+        metavar="M",
+        help="microbatches of the part resources (default 2 4 8 16 32)",
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each side (default 3)")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of a turn (default 10)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds per side (default 3)")
     parser.add_argument(
-        "--native-steps", type=int, metavar="N", help="of a turn that launches (default 3)"
+        "--steps", type=int, metavar="N", help="steps per round for graphs (default 10)"
     )
     parser.add_argument(
-        "--no-profile", action="store_true", default=None, help="count no kernels and no copies"
+        "--native-steps",
+        type=int,
+        metavar="N",
+        help="steps per round for native and eager (default 3)",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default cuda")
     parser.add_argument(
-        "--merge", nargs="+", type=Path, metavar="F", help="merge reports of trials, in this order"
+        "--no-profile", action="store_true", default=None, help="run no steps under the profiler"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="device (default cuda)")
+    parser.add_argument(
+        "--merge",
+        nargs="+",
+        type=Path,
+        metavar="F",
+        help="reports of trials to merge, in order; measures nothing",
     )
     add_report_options(parser)
 
@@ -267,8 +280,8 @@ def merged(paths: Sequence[Path], out: Path | None) -> Report:
         The report; complete where every trial is, and made where the first one was.
 
     Raises:
-        UnusableError: A file is no report of `tables`; trials are of several devices, commits or
-            versions; or one is named twice.
+        UnusableError: A file is not a report of `tables`; the trials differ in device, commit or
+            versions; or a trial is named twice.
     """
     found = [read_part(path, "tables") for path in paths]
     require_alike([(path, _facts(part)) for path, part in zip(paths, found, strict=True)])
@@ -292,7 +305,7 @@ def merged(paths: Sequence[Path], out: Path | None) -> Report:
 
 
 def _facts(part: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to agree; ranks, parts and cells may differ, and so may hosts of several ranks."""
+    """The fields in which trials must agree; ranks, parts, cells and hosts may differ."""
     place, asked = part["environment"], part["configuration"]
     return {
         **{name: place.get(name) for name in ALIKE},
@@ -325,12 +338,12 @@ def _trial(args: argparse.Namespace, progress: Progress) -> Report:
     references: dict[tuple[Any, ...], dict[str, Tensor]] = {}
     at: tuple[Any, ...] | None = None
     with isolated(member):
-        # What a process pays once, whichever side is its first, is no side's.
+        # Costs that a process pays once count for no side.
         first = TableRow(args.cells[0], "layers", 2, "il", "native").job(args.pp)
         NativeSide(member, first, backend_on(args.device)).step()
     for row in rows:
         progress(f"{row.cell}, {row.model}, {row.schedule}, {row.side}")
-        # References live as long as the rows that may be compared with them.
+        # References are kept as long as a later row may be compared with them.
         if at != (row.cell, row.model, row.vpp):
             references.clear()
             at = row.cell, row.model, row.vpp
@@ -361,7 +374,7 @@ def _measured(
     references: dict[tuple[Any, ...], dict[str, Tensor]],
     rows: Sequence[TableRow],
 ) -> dict[str, Any]:
-    """One row; a side that cannot be measured has its error, and the others go on."""
+    """One row; a side that fails leaves its error, and the other sides are still measured."""
     job = row.job(args.pp)
     named = {**attrs.asdict(row), "microbatches": row.microbatches, "pp": args.pp}
     tokens = row.microbatches * job.config.sequence * job.config.batch
@@ -409,7 +422,7 @@ def _side(
         "built": built,
         "reserved": reserved,
         "allocated_peak": peak,
-        # What was cloned for later rows is not the side's.
+        # Clones kept for later rows do not count.
         "grown": _used(member) - stood - kept,
         "device": _driver(member),
     }
@@ -435,7 +448,7 @@ def _compared(
     references: dict[tuple[Any, ...], dict[str, Tensor]],
     rows: Sequence[TableRow],
 ) -> dict[str, Any] | None:
-    """How many tensors differ from the reference's after as many steps; and this side's kept."""
+    """Count the tensors that differ from the reference's; keep this side's for later rows."""
     base = REFERENCES.get(row.side)
     theirs = references.get((row.schedule, base)) if base is not None else None
     found = None
@@ -467,7 +480,7 @@ def _compared(
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Raw bits; a step count may be kept on the host by one side and on the device by another."""
+    """Compare raw bits; one side may keep a step count on the host, another on the device."""
     return same_bits(a.to(b.device), b)
 
 
@@ -488,7 +501,7 @@ def _peak(member: Member) -> int:
 
 
 def _driver(member: Member) -> int:
-    """What the driver says the device holds, of whoever."""
+    """Bytes in use on the device, by all processes, as the driver reports."""
     if member.device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(member.device)

@@ -339,7 +339,7 @@ def scale_lines(derived: Raw) -> list[str]:
 
 
 def pool_lines(report: Mapping[str, Any]) -> Sequence[str]:
-    """A row for each order and discipline, then what must not be."""
+    """A row per order and discipline, then the problems."""
     rows = []
     for entry in report["derived"]["orders"]:
         for name, total in entry["disciplines"].items():

@@ -24,7 +24,7 @@ HOST_STEPS = 5
 @attrs.define(eq=False)
 class ColumnSession:
     """
-    A column's life, seen from inside its process.
+    A column as its process runs it.
 
     Args:
         spec: Which column.
@@ -54,7 +54,7 @@ class ColumnSession:
         return self._column
 
     def prepare(self) -> dict[str, Any]:
-        """Load what any column's first step would load, and count it for none."""
+        """Load the libraries of every column's first step, so that they count for no column."""
         started = time.perf_counter()
         if self.on_device:
             import torch
@@ -66,12 +66,12 @@ class ColumnSession:
         else:
             import torch
 
-            # The sums of a product depend on how many threads share it.
+            # Sums in a product depend on the number of threads.
             torch.set_num_threads(1)
         return {"prepare_s": time.perf_counter() - started}
 
     def build(self) -> dict[str, Any]:
-        """Make the column, then everything that is special to it, then run its first steps."""
+        """Build the column, warm it up, and run its first steps."""
         before = self._device_used()
         started = time.perf_counter()
         self._column = self.spec.make(self.cell, self.settings)
@@ -100,7 +100,7 @@ class ColumnSession:
         }
 
     def turn(self, steps: int, warm_steps: int) -> dict[str, Any]:
-        """Some untimed steps, some between two synchronisations, and the host's time alone."""
+        """Untimed steps, then steps between two synchronizations, then steps timed on the host."""
         column = self._the_column()
         for _ in range(warm_steps):
             column.step()
@@ -118,7 +118,7 @@ class ColumnSession:
         }
 
     def _host_s(self) -> float:
-        # From an idle device, so that a full launch queue never makes the host wait.
+        # With an idle device, so that the host never waits for a full launch queue.
         started = time.perf_counter()
         self._the_column().step()
         enqueued = time.perf_counter()
@@ -126,7 +126,7 @@ class ColumnSession:
         return enqueued - started
 
     def trace(self, steps: int) -> dict[str, Any] | None:
-        """Device work of some steps; None where there is no device."""
+        """Profile some steps; None without a device."""
         if not self.on_device:
             return None
         from .profiler import profile_steps
@@ -135,12 +135,12 @@ class ColumnSession:
         return found
 
     def host_actions(self, steps: int) -> dict[str, Any]:
-        """Host time of single actions; empty for a column that has none. Nothing runs after it."""
+        """Host time of single actions; empty for other sides. No step may follow."""
         measure = getattr(self._the_column(), "host_actions", None)
         return {} if measure is None else dict(measure(steps, self._synchronize))
 
     def memory(self, *, peaks: bool = False) -> dict[str, int | None]:
-        """The allocator's figures; None where there is no device."""
+        """The allocator's figures in bytes; None without a device."""
         if not self.on_device:
             names = ("allocated", "reserved") + (
                 ("allocated_peak", "reserved_peak") if peaks else ()
@@ -167,7 +167,7 @@ class ColumnSession:
         return total - free
 
     def close(self) -> dict[str, Any]:
-        """Let go of the column."""
+        """Close the column."""
         if self._column is not None:
             self._column.close()
             self._column = None

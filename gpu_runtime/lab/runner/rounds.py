@@ -1,9 +1,9 @@
 """
-All columns of a cell in turn, round after round, each in its own process.
+All columns of a cell in turn, round by round, each in its own process.
 
-Setting up is sequential, so that set-up times and memory belong to one column at a time; only the
-loading of libraries, which is booked on no column, runs for all at once. Each round starts with
-another column, so that none always follows the pause in which clocks are read.
+Columns are set up one after another, so that set-up times and memory belong to one column; only
+libraries, whose loading counts for no column, are loaded in all processes at once. Each round
+starts with another column, so that no column always follows the pause in which clocks are read.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ class CellRun:
         cell: The workload.
         specs: The columns.
         settings: Rounds and steps.
-        save: Called with nothing whenever `record` has grown, so that a killed run leaves what it
-            had.
-        progress: Where to say what is being done.
+        save: Called whenever `record` has grown, so that a killed run leaves its results.
+        progress: Shows a line.
         make_column: Starts a column, in a process unless a test says otherwise.
         record: What was measured, as plain data.
     """
@@ -92,7 +91,7 @@ class CellRun:
         self.save()
 
     def _ask(self, name: str, method: str, **arguments: Any) -> dict[str, Any] | None:
-        """One method of one column; None when it failed, and the column is then gone."""
+        """Call one method of one column; None when it failed, which ends the column."""
         try:
             handle = self._running[name]
             handle.post(method, **arguments)
@@ -160,7 +159,7 @@ class CellRun:
         self.save()
 
     def _finish(self) -> None:
-        """Growth, then the profiler, whose own buffers would count as growth, then single calls."""
+        """Measure growth, then profile (its buffers would count as growth), then time calls."""
         for spec in self.specs:
             if spec.name in self._running:
                 self.progress(f"{self.cell.name} {spec.name}: growth and kernels")
@@ -170,7 +169,7 @@ class CellRun:
                 if trace is not None:
                     self._column(spec.name)["trace"] = trace
                 self.save()
-            # Last: it replays graphs out of any order that a contract allows.
+            # Last, because it replays graphs in an order that no contract allows.
             if spec.name in self._running and spec.family == "ours_captured":
                 timed = self._ask(spec.name, "host_actions", steps=ACTION_STEPS)
                 if timed:
